@@ -1,0 +1,1 @@
+"""Benchmarks of hps: `python -m benchmarks NAME`; see harness.py."""

@@ -1,0 +1,160 @@
+"""What every benchmark shares: keys, timing, the record of machine and versions, and the results file.
+
+A benchmark is `benchmarks/bench_<name>.py` with a function `run(report, quick)`. It checks the answers of what it times
+before it adds a figure, names its axes, and measures its limit (a plain gather, a raw socket) or peer in the same run, so
+that the figure to quote is a ratio.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+_PACKAGES = (
+    "numpy",
+    "numba",
+    "rocksdict",
+    "redis",
+    "fastapi",
+    "uvicorn",
+    "orjson",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "torch",
+)
+
+
+def power_law_keys(
+    rng: np.random.Generator,
+    n: int,
+    rows: int,
+    alpha: float,
+) -> npt.NDArray[np.int64]:  # (n,)
+    """Draw ids in [0, rows) whose popularity falls with rank as rank^-alpha; alpha 0 is uniform.
+
+    u uniform in [0, 1); rank = floor((u (N^g - 1) + 1)^(1/g)) with g = 1 - alpha, on [1, N); rank to id by a fixed
+    permutation (seed 31337). This is the generator of the benchmarks of NVIDIA's NVE and HugeCTR.
+    """
+    if alpha == 0:
+        return rng.integers(0, rows, n, dtype=np.int64)
+    g = 1.0 - alpha
+    ranks = (rng.random(n) * (float(rows) ** g - 1.0) + 1.0) ** (1.0 / g)
+    permutation = np.random.default_rng(31337).permutation(rows).astype(np.int64, copy=False)
+    return permutation[np.minimum(ranks.astype(np.int64), rows - 1)]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of the timed calls: median, 99th percentile, least."""
+
+    p50_s: float
+    p99_s: float
+    min_s: float
+    calls: int
+
+    def as_dict(self) -> dict[str, float]:
+        return {"p50_s": self.p50_s, "p99_s": self.p99_s, "min_s": self.min_s, "calls": self.calls}
+
+
+def time_calls(call: Callable[[int], Any], calls: int, warmup: int = 3) -> Timing:
+    """Time `call(i)` for i in range(calls), after `warmup` untimed calls; rotate inputs by `i`."""
+    for i in range(warmup):
+        call(i)
+    seconds = np.empty(calls)
+    for i in range(calls):
+        start = time.perf_counter()
+        call(i)
+        seconds[i] = time.perf_counter() - start
+    return Timing(float(np.median(seconds)), float(np.quantile(seconds, 0.99)), float(seconds.min()), calls)
+
+
+def machine() -> dict[str, Any]:
+    """The processor, memory, versions and commit that a result belongs to."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    try:
+        processor = next(
+            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
+        )
+    except (OSError, StopIteration):
+        processor = platform.processor()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False, timeout=10
+    )
+    return {
+        "processor": processor.partition(":")[2].strip() or processor,
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "python": platform.python_version(),
+        "versions": versions,
+        "commit": commit.stdout.strip() or "unknown",
+    }
+
+
+@dataclass
+class Report:
+    """Collects the rows of one benchmark and writes them as JSON.
+
+    Attributes:
+        name: of the benchmark, and of its results file.
+        seed: of every random number in it.
+        about: further facts of the run (the GPU, a server's version).
+    """
+
+    name: str
+    seed: int = 1
+    about: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, axes: dict[str, Any], figures: dict[str, Any]) -> None:
+        """Record one measurement: the named axes it was taken at, and its figures (units in their names)."""
+        self.rows.append({"axes": axes, "figures": figures})
+
+    def write(self, directory: Path = RESULTS) -> Path:
+        """Write `<directory>/<name>.json`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"{self.name}.json"
+        content = {
+            "benchmark": self.name,
+            "taken_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seed": self.seed,
+            "machine": machine(),
+            "about": self.about,
+            "rows": self.rows,
+        }
+        path.write_text(json.dumps(content, indent=2) + "\n")
+        return path
+
+    def show(self) -> None:
+        """Print the rows as a table."""
+        table = Table(title=self.name)
+        columns = list(dict.fromkeys(name for row in self.rows for name in [*row["axes"], *row["figures"]]))
+        for column in columns:
+            table.add_column(column, overflow="fold")
+        for row in self.rows:
+            cells = {**row["axes"], **row["figures"]}
+            table.add_row(*(_cell(cells.get(column)) for column in columns))
+        Console(width=200).print(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

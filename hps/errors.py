@@ -1,0 +1,114 @@
+"""Every error that hps raises.
+
+    HPSError
+    ├── ConfigError              (ValueError)         a configuration is wrong; carries the whole report
+    ├── MissingDependencyError   (ImportError)        an optional package is needed; says what to install
+    ├── ModelFileError           (ValueError)         sparse model files are missing, cut short or do not fit
+    │   └── ModelFileNotFoundError (FileNotFoundError)
+    ├── InvalidInputError        (ValueError)         keys or outputs of a call are of the wrong kind
+    │   ├── InvalidDtypeError    (TypeError)
+    │   └── TooManyKeysError                          more keys than the model is configured for
+    ├── UnknownModelError        (KeyError)
+    ├── UnknownTableError        (KeyError)
+    ├── UnknownDeviceError       (KeyError)
+    ├── NotReadyError                                 still loading, or already closed
+    ├── WorkspaceTimeoutError    (TimeoutError)       every lookup workspace stayed busy
+    ├── DatabaseError            (RuntimeError)       a volatile or persistent database failed
+    │   ├── DatabaseTimeoutError (TimeoutError)
+    │   ├── DatabaseLockedError                       another process holds the directory
+    │   ├── DatabaseCorruptError
+    │   └── TableWidthError      (ValueError)         a table holds vectors of another width
+    └── DeviceError              (RuntimeError)       CUDA failed
+        └── DeviceMemoryError    (MemoryError)        a cache does not fit the device
+
+A database error never stands for an absent key: an absent key is answered by the default vector, a failure is raised.
+"""
+
+
+class HPSError(Exception):
+    """The base of every error that hps raises."""
+
+    def __str__(self) -> str:  # KeyError would show the message's repr
+        return str(self.args[0]) if self.args else ""
+
+
+class ConfigError(HPSError, ValueError):
+    """A configuration is wrong. `problems` holds one line a problem; the message shows all of them."""
+
+    def __init__(self, source: str, problems: list[str]) -> None:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__("\n".join([f"{source}: {count}", *(f"  {problem}" for problem in problems)]))
+        self.source = source
+        self.problems = problems
+
+
+class MissingDependencyError(HPSError, ImportError):
+    """An optional package is needed and is not installed."""
+
+
+class ModelFileError(HPSError, ValueError):
+    """Sparse model files cannot be read as the table they are configured for."""
+
+
+class ModelFileNotFoundError(ModelFileError, FileNotFoundError):
+    """A sparse model file or its directory does not exist."""
+
+
+class InvalidInputError(HPSError, ValueError):
+    """Keys or outputs of a call have the wrong shape, layout or place."""
+
+
+class InvalidDtypeError(InvalidInputError, TypeError):
+    """Keys or outputs of a call have the wrong dtype."""
+
+
+class TooManyKeysError(InvalidInputError):
+    """A lookup has more keys than the table is configured for."""
+
+
+class UnknownModelError(HPSError, KeyError):
+    """No model of this name is deployed."""
+
+
+class UnknownTableError(HPSError, KeyError):
+    """The model has no such table."""
+
+
+class UnknownDeviceError(HPSError, KeyError):
+    """The model is not deployed on this device."""
+
+
+class NotReadyError(HPSError, RuntimeError):
+    """The parameter server is still loading or is closed."""
+
+
+class WorkspaceTimeoutError(HPSError, TimeoutError):
+    """Every lookup workspace of the model stayed busy for the whole timeout."""
+
+
+class DatabaseError(HPSError, RuntimeError):
+    """A volatile or persistent database failed."""
+
+
+class DatabaseTimeoutError(DatabaseError, TimeoutError):
+    """A database did not answer in time."""
+
+
+class DatabaseLockedError(DatabaseError):
+    """Another process holds the database's directory."""
+
+
+class DatabaseCorruptError(DatabaseError):
+    """A database holds bytes that cannot be what was written."""
+
+
+class TableWidthError(DatabaseError, ValueError):
+    """A table exists with vectors of another width."""
+
+
+class DeviceError(HPSError, RuntimeError):
+    """A CUDA call failed."""
+
+
+class DeviceMemoryError(DeviceError, MemoryError):
+    """The device has not enough memory for an embedding cache."""

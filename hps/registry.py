@@ -1,0 +1,47 @@
+"""Implementations by the configuration value that selects them; imported on first use.
+
+A new tier, file system or cache is one new file and one line here.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from hps.errors import ConfigError, MissingDependencyError
+
+# kind -> name -> (module:attribute, what to install when its import fails)
+IMPLEMENTATIONS: dict[str, dict[str, tuple[str, str]]] = {
+    "cache": {
+        "cpu": ("hps.cache.numpy_cache:NumpyCache", "pip install hps-server"),
+        "cuda": ("hps.cache.cupy_cache:CupyCache", "pip install 'hps-server[cuda13]' (or [cuda12])"),
+    },
+    "database": {
+        "hash_map": ("hps.databases.hash_map:HashMapDatabase", "pip install hps-server"),
+        "parallel_hash_map": ("hps.databases.hash_map:HashMapDatabase", "pip install hps-server"),
+        "rocks_db": ("hps.databases.rocks_db:RocksDatabase", "pip install hps-server"),
+    },
+    "filesystem": {
+        "": ("hps.filesystems.local:LocalFileSystem", "pip install hps-server"),
+        "file": ("hps.filesystems.local:LocalFileSystem", "pip install hps-server"),
+    },
+}
+
+
+def implementation(kind: str, name: str) -> Any:
+    """Import and return the class that `name` selects.
+
+    Raises:
+        ConfigError: nothing of this name is registered; the message lists what is.
+        MissingDependencyError: its package is not installed; the message says how to install it.
+    """
+    try:
+        target, hint = IMPLEMENTATIONS[kind][name]
+    except KeyError:
+        known = ", ".join(sorted(name for name in IMPLEMENTATIONS[kind] if name))
+        raise ConfigError(kind, [f"got {name!r}, wanted one of: {known}"]) from None
+    module, attribute = target.split(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{kind} {name!r} needs a package that is not installed ({error}): {hint}"
+        ) from error

@@ -13,9 +13,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="+", choices=names, metavar="NAME", help=f"one or more of: {', '.join(names)}")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the results (default: %(default)s)")
-    parser.add_argument(
-        "--quick", action="store_true", help="small sizes, to see that it runs; the figures mean nothing"
-    )
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs; the figures mean nothing")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     for name in arguments.names:

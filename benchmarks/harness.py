@@ -90,14 +90,10 @@ def machine() -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     try:
-        processor = next(
-            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
-        )
+        processor = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
     except (OSError, StopIteration):
         processor = platform.processor()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False, timeout=10
-    )
+    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False, timeout=10)
     return {
         "processor": processor.partition(":")[2].strip() or processor,
         "cores": os.cpu_count(),

@@ -42,6 +42,4 @@ def implementation(kind: str, name: str) -> Any:
     try:
         return getattr(import_module(module), attribute)
     except ImportError as error:
-        raise MissingDependencyError(
-            f"{kind} {name!r} needs a package that is not installed ({error}): {hint}"
-        ) from error
+        raise MissingDependencyError(f"{kind} {name!r} needs a package that is not installed ({error}): {hint}") from error

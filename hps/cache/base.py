@@ -85,7 +85,7 @@ class CacheStats:
     size_bytes: int
 
 
-class Workspace(ABC):
+class Workspace:
     """Scratch memory (and the stream) of one lookup at a time. *One per thread.* Made by `create_workspace`."""
 
 

@@ -1,0 +1,494 @@
+"""The behaviour that every database tier shares; each database's test subclasses `DatabaseContract`.
+
+class TestRocksDatabase(DatabaseContract):
+    @pytest.fixture
+    def database(self, tmp_path):
+        database = RocksDatabase(tmp_path)
+        yield database
+        database.close()
+
+    def raw_rows(self, database, tag):
+        ...
+"""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from hps.databases.base import Database, LoadRecord
+from hps.errors import InvalidDtypeError, InvalidInputError, NotReadyError, TableWidthError, UnknownTableError
+from hps.types import BoolArray, FloatArray, KeyArray
+
+TAG = "hps_et.shop.item"
+OTHER = "hps_et.shop.user"
+DIM = 8
+INT64 = np.iinfo(np.int64)
+AWKWARD_KEYS = np.array(
+    [0, -1, 1, INT64.min, INT64.max, INT64.min + 1, INT64.max - 1, *(1 << np.arange(62)), *(np.arange(-20, 20) << 32)],
+    dtype=np.int64,
+)
+"""Keys that an implementation may take for a sentinel, or that a poor hash piles up."""
+
+
+def vectors_of(keys: KeyArray, dim: int, version: int = 0) -> FloatArray:
+    """Vectors that encode their key, their position and a version, so that a wrong, stale or torn one shows."""
+    words = keys.view(np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15) + np.uint64(version << 56)
+    words = words * np.uint64(0xD1B54A32D192ED03) + np.arange(dim, dtype=np.uint64)[None, :] * np.uint64(0x2545F4914F6CDD1D)
+    return (words >> np.uint64(40)).astype(np.float32)
+
+
+def distinct_keys(n: int, seed: int = 1) -> KeyArray:
+    """n different keys from the whole int64 range, in random order."""
+    keys = np.unique(np.random.default_rng(seed).integers(INT64.min, INT64.max, n + n // 8 + 16, dtype=np.int64, endpoint=True))
+    return np.random.default_rng(seed + 1).permutation(keys)[:n]
+
+
+def fetched(database: Database, tag: str, keys: KeyArray, dim: int) -> tuple[FloatArray, BoolArray]:
+    """Fetch into fresh arrays; rows that were not found are NaN."""
+    out = np.full((keys.size, dim), np.nan, np.float32)
+    found = np.zeros(keys.size, np.bool_)
+    assert database.fetch(tag, keys, out, found) == np.count_nonzero(found)
+    return out, found
+
+
+def bits(vectors: FloatArray) -> np.ndarray:
+    """The bit patterns, so that NaN equals NaN and -0.0 differs from 0.0."""
+    return vectors.view(np.uint32)
+
+
+class DatabaseContract:
+    """Subclass it, give the fixture `database` (fresh, empty, closed after the test) and `raw_rows`."""
+
+    counts_deletes: ClassVar[bool] = True
+    """Whether `delete` returns the number of removed rows, rather than -1."""
+    keeps_load_records: ClassVar[bool] = False
+    """Whether `load_record` returns what `load_chunk` was given, rather than None."""
+
+    @pytest.fixture
+    def database(self) -> Iterator[Database]:
+        raise NotImplementedError("a subclass gives the database")
+
+    def raw_rows(self, database: Database, tag: str) -> dict[int, bytes]:
+        """All rows of a table as key -> bytes of its vector, read without the methods under test."""
+        raise NotImplementedError("a subclass reads the engine itself")
+
+    @pytest.fixture
+    def table(self, database: Database) -> Database:
+        """A database in which the table TAG of width DIM is open and empty."""
+        database.open_table(TAG, DIM)
+        return database
+
+    # -- insert and fetch ---------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("dim", [1, 2, 3, 7, 16, 32, 128, 384])
+    def test_inserted_vectors_come_back_bit_for_bit(self, database: Database, dim: int) -> None:
+        keys = distinct_keys(500)
+        vectors = np.random.default_rng(7).integers(0, 2**32, (500, dim), dtype=np.uint32).view(np.float32)
+        database.open_table(TAG, dim)
+        database.insert(TAG, keys, vectors)
+        out, found = fetched(database, TAG, keys[::-1].copy(), dim)
+        assert found.all()
+        np.testing.assert_array_equal(bits(out), bits(vectors)[::-1])
+
+    def test_insert_stores_exactly_the_given_rows(self, table: Database) -> None:
+        keys = distinct_keys(300)
+        table.insert(TAG, keys, vectors_of(keys, DIM))
+        assert self.raw_rows(table, TAG) == {
+            int(key): row.tobytes() for key, row in zip(keys, vectors_of(keys, DIM), strict=True)
+        }
+
+    def test_every_int64_is_a_legal_key(self, table: Database) -> None:
+        keys = np.unique(AWKWARD_KEYS)
+        _, found = fetched(table, TAG, keys, DIM)
+        assert not found.any()
+        table.insert(TAG, keys, vectors_of(keys, DIM))
+        out, found = fetched(table, TAG, keys, DIM)
+        assert found.all()
+        np.testing.assert_array_equal(out, vectors_of(keys, DIM))
+        assert set(self.raw_rows(table, TAG)) == set(keys.tolist())
+
+    def test_fetch_leaves_rows_of_absent_keys_alone(self, table: Database) -> None:
+        keys = distinct_keys(200)
+        table.insert(TAG, keys[:100], vectors_of(keys[:100], DIM))
+        out = np.full((200, DIM), 5.0, np.float32)
+        found = np.zeros(200, np.bool_)
+        assert table.fetch(TAG, keys, out, found) == 100
+        np.testing.assert_array_equal(found, np.arange(200) < 100)
+        np.testing.assert_array_equal(out[:100], vectors_of(keys[:100], DIM))
+        assert (out[100:] == 5.0).all()
+
+    def test_fetch_leaves_found_vectors_alone(self, table: Database) -> None:
+        keys = distinct_keys(200)
+        table.insert(TAG, keys[:150], vectors_of(keys[:150], DIM))
+        out = np.full((200, DIM), 5.0, np.float32)
+        before = np.arange(200) % 3 == 0
+        found = before.copy()
+        filled = table.fetch(TAG, keys, out, found)
+        here = np.arange(200) < 150
+        assert filled == np.count_nonzero(here & ~before)
+        np.testing.assert_array_equal(found, here | before)
+        assert (out[before] == 5.0).all()
+        np.testing.assert_array_equal(out[here & ~before], vectors_of(keys, DIM)[here & ~before])
+
+    def test_fetch_fills_every_position_of_a_duplicate_key(self, table: Database) -> None:
+        keys = distinct_keys(50)
+        table.insert(TAG, keys, vectors_of(keys, DIM))
+        wanted = np.random.default_rng(3).choice(keys, 1000)
+        out, found = fetched(table, TAG, wanted, DIM)
+        assert found.all()
+        np.testing.assert_array_equal(out, vectors_of(wanted, DIM))
+
+    def test_fetch_from_an_empty_table_finds_nothing(self, table: Database) -> None:
+        _, found = fetched(table, TAG, distinct_keys(20), DIM)
+        assert not found.any()
+
+    def test_insert_replaces(self, table: Database) -> None:
+        keys = distinct_keys(300)
+        table.insert(TAG, keys, vectors_of(keys, DIM))
+        table.insert(TAG, keys[::2].copy(), vectors_of(keys[::2].copy(), DIM, version=1))
+        wanted = vectors_of(keys, DIM)
+        wanted[::2] = vectors_of(keys[::2].copy(), DIM, version=1)
+        np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], wanted)
+        assert len(self.raw_rows(table, TAG)) == 300
+
+    def test_the_last_of_a_duplicate_key_in_a_batch_wins(self, table: Database) -> None:
+        keys = np.random.default_rng(5).choice(distinct_keys(40), 1000)
+        vectors = np.random.default_rng(6).random((1000, DIM), np.float32)
+        table.insert(TAG, keys, vectors)
+        wanted = {int(key): row.tobytes() for key, row in zip(keys, vectors, strict=True)}
+        assert self.raw_rows(table, TAG) == wanted
+
+    def test_insert_keeps_no_reference_to_the_arrays(self, table: Database) -> None:
+        keys = distinct_keys(100)
+        vectors = vectors_of(keys, DIM)
+        given_keys, given_vectors = keys.copy(), vectors.copy()
+        table.insert(TAG, given_keys, given_vectors)
+        np.testing.assert_array_equal(given_keys, keys)
+        np.testing.assert_array_equal(given_vectors, vectors)
+        given_keys[:] = 0
+        given_vectors[:] = -1
+        np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], vectors)
+
+    def test_read_only_inputs_are_accepted(self, table: Database) -> None:
+        keys = distinct_keys(100)
+        vectors = vectors_of(keys, DIM)
+        frozen = np.frombuffer(keys.tobytes(), np.int64)
+        table.insert(TAG, frozen, np.frombuffer(vectors.tobytes(), np.float32).reshape(100, DIM))
+        np.testing.assert_array_equal(fetched(table, TAG, frozen, DIM)[0], vectors)
+        assert table.delete(TAG, frozen) in (100, -1)
+
+    def test_a_batch_larger_than_any_internal_chunk(self, database: Database) -> None:
+        keys = distinct_keys(150_000)
+        database.open_table(TAG, 2)
+        database.insert(TAG, keys, vectors_of(keys, 2))
+        out, found = fetched(database, TAG, keys[::-1].copy(), 2)
+        assert found.all()
+        np.testing.assert_array_equal(out, vectors_of(keys, 2)[::-1])
+        assert database.size(TAG) == 150_000
+
+    def test_zero_keys_change_nothing(self, table: Database) -> None:
+        none, no_vectors = np.empty(0, np.int64), np.empty((0, DIM), np.float32)
+        table.insert(TAG, none, no_vectors)
+        assert table.fetch(TAG, none, no_vectors, np.empty(0, np.bool_)) == 0
+        assert table.delete(TAG, none) in (0, -1)
+        assert self.raw_rows(table, TAG) == {}
+
+    # -- delete -------------------------------------------------------------------------------------------------------
+
+    def test_deleted_keys_are_absent_and_the_others_stay(self, table: Database) -> None:
+        keys = distinct_keys(1000)
+        table.insert(TAG, keys, vectors_of(keys, DIM))
+        table.delete(TAG, keys[:400])
+        out, found = fetched(table, TAG, keys, DIM)
+        np.testing.assert_array_equal(found, np.arange(1000) >= 400)
+        np.testing.assert_array_equal(out[400:], vectors_of(keys[400:], DIM))
+        assert set(self.raw_rows(table, TAG)) == set(keys[400:].tolist())
+
+    def test_delete_counts_distinct_keys_that_were_there(self, table: Database) -> None:
+        keys = distinct_keys(30)
+        table.insert(TAG, keys[:20], vectors_of(keys[:20], DIM))
+        deleted = table.delete(TAG, np.concatenate([keys[10:], keys[10:15]]))
+        assert deleted == (10 if self.counts_deletes else -1)
+        assert table.delete(TAG, keys[10:]) == (0 if self.counts_deletes else -1)
+
+    def test_a_deleted_key_can_be_inserted_again(self, table: Database) -> None:
+        keys = distinct_keys(200)
+        for version in range(5):
+            table.insert(TAG, keys, vectors_of(keys, DIM, version))
+            table.delete(TAG, keys[::2].copy())
+        table.insert(TAG, keys[::2].copy(), vectors_of(keys[::2].copy(), DIM, 9))
+        wanted = vectors_of(keys, DIM, 4)
+        wanted[::2] = vectors_of(keys[::2].copy(), DIM, 9)
+        np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], wanted)
+
+    # -- scan, size, stats --------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("chunk_rows", [1, 7, 300, 100_000])
+    def test_scan_yields_every_row_once_in_bounded_chunks(self, table: Database, chunk_rows: int) -> None:
+        keys = distinct_keys(300)
+        table.insert(TAG, keys, vectors_of(keys, DIM))
+        chunks = list(table.scan(TAG, chunk_rows))
+        for chunk_keys, chunk_vectors in chunks:
+            assert chunk_keys.dtype == np.int64
+            assert chunk_vectors.dtype == np.float32
+            assert 0 < chunk_keys.size <= chunk_rows
+            assert chunk_vectors.shape == (chunk_keys.size, DIM)
+        scanned = np.concatenate([chunk[0] for chunk in chunks])
+        np.testing.assert_array_equal(np.sort(scanned), np.sort(keys))
+        np.testing.assert_array_equal(np.concatenate([chunk[1] for chunk in chunks]), vectors_of(scanned, DIM))
+
+    def test_scan_yields_arrays_that_the_caller_owns(self, table: Database) -> None:
+        keys = distinct_keys(100)
+        table.insert(TAG, keys, vectors_of(keys, DIM))
+        for chunk_keys, chunk_vectors in table.scan(TAG, 30):
+            chunk_keys[:] = 0
+            chunk_vectors[:] = -1
+        np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], vectors_of(keys, DIM))
+
+    def test_scan_of_an_empty_table_yields_nothing(self, table: Database) -> None:
+        assert list(table.scan(TAG, 10)) == []
+
+    def test_a_scan_may_be_left_early_and_beside_writes(self, table: Database) -> None:
+        keys = distinct_keys(5000)
+        table.insert(TAG, keys[:2000], vectors_of(keys[:2000], DIM))
+        scan = table.scan(TAG, 100)
+        seen = [next(scan) for _ in range(3)]
+        table.insert(TAG, keys[2000:], vectors_of(keys[2000:], DIM))
+        seen.extend(scan)
+        scanned = np.concatenate([chunk[0] for chunk in seen])
+        assert np.unique(scanned).size == scanned.size
+        assert np.isin(keys[:2000], scanned).all()
+        np.testing.assert_array_equal(np.concatenate([chunk[1] for chunk in seen]), vectors_of(scanned, DIM))
+        next(table.scan(TAG, 100))
+
+    def test_size_and_stats_count_rows(self, table: Database) -> None:
+        keys = distinct_keys(100)
+        assert table.size(TAG) == 0
+        table.insert(TAG, keys, vectors_of(keys, DIM))
+        table.insert(TAG, keys[:50], vectors_of(keys[:50], DIM))
+        table.delete(TAG, keys[90:])
+        assert table.size(TAG) == 90
+        stats = table.stats(TAG)
+        assert stats.rows == 90
+        assert stats.vector_bytes == 90 * DIM * 4
+        assert stats.overhead_bytes >= -1
+
+    # -- tables -------------------------------------------------------------------------------------------------------
+
+    def test_tables_do_not_mix(self, database: Database) -> None:
+        keys = distinct_keys(100)
+        database.open_table(TAG, DIM)
+        database.open_table(OTHER, 3)
+        database.insert(TAG, keys, vectors_of(keys, DIM))
+        assert not fetched(database, OTHER, keys, 3)[1].any()
+        database.insert(OTHER, keys[:60], vectors_of(keys[:60], 3, version=1))
+        database.delete(TAG, keys[:30])
+        assert fetched(database, TAG, keys, DIM)[1].sum() == 70
+        np.testing.assert_array_equal(fetched(database, OTHER, keys[:60], 3)[0], vectors_of(keys[:60], 3, version=1))
+        assert database.tags() == [TAG, OTHER]
+
+    def test_tags_are_sorted_and_begin_empty(self, database: Database) -> None:
+        assert database.tags() == []
+        for tag in ("hps_et.b.x", "hps_et.a.y", "hps_et.a-b.y"):
+            database.open_table(tag, 2)
+        assert database.tags() == sorted(["hps_et.b.x", "hps_et.a.y", "hps_et.a-b.y"])
+
+    def test_opening_an_open_table_changes_nothing(self, table: Database) -> None:
+        keys = distinct_keys(10)
+        table.insert(TAG, keys, vectors_of(keys, DIM))
+        table.open_table(TAG, DIM)
+        np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], vectors_of(keys, DIM))
+
+    def test_opening_with_another_width_is_refused_and_changes_nothing(self, table: Database) -> None:
+        keys = distinct_keys(10)
+        table.insert(TAG, keys, vectors_of(keys, DIM))
+        with pytest.raises(TableWidthError, match=rf"(?s)(?=.*{TAG})(?=.*\b{DIM}\b)(?=.*\b{DIM + 1}\b)"):
+            table.open_table(TAG, DIM + 1)
+        np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], vectors_of(keys, DIM))
+
+    def test_a_dropped_table_is_gone(self, table: Database) -> None:
+        keys = distinct_keys(10)
+        table.open_table(OTHER, DIM)
+        for tag in (TAG, OTHER):
+            table.insert(tag, keys, vectors_of(keys, DIM))
+        table.drop_table(TAG)
+        assert table.tags() == [OTHER]
+        with pytest.raises(UnknownTableError, match=TAG):
+            fetched(table, TAG, keys, DIM)
+        assert fetched(table, OTHER, keys, DIM)[1].all()
+
+    def test_a_dropped_table_is_opened_empty_with_any_width(self, table: Database) -> None:
+        keys = distinct_keys(10)
+        table.insert(TAG, keys, vectors_of(keys, DIM))
+        table.drop_table(TAG)
+        table.open_table(TAG, DIM + 1)
+        assert not fetched(table, TAG, keys, DIM + 1)[1].any()
+        assert self.raw_rows(table, TAG) == {}
+        table.insert(TAG, keys, vectors_of(keys, DIM + 1))
+        assert table.size(TAG) == 10
+
+    def test_dropping_an_absent_table_changes_nothing(self, table: Database) -> None:
+        table.drop_table(OTHER)
+        assert table.tags() == [TAG]
+
+    def test_a_table_that_was_never_opened_is_unknown(self, table: Database) -> None:
+        keys, vectors = distinct_keys(4), vectors_of(distinct_keys(4), DIM)
+        calls = [
+            lambda: table.fetch(OTHER, keys, vectors.copy(), np.zeros(4, np.bool_)),
+            lambda: table.insert(OTHER, keys, vectors),
+            lambda: table.delete(OTHER, keys),
+            lambda: list(table.scan(OTHER, 10)),
+            lambda: table.size(OTHER),
+            lambda: table.stats(OTHER),
+        ]
+        for call in calls:
+            with pytest.raises(UnknownTableError, match=OTHER):
+                call()
+        assert table.tags() == [TAG]
+
+    # -- bad input ----------------------------------------------------------------------------------------------------
+
+    def test_arguments_of_another_dtype_are_refused(self, table: Database) -> None:
+        keys, vectors, found = distinct_keys(4), vectors_of(distinct_keys(4), DIM), np.zeros(4, np.bool_)
+        calls = [
+            lambda: table.fetch(TAG, keys.astype(np.int32), vectors.copy(), found),
+            lambda: table.fetch(TAG, keys.view(np.uint64), vectors.copy(), found),
+            lambda: table.fetch(TAG, keys.byteswap().view(">i8"), vectors.copy(), found),
+            lambda: table.fetch(TAG, keys, vectors.astype(np.float64), found),
+            lambda: table.fetch(TAG, keys, vectors.copy(), found.astype(np.uint8)),
+            lambda: table.insert(TAG, keys.astype(np.float64), vectors),
+            lambda: table.insert(TAG, keys, np.zeros((4, DIM), np.float16)),
+            lambda: table.delete(TAG, keys.astype(np.int32)),
+        ]
+        for call in calls:
+            with pytest.raises(InvalidDtypeError):
+                call()
+        assert self.raw_rows(table, TAG) == {}
+
+    def test_arguments_of_another_shape_or_layout_are_refused(self, table: Database) -> None:
+        keys, vectors, found = distinct_keys(4), vectors_of(distinct_keys(4), DIM), np.zeros(4, np.bool_)
+        frozen = vectors.copy()
+        frozen.flags.writeable = False
+        frozen_found = found.copy()
+        frozen_found.flags.writeable = False
+        calls = [
+            lambda: table.fetch(TAG, keys.reshape(2, 2), vectors.copy(), found),
+            lambda: table.fetch(TAG, np.repeat(keys, 2)[::2], vectors.copy(), found),
+            lambda: table.fetch(TAG, keys, vectors[:3].copy(), found),
+            lambda: table.fetch(TAG, keys, vectors[:, :-1].copy(), found),
+            lambda: table.fetch(TAG, keys, vectors.ravel(), found),
+            lambda: table.fetch(TAG, keys, np.asfortranarray(vectors), found),
+            lambda: table.fetch(TAG, keys, frozen, found),
+            lambda: table.fetch(TAG, keys, vectors.copy(), found[:3].copy()),
+            lambda: table.fetch(TAG, keys, vectors.copy(), np.zeros(8, np.bool_)[::2]),
+            lambda: table.fetch(TAG, keys, vectors.copy(), frozen_found),
+            lambda: table.insert(TAG, keys[:3], vectors),
+            lambda: table.insert(TAG, keys, np.zeros((4, DIM + 1), np.float32)),
+            lambda: table.insert(TAG, keys, np.zeros((8, DIM), np.float32)[::2]),
+            lambda: table.delete(TAG, keys.reshape(2, 2)),
+            lambda: list(table.scan(TAG, 0)),
+            lambda: table.open_table(OTHER, 0),
+        ]
+        for call in calls:
+            with pytest.raises(InvalidInputError):
+                call()
+        assert self.raw_rows(table, TAG) == {}
+        assert not found.any()
+
+    # -- bulk load ----------------------------------------------------------------------------------------------------
+
+    def test_loaded_chunks_can_be_fetched_and_are_remembered_where_the_engine_lasts(self, table: Database) -> None:
+        keys = distinct_keys(300)
+        assert table.load_record(TAG) is None
+        for start in range(0, 300, 100):
+            record = LoadRecord("abc", start + 100, 300)
+            table.load_chunk(TAG, keys[start : start + 100], vectors_of(keys[start : start + 100], DIM), record)
+            assert table.load_record(TAG) == (record if self.keeps_load_records else None)
+        table.finish_load(TAG)
+        np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], vectors_of(keys, DIM))
+        assert len(self.raw_rows(table, TAG)) == 300
+
+    def test_loading_a_chunk_again_changes_nothing(self, table: Database) -> None:
+        keys = distinct_keys(100)
+        for _ in range(2):
+            table.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("abc", 100, 300))
+        assert len(self.raw_rows(table, TAG)) == 100
+
+    def test_loaded_chunks_replace_and_the_last_of_a_duplicate_wins(self, table: Database) -> None:
+        keys = distinct_keys(50)
+        table.insert(TAG, keys, vectors_of(keys, DIM))
+        vectors = np.concatenate([vectors_of(keys, DIM, 1), vectors_of(keys, DIM, 2)])
+        table.load_chunk(TAG, np.concatenate([keys, keys]), vectors, LoadRecord("abc", 100, 100))
+        table.finish_load(TAG)
+        np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], vectors_of(keys, DIM, 2))
+
+    def test_dropping_a_table_forgets_its_load(self, table: Database) -> None:
+        keys = distinct_keys(10)
+        table.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("abc", 10, 10))
+        table.drop_table(TAG)
+        table.open_table(TAG, DIM)
+        assert table.load_record(TAG) is None
+
+    # -- close --------------------------------------------------------------------------------------------------------
+
+    def test_a_closed_database_answers_nothing(self, table: Database) -> None:
+        keys, vectors = distinct_keys(4), vectors_of(distinct_keys(4), DIM)
+        table.close()
+        table.close()
+        calls = [
+            lambda: table.open_table(TAG, DIM),
+            lambda: table.fetch(TAG, keys, vectors.copy(), np.zeros(4, np.bool_)),
+            lambda: table.insert(TAG, keys, vectors),
+            lambda: table.delete(TAG, keys),
+            lambda: list(table.scan(TAG, 10)),
+            lambda: table.size(TAG),
+            lambda: table.stats(TAG),
+            lambda: table.tags(),
+            lambda: table.drop_table(TAG),
+        ]
+        for call in calls:
+            with pytest.raises(NotReadyError):
+                call()
+
+    # -- concurrency --------------------------------------------------------------------------------------------------
+
+    def test_a_fetch_beside_writes_sees_whole_vectors(self, database: Database) -> None:
+        dim, rows, rounds = 32, 2000, 12
+        keys = distinct_keys(rows * rounds)
+        resident = keys[:rows]
+        versions = np.stack([vectors_of(resident, dim, version) for version in range(rounds)])
+        database.open_table(TAG, dim)
+        database.insert(TAG, resident, versions[0])
+        done = threading.Event()
+
+        def read(seed: int) -> int:
+            rng = np.random.default_rng(seed)
+            checked = newest = 0
+            while not done.is_set() or not checked:
+                picks = rng.integers(0, rows, 500)
+                out, found = fetched(database, TAG, resident[picks], dim)
+                assert found.all(), "a key that was never deleted was absent"
+                same = (versions[:, picks] == out[None]).all(axis=2)
+                assert same.any(axis=0).all(), "a torn or wrong vector"
+                seen = same.argmax(axis=0)
+                assert seen.min() >= newest - 1, "a vector older than the one that an earlier call replaced"
+                newest = max(newest, int(seen.max()))
+                checked += picks.size
+            return checked
+
+        with ThreadPoolExecutor(3) as pool:
+            readers = [pool.submit(read, seed) for seed in range(3)]
+            try:
+                for version in range(1, rounds):
+                    more = keys[version * rows : (version + 1) * rows]
+                    database.insert(TAG, resident, versions[version])
+                    database.insert(TAG, more, vectors_of(more, dim))
+                    database.delete(TAG, more[::2].copy())
+            finally:
+                done.set()
+            assert all(reader.result(60) > 0 for reader in readers)
+        assert database.size(TAG) == rows + (rounds - 1) * (rows // 2)

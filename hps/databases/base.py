@@ -29,11 +29,19 @@ class LoadRecord:
 
 @dataclass(frozen=True, slots=True)
 class TableStats:
-    """Size of one table. `overhead_bytes` is what is held beside the vectors, -1 where the engine cannot say."""
+    """Size of one table.
+
+    Attributes:
+        rows: vectors that it holds.
+        vector_bytes: what they take.
+        overhead_bytes: what is held beside the vectors, -1 where the engine cannot say.
+        capacity_rows: rows at which it evicts: overflow_margin x num_partitions; 2^64 - 1 (HugeCTR's figure) where it never does.
+    """
 
     rows: int
     vector_bytes: int
     overhead_bytes: int
+    capacity_rows: int = 2**64 - 1
 
 
 class Database(ABC):
@@ -47,6 +55,9 @@ class Database(ABC):
 
     kind: ClassVar[str]
     """The configuration value that selects this database, e.g. `rocks_db`."""
+
+    persistent: ClassVar[bool] = False
+    """Whether it holds every row and remembers, by `load_record`, what was loaded: True for a persistent database."""
 
     @classmethod
     @abstractmethod

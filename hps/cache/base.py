@@ -106,6 +106,11 @@ class EmbeddingCache(ABC):
     device_id: int
 
     @classmethod
+    def unavailable_reason(cls) -> str | None:
+        """Why this machine cannot run this cache, in words for the log; None where it can."""
+        return None
+
+    @classmethod
     @abstractmethod
     def create(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> Self:
         """Allocate a cache for all tables of a model.

@@ -1,0 +1,93 @@
+"""Work that a lookup leaves for later: a bounded queue and the threads that empty it."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from hps.errors import HPSError
+from hps.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.2  # how soon an idle thread notices that the queue was closed
+
+
+class BackgroundQueue:
+    """Runs jobs in the order of arrival on daemon threads; refuses a job when the queue is full. *Thread-safe.*
+
+    Args:
+        name: of the work, in thread names, logs and metrics.
+        length: jobs that may wait.
+        threads: how many run at once.
+    """
+
+    def __init__(self, name: str, length: int, threads: int, metrics: Metrics) -> None:
+        self._name = name
+        self._metrics = metrics
+        self._jobs: queue.Queue[Callable[[], None]] = queue.Queue(length)
+        self._closed = False
+        self._threads = [threading.Thread(target=self._run, name=f"hps-{name}-{i}", daemon=True) for i in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        """Queue a job. Returns False, and counts it as dropped, when the queue is full or closed."""
+        if not self._closed:
+            try:
+                self._jobs.put_nowait(job)
+            except queue.Full:
+                pass
+            else:
+                self._metrics.background_batches.labels(self._name).set(self._jobs.qsize())
+                return True
+        self._metrics.background_dropped.labels(self._name).inc()
+        return False
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every queued job has run; False when that takes longer than `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        with self._jobs.all_tasks_done:
+            while self._jobs.unfinished_tasks:
+                if not self._jobs.all_tasks_done.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                    return False
+        return True
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Run what is queued, for at most `timeout_s`, and stop. Closing twice changes nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self.drain(timeout_s):
+            _log.warning("%s: %d batches were left when closing", self._name, self._jobs.qsize())
+            self._discard()
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    def _discard(self) -> None:
+        while True:
+            try:
+                self._jobs.get_nowait()
+            except queue.Empty:
+                return
+            self._jobs.task_done()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=_POLL_S)
+            except queue.Empty:
+                if self._closed:
+                    return
+                continue
+            try:
+                job()
+            except HPSError as error:
+                self._metrics.background_errors.labels(self._name).inc()
+                _log.warning("%s: %s", self._name, error)
+            except Exception:
+                self._metrics.background_errors.labels(self._name).inc()
+                _log.exception("%s: a job failed", self._name)
+            finally:
+                self._jobs.task_done()
+                self._metrics.background_batches.labels(self._name).set(self._jobs.qsize())

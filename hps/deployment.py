@@ -1,0 +1,181 @@
+"""Puts one model into service: its tables loaded, its caches built and warmed, its sessions ready."""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hps.cache.base import EmbeddingCache
+from hps.config import ModelConfig
+from hps.database_chain import DatabaseChain
+from hps.databases.base import Database
+from hps.direct_session import DirectSession
+from hps.errors import UnknownDeviceError, UnknownTableError
+from hps.fetch_coalescing import FetchCoalescer
+from hps.lookup_session import LookupSession, SessionSettings
+from hps.metrics import Metrics
+from hps.model_files import open_sparse_model
+from hps.registry import implementation
+from hps.types import TableSpec
+from hps.warmup import Progress, load_table, warm_up
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """One model in service. *Thread-safe.*
+
+    Attributes:
+        config: the model's configuration.
+        tables: its tables, in the order of their ids.
+        sessions: by device id. On the CPU all device ids share one session.
+        chain: the host tiers that hold its tables.
+        owns_chain: whether the chain is this model's alone, and closed with it.
+    """
+
+    config: ModelConfig
+    tables: tuple[TableSpec, ...]
+    sessions: dict[int, LookupSession | DirectSession]
+    chain: DatabaseChain
+    owns_chain: bool = False
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The device ids that the model is deployed on."""
+        return tuple(self.sessions)
+
+    @property
+    def caches(self) -> list[EmbeddingCache]:
+        """The embedding caches, each once."""
+        return [session.cache for session in set(self.sessions.values()) if session.cache is not None]
+
+    def session(self, device_id: int | None) -> LookupSession | DirectSession:
+        """The session of a device; of the first device for None.
+
+        Raises:
+            UnknownDeviceError: the model is not deployed there.
+        """
+        if device_id is None:
+            return next(iter(self.sessions.values()))
+        try:
+            return self.sessions[device_id]
+        except KeyError:
+            raise UnknownDeviceError(
+                f"looking up model {self.config.model!r}: got device {device_id!r}, wanted one of its deployed_device_list "
+                f"{list(self.sessions)}"
+            ) from None
+
+    def table_index(self, table: int | str) -> int:
+        """The index of a table that is given by id or by name.
+
+        Raises:
+            UnknownTableError: the model has no such table.
+        """
+        names = [spec.table_name for spec in self.tables]
+        if isinstance(table, str) and table in names:
+            return names.index(table)
+        if not isinstance(table, str | bool) and 0 <= table < len(names):
+            return int(table)
+        known = ", ".join(f"{index} ({name})" for index, name in enumerate(names))
+        raise UnknownTableError(f"looking up model {self.config.model!r}: got table {table!r}, wanted one of {known}")
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait for queued insertions; False when that takes longer."""
+        return all(session.drain(timeout_s) for session in set(self.sessions.values()))
+
+    def close(self) -> None:
+        """Let running lookups end and free the caches."""
+        for session in set(self.sessions.values()):
+            session.close()
+        if self.owns_chain:
+            self.chain.close()
+
+
+def choose_cache(device: str) -> type[EmbeddingCache]:
+    """The cache class for a configured `device`; `auto` is CUDA where a GPU and CuPy are there.
+
+    Raises:
+        DeviceError, MissingDependencyError: `cuda` is wanted and cannot be had.
+    """
+    if device == "cpu":
+        return _cache_class("cpu")
+    if device == "cuda":
+        return _cache_class("cuda")
+    try:
+        cuda = _cache_class("cuda")
+        reason = cuda.unavailable_reason()
+    except ImportError as error:
+        reason = str(error)
+    if reason is None:
+        return cuda
+    _log.warning("device auto: serving from the CPU with the NumPy cache (%s)", reason)
+    return _cache_class("cpu")
+
+
+def deploy(
+    config: ModelConfig,
+    cache_class: type[EmbeddingCache],
+    chain: DatabaseChain,
+    coalescer: FetchCoalescer,
+    metrics: Metrics,
+    *,
+    load_into: Sequence[Database],
+    progress: Progress | None = None,
+) -> Deployment:
+    """Load a model's tables into the databases, build its caches and sessions, and warm the caches.
+
+    Args:
+        load_into: the databases of the chain that are to be initialised from the model files.
+
+    Raises:
+        ModelFileError: a table's files are missing or do not fit its configuration.
+        DatabaseError, DeviceError: a tier failed.
+    """
+    tables = config.tables
+    if config.embedding_cache_type in ("static", "uvm") and cache_class.device == "cpu":
+        return _deploy_resident(config, metrics, progress)
+    for table, source in zip(tables, config.sparse_files, strict=True):
+        chain.open_table(table)
+        if config.embedding_cache_type != "stochastic":  # HugeCTR: such a model does not fill the databases
+            load_table(table, source, load_into, progress=progress)
+    if not config.gpucache and cache_class.device == "cpu":
+        session = DirectSession(tables, chain, metrics)
+        return Deployment(config, tables, dict.fromkeys(config.deployed_device_list, session), chain)
+    settings = SessionSettings(
+        hit_rate_threshold=config.hit_rate_threshold,
+        workspaces=config.num_of_worker_buffer_in_pool,
+        workspace_timeout_s=config.workspace_timeout_s,
+        insert_queue_length=config.insert_queue_length,
+    )
+    models = [open_sparse_model(source, table.dim) for table, source in zip(tables, config.sparse_files, strict=True)]
+    share = config.gpucacheper if config.gpucache else 0.0
+    capacities = [math.ceil(share * model.rows) for model in models]
+    sessions: dict[int, LookupSession | DirectSession] = {}
+    for device_id in config.deployed_device_list:
+        if cache_class.device == "cpu" and sessions:
+            sessions[device_id] = next(iter(sessions.values()))
+            continue
+        cache = cache_class.create(tables, capacities, device_id)
+        if config.init_ec and config.gpucache and config.cache_refresh_percentage_per_iteration > 0:
+            for index, (table, model) in enumerate(zip(tables, models, strict=True)):
+                warm_up(cache, index, table, model, config.cache_refresh_percentage_per_iteration)
+        sessions[device_id] = LookupSession(tables, cache, chain, coalescer, settings, metrics)
+    return Deployment(config, tables, sessions, chain)
+
+
+def _deploy_resident(config: ModelConfig, metrics: Metrics, progress: Progress | None) -> Deployment:
+    """On the CPU a static (or uvm) cache is a hash map of its own that holds every row; the databases are not used."""
+    resident = implementation("database", "hash_map")()
+    chain = DatabaseChain(resident, None, metrics=metrics)
+    for table, source in zip(config.tables, config.sparse_files, strict=True):
+        chain.open_table(table)
+        load_table(table, source, [resident], progress=progress)
+    session = DirectSession(config.tables, chain, metrics)
+    sessions: dict[int, LookupSession | DirectSession] = dict.fromkeys(config.deployed_device_list, session)
+    return Deployment(config, config.tables, sessions, chain, owns_chain=True)
+
+
+def _cache_class(device: str) -> type[EmbeddingCache]:
+    found: type[EmbeddingCache] = implementation("cache", device)
+    return found

@@ -1,0 +1,120 @@
+"""Prometheus metrics of lookups and tiers, counted per batch, never per key."""
+
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, Metric
+
+_LOOKUP_BUCKETS = (2.5e-5, 5e-5, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.5, 1.0, 5.0)
+TIERS = ("embedding_cache", "volatile_db", "persistent_db")
+
+
+@dataclass(slots=True)
+class TableCounters:
+    """Counts of one table since the start. Change them only while holding `Metrics.lock`.
+
+    Plain integers under one lock for a whole batch: a labelled counter of prometheus-client costs 0.65 us each, which a
+    lookup of 26 tables would pay 52 times.
+
+    Attributes:
+        keys: keys asked for, duplicates counted.
+        hits: keys that each tier answered, in the order of `TIERS`. The embedding cache counts duplicates, the databases
+            count distinct keys.
+        misses: keys that each tier was asked for and did not have.
+        defaults: distinct keys answered by the default vector because no tier has them.
+        deferred: keys answered by the default vector now and fetched in the background (hit rate threshold).
+    """
+
+    model: str
+    table: str
+    keys: int
+    hits: list[int]
+    misses: list[int]
+    defaults: int
+    deferred: int
+
+
+class Metrics:
+    """The metrics of one parameter server, on a registry of its own. *Thread-safe.*
+
+    Attributes:
+        registry: what `/metrics` exposes; others may register their metrics on it.
+        lock: guards every `TableCounters`.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.lock = threading.Lock()
+        self._tables: dict[tuple[str, str], TableCounters] = {}
+        self.registry.register(self)
+        registry = self.registry
+        self.lookup_seconds = Histogram(
+            "hps_lookup_seconds", "Time of a whole lookup.", ["model"], buckets=_LOOKUP_BUCKETS, registry=registry
+        )
+        self.fetch_seconds = Histogram(
+            "hps_fetch_seconds", "Time of one fetch from a database.", ["tier"], buckets=_LOOKUP_BUCKETS, registry=registry
+        )
+        self.tier_errors = Counter("hps_tier_errors", "Failed calls of a database.", ["tier"], registry=registry)
+        self.tier_available = Gauge(
+            "hps_tier_available",
+            "1 while a database is asked, 0 while it is skipped after failures.",
+            ["tier"],
+            registry=registry,
+        )
+        self.table_quarantined = Gauge(
+            "hps_table_quarantined",
+            "1 while the volatile database may hold old vectors and is skipped.",
+            ["tag"],
+            registry=registry,
+        )
+        self.promoted = Counter(
+            "hps_promoted_keys", "Vectors copied from the persistent into the volatile database.", registry=registry
+        )
+        self.background_batches = Gauge(
+            "hps_background_batches", "Batches that wait for background work.", ["work"], registry=registry
+        )
+        self.background_dropped = Counter(
+            "hps_background_dropped_batches", "Batches dropped because the queue was full.", ["work"], registry=registry
+        )
+        self.background_errors = Counter(
+            "hps_background_failed_batches", "Batches whose background work failed.", ["work"], registry=registry
+        )
+        self.workspace_timeouts = Counter(
+            "hps_workspace_timeouts", "Lookups refused because every workspace stayed busy.", ["model"], registry=registry
+        )
+        self.coalesced_keys = Counter(
+            "hps_coalesced_keys", "Missing keys that joined the fetch of another lookup.", registry=registry
+        )
+
+    def table(self, model: str, table: str) -> TableCounters:
+        """The counters of a table, made at the first call."""
+        with self.lock:
+            key = (model, table)
+            if key not in self._tables:
+                self._tables[key] = TableCounters(model, table, 0, [0, 0, 0], [0, 0, 0], 0, 0)
+            return self._tables[key]
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the table counters in Prometheus' form."""
+        labels = ["model", "table"]
+        keys = CounterMetricFamily("hps_lookup_keys", "Keys asked for.", labels=labels)
+        defaults = CounterMetricFamily("hps_default_keys", "Distinct keys that no tier has.", labels=labels)
+        deferred = CounterMetricFamily("hps_deferred_keys", "Keys given the default now, fetched later.", labels=labels)
+        hits = CounterMetricFamily("hps_hits", "Keys that a tier answered.", labels=[*labels, "tier"])
+        misses = CounterMetricFamily("hps_misses", "Keys that a tier did not have.", labels=[*labels, "tier"])
+        with self.lock:
+            for counters in self._tables.values():
+                where = [counters.model, counters.table]
+                keys.add_metric(where, counters.keys)
+                defaults.add_metric(where, counters.defaults)
+                deferred.add_metric(where, counters.deferred)
+                for tier, hit, miss in zip(TIERS, counters.hits, counters.misses, strict=True):
+                    hits.add_metric([*where, tier], hit)
+                    misses.add_metric([*where, tier], miss)
+        yield from (keys, hits, misses, defaults, deferred)
+
+    def describe(self) -> Iterable[Metric]:
+        """Say nothing at registration, when there are no tables yet."""
+        return []

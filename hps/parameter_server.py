@@ -1,0 +1,362 @@
+"""The public face: models by name, and the lookups of their tables."""
+
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, overload
+
+import numpy as np
+
+from hps.cache.base import Segment
+from hps.cache.dlpack import as_keys, as_output
+from hps.config import Configuration, ModelConfig, load_configuration
+from hps.database_chain import DatabaseChain
+from hps.databases.base import Database
+from hps.deployment import Deployment, choose_cache, deploy
+from hps.errors import InvalidDtypeError, InvalidInputError, NotReadyError, UnknownModelError
+from hps.fetch_coalescing import FetchCoalescer
+from hps.inference_params import ParameterServerConfig
+from hps.metrics import Metrics
+from hps.registry import implementation
+from hps.types import BoolArray, FloatArray, KeyArray
+from hps.warmup import Progress, refresh
+
+_log = logging.getLogger(__name__)
+
+
+class HPS:
+    """A hierarchical parameter server: loads the configured models and answers lookups of their tables. *Thread-safe.*
+
+    A context manager; `close` releases caches and databases. Every error it raises is an `hps.HPSError`.
+
+    Args:
+        config: path of a `ps.json`, its content as a dict, a `ParameterServerConfig`, or a `Configuration`.
+        progress: told how far the loading is.
+
+    Raises:
+        ConfigError: the configuration is wrong; the message is the whole report.
+        ModelFileError: sparse model files are missing or do not fit.
+        DatabaseError, DeviceError, MissingDependencyError: a tier cannot be opened.
+    """
+
+    def __init__(
+        self,
+        config: str | os.PathLike[str] | Mapping[str, Any] | ParameterServerConfig | Configuration,
+        *,
+        progress: Progress | None = None,
+    ) -> None:
+        self.config = load_configuration(config)
+        self.metrics = Metrics()
+        self._cache_class = choose_cache(self.config.device)
+        self._deployments: dict[str, Deployment] = {}
+        self._changing = threading.Lock()  # deploying or undeploying
+        self._closed = False
+        volatile = _open_database(self.config.volatile_db)
+        persistent: Database | None = None
+        try:
+            persistent = _open_database(self.config.persistent_db)
+        except BaseException:
+            if volatile:
+                volatile.close()
+            raise
+        self._chain = DatabaseChain(
+            volatile, persistent, metrics=self.metrics, promote=self.config.volatile_db.cache_missed_embeddings
+        )
+        self._load_into = [
+            database
+            for database, settings in ((volatile, self.config.volatile_db), (persistent, self.config.persistent_db))
+            if database and settings.initialize_after_startup and not getattr(settings, "read_only", False)
+        ]
+        self._coalescer = FetchCoalescer(self._chain.fetch, self.metrics)
+        if volatile is None and persistent is None:
+            _log.warning("no database is configured: keys that the embedding cache does not hold get the default vector")
+        try:
+            for model in self.config.models:
+                self.deploy(model, progress=progress)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names of the deployed models."""
+        return tuple(self._deployments)
+
+    def model(self, name: str) -> Deployment:
+        """A deployed model: its tables and devices.
+
+        Raises:
+            UnknownModelError: no model of this name is deployed.
+            NotReadyError: the server is closed.
+        """
+        try:
+            return self._deployments[name]
+        except KeyError:
+            if self._closed:
+                raise NotReadyError("the parameter server is closed") from None
+            known = ", ".join(self._deployments) or "none"
+            raise UnknownModelError(f"looking up model {name!r}: it is not deployed; deployed: {known}") from None
+
+    @overload
+    def lookup(
+        self, keys: Any, model_name: str, table_id: int | str, device_id: int = 0, *, return_found: Literal[False] = False
+    ) -> FloatArray: ...
+    @overload
+    def lookup(
+        self, keys: Any, model_name: str, table_id: int | str, device_id: int = 0, *, return_found: Literal[True]
+    ) -> tuple[FloatArray, BoolArray]: ...
+    def lookup(
+        self, keys: Any, model_name: str, table_id: int | str, device_id: int = 0, *, return_found: bool = False
+    ) -> FloatArray | tuple[FloatArray, BoolArray]:
+        """Look up the vectors of host keys in one table.
+
+        Args:
+            keys: (n,) integers: a sequence or an array of int64, int32 or uint64 (taken bit for bit); duplicates allowed.
+            model_name: a deployed model.
+            table_id: the table, by id (its place in `sparse_files`) or by name.
+            device_id: whose embedding cache to use.
+            return_found: return the found-mask, too.
+
+        Returns:
+            (n, dim) float32 in host memory, owned by the caller; the table's default vector where no tier has the key.
+            With `return_found` also (n,) bool: True where a tier had it.
+
+        Raises:
+            UnknownModelError, UnknownTableError, UnknownDeviceError: not deployed.
+            InvalidInputError: keys are not integers, not one-dimensional (`TooManyKeysError`: too many).
+            WorkspaceTimeoutError: too many lookups at once.
+            DatabaseError: keys are missing and the database that holds everything did not answer.
+        """
+        deployment = self.model(model_name)
+        segment = _host_segment(deployment, deployment.table_index(table_id), keys, with_found=return_found)
+        deployment.session(device_id).lookup([segment])
+        vectors: FloatArray = segment.out
+        return (vectors, np.asarray(segment.found)) if return_found else vectors
+
+    def lookup_tables(
+        self,
+        tables: Mapping[str, Any] | Mapping[int, Any],
+        model_name: str,
+        device_id: int | None = None,
+        *,
+        return_found: bool = False,
+    ) -> Any:
+        """Look up several tables of a model at once.
+
+        Args:
+            tables: keys by table name or id, as for `lookup`.
+            model_name: a deployed model.
+            device_id: whose embedding cache to use; None is the first of the model's devices.
+            return_found: return the found-masks, too.
+
+        Returns:
+            {table: (n, dim) float32 in host memory}, with the tables as they were named in the call. With
+            `return_found` also {table: (n,) bool}.
+
+        Raises:
+            As `lookup`; also InvalidInputError when a table is named twice (by id and by name).
+        """
+        deployment = self.model(model_name)
+        segments = {
+            name: _host_segment(deployment, deployment.table_index(name), keys, with_found=return_found)
+            for name, keys in tables.items()
+        }
+        _distinct_tables(deployment, list(segments.values()))
+        deployment.session(device_id).lookup(list(segments.values()))
+        vectors = {name: segment.out for name, segment in segments.items()}
+        if return_found:
+            return vectors, {name: segment.found for name, segment in segments.items()}
+        return vectors
+
+    def lookup_fromdlpack(
+        self,
+        keys: Any,
+        out_tensor: Any,
+        model_name: str,
+        table_id: int | str,
+        device_id: int = 0,
+        *,
+        return_found: bool = False,
+    ) -> BoolArray | None:
+        """Look up tensors of any framework that speaks DLPack, without copying them.
+
+        Args:
+            keys: int64 (int32 is widened), C-contiguous, any shape: an object with `__dlpack__`, or a capsule, which stays
+                usable.
+            out_tensor: float32, C-contiguous, writable, at least n x dim elements: as `keys`. The vectors are written to
+                its first n x dim elements.
+            model_name: a deployed model.
+            table_id: the table, by id or by name.
+            device_id: whose embedding cache to use; where the tensors are is independent of it.
+            return_found: return the found-mask.
+
+        Returns:
+            None, or with `return_found` (n,) bool in host memory.
+
+        Raises:
+            As `lookup`; InvalidDtypeError and InvalidInputError name what was got and what is wanted.
+        """
+        deployment = self.model(model_name)
+        index = deployment.table_index(table_id)
+        flat = as_keys(keys)
+        out = as_output(out_tensor, len(flat), deployment.tables[index].dim)
+        found = np.empty(len(flat), np.bool_) if return_found else None
+        deployment.session(device_id).lookup([Segment(index, flat, out, found)])
+        return found
+
+    def lookup_segments(self, model_name: str, segments: Sequence[Segment], device_id: int | None = None) -> None:
+        """Look up several tables straight into the caller's arrays, for callers that own the layout (the HTTP service).
+
+        Args:
+            segments: at most one a table, with keys (n,) int64, out (n, dim) float32 and, if wanted, found (n,) bool: host
+                arrays, C-contiguous.
+
+        Raises:
+            As `lookup_tables`.
+        """
+        deployment = self.model(model_name)
+        _distinct_tables(deployment, segments)
+        deployment.session(device_id).lookup(segments)
+
+    def insert(self, keys: Any, vectors: FloatArray, model_name: str, table_id: int | str) -> None:
+        """Add or replace vectors in every tier, online. When it returns, every lookup that starts gets the new vectors.
+
+        Args:
+            keys: (n,) integers, distinct.
+            vectors: (n, dim) float32.
+
+        Raises:
+            DatabaseError: the database that holds everything failed; each key then has its old or its new vector.
+        """
+        deployment = self.model(model_name)
+        index = deployment.table_index(table_id)
+        table = deployment.tables[index]
+        flat = _host_keys(keys)
+        rows = np.ascontiguousarray(vectors, np.float32)
+        if rows.shape != (flat.size, table.dim):
+            raise InvalidInputError(
+                f"inserting into {table.tag}: got vectors of shape {rows.shape}, wanted {(flat.size, table.dim)}"
+            )
+
+        def apply(written: bool) -> None:
+            for cache in deployment.caches:
+                if written:
+                    cache.update(index, flat, rows)
+                else:
+                    cache.erase(index, flat)
+
+        deployment.chain.insert(table, flat, rows, apply)
+
+    def delete(self, keys: Any, model_name: str, table_id: int | str) -> None:
+        """Remove keys from every tier, online; they get the default vector from then on.
+
+        Raises:
+            DatabaseError: the database that holds everything failed; each key is then there or not.
+        """
+        deployment = self.model(model_name)
+        index = deployment.table_index(table_id)
+        flat = _host_keys(keys)
+
+        def apply(_written: bool) -> None:
+            for cache in deployment.caches:
+                cache.erase(index, flat)
+
+        deployment.chain.delete(deployment.tables[index], flat, apply)
+
+    def deploy(self, model: ModelConfig, *, progress: Progress | None = None) -> None:
+        """Load a model and put it into service.
+
+        Raises:
+            InvalidInputError: a model of this name is deployed already.
+            ModelFileError, DatabaseError, DeviceError: it cannot be loaded; nothing is deployed then.
+        """
+        with self._changing:
+            if self._closed:
+                raise NotReadyError("the parameter server is closed")
+            if model.model in self._deployments:
+                raise InvalidInputError(f"deploying model {model.model!r}: it is deployed already; undeploy it first")
+            deployed = deploy(
+                model,
+                self._cache_class,
+                self._chain,
+                self._coalescer,
+                self.metrics,
+                load_into=self._load_into,
+                progress=progress,
+            )
+            self._deployments = {**self._deployments, model.model: deployed}
+
+    def undeploy(self, model_name: str) -> None:
+        """Take a model out of service and free its caches; the databases keep its tables.
+
+        Raises:
+            UnknownModelError: no model of this name is deployed.
+        """
+        with self._changing:
+            deployment = self.model(model_name)
+            self._deployments = {name: other for name, other in self._deployments.items() if name != model_name}
+            deployment.close()
+
+    def refresh(self, model_name: str) -> None:
+        """Read the vectors of all resident keys again, in place, on every device of a model."""
+        deployment = self.model(model_name)
+        for cache in deployment.caches:
+            for index, table in enumerate(deployment.tables):
+                refresh(cache, index, table, deployment.chain, deployment.config.cache_refresh_percentage_per_iteration)
+
+    def drain(self, timeout_s: float = 10.0) -> bool:
+        """Wait until background insertions and promotions are done; False when that takes longer."""
+        return all([*(deployment.drain(timeout_s) for deployment in self._deployments.values()), self._chain.drain(timeout_s)])
+
+    def close(self) -> None:
+        """Let running lookups end, free the caches and close the databases. Closing twice changes nothing."""
+        with self._changing:
+            if self._closed:
+                return
+            self._closed = True
+            deployments, self._deployments = self._deployments, {}
+            for deployment in deployments.values():
+                deployment.close()
+            self._chain.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+def _open_database(config: Any) -> Database | None:
+    if config.type == "disabled":
+        return None
+    database: Database = implementation("database", config.type).from_config(config)
+    return database
+
+
+def _distinct_tables(deployment: Deployment, segments: Sequence[Segment]) -> None:
+    if len({segment.table for segment in segments}) != len(segments):
+        raise InvalidInputError(f"looking up model {deployment.config.model!r}: a table is named twice; name each once")
+
+
+def _host_segment(deployment: Deployment, index: int, keys: Any, *, with_found: bool) -> Segment:
+    flat = _host_keys(keys)
+    out = np.empty((flat.size, deployment.tables[index].dim), np.float32)
+    return Segment(index, flat, out, np.empty(flat.size, np.bool_) if with_found else None)
+
+
+def _host_keys(keys: Any) -> KeyArray:
+    try:
+        array = np.asarray(keys)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidInputError(f"reading keys: got {type(keys).__name__} ({error}), wanted a sequence of integers") from error
+    if array.ndim != 1:
+        raise InvalidInputError(f"reading keys: got shape {array.shape}, wanted one dimension; flatten them")
+    if array.size == 0 and array.dtype == np.float64:  # numpy's dtype of []
+        return np.empty(0, np.int64)
+    if array.dtype.kind not in "iu":
+        raise InvalidDtypeError(f"reading keys: got dtype {array.dtype}, wanted int64 (or another integer type)")
+    if array.dtype == np.uint64:
+        return np.ascontiguousarray(array).view(np.int64)
+    return np.ascontiguousarray(array, np.int64)

@@ -1,0 +1,79 @@
+"""Keeps a vector that was read before a modification from being written over it afterwards."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from hps.errors import DatabaseTimeoutError
+
+
+class TableFence:
+    """Orders fills of an upper tier against modifications of a table. *Thread-safe.*
+
+    A *fill* copies vectors from a lower tier to an upper one (promotion, insertion into the embedding cache, refresh). It
+    takes a token before it reads below; it may write above only if the table was not modified since. A *modification*
+    (an online insert, update or delete) waits for the fills that are writing, then keeps new ones out until it is done.
+    Fills never wait: one that is too late is dropped, which costs a later miss and nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._version = 0
+        self._filling = 0
+        self._modifying = False
+
+    def token(self) -> int:
+        """A moment before which nothing may be read by the fill that this token is for; -1 while the table changes."""
+        return -1 if self._modifying else self._version
+
+    def is_current(self, token: int) -> bool:
+        """Whether nothing was modified since `token`."""
+        return token == self._version and not self._modifying
+
+    @contextmanager
+    def filling(self, token: int) -> Iterator[bool]:
+        """Yield whether a fill that read after `token` may write now. Does not wait."""
+        with self._changed:
+            allowed = self.is_current(token)
+            self._filling += allowed
+        try:
+            yield allowed
+        finally:
+            if allowed:
+                with self._changed:
+                    self._filling -= 1
+                    if not self._filling:
+                        self._changed.notify_all()
+
+    @contextmanager
+    def modifying(self, timeout_s: float) -> Iterator[None]:
+        """Keep fills out while the table is modified.
+
+        Raises:
+            DatabaseTimeoutError: another modification or a fill did not end within `timeout_s`; nothing was modified.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._wait(lambda: not self._modifying, deadline)
+            self._modifying = True
+            self._version += 1
+            try:
+                self._wait(lambda: not self._filling, deadline)
+            except DatabaseTimeoutError:
+                self._modifying = False
+                self._changed.notify_all()
+                raise
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._modifying = False
+                self._version += 1
+                self._changed.notify_all()
+
+    def _wait(self, condition: Callable[[], bool], deadline: float) -> None:
+        if not self._changed.wait_for(condition, max(0.0, deadline - time.monotonic())):
+            raise DatabaseTimeoutError(
+                "modifying a table: earlier work on it did not end in time; nothing was changed, try again"
+            )

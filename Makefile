@@ -1,0 +1,64 @@
+# Every target works from a fresh clone with Python 3.11+, make and a C library; CI calls the same ones.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+CONFIG ?= configs/minimal.json
+
+.PHONY: help install dev serve test test-gpu check lint types imports format bench wheel clean
+
+help:            ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+install: $(VENV)/.installed          ## make the virtual environment and install hps
+
+dev: $(VENV)/.installed-dev          ## the same, with what tests and checks need
+
+models/sample: | $(VENV)/.installed
+	$(BIN)/hps create-model models/sample/user.model --rows 10000 --dim 16 --seed 1
+	$(BIN)/hps create-model models/sample/item.model --rows 50000 --dim 32 --seed 2
+
+serve: $(VENV)/.installed models/sample   ## start the server; it prints a curl line that gets an answer
+	$(BIN)/hps serve $(CONFIG)
+
+test: dev        ## all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+test-gpu: dev    ## the tests of the CUDA cache; fail where there is no GPU
+	HPS_REQUIRE=gpu $(BIN)/python -m pytest -m gpu $(ARGS)
+
+check: lint types imports             ## everything but the tests
+
+lint: dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: dev
+	$(BIN)/mypy
+
+imports: dev
+	$(BIN)/lint-imports
+
+format: dev      ## put the code into its form
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: dev       ## benchmarks of the host tiers and HTTP: make bench NAMES="hash_map http"
+	$(BIN)/python -m benchmarks $(NAMES)
+
+wheel: dev       ## build the wheel into dist/
+	$(BIN)/python -m build --wheel
+
+clean:           ## remove what the targets made, but for models and data
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

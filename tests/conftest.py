@@ -1,0 +1,69 @@
+"""What every test shares: the report header, and markers that skip where something is missing.
+
+`HPS_REQUIRE=gpu,redis` turns those skips into failures, so that a run cannot pass by doing nothing.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("default")
+
+
+def _gpu_missing() -> str | None:
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed"
+    import cupy
+
+    return None if cupy.cuda.is_available() else "no CUDA device"
+
+
+def _redis_missing() -> str | None:
+    return None if shutil.which("redis-server") else "no redis-server on the PATH"
+
+
+def _module_missing(module: str) -> str | None:
+    return None if importlib.util.find_spec(module) else f"{module} is not installed"
+
+
+_NEEDS = {
+    "gpu": _gpu_missing,
+    "redis": _redis_missing,
+    "hdfs": lambda: _module_missing("hdfs_native"),
+    "s3": lambda: _module_missing("moto"),
+}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip, or fail where it is required, a test whose marker names something that is not here."""
+    required = set(filter(None, os.environ.get("HPS_REQUIRE", "").split(",")))
+    unknown = required - set(_NEEDS)
+    if unknown:
+        pytest.exit(f"HPS_REQUIRE: got {sorted(unknown)}, wanted some of {sorted(_NEEDS)}", returncode=2)
+    for marker, missing in _NEEDS.items():
+        if item.get_closest_marker(marker) is not None and (reason := missing()):
+            if marker in required:
+                pytest.fail(f"HPS_REQUIRE={marker}, but {reason}", pytrace=False)
+            pytest.skip(reason)
+
+
+def pytest_report_header() -> list[str]:
+    """Name the versions that matter."""
+    names = ("numpy", "numba", "rocksdict", "torch", "cupy-cuda12x", "cupy-cuda13x", "fastapi", "uvicorn", "tritonclient")
+    found = []
+    for name in names:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    lines = [f"hps: {', '.join(found)}"]
+    if shutil.which("nvidia-smi"):
+        gpu = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=20)
+        lines.append(f"gpu: {gpu.stdout.strip() or gpu.stderr.strip()}")
+    return lines

@@ -1,0 +1,107 @@
+"""A database that fails on command, around a real one."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any, Self
+
+import numpy as np
+
+from hps.databases.base import Database, TableStats
+from hps.errors import DatabaseError
+from hps.types import BoolArray, FloatArray, KeyArray
+
+
+class FaultyDatabase(Database):
+    """Passes calls on, unless told otherwise.
+
+    Attributes:
+        failing: names of the calls that fail before they do anything.
+        failing_halfway: names of the calls that do their work for the first half of the keys and then fail.
+        gate: when set, `fetch` waits for it (at most 10 s) after announcing itself through `entered`.
+        gate_late: when set, `fetch` does its work, announces itself through `entered`, and then waits for it.
+        calls: how often each call arrived, failed ones included.
+    """
+
+    kind = "faulty"
+
+    def __init__(self, inner: Database) -> None:
+        self.inner = inner
+        self.failing: set[str] = set()
+        self.failing_halfway: set[str] = set()
+        self.gate: threading.Event | None = None
+        self.gate_late: threading.Event | None = None
+        self.entered = threading.Semaphore(0)
+        self.calls: dict[str, int] = {}
+        self.fetched: list[KeyArray] = []
+
+    @classmethod
+    def from_config(cls, config: Any) -> Self:
+        raise NotImplementedError
+
+    def _enter(self, call: str) -> None:
+        self.calls[call] = self.calls.get(call, 0) + 1
+        if call in self.failing:
+            raise DatabaseError(f"{call} was told to fail")
+
+    def _half(self, call: str, n: int) -> slice:
+        return slice(0, n // 2) if call in self.failing_halfway else slice(0, n)
+
+    def _leave(self, call: str) -> None:
+        if call in self.failing_halfway:
+            raise DatabaseError(f"{call} was told to fail halfway")
+
+    def open_table(self, tag: str, dim: int) -> None:
+        self._enter("open_table")
+        self.inner.open_table(tag, dim)
+
+    def fetch(self, tag: str, keys: KeyArray, out: FloatArray, found: BoolArray) -> int:
+        self.fetched.append(keys.copy())
+        if self.gate_late is None:
+            self.entered.release()
+        if self.gate is not None and not self.gate.wait(10):
+            raise DatabaseError("the gate stayed closed")
+        self._enter("fetch")
+        rows = self._half("fetch", keys.size)
+        filled = self.inner.fetch(tag, keys[rows], out[rows], found[rows])
+        self._leave("fetch")
+        if self.gate_late is not None:
+            self.entered.release()
+            if not self.gate_late.wait(10):
+                raise DatabaseError("the gate stayed closed")
+        return filled
+
+    def insert(self, tag: str, keys: KeyArray, vectors: FloatArray) -> None:
+        self._enter("insert")
+        rows = self._half("insert", keys.size)
+        self.inner.insert(tag, keys[rows], vectors[rows])
+        self._leave("insert")
+
+    def delete(self, tag: str, keys: KeyArray) -> int:
+        self._enter("delete")
+        removed = self.inner.delete(tag, keys[self._half("delete", keys.size)])
+        self._leave("delete")
+        return removed
+
+    def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
+        return self.inner.scan(tag, chunk_rows)
+
+    def size(self, tag: str) -> int:
+        return self.inner.size(tag)
+
+    def stats(self, tag: str) -> TableStats:
+        return self.inner.stats(tag)
+
+    def tags(self) -> list[str]:
+        return self.inner.tags()
+
+    def drop_table(self, tag: str) -> None:
+        self._enter("drop_table")
+        self.inner.drop_table(tag)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def fetched_keys(database: FaultyDatabase) -> KeyArray:
+    """All keys that fetches asked for, in order, duplicates kept."""
+    return np.concatenate([*database.fetched, np.empty(0, np.int64)]).astype(np.int64)

@@ -1,0 +1,156 @@
+import threading
+
+import numpy as np
+import pytest
+
+from hps.errors import DatabaseError
+from hps.fetch_coalescing import FetchCoalescer
+from hps.metrics import Metrics
+from hps.table_fence import TableFence
+from hps.types import TableSpec
+
+TABLE = TableSpec("model", "table", 2, 0.0, 1000)
+
+
+class Source:
+    """A fetch that can be held at a gate, fails on command, and remembers what was asked."""
+
+    def __init__(self):
+        self.asked = []
+        self.entered = threading.Semaphore(0)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fail_next = 0
+        self.version = 0
+
+    def fetch(self, table, keys, out, found):
+        self.asked.append(keys.tolist())
+        version, fail = self.version, self.fail_next > 0
+        self.fail_next -= fail
+        self.entered.release()
+        assert self.gate.wait(10)
+        if fail:
+            raise DatabaseError("told to fail")
+        present = keys % 2 == 0
+        out[present] = (keys[present] + version)[:, None]
+        found[present] = True
+        return int(present.sum())
+
+
+class Lookup(threading.Thread):
+    def __init__(self, coalescer, fence, keys):
+        super().__init__()
+        self.arguments = coalescer, fence, np.asarray(keys, np.int64)
+        self.error = None
+        self.start()
+
+    def run(self):
+        coalescer, fence, keys = self.arguments
+        self.out = np.full((keys.size, 2), -1, np.float32)
+        self.found = np.zeros(keys.size, np.bool_)
+        try:
+            coalescer.fetch(TABLE, fence, keys, self.out, self.found)
+        except DatabaseError as error:
+            self.error = error
+
+    def check(self, version=0):
+        self.join(10)
+        assert not self.is_alive()
+        assert self.error is None
+        keys = self.arguments[2]
+        np.testing.assert_array_equal(self.found, keys % 2 == 0)
+        np.testing.assert_array_equal(self.out[self.found], np.repeat((keys[self.found] + version)[:, None], 2, 1))
+        np.testing.assert_array_equal(self.out[~self.found], -1)
+
+
+@pytest.fixture
+def source():
+    return Source()
+
+
+@pytest.fixture
+def coalescer(source):
+    return FetchCoalescer(source.fetch, Metrics(), timeout_s=5)
+
+
+def test_lone_fetch_fills_what_exists(source, coalescer):
+    Lookup(coalescer, TableFence(), [1, 2, 3, 4]).check()
+    assert source.asked == [[1, 2, 3, 4]]
+
+
+def test_key_missing_in_two_lookups_is_fetched_once(source, coalescer):
+    fence = TableFence()
+    source.gate.clear()
+    first = Lookup(coalescer, fence, [2, 4, 5])
+    assert source.entered.acquire(timeout=10)
+    second = Lookup(coalescer, fence, [0, 4, 5, 6])
+    assert source.entered.acquire(timeout=10)
+    source.gate.set()
+    first.check()
+    second.check()
+    assert source.asked == [[2, 4, 5], [0, 6]]
+
+
+def test_lookup_whose_keys_are_all_under_way_fetches_nothing(source, coalescer):
+    fence = TableFence()
+    source.gate.clear()
+    first = Lookup(coalescer, fence, [2, 3, 4])
+    assert source.entered.acquire(timeout=10)
+    second = Lookup(coalescer, fence, [2, 4])
+    while not coalescer._flights[TABLE.tag][0].landed:
+        pass
+    source.gate.set()
+    first.check()
+    second.check()
+    assert source.asked == [[2, 3, 4]]
+
+
+def test_lookup_fetches_for_itself_when_the_one_it_joined_fails(source, coalescer):
+    fence = TableFence()
+    source.gate.clear()
+    source.fail_next = 1
+    first = Lookup(coalescer, fence, [2, 4])
+    assert source.entered.acquire(timeout=10)
+    second = Lookup(coalescer, fence, [4])
+    while not coalescer._flights[TABLE.tag][0].landed:
+        pass
+    source.gate.set()
+    second.check()
+    first.join(10)
+    assert first.error is not None
+    assert source.asked == [[2, 4], [4]]
+
+
+def test_fetch_that_began_before_a_modification_is_not_joined(source, coalescer):
+    fence = TableFence()
+    source.gate.clear()
+    first = Lookup(coalescer, fence, [2])
+    assert source.entered.acquire(timeout=10)
+    with fence.modifying(1):
+        source.version = 100
+    second = Lookup(coalescer, fence, [2])
+    assert source.entered.acquire(timeout=10)
+    source.gate.set()
+    first.check()
+    second.check(version=100)
+
+
+def test_failure_reaches_the_caller_and_leaves_nothing_under_way(source, coalescer):
+    source.fail_next = 1
+    lookup = Lookup(coalescer, TableFence(), [2])
+    lookup.join(10)
+    assert lookup.error is not None
+    assert coalescer._flights[TABLE.tag] == []
+
+
+def test_three_overlapping_lookups_all_get_the_right_vectors(source, coalescer):
+    fence = TableFence()
+    source.gate.clear()
+    lookups = []
+    for keys in ([2, 4, 6], [4, 6, 8], [0, 2, 8, 10]):
+        lookups.append(Lookup(coalescer, fence, keys))
+        assert source.entered.acquire(timeout=10)
+    source.gate.set()
+    for lookup in lookups:
+        lookup.check()
+    assert source.asked == [[2, 4, 6], [8], [0, 10]]

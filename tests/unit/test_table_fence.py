@@ -1,0 +1,75 @@
+import threading
+
+import pytest
+
+from hps.errors import DatabaseTimeoutError
+from hps.table_fence import TableFence
+
+
+def test_fill_after_a_read_of_an_unmodified_table_is_allowed():
+    fence = TableFence()
+    with fence.filling(fence.token()) as allowed:
+        assert allowed
+
+
+def test_fill_is_refused_when_the_table_was_modified_since_its_token():
+    fence = TableFence()
+    token = fence.token()
+    with fence.modifying(1):
+        pass
+    with fence.filling(token) as allowed:
+        assert not allowed
+
+
+def test_token_taken_during_a_modification_never_becomes_current():
+    fence = TableFence()
+    with fence.modifying(1):
+        token = fence.token()
+        assert not fence.is_current(token)
+    assert not fence.is_current(token)
+
+
+def test_fill_during_a_modification_is_refused_without_waiting():
+    fence = TableFence()
+    token = fence.token()
+    with fence.modifying(1), fence.filling(token) as allowed:
+        assert not allowed
+
+
+def test_modification_waits_for_a_running_fill():
+    fence = TableFence()
+    order = []
+    started = threading.Event()
+
+    def modify():
+        started.set()
+        with fence.modifying(10):
+            order.append("modification")
+
+    with fence.filling(fence.token()):
+        thread = threading.Thread(target=modify)
+        thread.start()
+        assert started.wait(10)
+        thread.join(0.05)
+        order.append("fill")
+    thread.join(10)
+    assert order == ["fill", "modification"]
+
+
+def test_modification_gives_up_when_a_fill_does_not_end_and_later_fills_work():
+    fence = TableFence()
+    with fence.filling(fence.token()), pytest.raises(DatabaseTimeoutError), fence.modifying(0.01):
+        pytest.fail("must not be entered")
+    with fence.filling(fence.token()) as allowed:
+        assert allowed
+    with fence.modifying(1):
+        pass
+
+
+def test_failed_modification_invalidates_earlier_tokens():
+    fence = TableFence()
+    token = fence.token()
+    with pytest.raises(RuntimeError), fence.modifying(1):
+        raise RuntimeError
+    assert not fence.is_current(token)
+    assert fence.is_current(fence.token())

@@ -1,0 +1,113 @@
+"""Files of this machine."""
+
+import os
+import stat
+from urllib.parse import unquote
+
+from hps.errors import ModelFileError, ModelFileNotFoundError
+from hps.filesystems.base import FileSystem
+
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+
+
+class LocalFileSystem(FileSystem):
+    """Reads files by path, relative to the working directory or absolute, or by `file://` URI. *Immutable.*
+
+    The version of a file is its modification time, size and inode: it changes when the file is written or when another
+    file takes its place, also one of the same size and time.
+    """
+
+    def exists(self, path: str) -> bool:
+        """Tell whether a file or directory is there; a path that may not be looked at is an error, not absent."""
+        try:
+            self._stat(path, "looking for")
+        except ModelFileNotFoundError:
+            return False
+        return True
+
+    def size(self, path: str) -> int:
+        """Size of a regular file in bytes."""
+        return self._stat_file(path).st_size
+
+    def version(self, path: str) -> str:
+        """Modification time in nanoseconds, size and inode of a regular file."""
+        status = self._stat_file(path)
+        return f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from byte `offset`. The file is opened anew, so each call sees what now has its name."""
+        try:
+            # O_NONBLOCK: a named pipe in place of the file must not block; regular files do not heed it.
+            descriptor = os.open(local_path(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise _refusal("opening", path, error) from error
+        try:
+            done = 0
+            while done < len(buffer):
+                count = os.preadv(descriptor, [buffer[done:]], offset + done)
+                if count == 0:
+                    raise ModelFileError(
+                        f"reading {path}: it ends at byte {offset + done}, wanted bytes {offset} to {offset + len(buffer)}; "
+                        "it was cut short, or is being replaced"
+                    )
+                done += count
+        except OSError as error:
+            raise _refusal("reading", path, error) from error
+        finally:
+            os.close(descriptor)
+
+    def list(self, path: str) -> list[str]:
+        """Names of what a directory holds, sorted."""
+        try:
+            return sorted(os.listdir(local_path(path)))
+        except FileNotFoundError as error:
+            raise ModelFileNotFoundError(f"listing {path}: there is no such directory") from error
+        except NotADirectoryError as error:
+            raise ModelFileError(f"listing {path}: it is a file, wanted a directory") from error
+        except OSError as error:
+            raise _refusal("listing", path, error) from error
+
+    def _stat(self, path: str, doing: str) -> os.stat_result:
+        try:
+            return os.stat(local_path(path))
+        except _ABSENT as error:
+            raise ModelFileNotFoundError(f"{doing} {path}: there is no such file or directory") from error
+        except OSError as error:
+            raise _refusal(doing, path, error) from error
+
+    def _stat_file(self, path: str) -> os.stat_result:
+        status = self._stat(path, "opening")
+        if stat.S_ISREG(status.st_mode):
+            return status
+        what = "a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
+        raise ModelFileError(f"opening {path}: it is {what}, wanted a file")
+
+
+def local_path(path: str) -> str:
+    """The path that a `file:` URI names (RFC 8089), percent signs decoded; any other path as it is.
+
+    Raises:
+        ModelFileError: the URI names another host, or no file system can hold such a name.
+    """
+    place = path
+    if path[:5].lower() == "file:":
+        place = unquote(path[5:])
+        if place.startswith("//"):
+            host, slash, rest = place[2:].partition("/")
+            if host not in ("", "localhost") or not slash:
+                raise ModelFileError(f"opening {path}: got host {host!r} in a file URI, wanted file:///absolute/path")
+            place = "/" + rest
+    try:
+        if b"\0" not in os.fsencode(place):
+            return place
+    except UnicodeEncodeError:
+        pass
+    raise ModelFileError(f"opening {path!r}: a NUL or undecodable character is in the path; no file can have this name")
+
+
+def _refusal(doing: str, path: str, error: OSError) -> ModelFileError:
+    if isinstance(error, _ABSENT):
+        return ModelFileNotFoundError(f"{doing} {path}: there is no such file")
+    if isinstance(error, PermissionError):
+        return ModelFileError(f"{doing} {path}: permission denied; let the user that runs hps read it")
+    return ModelFileError(f"{doing} {path}: {error.strerror or error}")

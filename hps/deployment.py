@@ -2,8 +2,7 @@
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hps.cache.base import EmbeddingCache
 from hps.config import ModelConfig
@@ -12,9 +11,10 @@ from hps.databases.base import Database
 from hps.direct_session import DirectSession
 from hps.errors import UnknownDeviceError, UnknownTableError
 from hps.fetch_coalescing import FetchCoalescer
+from hps.host_tiers import LoadTargets
 from hps.lookup_session import LookupSession, SessionSettings
 from hps.metrics import Metrics
-from hps.model_files import open_sparse_model
+from hps.model_files import SparseModel
 from hps.registry import implementation
 from hps.types import TableSpec
 from hps.warmup import Progress, load_table, warm_up
@@ -120,13 +120,13 @@ def deploy(
     coalescer: FetchCoalescer,
     metrics: Metrics,
     *,
-    load_into: Sequence[Database],
+    targets: LoadTargets,
     progress: Progress | None = None,
 ) -> Deployment:
     """Load a model's tables into the databases, build its caches and sessions, and warm the caches.
 
     Args:
-        load_into: the databases of the chain that are to be initialised from the model files.
+        targets: the databases of the chain that are to be initialised from the model files, and how.
 
     Raises:
         ModelFileError: a table's files are missing or do not fit its configuration.
@@ -134,11 +134,10 @@ def deploy(
     """
     tables = config.tables
     if config.embedding_cache_type in ("static", "uvm") and cache_class.device == "cpu":
-        return _deploy_resident(config, metrics, progress)
-    for table, source in zip(tables, config.sparse_files, strict=True):
-        chain.open_table(table)
-        if config.embedding_cache_type != "stochastic":  # HugeCTR: such a model does not fill the databases
-            load_table(table, source, load_into, progress=progress)
+        return _deploy_resident(config, targets, metrics, progress)
+    if config.embedding_cache_type == "stochastic":  # HugeCTR: such a model does not fill the databases
+        targets = replace(targets, load=(), keep=())
+    models = _load_tables(config, chain, targets, progress)
     if not config.gpucache and cache_class.device == "cpu":
         session = DirectSession(tables, chain, metrics)
         return Deployment(config, tables, dict.fromkeys(config.deployed_device_list, session), chain)
@@ -148,7 +147,6 @@ def deploy(
         workspace_timeout_s=config.workspace_timeout_s,
         insert_queue_length=config.insert_queue_length,
     )
-    models = [open_sparse_model(source, table.dim) for table, source in zip(tables, config.sparse_files, strict=True)]
     share = config.gpucacheper if config.gpucache else 0.0
     capacities = [math.ceil(share * model.rows) for model in models]
     sessions: dict[int, LookupSession | DirectSession] = {}
@@ -164,13 +162,31 @@ def deploy(
     return Deployment(config, tables, sessions, chain)
 
 
-def _deploy_resident(config: ModelConfig, metrics: Metrics, progress: Progress | None) -> Deployment:
-    """On the CPU a static (or uvm) cache is a hash map of its own that holds every row; the databases are not used."""
-    resident = implementation("database", "hash_map")()
-    chain = DatabaseChain(resident, None, metrics=metrics)
+def _load_tables(
+    config: ModelConfig, chain: DatabaseChain, targets: LoadTargets, progress: Progress | None
+) -> list[SparseModel]:
+    """Fill the databases with every table of a model; returns the files of the tables."""
+    models = []
     for table, source in zip(config.tables, config.sparse_files, strict=True):
         chain.open_table(table)
-        load_table(table, source, [resident], progress=progress)
+        report = load_table(
+            table,
+            source,
+            targets.load,
+            progress=progress,
+            keep=targets.keep,
+            initial_cache_rate=targets.initial_cache_rate,
+            int32_keys=targets.int32_keys,
+        )
+        models.append(report.model)
+    return models
+
+
+def _deploy_resident(config: ModelConfig, targets: LoadTargets, metrics: Metrics, progress: Progress | None) -> Deployment:
+    """On the CPU a static (or uvm) cache is a hash map of its own that holds every row; the databases are not used."""
+    resident: Database = implementation("database", "hash_map")()
+    chain = DatabaseChain(resident, None, metrics=metrics)
+    _load_tables(config, chain, LoadTargets(load=(resident,), int32_keys=targets.int32_keys), progress)
     session = DirectSession(config.tables, chain, metrics)
     sessions: dict[int, LookupSession | DirectSession] = dict.fromkeys(config.deployed_device_list, session)
     return Deployment(config, config.tables, sessions, chain, owns_chain=True)

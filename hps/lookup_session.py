@@ -110,7 +110,8 @@ class LookupSession:
     def close(self, timeout_s: float = 10.0) -> None:
         """Refuse new lookups, let running ones and queued insertions end, and free the cache."""
         if not self._workspaces.close(timeout_s):
-            _log.warning("model %r: lookups were still running after %g s", self.tables[0].model_name, timeout_s)
+            _log.warning("model %r: lookups still run after %g s; its cache is left to them", self.tables[0].model_name, timeout_s)
+            return
         self._inserts.close()
         self.cache.close()
 
@@ -120,8 +121,9 @@ class LookupSession:
             n = len(segment.keys)
             if n > table.max_keys:
                 raise TooManyKeysError(
-                    f"looking up table {table.table_name!r} of model {table.model_name!r}: got {n} keys, wanted "
-                    f"at most {table.max_keys} (max_batch_size x maxnum_catfeature_query_per_table_per_sample); send fewer or raise them"
+                    f"looking up table {table.table_name!r} of model {table.model_name!r}: got {n} keys, "
+                    f"wanted at most {table.max_keys} (max_batch_size x maxnum_catfeature_query_per_table_per_sample); "
+                    "send fewer or raise them"
                 )
 
     def _answer_misses(self, workspace: Workspace, segments: Sequence[Segment], misses: Misses) -> None:

@@ -12,15 +12,14 @@ import numpy as np
 from hps.cache.base import Segment
 from hps.cache.dlpack import as_keys, as_output
 from hps.config import Configuration, ModelConfig, load_configuration
-from hps.database_chain import DatabaseChain
-from hps.databases.base import Database
 from hps.deployment import Deployment, choose_cache, deploy
-from hps.errors import InvalidDtypeError, InvalidInputError, NotReadyError, UnknownModelError
+from hps.errors import InvalidInputError, NotReadyError, UnknownModelError
 from hps.fetch_coalescing import FetchCoalescer
+from hps.host_keys import as_host_keys
+from hps.host_tiers import open_host_tiers
 from hps.inference_params import ParameterServerConfig
 from hps.metrics import Metrics
-from hps.registry import implementation
-from hps.types import BoolArray, FloatArray, KeyArray
+from hps.types import BoolArray, FloatArray
 from hps.warmup import Progress, refresh
 
 _log = logging.getLogger(__name__)
@@ -53,24 +52,9 @@ class HPS:
         self._deployments: dict[str, Deployment] = {}
         self._changing = threading.Lock()  # deploying or undeploying
         self._closed = False
-        volatile = _open_database(self.config.volatile_db)
-        persistent: Database | None = None
-        try:
-            persistent = _open_database(self.config.persistent_db)
-        except BaseException:
-            if volatile:
-                volatile.close()
-            raise
-        self._chain = DatabaseChain(
-            volatile, persistent, metrics=self.metrics, promote=self.config.volatile_db.cache_missed_embeddings
-        )
-        self._load_into = [
-            database
-            for database, settings in ((volatile, self.config.volatile_db), (persistent, self.config.persistent_db))
-            if database and settings.initialize_after_startup and not getattr(settings, "read_only", False)
-        ]
+        self._chain, self._targets = open_host_tiers(self.config, self.metrics)
         self._coalescer = FetchCoalescer(self._chain.fetch, self.metrics)
-        if volatile is None and persistent is None:
+        if not self._chain.databases:
             _log.warning("no database is configured: keys that the embedding cache does not hold get the default vector")
         try:
             for model in self.config.models:
@@ -233,7 +217,7 @@ class HPS:
         deployment = self.model(model_name)
         index = deployment.table_index(table_id)
         table = deployment.tables[index]
-        flat = _host_keys(keys)
+        flat = as_host_keys(keys)
         rows = np.ascontiguousarray(vectors, np.float32)
         if rows.shape != (flat.size, table.dim):
             raise InvalidInputError(
@@ -257,7 +241,7 @@ class HPS:
         """
         deployment = self.model(model_name)
         index = deployment.table_index(table_id)
-        flat = _host_keys(keys)
+        flat = as_host_keys(keys)
 
         def apply(_written: bool) -> None:
             for cache in deployment.caches:
@@ -283,7 +267,7 @@ class HPS:
                 self._chain,
                 self._coalescer,
                 self.metrics,
-                load_into=self._load_into,
+                targets=self._targets,
                 progress=progress,
             )
             self._deployments = {**self._deployments, model.model: deployed}
@@ -328,35 +312,12 @@ class HPS:
         self.close()
 
 
-def _open_database(config: Any) -> Database | None:
-    if config.type == "disabled":
-        return None
-    database: Database = implementation("database", config.type).from_config(config)
-    return database
-
-
 def _distinct_tables(deployment: Deployment, segments: Sequence[Segment]) -> None:
     if len({segment.table for segment in segments}) != len(segments):
         raise InvalidInputError(f"looking up model {deployment.config.model!r}: a table is named twice; name each once")
 
 
 def _host_segment(deployment: Deployment, index: int, keys: Any, *, with_found: bool) -> Segment:
-    flat = _host_keys(keys)
+    flat = as_host_keys(keys)
     out = np.empty((flat.size, deployment.tables[index].dim), np.float32)
     return Segment(index, flat, out, np.empty(flat.size, np.bool_) if with_found else None)
-
-
-def _host_keys(keys: Any) -> KeyArray:
-    try:
-        array = np.asarray(keys)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise InvalidInputError(f"reading keys: got {type(keys).__name__} ({error}), wanted a sequence of integers") from error
-    if array.ndim != 1:
-        raise InvalidInputError(f"reading keys: got shape {array.shape}, wanted one dimension; flatten them")
-    if array.size == 0 and array.dtype == np.float64:  # numpy's dtype of []
-        return np.empty(0, np.int64)
-    if array.dtype.kind not in "iu":
-        raise InvalidDtypeError(f"reading keys: got dtype {array.dtype}, wanted int64 (or another integer type)")
-    if array.dtype == np.uint64:
-        return np.ascontiguousarray(array).view(np.int64)
-    return np.ascontiguousarray(array, np.int64)

@@ -1,0 +1,29 @@
+import subprocess
+import sys
+
+import hps
+import hps.errors
+
+
+def test_every_exported_name_is_there():
+    for name in hps.__all__:
+        assert getattr(hps, name).__name__ == name
+
+
+def test_every_error_is_exported_and_is_an_hps_error():
+    errors = {name for name, value in vars(hps.errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    assert errors <= set(hps.__all__)
+    assert all(issubclass(getattr(hps, name), hps.HPSError) for name in errors)
+
+
+def test_error_tree_in_the_docstring_names_every_error():
+    errors = {name for name, value in vars(hps.errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    drawn = {word.strip("()") for word in hps.errors.__doc__.split() if word.endswith("Error")}
+    assert errors <= drawn
+
+
+def test_importing_hps_imports_no_engine():
+    engines = ["numba", "rocksdict", "redis", "boto3", "cupy", "fastapi", "uvicorn", "prometheus_client", "torch"]
+    code = f"import sys, hps; print([name for name in {engines} if name in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert shown.stdout.strip() == "[]"

@@ -1,0 +1,212 @@
+"""Kinds of configuration values: what each accepts, and which of HugeCTR's other spellings it reads."""
+
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+T = TypeVar("T")
+
+INT32_MAX = 2**31 - 1
+UINT64_MAX = 2**64 - 1
+FLOAT32_MAX = 3.4028234663852886e38
+
+
+@dataclass(slots=True)
+class Notes:
+    """What one load has to say about a valid configuration, logged when all of it is known. *One per thread.*
+
+    Attributes:
+        quoted: keys whose numbers or booleans stood in quotes.
+        ignored: keys that mean nothing here.
+        older: keys of HugeCTR 4.1.
+        warnings: whole sentences.
+    """
+
+    quoted: set[str] = field(default_factory=set)
+    ignored: set[str] = field(default_factory=set)
+    older: set[str] = field(default_factory=set)
+    warnings: list[str] = field(default_factory=list)
+
+
+def notes_of(info: ValidationInfo) -> Notes:
+    """The notes of the load that is going on; of none, when a model is constructed directly."""
+    return info.context if isinstance(info.context, Notes) else Notes()
+
+
+def problem(text: str) -> PydanticCustomError:
+    """An error to raise from a validator; the report shows `text` as it is."""
+    return PydanticCustomError("problem", "{text}", {"text": text})
+
+
+def wanted(text: str) -> PydanticCustomError:
+    """An error to raise from a validator; the report says what was got before `text`."""
+    return PydanticCustomError("wanted", "{text}", {"text": text})
+
+
+def validate_with(
+    handler: Callable[[Any], T],
+    value: Any,
+    text: str | None,
+) -> T:
+    """Validate `value`, and report the problem `text` (if any) beside whatever else is wrong with the value."""
+    if text is None:
+        return handler(value)
+    found = [InitErrorDetails(type=problem(text), loc=(), input=value)]
+    try:
+        handler(value)
+    except ValidationError as error:
+        for detail in error.errors(include_url=False):
+            kind = PydanticCustomError(detail["type"], "{msg}", {**detail.get("ctx", {}), "msg": detail["msg"]})
+            found.append(InitErrorDetails(type=kind, loc=detail["loc"], input=detail["input"]))
+    raise ValidationError.from_exception_data("", found)
+
+
+# HugeCTR's core parser wants JSON numbers and booleans; the parser of its Triton backend reads them from strings, too.
+
+
+def _unquoted(value: Any, read: Callable[[str], Any], info: ValidationInfo) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        number = read(value.strip())
+    except ValueError:
+        return value
+    title = info.config.get("title", "") if info.config else ""
+    notes_of(info).quoted.add(f"{title}.{info.field_name}" if title else str(info.field_name))
+    return number
+
+
+def _read_flag(text: str) -> bool:
+    try:
+        return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+    except KeyError:
+        raise ValueError(text) from None
+
+
+def _flag(value: Any, info: ValidationInfo) -> Any:
+    return _unquoted(value, _read_flag, info)
+
+
+def _read_number(text: str) -> int | float:
+    if not re.fullmatch(r"[-+.0-9eE]+", text):  # int() and float() read more than JSON: 1_000, nan, digits of any script
+        raise ValueError(text)
+    return int(text) if re.fullmatch(r"[-+]?[0-9]+", text) else float(text)
+
+
+def _whole(value: Any, info: ValidationInfo) -> Any:
+    value = _unquoted(value, _read_number, info)
+    if isinstance(value, float) and value.is_integer():  # 1e6 is a float to JSON
+        return int(value)
+    return value
+
+
+def _real(value: Any, info: ValidationInfo) -> Any:
+    return _unquoted(value, _read_number, info)
+
+
+def _as_tuple(value: Any) -> Any:
+    # pydantic would also take sets, whose order means nothing, and iterators.
+    if isinstance(value, list | tuple):
+        return tuple(value)
+    raise wanted("a list")
+
+
+def _as_full_tuple(value: Any) -> Any:
+    # Not pydantic's min_length: it also fires when elements are there and are wrong.
+    values = _as_tuple(value)
+    if not values:
+        raise wanted("at least one element")
+    return values
+
+
+Flag: TypeAlias = Annotated[bool, BeforeValidator(_flag)]
+Whole: TypeAlias = Annotated[int, BeforeValidator(_whole)]
+Real: TypeAlias = Annotated[float, BeforeValidator(_real), Field(allow_inf_nan=False)]
+ListOf: TypeAlias = Annotated[tuple[T, ...], BeforeValidator(_as_tuple)]
+NonEmptyListOf: TypeAlias = Annotated[tuple[T, ...], BeforeValidator(_as_full_tuple)]
+
+Positive: TypeAlias = Annotated[Whole, Field(ge=1, le=INT32_MAX)]
+NonNegative: TypeAlias = Annotated[Whole, Field(ge=0, le=INT32_MAX)]
+Bytes: TypeAlias = Annotated[Whole, Field(ge=1, le=2**63 - 1)]
+Share: TypeAlias = Annotated[Real, Field(ge=0, le=1)]
+Float32: TypeAlias = Annotated[Real, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]
+Seconds: TypeAlias = Annotated[Real, Field(ge=0, le=1e9)]
+Timeout: TypeAlias = Annotated[Real, Field(gt=0, le=1e6)]
+Secret: TypeAlias = Annotated[str, Field(repr=False)]
+Ignored: TypeAlias = Annotated[Any, Field(deprecated=True, exclude=True, repr=False)]
+"""A key that is accepted and means nothing here."""
+Older: TypeAlias = Annotated[T | None, Field(deprecated=True, exclude=True, repr=False)]
+"""A key whose value a later key takes over; not to be read by anybody else."""
+
+
+def _name(value: str) -> str:
+    if not re.fullmatch(r"[a-zA-Z0-9_-]{1,120}", value):
+        raise wanted("1 to 120 of the characters a-z A-Z 0-9 _ -")
+    return value
+
+
+def _place(value: str) -> str:
+    if not value or "\0" in value:
+        raise wanted("a path or URI that is not empty and has no NUL character")
+    return value
+
+
+def _token(value: str) -> str:
+    if not re.fullmatch(r"[!-~]*", value):
+        raise wanted("visible ASCII characters alone (no space, no line end)")
+    return value
+
+
+def _addresses(value: str) -> str:
+    for address in re.split("[,;]", value):
+        found = re.fullmatch(r"(?:\[[0-9a-fA-F:.]+\]|[^\s:\[\]]+)(?::([0-9]{1,5}))?", address.strip())
+        if found is None or not 0 < int(found[1] or 1) < 65536:
+            raise wanted("host[:port], several of them separated by commas")
+    return value
+
+
+def _expression(value: str) -> str:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what re means to do with a pattern some day is no error of today
+            re.compile(value)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise problem(f"not a regular expression: {error}") from None
+    return value
+
+
+Name: TypeAlias = Annotated[str, AfterValidator(_name)]
+Place: TypeAlias = Annotated[str, AfterValidator(_place)]
+Token: TypeAlias = Annotated[Secret, AfterValidator(_token)]
+Addresses: TypeAlias = Annotated[str, AfterValidator(_addresses)]
+Expression: TypeAlias = Annotated[str, AfterValidator(_expression)]
+
+
+def choice(*rows: str, refused: Mapping[str, str] | None = None) -> BeforeValidator:
+    """Turn any spelling of an enum value into the canonical one.
+
+    Case, and blanks and hyphens for underscores, are forgiven as HugeCTR's Triton backend does.
+
+    Args:
+        rows: for each value its spellings, separated by `|`, the canonical one first.
+        refused: values that are known and cannot be used here, each with the reason and the cure.
+    """
+    canonical = {spelling: row.split("|")[0] for row in rows for spelling in row.split("|")}
+    refused = refused or {}
+
+    def read(value: Any) -> Any:
+        if isinstance(value, str):
+            found = canonical.get(re.sub(r"[\s-]", "_", value.strip().lower()))
+            if found is not None and found in refused:
+                raise problem(f'got "{found}": {refused[found]}')
+            if found is not None:
+                return found
+        known = [row.split("|")[0] for row in rows if row.split("|")[0] not in refused]
+        raise PydanticCustomError("choice", "one of {known}", {"known": known, "spellings": canonical})
+
+    return BeforeValidator(read)

@@ -62,7 +62,7 @@ def test_percent_signs_of_a_uri_are_decoded_and_those_of_a_path_are_not(tmp_path
 
 @pytest.mark.parametrize("uri", ["file://server/share/key", "file://server"])
 def test_a_uri_of_another_host_is_refused(uri: str) -> None:
-    with pytest.raises(ModelFileError, match="'server'.*file:///absolute/path"):
+    with pytest.raises(ModelFileError, match=r"'server'.*file:///absolute/path"):
         LocalFileSystem().exists(uri)
 
 

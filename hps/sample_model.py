@@ -1,0 +1,45 @@
+"""The sample model of `hps create-model`: any number of rows whose vectors can be computed from their keys."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numba import njit
+
+from hps.hashing import mix
+from hps.types import FloatArray, KeyArray
+
+_CHUNK_BYTES = 16 << 20
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def sample_vectors(
+    keys: KeyArray,  # (n,)
+    dim: int,
+    seed: int = 0,
+) -> FloatArray:  # (n, dim)
+    """The vectors that `hps create-model` gives to keys, so that any answer can be checked.
+
+    Element j of key k is a multiple of 2^-23 in [-1, 1): with `mix` of `hps.hashing` and 64-bit wrap-around,
+    `(mix(mix(k ^ mix(seed)) + j * 0x9E3779B97F4A7C15) >> 40) / 2^23 - 1`.
+    """
+    out = np.empty((keys.size, dim), np.float32)
+    _fill_samples(keys, np.int64(seed), out)
+    return out
+
+
+def sample_chunks(rows: int, dim: int, seed: int = 0) -> Iterator[tuple[KeyArray, FloatArray]]:
+    """Yield the sample model of keys 0 to rows - 1, in chunks for `write_sparse_model`."""
+    step = max(1, _CHUNK_BYTES // (8 + 4 * dim))
+    for start in range(0, rows, step):
+        keys = np.arange(start, min(start + step, rows), dtype=np.int64)
+        yield keys, sample_vectors(keys, dim, seed)
+
+
+@njit(nogil=True, cache=True)
+def _fill_samples(keys: KeyArray, seed: np.int64, out: FloatArray) -> None:
+    start = mix(seed)
+    for i in range(keys.size):
+        row = mix(np.int64(np.uint64(keys[i]) ^ start))
+        for j in range(out.shape[1]):
+            bits = mix(np.int64(row + np.uint64(j) * _GOLDEN)) >> np.uint64(40)
+            out[i, j] = np.float32(np.int64(bits) - 8388608) * np.float32(1 / 8388608)

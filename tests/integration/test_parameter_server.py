@@ -1,0 +1,287 @@
+import json
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import hps
+
+ROWS = 500
+DIMS = {"user": 4, "item": 7}
+
+
+def vectors_of(keys, dim):
+    keys = np.asarray(keys, np.int64)
+    return (keys[:, None] * 8 + np.arange(dim)).astype(np.float32)
+
+
+@pytest.fixture
+def configuration(tmp_path):
+    for table, dim in DIMS.items():
+        keys = np.arange(-10, ROWS - 10, dtype=np.int64)
+        hps.write_sparse_model(tmp_path / f"{table}.model", (keys, vectors_of(keys, dim)))
+    return {
+        "supportlonglong": True,
+        "device": "cpu",
+        "volatile_db": {"type": "hash_map"},
+        "persistent_db": {"type": "rocks_db", "path": str(tmp_path / "rocksdb")},
+        "models": [
+            {
+                "model": "ranker",
+                "sparse_files": [str(tmp_path / f"{table}.model") for table in DIMS],
+                "embedding_table_names": list(DIMS),
+                "embedding_vecsize_per_table": list(DIMS.values()),
+                "maxnum_catfeature_query_per_table_per_sample": [2, 5],
+                "default_value_for_each_table": [0.5, -2.0],
+                "deployed_device_list": [0],
+                "max_batch_size": 50,
+                "gpucacheper": 0.3,
+                "hit_rate_threshold": 1.1,
+                "num_of_worker_buffer_in_pool": 4,
+            }
+        ],
+    }
+
+
+@pytest.fixture
+def server(configuration):
+    with hps.HPS(configuration) as server:
+        yield server
+
+
+def test_lookup_returns_vectors_and_defaults(server):
+    vectors, found = server.lookup([3, -10, 3, 10_000], "ranker", "item", return_found=True)
+    assert vectors.dtype == np.float32
+    assert found.tolist() == [True, True, True, False]
+    np.testing.assert_array_equal(vectors[:3], vectors_of([3, -10, 3], 7))
+    np.testing.assert_array_equal(vectors[3], np.float32(-2))
+
+
+@pytest.mark.parametrize("table", [0, "user", np.int64(0)])
+def test_table_may_be_named_or_numbered(server, table):
+    np.testing.assert_array_equal(server.lookup([1], "ranker", table), vectors_of([1], 4))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8])
+def test_keys_of_any_integer_type_are_taken(server, dtype):
+    np.testing.assert_array_equal(server.lookup(np.array([7, 9], dtype), "ranker", 0), vectors_of([7, 9], 4))
+
+
+def test_uint64_keys_are_taken_bit_for_bit(server):
+    np.testing.assert_array_equal(server.lookup(np.array([-3]).view(np.uint64), "ranker", 0), vectors_of([-3], 4))
+
+
+def test_no_keys_give_an_empty_answer(server):
+    assert server.lookup([], "ranker", 0).shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        ([1.5], hps.InvalidDtypeError),
+        (["a"], hps.InvalidDtypeError),
+        ([[1, 2]], hps.InvalidInputError),
+        (5, hps.InvalidInputError),
+        ([2**70], hps.InvalidInputError),
+        ([[1], [2, 3]], hps.InvalidInputError),
+        (np.zeros(101, np.int64), hps.TooManyKeysError),
+        ([True, False], hps.InvalidDtypeError),
+    ],
+)
+def test_wrong_keys_are_typed_errors(server, keys, error):
+    with pytest.raises(error):
+        server.lookup(keys, "ranker", "user")
+
+
+def test_unknown_names_are_typed_errors_that_name_what_is_known(server):
+    with pytest.raises(hps.UnknownModelError, match="ranker"):
+        server.lookup([1], "rankre", 0)
+    for table in (2, -1, "usr", True):
+        with pytest.raises(hps.UnknownTableError, match=r"0 \(user\), 1 \(item\)"):
+            server.lookup([1], "ranker", table)
+    with pytest.raises(hps.UnknownDeviceError, match=r"\[0\]"):
+        server.lookup([1], "ranker", 0, 3)
+
+
+def test_lookup_tables_answers_several_tables_at_once(server):
+    vectors, found = server.lookup_tables({"item": [1, 2], "user": [3, 999]}, "ranker", return_found=True)
+    assert list(vectors) == ["item", "user"]
+    np.testing.assert_array_equal(vectors["item"], vectors_of([1, 2], 7))
+    assert found["user"].tolist() == [True, False]
+
+
+def test_table_named_twice_is_refused(server):
+    with pytest.raises(hps.InvalidInputError, match="twice"):
+        server.lookup_tables({"item": [1], 1: [2]}, "ranker")
+
+
+def test_lookup_fromdlpack_writes_torch_tensors_in_place(server):
+    keys = torch.tensor([[1, 2], [3, 4]])
+    out = torch.full((2, 2, 7), torch.nan)
+    assert server.lookup_fromdlpack(keys, out, "ranker", "item") is None
+    np.testing.assert_array_equal(out.numpy().reshape(4, 7), vectors_of([1, 2, 3, 4], 7))
+
+
+def test_lookup_fromdlpack_leaves_capsules_usable(server):
+    out = torch.zeros(2, 7)
+    capsule = torch.utils.dlpack.to_dlpack(out)
+    keys = torch.utils.dlpack.to_dlpack(torch.tensor([5, 6]))
+    server.lookup_fromdlpack(keys, capsule, "ranker", 1, 0)
+    server.lookup_fromdlpack(keys, capsule, "ranker", 1, 0)
+    again = torch.utils.dlpack.from_dlpack(capsule)
+    np.testing.assert_array_equal(again.numpy(), vectors_of([5, 6], 7))
+
+
+def test_lookup_fromdlpack_refuses_what_does_not_fit(server):
+    with pytest.raises(hps.InvalidInputError):
+        server.lookup_fromdlpack(torch.tensor([1, 2]), torch.zeros(13), "ranker", "item")
+    with pytest.raises(hps.InvalidDtypeError):
+        server.lookup_fromdlpack(torch.tensor([1.0]), torch.zeros(7), "ranker", "item")
+
+
+def test_insert_and_delete_are_seen_by_the_next_lookup(server):
+    server.lookup([1, 2], "ranker", 0)
+    new = np.array([[9, 9, 9, 9]], np.float32)
+    server.insert([1], new, "ranker", 0)
+    server.insert([70_000], new, "ranker", 0)
+    np.testing.assert_array_equal(server.lookup([1, 70_000], "ranker", 0), np.repeat(new, 2, 0))
+    server.delete([2], "ranker", "user")
+    vectors, found = server.lookup([2], "ranker", 0, return_found=True)
+    assert not found[0]
+    np.testing.assert_array_equal(vectors, np.float32(0.5))
+
+
+def test_insert_refuses_vectors_of_another_shape(server):
+    with pytest.raises(hps.InvalidInputError, match=r"\(1, 3\)"):
+        server.insert([1], np.zeros((1, 3), np.float32), "ranker", 0)
+
+
+def test_refresh_brings_resident_keys_up_to_date(server):
+    server.lookup([1, 2], "ranker", 0)
+    deployment = server.model("ranker")
+    [cache] = deployment.caches
+    cache.update(0, np.array([1]), np.full((1, 4), -7, np.float32))
+    server.refresh("ranker")
+    np.testing.assert_array_equal(server.lookup([1, 2], "ranker", 0), vectors_of([1, 2], 4))
+
+
+def test_config_may_be_a_file(configuration, tmp_path):
+    path = tmp_path / "ps.json"
+    path.write_text(json.dumps(configuration))
+    with hps.HPS(path) as server:
+        assert server.models == ("ranker",)
+
+
+def test_restart_serves_online_updates_from_the_persistent_database(configuration):
+    new = np.array([[4, 3, 2, 1]], np.float32)
+    configuration["models"][0]["cache_refresh_percentage_per_iteration"] = 1.0
+    with hps.HPS(configuration) as server:
+        server.insert([-10], new, "ranker", 0)
+        server.delete([-9], "ranker", 0)
+    with hps.HPS(configuration) as server:
+        vectors, found = server.lookup([-10, -9, 1], "ranker", 0, return_found=True)
+    np.testing.assert_array_equal(vectors[0], new[0])
+    assert found.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gpucache": False},
+        {"gpucacheper": 0.0},
+        {"embedding_cache_type": "static"},
+        {"embedding_cache_type": "uvm"},
+        {"cache_refresh_percentage_per_iteration": 0.25},
+        {"deployed_device_list": [0, 1]},
+    ],
+)
+def test_every_kind_of_deployment_gives_the_same_vectors(configuration, change):
+    configuration["models"][0].update(change)
+    with hps.HPS(configuration) as server:
+        for device in configuration["models"][0]["deployed_device_list"]:
+            vectors, found = server.lookup([*range(-10, 60), 4000], "ranker", 1, device, return_found=True)
+            np.testing.assert_array_equal(vectors[:-1], vectors_of(np.arange(-10, 60), 7))
+            assert found.tolist() == [True] * 70 + [False]
+
+
+@pytest.mark.parametrize("missing", ["volatile_db", "persistent_db"])
+def test_one_database_is_enough(configuration, missing):
+    configuration[missing] = {"type": "disabled"}
+    with hps.HPS(configuration) as server:
+        np.testing.assert_array_equal(server.lookup([5], "ranker", 0), vectors_of([5], 4))
+
+
+def test_cuda_without_a_gpu_is_an_error_that_says_what_is_missing(configuration):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    configuration["device"] = "cuda"
+    with pytest.raises((hps.DeviceError, hps.MissingDependencyError)):
+        hps.HPS(configuration)
+
+
+def test_broken_model_files_leave_nothing_open(configuration, tmp_path):
+    vectors = tmp_path / "item.model" / "emb_vector"
+    content = vectors.read_bytes()
+    vectors.write_bytes(content[:-4])
+    with pytest.raises(hps.ModelFileError):
+        hps.HPS(configuration)
+    vectors.write_bytes(content)
+    with hps.HPS(configuration) as server:
+        assert server.models == ("ranker",)
+
+
+def test_undeployed_model_is_unknown_and_can_be_deployed_again(server):
+    model = server.config.models[0]
+    server.undeploy("ranker")
+    with pytest.raises(hps.UnknownModelError):
+        server.lookup([1], "ranker", 0)
+    server.deploy(model)
+    np.testing.assert_array_equal(server.lookup([1], "ranker", 0), vectors_of([1], 4))
+    with pytest.raises(hps.InvalidInputError, match="undeploy"):
+        server.deploy(model)
+
+
+def test_closed_server_says_so(configuration):
+    server = hps.HPS(configuration)
+    server.close()
+    server.close()
+    with pytest.raises(hps.NotReadyError):
+        server.lookup([1], "ranker", 0)
+
+
+def test_concurrent_lookups_and_updates_never_show_a_wrong_vector(server):
+    """Row j of key k at version v is k * 64 + v in every element: torn, foreign and stale vectors show."""
+    keys = np.arange(40)
+    server.insert(keys, np.repeat(keys[:, None] * 64.0, 4, 1).astype(np.float32), "ranker", "user")
+    written = 0
+    stop = threading.Event()
+    problems, checked = [], [0]
+
+    def read():
+        rng = np.random.default_rng(threading.get_ident() % 2**32)
+        while not stop.is_set():
+            ask = rng.choice(keys, 60)
+            floor = written
+            try:
+                got = server.lookup(ask, "ranker", "user")
+            except hps.HPSError as error:
+                problems.append(error)
+                return
+            version = got[:, 0] - ask * 64.0
+            if (got != got[:, :1]).any() or (version < floor).any() or (version > written + 1).any():
+                problems.append((ask, got))
+                return
+            checked[0] += ask.size
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for version in range(1, 60):
+        server.insert(keys, np.repeat(keys[:, None] * 64.0 + version, 4, 1).astype(np.float32), "ranker", "user")
+        written = version
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+    assert not problems
+    assert checked[0] > 1000

@@ -1,0 +1,349 @@
+"""From model files into the databases, from there into the embedding cache, and the refresh of what is resident."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from hps.cache.base import EmbeddingCache
+from hps.databases.base import Database, LoadRecord
+from hps.errors import DatabaseError
+from hps.model_files import CHUNK_BYTES, SparseModel, open_sparse_model
+from hps.read_ahead import read_ahead
+from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
+
+_log = logging.getLogger(__name__)
+
+_MIN_STEP_ROWS = 64  # HugeCTR's least step of a warm-up: one of its sets
+
+Fetch = Callable[[KeyArray, FloatArray, BoolArray], int]
+"""Fill the rows of `out` (n, dim) whose key a database has and mark them in `found` (n,): a `Database.fetch` of one table."""
+
+
+class Progress(Protocol):
+    """Is told how far the loading of tables is. Tables are loaded one after the other, by one thread."""
+
+    def start(self, tag: str, rows: int, size_bytes: int) -> None:
+        """A table is about to be read: so many rows, so many bytes of keys and vectors."""
+
+    def advance(self, tag: str, rows: int) -> None:
+        """That many more rows are in the databases."""
+
+    def finish(self, tag: str) -> None:
+        """All rows of the table are in the databases."""
+
+
+class LogProgress:
+    """Logs the start and the end of each table, and every few seconds how far it is."""
+
+    def __init__(self, logger: logging.Logger = _log, interval_s: float = 5.0) -> None:
+        self._log = logger
+        self._interval_s = interval_s
+        self._rows = self._done = 0
+        self._started = self._told = 0.0
+
+    def start(self, tag: str, rows: int, size_bytes: int) -> None:
+        """Log what is about to be loaded."""
+        self._rows, self._done = rows, 0
+        self._started = self._told = time.monotonic()
+        self._log.info("Table: %s; loading %d rows (%.1f MB).", tag, rows, size_bytes / 1e6)
+
+    def advance(self, tag: str, rows: int) -> None:
+        """Log rate and time left, when the last line is old enough."""
+        self._done += rows
+        now = time.monotonic()
+        if now - self._told < self._interval_s or self._done >= self._rows:
+            return
+        self._told = now
+        rate = self._done / (now - self._started)
+        left_s = (self._rows - self._done) / rate
+        self._log.info("Table: %s; loaded %d of %d rows; %.0f rows/s, %.0f s left.", tag, self._done, self._rows, rate, left_s)
+
+    def finish(self, tag: str) -> None:
+        """Log how long it took."""
+        seconds = time.monotonic() - self._started
+        self._log.info("Table: %s; loaded %d rows in %.1f s.", tag, self._done, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseLoad:
+    """What `load_table` gave one database: rows [first_row, last_row) of the files; both are equal when it had them all."""
+
+    kind: str
+    first_row: int
+    last_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What `load_table` did.
+
+    Attributes:
+        tag: of the table.
+        model: the files, as they were loaded; `warm_up` from it fills a cache with the same version.
+        seconds: it took.
+        loads: one entry a database, in the order they were given.
+    """
+
+    tag: str
+    model: SparseModel
+    seconds: float
+    loads: tuple[DatabaseLoad, ...]
+
+    @property
+    def nothing_to_do(self) -> bool:
+        """Whether every database already had all rows."""
+        return all(load.first_row == load.last_row for load in self.loads)
+
+
+def load_table(
+    table: TableSpec,
+    source: str,
+    databases: Sequence[Database],
+    *,
+    progress: Progress | None = None,
+    keep: Sequence[Database] = (),
+    initial_cache_rate: float = 1.0,
+    int32_keys: bool = False,
+) -> LoadReport:
+    """Stream the files of a table, once, into every database that does not hold them yet.
+
+    A database that remembers its loads (a persistent one) is skipped when it holds these very files, continues where an
+    interrupted load of them ended, and is emptied first when it holds another version of them; rows of unknown origin
+    (HugeCTR's) stay and are overwritten key by key. Other databases get all rows, up to `initial_cache_rate` of what they
+    can hold. Memory beyond the databases' own is a few chunks, whatever the size of the model.
+
+    Args:
+        table: the table; it is opened in each database, also in those to keep.
+        source: directory or URI of its sparse model files.
+        databases: those to load.
+        progress: told how far it is; nothing is told when nothing is to be loaded.
+        keep: databases with `initialize_after_startup: false`, which use what they have.
+        initial_cache_rate: the share of a volatile database's capacity, or of the rows if they are fewer, to load, from the
+            first row on.
+        int32_keys: refuse keys that 32-bit serving cannot have.
+
+    Raises:
+        ModelFileError: the files are missing, do not fit, or changed meanwhile. What was loaded is not taken for whole.
+        DatabaseError: a database failed, or one to keep holds only a part of a model.
+    """
+    started = time.monotonic()
+    for database in keep:
+        _check_kept(table, database)
+    model = open_sparse_model(source, table.dim, int32_keys=int32_keys)
+    for database in databases:
+        database.open_table(table.tag, table.dim)
+    records = [database.load_record(table.tag) for database in databases]
+    if not all(_holds(record, model) for record in records):
+        model.verify()  # before a database loses what it has
+    loads = [
+        _prepare(table, database, record, model, initial_cache_rate)
+        for database, record in zip(databases, records, strict=True)
+    ]
+    first = min((load.first_row for load in loads if load.first_row < load.last_row), default=0)
+    last = max((load.last_row for load in loads if load.first_row < load.last_row), default=0)
+    if first < last:
+        if progress:
+            progress.start(table.tag, last - first, (last - first) * model.row_bytes)
+        _feed(table, model, list(zip(databases, loads, strict=True)), first, last, progress)
+        if progress:
+            progress.finish(table.tag)
+    for database, load in zip(databases, loads, strict=True):
+        _log_loaded(table, database, load, model)
+    return LoadReport(table.tag, model, time.monotonic() - started, tuple(loads))
+
+
+def _holds(record: LoadRecord | None, model: SparseModel) -> bool:
+    return record is not None and record.complete and record.fingerprint == model.fingerprint
+
+
+def _prepare(
+    table: TableSpec, database: Database, record: LoadRecord | None, model: SparseModel, initial_cache_rate: float
+) -> DatabaseLoad:
+    """Decide which rows a database still needs; empty it when what it holds is of other files."""
+    if record is None:
+        rows = model.rows
+        if not database.persistent:
+            rows = round(initial_cache_rate * min(rows, database.stats(table.tag).capacity_rows))
+        return DatabaseLoad(database.kind, 0, rows)
+    if record.fingerprint == model.fingerprint and 0 <= record.rows_done <= record.rows_total == model.rows:
+        if not record.complete:
+            _log.info(
+                "Table: %s; continuing an interrupted load of %s at row %d of %d.",
+                table.tag,
+                database.kind,
+                record.rows_done,
+                model.rows,
+            )
+        return DatabaseLoad(database.kind, record.rows_done, model.rows)
+    _log.info("Table: %s; %s holds another version of the model, which is replaced.", table.tag, database.kind)
+    database.drop_table(table.tag)
+    database.open_table(table.tag, table.dim)
+    return DatabaseLoad(database.kind, 0, model.rows)
+
+
+def _feed(
+    table: TableSpec,
+    model: SparseModel,
+    targets: Sequence[tuple[Database, DatabaseLoad]],
+    first: int,
+    last: int,
+    progress: Progress | None,
+) -> None:
+    step = model.chunk_rows()
+    ranges = ((start, min(start + step, last)) for start in range(first, last, step))
+    with closing(read_ahead(model, ranges)) as chunks:
+        for start, keys, vectors in chunks:
+            stop = start + keys.size
+            record = LoadRecord(model.fingerprint, stop, model.rows)
+            for database, load in targets:
+                low, high = max(load.first_row, start) - start, min(load.last_row, stop) - start
+                if low < high:
+                    database.load_chunk(table.tag, keys[low:high], vectors[low:high], record)
+            if progress:
+                progress.advance(table.tag, keys.size)
+    for database, load in targets:
+        if load.first_row < load.last_row:
+            database.finish_load(table.tag)
+
+
+def _check_kept(table: TableSpec, database: Database) -> None:
+    database.open_table(table.tag, table.dim)
+    record = database.load_record(table.tag)
+    if record is not None and not record.complete:
+        raise DatabaseError(
+            f"keeping table {table.tag} in {database.kind} as it is (initialize_after_startup false): it holds "
+            f"{record.rows_done} of {record.rows_total} rows of a load that was interrupted; "
+            "complete it with `hps load`, or set initialize_after_startup to true"
+        )
+
+
+def _log_loaded(table: TableSpec, database: Database, load: DatabaseLoad, model: SparseModel) -> None:
+    """HugeCTR's lines, which its users look for. A volatile database's load record stays None."""
+    if database.persistent or database.load_record(table.tag) is not None:
+        how = "all were there" if load.first_row == load.last_row else "complete"
+        _log.info("Table: %s; cached %d embeddings in persistent database (%s); %s.", table.tag, model.rows, database.kind, how)
+        return
+    stats = database.stats(table.tag)
+    percent = 100 * stats.rows / stats.capacity_rows if stats.capacity_rows else 100.0
+    _log.info(
+        "Table: %s; cached %d / %d embeddings in volatile database (%s); load: %d / %d (%.2f%%).",
+        table.tag,
+        load.last_row,
+        model.rows,
+        database.kind,
+        stats.rows,
+        stats.capacity_rows,
+        percent,
+    )
+
+
+def warm_up(
+    cache: EmbeddingCache, table_index: int, table: TableSpec, sparse_model: SparseModel, fraction_per_iteration: float
+) -> int:
+    """Fill one table of an embedding cache with the first rows of its model files, reading ahead of the insertion.
+
+    Args:
+        cache: the cache of one device.
+        table_index: the table's place in `cache.tables`.
+        table: the same table.
+        sparse_model: its files.
+        fraction_per_iteration: `cache_refresh_percentage_per_iteration`: the share of the capacity that one step, with its
+            log line, fills; 1.0 is everything in one step. It bounds no memory: a step is read in chunks. At 0 nothing is
+            done.
+
+    Returns:
+        How many rows were inserted: those of the files, or the capacity if it is less.
+
+    Raises:
+        ModelFileError: the files cannot be read or changed since they were opened.
+    """
+    capacity = cache.stats(table_index).capacity_rows
+    rows = min(capacity, sparse_model.rows)
+    if rows == 0 or fraction_per_iteration <= 0:
+        return 0
+    step = max(_MIN_STEP_ROWS, int(capacity * min(fraction_per_iteration, 1.0)))
+    _log.info('EC initialization for model: "%s", num_tables: %d', table.model_name, len(cache.tables))
+    _log.info("EC initialization on device: %d for %s", cache.device_id, table.tag)
+    _log.info(  # word for word HugeCTR's
+        "Initialize the embedding cache by by inserting the same size model file with embedding cache from beginning"
+    )
+    sparse_model.verify()
+    with closing(read_ahead(sparse_model, _pieces(rows, step, sparse_model.chunk_rows()))) as chunks:
+        for start, keys, vectors in chunks:
+            if start % step == 0:
+                count = min(step, rows - start)
+                _log.info(
+                    "Initialize the embedding table %d for iteration %d with number of %d keys.",
+                    table_index,
+                    start // step,
+                    count,
+                )
+            cache.insert(table_index, *_last_of_each(keys, vectors))
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class RefreshReport:
+    """Resident keys that got their database's current vector, and those erased because no database has them."""
+
+    updated: int
+    erased: int
+
+
+def refresh(cache: EmbeddingCache, table_index: int, table: TableSpec, fetch: Fetch, fraction: float) -> RefreshReport:
+    """Give every resident key of one table the vector that the databases have now; erase keys that none has.
+
+    Recency does not change and nothing becomes resident. A vector that is updated in database and cache while this runs can
+    be overwritten by the one fetched just before: a caller that applies updates orders the two.
+
+    Args:
+        cache: the cache of one device.
+        table_index: the table's place in `cache.tables`.
+        table: the same table.
+        fetch: asks the databases.
+        fraction: `cache_refresh_percentage_per_iteration`: the share of the capacity to fetch at once, within the memory of
+            a chunk; at 0 a chunk.
+
+    Raises:
+        DatabaseError: the databases failed; keys not yet reached keep their vectors. A failure never erases.
+    """
+    keys = cache.dump(table_index)
+    step = max(1, CHUNK_BYTES // (8 + 4 * table.dim))
+    if fraction > 0:
+        step = min(step, max(_MIN_STEP_ROWS, int(cache.stats(table_index).capacity_rows * min(fraction, 1.0))))
+    out = np.empty((min(step, keys.size), table.dim), np.float32)
+    updated = 0
+    for start in range(0, keys.size, step):
+        chunk = keys[start : start + step]
+        found = np.zeros(chunk.size, np.bool_)
+        count = fetch(chunk, out[: chunk.size], found)
+        if count == chunk.size:
+            cache.update(table_index, chunk, out[:count])
+        else:
+            cache.update(table_index, chunk[found], out[: chunk.size][found])
+            cache.erase(table_index, chunk[~found])
+        updated += count
+    return RefreshReport(updated, keys.size - updated)
+
+
+def _pieces(rows: int, step: int, chunk_rows: int) -> Iterator[tuple[int, int]]:
+    """Cut [0, rows) at every multiple of `step`, and between those so that no piece is longer than `chunk_rows`."""
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        for low in range(start, stop, chunk_rows):
+            yield low, min(low + chunk_rows, stop)
+
+
+def _last_of_each(keys: KeyArray, vectors: FloatArray) -> tuple[KeyArray, FloatArray]:
+    """Drop all but the last row of each key: where a key stands twice, a cache may keep either, the databases keep the last."""
+    if keys.size < 2 or np.all(keys[1:] > keys[:-1]):
+        return keys, vectors
+    distinct, index = np.unique(keys[::-1], return_index=True)
+    if distinct.size == keys.size:
+        return keys, vectors
+    return distinct, vectors[keys.size - 1 - index]

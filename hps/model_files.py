@@ -60,9 +60,10 @@ class SparseModel:
     def size_bytes(self) -> int:
         return self.rows * self.row_bytes
 
-    def chunk_rows(self, chunk_bytes: int = CHUNK_BYTES) -> int:
-        """How many rows a chunk of `chunk_bytes` holds, at least 1."""
-        return max(1, chunk_bytes // self.row_bytes)
+    @property
+    def chunk_rows(self) -> int:
+        """How many rows a chunk of `CHUNK_BYTES` holds, at least 1."""
+        return max(1, CHUNK_BYTES // self.row_bytes)
 
     def chunks(self, chunk_rows: int | None = None, start_row: int = 0) -> Iterator[tuple[KeyArray, FloatArray]]:
         """Yield the rows from `start_row` on in file order, as (keys (n,), vectors (n, dim)) that the caller owns.
@@ -73,7 +74,7 @@ class SparseModel:
             ModelFileError: the files changed since they were opened, end early, cannot be read or hold a key that
                 32-bit serving cannot have. Every row yielded before that was read from unchanged files.
         """
-        step = self.chunk_rows() if chunk_rows is None else chunk_rows
+        step = self.chunk_rows if chunk_rows is None else chunk_rows
         if step < 1 or not 0 <= start_row <= self.rows:
             raise InvalidInputError(
                 f"reading {self.place}: got chunk_rows {chunk_rows} and start_row {start_row}, "

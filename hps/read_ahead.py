@@ -21,7 +21,7 @@ def read_ahead(
 
     The arrays are lent: they are filled anew once the next chunk is asked for. Closing the generator ends the reading.
     """
-    length = min(model.chunk_rows(), model.rows)
+    length = min(model.chunk_rows, model.rows)
     free = deque((np.empty(length, np.int64), np.empty((length, model.dim), np.float32)) for _ in range(_READS_AHEAD + 1))
     pending: deque[tuple[int, int, tuple[KeyArray, FloatArray], Future[None]]] = deque()
     remaining = iter(ranges)

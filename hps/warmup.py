@@ -2,71 +2,26 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from hps.cache.base import EmbeddingCache
+from hps.database_chain import DatabaseChain
 from hps.databases.base import Database, LoadRecord
 from hps.errors import DatabaseError
 from hps.model_files import CHUNK_BYTES, SparseModel, open_sparse_model
+from hps.progress import LogProgress as LogProgress
+from hps.progress import Progress as Progress
 from hps.read_ahead import read_ahead
-from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
+from hps.types import FloatArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
 
 _MIN_STEP_ROWS = 64  # HugeCTR's least step of a warm-up: one of its sets
-
-Fetch = Callable[[KeyArray, FloatArray, BoolArray], int]
-"""Fill the rows of `out` (n, dim) whose key a database has and mark them in `found` (n,): a `Database.fetch` of one table."""
-
-
-class Progress(Protocol):
-    """Is told how far the loading of tables is. Tables are loaded one after the other, by one thread."""
-
-    def start(self, tag: str, rows: int, size_bytes: int) -> None:
-        """A table is about to be read: so many rows, so many bytes of keys and vectors."""
-
-    def advance(self, tag: str, rows: int) -> None:
-        """That many more rows are in the databases."""
-
-    def finish(self, tag: str) -> None:
-        """All rows of the table are in the databases."""
-
-
-class LogProgress:
-    """Logs the start and the end of each table, and every few seconds how far it is."""
-
-    def __init__(self, logger: logging.Logger = _log, interval_s: float = 5.0) -> None:
-        self._log = logger
-        self._interval_s = interval_s
-        self._rows = self._done = 0
-        self._started = self._told = 0.0
-
-    def start(self, tag: str, rows: int, size_bytes: int) -> None:
-        """Log what is about to be loaded."""
-        self._rows, self._done = rows, 0
-        self._started = self._told = time.monotonic()
-        self._log.info("Table: %s; loading %d rows (%.1f MB).", tag, rows, size_bytes / 1e6)
-
-    def advance(self, tag: str, rows: int) -> None:
-        """Log rate and time left, when the last line is old enough."""
-        self._done += rows
-        now = time.monotonic()
-        if now - self._told < self._interval_s or self._done >= self._rows:
-            return
-        self._told = now
-        rate = self._done / (now - self._started)
-        left_s = (self._rows - self._done) / rate
-        self._log.info("Table: %s; loaded %d of %d rows; %.0f rows/s, %.0f s left.", tag, self._done, self._rows, rate, left_s)
-
-    def finish(self, tag: str) -> None:
-        """Log how long it took."""
-        seconds = time.monotonic() - self._started
-        self._log.info("Table: %s; loaded %d rows in %.1f s.", tag, self._done, seconds)
+_REFRESH_ATTEMPTS = 5  # at a chunk of a table that is being modified
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +149,7 @@ def _feed(
     last: int,
     progress: Progress | None,
 ) -> None:
-    step = model.chunk_rows()
+    step = model.chunk_rows
     ranges = ((start, min(start + step, last)) for start in range(first, last, step))
     with closing(read_ahead(model, ranges)) as chunks:
         for start, keys, vectors in chunks:
@@ -260,20 +215,20 @@ def warm_up(
         How many rows were inserted: those of the files, or the capacity if it is less.
 
     Raises:
-        ModelFileError: the files cannot be read or changed since they were opened.
+        ModelFileError: the files cannot be read, or changed since they were opened.
     """
     capacity = cache.stats(table_index).capacity_rows
     rows = min(capacity, sparse_model.rows)
     if rows == 0 or fraction_per_iteration <= 0:
         return 0
-    step = max(_MIN_STEP_ROWS, int(capacity * min(fraction_per_iteration, 1.0)))
+    step = _step_rows(capacity, fraction_per_iteration)
     _log.info('EC initialization for model: "%s", num_tables: %d', table.model_name, len(cache.tables))
     _log.info("EC initialization on device: %d for %s", cache.device_id, table.tag)
     _log.info(  # word for word HugeCTR's
         "Initialize the embedding cache by by inserting the same size model file with embedding cache from beginning"
     )
     sparse_model.verify()
-    with closing(read_ahead(sparse_model, _pieces(rows, step, sparse_model.chunk_rows()))) as chunks:
+    with closing(read_ahead(sparse_model, _pieces(rows, step, sparse_model.chunk_rows))) as chunks:
         for start, keys, vectors in chunks:
             if start % step == 0:
                 count = min(step, rows - start)
@@ -295,40 +250,57 @@ class RefreshReport:
     erased: int
 
 
-def refresh(cache: EmbeddingCache, table_index: int, table: TableSpec, fetch: Fetch, fraction: float) -> RefreshReport:
+def refresh(
+    cache: EmbeddingCache, table_index: int, table: TableSpec, chain: DatabaseChain, fraction_per_iteration: float
+) -> RefreshReport:
     """Give every resident key of one table the vector that the databases have now; erase keys that none has.
 
-    Recency does not change and nothing becomes resident. A vector that is updated in database and cache while this runs can
-    be overwritten by the one fetched just before: a caller that applies updates orders the two.
+    Nothing becomes resident and no recency changes. A vector that is modified meanwhile is never overwritten by an older one:
+    a chunk that was fetched before a modification is fetched again, and erased where that keeps happening.
 
     Args:
         cache: the cache of one device.
         table_index: the table's place in `cache.tables`.
         table: the same table.
-        fetch: asks the databases.
-        fraction: `cache_refresh_percentage_per_iteration`: the share of the capacity to fetch at once, within the memory of
-            a chunk; at 0 a chunk.
+        chain: the databases.
+        fraction_per_iteration: `cache_refresh_percentage_per_iteration`: the share of the capacity to fetch at once, within
+            the memory of a chunk; at 0 a chunk.
 
     Raises:
         DatabaseError: the databases failed; keys not yet reached keep their vectors. A failure never erases.
     """
     keys = cache.dump(table_index)
     step = max(1, CHUNK_BYTES // (8 + 4 * table.dim))
-    if fraction > 0:
-        step = min(step, max(_MIN_STEP_ROWS, int(cache.stats(table_index).capacity_rows * min(fraction, 1.0))))
+    if fraction_per_iteration > 0:
+        step = min(step, _step_rows(cache.stats(table_index).capacity_rows, fraction_per_iteration))
     out = np.empty((min(step, keys.size), table.dim), np.float32)
     updated = 0
     for start in range(0, keys.size, step):
         chunk = keys[start : start + step]
-        found = np.zeros(chunk.size, np.bool_)
-        count = fetch(chunk, out[: chunk.size], found)
-        if count == chunk.size:
-            cache.update(table_index, chunk, out[:count])
-        else:
-            cache.update(table_index, chunk[found], out[: chunk.size][found])
-            cache.erase(table_index, chunk[~found])
-        updated += count
+        updated += _refresh_chunk(cache, table_index, table, chain, chunk, out[: chunk.size])
     return RefreshReport(updated, keys.size - updated)
+
+
+def _refresh_chunk(
+    cache: EmbeddingCache, table_index: int, table: TableSpec, chain: DatabaseChain, keys: KeyArray, out: FloatArray
+) -> int:
+    fence = chain.fence(table)
+    for attempt in range(_REFRESH_ATTEMPTS):
+        time.sleep(0.01 * attempt)  # the modification that was in the way takes a while
+        token = fence.token()
+        found = np.zeros(keys.size, np.bool_)
+        chain.fetch(table, keys, out, found)
+        with fence.filling(token) as allowed:
+            if allowed:
+                cache.update(table_index, keys[found], out[found])
+                cache.erase(table_index, keys[~found])
+                return int(np.count_nonzero(found))
+    cache.erase(table_index, keys)  # always right: each is fetched again when it is asked for
+    return 0
+
+
+def _step_rows(capacity_rows: int, fraction: float) -> int:
+    return max(_MIN_STEP_ROWS, int(capacity_rows * min(fraction, 1.0)))
 
 
 def _pieces(rows: int, step: int, chunk_rows: int) -> Iterator[tuple[int, int]]:

@@ -78,11 +78,14 @@ def test_chunks_cover_the_rows_from_the_start_row_once(model_dir: Path, chunk_ro
     assert_same(read_all(model, chunk_rows, start_row), (keys[start_row:], vectors[start_row:]))
 
 
-def test_a_chunk_is_of_bounded_size_whatever_the_dimension(tmp_path: Path) -> None:
+def test_a_chunk_is_of_bounded_size_whatever_the_dimension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for dim in (1, 1000):
         model = open_sparse_model(write_raw(tmp_path / str(dim), *rows_of(5, dim)), dim)
-        assert model.chunk_rows() * (8 + 4 * dim) <= CHUNK_BYTES < (model.chunk_rows() + 1) * (8 + 4 * dim)
-    assert open_sparse_model(tmp_path / "1000", 1000).chunk_rows(chunk_bytes=100) == 1
+        assert model.chunk_rows * (8 + 4 * dim) <= CHUNK_BYTES < (model.chunk_rows + 1) * (8 + 4 * dim)
+    monkeypatch.setattr("hps.model_files.CHUNK_BYTES", 100)
+    model = open_sparse_model(tmp_path / "1000", 1000)
+    assert model.chunk_rows == 1
+    assert [keys.size for keys, _ in model.chunks()] == [1] * 5
 
 
 def test_chunks_belong_to_the_caller(model_dir: Path) -> None:

@@ -1,0 +1,561 @@
+"""The behaviour that every embedding cache shares; each cache's test subclasses `CacheContract`.
+
+class TestNumpyCache(CacheContract):
+    cache_class = NumpyCache
+
+    def to_device(self, array):
+        return array.copy()
+
+    def to_host(self, array):
+        return array.copy()
+
+    def raw_rows(self, cache, table):
+        ...
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from hps.cache.base import EmbeddingCache, Misses, Segment, Workspace
+from hps.errors import InvalidDtypeError, InvalidInputError, NotReadyError
+from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
+
+INT64 = np.iinfo(np.int64)
+AWKWARD_KEYS = np.unique(
+    np.array([0, -1, INT64.min, INT64.max, INT64.min + 1, INT64.max - 1, *(1 << np.arange(62)), *(np.arange(-20, 20) << 32)])
+)
+"""Keys that an implementation may take for a sentinel, or that a poor hash piles up."""
+DEFAULT = -7.25
+Create = Callable[..., EmbeddingCache]
+
+
+def vectors_of(keys: KeyArray, dim: int, version: int | np.ndarray = 0) -> FloatArray:
+    """Vectors that encode their key, their position and a version below 2^24: element 0 is the version."""
+    versions = np.broadcast_to(np.asarray(version, np.uint64), keys.shape)
+    words = keys.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + versions * np.uint64(0xD1B54A32D192ED03)
+    words = (words[:, None] + np.arange(dim, dtype=np.uint64)[None, :]) * np.uint64(0x2545F4914F6CDD1D)
+    vectors = ((words ^ (words >> np.uint64(31))) >> np.uint64(40)).astype(np.float32)
+    vectors[:, 0] = versions
+    return vectors
+
+
+def distinct_keys(n: int, seed: int = 1) -> KeyArray:
+    """n different keys from the whole int64 range, in random order."""
+    keys = np.unique(np.random.default_rng(seed).integers(INT64.min, INT64.max, n + 16, dtype=np.int64, endpoint=True))
+    return np.random.default_rng(seed + 1).permutation(keys)[:n]
+
+
+def bits(vectors: FloatArray) -> np.ndarray:
+    """The bit patterns, so that NaN equals NaN and -0.0 differs from 0.0."""
+    return np.ascontiguousarray(vectors).view(np.uint32)
+
+
+def spec(dim: int, name: str = "item", max_keys: int = 1 << 20) -> TableSpec:
+    return TableSpec("shop", name, dim, DEFAULT, max_keys)
+
+
+class CacheContract:
+    """Subclass it; give `cache_class`, `to_device`, `to_host` and `raw_rows`."""
+
+    cache_class: ClassVar[type[EmbeddingCache]]
+    ways: ClassVar[int] = 14
+    """Keys of a set: a cache of this capacity is one set."""
+    probation: ClassVar[int] = 15
+    """Epochs by which a key that became resident without being asked for stands behind one that was just hit."""
+    stress_queries: ClassVar[int] = 200
+    """Queries of each reader in the stress test."""
+
+    def to_device(self, array: np.ndarray) -> DeviceArray:
+        """A copy of a host array where the cache works."""
+        raise NotImplementedError("a subclass knows its device")
+
+    def to_host(self, array: DeviceArray) -> np.ndarray:
+        """A copy of a device array in host memory."""
+        raise NotImplementedError("a subclass knows its device")
+
+    def raw_rows(self, cache: EmbeddingCache, table: int) -> dict[int, bytes]:
+        """All resident rows of a table as key -> bytes of its vector, read without the methods under test."""
+        raise NotImplementedError("a subclass reads the memory itself")
+
+    @pytest.fixture
+    def create(self) -> Iterator[Create]:
+        """create(tables, capacity_rows): caches that are closed after the test."""
+        made: list[EmbeddingCache] = []
+
+        def make(tables: Sequence[TableSpec] | TableSpec, capacity_rows: Sequence[int] | int) -> EmbeddingCache:
+            tables = [tables] if isinstance(tables, TableSpec) else tables
+            capacity_rows = [capacity_rows] if isinstance(capacity_rows, int) else capacity_rows
+            made.append(self.cache_class.create(tables, capacity_rows, 0))
+            return made[-1]
+
+        yield make
+        for cache in made:
+            cache.close()
+
+    # -- what a session does, on host arrays ---------------------------------------------------------------------------
+
+    def segment(self, cache: EmbeddingCache, table: int, keys: KeyArray, *, with_found: bool = True) -> Segment:
+        """A segment on the device, its output full of NaN and its found-mask of nonsense."""
+        out = np.full((keys.size, cache.tables[table].dim), np.nan, np.float32)
+        found = self.to_device(np.arange(keys.size) % 2 == 0) if with_found else None
+        return Segment(table, self.to_device(keys), self.to_device(out), found)
+
+    def query(
+        self, cache: EmbeddingCache, keys: KeyArray, table: int = 0, workspace: Workspace | None = None
+    ) -> tuple[FloatArray, BoolArray]:
+        """Query one table; returns what `out` and `found` hold then."""
+        workspace = workspace or cache.create_workspace()
+        segments = cache.adopt(workspace, [self.segment(cache, table, keys)])
+        misses = cache.query(workspace, segments)
+        cache.finish(workspace, segments)
+        found = self.to_host(segments[0].found)
+        assert misses.counts == [keys.size - np.count_nonzero(found)]
+        return self.to_host(segments[0].out), found
+
+    def resident(self, cache: EmbeddingCache, keys: KeyArray, table: int = 0) -> BoolArray:
+        return np.isin(keys, np.array(list(self.raw_rows(cache, table)), np.int64))
+
+    def lookup(
+        self, cache: EmbeddingCache, segments: Sequence[Segment], known: KeyArray, workspace: Workspace | None = None
+    ) -> Misses:
+        """A whole synchronous lookup; the database below holds version 1 of the `known` keys."""
+        workspace = workspace or cache.create_workspace()
+        segments = cache.adopt(workspace, segments)
+        misses = cache.query(workspace, segments)
+        for missed in cache.unique(workspace, misses):
+            buffer = cache.fetch_buffer(workspace, missed)
+            found = np.isin(missed.keys, known)
+            half = missed.keys.size // 2
+            vectors = vectors_of(missed.keys, buffer.shape[1], 1)
+            for start, stop in ((0, half), (half, missed.keys.size)):
+                buffer[start:stop][found[start:stop]] = vectors[start:stop][found[start:stop]]
+                cache.stage(workspace, missed, start, stop)
+            cache.scatter(workspace, missed, found)
+            cache.insert_fetched(workspace, missed, found)
+        cache.finish(workspace, segments)
+        return misses
+
+    def pass_epoch(self, cache: EmbeddingCache, table: int = 0) -> None:
+        """Query as many absent keys as the table has slots: whatever is used next was used later than all before."""
+        self.query(cache, distinct_keys(cache.stats(table).capacity_rows, seed=99), table)
+
+    # -- query, unique, scatter ----------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("dim", [1, 2, 3, 7, 16, 31, 100, 128])
+    def test_resident_vectors_come_back_bit_for_bit(self, create: Create, dim: int):
+        cache, keys = create(spec(dim), 4000), distinct_keys(900)
+        cache.insert(0, keys, vectors_of(keys, dim))
+        out, found = self.query(cache, keys)
+        assert np.count_nonzero(found) >= 890  # a set may overflow
+        np.testing.assert_array_equal(bits(out[found]), bits(vectors_of(keys, dim)[found]))
+        np.testing.assert_array_equal(found, self.resident(cache, keys))
+
+    def test_bit_patterns_survive(self, create: Create):
+        patterns = np.array([0x7FC12345, 0xFFC00001, 0x80000000, 0x00000001, 0x7F800000, 0x7F7FFFFF], np.uint32)
+        cache, keys = create(spec(6), 100), np.array([5], np.int64)
+        cache.insert(0, keys, patterns.view(np.float32)[None, :])
+        out, _found = self.query(cache, keys)
+        np.testing.assert_array_equal(bits(out)[0], patterns)
+
+    @pytest.mark.parametrize("n", [1, 2, 31, 32, 33, 255, 257, 5000])
+    def test_any_number_of_keys_is_answered(self, create: Create, n: int):
+        cache, keys = create(spec(5), 20_000), distinct_keys(n)
+        cache.insert(0, keys[: n // 2], vectors_of(keys[: n // 2], 5))
+        out, found = self.query(cache, keys)
+        np.testing.assert_array_equal(found, self.resident(cache, keys))
+        np.testing.assert_array_equal(bits(out[found]), bits(vectors_of(keys, 5)[found]))
+
+    def test_every_int64_is_a_legal_key(self, create: Create):
+        cache = create(spec(4), 4000)
+        _out, found = self.query(cache, AWKWARD_KEYS)
+        assert not found.any()
+        cache.insert(0, AWKWARD_KEYS, vectors_of(AWKWARD_KEYS, 4))
+        out, found = self.query(cache, AWKWARD_KEYS)
+        assert found.all()
+        np.testing.assert_array_equal(bits(out), bits(vectors_of(AWKWARD_KEYS, 4)))
+
+    def test_duplicate_keys_of_a_query_are_all_answered(self, create: Create):
+        cache, keys = create(spec(8), 1000), distinct_keys(20)
+        asked = np.random.default_rng(3).choice(keys, 3000)
+        cache.insert(0, keys[:10], vectors_of(keys[:10], 8))
+        segment = self.segment(cache, 0, asked)
+        misses = self.lookup(cache, [segment], keys)
+        assert misses.count == np.count_nonzero(np.isin(asked, keys[10:]))
+        expected = vectors_of(asked, 8, np.isin(asked, keys[10:]))
+        np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(expected))
+        assert self.to_host(segment.found).all()
+
+    def test_missing_keys_are_listed_once_ascending_and_outlive_the_workspace(self, create: Create):
+        cache, keys = create([spec(4, "a"), spec(4, "b")], [1000, 1000]), distinct_keys(300)
+        asked = np.concatenate([keys, keys[:50], keys[100:200]])
+        workspace = cache.create_workspace()
+        segments = cache.adopt(workspace, [self.segment(cache, 1, asked, with_found=False)])
+        (missed,) = cache.unique(workspace, cache.query(workspace, segments))
+        assert missed.segment.table == 1
+        assert missed.keys.dtype == np.int64
+        others = cache.adopt(workspace, [self.segment(cache, 1, distinct_keys(500, seed=9))])
+        cache.unique(workspace, cache.query(workspace, others))
+        np.testing.assert_array_equal(missed.keys, np.sort(keys))
+
+    @pytest.mark.parametrize("missing", [1, 2, 40, 3000])
+    def test_misses_amid_hits_are_fetched_and_become_resident(self, create: Create, missing: int):
+        cache, keys = create(spec(16), 40_000), distinct_keys(3000 + missing)
+        cache.insert(0, keys[missing:], vectors_of(keys[missing:], 16))
+        was_resident = self.resident(cache, keys)
+        asked = np.random.default_rng(4).permutation(np.arange(keys.size))
+        segment = self.segment(cache, 0, keys[asked])
+        misses = self.lookup(cache, [segment], keys)
+        assert misses.count == np.count_nonzero(~was_resident)
+        expected = vectors_of(keys, 16, ~was_resident)[asked]
+        np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(expected))
+        out, found = self.query(cache, keys)
+        np.testing.assert_array_equal(found, self.resident(cache, keys))
+        assert np.count_nonzero(found) >= keys.size - 5
+        np.testing.assert_array_equal(bits(out[found]), bits(vectors_of(keys, 16, ~was_resident)[found]))
+
+    def test_absent_keys_get_the_default_vector_and_never_become_resident(self, create: Create):
+        cache, keys = create(spec(3), 2000), distinct_keys(200)
+        known = keys[:120]
+        segment = self.segment(cache, 0, keys)
+        self.lookup(cache, [segment], known)
+        out, found = self.to_host(segment.out), self.to_host(segment.found)
+        np.testing.assert_array_equal(found, np.arange(200) < 120)
+        np.testing.assert_array_equal(bits(out[:120]), bits(vectors_of(known, 3, 1)))
+        assert (out[120:] == DEFAULT).all()
+        assert set(self.raw_rows(cache, 0)) == set(known.tolist())
+        assert set(cache.dump(0).tolist()) == set(known.tolist())
+        _out, found = self.query(cache, keys)
+        np.testing.assert_array_equal(found, np.arange(200) < 120)
+
+    def test_a_lookup_may_do_without_the_found_mask(self, create: Create):
+        cache, keys = create(spec(4), 1000), distinct_keys(90)
+        cache.insert(0, keys[:30], vectors_of(keys[:30], 4))
+        segment = self.segment(cache, 0, keys, with_found=False)
+        assert self.lookup(cache, [segment], keys[:60]).count == 60
+        out = self.to_host(segment.out)
+        np.testing.assert_array_equal(bits(out[:60]), bits(vectors_of(keys[:60], 4, np.arange(60) >= 30)))
+        assert (out[60:] == DEFAULT).all()
+
+    def test_fill_default_answers_all_misses_and_leaves_hits(self, create: Create):
+        cache = create([spec(4, "a"), spec(9, "b")], [1000, 1000])
+        keys = distinct_keys(80)
+        cache.insert(1, keys[:50], vectors_of(keys[:50], 9))
+        workspace = cache.create_workspace()
+        segments = cache.adopt(workspace, [self.segment(cache, 1, keys), self.segment(cache, 0, keys)])
+        misses = cache.query(workspace, segments)
+        cache.fill_default(workspace, misses)
+        cache.finish(workspace, segments)
+        out = self.to_host(segments[0].out)
+        np.testing.assert_array_equal(bits(out[:50]), bits(vectors_of(keys[:50], 9)))
+        assert (out[50:] == DEFAULT).all()
+        assert (self.to_host(segments[1].out) == DEFAULT).all()
+        np.testing.assert_array_equal(self.to_host(segments[0].found), np.arange(80) < 50)
+        assert misses.counts == [30, 80]
+        assert set(self.raw_rows(cache, 1)) == set(keys[:50].tolist())
+
+    def test_one_lookup_serves_tables_of_different_widths_in_any_order(self, create: Create):
+        dims = [1, 3, 7, 16, 100, 128]
+        cache = create([spec(dim, f"t{dim}") for dim in dims], [3000] * 6)
+        keys = [distinct_keys(10 + 40 * table, seed=table) for table in range(6)]
+        for table, dim in enumerate(dims):
+            cache.insert(table, keys[table][:5], vectors_of(keys[table][:5], dim))
+        order = [4, 0, 5, 2, 1]
+        segments = [self.segment(cache, table, keys[table]) for table in order]
+        misses = self.lookup(cache, segments, np.concatenate(keys))
+        assert misses.counts == [keys[table].size - 5 for table in order]
+        for table, segment in zip(order, segments, strict=True):
+            expected = vectors_of(keys[table], dims[table], np.arange(keys[table].size) >= 5)
+            np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(expected))
+        assert set(self.raw_rows(cache, 3)) == set(keys[3][:5].tolist())
+
+    def test_a_key_of_one_table_is_not_found_in_another(self, create: Create):
+        cache, keys = create([spec(4, "a"), spec(4, "b")], [500, 500]), distinct_keys(50)
+        cache.insert(0, keys, vectors_of(keys, 4))
+        _out, found = self.query(cache, keys, table=1)
+        assert not found.any()
+
+    def test_no_keys_are_a_whole_lookup(self, create: Create):
+        cache, keys = create([spec(4, "a"), spec(5, "b")], [500, 500]), distinct_keys(9)
+        none = np.empty(0, np.int64)
+        workspace = cache.create_workspace()
+        assert cache.query(workspace, cache.adopt(workspace, [])).counts == []
+        empty, other = self.segment(cache, 0, none), self.segment(cache, 1, keys)
+        assert self.lookup(cache, [empty, other], keys).counts == [0, 9]
+        assert self.lookup(cache, [self.segment(cache, 0, none)], keys).count == 0
+        np.testing.assert_array_equal(bits(self.to_host(other.out)), bits(vectors_of(keys, 5, 1)))
+        cache.insert(0, none, np.empty((0, 4), np.float32))
+        cache.update(0, none, np.empty((0, 4), np.float32))
+        cache.erase(0, none)
+        assert cache.dump(0).size == 0
+
+    def test_a_workspace_serves_one_lookup_after_another(self, create: Create):
+        cache = create([spec(4, "a"), spec(6, "b")], [4000, 4000])
+        workspace = cache.create_workspace()
+        for n in (3, 700, 20, 1500, 1):
+            keys = distinct_keys(n, seed=n)
+            segments = [self.segment(cache, 1, keys), self.segment(cache, 0, keys)]
+            self.lookup(cache, segments, keys, workspace)
+            np.testing.assert_array_equal(bits(self.to_host(segments[0].out)), bits(vectors_of(keys, 6, 1)))
+            np.testing.assert_array_equal(bits(self.to_host(segments[1].out)), bits(vectors_of(keys, 4, 1)))
+
+    # -- insert, update, erase, dump -----------------------------------------------------------------------------------
+
+    def test_insert_replaces_resident_vectors(self, create: Create):
+        cache, keys = create(spec(8), 1000), distinct_keys(100)
+        cache.insert(0, keys, vectors_of(keys, 8))
+        cache.insert(0, keys[50:], vectors_of(keys[50:], 8, 2))
+        out, found = self.query(cache, keys)
+        assert found.all()
+        np.testing.assert_array_equal(bits(out), bits(vectors_of(keys, 8, np.where(np.arange(100) < 50, 0, 2))))
+        assert cache.stats(0).resident_rows == 100
+
+    def test_duplicates_of_a_batch_leave_one_whole_vector(self, create: Create):
+        cache, keys = create(spec(24), 1000), distinct_keys(7)
+        versions = np.arange(1, 2101) % 300
+        repeated = np.repeat(keys, 300)
+        cache.insert(0, repeated, vectors_of(repeated, 24, versions))
+        assert sorted(self.raw_rows(cache, 0)) == sorted(keys.tolist())
+        out, found = self.query(cache, keys)
+        assert found.all()
+        np.testing.assert_array_equal(bits(out), bits(vectors_of(keys, 24, out[:, 0].astype(np.int64))))
+        cache.update(0, repeated, vectors_of(repeated, 24, versions + 1000))
+        out, _found = self.query(cache, keys)
+        np.testing.assert_array_equal(bits(out), bits(vectors_of(keys, 24, out[:, 0].astype(np.int64))))
+        assert (out[:, 0] >= 1000).all()
+
+    def test_update_changes_resident_keys_alone(self, create: Create):
+        cache, keys = create(spec(8), 1000), distinct_keys(100)
+        cache.insert(0, keys[:60], vectors_of(keys[:60], 8))
+        cache.update(0, keys[30:], vectors_of(keys[30:], 8, 3))
+        out, found = self.query(cache, keys)
+        np.testing.assert_array_equal(found, np.arange(100) < 60)
+        np.testing.assert_array_equal(bits(out[:60]), bits(vectors_of(keys[:60], 8, np.where(np.arange(60) < 30, 0, 3))))
+
+    def test_erased_keys_are_missing_until_they_are_inserted_again(self, create: Create):
+        cache, keys = create(spec(8), 1000), np.concatenate([AWKWARD_KEYS[:20], distinct_keys(80)])
+        cache.insert(0, keys, vectors_of(keys, 8))
+        cache.erase(0, np.concatenate([keys[40:70], keys[40:50], distinct_keys(50, seed=8)]))
+        _out, found = self.query(cache, keys)
+        np.testing.assert_array_equal(found, (np.arange(100) < 40) | (np.arange(100) >= 70))
+        assert cache.stats(0).resident_rows == 70
+        cache.update(0, keys, vectors_of(keys, 8, 1))
+        assert not self.resident(cache, keys[40:70]).any()
+        cache.insert(0, keys[40:70], vectors_of(keys[40:70], 8, 2))
+        out, found = self.query(cache, keys)
+        assert found.all()
+        np.testing.assert_array_equal(out[:, 0], np.where((np.arange(100) >= 40) & (np.arange(100) < 70), 2, 1))
+
+    def test_dump_lists_the_resident_keys_in_an_array_of_its_own(self, create: Create):
+        cache, keys = create(spec(2), 500), np.concatenate([AWKWARD_KEYS[:7], distinct_keys(93)])
+        assert cache.dump(0).size == 0
+        cache.insert(0, keys, vectors_of(keys, 2))
+        dumped = cache.dump(0)
+        cache.erase(0, keys[:50])
+        assert dumped.dtype == np.int64
+        np.testing.assert_array_equal(np.sort(dumped), np.sort(keys))
+        np.testing.assert_array_equal(np.sort(cache.dump(0)), np.sort(keys[50:]))
+
+    def test_read_only_arrays_are_taken(self, create: Create):
+        cache, keys = create(spec(4), 500), distinct_keys(40)
+        vectors = vectors_of(keys, 4)
+        for array in (keys, vectors):
+            array.flags.writeable = False
+        cache.insert(0, keys, vectors)
+        cache.update(0, keys, vectors)
+        out, _found = self.query(cache, keys)
+        np.testing.assert_array_equal(bits(out), bits(vectors))
+        cache.erase(0, keys)
+        assert not self.raw_rows(cache, 0)
+
+    def test_arrays_that_do_not_fit_are_typed_errors(self, create: Create):
+        cache, keys = create(spec(4), 500), distinct_keys(40)
+        with pytest.raises(InvalidInputError, match=r"\(39, 4\)"):
+            cache.insert(0, keys, np.zeros((39, 4), np.float32))
+        with pytest.raises(InvalidInputError, match=r"\(40, 5\)"):
+            cache.update(0, keys, np.zeros((40, 5), np.float32))
+        with pytest.raises(InvalidDtypeError, match="float64"):
+            cache.insert(0, keys, np.zeros((40, 4)))
+        with pytest.raises(InvalidDtypeError, match="int32"):
+            cache.erase(0, keys.astype(np.int32))
+        assert not self.raw_rows(cache, 0)
+
+    # -- capacity and eviction -----------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("capacity", [1, 14, 15, 100, 1000])
+    def test_a_table_never_holds_more_than_its_capacity(self, create: Create, capacity: int):
+        cache = create(spec(4), capacity)
+        limit = cache.stats(0).capacity_rows
+        assert capacity <= limit < capacity + self.ways
+        for seed in range(5):
+            keys = distinct_keys(3 * limit, seed=seed)
+            cache.insert(0, keys, vectors_of(keys, 4))
+            rows = self.raw_rows(cache, 0)
+            assert len(rows) <= limit
+            held = np.array(list(rows), np.int64)
+            assert rows == {int(key): vectors_of(held, 4)[i].tobytes() for i, key in enumerate(held)}
+            assert cache.stats(0).resident_rows == len(rows) == cache.dump(0).size
+        assert len(rows) == limit  # 15 times as many keys as slots: every set is full
+
+    def test_a_capacity_of_zero_caches_nothing(self, create: Create):
+        cache = create([spec(4, "a"), spec(4, "b")], [0, 100])
+        keys = distinct_keys(50)
+        cache.insert(0, keys, vectors_of(keys, 4))
+        cache.update(0, keys, vectors_of(keys, 4))
+        cache.erase(0, keys[:3])
+        segment = self.segment(cache, 0, keys)
+        assert self.lookup(cache, [segment], keys).count == 50
+        assert self.lookup(cache, [segment], keys).count == 50
+        np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(vectors_of(keys, 4, 1)))
+        assert cache.dump(0).size == 0
+        assert cache.stats(0).capacity_rows == cache.stats(0).resident_rows == 0
+
+    @pytest.mark.parametrize("stride", [1, 14, 64, 1 << 20, 1 << 32, -(1 << 40), 715])
+    def test_strided_keys_do_not_pile_up(self, create: Create, stride: int):
+        cache = create(spec(1), 715 * self.ways)
+        keys = np.arange(5000, dtype=np.int64) * stride
+        cache.insert(0, keys, vectors_of(keys, 1))
+        assert cache.stats(0).resident_rows >= 4900  # half full; a random hash keeps about 4,990
+
+    def test_a_full_set_evicts_what_was_used_least_recently(self, create: Create):
+        cache, keys = create(spec(4), self.ways), distinct_keys(2 * self.ways)
+        old, new = keys[: self.ways], keys[self.ways :]
+        cache.insert(0, old, vectors_of(old, 4))
+        assert set(self.raw_rows(cache, 0)) == set(old.tolist())
+        order = np.random.default_rng(5).permutation(old)
+        for key in order:
+            self.query(cache, np.array([key]))
+            self.pass_epoch(cache)
+        for count in range(1, self.ways + 1):
+            cache.insert(0, new[count - 1 : count], vectors_of(new[count - 1 : count], 4))
+            self.query(cache, new[count - 1 : count])
+            assert set(self.raw_rows(cache, 0)) == {*order[count:].tolist(), *new[:count].tolist()}
+        assert cache.stats(0).evictions == self.ways
+
+    def test_neither_update_nor_replacement_counts_as_a_use(self, create: Create):
+        cache, keys = create(spec(4), self.ways), distinct_keys(self.ways + 2)
+        cache.insert(0, keys[: self.ways], vectors_of(keys[: self.ways], 4))
+        for key in keys[: self.ways]:
+            self.query(cache, np.array([key]))
+            self.pass_epoch(cache)
+        cache.update(0, keys[:1], vectors_of(keys[:1], 4, 1))
+        cache.insert(0, keys[-1:], vectors_of(keys[-1:], 4))
+        self.query(cache, keys[-1:])
+        assert not self.resident(cache, keys[:1]).any()
+        cache.insert(0, keys[1:2], vectors_of(keys[1:2], 4, 1))
+        cache.insert(0, keys[-2:-1], vectors_of(keys[-2:-1], 4))
+        assert not self.resident(cache, keys[1:2]).any()
+
+    def test_a_new_key_is_on_probation_until_it_is_used(self, create: Create):
+        cache, keys = create(spec(4), self.ways), distinct_keys(self.ways + 4)
+        old, (a, b, c, d) = keys[: self.ways], keys[self.ways :, None]
+        cache.insert(0, old, vectors_of(old, 4))
+        self.query(cache, old)
+        for key in (a, b):
+            cache.insert(0, key, vectors_of(key, 4))
+        np.testing.assert_array_equal(self.resident(cache, np.concatenate([a, b])), [False, True])
+        for _ in range(self.probation + 2):
+            self.pass_epoch(cache)
+        for key in (c, d):
+            cache.insert(0, key, vectors_of(key, 4))
+        np.testing.assert_array_equal(self.resident(cache, np.concatenate([b, c, d])), [False, True, True])
+
+    def test_the_used_tenth_stays_while_others_stream_through(self, create: Create):
+        cache = create(spec(4), 100 * self.ways)
+        hot, cold = distinct_keys(10 * self.ways, seed=1), distinct_keys(2000 * self.ways, seed=2)
+        cache.insert(0, hot, vectors_of(hot, 4))
+        for chunk in np.array_split(cold, 40):
+            self.query(cache, hot)
+            cache.insert(0, chunk, vectors_of(chunk, 4))
+        assert self.resident(cache, hot).all()
+
+    def test_stats_count_what_happened(self, create: Create):
+        cache, keys = create([spec(4, "a"), spec(32, "b")], [self.ways, 1000]), distinct_keys(self.ways + 3)
+        assert cache.stats(0).inserts == cache.stats(0).evictions == cache.stats(0).resident_rows == 0
+        assert cache.stats(1).size_bytes >= 1000 * (32 * 4 + 8)
+        cache.insert(0, keys, vectors_of(keys, 4))
+        stats = cache.stats(0)
+        assert (stats.inserts, stats.evictions, stats.resident_rows) == (self.ways + 3, 3, self.ways)
+        cache.insert(0, cache.dump(0), np.zeros((self.ways, 4), np.float32))
+        cache.erase(0, cache.dump(0)[:5])
+        stats = cache.stats(0)
+        assert (stats.inserts, stats.evictions, stats.resident_rows) == (self.ways + 3, 3, self.ways - 5)
+        assert cache.stats(1).inserts == 0
+
+    # -- life and concurrency ------------------------------------------------------------------------------------------
+
+    def test_a_closed_cache_says_so(self, create: Create):
+        cache, keys = create(spec(4), 100), distinct_keys(5)
+        workspace, segment = cache.create_workspace(), self.segment(cache, 0, keys)
+        cache.close()
+        cache.close()
+        with pytest.raises(NotReadyError):
+            cache.query(workspace, [segment])
+        with pytest.raises(NotReadyError):
+            cache.insert(0, keys, vectors_of(keys, 4))
+
+    @pytest.mark.parametrize(("dim", "capacity"), [(4, 28), (33, 56), (128, 28)])
+    def test_no_vector_is_torn_stale_or_anothers(self, create: Create, dim: int, capacity: int):
+        """Readers query skewed keys with duplicates while each writer inserts, updates and erases keys of its own.
+
+        A vector that a query returns must be whole, its own key's, and of a version that was current during the query:
+        not older than what was complete when it began, not newer than what was begun when it ended.
+        """
+        writers, keys = 3, distinct_keys(2 * capacity)
+        cache = create(spec(dim), capacity)
+        begun, complete = np.zeros(keys.size, np.int64), np.zeros(keys.size, np.int64)
+        done = threading.Event()
+
+        def write(index: int) -> None:
+            rng = np.random.default_rng(index)
+            own = np.arange(index, keys.size, writers)
+            version = 0
+            while not done.is_set():
+                version = (version + 1) % (1 << 24)
+                chosen = own if version % 8 == 0 else own[:1] if version % 2 else own[rng.integers(0, own.size, 8)]
+                vectors = vectors_of(keys[chosen], dim, version)
+                batch, rows = np.tile(keys[chosen], 40), np.tile(vectors, (40, 1))
+                begun[chosen] = version
+                action = rng.integers(0, 10)
+                if action < 5:
+                    cache.insert(0, batch, rows)
+                elif action < 9:
+                    cache.update(0, batch, rows)
+                else:
+                    cache.erase(0, batch)
+                complete[chosen] = version
+
+        def read(index: int) -> int:
+            rng = np.random.default_rng(100 + index)
+            workspace = cache.create_workspace()
+            checked = 0
+            for _ in range(self.stress_queries):
+                asked = np.minimum(rng.zipf(1.3, 5000) - 1, keys.size - 1)
+                oldest = complete[asked]
+                out, found = self.query(cache, keys[asked], workspace=workspace)
+                newest = begun[asked]
+                versions = out[found, 0].astype(np.int64)
+                expected = vectors_of(keys[asked][found], dim, versions)
+                np.testing.assert_array_equal(bits(out[found]), bits(expected))
+                assert (versions >= oldest[found]).all()
+                assert (versions <= newest[found]).all()
+                checked += versions.size
+            return checked
+
+        with ThreadPoolExecutor(writers + 2) as pool:
+            writing = [pool.submit(write, index) for index in range(writers)]
+            try:
+                reading = [pool.submit(read, index) for index in range(2)]
+                checked = sum(reader.result(timeout=300) for reader in reading)
+            finally:
+                done.set()
+            for writer in writing:
+                writer.result(timeout=60)
+        assert checked > 2 * self.stress_queries * 5000 // 20
+        rows = self.raw_rows(cache, 0)
+        stats = cache.stats(0)
+        assert len(rows) == stats.resident_rows == cache.dump(0).size <= stats.capacity_rows

@@ -14,10 +14,10 @@ from hps.fetch_coalescing import FetchCoalescer
 from hps.host_tiers import LoadTargets
 from hps.lookup_session import LookupSession, SessionSettings
 from hps.metrics import Metrics
-from hps.model_files import SparseModel
+from hps.progress import Progress
 from hps.registry import implementation
 from hps.types import TableSpec
-from hps.warmup import Progress, load_table, warm_up
+from hps.warmup import LoadReport, load_table, refresh, warm_up
 
 _log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def deploy(
         return _deploy_resident(config, targets, metrics, progress)
     if config.embedding_cache_type == "stochastic":  # HugeCTR: such a model does not fill the databases
         targets = replace(targets, load=(), keep=())
-    models = _load_tables(config, chain, targets, progress)
+    reports = _load_tables(config, chain, targets, progress)
     if not config.gpucache and cache_class.device == "cpu":
         session = DirectSession(tables, chain, metrics)
         return Deployment(config, tables, dict.fromkeys(config.deployed_device_list, session), chain)
@@ -148,7 +148,7 @@ def deploy(
         insert_queue_length=config.insert_queue_length,
     )
     share = config.gpucacheper if config.gpucache else 0.0
-    capacities = [math.ceil(share * model.rows) for model in models]
+    capacities = [math.ceil(share * report.model.rows) for report in reports]
     sessions: dict[int, LookupSession | DirectSession] = {}
     for device_id in config.deployed_device_list:
         if cache_class.device == "cpu" and sessions:
@@ -156,30 +156,34 @@ def deploy(
             continue
         cache = cache_class.create(tables, capacities, device_id)
         if config.init_ec and config.gpucache and config.cache_refresh_percentage_per_iteration > 0:
-            for index, (table, model) in enumerate(zip(tables, models, strict=True)):
-                warm_up(cache, index, table, model, config.cache_refresh_percentage_per_iteration)
+            fraction = config.cache_refresh_percentage_per_iteration
+            for index, (table, report) in enumerate(zip(tables, reports, strict=True)):
+                warm_up(cache, index, table, report.model, fraction)
+                if report.differs:
+                    refresh(cache, index, table, chain, fraction)
         sessions[device_id] = LookupSession(tables, cache, chain, coalescer, settings, metrics)
     return Deployment(config, tables, sessions, chain)
 
 
 def _load_tables(
     config: ModelConfig, chain: DatabaseChain, targets: LoadTargets, progress: Progress | None
-) -> list[SparseModel]:
-    """Fill the databases with every table of a model; returns the files of the tables."""
-    models = []
+) -> list[LoadReport]:
+    """Fill the databases with every table of a model."""
+    reports = []
     for table, source in zip(config.tables, config.sparse_files, strict=True):
         chain.open_table(table)
-        report = load_table(
-            table,
-            source,
-            targets.load,
-            progress=progress,
-            keep=targets.keep,
-            initial_cache_rate=targets.initial_cache_rate,
-            int32_keys=targets.int32_keys,
+        reports.append(
+            load_table(
+                table,
+                source,
+                targets.load,
+                progress=progress,
+                keep=targets.keep,
+                initial_cache_rate=targets.initial_cache_rate,
+                int32_keys=targets.int32_keys,
+            )
         )
-        models.append(report.model)
-    return models
+    return reports
 
 
 def _deploy_resident(config: ModelConfig, targets: LoadTargets, metrics: Metrics, progress: Progress | None) -> Deployment:

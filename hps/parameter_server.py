@@ -19,8 +19,9 @@ from hps.host_keys import as_host_keys
 from hps.host_tiers import open_host_tiers
 from hps.inference_params import ParameterServerConfig
 from hps.metrics import Metrics
+from hps.progress import Progress
 from hps.types import BoolArray, FloatArray
-from hps.warmup import Progress, refresh
+from hps.warmup import refresh
 
 _log = logging.getLogger(__name__)
 

@@ -42,12 +42,15 @@ class LoadReport:
         model: the files, as they were loaded; `warm_up` from it fills a cache with the same version.
         seconds: it took.
         loads: one entry a database, in the order they were given.
+        differs: the persistent database has other vectors than the files (online updates, or it was kept as it was): a
+            cache that is warmed up from the files must be refreshed before it serves.
     """
 
     tag: str
     model: SparseModel
     seconds: float
     loads: tuple[DatabaseLoad, ...]
+    differs: bool = False
 
     @property
     def nothing_to_do(self) -> bool:
@@ -72,6 +75,9 @@ def load_table(
     (HugeCTR's) stay and are overwritten key by key. Other databases get all rows, up to `initial_cache_rate` of what they
     can hold. Memory beyond the databases' own is a few chunks, whatever the size of the model.
 
+    The persistent database is the authority: where it has been modified since the files were loaded into it, or is kept as
+    it is, the other databases are filled from it and not from the files, whose vectors may be old.
+
     Args:
         table: the table; it is opened in each database, also in those to keep.
         source: directory or URI of its sparse model files.
@@ -92,11 +98,15 @@ def load_table(
     model = open_sparse_model(source, table.dim, int32_keys=int32_keys)
     for database in databases:
         database.open_table(table.tag, table.dim)
+    authority = next((database for database in (*databases, *keep) if database.persistent), None)
+    differs = authority is not None and _differs(authority.load_record(table.tag), model, kept=authority in keep)
     records = [database.load_record(table.tag) for database in databases]
     if not all(_holds(record, model) for record in records):
         model.verify()  # before a database loses what it has
     loads = [
-        _prepare(table, database, record, model, initial_cache_rate)
+        DatabaseLoad(database.kind, 0, 0)
+        if differs and not database.persistent
+        else _prepare(table, database, record, model, initial_cache_rate)
         for database, record in zip(databases, records, strict=True)
     ]
     first = min((load.first_row for load in loads if load.first_row < load.last_row), default=0)
@@ -107,9 +117,44 @@ def load_table(
         _feed(table, model, list(zip(databases, loads, strict=True)), first, last, progress)
         if progress:
             progress.finish(table.tag)
+    if authority is not None and differs:
+        loads = [
+            load if database.persistent else _copy(table, authority, database, initial_cache_rate, progress)
+            for database, load in zip(databases, loads, strict=True)
+        ]
     for database, load in zip(databases, loads, strict=True):
         _log_loaded(table, database, load, model)
-    return LoadReport(table.tag, model, time.monotonic() - started, tuple(loads))
+    return LoadReport(table.tag, model, time.monotonic() - started, tuple(loads), differs)
+
+
+def _differs(record: LoadRecord | None, model: SparseModel, *, kept: bool) -> bool:
+    """Whether the persistent database will hold other vectors than the files once it has been loaded (or kept)."""
+    if not _holds(record, model):
+        return kept
+    return record is not None and record.modified
+
+
+def _copy(
+    table: TableSpec, authority: Database, database: Database, initial_cache_rate: float, progress: Progress | None
+) -> DatabaseLoad:
+    """Fill a volatile database with rows of the persistent one, up to its share of them."""
+    rows = authority.size(table.tag)
+    limit = round(initial_cache_rate * min(rows, database.stats(table.tag).capacity_rows))
+    _log.info("Table: %s; filling %s from %s, which was updated online.", table.tag, database.kind, authority.kind)
+    if progress:
+        progress.start(table.tag, limit, limit * (8 + 4 * table.dim))
+    done = 0
+    for keys, vectors in authority.scan(table.tag, CHUNK_BYTES // (8 + 4 * table.dim) + 1):
+        count = min(keys.size, limit - done)
+        if count <= 0:
+            break
+        database.insert(table.tag, keys[:count], vectors[:count])
+        done += count
+        if progress:
+            progress.advance(table.tag, count)
+    if progress:
+        progress.finish(table.tag)
+    return DatabaseLoad(database.kind, 0, done)
 
 
 def _holds(record: LoadRecord | None, model: SparseModel) -> bool:

@@ -16,11 +16,13 @@ class LoadRecord:
         fingerprint: identifies the model files (place, sizes, versions); two loads of the same files have the same one.
         rows_done: leading rows of the files that the table holds.
         rows_total: rows of the files.
+        modified: the table was modified since, by `insert` or `delete`: it no longer equals the files.
     """
 
     fingerprint: str
     rows_done: int
     rows_total: int
+    modified: bool = False
 
     @property
     def complete(self) -> bool:
@@ -142,7 +144,10 @@ class Database(ABC):
         """Release the engine. Closing twice changes nothing."""
 
     def load_record(self, tag: str) -> LoadRecord | None:
-        """What is known of the model files in a table; None where nothing is, as in any volatile database."""
+        """What is known of the model files in a table; None where nothing is, as in any volatile database.
+
+        A database that keeps records marks one as modified, durably, before the first `insert` or `delete` that follows it.
+        """
         return None
 
     def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:

@@ -70,8 +70,9 @@ def load_configuration(source: Source) -> Configuration:
             name, path = "ParameterServerConfig", python_path(source)
             document, problems = document_of(source)
         elif isinstance(source, str | os.PathLike):
-            name = os.fsdecode(source)
-            document = read_json(name)
+            place = os.fsdecode(source)
+            name = place.encode(errors="backslashreplace").decode()  # a file name need not be Unicode, a message must
+            document = read_json(place, name)
         content = plain(document, problems, path=path)
     except RecursionError:
         raise ConfigError(name, ["top level: objects and lists are nested too deeply, or contain themselves"]) from None

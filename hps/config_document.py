@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
@@ -17,16 +18,16 @@ class _Object(dict[str, Any]):
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
-        seen: set[str] = set()
-        self.repeated: list[str] = []
-        for key, _ in pairs:
-            if key in seen:
-                self.repeated.append(key)
-            seen.add(key)
+        counts = Counter(key for key, _ in pairs)
+        self.repeated = [key for key, count in counts.items() if count > 1]
 
 
-def read_json(path: str) -> Any:
+def read_json(path: str, name: str) -> Any:
     """Read a JSON file.
+
+    Args:
+        path: where it is.
+        name: what to call it in a report.
 
     Raises:
         ConfigError: it cannot be read or is not JSON; the message says where and why.
@@ -36,18 +37,18 @@ def read_json(path: str) -> Any:
             raw = file.read(_MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError(path, [f"file: cannot be read ({reason}); wanted the path of a ps.json"]) from None
+        raise ConfigError(name, [f"file: cannot be read ({reason}); wanted the path of a ps.json"]) from None
     if len(raw) > _MAX_FILE_BYTES:
-        raise ConfigError(path, [f"file: longer than {_MAX_FILE_BYTES} bytes; wanted a ps.json"])
+        raise ConfigError(name, [f"file: longer than {_MAX_FILE_BYTES} bytes; wanted a ps.json"])
     try:
         return json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_Object)
     except UnicodeDecodeError as error:
-        raise ConfigError(path, [f"byte {error.start}: not UTF-8 ({error.reason}); save the file as UTF-8"]) from None
+        raise ConfigError(name, [f"byte {error.start}: not UTF-8 ({error.reason}); save the file as UTF-8"]) from None
     except json.JSONDecodeError as error:
         hint = "; JSON has no comments" if error.doc[error.pos : error.pos + 1] in ("/", "#") else ""
-        raise ConfigError(path, [f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}{hint}"]) from None
+        raise ConfigError(name, [f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}{hint}"]) from None
     except ValueError:  # Python's own bound on the digits of an integer
-        raise ConfigError(path, ["top level: a number in it has thousands of digits"]) from None
+        raise ConfigError(name, ["top level: a number in it has thousands of digits"]) from None
 
 
 def plain(

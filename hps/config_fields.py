@@ -138,7 +138,7 @@ Float32: TypeAlias = Annotated[Real, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]
 Seconds: TypeAlias = Annotated[Real, Field(ge=0, le=1e9)]
 Timeout: TypeAlias = Annotated[Real, Field(gt=0, le=1e6)]
 Secret: TypeAlias = Annotated[str, Field(repr=False)]
-Ignored: TypeAlias = Annotated[Any, Field(deprecated=True, exclude=True, repr=False)]
+Ignored: TypeAlias = Annotated[Any, BeforeValidator(lambda _: None), Field(deprecated=True, exclude=True, repr=False)]
 """A key that is accepted and means nothing here."""
 Older: TypeAlias = Annotated[T | None, Field(deprecated=True, exclude=True, repr=False)]
 """A key whose value a later key takes over; not to be read by anybody else."""

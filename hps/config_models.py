@@ -164,6 +164,8 @@ class ModelConfig(Section):
         warnings = notes_of(info).warnings
         if self.embedding_cache_type == "stochastic":
             warnings.append(f"model {self.model}: HugeCTR fills no database for a stochastic cache; wanted dynamic")
+        if self.refresh_interval > 0:
+            warnings.append(f"model {self.model}: refresh_interval is not implemented; call refresh to refresh the cache")
         warnings.extend(
             f"model {self.model}: {key} is not implemented; vectors are kept as if it were false"
             for key in ("enable_pagelock", "fp8_quant")

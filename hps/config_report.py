@@ -32,7 +32,7 @@ def path_of(location: Location) -> str:
     for step in location:
         if isinstance(step, int):
             text += f"[{step}]"
-        elif step.isidentifier():
+        elif step.isidentifier() and len(step) <= 60:
             text += f".{step}" if text else step
         else:
             text += f"[{shown(step)}]"

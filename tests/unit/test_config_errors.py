@@ -1,0 +1,361 @@
+"""What is wrong with a configuration, and how it is said."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hps.config import load_configuration
+from hps.errors import ConfigError
+
+MODEL = {
+    "model": "ranker",
+    "sparse_files": ["models/user", "models/item"],
+    "embedding_table_names": ["user", "item"],
+    "embedding_vecsize_per_table": [16, 32],
+    "maxnum_catfeature_query_per_table_per_sample": [1, 50],
+    "default_value_for_each_table": [0.0, 0.5],
+    "deployed_device_list": [0],
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HPS_BEARER_TOKEN", raising=False)
+    monkeypatch.delenv("HPS_REDIS_PASSWORD", raising=False)
+
+
+def problems(source: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_configuration(source)
+    return caught.value.problems
+
+
+def document(model: dict[str, Any] | None = None, **top: Any) -> dict[str, Any]:
+    return copy.deepcopy({"models": [{**MODEL, **(model or {})}], **top})
+
+
+# Rows of one wrong value each: where it stands, the value, the whole problem after the path.
+MODEL_VALUES = [
+    ("model", "", 'got "", wanted 1 to 120 of the characters a-z A-Z 0-9 _ -'),
+    ("model", "a b", 'got "a b", wanted 1 to 120 of the characters a-z A-Z 0-9 _ -'),
+    ("model", "a\n", 'got "a\\n", wanted 1 to 120 of the characters a-z A-Z 0-9 _ -'),
+    ("model", "a" * 121, f'got "{"a" * 60}"... (121 characters), wanted 1 to 120 of the characters a-z A-Z 0-9 _ -'),
+    ("model", None, "got null, wanted a string"),
+    ("sparse_files", [], "got an empty list, wanted at least one element"),
+    ("sparse_files", "models/user", 'got "models/user", wanted a list'),
+    ("sparse_files", {"a": 1}, "got an object, wanted a list"),
+    ("sparse_files", {"models/user"}, "got a Python set, wanted a list"),
+    ("embedding_vecsize_per_table", 16, "got 16, wanted a list"),
+    ("embedding_vecsize_per_table", [16, 32, 64], "3 widths for 2 sparse_files"),
+    ("embedding_vecsize_per_table", [16], "1 width for 2 sparse_files"),
+    ("embedding_table_names", ["user"], "1 name for 2 sparse_files"),
+    ("embedding_table_names", [], "0 names for 2 sparse_files"),
+    ("embedding_table_names", ["user", "user"], '"user" stands at 0 and at 1; wanted each once'),
+    ("maxnum_catfeature_query_per_table_per_sample", [1], "1 maximum for 2 sparse_files"),
+    ("default_value_for_each_table", [0.0], "1 default value for 2 sparse_files"),
+    ("default_value_for_each_table", [0.0] * 3, "3 default values for 2 sparse_files"),
+    ("default_value_for_each_table", 0.0, "got 0.0, wanted a list"),
+    ("deployed_device_list", [], "got an empty list, wanted at least one element"),
+    ("deployed_device_list", [1, 0, 1], "1 stands at 0 and at 2; wanted each once"),
+    ("deployed_device_list", 0, "got 0, wanted a list"),
+    ("max_batch_size", 0, "got 0, wanted at least 1"),
+    ("max_batch_size", 2**31, "got 2147483648, wanted at most 2147483647"),
+    ("max_batch_size", 8.5, "got 8.5, wanted a whole number"),
+    ("max_batch_size", True, "got true, wanted a whole number"),
+    ("max_batch_size", "8 samples", 'got "8 samples", wanted a whole number'),
+    ("max_batch_size", "1_000", 'got "1_000", wanted a whole number'),
+    ("max_batch_size", [8], "got a list, wanted a whole number"),
+    ("gpucacheper", 1.5, "got 1.5, wanted at most 1"),
+    ("gpucacheper", -0.1, "got -0.1, wanted at least 0"),
+    ("gpucacheper", float("nan"), "got nan, wanted a finite number"),
+    ("gpucacheper", True, "got true, wanted a number"),
+    ("hit_rate_threshold", float("inf"), "got inf, wanted a finite number"),
+    ("hit_rate_threshold", "high", 'got "high", wanted a number'),
+    ("hit_rate_threshold", 10**400, "got a number of 1329 bits, wanted a number"),
+    ("gpucache", 1, "got 1, wanted true or false"),
+    ("gpucache", "yes", 'got "yes", wanted true or false'),
+    ("cache_refresh_percentage_per_iteration", 10, "got 10, wanted at most 1"),
+    ("num_of_worker_buffer_in_pool", 257, "got 257, wanted at most 256"),
+    ("workspace_timeout_s", 0, "got 0, wanted more than 0"),
+    ("insert_queue_length", 0, "got 0, wanted at least 1"),
+    ("refresh_interval", -1, "got -1, wanted at least 0"),
+    (
+        "embedding_cache_type",
+        "dynamik",
+        'got "dynamik", wanted one of: dynamic, static, uvm, stochastic; did you mean dynamic?',
+    ),
+]
+TOP_VALUES = [
+    ("device", "gpu", 'got "gpu", wanted one of: auto, cuda, cpu; did you mean cpu?'),
+    ("supportlonglong", 64, "got 64, wanted true or false"),
+    ("volatile_db", [], "got an empty list, wanted an object"),
+    ("volatile_db", None, "got null, wanted an object"),
+    ("models", [], "got an empty list, wanted at least one element"),
+    ("models", {}, "got an object, wanted a list"),
+    (
+        "volatile_db.type",
+        "hash_mpa",
+        'got "hash_mpa", wanted one of: disabled, hash_map, parallel_hash_map, redis_cluster; did you mean hash_map?',
+    ),
+    (
+        "volatile_db.type",
+        "rocksdb",
+        'got "rocks_db": it is a persistent database and belongs in persistent_db; wanted hash_map, redis_cluster or disabled',
+    ),
+    (
+        "volatile_db.type",
+        "multi_process_map",
+        'got "multi_process_hash_map": it is not implemented; use redis_cluster to share vectors between processes, '
+        "else hash_map",
+    ),
+    ("volatile_db.num_partitions", 0, "got 0, wanted at least 1"),
+    ("volatile_db.num_node_connections", 7, "7 connections for 6 num_partitions; wanted at most one a partition"),
+    ("volatile_db.address", "redis:port", 'got "redis:port", wanted host[:port], several of them separated by commas'),
+    ("volatile_db.address", "redis:0", 'got "redis:0", wanted host[:port], several of them separated by commas'),
+    ("volatile_db.address", "", 'got "", wanted host[:port], several of them separated by commas'),
+    ("volatile_db.password", 5, "got a value that is not shown, wanted a string"),
+    ("volatile_db.overflow_margin", 2**64, "got 18446744073709551616, wanted at most 18446744073709551615"),
+    (
+        "volatile_db.overflow_policy",
+        "evict_eldest",
+        'got "evict_eldest", wanted one of: evict_random, evict_least_used, evict_oldest; did you mean evict_oldest?',
+    ),
+    ("volatile_db.overflow_resolution_target", 80, "got 80, wanted at most 1"),
+    ("volatile_db.update_filters", ["("], "not a regular expression: missing ), unterminated subpattern at position 0"),
+    ("volatile_db.max_get_batch_size", "x", 'got "x", wanted a whole number'),
+    (
+        "persistent_db.type",
+        "hash_map",
+        'got "hash_map": it is a volatile database and belongs in volatile_db; wanted rocks_db or disabled',
+    ),
+    ("persistent_db.type", "rock", 'got "rock", wanted one of: disabled, rocks_db; did you mean rocks_db?'),
+    (
+        "persistent_db.backend",
+        "none",
+        'got "rocks_db" here and "disabled" as backend, which is the same key; write one of them',
+    ),
+    ("persistent_db.path", "", 'got "", wanted a path or URI that is not empty and has no NUL character'),
+    ("update_source.type", None, "got null, wanted one of: null, kafka_message_queue"),
+    ("update_source.metadata_refresh_interval_ms", 9, "got 9, wanted at least 10"),
+    ("update_source.receive_buffer_size", 1023, "got 1023, wanted at least 1024"),
+    ("update_source.poll_timeout_ms", 0, "got 0, wanted at least 1"),
+    ("update_source.max_batch_size", 0, "got 0, wanted at least 1"),
+    ("update_source.max_commit_interval", 0, "got 0, wanted at least 1"),
+    ("service.port", 65536, "got 65536, wanted at most 65535"),
+    ("service.host", "", 'got "", wanted at least one character'),
+    ("service.request_timeout_s", 0, "got 0, wanted more than 0"),
+    (
+        "service.bearer_token",
+        "two words",
+        "got a value that is not shown, wanted visible ASCII characters alone (no space, no line end)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "text"), MODEL_VALUES)
+def test_a_wrong_value_of_a_model_is_one_problem(key: str, value: Any, text: str) -> None:
+    assert problems(document({key: value})) == [f"models[0].{key}: {text}"]
+
+
+@pytest.mark.parametrize(("key", "value", "text"), TOP_VALUES)
+def test_a_wrong_value_elsewhere_is_one_problem(key: str, value: Any, text: str) -> None:
+    section, _, name = key.partition(".")
+    base = {"volatile_db": {"type": "redis", "num_partitions": 6}, "persistent_db": {"type": "rocks_db", "path": "p"}}
+    top = {section: {**base.get(section, {}), name: value} if name else value}
+    [problem] = problems({"models": [MODEL], **top})
+    place, _, rest = problem.partition(": ")
+    assert place.startswith(key) or key == "persistent_db.backend"
+    assert rest == text
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model",
+        "sparse_files",
+        "deployed_device_list",
+        "maxnum_catfeature_query_per_table_per_sample",
+        "embedding_vecsize_per_table",
+        "default_value_for_each_table",
+    ],
+)
+def test_a_missing_key_is_named(key: str) -> None:
+    model = {name: value for name, value in MODEL.items() if name != key}
+    assert problems({"models": [model]}) == [f"models[0].{key}: missing; it has no default, write it"]
+
+
+def test_missing_models_are_named() -> None:
+    assert problems({}) == ["models: missing; it has no default, write it"]
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ({"peristent_db": {}}, "peristent_db: unknown key; did you mean persistent_db?"),
+        ({"gpucacheper": 1}, "gpucacheper: unknown key here; it belongs in an entry of models"),
+        ({"update_filters": []}, "update_filters: unknown key here; it belongs in volatile_db or persistent_db"),
+        ({"volatile_db": {"type": "hash_map", "pasword": "x"}}, "volatile_db.pasword: unknown key; did you mean password?"),
+        ({"service": {"prot": 1}}, "service.prot: unknown key; did you mean port?"),
+        ({"a.b": 1}, '["a.b"]: unknown key; known are: device, fuse_embedding_table, models, persistent_db, service, '
+                     "supportlonglong, update_source, volatile_db"),
+    ],
+)  # fmt: skip
+def test_an_unknown_key_is_named_with_the_nearest_known_one(source: dict[str, Any], text: str) -> None:
+    assert problems({"models": [MODEL], **source}) == [text]
+
+
+def test_an_unknown_keys_value_is_not_shown() -> None:
+    assert "hunter2" not in str(problems({"models": [MODEL], "volatile_db": {"type": "redis", "pasword": "hunter2"}}))
+
+
+@pytest.mark.parametrize(
+    ("python", "json_key"), [("max_batchsize", "max_batch_size"), ("cache_size_percentage", "gpucacheper")]
+)
+def test_a_name_of_the_python_structs_is_translated(python: str, json_key: str) -> None:
+    assert problems(document({python: 1})) == [f"models[0].{python}: unknown key; it is called {json_key} here"]
+
+
+def test_a_number_that_python_cannot_print_is_described() -> None:
+    assert problems(document({"max_batch_size": 10**5000})) == [
+        "models[0].max_batch_size: got a number of 16610 bits, wanted at most 2147483647"
+    ]
+
+
+def test_models_of_one_name_are_named() -> None:
+    assert problems({"models": [MODEL, MODEL]}) == ['models: the name "ranker" stands at 0 and at 1; wanted each once']
+
+
+def test_more_keys_in_one_lookup_than_can_be_counted_are_refused() -> None:
+    [problem] = problems(document({"max_batch_size": 2**20, "maxnum_catfeature_query_per_table_per_sample": [1, 2048]}))
+    assert problem.startswith("models[0].maxnum_catfeature_query_per_table_per_sample: 2048 keys a sample and 1048576 samples")
+
+
+def test_a_read_only_database_that_is_to_be_filled_is_refused() -> None:
+    database = {"type": "rocks_db", "read_only": True, "initialize_after_startup": True}
+    [problem] = problems(document(persistent_db=database))
+    assert problem.startswith("persistent_db.initialize_after_startup: a read_only database cannot be filled at startup")
+
+
+def test_all_problems_are_in_one_report() -> None:
+    first = {
+        "embedding_vecsize_per_table": [0, 32, "wide"],
+        "gpucacheper": 2,
+        "max_batchsize": 3,
+        "embedding_table_names": ["user", "user", "?"],
+    }
+    second = {"sparse_files": 1, "gpucache": "maybe"}
+    source = {
+        "models": [{**MODEL, **first}, {**MODEL, **second}],
+        "device": "tpu",
+        "volatile_db": {"type": "rocks", "num_partitions": "many"},
+        "servise": {},
+    }
+    found = problems(source)
+    assert [problem.partition(":")[0] for problem in found] == [
+        "device",
+        "volatile_db.type",
+        "volatile_db.num_partitions",
+        "models",
+        "models[0].embedding_table_names",
+        "models[0].embedding_table_names",
+        "models[0].embedding_table_names[2]",
+        "models[0].embedding_vecsize_per_table",
+        "models[0].embedding_vecsize_per_table[0]",
+        "models[0].embedding_vecsize_per_table[2]",
+        "models[0].gpucacheper",
+        "models[0].max_batchsize",
+        "models[1].sparse_files",
+        "models[1].gpucache",
+        "servise",
+    ]
+
+
+def test_the_message_holds_the_source_and_every_problem(tmp_path: Path) -> None:
+    path = tmp_path / "ps.json"
+    path.write_text(json.dumps(document({"gpucacheper": 2, "max_batch_size": 0})))
+    with pytest.raises(ConfigError) as caught:
+        load_configuration(path)
+    first, *lines = str(caught.value).splitlines()
+    assert first == f"{path}: 2 problems"
+    assert [line.strip() for line in lines] == caught.value.problems
+    assert caught.value.source == str(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"", "line 1, column 1: not JSON: Expecting value"),
+        (b'{"models": [\n  // ranker\n]}', "line 2, column 3: not JSON: Expecting value; JSON has no comments"),
+        (b'{\n  "models": [,]\n}', "line 2, column 14: not JSON: Expecting value"),
+        (b'{"models": []} x', "line 1, column 16: not JSON: Extra data"),
+        (b'{"model\xff": 1}', "byte 7: not UTF-8 (invalid start byte); save the file as UTF-8"),
+        (b"[" * 100_000, "top level: objects and lists are nested too deeply, or contain themselves"),
+        (b'{"models": ' + b"1" * 5000 + b"}", "top level: a number in it has thousands of digits"),
+        (b"[]", "top level: got an empty list, wanted an object with the key models"),
+        (b"null", "top level: got null, wanted an object with the key models"),
+        (b'"models"', 'top level: got "models", wanted an object with the key models'),
+    ],
+)
+def test_a_file_that_holds_no_object_says_where_and_why(tmp_path: Path, content: bytes, text: str) -> None:
+    path = tmp_path / "ps.json"
+    path.write_bytes(content)
+    [problem] = problems(path)
+    assert problem.startswith(text)
+
+
+def test_keys_that_stand_twice_are_named_with_their_path(tmp_path: Path) -> None:
+    path = tmp_path / "ps.json"
+    text = json.dumps(document(device="cpu")).replace('"device"', '"device": "auto", "device"')
+    path.write_text(text.replace('"model"', '"model": "a", "model": "b", "model"'))
+    assert problems(path) == [
+        "device: stands in this object more than once; keep one",
+        "models[0].model: stands in this object more than once; keep one",
+    ]
+
+
+def test_not_a_number_in_a_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ps.json"
+    path.write_text(
+        json.dumps(document({"gpucacheper": float("nan"), "hit_rate_threshold": 1e300}), indent=1).replace("300", "999")
+    )
+    assert problems(path) == [
+        "models[0].gpucacheper: got nan, wanted a finite number",
+        "models[0].hit_rate_threshold: got inf, wanted a finite number",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("missing.json", "file: cannot be read (No such file or directory); wanted the path of a ps.json"),
+        ("", "file: cannot be read (Is a directory); wanted the path of a ps.json"),
+        ("nul\0", "file: cannot be read (embedded null byte); wanted the path of a ps.json"),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, name: str, text: str) -> None:
+    assert problems(f"{tmp_path}/{name}") == [text]
+
+
+@pytest.mark.parametrize("source", [None, 5, b"ps.json", ["ps.json"]])
+def test_a_source_of_another_type_says_what_is_wanted(source: Any) -> None:
+    [problem] = problems(source)
+    assert problem.startswith("top level: got ")
+    assert problem.endswith("wanted the path of a ps.json, a mapping, a ParameterServerConfig or a Configuration")
+
+
+def test_a_mapping_that_contains_itself_is_refused() -> None:
+    source = document()
+    source["models"][0]["label_dim"] = source
+    assert problems(source) == ["top level: objects and lists are nested too deeply, or contain themselves"]
+
+
+def test_keys_that_json_cannot_have_are_refused() -> None:
+    found = problems(document({5: 1, "\ud800": 2}, **{"volatile_db": {None: 3, "type": "hash_map"}}))
+    assert found == [
+        "models[0]: got the key 5, wanted a string of valid Unicode",
+        'models[0]: got the key "\\ud800", wanted a string of valid Unicode',
+        "volatile_db: got the key null, wanted a string of valid Unicode",
+    ]

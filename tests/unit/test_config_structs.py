@@ -1,0 +1,329 @@
+"""HugeCTR's Python structs: their keywords, and what is made and said of them."""
+
+import copy
+import inspect
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hps.config import load_configuration
+from hps.errors import ConfigError
+from hps.inference_params import (
+    DatabaseOverflowPolicy_t,
+    DatabaseType_t,
+    EmbeddingCacheType_t,
+    InferenceParams,
+    ParameterServerConfig,
+    PersistentDatabaseParams,
+    UpdateSourceParams,
+    UpdateSourceType_t,
+    VolatileDatabaseParams,
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HPS_BEARER_TOKEN", raising=False)
+    monkeypatch.delenv("HPS_REDIS_PASSWORD", raising=False)
+
+
+def inference_params(**changes: Any) -> InferenceParams:
+    arguments: dict[str, Any] = {
+        "model_name": "dcn",
+        "max_batchsize": 64,
+        "hit_rate_threshold": 0.8,
+        "dense_model_file": "",
+        "sparse_model_files": ["models/user", "models/item"],
+        "use_gpu_embedding_cache": True,
+        "cache_size_percentage": 0.5,
+        "i64_input_key": True,
+    }
+    return InferenceParams(**{**arguments, **changes})
+
+
+def server_config(*params: InferenceParams, **changes: Any) -> ParameterServerConfig:
+    params = params or (inference_params(),)
+    arguments: dict[str, Any] = {
+        "emb_table_name": {one.model_name: ["user", "item"] for one in params},
+        "embedding_vec_size": {one.model_name: [16, 32] for one in params},
+        "max_feature_num_per_sample_per_emb_table": {one.model_name: [1, 50] for one in params},
+        "inference_params_array": list(params),
+    }
+    return ParameterServerConfig(**{**arguments, **changes})
+
+
+def problems(config: ParameterServerConfig) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_configuration(config)
+    return caught.value.problems
+
+
+def test_keywords_and_their_order_are_hugectrs() -> None:
+    expected = {
+        ParameterServerConfig: "emb_table_name embedding_vec_size max_feature_num_per_sample_per_emb_table "
+        "inference_params_array volatile_db persistent_db update_source",
+        VolatileDatabaseParams: "type address user_name password num_partitions allocation_rate shared_memory_size "
+        "shared_memory_name shared_memory_auto_remove num_node_connections max_batch_size enable_tls tls_ca_certificate "
+        "tls_client_certificate tls_client_key tls_server_name_identification overflow_margin overflow_policy "
+        "overflow_resolution_target initialize_after_startup initial_cache_rate cache_missed_embeddings update_filters",
+        PersistentDatabaseParams: "backend path num_threads read_only max_batch_size initialize_after_startup update_filters",
+        UpdateSourceParams: "type brokers metadata_refresh_interval_ms receive_buffer_size poll_timeout_ms max_batch_size "
+        "failure_backoff_ms max_commit_interval",
+        InferenceParams: "model_name max_batchsize hit_rate_threshold dense_model_file sparse_model_files device_id "
+        "use_gpu_embedding_cache cache_size_percentage i64_input_key use_mixed_precision scaler use_algorithm_search "
+        "use_cuda_graph number_of_worker_buffers_in_pool number_of_refresh_buffers_in_pool thread_pool_size "
+        "cache_refresh_percentage_per_iteration deployed_devices default_value_for_each_table volatile_db persistent_db "
+        "update_source maxnum_des_feature_per_sample refresh_delay refresh_interval "
+        "maxnum_catfeature_query_per_table_per_sample embedding_vecsize_per_table embedding_table_names network_file "
+        "label_dim slot_num non_trainable_params_file use_static_table embedding_cache_type use_context_stream "
+        "fuse_embedding_table use_hctr_cache_implementation init_ec enable_pagelock fp8_quant",
+    }
+    for struct, keywords in expected.items():
+        assert list(inspect.signature(struct).parameters) == keywords.split()
+
+
+def test_defaults_are_hugectrs() -> None:
+    params = inference_params()
+    expected = {
+        "device_id": 0,
+        "use_mixed_precision": False,
+        "scaler": 1.0,
+        "use_algorithm_search": True,
+        "use_cuda_graph": True,
+        "number_of_worker_buffers_in_pool": 2,
+        "number_of_refresh_buffers_in_pool": 1,
+        "thread_pool_size": 16,
+        "cache_refresh_percentage_per_iteration": 0.0,
+        "deployed_devices": [0],
+        "default_value_for_each_table": [0.0],
+        "maxnum_des_feature_per_sample": 26,
+        "refresh_delay": 0.0,
+        "refresh_interval": 0.0,
+        "maxnum_catfeature_query_per_table_per_sample": [26],
+        "embedding_vecsize_per_table": [128],
+        "embedding_table_names": [""],
+        "network_file": "",
+        "label_dim": 1,
+        "slot_num": 10,
+        "non_trainable_params_file": "",
+        "use_static_table": False,
+        "embedding_cache_type": EmbeddingCacheType_t.Dynamic,
+        "use_context_stream": True,
+        "fuse_embedding_table": False,
+        "use_hctr_cache_implementation": True,
+        "init_ec": True,
+        "enable_pagelock": False,
+        "fp8_quant": False,
+    }
+    assert {key: getattr(params, key) for key in expected} == expected
+    assert VolatileDatabaseParams() == VolatileDatabaseParams(
+        type=DatabaseType_t.parallel_hash_map,
+        num_partitions=min(16, os.cpu_count() or 1),
+        num_node_connections=5,
+        max_batch_size=65536,
+        overflow_margin=2**64 - 1,
+        overflow_policy=DatabaseOverflowPolicy_t.evict_random,
+    )
+    database = PersistentDatabaseParams()
+    assert (database.backend, database.path) == (DatabaseType_t.disabled, str(Path(tempfile.gettempdir()) / "rocksdb"))
+    assert UpdateSourceParams().type is UpdateSourceType_t.null
+
+
+def test_enum_members_are_spelled_as_in_hugectr() -> None:
+    assert [member.name for member in DatabaseType_t] == [
+        "disabled",
+        "hash_map",
+        "parallel_hash_map",
+        "multi_process_hash_map",
+        "redis_cluster",
+        "rocks_db",
+    ]
+    assert [member.name for member in DatabaseOverflowPolicy_t] == ["evict_random", "evict_least_used", "evict_oldest"]
+    assert [member.name for member in UpdateSourceType_t] == ["null", "kafka_message_queue"]
+    assert [member.name for member in EmbeddingCacheType_t] == ["Dynamic", "UVM", "Static", "stochastic"]
+
+
+def test_a_missing_argument_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="use_gpu_embedding_cache, cache_size_percentage, i64_input_key"):
+        InferenceParams("dcn", 64, 0.8, "", ["models/user"])
+
+
+def test_no_two_structs_share_a_list() -> None:
+    one, other = inference_params(), inference_params()
+    one.deployed_devices.append(1)
+    one.volatile_db.update_filters.clear()
+    assert other.deployed_devices == [0]
+    assert other.volatile_db.update_filters == ["^hps_.+$"]
+
+
+def test_the_dicts_and_the_arguments_become_a_model(caplog: pytest.LogCaptureFixture) -> None:
+    params = inference_params(
+        deployed_devices=[0, 2], device_id=2, embedding_cache_type=EmbeddingCacheType_t.UVM, number_of_worker_buffers_in_pool=3
+    )
+    with caplog.at_level(logging.INFO, "hps"):
+        configuration = load_configuration(server_config(params))
+    model = configuration.models[0]
+    assert [(table.table_name, table.dim, table.max_keys) for table in model.tables] == [("user", 16, 64), ("item", 32, 3200)]
+    assert (model.gpucacheper, model.hit_rate_threshold, model.gpucache) == (0.5, 0.8, True)
+    assert (model.deployed_device_list, model.embedding_cache_type, model.num_of_worker_buffer_in_pool) == ((0, 2), "uvm", 3)
+    assert configuration.supportlonglong is True
+    assert configuration.volatile_db.type == "parallel_hash_map"
+    assert not caplog.records
+
+
+def test_databases_are_taken_from_the_parameter_server_config() -> None:
+    config = server_config(
+        volatile_db=VolatileDatabaseParams(
+            type=DatabaseType_t.redis_cluster,
+            address="a:1",
+            num_partitions=3,
+            overflow_policy=DatabaseOverflowPolicy_t.evict_oldest,
+        ),
+        persistent_db=PersistentDatabaseParams(backend=DatabaseType_t.rocks_db, path="db", read_only=True),
+        update_source=UpdateSourceParams(type=UpdateSourceType_t.kafka_message_queue, brokers="k:9092"),
+    )
+    configuration = load_configuration(config)
+    volatile, persistent = configuration.volatile_db, configuration.persistent_db
+    assert (volatile.type, volatile.address, volatile.overflow_policy) == ("redis_cluster", "a:1", "evict_oldest")
+    assert (volatile.num_partitions, volatile.num_node_connections) == (3, 3)
+    assert (persistent.type, persistent.path, persistent.initialize_after_startup) == ("rocks_db", "db", False)
+    assert configuration.update_source.type == "kafka_message_queue"
+
+
+def test_an_empty_volatile_database_is_a_hash_map_and_disabled_is_none() -> None:
+    assert load_configuration(server_config(volatile_db=VolatileDatabaseParams())).volatile_db.type == "parallel_hash_map"
+    disabled = VolatileDatabaseParams(type=DatabaseType_t.disabled)
+    assert load_configuration(server_config(volatile_db=disabled)).volatile_db.type == "disabled"
+
+
+def test_one_default_value_holds_for_every_table() -> None:
+    params = inference_params(default_value_for_each_table=[0.5])
+    assert load_configuration(server_config(params)).models[0].default_value_for_each_table == (0.5, 0.5)
+
+
+def test_loading_changes_no_struct() -> None:
+    config = server_config(inference_params(), inference_params(model_name="wdl"))
+    before = copy.deepcopy(config)
+    assert [model.model for model in load_configuration(config).models] == ["dcn", "wdl"]
+    assert config == before
+
+
+def test_a_dense_model_file_is_ignored_with_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hps"):
+        load_configuration(server_config(inference_params(dense_model_file="dcn.model")))
+    assert "models[].dense_file" in caplog.text
+
+
+def test_equal_databases_in_both_places_are_fine() -> None:
+    database = PersistentDatabaseParams(backend=DatabaseType_t.rocks_db, path="db")
+    config = server_config(inference_params(persistent_db=copy.deepcopy(database)), persistent_db=database)
+    assert load_configuration(config).persistent_db.path == "db"
+
+
+@pytest.mark.parametrize(
+    ("params", "changes", "expected"),
+    [
+        (
+            {},
+            {"embedding_vec_size": {"dcn": [16]}},
+            'embedding_vec_size["dcn"]: 1 width for 2 sparse_files',
+        ),
+        (
+            {},
+            {"embedding_vec_size": {"dcn": [16, 0]}},
+            'embedding_vec_size["dcn"][1]: got 0, wanted at least 1',
+        ),
+        (
+            {},
+            {"embedding_vec_size": {}},
+            'embedding_vec_size["dcn"]: missing; it has no default, write it',
+        ),
+        (
+            {},
+            {"emb_table_name": {}},
+            'emb_table_name["dcn"]: missing; wanted the names of this model\'s tables',
+        ),
+        (
+            {},
+            {"emb_table_name": {"dcn": ["user", "item"], "wdl": ["user"]}},
+            'emb_table_name["wdl"]: no model of this name in inference_params_array',
+        ),
+        (
+            {},
+            {"max_feature_num_per_sample_per_emb_table": {"dcn": [1, 50, 3]}},
+            'max_feature_num_per_sample_per_emb_table["dcn"]: 3 maximums for 2 sparse_files',
+        ),
+        (
+            {"embedding_vecsize_per_table": [16, 64]},
+            {},
+            'inference_params_array[0].embedding_vecsize_per_table: differs from embedding_vec_size["dcn"], '
+            "which is the one that counts",
+        ),
+        (
+            {"persistent_db": PersistentDatabaseParams(backend=DatabaseType_t.rocks_db)},
+            {},
+            "inference_params_array[0].persistent_db: differs from the persistent_db of the ParameterServerConfig, which is "
+            "the one that counts; give it there",
+        ),
+        (
+            {"device_id": 3},
+            {},
+            "inference_params_array[0].device_id: got 3, wanted one of the deployed_devices",
+        ),
+        (
+            {"deployed_devices": []},
+            {},
+            "inference_params_array[0].deployed_devices: got an empty list, wanted at least one element",
+        ),
+        (
+            {"cache_size_percentage": 2},
+            {},
+            "inference_params_array[0].cache_size_percentage: got 2, wanted at most 1",
+        ),
+        (
+            {"i64_input_key": "long"},
+            {},
+            'inference_params_array[0].i64_input_key: got "long", wanted true or false',
+        ),
+        (
+            {"default_value_for_each_table": [0.0, 0.0, 0.0]},
+            {},
+            "inference_params_array[0].default_value_for_each_table: 3 default values for 2 sparse_files",
+        ),
+        (
+            {},
+            {"persistent_db": PersistentDatabaseParams(backend=DatabaseType_t.hash_map)},
+            'persistent_db.backend: got "hash_map": it is a volatile database and belongs in volatile_db; '
+            "wanted rocks_db or disabled",
+        ),
+        (
+            {},
+            {"volatile_db": PersistentDatabaseParams()},
+            "volatile_db: got a Python PersistentDatabaseParams, wanted a VolatileDatabaseParams",
+        ),
+        (
+            {},
+            {"inference_params_array": []},
+            "inference_params_array: got an empty list, wanted at least one element",
+        ),
+    ],
+)
+def test_a_mistake_is_reported_in_the_structs_own_names(params: dict[str, Any], changes: dict[str, Any], expected: str) -> None:
+    assert expected in problems(server_config(inference_params(**params), **changes))
+
+
+def test_key_widths_must_agree() -> None:
+    config = server_config(inference_params(), inference_params(model_name="wdl", i64_input_key=False))
+    assert problems(config) == ["inference_params_array[1].i64_input_key: got false, wanted the same value for every model"]
+
+
+def test_a_wrong_array_is_reported() -> None:
+    assert problems(server_config(inference_params_array=inference_params()))[0].startswith(
+        "inference_params_array: got a Python"
+    )
+    [problem, *_] = problems(server_config(inference_params_array=[{"model_name": "dcn"}]))
+    assert problem == "inference_params_array[0]: got an object, wanted an InferenceParams"

@@ -33,7 +33,7 @@ class LogProgress:
         """Log what is about to be loaded."""
         self._rows, self._done = rows, 0
         self._started = self._told = time.monotonic()
-        self._log.info("Table: %s; loading %d rows (%.1f MB).", tag, rows, size_bytes / 1e6)
+        self._log.info("%s: %d rows, %.1f MB.", tag, rows, size_bytes / 1e6)
 
     def advance(self, tag: str, rows: int) -> None:
         """Log rate and time left, when the last line is old enough."""
@@ -44,9 +44,9 @@ class LogProgress:
         self._told = now
         rate = self._done / (now - self._started)
         left_s = (self._rows - self._done) / rate
-        self._log.info("Table: %s; loaded %d of %d rows; %.0f rows/s, %.0f s left.", tag, self._done, self._rows, rate, left_s)
+        self._log.info("%s: %d of %d rows, %.0f rows/s, %.0f s left.", tag, self._done, self._rows, rate, left_s)
 
     def finish(self, tag: str) -> None:
         """Log how long it took."""
         seconds = time.monotonic() - self._started
-        self._log.info("Table: %s; loaded %d rows in %.1f s.", tag, self._done, seconds)
+        self._log.info("%s: %d rows in %.1f s.", tag, self._done, seconds)

@@ -500,9 +500,9 @@ def test_log_progress_tells_now_and_then(caplog: pytest.LogCaptureFixture, monke
         progress.advance(TAG, 100)
     progress.finish(TAG)
     assert [record.getMessage() for record in caplog.records] == [
-        f"Table: {TAG}; loading 1000 rows (24.0 MB).",
-        f"Table: {TAG}; loaded 500 of 1000 rows; 100 rows/s, 5 s left.",
-        f"Table: {TAG}; loaded 1000 rows in 10.0 s.",
+        f"{TAG}: 1000 rows, 24.0 MB.",
+        f"{TAG}: 500 of 1000 rows, 100 rows/s, 5 s left.",
+        f"{TAG}: 1000 rows in 10.0 s.",
     ]
 
 

@@ -150,7 +150,8 @@ def _name(value: str) -> str:
     return value
 
 
-def _place(value: str) -> str:
+def check_place(value: str) -> str:
+    """A path or URI that something can be opened at."""
     if not value or "\0" in value:
         raise wanted("a path or URI that is not empty and has no NUL character")
     return value
@@ -162,7 +163,8 @@ def _token(value: str) -> str:
     return value
 
 
-def _addresses(value: str) -> str:
+def check_addresses(value: str) -> str:
+    """Addresses of servers, separated by `,` or, as in HugeCTR's manual, `;`."""
     for address in re.split("[,;]", value):
         found = re.fullmatch(r"(?:\[[0-9a-fA-F:.]+\]|[^\s:\[\]]+)(?::([0-9]{1,5}))?", address.strip())
         if found is None or not 0 < int(found[1] or 1) < 65536:
@@ -181,9 +183,8 @@ def _expression(value: str) -> str:
 
 
 Name: TypeAlias = Annotated[str, AfterValidator(_name)]
-Place: TypeAlias = Annotated[str, AfterValidator(_place)]
+Place: TypeAlias = Annotated[str, AfterValidator(check_place)]
 Token: TypeAlias = Annotated[Secret, AfterValidator(_token)]
-Addresses: TypeAlias = Annotated[str, AfterValidator(_addresses)]
 Expression: TypeAlias = Annotated[str, AfterValidator(_expression)]
 
 

@@ -10,18 +10,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from hps.config_fields import (
     INT32_MAX,
     UINT64_MAX,
-    Addresses,
     Bytes,
     Expression,
     Flag,
     ListOf,
     NonNegative,
     Older,
-    Place,
     Positive,
     Secret,
     Share,
     Whole,
+    check_addresses,
+    check_place,
     choice,
     notes_of,
     problem,
@@ -100,7 +100,7 @@ class VolatileDbConfig(Section):
     older_keys = frozenset({"max_get_batch_size", "max_set_batch_size", "refresh_time_after_fetch"})
 
     type: VolatileDbType = "disabled"
-    address: Addresses = "127.0.0.1:7000"
+    address: str = "127.0.0.1:7000"
     user_name: str = "default"
     password: Secret = ""
     num_partitions: Annotated[Whole, Field(ge=1, le=65536)] = Field(default_factory=lambda: min(16, os.cpu_count() or 1))
@@ -114,9 +114,9 @@ class VolatileDbConfig(Section):
     max_set_batch_size: Older[Positive] = None
     max_batch_size: Positive = Field(default_factory=_batch_size)
     enable_tls: Flag = False
-    tls_ca_certificate: Place = "cacertbundle.crt"
-    tls_client_certificate: Place = "client_cert.pem"
-    tls_client_key: Place = "client_key.pem"
+    tls_ca_certificate: str = "cacertbundle.crt"
+    tls_client_certificate: str = "client_cert.pem"
+    tls_client_key: str = "client_key.pem"
     tls_server_name_identification: str = "redis.localhost"
     refresh_time_after_fetch: Older[Flag] = None
     overflow_margin: Annotated[Whole, Field(ge=1, le=UINT64_MAX)] = UINT64_MAX
@@ -127,11 +127,23 @@ class VolatileDbConfig(Section):
     cache_missed_embeddings: Flag = False
     update_filters: ListOf[Expression] = ("^hps_.+$",)
 
+    # What the chosen type does not use is not judged: HugeCTR's users have files in which it is empty.
+
+    @field_validator("address")
+    @classmethod
+    def _reachable(cls, value: str, info: ValidationInfo) -> str:
+        return check_addresses(value) if info.data.get("type") == "redis_cluster" else value
+
+    @field_validator("tls_ca_certificate", "tls_client_certificate", "tls_client_key")
+    @classmethod
+    def _openable(cls, value: str, info: ValidationInfo) -> str:
+        return check_place(value) if info.data.get("enable_tls") else value
+
     @field_validator("num_node_connections")
     @classmethod
     def _not_more_than_partitions(cls, value: int, info: ValidationInfo) -> int:
         partitions = info.data.get("num_partitions")
-        if partitions is not None and value > partitions:
+        if info.data.get("type") == "redis_cluster" and partitions is not None and value > partitions:
             raise problem(f"{value} connections for {partitions} num_partitions; wanted at most one a partition")
         return value
 
@@ -144,7 +156,7 @@ class PersistentDbConfig(Section):
 
     backend: Older[PersistentDbType] = None
     type: PersistentDbType = Field(default_factory=lambda data: data["backend"] or "disabled")
-    path: Place = Field(default_factory=lambda: str(Path(tempfile.gettempdir(), "rocksdb")))
+    path: str = Field(default_factory=lambda: str(Path(tempfile.gettempdir(), "rocksdb")))
     num_threads: Annotated[Whole, Field(ge=1, le=1024)] = 16
     read_only: Flag = False
     max_get_batch_size: Older[Positive] = None
@@ -161,6 +173,11 @@ class PersistentDbConfig(Section):
             raise problem(f'got "{value}" here and "{backend}" as backend, which is the same key; write one of them')
         return value
 
+    @field_validator("path")
+    @classmethod
+    def _openable(cls, value: str, info: ValidationInfo) -> str:
+        return check_place(value) if info.data.get("type") == "rocks_db" else value
+
     @field_validator("initialize_after_startup")
     @classmethod
     def _not_read_only(cls, value: bool, info: ValidationInfo) -> bool:
@@ -175,13 +192,18 @@ class UpdateSourceConfig(Section):
     model_config = ConfigDict(title="update_source")
 
     type: UpdateSourceType = "null"
-    brokers: Addresses = "127.0.0.1:9092"
+    brokers: str = "127.0.0.1:9092"
     metadata_refresh_interval_ms: Annotated[Whole, Field(ge=10, le=INT32_MAX)] = 30_000
     receive_buffer_size: Annotated[Whole, Field(ge=1024, le=INT32_MAX)] = 262_144
     poll_timeout_ms: Positive = 500
     max_batch_size: Positive = 8192
     failure_backoff_ms: NonNegative = 50
     max_commit_interval: Positive = 32
+
+    @field_validator("brokers")
+    @classmethod
+    def _reachable(cls, value: str, info: ValidationInfo) -> str:
+        return check_addresses(value) if info.data.get("type") == "kafka_message_queue" else value
 
     @model_validator(mode="after")
     def _note_what_is_missing(self, info: ValidationInfo) -> Self:

@@ -236,6 +236,15 @@ def test_addresses_of_several_servers_are_read(address: str) -> None:
     assert load(volatile_db={"type": "redis", "address": address}).volatile_db.address == address
 
 
+def test_what_the_chosen_type_does_not_use_is_not_judged() -> None:
+    configuration = load(
+        volatile_db={"type": "hash_map", "address": "", "tls_client_key": "", "num_partitions": 4, "num_node_connections": 9},
+        persistent_db={"type": "disabled", "path": ""},
+        update_source={"type": "null", "brokers": ""},
+    )
+    assert (configuration.volatile_db.address, configuration.volatile_db.num_node_connections) == ("", 9)
+
+
 def test_secrets_of_the_environment_stand_in_for_configured_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     redis = {"type": "redis", "password": "file"}
     monkeypatch.setenv("HPS_BEARER_TOKEN", "")

@@ -116,6 +116,8 @@ TOP_VALUES = [
     ("volatile_db.address", "redis:port", 'got "redis:port", wanted host[:port], several of them separated by commas'),
     ("volatile_db.address", "redis:0", 'got "redis:0", wanted host[:port], several of them separated by commas'),
     ("volatile_db.address", "", 'got "", wanted host[:port], several of them separated by commas'),
+    ("volatile_db.tls_ca_certificate", "", 'got "", wanted a path or URI that is not empty and has no NUL character'),
+    ("update_source.brokers", "kafka:", 'got "kafka:", wanted host[:port], several of them separated by commas'),
     ("volatile_db.password", 5, "got a value that is not shown, wanted a string"),
     ("volatile_db.overflow_margin", 2**64, "got 18446744073709551616, wanted at most 18446744073709551615"),
     (
@@ -163,7 +165,11 @@ def test_a_wrong_value_of_a_model_is_one_problem(key: str, value: Any, text: str
 @pytest.mark.parametrize(("key", "value", "text"), TOP_VALUES)
 def test_a_wrong_value_elsewhere_is_one_problem(key: str, value: Any, text: str) -> None:
     section, _, name = key.partition(".")
-    base = {"volatile_db": {"type": "redis", "num_partitions": 6}, "persistent_db": {"type": "rocks_db", "path": "p"}}
+    base = {
+        "volatile_db": {"type": "redis", "num_partitions": 6, "enable_tls": True},
+        "persistent_db": {"type": "rocks_db", "path": "p"},
+        "update_source": {"type": "kafka"},
+    }
     top = {section: {**base.get(section, {}), name: value} if name else value}
     [problem] = problems({"models": [MODEL], **top})
     place, _, rest = problem.partition(": ")

@@ -89,8 +89,8 @@ class ModelConfig(Section):
     init_ec: Flag = True
     cache_refresh_percentage_per_iteration: Share = 0.0
     num_of_worker_buffer_in_pool: Annotated[Whole, Field(ge=1, le=256)] = 1
-    num_of_refresher_buffer_in_pool: Annotated[Whole, Field(ge=1, le=256)] = 1
-    thread_pool_size: Annotated[Whole, Field(ge=1, le=1024)] = 16
+    num_of_refresher_buffer_in_pool: NonNegative = 1
+    thread_pool_size: NonNegative = 16
     refresh_delay: Seconds = 0.0
     refresh_interval: Seconds = 0.0
     use_context_stream: Flag = True

@@ -236,6 +236,52 @@ def test_addresses_of_several_servers_are_read(address: str) -> None:
     assert load(volatile_db={"type": "redis", "address": address}).volatile_db.address == address
 
 
+def test_reads_files_as_hugectrs_users_have_them() -> None:
+    cluster = {
+        "supportlonglong": True,
+        "volatile_db": {
+            "type": "redis_cluster",
+            "address": "10.0.0.11:7000,10.0.0.12:7000,10.0.0.13:7000",
+            "user_name": "default",
+            "password": "s3cret",
+            "num_partitions": 12,
+            "num_node_connections": 4,
+            "overflow_margin": 5000000,
+            "overflow_policy": "evict_oldest",
+            "cache_missed_embeddings": True,
+            "update_filters": [".+"],
+        },
+        "persistent_db": {"type": "rocks_db", "path": "/var/lib/hps/rocksdb", "num_threads": 16, "update_filters": [".+"]},
+        "update_source": {"type": "kafka_message_queue", "brokers": "10.0.0.21:9092", "max_commit_interval": 32},
+        "models": [
+            {
+                **MODEL,
+                "dense_file": "",
+                "network_file": "",
+                "maxnum_des_feature_per_sample": 0,
+                "num_of_refresher_buffer_in_pool": 0,
+            }
+        ],
+    }
+    assert load_configuration(cluster).volatile_db.num_partitions == 12
+    quoted = {
+        "supportlonglong": "true",
+        "models": [
+            {
+                **MODEL,
+                "max_batch_size": "64",
+                "gpucache": "true",
+                "hit_rate_threshold": "0.9",
+                "gpucacheper": "0.5",
+                "num_of_worker_buffer_in_pool": "4",
+                "deployed_device_list": ["0"],
+                "default_value_for_each_table": ["0.0", "0.0"],
+            }
+        ],
+    }
+    assert load_configuration(quoted).models[0].deployed_device_list == (0,)
+
+
 def test_what_the_chosen_type_does_not_use_is_not_judged() -> None:
     configuration = load(
         volatile_db={"type": "hash_map", "address": "", "tls_client_key": "", "num_partitions": 4, "num_node_connections": 9},

@@ -92,7 +92,7 @@ def load(config: ConfigPath) -> None:
     with terminal.reported():
         configuration = _configuration(config)
         databases = _open_lasting_databases(config, configuration)
-        from hps.warmup import load_table
+        from hps.loading import load_table
 
         with ExitStack() as stack:
             for database in databases:

@@ -12,12 +12,13 @@ from hps.direct_session import DirectSession
 from hps.errors import UnknownDeviceError, UnknownTableError
 from hps.fetch_coalescing import FetchCoalescer
 from hps.host_tiers import LoadTargets
+from hps.loading import LoadReport, load_table
 from hps.lookup_session import LookupSession, SessionSettings
 from hps.metrics import Metrics
 from hps.progress import Progress
 from hps.registry import implementation
 from hps.types import TableSpec
-from hps.warmup import LoadReport, load_table, refresh, warm_up
+from hps.warmup import refresh, warm_up
 
 _log = logging.getLogger(__name__)
 

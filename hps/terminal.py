@@ -16,9 +16,9 @@ from hps import errors
 
 if TYPE_CHECKING:
     from hps.config import Configuration
+    from hps.loading import LoadReport
     from hps.progress import Progress
     from hps.types import FloatArray
-    from hps.warmup import LoadReport
 
 _WRONG_INPUT = (
     errors.ConfigError,

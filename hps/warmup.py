@@ -1,20 +1,19 @@
-"""From model files into the databases, from there into the embedding cache, and the refresh of what is resident."""
+"""From model files into the embedding cache, and the refresh of what is resident."""
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
+from numba import njit
 
 from hps.cache.base import EmbeddingCache
 from hps.database_chain import DatabaseChain
-from hps.databases.base import Database, LoadRecord
-from hps.errors import DatabaseError
-from hps.model_files import CHUNK_BYTES, SparseModel, open_sparse_model
-from hps.progress import LogProgress as LogProgress
-from hps.progress import Progress as Progress
+from hps.hashing import mix
+from hps.model_files import CHUNK_BYTES, SparseModel
 from hps.read_ahead import read_ahead
 from hps.types import FloatArray, KeyArray, TableSpec
 
@@ -22,224 +21,6 @@ _log = logging.getLogger(__name__)
 
 _MIN_STEP_ROWS = 64  # HugeCTR's least step of a warm-up: one of its sets
 _REFRESH_ATTEMPTS = 5  # at a chunk of a table that is being modified
-
-
-@dataclass(frozen=True, slots=True)
-class DatabaseLoad:
-    """What `load_table` gave one database: rows [first_row, last_row) of the files; both are equal when it had them all."""
-
-    kind: str
-    first_row: int
-    last_row: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """What `load_table` did.
-
-    Attributes:
-        tag: of the table.
-        model: the files, as they were loaded; `warm_up` from it fills a cache with the same version.
-        seconds: it took.
-        loads: one entry a database, in the order they were given.
-        differs: the persistent database has other vectors than the files (online updates, or it was kept as it was): a
-            cache that is warmed up from the files must be refreshed before it serves.
-    """
-
-    tag: str
-    model: SparseModel
-    seconds: float
-    loads: tuple[DatabaseLoad, ...]
-    differs: bool = False
-
-    @property
-    def nothing_to_do(self) -> bool:
-        """Whether every database already had all rows."""
-        return all(load.first_row == load.last_row for load in self.loads)
-
-
-def load_table(
-    table: TableSpec,
-    source: str,
-    databases: Sequence[Database],
-    *,
-    progress: Progress | None = None,
-    keep: Sequence[Database] = (),
-    initial_cache_rate: float = 1.0,
-    int32_keys: bool = False,
-) -> LoadReport:
-    """Stream the files of a table, once, into every database that does not hold them yet.
-
-    A database that remembers its loads (a persistent one) is skipped when it holds these very files, continues where an
-    interrupted load of them ended, and is emptied first when it holds another version of them; rows of unknown origin
-    (HugeCTR's) stay and are overwritten key by key. Other databases get all rows, up to `initial_cache_rate` of what they
-    can hold. Memory beyond the databases' own is a few chunks, whatever the size of the model.
-
-    The persistent database is the authority: where it has been modified since the files were loaded into it, or is kept as
-    it is, the other databases are filled from it and not from the files, whose vectors may be old.
-
-    Args:
-        table: the table; it is opened in each database, also in those to keep.
-        source: directory or URI of its sparse model files.
-        databases: those to load.
-        progress: told how far it is; nothing is told when nothing is to be loaded.
-        keep: databases with `initialize_after_startup: false`, which use what they have.
-        initial_cache_rate: the share of a volatile database's capacity, or of the rows if they are fewer, to load, from the
-            first row on.
-        int32_keys: refuse keys that 32-bit serving cannot have.
-
-    Raises:
-        ModelFileError: the files are missing, do not fit, or changed meanwhile. What was loaded is not taken for whole.
-        DatabaseError: a database failed, or one to keep holds only a part of a model.
-    """
-    started = time.monotonic()
-    for database in keep:
-        _check_kept(table, database)
-    model = open_sparse_model(source, table.dim, int32_keys=int32_keys)
-    for database in databases:
-        database.open_table(table.tag, table.dim)
-    authority = next((database for database in (*databases, *keep) if database.persistent), None)
-    differs = authority is not None and _differs(authority.load_record(table.tag), model, kept=authority in keep)
-    records = [database.load_record(table.tag) for database in databases]
-    if not all(_holds(record, model) for record in records):
-        model.verify()  # before a database loses what it has
-    loads = [
-        DatabaseLoad(database.kind, 0, 0)
-        if differs and not database.persistent
-        else _prepare(table, database, record, model, initial_cache_rate)
-        for database, record in zip(databases, records, strict=True)
-    ]
-    first = min((load.first_row for load in loads if load.first_row < load.last_row), default=0)
-    last = max((load.last_row for load in loads if load.first_row < load.last_row), default=0)
-    if first < last:
-        if progress:
-            progress.start(table.tag, last - first, (last - first) * model.row_bytes)
-        _feed(table, model, list(zip(databases, loads, strict=True)), first, last, progress)
-        if progress:
-            progress.finish(table.tag)
-    if authority is not None and differs:
-        loads = [
-            load if database.persistent else _copy(table, authority, database, initial_cache_rate, progress)
-            for database, load in zip(databases, loads, strict=True)
-        ]
-    for database, load in zip(databases, loads, strict=True):
-        _log_loaded(table, database, load, model)
-    return LoadReport(table.tag, model, time.monotonic() - started, tuple(loads), differs)
-
-
-def _differs(record: LoadRecord | None, model: SparseModel, *, kept: bool) -> bool:
-    """Whether the persistent database will hold other vectors than the files once it has been loaded (or kept)."""
-    if not _holds(record, model):
-        return kept
-    return record is not None and record.modified
-
-
-def _copy(
-    table: TableSpec, authority: Database, database: Database, initial_cache_rate: float, progress: Progress | None
-) -> DatabaseLoad:
-    """Fill a volatile database with rows of the persistent one, up to its share of them."""
-    rows = authority.size(table.tag)
-    limit = round(initial_cache_rate * min(rows, database.stats(table.tag).capacity_rows))
-    _log.info("Table: %s; filling %s from %s, which was updated online.", table.tag, database.kind, authority.kind)
-    if progress:
-        progress.start(table.tag, limit, limit * (8 + 4 * table.dim))
-    done = 0
-    for keys, vectors in authority.scan(table.tag, CHUNK_BYTES // (8 + 4 * table.dim) + 1):
-        count = min(keys.size, limit - done)
-        if count <= 0:
-            break
-        database.insert(table.tag, keys[:count], vectors[:count])
-        done += count
-        if progress:
-            progress.advance(table.tag, count)
-    if progress:
-        progress.finish(table.tag)
-    return DatabaseLoad(database.kind, 0, done)
-
-
-def _holds(record: LoadRecord | None, model: SparseModel) -> bool:
-    return record is not None and record.complete and record.fingerprint == model.fingerprint
-
-
-def _prepare(
-    table: TableSpec, database: Database, record: LoadRecord | None, model: SparseModel, initial_cache_rate: float
-) -> DatabaseLoad:
-    """Decide which rows a database still needs; empty it when what it holds is of other files."""
-    if record is None:
-        rows = model.rows
-        if not database.persistent:
-            rows = round(initial_cache_rate * min(rows, database.stats(table.tag).capacity_rows))
-        return DatabaseLoad(database.kind, 0, rows)
-    if record.fingerprint == model.fingerprint and 0 <= record.rows_done <= record.rows_total == model.rows:
-        if not record.complete:
-            _log.info(
-                "Table: %s; continuing an interrupted load of %s at row %d of %d.",
-                table.tag,
-                database.kind,
-                record.rows_done,
-                model.rows,
-            )
-        return DatabaseLoad(database.kind, record.rows_done, model.rows)
-    _log.info("Table: %s; %s holds another version of the model, which is replaced.", table.tag, database.kind)
-    database.drop_table(table.tag)
-    database.open_table(table.tag, table.dim)
-    return DatabaseLoad(database.kind, 0, model.rows)
-
-
-def _feed(
-    table: TableSpec,
-    model: SparseModel,
-    targets: Sequence[tuple[Database, DatabaseLoad]],
-    first: int,
-    last: int,
-    progress: Progress | None,
-) -> None:
-    step = model.chunk_rows
-    ranges = ((start, min(start + step, last)) for start in range(first, last, step))
-    with closing(read_ahead(model, ranges)) as chunks:
-        for start, keys, vectors in chunks:
-            stop = start + keys.size
-            record = LoadRecord(model.fingerprint, stop, model.rows)
-            for database, load in targets:
-                low, high = max(load.first_row, start) - start, min(load.last_row, stop) - start
-                if low < high:
-                    database.load_chunk(table.tag, keys[low:high], vectors[low:high], record)
-            if progress:
-                progress.advance(table.tag, keys.size)
-    for database, load in targets:
-        if load.first_row < load.last_row:
-            database.finish_load(table.tag)
-
-
-def _check_kept(table: TableSpec, database: Database) -> None:
-    database.open_table(table.tag, table.dim)
-    record = database.load_record(table.tag)
-    if record is not None and not record.complete:
-        raise DatabaseError(
-            f"keeping table {table.tag} in {database.kind} as it is (initialize_after_startup false): it holds "
-            f"{record.rows_done} of {record.rows_total} rows of a load that was interrupted; "
-            "complete it with `hps load`, or set initialize_after_startup to true"
-        )
-
-
-def _log_loaded(table: TableSpec, database: Database, load: DatabaseLoad, model: SparseModel) -> None:
-    """HugeCTR's lines, which its users look for. A volatile database's load record stays None."""
-    if database.persistent or database.load_record(table.tag) is not None:
-        how = "all were there" if load.first_row == load.last_row else "complete"
-        _log.info("Table: %s; cached %d embeddings in persistent database (%s); %s.", table.tag, model.rows, database.kind, how)
-        return
-    stats = database.stats(table.tag)
-    percent = 100 * stats.rows / stats.capacity_rows if stats.capacity_rows else 100.0
-    _log.info(
-        "Table: %s; cached %d / %d embeddings in volatile database (%s); load: %d / %d (%.2f%%).",
-        table.tag,
-        load.last_row,
-        model.rows,
-        database.kind,
-        stats.rows,
-        stats.capacity_rows,
-        percent,
-    )
 
 
 def warm_up(
@@ -360,7 +141,21 @@ def _last_of_each(keys: KeyArray, vectors: FloatArray) -> tuple[KeyArray, FloatA
     """Drop all but the last row of each key: where a key stands twice, a cache may keep either, the databases keep the last."""
     if keys.size < 2 or np.all(keys[1:] > keys[:-1]):
         return keys, vectors
-    distinct, index = np.unique(keys[::-1], return_index=True)
-    if distinct.size == keys.size:
+    if not _any_twice(keys, np.full(1 << (2 * keys.size).bit_length(), -1, np.int32)):
         return keys, vectors
+    distinct, index = np.unique(keys[::-1], return_index=True)
     return distinct, vectors[keys.size - 1 - index]
+
+
+@njit(nogil=True, cache=True)
+def _any_twice(keys: KeyArray, table: npt.NDArray[np.int32]) -> bool:
+    """Tell whether a key stands twice; a sort would take as long as the insertion. `table` is at most half full."""
+    mask = np.uint64(table.size - 1)
+    for i in range(keys.size):
+        slot = mix(keys[i]) & mask
+        while table[slot] >= 0:
+            if keys[table[slot]] == keys[i]:
+                return True
+            slot = (slot + np.uint64(1)) & mask
+        table[slot] = i
+    return False

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hps.databases.base import LoadRecord
+from hps.loading import load_table
 from hps.model_files import open_sparse_model, write_sparse_model
 from hps.types import TableSpec
-from hps.warmup import load_table
 from tests.memory_database import MemoryDatabase
 
 TABLE = TableSpec("shop", "item", 2, 0.0, 1000)

@@ -17,13 +17,14 @@ from hps.database_chain import DatabaseChain
 from hps.databases.base import Database, LoadRecord, TableStats
 from hps.errors import DatabaseError, ModelFileError, ModelFileNotFoundError, TableWidthError
 from hps.filesystems.local import LocalFileSystem
+from hps.loading import DatabaseLoad, load_table
 from hps.metrics import Metrics
 from hps.model_files import open_sparse_model, write_sparse_model
 from hps.progress import LogProgress
 from hps.registry import IMPLEMENTATIONS
 from hps.sample_model import sample_vectors
 from hps.types import FloatArray, KeyArray, TableSpec
-from hps.warmup import DatabaseLoad, RefreshReport, load_table, refresh, warm_up
+from hps.warmup import RefreshReport, refresh, warm_up
 from tests.faulty_database import FaultyDatabase
 from tests.memory_database import MemoryDatabase
 
@@ -121,6 +122,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Many chunks of few rows; and no reader may be left when a test ends."""
     monkeypatch.setattr("hps.model_files.CHUNK_BYTES", CHUNK_ROWS * (8 + 4 * DIM))
     monkeypatch.setattr("hps.warmup.CHUNK_BYTES", CHUNK_ROWS * (8 + 4 * DIM))
+    monkeypatch.setattr("hps.loading.CHUNK_BYTES", CHUNK_ROWS * (8 + 4 * DIM))
     yield
     assert readers() == []
 
@@ -281,13 +283,17 @@ def test_another_version_of_the_model_replaces_all_rows(source: str) -> None:
     assert persistent.told.count(("drop_table", 0)) == 1
 
 
-@pytest.mark.parametrize("rows_done", [-1, ROWS + 1, 10**12])
-def test_a_record_that_cannot_be_is_not_believed(source: str, rows_done: int) -> None:
-    persistent = PersistentMemory()
+@pytest.mark.parametrize(
+    ("rows_done", "rows_total", "modified"),
+    [(-1, ROWS, False), (ROWS + 1, ROWS, False), (10**12, 10**12, False), (300, ROWS, True)],
+)
+def test_a_record_that_cannot_be_is_not_believed(source: str, rows_done: int, rows_total: int, modified: bool) -> None:
+    persistent, volatile = PersistentMemory(), MemoryDatabase()
     persistent.open_table(TAG, DIM)
-    persistent.records[TAG] = LoadRecord(open_sparse_model(source, DIM).fingerprint, rows_done, ROWS)
-    load_table(TABLE, source, [persistent])
-    assert held(persistent) == content(*rows_of(ROWS))
+    persistent.insert(TAG, rows_of(ROWS)[0][:100], np.zeros((100, DIM), np.float32))
+    persistent.records[TAG] = LoadRecord(open_sparse_model(source, DIM).fingerprint, rows_done, rows_total, modified)
+    load_table(TABLE, source, [volatile, persistent])
+    assert held(volatile) == held(persistent) == content(*rows_of(ROWS))
 
 
 def test_rows_that_hugectr_wrote_stay_and_are_overwritten_by_key(source: str) -> None:

@@ -1,0 +1,314 @@
+"""Loading sparse model files: reading, filling databases and the embedding cache, and the memory that it takes.
+
+Axes: what is fed, dim, the order of keys in the file (RocksDB takes ascending ones in one piece). Limits, in the same run:
+`pread` of both files into one buffer for reading; the same database or cache fed from memory for filling.
+Memory: a process of its own loads a table; its peak beyond what it held before and beyond the table's own memory.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import Report
+from hps.cache.numpy_cache import NumpyCache
+from hps.config import PersistentDbConfig, VolatileDbConfig
+from hps.databases.base import Database, LoadRecord
+from hps.loading import load_table
+from hps.model_files import SparseModel, open_sparse_model, write_sparse_model
+from hps.read_ahead import read_ahead
+from hps.registry import implementation
+from hps.sample_model import sample_vectors
+from hps.types import FloatArray, KeyArray, TableSpec
+from hps.warmup import warm_up
+
+_REPEATS = 3
+_SEED = 1
+
+
+def run(report: Report, quick: bool) -> None:
+    """Measure reading, filling and memory; every answer is checked first."""
+    directory = Path(tempfile.mkdtemp(prefix="hps-bench-load-"))
+    try:
+        rows = 200_000 if quick else 2_000_000
+        for dim, order in (
+            ((32, "ascending"), (32, "random")) if quick else ((32, "ascending"), (32, "random"), (128, "random"))
+        ):
+            count = rows * 32 // dim
+            source = _write(directory / f"{order}-{dim}", count, dim, order)
+            if order == "random":
+                _reading(report, source, dim)
+            for kind in ("hash_map", "rocks_db", "both"):
+                _filling(report, source, dim, order, kind, directory)
+            if order == "random":
+                _warming(report, source, dim)
+            shutil.rmtree(source)
+        for count in (100_000, 400_000) if quick else (1_000_000, 8_000_000):
+            source = _write(directory / "memory", count, 32, "random")
+            for kind in ("nothing", "hash_map", "rocks_db"):
+                _memory(report, source, count, kind, directory)
+            shutil.rmtree(source)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _keys(start: int, stop: int, order: str) -> KeyArray:
+    keys = np.arange(start, stop, dtype=np.int64)
+    return keys if order == "ascending" else keys * np.int64(-7046029254386353131)  # odd: a permutation of the int64s
+
+
+def _write(path: Path, rows: int, dim: int, order: str) -> str:
+    def chunks() -> Iterator[tuple[KeyArray, FloatArray]]:
+        for start in range(0, rows, 100_000):
+            keys = _keys(start, min(start + 100_000, rows), order)
+            yield keys, sample_vectors(keys, dim, _SEED)
+
+    write_sparse_model(path, chunks())
+    return str(path)
+
+
+def _table(dim: int) -> TableSpec:
+    return TableSpec("bench", "load", dim, 0.0, 1 << 20)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _reading(report: Report, source: str, dim: int) -> None:
+    model = open_sparse_model(source, dim)
+    step = model.chunk_rows
+    ranges = [(start, min(start + step, model.rows)) for start in range(0, model.rows, step)]
+    for start, keys, vectors in read_ahead(model, ranges):
+        np.testing.assert_array_equal(vectors, sample_vectors(keys, dim, _SEED), err_msg=f"rows from {start}")
+
+    def fresh() -> None:
+        for _ in model.chunks():
+            pass
+
+    def ahead() -> None:
+        for _ in read_ahead(model, ranges):
+            pass
+
+    ways = {"pread": lambda: _pread(model, step), "chunks": fresh, "read_ahead": ahead}
+    seconds = {name: float("inf") for name in ways}
+    for _ in range(_REPEATS):
+        for name, way in ways.items():
+            seconds[name] = min(seconds[name], _seconds(way))
+    for name in ("chunks", "read_ahead"):
+        report.add(
+            {"work": "read", "into": name, "dim": dim, "rows": model.rows},
+            {
+                "gb_per_s": model.size_bytes / seconds[name] / 1e9,
+                "of_limit": seconds["pread"] / seconds[name],
+                "limit": "pread into one buffer",
+            },
+        )
+
+
+def _pread(model: SparseModel, step: int) -> None:
+    keys, vectors = np.empty(step, np.int64), np.empty((step, model.dim), np.float32)
+    for name, buffer in (("key", keys), ("emb_vector", vectors)):
+        descriptor = os.open(f"{model.place}/{name}", os.O_RDONLY)
+        offset = 0
+        while count := os.preadv(descriptor, [buffer.data.cast("B")], offset):
+            offset += count
+        os.close(descriptor)
+
+
+# -- filling ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _databases(kind: str, directory: Path) -> Iterator[list[Database]]:
+    """Fresh databases: `hash_map`, `rocks_db`, or both."""
+    made: list[Database] = []
+    path = tempfile.mkdtemp(prefix="rocksdb-", dir=directory)
+    try:
+        if kind in ("hash_map", "both"):
+            config = VolatileDbConfig(type="hash_map", num_partitions=1, allocation_rate=64 << 20)
+            made.append(implementation("database", "hash_map").from_config(config))
+        if kind in ("rocks_db", "both"):
+            config = PersistentDbConfig(type="rocks_db", path=f"{path}/db", num_threads=2)
+            made.append(implementation("database", "rocks_db").from_config(config))
+        yield made
+    finally:
+        for database in made:
+            database.close()
+        shutil.rmtree(path)
+
+
+def _filling(report: Report, source: str, dim: int, order: str, kind: str, directory: Path) -> None:
+    table = _table(dim)
+    model = open_sparse_model(source, dim)
+    chunks = list(model.chunks())
+
+    def from_files() -> float:
+        with _databases(kind, directory) as databases:
+            seconds = _seconds(lambda: load_table(table, source, databases))
+            for database in databases:
+                _check(database, table, model.rows, order)
+        return seconds
+
+    def from_memory() -> float:
+        with _databases(kind, directory) as databases:
+            for database in databases:
+                database.open_table(table.tag, dim)
+
+            def feed() -> None:
+                done = 0
+                for keys, vectors in chunks:
+                    done += keys.size
+                    for database in databases:
+                        database.load_chunk(table.tag, keys, vectors, LoadRecord("memory", done, model.rows))
+                for database in databases:
+                    database.finish_load(table.tag)
+
+            return _seconds(feed)
+
+    times = [(from_files(), from_memory()) for _ in range(_REPEATS)]
+    files, memory = (min(column) for column in zip(*times, strict=True))
+    report.add(
+        {"work": "load", "into": kind, "dim": dim, "order": order, "rows": model.rows},
+        {
+            "vectors_per_s": model.rows / files,
+            "gb_per_s": model.size_bytes / files / 1e9,
+            "of_limit": memory / files,
+            "limit": "the same databases fed from memory",
+        },
+    )
+
+
+def _check(database: Database, table: TableSpec, rows: int, order: str) -> None:
+    picks = np.random.default_rng(_SEED).integers(0, rows, 10_000)
+    keys = _keys(0, rows, order)[picks]
+    out, found = np.empty((keys.size, table.dim), np.float32), np.zeros(keys.size, np.bool_)
+    database.fetch(table.tag, keys, out, found)
+    if not found.all() or not np.array_equal(out, sample_vectors(keys, table.dim, _SEED)):
+        raise SystemExit(f"{database.kind}: wrong answer after the load")
+
+
+def _warming(report: Report, source: str, dim: int) -> None:
+    table = _table(dim)
+    model = open_sparse_model(source, dim)
+    chunks = list(model.chunks())
+
+    def from_files() -> float:
+        cache = NumpyCache([table], [model.rows])
+        seconds = _seconds(lambda: warm_up(cache, 0, table, model, 0.2))
+        if cache.stats(0).resident_rows < 0.85 * model.rows:
+            raise SystemExit("the cache is not warm")
+        cache.close()
+        return seconds
+
+    def from_memory() -> float:
+        cache = NumpyCache([table], [model.rows])
+        seconds = _seconds(lambda: [cache.insert(0, *chunk) for chunk in chunks])
+        cache.close()
+        return seconds
+
+    times = [(from_files(), from_memory()) for _ in range(_REPEATS)]
+    files, memory = (min(column) for column in zip(*times, strict=True))
+    report.add(
+        {"work": "warm_up", "into": "numpy_cache", "dim": dim, "order": "random", "rows": model.rows},
+        {
+            "vectors_per_s": model.rows / files,
+            "gb_per_s": model.size_bytes / files / 1e9,
+            "of_limit": memory / files,
+            "limit": "the same cache fed from memory",
+        },
+    )
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+class _Nothing(Database):
+    """Takes every chunk and keeps none, so that all memory is the pipeline's."""
+
+    kind = "nothing"
+
+    @classmethod
+    def from_config(cls, config: Any) -> "_Nothing":
+        return cls()
+
+    def insert(self, tag: str, keys: KeyArray, vectors: FloatArray) -> None: ...
+    def open_table(self, tag: str, dim: int) -> None: ...
+    def close(self) -> None: ...
+    def drop_table(self, tag: str) -> None: ...
+    def delete(self, tag: str, keys: KeyArray) -> int:
+        return -1
+
+    def fetch(self, tag: str, keys: KeyArray, out: FloatArray, found: Any) -> int:
+        return 0
+
+    def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
+        return iter(())
+
+    def size(self, tag: str) -> int:
+        return 0
+
+    def stats(self, tag: str) -> Any:
+        from hps.databases.base import TableStats
+
+        return TableStats(0, 0, 0)
+
+    def tags(self) -> list[str]:
+        return []
+
+
+def _memory(report: Report, source: str, rows: int, kind: str, directory: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.bench_load", source, kind, str(directory)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    report.add({"work": "memory", "into": kind, "dim": 32, "order": "random", "rows": rows}, json.loads(ran.stdout))
+
+
+def _status_bytes(name: str) -> int:
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line for line in text.splitlines() if line.startswith(name)).split()[1])
+
+
+def _measure_memory(source: str, kind: str, directory: Path) -> None:
+    """Load in this process and print its peak: first a small table, so that code and engines are there already."""
+    with tempfile.TemporaryDirectory(dir=directory) as small:
+        _write(Path(small) / "m", 1000, 32, "random")
+        with _databases(kind, directory) if kind != "nothing" else _nothing() as databases:
+            load_table(TableSpec("bench", "small", 32, 0.0, 1000), f"{small}/m", databases)
+            Path("/proc/self/clear_refs").write_text("5")  # begin a new peak
+            before = _status_bytes("VmRSS:")
+            seconds = _seconds(lambda: load_table(_table(32), source, databases))
+            peak = _status_bytes("VmHWM:")
+            stats = databases[0].stats(_table(32).tag)
+            own = stats.vector_bytes + max(stats.overhead_bytes, 0) if kind == "hash_map" else 0
+    figures = {
+        "peak_mb": (peak - before) / 1e6,
+        "tier_mb": own / 1e6,
+        "beyond_tier_mb": (peak - before - own) / 1e6,
+        "of_limit": (peak - before - own) / (256 << 20),
+        "limit": "256 MB",
+        "seconds": seconds,
+    }
+    print(json.dumps(figures))
+
+
+@contextmanager
+def _nothing() -> Iterator[list[Database]]:
+    yield [_Nothing()]
+
+
+if __name__ == "__main__":
+    _measure_memory(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

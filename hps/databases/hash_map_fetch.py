@@ -1,0 +1,121 @@
+"""The hash map's hot path: many keys, beside a writer, without a lock.
+
+`hash_map_layout.py` says why what it reads is whole. numba's cache does not notice a change of the modules that this one
+imports: after one, remove `__pycache__`.
+"""
+
+import numpy as np
+from numba import njit
+
+from hps.databases.hash_map_atomics import REGISTER_LINES, copy_if_unchanged, fence_acquire, load_relaxed, prefetch
+from hps.databases.hash_map_layout import (
+    ABSENT,
+    BUSY,
+    DONE,
+    KEEP,
+    U0,
+    U4,
+    U64,
+    VECTOR_BYTES,
+    copy,
+    home_of,
+    locate,
+    stamp_of,
+    touch,
+    vector_of,
+)
+from hps.databases.hash_map_signatures import FLAGS, INTEGER, KEYS, LAYOUT, OUT_VECTORS, TRIPLE, kernel
+
+_BLOCK = 32
+"""Keys that are hashed, then probed, then copied together, so that their cache misses overlap; 16 to 128 are alike."""
+_TRIES = 100
+_REGISTER_BYTES = np.uint64(64 * REGISTER_LINES)
+
+
+@njit(cache=True)
+def _fetch_slowly(layout, key, target, spare, access, now):  # type: ignore[no-untyped-def]
+    """Fetch one key that a writer is at: DONE, ABSENT, MOVED or BUSY; `spare` is the address of room for a vector."""
+    for _ in range(_TRIES):
+        state, bucket, header, row = locate(layout, home_of(layout, key), key)
+        if state == BUSY:
+            continue
+        if state == DONE:
+            copy(spare, vector_of(layout, row), layout[VECTOR_BYTES])
+            fence_acquire()
+            if load_relaxed(bucket) != header:
+                continue
+            copy(target, spare, layout[VECTOR_BYTES])
+            if access != KEEP:
+                touch(stamp_of(layout, row), access, now)
+        return state
+    return BUSY
+
+
+@kernel(TRIPLE, LAYOUT, KEYS, OUT_VECTORS, FLAGS, INTEGER, INTEGER, INTEGER)
+def fetch(layout, keys, out, found, start, access, now):  # type: ignore[no-untyped-def]
+    """Fill the rows of `out` from `start` on that are not found and whose key is there, beside a writer.
+
+    Nothing is written to a row of `out` but a whole vector.
+
+    Returns:
+        (rows filled, position, state): all keys before `position` are answered; state is DONE, MOVED, or BUSY after many
+        tries, for the caller to let the writer run.
+    """
+    stamp_now = np.uint64(now)
+    vector_bytes = layout[VECTOR_BYTES]
+    in_registers = vector_bytes % U64 == U0 and vector_bytes <= _REGISTER_BYTES
+    lines = vector_bytes // U64
+    states = np.empty(_BLOCK, np.int64)
+    work = np.empty((3, _BLOCK), np.uint64)  # bucket, header, row
+    spare_vector = np.empty(np.int64(vector_bytes // U4), np.float32)
+    spare = np.uint64(spare_vector.ctypes.data)
+    targets = np.uint64(out.ctypes.data)
+    filled = 0
+    while start < keys.size:
+        count = min(_BLOCK, keys.size - start)
+        for i in range(count):
+            bucket = home_of(layout, keys[start + i])
+            work[0, i] = bucket
+            prefetch(bucket)
+            prefetch(bucket + U64)
+        for i in range(count):
+            if found[start + i]:
+                states[i] = ABSENT
+                continue
+            states[i], work[0, i], work[1, i], work[2, i] = locate(layout, work[0, i], keys[start + i])
+            if states[i] == DONE:
+                vector = vector_of(layout, work[2, i])
+                ahead = U0
+                while ahead < vector_bytes:
+                    prefetch(vector + ahead)
+                    ahead += U64
+                if access != KEEP:
+                    prefetch(stamp_of(layout, work[2, i]))
+        for i in range(count):
+            state = states[i]
+            if state == ABSENT:
+                continue
+            target = targets + np.uint64(start + i) * vector_bytes
+            whole = False
+            if state == DONE:
+                vector = vector_of(layout, work[2, i])
+                if in_registers:
+                    whole = copy_if_unchanged(target, vector, lines, work[0, i], work[1, i])
+                else:
+                    copy(spare, vector, vector_bytes)
+                    fence_acquire()
+                    whole = load_relaxed(work[0, i]) == work[1, i]
+                    if whole:
+                        copy(target, spare, vector_bytes)
+                if whole and access != KEEP:
+                    touch(stamp_of(layout, work[2, i]), access, stamp_now)
+            if not whole:
+                state = _fetch_slowly(layout, keys[start + i], target, spare, access, stamp_now)
+                if state == ABSENT:
+                    continue
+                if state != DONE:
+                    return filled, start + i, state
+            found[start + i] = True
+            filled += 1
+        start += count
+    return filled, start, DONE

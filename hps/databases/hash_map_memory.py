@@ -1,0 +1,136 @@
+"""Memory of the hash map: page-aligned, committed at first touch, never moved."""
+
+import mmap
+import sys
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hps.errors import DatabaseError
+
+PAGE_BYTES: Final = mmap.PAGESIZE
+HUGE_PAGE_BYTES: Final = 2 << 20
+MAX_ROWS: Final = 2**32 - 2
+"""Most rows of a table: row numbers are uint32, of which two values stay free for readers' own marks."""
+STAMP_BYTES: Final = 4
+
+_HUGE_PAGES_FROM_ROWS = 1 << 20
+"""Rows from which extents are of huge pages (10 to 15 % more keys/s at 8 M rows): the last, part-filled one then costs at
+most 2 bytes a row."""
+_SLAB_BYTES = 1 << 20
+_LEAST_SLAB_ROWS = 1 << 10
+_MOST_SLAB_ROWS = 1 << 16
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+
+class Pages:
+    """Zeroed private memory that the kernel commits page by page as it is touched. Freed with the last reference.
+
+    It is page aligned, so a device may pin and map it.
+
+    Attributes:
+        address: of the first byte; a multiple of the page size, of the huge page size if `huge`.
+        size_bytes: bytes from there.
+    """
+
+    __slots__ = ("_array", "address", "size_bytes")
+
+    def __init__(self, size_bytes: int, purpose: str, huge: bool = False) -> None:
+        """Map `size_bytes`.
+
+        Args:
+            purpose: what the memory is for, for the message of an error.
+            huge: ask for huge pages.
+
+        Raises:
+            DatabaseError: the system has not so much.
+        """
+        alignment = HUGE_PAGE_BYTES if huge else PAGE_BYTES
+        try:
+            mapped = mmap.mmap(
+                -1,
+                size_bytes + alignment - PAGE_BYTES,
+                flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE,
+            )
+        except (OSError, OverflowError, MemoryError) as error:
+            raise DatabaseError(
+                f"hash map: {purpose}: the system refused {size_bytes} bytes of memory ({error}); what the table holds is "
+                "unharmed. Give the process more memory, or bound the tables with overflow_margin"
+            ) from error
+        self._array: npt.NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
+        start = self._array.ctypes.data
+        self.address: int = -(-start // alignment) * alignment
+        self.size_bytes = size_bytes
+        if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                mapped.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:  # a kernel built without them: small pages do the same, more slowly
+                return
+
+    def words(self) -> npt.NDArray[np.uint64]:
+        """(size_bytes // 8,) uint64: the memory itself, which the array keeps mapped."""
+        start = self.address - self._array.ctypes.data
+        return self._array[start : start + self.size_bytes].view(np.uint64)
+
+
+class Slabs:
+    """The vectors of a table, and their stamps where a policy keeps them, by row number. *One writer at a time.*
+
+    A slab holds `rows_per_slab`, a power of two: first their vectors, dense, then their stamps. `addresses` holds the
+    address of every slab, so that row r is at `addresses[r >> shift] + (r & (rows_per_slab - 1)) * vector_bytes`. Slabs
+    are mapped by extents of several: one, then as many as there are already, at most `allocation_rate` bytes at once. Since
+    rows are handed out in order and pages are committed at first touch, a table takes what its rows take, to a page.
+    The table of addresses has room for every slab there can ever be, is committed likewise, and so never moves either.
+
+    Attributes:
+        capacity_rows: rows that have memory; the rows of later slabs do not.
+        stamp_offset: bytes from the start of a slab to its stamps, 0 where there are none.
+    """
+
+    def __init__(self, tag: str, vector_bytes: int, stamped: bool, allocation_rate: int) -> None:
+        rows = _SLAB_BYTES // vector_bytes
+        self.rows_per_slab = 1 << (min(max(rows, _LEAST_SLAB_ROWS), _MOST_SLAB_ROWS).bit_length() - 1)
+        self.shift = self.rows_per_slab.bit_length() - 1
+        self.vector_bytes = vector_bytes
+        self.stamp_offset = self.rows_per_slab * vector_bytes if stamped else 0
+        self.slab_bytes = self.rows_per_slab * (vector_bytes + STAMP_BYTES * stamped)
+        self.capacity_rows = 0
+        self._tag = tag
+        self._slabs_at_once = max(allocation_rate // self.slab_bytes, 1)
+        self._slabs_at_most = -(-MAX_ROWS // self.rows_per_slab)
+        self._pages = Pages(self._slabs_at_most * 8, f"table {tag!r}: the addresses of its slabs")
+        self._addresses = self._pages.words()
+        self._extents: list[Pages] = []
+
+    @property
+    def addresses(self) -> int:
+        """The address of the table of slab addresses: uint64 words."""
+        return self._pages.address
+
+    def extend(self) -> None:
+        """Map one more extent.
+
+        Raises:
+            DatabaseError: no memory, or the table has as many rows as row numbers can tell apart.
+        """
+        slabs = self.capacity_rows // self.rows_per_slab
+        more = min(max(slabs, 1), self._slabs_at_once, self._slabs_at_most - slabs)
+        if more == 0:
+            raise DatabaseError(f"hash map: table {self._tag!r} is full: it holds {MAX_ROWS} rows, the most there can be")
+        huge = self.capacity_rows >= _HUGE_PAGES_FROM_ROWS
+        extent = Pages(more * self.slab_bytes, f"table {self._tag!r}: {more * self.rows_per_slab} more rows", huge)
+        self._extents.append(extent)
+        self._addresses[slabs : slabs + more] = extent.address + np.arange(more, dtype=np.uint64) * np.uint64(self.slab_bytes)
+        self.capacity_rows += more * self.rows_per_slab
+
+    def committed_bytes(self, rows: int) -> int:
+        """Bytes of the pages that the first `rows` rows have touched, with their stamps and slab addresses, at most."""
+        whole, rest = divmod(rows, self.rows_per_slab)
+        touched = whole * self.slab_bytes + _to_pages(rest * self.vector_bytes) + _to_pages((whole + 1) * 8)
+        stamps = _to_pages(rest * STAMP_BYTES) if self.stamp_offset else 0
+        return touched + stamps + (HUGE_PAGE_BYTES if rows > _HUGE_PAGES_FROM_ROWS else 0)
+
+
+def _to_pages(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES

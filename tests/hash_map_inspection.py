@@ -1,0 +1,114 @@
+"""Reads the memory of a hash map table as hash_map_layout.py describes it, with nothing of the code that wrote it."""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hps.databases.hash_map import HashMapDatabase
+from hps.types import KeyArray
+
+BUCKET = np.dtype([("version", "<u4"), ("mask", "<u2"), ("overflow", "<u2"), ("keys", "<i8", 10), ("rows", "<u4", 10)])
+M1, M2 = 0xA24BAED4963EE407, 0x9FB21C651E98DF25
+WORD = 2**64 - 1
+
+
+def mixed(keys: KeyArray) -> npt.NDArray[np.uint64]:
+    """The mixing hash, written a second time."""
+    x = keys.view(np.uint64)
+    x = x ^ _rotated(x, 25) ^ _rotated(x, 50)
+    x = x * np.uint64(M1)
+    x = x ^ _rotated(x, 24) ^ _rotated(x, 49)
+    x = x * np.uint64(M2)
+    return x ^ (x >> np.uint64(28))
+
+
+def keys_with_hash(hashes: npt.NDArray[np.uint64]) -> KeyArray:
+    """The keys whose mixing hash is given: the mixer is a bijection, so any collision can be made.
+
+    x ^ ror(x, a) ^ ror(x, b) to the 64th power is the identity (over GF(2), and rotations by 64 are none), so its 63rd
+    power is its inverse.
+    """
+    x = hashes ^ (hashes >> np.uint64(28)) ^ (hashes >> np.uint64(56))
+    x = x * np.uint64(pow(M2, -1, 2**64))
+    for _ in range(63):
+        x = x ^ _rotated(x, 24) ^ _rotated(x, 49)
+    x = x * np.uint64(pow(M1, -1, 2**64))
+    for _ in range(63):
+        x = x ^ _rotated(x, 25) ^ _rotated(x, 50)
+    return x.view(np.int64)
+
+
+def colliding_keys(n: int, upper: int = 2**32 - 1) -> KeyArray:
+    """n keys that share the upper half of their hash, and so their home in any table: by default its last bucket."""
+    return keys_with_hash((np.uint64(upper) << np.uint64(32)) + np.arange(n, dtype=np.uint64))
+
+
+def _rotated(x: npt.NDArray[np.uint64], by: int) -> npt.NDArray[np.uint64]:
+    return (x >> np.uint64(by)) | (x << np.uint64(64 - by))
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What the memory of a table holds.
+
+    Attributes:
+        vectors: the bytes of each key's vector.
+        stamps: each key's stamp, where the table keeps them.
+        buckets: (buckets,) of dtype BUCKET, the memory itself.
+        free_rows: rows on the list of free ones.
+    """
+
+    vectors: dict[int, bytes]
+    stamps: dict[int, int]
+    buckets: npt.NDArray[np.void]
+    free_rows: list[int]
+
+
+def _memory(address: int, dtype: np.dtype, count: int) -> np.ndarray:
+    return np.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype)
+
+
+def inspect(database: HashMapDatabase, tag: str) -> Inspection:
+    """Read a table that nobody writes to, and check that it is sound."""
+    table = database._tables[tag]
+    address, count, slab_table, shift, vector_bytes, stamp_offset = table._buckets.layout.tolist()
+    rows, used, free = table._counters.tolist()
+    assert address % 128 == 0
+    buckets = _memory(address, BUCKET, count)
+    slabs = _memory(slab_table, np.dtype(np.uint64), -(-max(used, 1) // (1 << shift)))
+
+    def vector(row: int) -> bytes:
+        return ctypes.string_at(int(slabs[row >> shift]) + (row % (1 << shift)) * vector_bytes, vector_bytes)
+
+    def stamp(row: int) -> int:
+        place = int(slabs[row >> shift]) + stamp_offset + (row % (1 << shift)) * 4
+        return int.from_bytes(ctypes.string_at(place, 4), "little")
+
+    assert not (buckets["version"] & 1).any(), "a bucket was left half-written"
+    assert (buckets["mask"] < 1 << 10).all()
+    occupied = (buckets["mask"][:, None] >> np.arange(10)) & 1 == 1
+    here = np.broadcast_to(np.arange(count)[:, None], occupied.shape)[occupied]
+    keys, numbers = buckets["keys"][occupied], buckets["rows"][occupied].tolist()
+    homes = (((mixed(keys) >> np.uint64(32)) * np.uint64(count)) >> np.uint64(32)).astype(np.int64)
+    passed = np.zeros(count, np.int64)
+    for home, place in zip(homes[homes != here].tolist(), here[homes != here].tolist(), strict=True):
+        passed[(home + np.arange((place - home) % count)) % count] += 1
+    stuck = buckets["overflow"] == 0xFFFF
+    np.testing.assert_array_equal(buckets["overflow"][~stuck], passed[~stuck], "overflow counts")
+    free_rows = []
+    while free >= 0:
+        free_rows.append(free)
+        following = int.from_bytes(vector(free)[:4], "little")
+        free = -1 if following == 2**32 - 1 else following
+    assert len(set(keys.tolist())) == keys.size == rows, "each key once, and as many as counted"
+    assert sorted(numbers + free_rows) == list(range(used)), "each row number linked or free, and once"
+    stamps = {int(key): stamp(row) for key, row in zip(keys, numbers, strict=True)} if stamp_offset else {}
+    vectors = {int(key): vector(row) for key, row in zip(keys, numbers, strict=True)}
+    if table._overflow:
+        partitions = table._overflow.partitions
+        counted = np.bincount((mixed(keys) % np.uint64(partitions)).astype(np.int64), minlength=partitions)
+        np.testing.assert_array_equal(table._partition_rows, counted, "rows of each partition")
+        assert (counted <= table._overflow.margin).all(), "a partition beyond its margin"
+    return Inspection(vectors, stamps, buckets, free_rows)

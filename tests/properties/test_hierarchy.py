@@ -229,7 +229,7 @@ class VolatileOnly(Hierarchy):
     with_persistent = False
 
 
-EXAMPLES = int(os.environ.get("HPS_HYPOTHESIS_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("HPS_HYPOTHESIS_EXAMPLES", "20"))
 
 
 @pytest.mark.parametrize("machine", [Hierarchy, PersistentOnly, VolatileOnly])

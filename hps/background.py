@@ -85,7 +85,7 @@ class BackgroundQueue:
             except HPSError as error:
                 self._metrics.background_errors.labels(self._name).inc()
                 _log.warning("%s: %s", self._name, error)
-            except Exception:
+            except Exception:  # noqa: BLE001 - logged whole; the thread must live on
                 self._metrics.background_errors.labels(self._name).inc()
                 _log.exception("%s: a job failed", self._name)
             finally:

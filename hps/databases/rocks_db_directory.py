@@ -1,0 +1,168 @@
+"""The directory of a RocksDB database, looked at from outside: what RocksDB itself does not notice or would not leave alone.
+
+**A MANIFEST cut short.** RocksDB's list of its files is append-only, and a list that ends early is, to RocksDB, simply an
+older one: it opens, every later row is absent, and the files of those rows are deleted. So we remember how long the list
+was and its checksum ("seal" it), and compare before opening. A list of another name (RocksDB starts a new one at each
+opening, and HugeCTR may have written here meanwhile) is not compared.
+
+**Read-only opening.** The binding writes its log and settings into the directory even then, and fails where it cannot.
+So it is shown a directory of links to the files instead, which also serves from a read-only volume.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from hps.errors import DatabaseCorruptError, DatabaseError
+
+STAGING = "hps-ingest"
+"""Subdirectory of the tables being loaded: on the database's file system, so that they can be moved into it."""
+_SEAL = "hps-manifest.json"
+_CURRENT = "CURRENT"
+_NOT_LINKED = frozenset({_CURRENT, "LOCK", "LOG", "rocksdict-config.json", _SEAL})
+_READ_BYTES = 1 << 20
+_VIEW_ATTEMPTS = 3
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """How far a MANIFEST was known to reach. Immutable."""
+
+    manifest: str
+    size_bytes: int
+    crc32: int
+
+
+def check_directory(path: Path, read_only: bool) -> bool:
+    """Look at a directory before RocksDB does, and make it unless `read_only`; returns whether it holds a database.
+
+    Raises:
+        DatabaseError: it is no directory, or holds nothing that could be opened to read only.
+        DatabaseCorruptError: files of a database are there, but not those that it begins with, or these were cut short.
+    """
+    try:
+        if not read_only:
+            path.mkdir(parents=True, exist_ok=True)
+        names = os.listdir(path) if path.exists() else []
+    except OSError as error:
+        raise DatabaseError(f"opening the database {path}: {error}; wanted a directory that this process may use") from error
+    if _CURRENT in names:
+        _check_seal(path)
+        return True
+    leftover = sorted(name for name in names if name.startswith("MANIFEST-") or name.endswith(".sst"))
+    if leftover:
+        raise DatabaseCorruptError(
+            f"opening the database {path}: the file {_CURRENT} is missing, but {len(leftover)} files of a database are there "
+            f"(such as {leftover[0]}). Restore it from a backup, or remove the directory and load the models again"
+        )
+    if read_only:
+        raise DatabaseError(
+            f"opening the database {path} with read_only: no database is there. Load the models first (without read_only), "
+            "or correct the path"
+        )
+    return False
+
+
+def seal(path: Path, previous: Seal | None) -> Seal | None:
+    """Remember how far the MANIFEST reaches now; `previous` saves reading what was sealed before.
+
+    Raises:
+        DatabaseError: the seal cannot be written.
+    """
+    try:
+        name = (path / _CURRENT).read_text().strip()
+        size, crc = (previous.size_bytes, previous.crc32) if previous and previous.manifest == name else (0, 0)
+        with open(path / name, "rb") as manifest:
+            os.fsync(manifest.fileno())  # so that the seal never promises more than survives a power cut
+            manifest.seek(size)
+            while data := manifest.read(_READ_BYTES):
+                crc = zlib.crc32(data, crc)
+                size += len(data)
+        current = Seal(name, size, crc)
+        if current != previous:
+            fresh = path / f"{_SEAL}.tmp"
+            fresh.write_text(json.dumps(asdict(current)) + "\n")
+            fresh.replace(path / _SEAL)
+    except FileNotFoundError:
+        return None  # RocksDB has just replaced its MANIFEST; the next seal is of the new one
+    except OSError as error:
+        raise DatabaseError(f"sealing the database {path}: {error}") from error
+    return current
+
+
+def _check_seal(path: Path) -> None:
+    try:
+        sealed = Seal(**json.loads((path / _SEAL).read_text()))
+        name = (path / _CURRENT).read_text().strip()
+    except (OSError, ValueError, TypeError):
+        return  # not sealed: HugeCTR's, or killed before the first seal
+    if name != sealed.manifest:
+        return
+    size = crc = 0
+    try:
+        with open(path / name, "rb") as manifest:
+            while data := manifest.read(min(_READ_BYTES, sealed.size_bytes - size)):
+                crc = zlib.crc32(data, crc)
+                size += len(data)
+    except FileNotFoundError:
+        return  # RocksDB says so itself
+    if (size, crc) != (sealed.size_bytes, sealed.crc32):
+        raise DatabaseCorruptError(
+            f"opening the database {path}: {name} was cut short or changed: its first {sealed.size_bytes} bytes had checksum "
+            f"{sealed.crc32:#010x}, and now {size} bytes with {crc:#010x} are there. Rows would be missing unnoticed. "
+            "Restore it from a backup, or remove the directory and load the models again"
+        )
+
+
+def clear_staging(path: Path) -> None:
+    """Make an empty directory for tables being loaded; what a killed process left there is removed."""
+    staging = path / STAGING
+    try:
+        if staging.exists():
+            shutil.rmtree(staging)
+        staging.mkdir()
+    except OSError as error:
+        raise DatabaseError(f"clearing {staging}: {error}; it must be possible to write there") from error
+
+
+def opened_in_view(path: Path, open_at: Callable[[Path], T]) -> "tuple[tempfile.TemporaryDirectory[str], T]":
+    """Call `open_at` with a temporary directory of links to the files of the database, for reading.
+
+    Returns:
+        The directory, to be cleaned up when the database is closed, and what `open_at` returned.
+
+    Raises:
+        DatabaseError: what `open_at` raised last.
+    """
+    for attempts_left in range(_VIEW_ATTEMPTS, 0, -1):
+        view = tempfile.TemporaryDirectory(prefix="hps-rocks-db-", ignore_cleanup_errors=True)
+        try:
+            _link_files(path, view.name)
+            return view, open_at(Path(view.name))
+        except DatabaseCorruptError:
+            view.cleanup()
+            if attempts_left == 1:  # before, a process that writes may have replaced files since they were listed
+                raise
+        except BaseException:
+            view.cleanup()
+            raise
+    raise DatabaseError(f"opening the database {path} with read_only: no attempt was made")
+
+
+def _link_files(path: Path, view: str) -> None:
+    try:
+        # Copied, and first: a link would follow a writer on to a MANIFEST that has no link.
+        shutil.copyfile(path / _CURRENT, Path(view, _CURRENT))
+        for entry in os.scandir(path):
+            if entry.name not in _NOT_LINKED and not entry.name.startswith("LOG.") and entry.is_file():
+                os.symlink(os.path.abspath(entry.path), os.path.join(view, entry.name))
+    except OSError as error:
+        raise DatabaseError(f"opening the database {path} with read_only: {error}; it must be possible to read it") from error

@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from hps.errors import HPSError
 from hps.metrics import Metrics
@@ -25,7 +26,7 @@ class BackgroundQueue:
     def __init__(self, name: str, length: int, threads: int, metrics: Metrics) -> None:
         self._name = name
         self._metrics = metrics
-        self._jobs: queue.Queue[Callable[[], None]] = queue.Queue(length)
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(length)
         self._closed = False
         self._threads = [threading.Thread(target=self._run, name=f"hps-{name}-{i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
@@ -61,6 +62,8 @@ class BackgroundQueue:
         if not self.drain(timeout_s):
             _log.warning("%s: %d batches were left when closing", self._name, self._jobs.qsize())
             self._discard()
+        with suppress(queue.Full):  # a submit slipped in: the threads then notice within _POLL_S
+            self._jobs.put_nowait(None)
         for thread in self._threads:
             thread.join(timeout_s)
 
@@ -80,6 +83,10 @@ class BackgroundQueue:
                 if self._closed:
                     return
                 continue
+            if job is None:  # closed: tell the next thread, too
+                with suppress(queue.Full):
+                    self._jobs.put_nowait(None)
+                return
             try:
                 job()
             except HPSError as error:

@@ -94,18 +94,27 @@ def load(config: ConfigPath) -> None:
         databases = _open_lasting_databases(config, configuration)
         from hps.loading import load_table
 
+        lines = []
         with ExitStack() as stack:
             for database in databases:
                 stack.enter_context(closing(database))
             progress = stack.enter_context(terminal.progress())
             for model in configuration.models:
                 if model.embedding_cache_type in _NO_TABLES:
-                    typer.echo(f"{model.model}: embedding_cache_type {model.embedding_cache_type} uses no database")
+                    lines.append(f"{model.model}: embedding_cache_type {model.embedding_cache_type} uses no database")
                     continue
                 for table, source in zip(model.tables, model.sparse_files, strict=True):
-                    int32_keys = not configuration.supportlonglong
-                    report = load_table(table, source, databases, progress=progress, int32_keys=int32_keys)
-                    terminal.tell_loaded(report)
+                    report = load_table(
+                        table,
+                        source,
+                        databases,
+                        progress=progress,
+                        initial_cache_rate=configuration.volatile_db.initial_cache_rate,
+                        int32_keys=not configuration.supportlonglong,
+                    )
+                    lines.extend(terminal.loaded_lines(report))
+        for line in lines:  # below the bars
+            typer.echo(line)
 
 
 @app.command(

@@ -16,7 +16,7 @@ from hps import errors
 
 if TYPE_CHECKING:
     from hps.config import Configuration
-    from hps.loading import LoadReport
+    from hps.loading import DatabaseLoad, LoadReport
     from hps.progress import Progress
     from hps.types import FloatArray
 
@@ -90,14 +90,17 @@ def progress() -> "Iterator[Progress]":
     yield LogProgress()
 
 
-def tell_loaded(report: "LoadReport") -> None:
-    for one in report.loads:
-        if one.first_row == one.last_row:
-            typer.echo(f"{report.tag}: {one.kind}: complete, nothing to do ({report.model.rows:,} rows)")
-            continue
-        rows = one.last_row - one.first_row
-        rate = rows / max(report.seconds, 1e-9)
-        typer.echo(f"{report.tag}: {one.kind}: loaded {rows:,} rows in {report.seconds:.1f} s ({rate:,.0f} rows/s)")
+def loaded_lines(report: "LoadReport") -> list[str]:
+    """Say what a load gave each database."""
+    return [_loaded_line(report, load) for load in report.loads]
+
+
+def _loaded_line(report: "LoadReport", load: "DatabaseLoad") -> str:
+    rows = load.last_row - load.first_row
+    if rows == 0:
+        return f"{report.tag}: {load.kind}: complete, nothing to do ({report.model.rows:,} rows)"
+    rate = rows / max(report.seconds, 1e-9)
+    return f"{report.tag}: {load.kind}: loaded {rows:,} rows in {report.seconds:.1f} s ({rate:,.0f} rows/s)"
 
 
 def print_vectors(

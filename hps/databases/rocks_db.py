@@ -14,10 +14,11 @@ memory-mapped reads would be faster, and would kill the process at a truncated f
 cut leaves it, is dropped at the next opening.
 
 **Waiting.** RocksDB knows no timeouts: a call takes as long as the disk does. Where it would hold a write back, we wait for
-it instead, at most `write_timeout_s`. No lock of ours is held across that, but for one that serialises opening and dropping
-tables.
+it instead, at most `write_timeout_s`. Two locks are held while RocksDB works: one a table, which serialises its writers, and
+one that serialises opening and dropping tables. No fetch takes either.
 """
 
+import logging
 import os
 import tempfile
 import threading
@@ -31,10 +32,12 @@ from hps.databases.arguments import check_fetch, check_keys, check_positive, che
 from hps.databases.base import Database, LoadRecord, TableStats
 from hps.databases.rocks_db_calls import OpenCalls
 from hps.databases.rocks_db_engine import DEFAULT, Engine
-from hps.databases.rocks_db_record import decode_record, encode_record, record_key
+from hps.databases.rocks_db_record import LoadRecords
 from hps.databases.rocks_db_table import RocksTable, width_of
 from hps.errors import DatabaseError, InvalidInputError, TableWidthError, UnknownTableError
 from hps.types import BoolArray, FloatArray, KeyArray
+
+_log = logging.getLogger(__name__)
 
 
 class RocksDatabase(Database):
@@ -76,6 +79,7 @@ class RocksDatabase(Database):
         self.path = Path(path).absolute()  # RocksDB would follow the process to another directory
         self.read_only = read_only
         self._max_batch_size = max_batch_size
+        self._write_timeout_s = write_timeout_s
         self._close_timeout_s = close_timeout_s
         self._calls = OpenCalls(f"the database {self.path}")
         self._tables_lock = threading.Lock()
@@ -100,8 +104,11 @@ class RocksDatabase(Database):
 
         if read_only:
             self._view, self._engine = directory.opened_in_view(self.path, open_at)
+        else:
+            self._engine = open_at(self.path)
+        self._records = LoadRecords(self._engine)
+        if read_only:
             return
-        self._engine = open_at(self.path)
         try:
             directory.clear_staging(self.path)
             self._seal_now()
@@ -133,8 +140,16 @@ class RocksDatabase(Database):
                     "Correct the configured width, or drop the table and load it again"
                 )
             if table is None:
-                family = self._engine.family(tag)
-                self._tables[tag] = RocksTable(self._engine, self.path, tag, dim, family, self._max_batch_size)
+                self._tables[tag] = RocksTable(
+                    self._engine,
+                    self._records,
+                    self.path,
+                    tag,
+                    dim,
+                    self._engine.family(tag),
+                    max_batch_size=self._max_batch_size,
+                    write_timeout_s=self._write_timeout_s,
+                )
 
     def _width(self, tag: str) -> int | None:
         family = self._engine.family(tag)
@@ -171,8 +186,7 @@ class RocksDatabase(Database):
                 return
             self._writable(doing)
             self._tables.pop(tag, None)
-            self._engine.remove(DEFAULT, [record_key(tag)], doing)  # first: it must never count rows that are gone
-            self._engine.sync(doing)
+            self._records.remove(tag)  # first: it must never count rows that are gone
             self._engine.drop(tag)
             self._seal_now()
 
@@ -183,12 +197,13 @@ class RocksDatabase(Database):
                 return
             self._released = True
             self._tables.clear()
+            self._engine.close()
             try:
-                self._seal_now()
-            finally:
-                self._engine.close()
-                if self._view:
-                    self._view.cleanup()
+                self._seal_now()  # RocksDB's last additions, too; who opens it now begins a MANIFEST of its own
+            except DatabaseError as error:
+                _log.warning("%s; it is closed and whole, but damage to its list of files would be seen less well", error)
+            if self._view:
+                self._view.cleanup()
 
     def _seal_now(self) -> None:
         if not self.read_only:
@@ -262,9 +277,7 @@ class RocksDatabase(Database):
     def load_record(self, tag: str) -> LoadRecord | None:
         with self._calls:
             self._table(tag)
-            default = self._engine.family(DEFAULT)
-            (data,) = self._engine.get(default, [record_key(tag)], f"reading the load record of table {tag}")
-            return None if data is None else decode_record(tag, data)
+            return self._records.get(tag)
 
     def load_chunk(
         self,
@@ -278,9 +291,7 @@ class RocksDatabase(Database):
             table = self._table(tag)
             self._writable(doing)
             check_rows(doing, keys, vectors, table.dim)
-            table.ingest(keys, vectors, self.path / directory.STAGING / f"{next(self._staged)}.sst", doing)
-            self._engine.put(DEFAULT, [record_key(tag)], [encode_record(record)], doing)
-            self._engine.sync(doing)
+            table.load(keys, vectors, record, self.path / directory.STAGING / f"{next(self._staged)}.sst", doing)
             self._seal_now()
 
     def finish_load(self, tag: str) -> None:

@@ -88,7 +88,7 @@ def seal(path: Path, previous: Seal | None) -> Seal | None:
                 size += len(data)
         current = Seal(name, size, crc)
         if current != previous:
-            fresh = path / f"{_SEAL}.tmp"
+            fresh = path / f"{_SEAL}.{os.getpid()}.tmp"
             fresh.write_text(json.dumps(asdict(current)) + "\n")
             fresh.replace(path / _SEAL)
     except FileNotFoundError:

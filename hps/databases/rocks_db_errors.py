@@ -66,5 +66,5 @@ class EngineErrors:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if type(error) is Exception:  # the binding's; anything more precise is a fault of our own
+        if type(error) is Exception or isinstance(error, OSError):  # the binding's; anything else is a fault of our own
             raise database_error(str(error), self._doing, self._path) from error

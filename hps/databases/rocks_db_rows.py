@@ -49,9 +49,8 @@ def last_of_each(keys: KeyArray) -> IndexArray:
     order: IndexArray = np.argsort(ranks)  # several times faster than a stable sort, which only duplicates need
     ranked = ranks[order]
     repeats = ranked[1:] == ranked[:-1]
-    if not repeats.any():
-        return order
-    order = np.argsort(ranks, kind="stable")[np.append(~repeats, True)]
+    if repeats.any():
+        order = np.argsort(ranks, kind="stable")[np.append(~repeats, True)]
     return order
 
 

@@ -1,11 +1,15 @@
 """One table of the persistent database: arrays above, lists of bytes below."""
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
+from hps.databases.base import LoadRecord
 from hps.databases.rocks_db_engine import Engine, Family, after
+from hps.databases.rocks_db_record import LoadRecords
 from hps.databases.rocks_db_rows import (
     KEY_BYTES,
     WrongSizeError,
@@ -18,7 +22,7 @@ from hps.databases.rocks_db_rows import (
     vector_list,
     vectors_of,
 )
-from hps.errors import DatabaseCorruptError
+from hps.errors import DatabaseCorruptError, DatabaseTimeoutError
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _FETCH_ROWS = 2048  # a multi-get allocates for all its keys at once; a tenth faster than with 10,000
@@ -26,24 +30,44 @@ _EXACT_ROWS = 1 << 17  # a table is counted up to here, which takes some 50 ms
 
 
 class RocksTable:
-    """Rows of one column family. *Thread-safe*, but for `begin_load` and `settle`.
+    """Rows of one column family. *Thread-safe.*
+
+    One lock serialises writers, so that a load and its record are not mistaken for unmodified. It is held while they write;
+    readers never take it.
 
     Args:
         engine: RocksDB.
+        records: what is loaded.
         path: of the database, for messages.
         tag: of the table.
         dim: floats of a vector.
         family: its column family.
         max_batch_size: most rows of one multi-get or write.
+        write_timeout_s: how long a writer waits for another.
     """
 
-    def __init__(self, engine: Engine, path: Path, tag: str, dim: int, family: Family, max_batch_size: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        records: LoadRecords,
+        path: Path,
+        tag: str,
+        dim: int,
+        family: Family,
+        *,
+        max_batch_size: int,
+        write_timeout_s: float,
+    ) -> None:
         self.tag = tag
         self.dim = dim
         self._engine = engine
+        self._records = records
         self._path = path
         self._family = family
-        self._loading = False
+        self._writing = threading.Lock()
+        self._write_timeout_s = write_timeout_s
+        self._loading = False  # until `settle`, files lie side by side
+        self._marked = False  # its record, if any, says that it was modified
         self._piece_rows = piece_rows(dim)
         self._fetch_rows = min(max_batch_size, _FETCH_ROWS)
         self._write_rows = min(max_batch_size, self._piece_rows)
@@ -81,23 +105,43 @@ class RocksTable:
         doing: str,
     ) -> None:
         """Add or replace rows; on disk on return."""
-        for start in range(0, keys.size, self._write_rows):
-            rows = slice(start, start + self._write_rows)
-            self._engine.put(self.tag, key_list(keys[rows]), vector_list(vectors[rows]), doing)
-        self._engine.sync(doing)
+        with self._alone(doing):
+            self._mark_modified()
+            for start in range(0, keys.size, self._write_rows):
+                rows = slice(start, start + self._write_rows)
+                self._engine.put(self.tag, key_list(keys[rows]), vector_list(vectors[rows]), doing)
+            self._engine.sync(doing)
 
     def delete(self, keys: KeyArray, doing: str) -> int:
         """Remove rows; returns how many there were. On disk on return."""
         distinct = keys[last_of_each(keys)]
         deleted = 0
-        for start in range(0, distinct.size, self._write_rows):
-            batch = key_list(distinct[start : start + self._write_rows])
-            # To mark absent keys as deleted would make every later read slower.
-            batch = present(batch, self._engine.get(self._family, batch, doing))
-            self._engine.remove(self.tag, batch, doing)
-            deleted += len(batch)
-        self._engine.sync(doing)
+        with self._alone(doing):
+            self._mark_modified()
+            for start in range(0, distinct.size, self._write_rows):
+                batch = key_list(distinct[start : start + self._write_rows])
+                # To mark absent keys as deleted would make every later read slower.
+                batch = present(batch, self._engine.get(self._family, batch, doing))
+                self._engine.remove(self.tag, batch, doing)
+                deleted += len(batch)
+            self._engine.sync(doing)
         return deleted
+
+    @contextmanager
+    def _alone(self, doing: str) -> Iterator[None]:
+        if not self._writing.acquire(timeout=self._write_timeout_s):
+            raise DatabaseTimeoutError(
+                f"{doing} in {self._path}: another write to the table did not end within {self._write_timeout_s:g} s; try again"
+            )
+        try:
+            yield
+        finally:
+            self._writing.release()
+
+    def _mark_modified(self) -> None:
+        if not self._marked:
+            self._records.mark_modified(self.tag)
+            self._marked = True
 
     def chunk(self, start: bytes, rows: int, doing: str) -> tuple[KeyArray, FloatArray, bytes]:
         """Read up to `rows` rows from the engine's key `start` on, and say where the next chunk starts."""
@@ -133,20 +177,22 @@ class RocksTable:
             self._family, "cur-size-all-mem-tables"
         )
 
-    def ingest(
+    def load(
         self,
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
+        record: LoadRecord,
         staged: Path,
         doing: str,
     ) -> None:
-        """Add or replace rows in bulk, by way of the file `staged`; on disk on return."""
-        if not keys.size:
-            return
-        if not self._loading:
-            self._engine.begin_load(self._family, doing)
-            self._loading = True
-        self._engine.ingest(self._family, self._sorted_pieces(keys, vectors), staged, doing)
+        """Add or replace rows in bulk, by way of the file `staged`, then remember `record`; both are on disk on return."""
+        with self._alone(doing):
+            if keys.size:
+                if not self._loading:
+                    self._engine.begin_load(self._family, doing)
+                    self._loading = True
+                self._engine.ingest(self._family, self._sorted_pieces(keys, vectors), staged, doing)
+            self._marked = self._records.advance(self.tag, record).modified
 
     def _sorted_pieces(self, keys: KeyArray, vectors: FloatArray) -> Iterator[tuple[list[bytes], list[bytes]]]:
         order = last_of_each(keys)
@@ -155,7 +201,7 @@ class RocksTable:
             yield key_list(keys[rows]), vector_list(vectors[rows])
 
     def settle(self, doing: str) -> None:
-        """Merge what was ingested."""
+        """Merge what was ingested. Writers need not wait: what they add is merged in its turn."""
         self._engine.settle(self._family, doing)
         self._loading = False
 

@@ -276,7 +276,7 @@ def test_later_chunks_win_over_earlier_ones_and_over_inserts(path: Path):
     again = RocksDatabase(path)
     again.open_table(TAG, DIM)
     np.testing.assert_array_equal(fetched(again, TAG, keys, DIM)[0], wanted)
-    assert again.load_record(TAG) == LoadRecord("x", 6, 7)
+    assert again.load_record(TAG) == LoadRecord("x", 6, 7, modified=True)
     again.close()
 
 
@@ -312,6 +312,32 @@ def test_a_damaged_record_is_corrupt_and_dropping_the_table_cures_it(path: Path)
     database.open_table(TAG, 2)
     assert database.load_record(TAG) is None
     database.close()
+
+
+@pytest.mark.parametrize("change", ["insert", "delete"])
+def test_a_change_marks_the_record_for_good_and_the_rest_of_the_load_keeps_the_mark(path: Path, change: str):
+    keys = distinct_keys(300)
+    database = RocksDatabase(path)
+    database.open_table(TAG, DIM)
+    database.insert(TAG, keys, vectors_of(keys, DIM))  # before any load there is nothing to mark
+    assert database.load_record(TAG) is None
+    database.load_chunk(TAG, keys[:100], vectors_of(keys[:100], DIM), LoadRecord("x", 100, 300))
+    assert database.load_record(TAG) == LoadRecord("x", 100, 300)
+    if change == "insert":
+        database.insert(TAG, keys[:1], vectors_of(keys[:1], DIM, 1))
+    else:
+        database.delete(TAG, keys[:1])
+    assert database.load_record(TAG) == LoadRecord("x", 100, 300, modified=True)
+    database.load_chunk(TAG, keys[100:], vectors_of(keys[100:], DIM), LoadRecord("x", 300, 300))
+    assert database.load_record(TAG) == LoadRecord("x", 300, 300, modified=True)
+    database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("y", 300, 300))
+    assert database.load_record(TAG) == LoadRecord("y", 300, 300)
+    database.close()
+    again = RocksDatabase(path)
+    again.open_table(TAG, DIM)
+    again.insert(TAG, keys[:1], vectors_of(keys[:1], DIM, 1))
+    assert again.load_record(TAG) == LoadRecord("y", 300, 300, modified=True)
+    again.close()
 
 
 def test_files_of_a_killed_load_are_removed_at_the_next_opening(path: Path):
@@ -353,7 +379,7 @@ def test_read_only_serves_and_writes_nothing(filled: Path):
     np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors)
     assert database.size(TAG) == 3000
     assert sum(chunk.size for chunk, _ in database.scan(TAG, 700)) == 3000
-    assert database.load_record(TAG) == LoadRecord("x", 2000, 2000)
+    assert database.load_record(TAG) == LoadRecord("x", 2000, 2000, modified=True)
     calls = [
         lambda: database.insert(TAG, keys, vectors),
         lambda: database.delete(TAG, keys),

@@ -1,0 +1,487 @@
+"""RocksDB's faults: locked, damaged, full, killed. Each ends in right vectors or in an error that names the cause."""
+
+import ctypes
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hps.databases.base import LoadRecord
+from hps.databases.rocks_db import RocksDatabase
+from hps.databases.rocks_db_errors import database_error
+from hps.errors import (
+    DatabaseCorruptError,
+    DatabaseError,
+    DatabaseLockedError,
+    DatabaseTimeoutError,
+    UnknownTableError,
+)
+from tests.contracts.database_contract import DIM, TAG, distinct_keys, fetched, vectors_of
+
+ROWS = 6000
+KEYS = distinct_keys(ROWS)
+VECTORS = vectors_of(KEYS, DIM)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "rocksdb"
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A closed database: ROWS rows of TAG in several merged and unmerged files."""
+    path = tmp_path_factory.mktemp("pristine") / "rocksdb"
+    database = RocksDatabase(path)
+    database.open_table(TAG, DIM)
+    for start in range(0, ROWS, 1000):
+        rows = slice(start, start + 1000)
+        database.load_chunk(TAG, KEYS[rows], VECTORS[rows], LoadRecord("x", start + 1000, ROWS))
+        if start == 3000:
+            database.finish_load(TAG)
+    database.close()
+    return path
+
+
+def child(code: str, *arguments: str | Path, **options) -> subprocess.Popen:
+    """Start a Python process that has the constants of this file at hand."""
+    start = "import sys\nfrom tests.integration.test_rocks_db_faults import *\n" + textwrap.dedent(code)
+    command = [sys.executable, "-c", start, *map(str, arguments)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], **options
+    )
+
+
+def outcome_of(code: str, *arguments: str | Path, **options) -> str:
+    with child(code, *arguments, **options) as process:
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    return out
+
+
+# -- locked ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_another_process_holds_is_refused_at_once_with_the_cure(path: Path):
+    code = """
+        database = RocksDatabase(sys.argv[1])
+        print("open", flush=True)
+        sys.stdin.read()
+        database.close()
+    """
+    with child(code, path, stdin=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == "open\n"
+        with pytest.raises(DatabaseLockedError, match=rf"(?s){path}.*Another process.*fuser.*path of its own.*read_only"):
+            RocksDatabase(path)
+        RocksDatabase(path, read_only=True).close()
+        holder.communicate("", timeout=30)
+    RocksDatabase(path).close()
+
+
+def test_a_directory_that_this_process_holds_is_refused(path: Path):
+    database = RocksDatabase(path)
+    with pytest.raises(DatabaseLockedError, match=str(path)):
+        RocksDatabase(path)
+    database.open_table(TAG, DIM)
+    database.insert(TAG, KEYS, VECTORS)  # the first one is as it was
+    database.close()
+
+
+# -- damaged -----------------------------------------------------------------------------------------------------------
+
+Damage = Callable[[Path, random.Random], None]
+
+
+def cut(path: Path, rng: random.Random) -> None:
+    os.truncate(path, rng.randrange(path.stat().st_size))
+
+
+def garble(path: Path, rng: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    start = rng.randrange(len(data))
+    for i in range(start, min(len(data), start + rng.choice([1, 8, 300]))):
+        data[i] ^= rng.randrange(1, 256)
+    path.write_bytes(data)
+
+
+def zero_the_end(path: Path, rng: random.Random) -> None:
+    data = path.read_bytes()
+    kept = rng.randrange(len(data))
+    path.write_bytes(data[:kept] + bytes(len(data) - kept))
+
+
+def empty(path: Path, rng: random.Random) -> None:
+    path.write_bytes(b"")
+
+
+def remove(path: Path, rng: random.Random) -> None:
+    path.unlink()
+
+
+def read_everything(path: Path, read_only: bool) -> None:
+    """Fetch and scan all rows; passes when they are all right, raises what the database raises."""
+    database = RocksDatabase(path, read_only=read_only)
+    try:
+        database.open_table(TAG, DIM)
+        record = database.load_record(TAG)
+        out, found = fetched(database, TAG, KEYS, DIM)
+        assert found.all()
+        np.testing.assert_array_equal(out, VECTORS)
+        scanned = np.concatenate([keys for keys, _ in database.scan(TAG, 1000)])
+        np.testing.assert_array_equal(np.sort(scanned), np.sort(KEYS))
+        assert record == LoadRecord("x", ROWS, ROWS)
+    finally:
+        database.close()
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("damage", [cut, garble, zero_the_end, empty, remove])
+@pytest.mark.parametrize("pattern", ["*.sst", "MANIFEST-*", "CURRENT"])
+def test_a_damaged_file_is_reported_and_never_answers_wrongly(
+    pristine: Path, path: Path, pattern: str, damage: Damage, read_only: bool
+):
+    reports = []
+    for seed in range(1 if damage in (empty, remove) else 8):
+        rng = random.Random(seed)
+        shutil.copytree(pristine, path)
+        victim = rng.choice(sorted(path.glob(pattern)))
+        damage(victim, rng)
+        try:
+            read_everything(path, read_only)
+        except DatabaseCorruptError as error:
+            reports.append(str(error))
+        shutil.rmtree(path)
+    # Bytes that nothing reads may change unnoticed, but not many of them.
+    assert len(reports) >= (1 if damage in (empty, remove) else 6)
+    assert all(str(path) in report and "backup" in report for report in reports)
+
+
+def test_a_manifest_cut_at_any_point_is_reported(pristine: Path, path: Path):
+    whole = next(pristine.glob("MANIFEST-*")).stat().st_size
+    for size in [*range(0, whole, 97), whole - 1]:
+        shutil.copytree(pristine, path)
+        os.truncate(next(path.glob("MANIFEST-*")), size)
+        with pytest.raises(DatabaseCorruptError, match=r"MANIFEST-\d+ was cut short"):
+            RocksDatabase(path)
+        assert len(list(path.glob("*.sst"))) == len(list(pristine.glob("*.sst")))  # RocksDB would have deleted them
+        shutil.rmtree(path)
+
+
+def test_a_file_that_is_damaged_while_it_is_open_is_reported(pristine: Path, path: Path):
+    shutil.copytree(pristine, path)
+    database = RocksDatabase(path)
+    database.open_table(TAG, DIM)
+    assert fetched(database, TAG, KEYS, DIM)[1].all()
+    for file in path.glob("*.sst"):
+        data = file.read_bytes()
+        with open(file, "r+b") as handle:
+            handle.write(bytes(byte ^ 0x55 for byte in data[: len(data) // 2]))
+    found = np.zeros(ROWS, np.bool_)
+    out = np.zeros((ROWS, DIM), np.float32)
+    with pytest.raises(DatabaseCorruptError, match=rf"(?s)fetching from table {TAG} in {path}.*checksum"):
+        database.fetch(TAG, KEYS, out, found)
+    np.testing.assert_array_equal(out[found], VECTORS[found])
+    with pytest.raises(DatabaseCorruptError, match="scanning"):
+        list(database.scan(TAG, 100))
+    with pytest.raises(DatabaseCorruptError, match="counting"):
+        database.size(TAG)
+    database.close()
+
+
+def test_a_database_without_its_first_file_is_not_taken_for_a_new_one(pristine: Path, path: Path):
+    shutil.copytree(pristine, path)
+    (path / "CURRENT").unlink()
+    before = sorted(path.iterdir())
+    for read_only in (False, True):
+        with pytest.raises(DatabaseCorruptError, match="CURRENT is missing"):
+            RocksDatabase(path, read_only=read_only)
+    assert sorted(path.iterdir()) == before
+
+
+def test_a_damaged_or_foreign_seal_does_not_keep_a_whole_database_closed(pristine: Path, path: Path):
+    for text in ("", "{", "[]", '{"manifest": "MANIFEST-999999", "size_bytes": 5, "crc32": 5}'):
+        shutil.copytree(pristine, path)
+        (path / "hps-manifest.json").write_text(text)
+        read_everything(path, read_only=False)
+        shutil.rmtree(path)
+
+
+# -- no place ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_path_that_is_a_file_is_refused(path: Path, read_only: bool):
+    path.write_text("mine")
+    for place in (path, path / "below"):
+        with pytest.raises(DatabaseError, match=str(place)):
+            RocksDatabase(place, read_only=read_only)
+    assert path.read_text() == "mine"
+
+
+def test_a_path_that_cannot_be_made_is_refused():
+    with pytest.raises(DatabaseError, match=r"/proc/rocksdb.*directory that this process may use"):
+        RocksDatabase("/proc/rocksdb")
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "cure"),
+    [
+        ("IO error: While lock file: /x/LOCK: Resource temporarily unavailable", DatabaseLockedError, "read_only"),
+        ("IO error: lock hold by current process, acquire time 1: /x/LOCK: No locks available", DatabaseLockedError, "fuser"),
+        ("Corruption: block checksum mismatch: stored = 1", DatabaseCorruptError, "backup"),
+        ("IO error: No such file or directory: While open a file for random read: /x/1.sst", DatabaseCorruptError, "backup"),
+        ("IO error: No space left on device: While appending to file: /x/1.log", DatabaseError, "Make room"),
+        ("IO error: While fsync: /x/1.log: File too large", DatabaseError, "Make room"),
+        ("IO error: While open a file for appending: /x/1.log: Permission denied", DatabaseError, "may write"),
+        ("IO error: While open a file: /x/1.log: Read-only file system", DatabaseError, "read_only"),
+        ("IO error: While open a file for random read: /x/1.sst: Too many open files", DatabaseError, "ulimit"),
+        ("Result incomplete: Write stall", DatabaseTimeoutError, "keep up"),
+        ("Invalid argument: something new", DatabaseError, "something new"),
+    ],
+)
+def test_every_message_of_the_engine_becomes_a_typed_error(message: str, kind: type[DatabaseError], cure: str):
+    error = database_error(message, "doing this", Path("/x"))
+    assert type(error) is kind or (kind is DatabaseTimeoutError and isinstance(error, kind))
+    assert str(error).startswith("doing this in /x: ")
+    assert message.split(": ")[-1] in str(error)
+    assert cure in str(error)
+
+
+# -- full --------------------------------------------------------------------------------------------------------------
+
+FILL = """
+    import gc
+    path = Path(sys.argv[1])
+    database = RocksDatabase(path)
+    database.open_table(TAG, DIM)
+    database.load_chunk(TAG, KEYS, VECTORS, LoadRecord("x", ROWS, ROWS))
+    fill(path)
+
+    def failing(work):
+        try:
+            for step in range(60):
+                work(step)
+        except DatabaseError as error:
+            print(type(error).__name__, "Make room" in str(error))
+        else:
+            print("never full")
+        out, found = fetched(database, TAG, KEYS, DIM)
+        assert found.all() and (out == VECTORS).all(), "what was there is lost"
+        assert database.load_record(TAG).rows_done == ROWS
+
+    wide = distinct_keys(60_000, seed=5)
+    part = lambda step: wide[step * 1000 : step * 1000 + 1000]
+    failing(lambda step: database.load_chunk(TAG, wide, vectors_of(wide, DIM), LoadRecord("y", 1, 1)))
+    failing(lambda step: database.insert(TAG, part(step), vectors_of(part(step), DIM)))
+    assert list((path / "hps-ingest").iterdir()) == []
+    database.close()
+    empty_again(path)
+    database = RocksDatabase(path)
+    database.open_table(TAG, DIM)
+    out, found = fetched(database, TAG, KEYS, DIM)
+    assert found.all() and (out == VECTORS).all(), "what was there is lost"
+    database.insert(TAG, wide, vectors_of(wide, DIM))
+    assert fetched(database, TAG, wide, DIM)[1].all()
+    database.close()
+"""
+
+
+def test_files_that_may_not_grow_end_in_an_error_and_what_was_there_stays_readable(path: Path):
+    code = """
+        def fill(path):
+            import resource
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+
+        def empty_again(path):
+            import resource
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    """
+    assert outcome_of(textwrap.dedent(code) + textwrap.dedent(FILL), path).split("\n") == ["DatabaseError True"] * 2 + [""]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 12 MB."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"none", bytes(mount), b"tmpfs", 0, b"size=12m"):
+        pytest.skip(f"cannot mount a small file system: {os.strerror(ctypes.get_errno())}")
+    yield mount
+    libc.umount2(bytes(mount), 2)
+
+
+def test_a_full_disk_ends_in_an_error_and_what_was_there_stays_readable(small_disk: Path):
+    code = """
+        def fill(path):
+            with open(path.parent / "filler", "wb") as filler:
+                filler.write(bytes(shutil.disk_usage(path).free - 400_000))
+
+        def empty_again(path):
+            (path.parent / "filler").unlink()
+    """
+    path = small_disk / "rocksdb"
+    assert outcome_of(textwrap.dedent(code) + textwrap.dedent(FILL), path).split("\n") == ["DatabaseError True"] * 2 + [""]
+
+
+@pytest.fixture
+def read_only_disk(pristine: Path, tmp_path: Path) -> Iterator[Path]:
+    """The pristine database on a file system that cannot be written to."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    bind, remount, read_only = 4096, 32, 1
+    if libc.mount(bytes(pristine), bytes(mount), None, bind, None):
+        pytest.skip(f"cannot bind a directory: {os.strerror(ctypes.get_errno())}")
+    try:
+        if libc.mount(None, bytes(mount), None, bind | remount | read_only, None):
+            pytest.skip(f"cannot bind a directory for reading: {os.strerror(ctypes.get_errno())}")
+        yield mount
+    finally:
+        libc.umount2(bytes(mount), 2)
+
+
+def test_a_read_only_file_system_serves_read_only_and_refuses_writing(read_only_disk: Path):
+    read_everything(read_only_disk, read_only=True)
+    with pytest.raises(DatabaseError, match=rf"{read_only_disk}.*[Rr]ead-only"):
+        RocksDatabase(read_only_disk)
+
+
+# -- killed ------------------------------------------------------------------------------------------------------------
+
+LOAD_ROWS, CHUNK_ROWS = 120_000, 1500
+LOAD_KEYS = np.concatenate([distinct_keys(LOAD_ROWS - 5000, seed=11), distinct_keys(5000, seed=11)])  # the last come again
+LOAD_VECTORS = vectors_of(LOAD_KEYS, DIM) + np.arange(LOAD_ROWS, dtype=np.float32)[:, None] * 2**-10
+
+LOAD = """
+    database = RocksDatabase(sys.argv[1])
+    database.open_table(TAG, DIM)
+    record = database.load_record(TAG)
+    print("begin", flush=True)
+    for start in range(record.rows_done if record else 0, LOAD_ROWS, CHUNK_ROWS):
+        stop = min(start + CHUNK_ROWS, LOAD_ROWS)
+        database.load_chunk(TAG, LOAD_KEYS[start:stop], LOAD_VECTORS[start:stop], LoadRecord("f", stop, LOAD_ROWS))
+    print("merge", flush=True)
+    database.finish_load(TAG)
+    database.close()
+    print("done", flush=True)
+"""
+
+
+def expected(rows: int) -> dict[int, bytes]:
+    return {int(key): row.tobytes() for key, row in zip(LOAD_KEYS[:rows], LOAD_VECTORS[:rows], strict=True)}
+
+
+def check_prefix(path: Path) -> int:
+    """Rows done, all of which must be there: each as of the last chunk counted, or of the one that was being loaded."""
+    database = RocksDatabase(path)
+    try:
+        database.open_table(TAG, DIM)
+        record = database.load_record(TAG)
+        done = record.rows_done if record else 0
+        here = expected(done)
+        maybe = expected(min(done + CHUNK_ROWS, LOAD_ROWS))
+        keys = np.fromiter(here, np.int64, len(here))
+        out, found = fetched(database, TAG, keys, DIM)
+        assert found.all()
+        rows = [row.tobytes() for row in out]
+        assert all(row in (here[key], maybe[key]) for key, row in zip(keys.tolist(), rows, strict=True))
+        assert list((path / "hps-ingest").iterdir()) == []
+        return done
+    finally:
+        database.close()
+
+
+def test_a_load_that_is_killed_again_and_again_loses_nothing_and_completes(path: Path):
+    rng = random.Random(7)
+    kills = 0
+    progress = [0]
+    for _ in range(60):
+        with child(LOAD, path) as loader:
+            assert loader.stdout.readline() == "begin\n", loader.stderr.read()
+            if kills < 8:
+                time.sleep(rng.uniform(0, 0.12))
+                loader.kill()
+            loader.communicate(timeout=120)
+        kills += loader.returncode == -signal.SIGKILL
+        progress.append(check_prefix(path))
+        assert progress[-1] >= progress[-2]
+        if loader.returncode == 0:
+            break
+    assert kills >= 5
+    assert sum(0 < done < LOAD_ROWS for done in progress) >= 3, "the kills missed the load"
+    assert progress[-1] == LOAD_ROWS
+    database = RocksDatabase(path, read_only=True)
+    database.open_table(TAG, DIM)
+    whole = expected(LOAD_ROWS)
+    keys = np.fromiter(whole, np.int64, len(whole))
+    out, found = fetched(database, TAG, keys, DIM)
+    assert found.all()
+    assert [row.tobytes() for row in out] == list(whole.values())
+    assert database.size(TAG) == len(whole)
+    database.close()
+
+
+def test_a_merge_that_is_killed_loses_nothing(path: Path):
+    rng = random.Random(3)
+    killed = 0
+    for _ in range(4):
+        with child(LOAD, path) as loader:
+            while loader.stdout.readline() not in ("merge\n", ""):
+                pass
+            time.sleep(rng.uniform(0, 0.03))
+            loader.kill()
+            loader.communicate(timeout=120)
+        killed += loader.returncode == -signal.SIGKILL
+        assert check_prefix(path) == LOAD_ROWS
+    assert killed >= 1
+
+
+def test_inserts_that_returned_survive_a_kill(path: Path):
+    code = """
+        database = RocksDatabase(sys.argv[1])
+        database.open_table(TAG, DIM)
+        for version in range(100_000):
+            database.insert(TAG, KEYS[:500], vectors_of(KEYS[:500], DIM, version % 250))
+            print(version, flush=True)
+    """
+    for seconds in (0.0, 0.05, 0.2):
+        with child(code, path) as writer:
+            assert writer.stdout.readline() == "0\n"
+            time.sleep(seconds)
+            writer.kill()
+            lines, _ = writer.communicate(timeout=60)
+        acknowledged = int(lines.split("\n")[-2]) if "\n" in lines else 0
+        database = RocksDatabase(path)
+        database.open_table(TAG, DIM)
+        out, found = fetched(database, TAG, KEYS[:500], DIM)
+        assert found.all()
+        candidates = [vectors_of(KEYS[:500], DIM, version % 250) for version in (acknowledged, acknowledged + 1)]
+        assert np.logical_or(*((out == wanted).all(axis=1) for wanted in candidates)).all()
+        database.close()
+
+
+def test_a_table_that_is_dropped_under_its_users_is_unknown_to_them_and_nothing_crashes(path: Path):
+    database = RocksDatabase(path)
+    database.open_table(TAG, DIM)
+    database.insert(TAG, KEYS, VECTORS)
+    scan = database.scan(TAG, 1000)
+    next(scan)
+    database.drop_table(TAG)
+    with pytest.raises(UnknownTableError):
+        fetched(database, TAG, KEYS, DIM)
+    rest = sum(keys.size for keys, _ in scan)  # the scan holds on to what it reads
+    assert rest == ROWS - 1000
+    database.open_table(TAG, DIM + 1)
+    assert not fetched(database, TAG, KEYS, DIM + 1)[1].any()
+    database.close()
+    RocksDatabase(path).close()

@@ -15,6 +15,8 @@ from hps.cache.base import Segment
 from hps.cache.numpy_cache import NumpyCache
 from hps.database_chain import DatabaseChain
 from hps.databases.base import Database, LoadRecord, TableStats
+from hps.databases.hash_map import HashMapDatabase
+from hps.databases.rocks_db import RocksDatabase
 from hps.errors import DatabaseError, ModelFileError, ModelFileNotFoundError, TableWidthError
 from hps.filesystems.local import LocalFileSystem
 from hps.loading import DatabaseLoad, load_table
@@ -372,6 +374,23 @@ def test_no_more_is_read_than_a_bounded_database_gets(source: str) -> None:
     load_table(TABLE, source, [BoundedMemory(200)], progress=progress)
     assert progress.events[0] == ("start", TAG, 200, 200 * (8 + 4 * DIM))
     assert progress.advanced == 200
+
+
+def test_a_hash_map_with_a_margin_and_rocksdb_get_theirs(source: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys, vectors = rows_of(ROWS)
+    caplog.set_level(logging.INFO)
+    volatile = HashMapDatabase(num_partitions=4, overflow_margin=100)
+    persistent = RocksDatabase(tmp_path / "rocksdb")
+    try:
+        report = load_table(TABLE, source, [volatile, persistent], initial_cache_rate=0.5)
+        assert report.loads == (DatabaseLoad("hash_map", 0, 200), DatabaseLoad("rocks_db", 0, ROWS))
+        assert held(volatile) == content(keys[:200], vectors[:200])
+        assert held(persistent) == content(keys, vectors)
+        assert load_table(TABLE, source, [persistent]).nothing_to_do
+    finally:
+        volatile.close()
+        persistent.close()
+    assert "cached 200 / 1000 embeddings in volatile database (hash_map); load: 200 / 400 (50.00%)." in caplog.text
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------

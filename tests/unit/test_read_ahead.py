@@ -1,0 +1,78 @@
+"""Reading ahead: the right rows in order, within three buffers, and nothing left behind."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hps.errors import ModelFileError
+from hps.filesystems.local import LocalFileSystem
+from hps.model_files import SparseModel, open_sparse_model, write_sparse_model
+from hps.read_ahead import read_ahead
+from hps.sample_model import sample_chunks, sample_vectors
+
+ROWS, DIM, CHUNK_ROWS = 1000, 4, 64
+RANGES = [(start, min(start + CHUNK_ROWS, ROWS)) for start in range(0, ROWS, CHUNK_ROWS)]
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SparseModel:
+    monkeypatch.setattr("hps.model_files.CHUNK_BYTES", CHUNK_ROWS * (8 + 4 * DIM))
+    write_sparse_model(tmp_path / "m", sample_chunks(ROWS, DIM, seed=1))
+    return open_sparse_model(tmp_path / "m", DIM)
+
+
+def readers() -> int:
+    return sum(thread.name.startswith("hps-model-reader") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("ranges", [RANGES, RANGES[::-1], [(0, 1), (990, 1000), (3, 67), (3, 67)], [(999, 1000)], []])
+def test_every_range_comes_in_its_turn(model: SparseModel, ranges: list[tuple[int, int]]) -> None:
+    got = []
+    for start, keys, vectors in read_ahead(model, ranges):
+        np.testing.assert_array_equal(keys, np.arange(start, start + keys.size))
+        np.testing.assert_array_equal(vectors, sample_vectors(keys, DIM, 1))
+        got.append((start, start + keys.size))
+    assert got == ranges
+    assert readers() == 0
+
+
+def test_three_buffers_are_used_in_turn(model: SparseModel) -> None:
+    places = [vectors.ctypes.data for _, _, vectors in read_ahead(model, RANGES)]
+    assert len(set(places)) == 3
+
+
+def test_a_chunk_stays_as_it_is_while_it_is_lent(model: SparseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reads ahead are done by the time the chunk is looked at again."""
+    read = threading.Semaphore(0)
+
+    class Announcing(LocalFileSystem):
+        def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+            super().read_into(path, offset, buffer)
+            read.release()
+
+    monkeypatch.setattr("hps.filesystems.local.LocalFileSystem", Announcing)
+    chunks = read_ahead(open_sparse_model(model.place, DIM), RANGES)
+    _, keys, vectors = next(chunks)
+    for _ in range(2 * 3):  # two files of three chunks
+        assert read.acquire(timeout=10)
+    assert not read.acquire(timeout=0.05)  # no fourth chunk: its buffer is lent
+    np.testing.assert_array_equal(vectors, sample_vectors(keys, DIM, 1))
+    chunks.close()
+
+
+def test_closing_ends_the_reading(model: SparseModel) -> None:
+    chunks = read_ahead(model, RANGES)
+    next(chunks)
+    assert readers() > 0
+    chunks.close()
+    assert readers() == 0
+
+
+def test_an_error_comes_in_the_turn_of_its_range(model: SparseModel) -> None:
+    chunks = read_ahead(model, [(0, 10), (995, 1005), (10, 20)])
+    assert next(chunks)[0] == 0
+    with pytest.raises(ModelFileError, match="ends at byte"):
+        next(chunks)
+    assert readers() == 0

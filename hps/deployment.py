@@ -2,7 +2,9 @@
 
 import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from hps.cache.base import EmbeddingCache
 from hps.config import ModelConfig
@@ -40,6 +42,11 @@ class Deployment:
     sessions: dict[int, LookupSession | DirectSession]
     chain: DatabaseChain
     owns_chain: bool = False
+    _indices: dict[str | int, int] = field(init=False, repr=False)  # of tables, by name and by id
+
+    def __post_init__(self) -> None:
+        names = {spec.table_name: index for index, spec in enumerate(self.tables)}
+        object.__setattr__(self, "_indices", names | {index: index for index in names.values()})
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -73,13 +80,11 @@ class Deployment:
         Raises:
             UnknownTableError: the model has no such table.
         """
-        names = [spec.table_name for spec in self.tables]
-        if isinstance(table, str) and table in names:
-            return names.index(table)
-        if not isinstance(table, str | bool) and 0 <= table < len(names):
-            return int(table)
-        known = ", ".join(f"{index} ({name})" for index, name in enumerate(names))
-        raise UnknownTableError(f"looking up model {self.config.model!r}: got table {table!r}, wanted one of {known}")
+        index = self._indices.get(table) if isinstance(table, str | int | np.integer) else None
+        if index is None or isinstance(table, bool):
+            known = ", ".join(f"{index} ({spec.table_name})" for index, spec in enumerate(self.tables))
+            raise UnknownTableError(f"looking up model {self.config.model!r}: got table {table!r}, wanted one of {known}")
+        return index
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for queued insertions; False when that takes longer."""

@@ -1,0 +1,42 @@
+"""Each outside engine is imported by one part, so that nothing else needs it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OWNERS = {
+    "rocksdict": "hps/databases/rocks_db",
+    "redis": "hps/databases/redis_",
+    "cupy": "hps/cache/cupy_",
+    "fastapi": "hps/service/",
+    "starlette": "hps/service/",
+    "uvicorn": "hps/service/",
+    "typer": "hps/cli",
+    "boto3": "hps/filesystems/s3",
+    "torch": "nobody",
+}
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.split(".")[0]
+
+
+@pytest.mark.parametrize("engine", OWNERS)
+def test_engine_is_imported_by_its_owner_alone(engine):
+    importers = {path.relative_to(ROOT).as_posix() for path in (ROOT / "hps").rglob("*.py") if engine in set(imports(path))}
+    assert {name for name in importers if not name.startswith(OWNERS[engine])} == set()
+
+
+def test_configuration_and_environment_are_read_in_one_place():
+    readers = set()
+    for path in (ROOT / "hps").rglob("*.py"):
+        source = path.read_text()
+        if "os.environ" in source or "getenv(" in source:
+            readers.add(path.relative_to(ROOT).as_posix())
+    assert readers <= {"hps/config.py"}

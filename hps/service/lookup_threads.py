@@ -1,0 +1,189 @@
+"""The threads that lookups run on, so that the event loop never waits for a database.
+
+What is dear is not the work that a hop takes but the hand-over of the interpreter lock, twice a hop: each wakes a sleeping
+thread and is a moment in which nobody runs, together as long as a lookup of a thousand resident keys. So hand-overs are
+shared: the calls of one turn of the event loop are handed over at its end, to one thread while calls are short, and that
+thread tells the event loop of all results once it has nothing left to do. A tick every millisecond, while calls are under
+way, bounds what a long call can do to the others: it collects results that nobody told of, and wakes further threads for
+calls that wait. When calls are long, each wakes a thread of its own at once.
+"""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from hps.service.request_errors import LookupTimeoutError, OverloadedError
+
+_T = TypeVar("_T")
+
+MAX_WAITING = 256
+"""Calls that may wait for a thread. At 0.1 ms a lookup the last of them waits for some 25 ms; beyond that, clients are told
+to come back."""
+
+_TICK_S = 0.001
+_LONG_S = 0.0005  # hand-overs are a small part of calls that take longer on average
+_WEIGHT = 0.1  # of the newest call in that average
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    future: "asyncio.Future[Any]"
+    submitted_s: float
+    result: Any = None
+    error: BaseException | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Thread:
+    """A thread waits for its turn by acquiring `turn`, which whoever takes it out of the sleepers releases."""
+
+    thread: threading.Thread
+    turn: threading.Lock = field(default_factory=threading.Lock)
+
+
+class LookupThreads:
+    """Runs calls on a fixed number of threads for one event loop. *One per event loop.*
+
+    Args:
+        threads: calls that run at once.
+        timeout_s: how long a call may take, its waiting included.
+        max_waiting: calls that may wait for a thread.
+    """
+
+    def __init__(self, threads: int, timeout_s: float, max_waiting: int = MAX_WAITING) -> None:
+        self._timeout_s = timeout_s
+        self._limit = threads + max_waiting
+        # Touched by the event loop alone.
+        self._pending = 0
+        self._submitted: list[_Call] = []
+        self._unanswered: dict[_Call, None] = {}  # in the order of their submission
+        self._ticking = False
+        # Shared with the threads: single operations of a deque are atomic.
+        self._waiting: deque[_Call] = deque()
+        self._done: deque[_Call] = deque()
+        self._sleepers: deque[_Thread] = deque()
+        self._average_s = 0.0
+        self._closing = False
+        self._threads = [self._start(f"hps-lookup-{place}") for place in range(threads)]
+
+    @property
+    def pending(self) -> int:
+        """Calls that run or wait."""
+        return self._pending
+
+    async def run(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """Run `function(*arguments)` on a thread and return what it returns, or raise what it raises.
+
+        Raises:
+            OverloadedError: too many calls wait already.
+            LookupTimeoutError: it did not end in time; the thread goes on with it until it ends.
+        """
+        if self._pending >= self._limit:
+            raise OverloadedError(f"{self._pending} lookups run or wait, wanted at most {self._limit}; send it again later")
+        loop = asyncio.get_running_loop()
+        call = _Call(function, arguments, loop.create_future(), time.monotonic())
+        self._pending += 1
+        self._unanswered[call] = None
+        if not self._submitted:
+            loop.call_soon(self._hand_over)
+        self._submitted.append(call)
+        if not self._ticking:
+            self._ticking = True
+            loop.call_later(_TICK_S, self._tick, loop)
+        result: _T = await call.future
+        return result
+
+    def close(self, timeout_s: float) -> bool:
+        """Let the calls that run or wait end, then the threads; False when that takes longer. Blocks."""
+        deadline = time.monotonic() + timeout_s
+        self._closing = True
+        self._wake(len(self._threads))
+        for thread in self._threads:
+            thread.thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.thread.is_alive() for thread in self._threads)
+
+    def _start(self, name: str) -> _Thread:
+        entry = _Thread(threading.Thread(name=name, daemon=True))
+        entry.thread = threading.Thread(target=self._work, args=(entry,), name=name, daemon=True)
+        entry.turn.acquire()
+        entry.thread.start()
+        return entry
+
+    def _hand_over(self) -> None:
+        calls, self._submitted = self._submitted, []
+        self._waiting.extend(calls)
+        if self._average_s > _LONG_S:
+            self._wake(len(calls))
+        elif len(self._sleepers) == len(self._threads):
+            self._wake(1)
+
+    def _wake(self, count: int) -> None:
+        try:
+            for _ in range(count):
+                self._sleepers.pop().turn.release()
+        except IndexError:  # all are awake, and look for waiting calls before they sleep
+            pass
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._settle()
+        now = time.monotonic()
+        while self._unanswered and now - (oldest := next(iter(self._unanswered))).submitted_s > self._timeout_s:
+            del self._unanswered[oldest]
+            if not oldest.future.done():
+                text = f"the lookup did not end within {self._timeout_s:g} s (service.request_timeout_s)"
+                oldest.future.set_exception(LookupTimeoutError(text))
+        if self._waiting and now - self._waiting[0].submitted_s > _TICK_S:
+            self._wake(1)
+        self._ticking = self._pending > 0
+        if self._ticking:
+            loop.call_later(_TICK_S, self._tick, loop)
+
+    def _settle(self) -> None:
+        while self._done:
+            call = self._done.popleft()
+            self._pending -= 1
+            self._unanswered.pop(call, None)
+            if call.future.done():  # timed out, or its request was cancelled
+                continue
+            if call.error is None:
+                call.future.set_result(call.result)
+            else:
+                call.future.set_exception(call.error)
+
+    def _work(self, me: _Thread) -> None:
+        loop: asyncio.AbstractEventLoop | None = None  # to tell of results
+        while True:
+            try:
+                call = self._waiting.popleft()
+            except IndexError:
+                if loop is not None:
+                    self._tell(loop)
+                    loop = None
+                if self._closing:
+                    return
+                self._sleepers.append(me)
+                if self._waiting or self._closing:  # since we looked: the event loop may not have seen us asleep
+                    self._wake(1)
+                me.turn.acquire()
+                continue
+            loop = call.future.get_loop()
+            if not call.future.done():  # else it timed out or was cancelled while it waited
+                started = time.perf_counter()
+                try:
+                    call.result = call.function(*call.arguments)
+                except BaseException as error:  # noqa: BLE001 - it is raised where the call is awaited
+                    call.error = error
+                self._average_s += _WEIGHT * (time.perf_counter() - started - self._average_s)
+            self._done.append(call)
+            del call  # holds its buffers
+
+    def _tell(self, loop: asyncio.AbstractEventLoop) -> None:
+        with suppress(RuntimeError):  # the event loop is closed: nobody waits
+            loop.call_soon_threadsafe(self._settle)

@@ -1,0 +1,166 @@
+"""Reads request bodies within limits of size, time and memory held."""
+
+import asyncio
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.types import Message, Receive
+
+from hps.errors import InvalidInputError
+from hps.service.lookup_threads import LookupThreads
+from hps.service.request_errors import BodyTimeoutError, BodyTooLargeError, OverloadedError, UnsupportedEncodingError
+
+_HELD_BODIES = 8  # full-size bodies that may be in memory at once
+_ENCODINGS = (b"identity", b"gzip", b"deflate")
+_UNCOUNTED_BYTES = 65_536  # smaller bodies are bounded by the number of connections
+
+
+class ClientDisconnected(Exception):
+    """The client went away before its request was complete: nobody is left to be told."""
+
+
+class BodyReader:
+    """Reads request bodies. *One per event loop.*
+
+    Args:
+        max_bytes: of one body, as sent and decompressed.
+        timeout_s: for the whole body to arrive.
+        threads: where bodies are decompressed.
+    """
+
+    def __init__(self, max_bytes: int, timeout_s: float, threads: LookupThreads) -> None:
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._threads = threads
+        self._held = 0
+        self._expired: set[asyncio.Task[Any]] = set()
+        self._max_held = _HELD_BODIES * max_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of large bodies in memory."""
+        return self._held
+
+    async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
+        """Read the whole body, as it was sent. The caller gives it back with `release` when the request is done.
+
+        Raises:
+            BodyTooLargeError: it is declared or found to be too large; what is left of it is not read.
+            BodyTimeoutError: it did not arrive in time.
+            OverloadedError: the bodies of other requests fill the memory set aside for bodies.
+            UnsupportedEncodingError: it is compressed in a way that is not understood.
+            ClientDisconnected: the client went away.
+        """
+        declared = headers.get(b"content-length")
+        if declared is not None and int(declared) > self._max_bytes:  # the server checked that it is a number
+            raise self._too_large(f"Content-Length is {int(declared)}")
+        if b"content-encoding" in headers and (encoding := _encoding(headers)) not in _ENCODINGS:
+            raise UnsupportedEncodingError(
+                f"reading the request: got Content-Encoding {encoding.decode('latin-1')[:40]!r}, wanted gzip, deflate or none"
+            )
+        # asyncio.timeout is four times as dear, and most bodies are there already.
+        task = asyncio.current_task()
+        timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire, task)
+        try:
+            return await self._receive_all(receive)
+        except asyncio.CancelledError:
+            if task is None or task not in self._expired:
+                raise
+            task.uncancel()
+            raise BodyTimeoutError(
+                f"the request body did not arrive within {self._timeout_s:g} s (service.request_timeout_s)"
+            ) from None
+        finally:
+            timer.cancel()
+            if self._expired and task is not None:
+                self._expired.discard(task)
+
+    async def decompress(self, headers: Mapping[bytes, bytes], body: bytes) -> bytes:
+        """Take a body that was read for what it means: decompressed, where the headers say so. It replaces the other.
+
+        Raises:
+            BodyTooLargeError: it decompresses to too much; no more than the limit is ever decompressed.
+            InvalidInputError: it is not what the headers say.
+            OverloadedError, LookupTimeoutError: as `LookupThreads.run`.
+        """
+        if b"content-encoding" not in headers or _encoding(headers) == b"identity":
+            return body
+        decompressed = await self._threads.run(self._inflate, body)
+        self._hold(len(decompressed))
+        self.release(body)
+        return decompressed
+
+    def release(self, body: bytes) -> None:
+        """The body is no longer used."""
+        if len(body) > _UNCOUNTED_BYTES:
+            self._held -= len(body)
+
+    def _expire(self, task: "asyncio.Task[Any] | None") -> None:
+        if task is not None:
+            self._expired.add(task)
+            task.cancel()
+
+    async def _receive_all(self, receive: Receive) -> bytes:
+        message = _request(await receive())
+        body: bytes = message.get("body", b"")
+        if not message.get("more_body", False):
+            if len(body) > self._max_bytes:
+                raise self._too_large(f"got {len(body)} bytes")
+            self._hold(len(body))
+            return body
+        chunks, size, held = [body], len(body), 0
+        try:
+            while message.get("more_body", False):
+                message = _request(await receive())
+                chunks.append(message.get("body", b""))
+                size += len(chunks[-1])
+                if size > self._max_bytes:
+                    raise self._too_large(f"got {size} bytes and more to come")
+                if size > _UNCOUNTED_BYTES:
+                    self._hold_more(size - held)
+                    held = size
+            return b"".join(chunks)
+        except BaseException:
+            self._held -= held
+            raise
+
+    def _hold(self, size: int) -> None:
+        if size > _UNCOUNTED_BYTES:
+            self._hold_more(size)
+
+    def _hold_more(self, size: int) -> None:
+        if self._held + size > self._max_held:
+            raise OverloadedError(
+                f"reading the request: the bodies of other requests hold {self._held} bytes, wanted at most {self._max_held}; "
+                "send it again later"
+            )
+        self._held += size
+
+    def _inflate(self, body: bytes) -> bytes:
+        decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip or zlib, by its header
+        try:
+            decompressed = decompressor.decompress(body, self._max_bytes + 1)
+        except zlib.error as error:
+            raise InvalidInputError(f"decompressing the request: {error}") from None
+        if len(decompressed) > self._max_bytes:
+            raise self._too_large("it decompresses to more")
+        if not decompressor.eof or decompressor.unused_data:
+            found = "is cut short" if not decompressor.eof else f"ends {len(decompressor.unused_data)} bytes before the body"
+            raise InvalidInputError(f"decompressing the request: the compressed stream {found}")
+        return decompressed
+
+    def _too_large(self, got: str) -> BodyTooLargeError:
+        return BodyTooLargeError(
+            f"reading the request: {got}, wanted at most {self._max_bytes} (service.max_body_bytes); send fewer keys"
+        )
+
+
+def _encoding(headers: Mapping[bytes, bytes]) -> bytes:
+    return headers[b"content-encoding"].strip().lower()
+
+
+def _request(message: Message) -> Message:
+    if message["type"] != "http.request":
+        raise ClientDisconnected
+    return message

@@ -1,0 +1,212 @@
+"""What requests and answers look like: the types of the control routes, and the OpenAPI description of the lookups."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import models_json_schema
+
+from hps.service.lookup_routes import INFER, INFER_VERSION, LOOKUP
+
+Datatype = Literal["INT64", "INT32", "FP32", "BOOL"]
+
+
+class ErrorAnswer(BaseModel):
+    """Why a request was not served."""
+
+    error: str = Field(description="What was being done, what was got, what was wanted.")
+
+
+class Live(BaseModel):
+    """The process answers."""
+
+    live: bool
+
+
+class Ready(BaseModel):
+    """Whether lookups are answered."""
+
+    ready: bool
+    reason: str | None = Field(default=None, description="Why not, when not.")
+
+
+class ModelReady(Ready):
+    """Whether lookups of a model are answered."""
+
+    name: str
+
+
+class ServerMetadata(BaseModel):
+    """The server and the protocol extensions that it speaks."""
+
+    name: str
+    version: str
+    extensions: list[str]
+    models: list[str] = Field(description="Names of the models in service; empty while they load.")
+
+
+class TensorMetadata(BaseModel):
+    """An input or output; -1 is a width that the request chooses."""
+
+    name: str
+    datatype: Datatype
+    shape: list[int]
+
+
+class TableMetadata(BaseModel):
+    """A table, which may be named as an input of its own."""
+
+    name: str
+    dim: int
+    max_keys: int = Field(description="Most keys of this table in one request.")
+    default_value: float | None = Field(description="Every element of the vector that an absent key gets.")
+
+
+class ModelMetadata(BaseModel):
+    """A model: its inputs and outputs as Triton's HPS backend has them, and its tables."""
+
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+    tables: list[TableMetadata]
+
+
+class RequestInput(BaseModel):
+    """Keys: `KEYS` and `NUMKEYS`, or one input a table."""
+
+    name: str
+    datatype: Literal["INT64", "INT32"]
+    shape: list[int]
+    parameters: dict[str, Any] | None = Field(default=None, description="`binary_data_size`: bytes in the binary part.")
+    data: list[Any] | None = Field(default=None, description="Integers, flat or nested as the shape; without binary data.")
+
+
+class RequestOutput(BaseModel):
+    """An output that is wanted: `OUTPUT0`, `FOUND0`, `<table>` or `<table>.found`."""
+
+    name: str
+    parameters: dict[str, Any] | None = Field(default=None, description="`binary_data`: send it as binary data.")
+
+
+class InferenceRequest(BaseModel):
+    """A request of the Open Inference Protocol v2."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "inputs": [
+                    {"name": "KEYS", "datatype": "INT64", "shape": [1, 3], "data": [17, 42, 7]},
+                    {"name": "NUMKEYS", "datatype": "INT32", "shape": [1, 2], "data": [1, 2]},
+                ]
+            }
+        }
+    )
+
+    id: str | None = Field(default=None, description="Echoed.")
+    parameters: dict[str, Any] | None = Field(
+        default=None, description="`binary_data_output`: send all outputs as binary data. `found`: send the found-masks, too."
+    )
+    inputs: list[RequestInput]
+    outputs: list[RequestOutput] | None = Field(default=None, description="Left out, all vectors.")
+
+
+class ResponseOutput(BaseModel):
+    """Vectors (FP32) or a found-mask (BOOL)."""
+
+    name: str
+    datatype: Literal["FP32", "BOOL"]
+    shape: list[int]
+    parameters: dict[str, Any] | None = Field(default=None, description="`binary_data_size`: bytes in the binary part.")
+    data: list[float | bool | None] | None = Field(
+        default=None, description="Flat, in row-major order; null is a value that JSON cannot write (NaN, infinity)."
+    )
+
+
+class InferenceResponse(BaseModel):
+    """An answer of the Open Inference Protocol v2."""
+
+    model_name: str
+    model_version: str
+    id: str | None = None
+    outputs: list[ResponseOutput]
+
+
+class LookupRequest(BaseModel):
+    """Keys by table."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"tables": {"item": [1, 2]}, "found": True}}, extra="forbid")
+
+    tables: dict[str, list[int]]
+    found: bool = Field(default=False, description="Also answer which keys some tier had.")
+
+
+class LookupResponse(BaseModel):
+    """Vectors by table, in the order of the keys."""
+
+    tables: dict[str, list[list[float | None]]] = Field(description="null is a value that JSON cannot write (NaN, infinity).")
+    found: dict[str, list[bool]] | None = Field(default=None, description="Where asked: False for keys that got the default.")
+
+
+ERRORS = {
+    400: "The request is wrong.",
+    401: "The bearer token is missing or wrong.",
+    404: "There is no such model, version or table.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large, or has too many keys.",
+    415: "The body is compressed in a way that is not understood.",
+    500: "A bug; the log has more.",
+    503: "Loading, overloaded, or a database failed. Retry-After says when to come back.",
+    504: "The lookup did not end in time.",
+}
+_REF = "#/components/schemas/"
+_HEADER_LENGTH = {
+    "name": "Inference-Header-Content-Length",
+    "in": "header",
+    "required": False,
+    "schema": {"type": "integer"},
+    "description": "Bytes of the JSON part, when binary data follow it.",
+}
+
+
+def describe_lookups(openapi: dict[str, Any]) -> None:
+    """Add the lookup routes, which FastAPI does not know, to its OpenAPI document."""
+    models: list[type[BaseModel]] = [InferenceRequest, InferenceResponse, LookupRequest, LookupResponse, ErrorAnswer]
+    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF + "{model}")
+    openapi.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+    infer = {
+        "summary": "Look up keys by the Open Inference Protocol v2",
+        "description": "Binary data, after a JSON part of the length that Inference-Header-Content-Length says, is fastest.",
+        "requestBody": _content("InferenceRequest", "application/json", "application/octet-stream"),
+        "responses": _responses("InferenceResponse", "application/json", "application/octet-stream"),
+    }
+    openapi["paths"][INFER] = {"post": {**infer, "operationId": "infer", "parameters": [_path("model"), _HEADER_LENGTH]}}
+    openapi["paths"][INFER_VERSION] = {
+        "post": {**infer, "operationId": "infer_version", "parameters": [_path("model"), _path("version"), _HEADER_LENGTH]}
+    }
+    openapi["paths"][LOOKUP] = {
+        "post": {
+            "summary": "Look up keys with curl",
+            "operationId": "lookup",
+            "parameters": [_path("model")],
+            "requestBody": _content("LookupRequest", "application/json"),
+            "responses": _responses("LookupResponse", "application/json"),
+        }
+    }
+
+
+def _content(model: str, *media_types: str) -> dict[str, Any]:
+    json, binary = {"$ref": _REF + model}, {"type": "string", "format": "binary"}
+    schemas = {media_type: {"schema": json if media_type.endswith("json") else binary} for media_type in media_types}
+    return {"required": True, "content": schemas}
+
+
+def _responses(model: str, *media_types: str) -> dict[str, Any]:
+    answers: dict[str, Any] = {"200": {"description": "The vectors.", "content": _content(model, *media_types)["content"]}}
+    for status, text in ERRORS.items():
+        answers[str(status)] = {"description": text, "content": _content("ErrorAnswer", "application/json")["content"]}
+    return answers
+
+
+def _path(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}

@@ -13,7 +13,7 @@ OWNERS = {
     "fastapi": "hps/service/",
     "starlette": "hps/service/",
     "uvicorn": "hps/service/",
-    "typer": "hps/cli",
+    "typer": ("hps/cli", "hps/terminal"),
     "boto3": "hps/filesystems/s3",
     "torch": "nobody",
 }

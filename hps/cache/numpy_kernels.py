@@ -14,10 +14,11 @@ A key belongs to set `scale(mix(key), sets)`. `state` is one row of int64 counte
 away what it read. Had it read any byte of a writer's, then its second load could not be older than that writer's odd
 version: the two fences order the version before the bytes on one side and the bytes before the version on the other
 (H.-J. Boehm, "Can seqlocks get along with programming language memory models?", MSPC 2012). This needs nothing of the
-processor but the fences, so it holds on arm64 as it does on x86-64. Versions, ages and keys are read and written by
-atomic instructions, since branches depend on them; vectors are copied by memcpy, and a torn copy is never looked at.
-A version has 16 bits, so 32,768 changes of one set during one read would look like none: a writer whose version wraps
-first adds to `WRAPS`, which a reader loads before its first and after its second (acquire) load of the version.
+processor but the fences, so it holds on arm64 as it does on x86-64. To the compiler, what a plain load reads while it is
+written is any value: the keys and ages of a set are loaded as one frozen snapshot (`match_line`), whose worst is a wrong
+slot of the same set, and vectors are copied by memcpy; neither is looked at again once the version has moved. A version
+has 16 bits, so 32,768 changes of one set during one read would look like none: a writer whose version wraps first adds to
+`WRAPS`, which a reader loads before its first and after its second (acquire) load of the version.
 
 **Waiting.** A reader that finds a set owned by a writer for `PATIENCE` attempts (the writer's thread lost its processor)
 reports a miss, which is always a right answer. A writer waits for a writer of the same set, yielding the processor; a
@@ -69,6 +70,7 @@ STATE_WORDS = 24
 _LINE_BYTES = 8 * LINE_WORDS
 _EPOCHS = 255
 _AHEAD = 31
+_EPOCHS_A_CALL = 5
 _BLOCK = 32
 _CACHE_LINE = 64
 _PREFETCHED_BYTES = 512
@@ -145,7 +147,7 @@ def query(
         for i in range(found.size):
             found[i] = False
         return n
-    epoch = _epoch(fetch_add(_address(state) + 8 * CLOCK, min(n, WAYS * sets)), sets)
+    epoch = _epoch(fetch_add(_address(state) + 8 * CLOCK, min(n, _EPOCHS_A_CALL * WAYS * sets)), sets)
     base, vectors_at, out_at, wraps_at = _address(lines), _address(vectors), _address(out), _address(state) + 8 * WRAPS
     row_bytes = 4 * dim
     ahead = min(row_bytes, _PREFETCHED_BYTES)

@@ -1,10 +1,17 @@
 """The NumPy embedding cache: the contract, and what is its own."""
 
-import numpy as np
+import gc
+import weakref
+from collections.abc import Iterator
 
-from hps.cache.base import EmbeddingCache
+import numpy as np
+import pytest
+
+from hps.cache.base import EmbeddingCache, Segment
 from hps.cache.numpy_cache import NumpyCache
-from tests.contracts.cache_contract import CacheContract
+from hps.cache.numpy_kernels import WAYS, WRAPS
+from hps.errors import DeviceMemoryError, InvalidInputError
+from tests.contracts.cache_contract import DEFAULT, CacheContract, distinct_keys, spec, vectors_of
 
 
 class TestNumpyCache(CacheContract):
@@ -26,3 +33,135 @@ class TestNumpyCache(CacheContract):
             assert key not in rows
             rows[key] = memory.vectors[index * 14 + way].tobytes()
         return rows
+
+
+@pytest.fixture
+def cache() -> Iterator[NumpyCache]:
+    cache = NumpyCache.create([spec(4)], [WAYS], 0)
+    yield cache
+    cache.close()
+
+
+class TestSets:
+    def test_a_set_lies_within_its_own_cache_lines(self):
+        cache = NumpyCache.create([spec(16), spec(5, "other")], [1000, 15], 0)
+        for table in cache._open:
+            assert table.lines.ctypes.data % 128 == 0
+            assert table.vectors.ctypes.data % 128 == 0
+
+    def test_a_version_that_wraps_is_counted_and_the_set_works_on(self, cache: NumpyCache):
+        memory, keys = cache._open[0], distinct_keys(5)
+        version = memory.lines.view(np.uint16)[:, 0]
+        version[:] = 0xFFFC
+        for count, key in enumerate(keys[:, None]):
+            cache.insert(0, key, vectors_of(key, 4, count))
+            assert version[0] == (0xFFFC + 2 * (count + 1)) % (1 << 16)
+            assert memory.state[WRAPS] == (count >= 1)
+        workspace, out = cache.create_workspace(), np.empty((5, 4), np.float32)
+        assert cache.query(workspace, [Segment(0, keys, out)]).count == 0
+        np.testing.assert_array_equal(out, vectors_of(keys, 4, np.arange(5)))
+
+    def test_a_query_does_not_wait_for_a_set_that_a_writer_keeps(self, cache: NumpyCache):
+        keys = distinct_keys(3)
+        cache.insert(0, keys, vectors_of(keys, 4))
+        version = cache._open[0].lines.view(np.uint16)[:, 0]
+        workspace = cache.create_workspace()
+        segment = Segment(0, keys, np.empty((3, 4), np.float32), np.ones(3, np.bool_))
+        version[0] += 1
+        misses = cache.query(workspace, [segment])
+        assert misses.count == 3
+        assert not segment.found.any()
+        cache.fill_default(workspace, misses)
+        assert (segment.out == DEFAULT).all()
+        version[0] += 1
+        assert cache.query(workspace, [segment]).count == 0
+
+    def test_calls_that_change_nothing_leave_versions_alone(self, cache: NumpyCache):
+        keys = distinct_keys(8)
+        cache.insert(0, keys[:4], vectors_of(keys[:4], 4))
+        before = cache._open[0].lines.copy()
+        cache.update(0, keys[4:], vectors_of(keys[4:], 4))
+        cache.erase(0, keys[4:])
+        cache.dump(0)
+        cache.query(cache.create_workspace(), [Segment(0, keys[4:], np.empty((4, 4), np.float32))])
+        np.testing.assert_array_equal(cache._open[0].lines, before)
+
+    def test_recency_is_written_once_an_epoch(self, cache: NumpyCache):
+        keys = distinct_keys(WAYS)
+        cache.insert(0, keys, vectors_of(keys, 4))
+        ages = cache._open[0].lines.view(np.uint8)[0, 2:16]
+        workspace, out = cache.create_workspace(), np.empty((1, 4), np.float32)
+        seen = []
+        for _ in range(3 * WAYS):
+            cache.query(workspace, [Segment(0, keys[:1], out)])
+            seen.append(int(ages[0]))
+        first = seen[0]
+        assert seen == [first] * WAYS + [first + 1] * WAYS + [first + 2] * WAYS
+        assert (ages[1:] == ages[1]).all()
+        assert (first - int(ages[1])) % 255 == 15
+
+    def test_recency_goes_on_when_epochs_start_anew(self, cache: NumpyCache):
+        keys = distinct_keys(WAYS + 40)
+        old, new = keys[:WAYS], keys[WAYS:]
+        cache.insert(0, old, vectors_of(old, 4))
+        workspace = cache.create_workspace()
+        absent = distinct_keys(WAYS, seed=7)
+        for epoch in range(600):
+            cache.query(workspace, [Segment(0, old[1:], np.empty((WAYS - 1, 4), np.float32))])
+            cache.query(workspace, [Segment(0, absent, np.empty((WAYS, 4), np.float32))])
+            if epoch % 20 == 19:
+                key = new[epoch // 20, None]
+                cache.insert(0, key, vectors_of(key, 4))
+                assert set(cache.dump(0).tolist()) == {*old[1:].tolist(), int(key[0])}
+
+
+class TestMemory:
+    def test_more_memory_than_the_machine_has_is_a_typed_error_that_names_the_table(self):
+        with pytest.raises(DeviceMemoryError, match=r"model 'shop'.*rows of table 'big'.*gpucacheper of at most") as caught:
+            NumpyCache.create([spec(4, "small"), spec(1024, "big")], [1000, 1 << 40], 0)
+        assert isinstance(caught.value, MemoryError)
+
+    def test_running_calls_keep_the_memory_that_close_lets_go(self, cache: NumpyCache):
+        memory = weakref.ref(cache._open[0].lines)
+        running = cache._open
+        cache.close()
+        gc.collect()
+        assert memory() is not None
+        del running
+        gc.collect()
+        assert memory() is None
+
+
+class TestArrays:
+    @pytest.mark.parametrize(
+        "segment",
+        [
+            Segment(0, np.zeros(3, np.int64), np.empty((3, 5), np.float32)),
+            Segment(0, np.zeros(3, np.int64), np.empty((2, 4), np.float32)),
+            Segment(0, np.zeros(3, np.int64), np.empty(12, np.float32)),
+            Segment(0, np.zeros(3, np.int64), np.empty((3, 4), np.float64)),
+            Segment(0, np.zeros(3, np.int64), np.empty((3, 8), np.float32)[:, ::2]),
+            Segment(0, np.zeros(3, np.int32), np.empty((3, 4), np.float32)),
+            Segment(0, np.zeros((3, 1), np.int64), np.empty((3, 4), np.float32)),
+            Segment(0, np.zeros(3, np.int64), np.empty((3, 4), np.float32), np.empty(2, np.bool_)),
+            Segment(0, np.zeros(3, np.int64), np.broadcast_to(np.float32(0), (3, 4))),
+            Segment(0, np.zeros(3, np.int64), np.frombuffer(bytearray(49), np.float32, 12, 1).reshape(3, 4)),
+        ],
+    )
+    def test_segments_that_do_not_fit_are_refused_before_anything_is_written(self, cache: NumpyCache, segment: Segment):
+        with pytest.raises(InvalidInputError, match=r"hps_et\.shop\.item.*wanted C-contiguous, aligned keys int64"):
+            cache.query(cache.create_workspace(), [segment])
+
+    def test_keys_that_are_not_aligned_are_copied(self, cache: NumpyCache):
+        keys = np.frombuffer(b"\0" + distinct_keys(6).tobytes(), np.int64, 6, 1)
+        cache.insert(0, distinct_keys(6), vectors_of(distinct_keys(6), 4))
+        out = np.empty((6, 4), np.float32)
+        workspace = cache.create_workspace()
+        assert cache.query(workspace, cache.adopt(workspace, [Segment(0, keys, out)])).count == 0
+        np.testing.assert_array_equal(out, vectors_of(distinct_keys(6), 4))
+
+    def test_strided_modifications_are_refused(self, cache: NumpyCache):
+        with pytest.raises(InvalidInputError, match="contiguous"):
+            cache.insert(0, distinct_keys(6)[::2], np.zeros((3, 4), np.float32))
+        with pytest.raises(InvalidInputError, match="contiguous"):
+            cache.insert(0, distinct_keys(3), np.zeros((3, 8), np.float32)[:, ::2])

@@ -1,0 +1,236 @@
+"""The NumPy embedding cache: queries against a plain gather, modifications, hit rate of power-law traffic, and DLPack.
+
+Limit of a query: `numpy.take` of the same vectors from known rows into the same output, over the same rotation of batches.
+Limit of the hit rate: that of the most popular keys, as many as the cache holds (perfect frequency knowledge).
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch.utils.dlpack import to_dlpack
+
+from benchmarks.harness import Report, power_law_keys, time_calls
+from hps.cache.base import Segment
+from hps.cache.dlpack import as_keys, as_output
+from hps.cache.numpy_cache import NumpyCache
+from hps.hashing import mix, scale
+from hps.types import FloatArray, KeyArray, TableSpec
+
+_ALPHA = 1.05
+_ROTATION = 8
+
+
+def run(report: Report, quick: bool) -> None:
+    """Measure all of it; `quick` takes small tables."""
+    rng = np.random.default_rng(report.seed)
+    sizes = [(2_000, 1_000)] if quick else [(2_000, 1_000), (1 << 20, 1_000), (1 << 20, 100_000)]
+    for rows, n in sizes:
+        for dim in (32,) if quick else (16, 32, 128):
+            for alpha in (0.0, _ALPHA):
+                _queries(report, rng, rows, n, dim, alpha)
+    _many_tables(report, rng, 2_000 if quick else 50_000)
+    _while_writing(report, rng, 2_000 if quick else 100_000)
+    for resident in (True, False):
+        _inserts(report, rng, 5_000 if quick else 1 << 20, resident)
+    _misses(report, rng)
+    _hit_rate(report, rng, 1 << (14 if quick else 20))
+    _adoption(report)
+
+
+def _vectors(keys: KeyArray, dim: int) -> FloatArray:
+    return (keys[:, None] * 31 + np.arange(dim)).astype(np.float32)
+
+
+def _filled(rng: np.random.Generator, rows: int, dim: int) -> tuple[NumpyCache, KeyArray]:
+    """A cache twice as large as its content, and the resident keys."""
+    cache = NumpyCache.create([TableSpec("bench", "item", dim, 0.0, 1 << 20)], [2 * rows], 0)
+    keys = rng.permutation(4 * rows)[:rows]
+    cache.insert(0, keys, _vectors(keys, dim))
+    return cache, cache.dump(0)
+
+
+def _batches(rng: np.random.Generator, resident: KeyArray, n: int, alpha: float) -> list[KeyArray]:
+    shuffled = rng.permutation(resident)
+    return [shuffled[power_law_keys(rng, n, resident.size, alpha)] for _ in range(_ROTATION)]
+
+
+def _queries(report: Report, rng: np.random.Generator, rows: int, n: int, dim: int, alpha: float) -> None:
+    cache, resident = _filled(rng, rows, dim)
+    batches = _batches(rng, resident, n, alpha)
+    workspace, out = cache.create_workspace(), np.empty((n, dim), np.float32)
+    segments = [[Segment(0, keys, out)] for keys in batches]
+    calls = 400 if n < 10_000 else 12
+
+    def query(i: int) -> Any:
+        return cache.query(workspace, cache.adopt(workspace, segments[i % _ROTATION]))
+
+    for i, keys in enumerate(batches):
+        out.fill(np.nan)
+        _check(query(i).count == 0 and np.array_equal(out, _vectors(keys, dim)))
+    rank = np.argsort(resident)
+    places = [rank[np.searchsorted(resident, keys, sorter=rank)] for keys in batches]
+    known = _vectors(resident, dim)
+    rounds = [  # taken in turns, so that both meet the same neighbours
+        (time_calls(query, calls), time_calls(lambda i: np.take(known, places[i % _ROTATION], 0, out, "clip"), calls))
+        for _ in range(5)
+    ]
+    timing = min((queried for queried, _ in rounds), key=lambda queried: queried.p50_s)
+    ratio = float(np.median([gathered.p50_s / queried.p50_s for queried, gathered in rounds]))
+    axes = {"work": "query", "rows": rows, "batch": n, "dim": dim, "alpha": alpha}
+    report.add(axes, timing.as_dict() | {"mkeys_per_s": n / timing.p50_s / 1e6, "of_gather": ratio})
+
+
+def _many_tables(report: Report, rng: np.random.Generator, rows: int) -> None:
+    tables, n, dim = 26, 1024, 16
+    cache = NumpyCache.create([TableSpec("bench", f"t{i}", dim, 0.0, n) for i in range(tables)], [2 * rows] * tables, 0)
+    for table in range(tables):
+        keys = rng.permutation(4 * rows)[:rows]
+        cache.insert(table, keys, _vectors(keys, dim))
+    workspace = cache.create_workspace()
+    rotation = [
+        [Segment(table, rng.choice(cache.dump(table), n), np.empty((n, dim), np.float32)) for table in range(tables)]
+        for _ in range(_ROTATION)
+    ]
+    for segments in rotation:
+        _check(cache.query(workspace, segments).count == 0)
+        _check(all(np.array_equal(segment.out, _vectors(segment.keys, dim)) for segment in segments))
+    timing = time_calls(lambda i: cache.query(workspace, cache.adopt(workspace, rotation[i % _ROTATION])), 500)
+    report.add({"work": "query of 26 tables", "rows": rows, "batch": tables * n, "dim": dim, "alpha": 0.0}, timing.as_dict())
+
+
+def _while_writing(report: Report, rng: np.random.Generator, rows: int) -> None:
+    """Queries beside a thread that updates the same table without pause."""
+    n, dim = 10_000, 32
+    cache, resident = _filled(rng, rows, dim)
+    batches = _batches(rng, resident, n, 0.0)
+    workspace, out = cache.create_workspace(), np.empty((n, dim), np.float32)
+
+    def query(i: int) -> None:
+        cache.query(workspace, [Segment(0, batches[i % _ROTATION], out)])
+
+    quiet = time_calls(query, 300)
+    done, updated, vectors = threading.Event(), 0, _vectors(resident, dim)
+
+    def update() -> None:
+        nonlocal updated
+        while not done.is_set():
+            cache.update(0, resident, vectors)
+            updated += resident.size
+
+    writer = threading.Thread(target=update)
+    writer.start()
+    try:
+        busy = time_calls(query, 300)
+    finally:
+        done.set()
+        writer.join(timeout=60)
+    query(0)
+    _check(updated > 0 and np.array_equal(out, _vectors(batches[0], dim)))
+    axes = {"work": "query beside updates", "rows": rows, "batch": n, "dim": dim, "alpha": 0.0}
+    report.add(axes, busy.as_dict() | {"of_quiet": quiet.p50_s / busy.p50_s})
+
+
+def _inserts(report: Report, rng: np.random.Generator, rows: int, resident: bool) -> None:
+    n, dim = min(rows, 65_536), 32
+    cache, keys = _filled(rng, rows, dim)
+    batches = [rng.choice(keys, n) if resident else rng.integers(1 << 40, 1 << 60, n) for _ in range(_ROTATION)]
+    vectors = [_vectors(batch, dim) for batch in batches]
+    before = cache.stats(0).inserts
+    timing = time_calls(lambda i: cache.insert(0, batches[i % _ROTATION], vectors[i % _ROTATION]), 24, warmup=0)
+    _check(resident == (cache.stats(0).inserts == before))
+    axes = {"work": "insert resident" if resident else "insert new", "rows": rows, "batch": n, "dim": dim}
+    report.add(axes, timing.as_dict() | {"mkeys_per_s": n / timing.p50_s / 1e6})
+
+
+def _misses(report: Report, rng: np.random.Generator) -> None:
+    """What a lookup with misses adds to its query, besides the fetch and the insertion."""
+    dim = 32
+    for n, missing in ((1_000, 100), (1_000, 1_000), (100_000, 10_000)):
+        cache, resident = _filled(rng, 200_000, dim)
+        absent = rng.integers(1 << 40, 1 << 60, missing)
+        keys = rng.permutation(np.concatenate([rng.choice(resident, n - missing), rng.choice(absent, missing)]))
+        workspace, out = cache.create_workspace(), np.empty((n, dim), np.float32)
+        misses = cache.query(workspace, [Segment(0, keys, out)])
+        _check(misses.count == missing)
+
+        def answer(_: int) -> None:
+            for missed in cache.unique(workspace, misses):  # noqa: B023
+                cache.scatter(workspace, missed, np.ones(missed.keys.size, np.bool_))  # noqa: B023
+
+        (missed,) = cache.unique(workspace, misses)
+        _check(np.array_equal(missed.keys, np.setdiff1d(keys, resident)))
+        cache.fetch_buffer(workspace, missed)[:] = _vectors(missed.keys, dim)
+        answer(0)
+        _check(np.array_equal(out, _vectors(keys, dim)))
+        for work, call in (("unique", lambda _: cache.unique(workspace, misses)), ("unique and scatter", answer)):  # noqa: B023
+            report.add({"work": work, "batch": n, "missing": missing, "dim": dim}, time_calls(call, 300).as_dict())
+
+
+@njit
+def _lru_hits(keys, clock, tags, used):  # type: ignore[no-untyped-def]
+    """Exact LRU within sets of 14."""
+    hits = 0
+    for key in keys:
+        index, clock, victim, hit = scale(mix(key), tags.shape[0]), clock + 1, 0, False
+        for way in range(tags.shape[1]):
+            if used[index, way] and tags[index, way] == key:
+                victim, hit = way, True
+                break
+            if used[index, way] < used[index, victim]:
+                victim = way
+        tags[index, victim], used[index, victim] = key, clock
+        hits += hit
+    return hits, clock
+
+
+def _hit_rate(report: Report, rng: np.random.Generator, rows: int) -> None:
+    batch, calls = 4096, 4 * rows // 4096
+    cache = NumpyCache.create([TableSpec("bench", "item", 1, 0.0, batch)], [rows // 10], 0)
+    capacity = cache.stats(0).capacity_rows
+    workspace, out = cache.create_workspace(), np.empty((batch, 1), np.float32)
+    tags, used, clock = np.zeros((capacity // 14, 14), np.int64), np.zeros((capacity // 14, 14), np.int64), 0
+    ideal = ((capacity + 1.0) ** (1 - _ALPHA) - 1) / (rows ** (1 - _ALPHA) - 1)
+    for phase in ("warm-up", "after warm-up", "after all keys changed"):
+        keys = power_law_keys(rng, calls * batch, rows, _ALPHA) + (1 << 40) * (phase == "after all keys changed")
+        missing = 0
+        for start in range(0, keys.size, batch):
+            misses = cache.query(workspace, [Segment(0, keys[start : start + batch], out)])
+            missing += misses.count
+            for missed in cache.unique(workspace, misses):
+                cache.fetch_buffer(workspace, missed)[:] = _vectors(missed.keys, 1)
+                found = np.ones(missed.keys.size, np.bool_)
+                cache.scatter(workspace, missed, found)
+                cache.insert_fetched(workspace, missed, found)
+            _check(np.array_equal(out, _vectors(keys[start : start + batch], 1)))
+        lru, clock = _lru_hits(keys, clock, tags, used)
+        hit_rate = 1 - missing / keys.size
+        axes = {"work": f"hit rate {phase}", "rows": rows, "capacity": capacity, "batch": batch, "alpha": _ALPHA}
+        figures = {"hit_rate": hit_rate, "of_ideal": hit_rate / ideal, "plain_lru_of_ideal": lru / keys.size / ideal}
+        report.add(axes, figures)
+
+
+def _adoption(report: Report) -> None:
+    array, vectors = np.arange(1000), np.empty((1000, 32), np.float32)
+    tensor, outputs = torch.from_numpy(array), torch.from_numpy(vectors)
+    capsule = to_dlpack(tensor)
+    cases: list[tuple[str, Callable[[int], Any]]] = [
+        ("numpy keys", lambda _: as_keys(array)),
+        ("torch keys", lambda _: as_keys(tensor)),
+        ("capsule of keys", lambda _: as_keys(capsule)),
+        ("numpy output", lambda _: as_output(vectors, 1000, 32)),
+        ("torch output", lambda _: as_output(outputs, 1000, 32)),
+        ("numpy.from_dlpack of torch, for comparison", lambda _: np.from_dlpack(tensor)),
+    ]
+    for name, call in cases:
+        adopted = call(0)
+        _check(adopted.ctypes.data in (array.ctypes.data, vectors.ctypes.data))
+        report.add({"work": f"adopt {name}"}, time_calls(call, 20_000, warmup=1000).as_dict())
+
+
+def _check(answer: bool) -> None:
+    if not answer:
+        raise RuntimeError("the cache gave a wrong answer; no figure is recorded")

@@ -1,0 +1,141 @@
+"""An embedding cache against a model, by random sequences of calls; a cache on a device subclasses `CacheMachine`.
+
+The model knows which vector each key would have if it were resident: a cache may forget, and never lie.
+"""
+
+from typing import ClassVar
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from hps.types import KeyArray, TableSpec
+from tests.contracts.cache_contract import AWKWARD_KEYS, DEFAULT, CacheContract, bits, vectors_of
+from tests.unit.test_numpy_cache import TestNumpyCache as NumpyContract
+
+DIMS = (1, 5, 20)
+POOL = np.concatenate([AWKWARD_KEYS[::3], np.arange(40) * 14])
+"""Few enough keys that they meet again, and more than the small caches hold."""
+
+keys_strategy = st.lists(st.sampled_from(POOL.tolist()), max_size=60).map(lambda keys: np.array(keys, np.int64))
+table_strategy = st.integers(0, len(DIMS) - 1)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Give `contract`, the contract test of the cache: it creates it and carries arrays to it and back."""
+
+    contract: ClassVar[CacheContract]
+
+    @initialize(capacities=st.tuples(*[st.sampled_from([0, 1, 14, 29, 300])] * len(DIMS)))
+    def start(self, capacities: tuple[int, ...]) -> None:
+        tables = [TableSpec("shop", f"t{dim}", dim, DEFAULT, 1000) for dim in DIMS]
+        self.cache = self.contract.cache_class.create(tables, capacities, 0)
+        self.workspace = self.cache.create_workspace()
+        self.known: list[dict[int, int]] = [{} for _ in DIMS]  # key -> version of the vector it has where it is resident
+        self.version = 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "cache"):
+            self.cache.close()
+
+    def next_vectors(self, table: int, keys: KeyArray) -> np.ndarray:
+        self.version += 1
+        return vectors_of(keys, DIMS[table], self.version)
+
+    @rule(table=table_strategy, keys=keys_strategy)
+    def insert(self, table: int, keys: KeyArray) -> None:
+        self.cache.insert(table, keys, self.next_vectors(table, keys))
+        self.known[table].update(dict.fromkeys(keys.tolist(), self.version))
+        held = set(self.cache.dump(table).tolist())
+        if len(self.known[table]) <= self.contract.ways and self.cache.stats(table).capacity_rows:
+            assert held == set(self.known[table])
+        if len(set(keys.tolist())) == 1 and self.cache.stats(table).capacity_rows:
+            assert set(keys.tolist()) <= held
+
+    @rule(table=table_strategy, keys=keys_strategy)
+    def update(self, table: int, keys: KeyArray) -> None:
+        before = set(self.cache.dump(table).tolist())
+        self.cache.update(table, keys, self.next_vectors(table, keys))
+        self.known[table].update(dict.fromkeys(before.intersection(keys.tolist()), self.version))
+        assert set(self.cache.dump(table).tolist()) == before
+
+    @rule(table=table_strategy, keys=keys_strategy)
+    def erase(self, table: int, keys: KeyArray) -> None:
+        self.cache.erase(table, keys)
+        for key in keys.tolist():
+            self.known[table].pop(key, None)
+        assert not set(self.cache.dump(table).tolist()) & set(keys.tolist())
+
+    @rule(
+        requests=st.lists(st.tuples(table_strategy, keys_strategy), max_size=len(DIMS), unique_by=lambda request: request[0]),
+        present=st.sets(st.sampled_from(POOL.tolist())),
+        with_found=st.booleans(),
+        answer=st.sampled_from(["fetch", "default", "nothing"]),
+    )
+    def look_up(self, requests: list[tuple[int, KeyArray]], present: set[int], with_found: bool, answer: str) -> None:
+        """Query tables at once; then fetch the `present` keys from below, or fill in defaults, or do nothing more."""
+        cache, workspace = self.cache, self.workspace
+        segments = [self.contract.segment(cache, table, keys, with_found=True) for table, keys in requests]
+        if not with_found:
+            for segment in segments:
+                segment.found = None
+        segments = list(cache.adopt(workspace, segments))
+        resident = [set(cache.dump(table).tolist()) for table, _keys in requests]
+        misses = cache.query(workspace, segments)
+        hit = [np.isin(keys, list(held)) for (_table, keys), held in zip(requests, resident, strict=True)]
+        assert misses.counts == [int(np.count_nonzero(~row)) for row in hit]
+        expected = [vectors_of(keys, DIMS[table], self.versions(table, keys)) for table, keys in requests]
+        answered = [row.copy() for row in hit]
+        if answer == "fetch":
+            missing = {table: index for index, (table, _keys) in enumerate(requests) if not hit[index].all()}
+            for missed in cache.unique(workspace, misses):
+                index = missing.pop(missed.segment.table)
+                table, keys = requests[index]
+                np.testing.assert_array_equal(missed.keys, np.unique(keys[~hit[index]]))
+                found = np.isin(missed.keys, list(present))
+                cache.fetch_buffer(workspace, missed)[:] = self.next_vectors(table, missed.keys)
+                cache.stage(workspace, missed, 0, missed.keys.size)
+                cache.scatter(workspace, missed, found)
+                cache.insert_fetched(workspace, missed, found)
+                self.known[table].update(dict.fromkeys(missed.keys[found].tolist(), self.version))
+                answered[index] = hit[index] | np.isin(keys, list(present))
+                fetched = answered[index] & ~hit[index]
+                expected[index][fetched] = vectors_of(keys, DIMS[table], self.version)[fetched]
+                expected[index][~answered[index]] = DEFAULT
+            assert not missing
+        elif answer == "default":
+            cache.fill_default(workspace, misses)
+            for row, rows in zip(hit, expected, strict=True):
+                rows[~row] = DEFAULT
+        cache.finish(workspace, segments)
+        for segment, row, was_answered, rows in zip(segments, hit, answered, expected, strict=True):
+            compared = row if answer == "nothing" else slice(None)
+            np.testing.assert_array_equal(bits(self.contract.to_host(segment.out)[compared]), bits(rows[compared]))
+            if segment.found is not None:
+                np.testing.assert_array_equal(self.contract.to_host(segment.found), was_answered)
+
+    def versions(self, table: int, keys: KeyArray) -> np.ndarray:
+        return np.array([self.known[table].get(key, 0) for key in keys.tolist()], np.int64)
+
+    @invariant()
+    def what_is_resident_is_whole_and_current(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        for table, known in enumerate(self.known):
+            rows = self.contract.raw_rows(self.cache, table)
+            stats = self.cache.stats(table)
+            assert len(rows) == stats.resident_rows <= stats.capacity_rows
+            assert sorted(rows) == sorted(self.cache.dump(table).tolist())
+            assert rows.keys() <= known.keys()
+            held = np.array(list(rows), np.int64)
+            current = vectors_of(held, DIMS[table], self.versions(table, held))
+            assert list(rows.values()) == [vector.tobytes() for vector in current]
+
+
+class NumpyCacheMachine(CacheMachine):
+    contract = NumpyContract()
+
+
+TestNumpyCacheAgainstAModel = NumpyCacheMachine.TestCase
+TestNumpyCacheAgainstAModel.settings = settings(max_examples=60, stateful_step_count=30)

@@ -15,14 +15,20 @@ from hps.types import TableSpec
 
 _log = logging.getLogger(__name__)
 
+_LONG_S = 5.0  # what takes longer is told
+
 
 @dataclass(frozen=True, slots=True)
 class DatabaseLoad:
-    """What `load_table` gave one database: rows [first_row, last_row) of the files; both are equal when it had them all."""
+    """What `load_table` gave one database: rows [first_row, last_row) of the files; none when it had them all."""
 
     kind: str
     first_row: int
     last_row: int
+
+    @property
+    def rows(self) -> int:
+        return self.last_row - self.first_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,7 @@ class LoadReport:
     @property
     def nothing_to_do(self) -> bool:
         """Whether every database already had all rows."""
-        return all(load.first_row == load.last_row for load in self.loads)
+        return not any(load.rows for load in self.loads)
 
 
 def load_table(
@@ -101,14 +107,8 @@ def load_table(
         else _prepare(table, database, record, model, initial_cache_rate)
         for database, record in zip(databases, records, strict=True)
     ]
-    first = min((load.first_row for load in loads if load.first_row < load.last_row), default=0)
-    last = max((load.last_row for load in loads if load.first_row < load.last_row), default=0)
-    if first < last:
-        if progress:
-            progress.start(table.tag, last - first, (last - first) * model.row_bytes)
-        _feed(table, model, list(zip(databases, loads, strict=True)), first, last, progress)
-        if progress:
-            progress.finish(table.tag)
+    if targets := [(database, load) for database, load in zip(databases, loads, strict=True) if load.rows]:
+        _feed(table, model, targets, progress)
     if authority is not None and differs:
         loads = [
             load if database.persistent else _copy(table, authority, database, initial_cache_rate, progress)
@@ -132,7 +132,12 @@ def _copy(
     """Fill a volatile database with rows of the persistent one, up to its share of them."""
     rows = authority.size(table.tag)
     limit = round(initial_cache_rate * min(rows, database.stats(table.tag).capacity_rows))
-    _log.info("Table: %s; filling %s from %s, which was updated online.", table.tag, database.kind, authority.kind)
+    _log.info(
+        "Table: %s; filling %s from %s, whose vectors are newer than the files or were to be kept.",
+        table.tag,
+        database.kind,
+        authority.kind,
+    )
     if progress:
         progress.start(table.tag, limit, limit * (8 + 4 * table.dim))
     done = 0
@@ -183,10 +188,11 @@ def _feed(
     table: TableSpec,
     model: SparseModel,
     targets: Sequence[tuple[Database, DatabaseLoad]],
-    first: int,
-    last: int,
     progress: Progress | None,
 ) -> None:
+    first, last = min(load.first_row for _, load in targets), max(load.last_row for _, load in targets)
+    if progress:
+        progress.start(table.tag, last - first, (last - first) * model.row_bytes)
     step = model.chunk_rows
     ranges = ((start, min(start + step, last)) for start in range(first, last, step))
     with closing(read_ahead(model, ranges)) as chunks:
@@ -199,9 +205,13 @@ def _feed(
                     database.load_chunk(table.tag, keys[low:high], vectors[low:high], record)
             if progress:
                 progress.advance(table.tag, keys.size)
-    for database, load in targets:
-        if load.first_row < load.last_row:
-            database.finish_load(table.tag)
+    for database, _ in targets:
+        started = time.monotonic()
+        database.finish_load(table.tag)
+        if (seconds := time.monotonic() - started) > _LONG_S:
+            _log.info("Table: %s; %s merged its rows in %.1f s.", table.tag, database.kind, seconds)
+    if progress:
+        progress.finish(table.tag)
 
 
 def _check_kept(table: TableSpec, database: Database) -> None:
@@ -218,7 +228,7 @@ def _check_kept(table: TableSpec, database: Database) -> None:
 def _log_loaded(table: TableSpec, database: Database, load: DatabaseLoad, model: SparseModel) -> None:
     """HugeCTR's lines, which its users look for. A volatile database's load record stays None."""
     if database.persistent or database.load_record(table.tag) is not None:
-        how = "all were there" if load.first_row == load.last_row else "complete"
+        how = "complete" if load.rows else "all were there"
         _log.info("Table: %s; cached %d embeddings in persistent database (%s); %s.", table.tag, model.rows, database.kind, how)
         return
     stats = database.stats(table.tag)

@@ -96,11 +96,10 @@ def loaded_lines(report: "LoadReport") -> list[str]:
 
 
 def _loaded_line(report: "LoadReport", load: "DatabaseLoad") -> str:
-    rows = load.last_row - load.first_row
-    if rows == 0:
+    if load.rows == 0:
         return f"{report.tag}: {load.kind}: complete, nothing to do ({report.model.rows:,} rows)"
-    rate = rows / max(report.seconds, 1e-9)
-    return f"{report.tag}: {load.kind}: loaded {rows:,} rows in {report.seconds:.1f} s ({rate:,.0f} rows/s)"
+    rate = load.rows / max(report.seconds, 1e-9)
+    return f"{report.tag}: {load.kind}: loaded {load.rows:,} rows in {report.seconds:.1f} s ({rate:,.0f} rows/s)"
 
 
 def print_vectors(

@@ -412,8 +412,7 @@ def test_a_reader_waits_for_a_writer_that_lost_the_processor():
     buckets["version"] += 1
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(fetched, database, TAG, distinct_keys(200), DIM)
-        while not pool._threads or (answer.running() is False and not answer.done()):
-            pass
+        time.sleep(0.02)
         buckets["version"] += 1
         assert answer.result(30)[1].all()
 
@@ -465,6 +464,45 @@ def test_no_vector_is_torn_while_rows_move_from_key_to_key(dim, policy):
             writing.clear()
         assert all(reader.result(60) > 0 for reader in readers)
     inspect(database, TAG)
+
+
+@pytest.mark.parametrize("dim", [20, 32, 5000])
+def test_no_vector_is_torn_in_a_bucket_that_is_written_all_the_time(dim):
+    """Eight keys of one bucket are replaced without a pause, and two of them deleted and inserted."""
+    database = HashMapDatabase(initial_buckets=1)
+    database.open_table(TAG, dim)
+    keys = distinct_keys(8)
+    versions = np.stack([vectors_of(keys, dim, version) for version in range(8)])
+    database.insert(TAG, keys, versions[0])
+    writing = threading.Event()
+    writing.set()
+
+    def read(seed):
+        picks = np.random.default_rng(seed).integers(0, 8, 64 if dim > 1000 else 1000)
+        checked = 0
+        while writing.is_set() or not checked:
+            out, found = fetched(database, TAG, keys[picks], dim)
+            assert found[picks < 6].all(), "a key that was never deleted was absent"
+            assert np.isnan(out[~found]).all(), "a row that was not found was written"
+            picked = picks[found]
+            same = versions[:, picked, 0] == out[found][:, 0]
+            np.testing.assert_array_equal(out[found], versions[same.argmax(axis=0), picked])
+            checked += picked.size
+        return checked
+
+    with ThreadPoolExecutor(3) as pool:
+        readers = [pool.submit(read, seed) for seed in range(3)]
+        many = np.tile(keys, 100)
+        try:
+            for version in range(5000 if dim > 1000 else 4000):
+                if dim > 1000:
+                    database.insert(TAG, keys, versions[version % 8])
+                else:  # stay inside one call for long
+                    database.insert(TAG, many, versions[np.arange(800) // 8 % 8, np.arange(800) % 8])
+                database.delete(TAG, keys[6:])
+        finally:
+            writing.clear()
+        assert all(reader.result(60) > 0 for reader in readers)
 
 
 def test_several_writers_take_turns():

@@ -17,6 +17,7 @@ IMPLEMENTATIONS: dict[str, dict[str, tuple[str, str]]] = {
     "database": {
         "hash_map": ("hps.databases.hash_map:HashMapDatabase", "pip install hps-server"),
         "parallel_hash_map": ("hps.databases.hash_map:HashMapDatabase", "pip install hps-server"),
+        "redis_cluster": ("hps.databases.redis_cluster:RedisDatabase", "pip install hps-server"),
         "rocks_db": ("hps.databases.rocks_db:RocksDatabase", "pip install hps-server"),
     },
     "filesystem": {

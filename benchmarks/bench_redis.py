@@ -1,0 +1,292 @@
+"""Redis: vectors fetched and loaded, against redis-py and against what the server and the socket allow.
+
+The limit ("socket") sends the very bytes of our requests, prepared before, and throws the replies away, with the same
+chunks and as many outstanding. The peer is redis-py with hiredis on the same hashes: a pipeline of HMGET a partition,
+brought to one array; HSET with a mapping for loading. All contestants take turns, call by call, on the same keys.
+
+Axes: what is done, servers (1, or the masters of a cluster), dim, batch, hit rate. A server is limited by its one thread;
+client and servers share the processor with each other here.
+"""
+
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import redis
+from redis.cluster import ClusterNode, RedisCluster
+
+from benchmarks.harness import Report
+from hps.databases.base import LoadRecord
+from hps.databases.redis_cluster import RedisDatabase
+from hps.databases.redis_layout import Layout
+from hps.databases.redis_topology import parse_addresses
+from hps.hashing import partition_of
+from hps.types import FloatArray, KeyArray
+from tests.redis_server import RedisClusterServers, RedisServer
+
+_TAG = "hps_et.bench.table"
+_PARTITIONS = 16
+_CHUNK = 4096
+_LOAD_ROWS = 65_536
+Contestant = Callable[[int], object]
+
+
+def run(report: Report, quick: bool) -> None:
+    """Measure fetching and loading; every answer is checked first."""
+    rounds = 3 if quick else 21
+    directory = Path(tempfile.mkdtemp(prefix="hps-bench-redis-"))
+    with ExitStack() as stack:
+        server = stack.enter_context(RedisServer(directory / "server"))
+        report.about["redis"] = server.client().info("server")["redis_version"]
+        report.about["partitions"] = _PARTITIONS
+        for dim in (32,) if quick else (16, 32, 128):
+            rows = (20_000 if quick else 200_000) * 32 // max(32, dim)
+            _measure(report, server.address, [server], dim, rows, rounds)
+    with RedisClusterServers(directory / "cluster") as cluster:
+        rows = 20_000 if quick else 200_000
+        _measure(report, cluster.address, cluster.masters, 32, rows, rounds)
+
+
+def _measure(report: Report, address: str, servers: list[RedisServer], dim: int, rows: int, rounds: int) -> None:
+    rng = np.random.default_rng(report.seed)
+    keys = rng.permutation(np.unique(rng.integers(-(2**63), 2**63 - 1, rows, dtype=np.int64)))
+    vectors = rng.random((keys.size, dim), dtype=np.float32)
+    database = RedisDatabase(address, num_partitions=_PARTITIONS)
+    peer = _Peer(parse_addresses(address)[0], len(servers) > 1, dim)
+    try:
+        database.open_table(_TAG, dim)
+        _loading(report, database, peer, servers, keys, vectors, max(3, rounds // 3))
+        batches = (1_000, 10_000, 100_000) if dim == 32 else (10_000,)
+        for batch in (size for size in batches if size <= keys.size):
+            for hit_rate in (1.0, 0.9, 0.0) if (dim, batch) == (32, 10_000) else (1.0,):
+                _fetching(report, database, peer, servers, keys, vectors, batch, hit_rate, rounds)
+        database.drop_table(_TAG)
+    finally:
+        peer.close()
+        database.close()
+
+
+def _fetching(
+    report: Report,
+    database: RedisDatabase,
+    peer: "_Peer",
+    servers: list[RedisServer],
+    keys: KeyArray,
+    vectors: FloatArray,
+    batch: int,
+    hit_rate: float,
+    rounds: int,
+) -> None:
+    rng = np.random.default_rng(report.seed + batch)
+    dim = vectors.shape[1]
+    picks = [rng.choice(keys.size, batch, replace=batch > keys.size) for _ in range(rounds)]
+    absent = [rng.random(batch) >= hit_rate for _ in range(rounds)]
+    asked = [np.where(absent[i], ~keys[picks[i]] ^ 1 << 40, keys[picks[i]]) for i in range(rounds)]
+    out, found = np.empty((batch, dim), np.float32), np.empty(batch, np.bool_)
+
+    def ours(i: int) -> None:
+        found[:] = False
+        database.fetch(_TAG, asked[i], out, found)
+
+    ours(0)
+    assert (found == ~absent[0]).all(), "wrong keys were found"  # noqa: S101 - a benchmark checks its answers
+    assert (out[found] == vectors[picks[0]][found]).all(), "a wrong vector"  # noqa: S101
+    answer, mask = peer.fetch(asked[0])
+    assert (mask == found).all(), "redis-py disagrees"  # noqa: S101
+    assert (answer[mask] == out[mask]).all(), "redis-py disagrees"  # noqa: S101
+    contestants: dict[str, Contestant] = {"ours": ours, "redis_py": lambda i: peer.fetch(asked[i])}
+    raw = None
+    if len(servers) == 1:
+        raw = _RawSocket(servers[0], dim)
+        requests = [raw.fetch_requests(asked[i]) for i in range(rounds)]
+        replies = [_reply_bytes(requests[i], int((~absent[i]).sum()), dim) for i in range(rounds)]
+        contestants["socket"] = lambda i: raw.exchange(requests[i], replies[i])
+    figures = _take_turns(contestants, rounds, batch, "keys")
+    report.add({"work": "fetch", "servers": len(servers), "dim": dim, "batch": batch, "hit_rate": hit_rate}, figures)
+    if raw:
+        raw.close()
+
+
+def _loading(
+    report: Report,
+    database: RedisDatabase,
+    peer: "_Peer",
+    servers: list[RedisServer],
+    keys: KeyArray,
+    vectors: FloatArray,
+    rounds: int,
+) -> None:
+    count = min(_LOAD_ROWS, keys.size)
+    dim = vectors.shape[1]
+    for start in range(0, keys.size, _LOAD_ROWS):
+        stop = min(start + _LOAD_ROWS, keys.size)
+        database.load_chunk(_TAG, keys[start:stop], vectors[start:stop], LoadRecord("bench", stop, keys.size))
+    out, found = np.empty_like(vectors), np.zeros(keys.size, np.bool_)
+    database.fetch(_TAG, keys, out, found)
+    assert found.all(), "rows that were loaded are absent"  # noqa: S101
+    assert (out == vectors).all(), "a wrong vector"  # noqa: S101
+
+    # Every contestant inserts `count` new rows into an empty table.
+    def ours(i: int) -> None:
+        database.insert(_TAG, keys[:count], vectors[:count])
+
+    contestants: dict[str, Contestant] = {"ours": ours, "redis_py": lambda i: peer.insert(keys[:count], vectors[:count])}
+    raw = None
+    if len(servers) == 1:
+        raw = _RawSocket(servers[0], dim)
+        requests = raw.insert_requests(keys[:count], vectors[:count])
+        contestants["socket"] = lambda i: raw.exchange(requests, [6] * len(requests))
+
+    def empty() -> None:
+        database.drop_table(_TAG)
+        database.open_table(_TAG, dim)
+        time.sleep(0.05)  # Redis frees what was dropped in the background
+
+    figures = _take_turns(contestants, rounds, count, "vectors", before=empty)
+    report.add({"work": "load", "servers": len(servers), "dim": dim, "batch": count}, figures)
+    if raw:
+        raw.close()
+    for start in range(0, keys.size, _LOAD_ROWS):
+        database.insert(_TAG, keys[start : start + _LOAD_ROWS], vectors[start : start + _LOAD_ROWS])
+
+
+def _take_turns(
+    contestants: dict[str, Contestant], rounds: int, count: int, unit: str, before: Callable[[], None] = lambda: None
+) -> dict[str, float]:
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for i in range(-1, rounds):  # one turn untimed
+        for name, contestant in contestants.items():
+            before()
+            start = time.perf_counter()
+            contestant(max(i, 0))
+            if i >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    figures = {f"{name}_{unit}_per_s": count / float(np.median(times)) for name, times in seconds.items()}
+    figures["ours_p99_s"] = float(np.quantile(seconds["ours"], 0.99))
+    for name in contestants:
+        if name != "ours":
+            ratios = np.array(seconds[name]) / np.array(seconds["ours"])
+            figures[f"ours_to_{name}"] = float(np.median(ratios))
+    return figures
+
+
+def _reply_bytes(requests: list[tuple[bytes, int]], hits: int, dim: int) -> list[int]:
+    rows = sum(count for _, count in requests)
+    frames = sum(len(b"*%d\r\n" % count) for _, count in requests)
+    total = frames + hits * (len(b"$%d\r\n" % (4 * dim)) + 4 * dim + 2) + (rows - hits) * 5
+    return [0] * (len(requests) - 1) + [total]  # only the sum is known beforehand
+
+
+class _RawSocket:
+    """Sends prepared requests, at most two chunks ahead, and counts the bytes that come back."""
+
+    def __init__(self, server: RedisServer, dim: int) -> None:
+        self._layout = Layout.of(_TAG, dim, _PARTITIONS)
+        self._socket = socket.create_connection(("127.0.0.1", server.port), 10)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._buffer = memoryview(bytearray(1 << 20))
+
+    def fetch_requests(self, keys: KeyArray) -> list[tuple[bytes, int]]:
+        return [
+            (b"*%d\r\n%b" % (piece.size + 2, partition.get_values) + _fields(keys[piece]).tobytes(), piece.size)
+            for partition, piece in self._pieces(keys)
+        ]
+
+    def insert_requests(self, keys: KeyArray, vectors: FloatArray) -> list[tuple[bytes, int]]:
+        requests = []
+        for partition, piece in self._pieces(keys):
+            values = vectors[piece].view(np.uint8)
+            head = np.frombuffer(b"$%d\r\n" % values.shape[1], np.uint8)
+            tail = np.frombuffer(b"\r\n", np.uint8)
+            rows = [_fields(keys[piece]), np.tile(head, (piece.size, 1)), values, np.tile(tail, (piece.size, 1))]
+            body = np.hstack(rows).tobytes()
+            requests.append((b"*%d\r\n%b" % (2 * piece.size + 2, partition.set_values) + body, piece.size))
+        return requests
+
+    def exchange(self, requests: list[tuple[bytes, int]], replies: list[int]) -> None:
+        """Send and receive; where a reply's size is 0 it comes with a later one."""
+        if len({size for size in replies if size}) <= 1 and replies[0]:  # numbers: one line each
+            self._lines(requests)
+            return
+        left = replies[-1]
+        ahead = max(1, 2 * _CHUNK // max(1, requests[0][1]))
+        per_request = left // len(requests)
+        for i, (data, _) in enumerate(requests):
+            self._socket.sendall(data)
+            owed = (len(requests) - 1 - i + ahead) * per_request if i < len(requests) - 1 else 0
+            while left > max(owed, 0):
+                left -= self._socket.recv_into(self._buffer)
+
+    def _lines(self, requests: list[tuple[bytes, int]]) -> None:
+        answered = 0
+        for i, (data, _) in enumerate(requests):
+            self._socket.sendall(data)
+            while answered < (i if i < len(requests) - 1 else len(requests)):
+                count = self._socket.recv_into(self._buffer)
+                answered += bytes(self._buffer[:count]).count(b"\n")
+
+    def _pieces(self, keys: KeyArray):  # type: ignore[no-untyped-def]
+        parts = partition_of(keys, _PARTITIONS)
+        for partition in self._layout.partitions:
+            places = np.flatnonzero(parts == partition.index)
+            for start in range(0, places.size, _CHUNK):
+                yield partition, places[start : start + _CHUNK]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _fields(keys: KeyArray) -> np.ndarray:
+    records = np.empty((keys.size, 14), np.uint8)
+    records[:, :4] = np.frombuffer(b"$8\r\n", np.uint8)
+    records[:, 4:12] = keys.view(np.uint8).reshape(-1, 8)
+    records[:, 12:] = np.frombuffer(b"\r\n", np.uint8)
+    return records
+
+
+class _Peer:
+    """The same work with redis-py and hiredis, as fast as its interface allows."""
+
+    def __init__(self, seed: tuple[str, int], clustered: bool, dim: int) -> None:
+        self._dim = dim
+        self._layout = Layout.of(_TAG, dim, _PARTITIONS)
+        if clustered:
+            self._client = RedisCluster(startup_nodes=[ClusterNode(*seed)], protocol=2)
+        else:
+            self._client = redis.Redis(*seed, protocol=2)
+
+    def fetch(self, keys: KeyArray) -> tuple[FloatArray, np.ndarray]:
+        parts = partition_of(keys, _PARTITIONS)
+        pipeline = self._client.pipeline(transaction=False) if isinstance(self._client, redis.Redis) else self._client.pipeline()
+        places = []
+        for partition in self._layout.partitions:
+            place = np.flatnonzero(parts == partition.index)
+            raw = keys[place].tobytes()
+            places.append(place)
+            pipeline.execute_command("HMGET", partition.values, *(raw[i : i + 8] for i in range(0, len(raw), 8)))
+        out = np.zeros((keys.size, self._dim), np.float32)
+        found = np.zeros(keys.size, np.bool_)
+        zeros = bytes(4 * self._dim)
+        for place, values in zip(places, pipeline.execute(), strict=True):
+            there = np.fromiter((value is not None for value in values), np.bool_, len(values))
+            if not there.all():
+                values = [value or zeros for value in values]
+            out[place] = np.frombuffer(b"".join(values), np.float32).reshape(-1, self._dim)
+            found[place] = there
+        return out, found
+
+    def insert(self, keys: KeyArray, vectors: FloatArray) -> None:
+        parts = partition_of(keys, _PARTITIONS)
+        width = 4 * self._dim
+        for partition in self._layout.partitions:
+            place = np.flatnonzero(parts == partition.index)
+            fields, values = keys[place].tobytes(), vectors[place].tobytes()
+            mapping = {fields[8 * i : 8 * i + 8]: values[width * i : width * (i + 1)] for i in range(place.size)}
+            self._client.hset(partition.values, mapping=mapping)
+
+    def close(self) -> None:
+        self._client.close()

@@ -185,7 +185,10 @@ class RocksDatabase(Database):
             if tag == DEFAULT or self._engine.family(tag) is None:
                 return
             self._writable(doing)
-            self._tables.pop(tag, None)
+            table = self._tables.get(tag)
+            if table is not None:
+                table.retire(doing)
+                del self._tables[tag]
             self._records.remove(tag)  # first: it must never count rows that are gone
             self._engine.drop(tag)
             self._seal_now()

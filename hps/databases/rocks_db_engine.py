@@ -33,10 +33,12 @@ DEFAULT = "default"
 """RocksDB's own column family."""
 
 _BLOCK_BYTES = 2048
-_MERGE_FILES = 4  # RocksDB's default
-_LOAD_MERGE_FILES = 256  # below the usual limit of 1024 open files, above what most loads make
+_LOAD_FILES = 256  # ingested files that may lie side by side: below the usual limit of 1024 open files
+_MERGE_READ_BYTES = 128 << 10  # read ahead, of each of these files, in each of these threads
+_MERGE_THREADS = 4
 _WRITE_BUFFERS_BYTES = 128 << 20  # of all tables together
 _STALL_POLL_S = 0.01
+_SIDE_BY_SIDE = "num-files-at-level0"
 
 
 class Engine:
@@ -191,8 +193,8 @@ class Engine:
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def begin_load(self, family: Family, doing: str) -> None:
-        """Let ingested files lie side by side until `settle`: merging them all the while writes every row many times."""
-        self._set_merge_files(family, _LOAD_MERGE_FILES, doing)
+        """Let files lie side by side until `settle`: merging them all the while would write every row many times."""
+        self._merge_by_itself(family, False, doing)
 
     def ingest(self, family: Family, pieces: Iterable[tuple[list[bytes], list[bytes]]], staged: Path, doing: str) -> None:
         """Add or replace rows in bulk; on disk on return.
@@ -202,6 +204,8 @@ class Engine:
             pieces: keys and values, strictly ascending over all pieces, at least one row.
             staged: a file to write them to, on the same file system; it is moved into the database.
         """
+        if self.figure(family, _SIDE_BY_SIDE) >= _LOAD_FILES:
+            self._merge(family, doing)
         try:
             with self._errors(doing):
                 writer = rocksdict.SstFileWriter(self._options)
@@ -222,17 +226,15 @@ class Engine:
         """
         with self._errors(doing):
             family.flush()
-        if self.figure(family, "num-files-at-level0"):
-            wanted, free = self.figure(family, "live-sst-files-size"), shutil.disk_usage(self._path).free
-            if free < wanted:
-                _log.warning(
-                    "%s in %s: not merged, so reads are slow: %d bytes free, wanted %d", doing, self._path, free, wanted
-                )
-            else:
-                self._merge(family, doing)
-        self._set_merge_files(family, _MERGE_FILES, doing)
+        if self.figure(family, _SIDE_BY_SIDE):
+            self._merge(family, doing)
+        self._merge_by_itself(family, True, doing)
 
     def _merge(self, family: Family, doing: str) -> None:
+        wanted, free = self.figure(family, "live-sst-files-size"), shutil.disk_usage(self._path).free
+        if free < wanted:
+            _log.warning("%s in %s: not merged, so reads are slow: %d bytes free, wanted %d", doing, self._path, free, wanted)
+            return
         options = rocksdict.CompactOptions()
         options.set_exclusive_manual_compaction(False)
         failures = self.figure(family, "background-errors")
@@ -241,9 +243,9 @@ class Engine:
         if self.figure(family, "background-errors") > failures:
             raise DatabaseError(f"{doing} in {self._path}: merging its files failed; the newest LOG there says why")
 
-    def _set_merge_files(self, family: Family, files: int, doing: str) -> None:
+    def _merge_by_itself(self, family: Family, on: bool, doing: str) -> None:
         with self._errors(doing):
-            family.set_options({"level0_file_num_compaction_trigger": str(files)})
+            family.set_options({"disable_auto_compactions": "false" if on else "true"})
 
 
 def after(key: bytes) -> bytes:
@@ -270,7 +272,8 @@ def _options(num_threads: int, block_cache_bytes: int) -> "rocksdict.Options":
     options.set_memtable_prefix_bloom_ratio(0.02)
     options.set_memtable_whole_key_filtering(True)
     options.increase_parallelism(num_threads)
-    options.set_max_subcompactions(min(num_threads, os.cpu_count() or 1))
+    options.set_max_subcompactions(min(num_threads, os.cpu_count() or 1, _MERGE_THREADS))
+    options.set_compaction_readahead_size(_MERGE_READ_BYTES)
     options.set_target_file_size_base(256 << 20)  # few open files, however large the table
     options.set_db_write_buffer_size(_WRITE_BUFFERS_BYTES)
     options.set_max_total_wal_size(2 * _WRITE_BUFFERS_BYTES)

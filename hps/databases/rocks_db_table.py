@@ -22,7 +22,7 @@ from hps.databases.rocks_db_rows import (
     vector_list,
     vectors_of,
 )
-from hps.errors import DatabaseCorruptError, DatabaseTimeoutError
+from hps.errors import DatabaseCorruptError, DatabaseTimeoutError, UnknownTableError
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _FETCH_ROWS = 2048  # a multi-get allocates for all its keys at once; a tenth faster than with 10,000
@@ -67,6 +67,7 @@ class RocksTable:
         self._writing = threading.Lock()
         self._write_timeout_s = write_timeout_s
         self._loading = False  # until `settle`, files lie side by side
+        self._dropped = False
         self._marked = False  # its record, if any, says that it was modified
         self._piece_rows = piece_rows(dim)
         self._fetch_rows = min(max_batch_size, _FETCH_ROWS)
@@ -134,9 +135,16 @@ class RocksTable:
                 f"{doing} in {self._path}: another write to the table did not end within {self._write_timeout_s:g} s; try again"
             )
         try:
+            if self._dropped:
+                raise UnknownTableError(f"{doing} in {self._path}: the table was dropped meanwhile; open it again")
             yield
         finally:
             self._writing.release()
+
+    def retire(self, doing: str) -> None:
+        """Refuse writes from now on: RocksDB knows the table by its name, and another may soon have that."""
+        with self._alone(doing):
+            self._dropped = True
 
     def _mark_modified(self) -> None:
         if not self._marked:

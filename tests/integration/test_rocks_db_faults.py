@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ from hps.errors import (
     DatabaseError,
     DatabaseLockedError,
     DatabaseTimeoutError,
+    InvalidInputError,
     UnknownTableError,
 )
 from tests.contracts.database_contract import DIM, TAG, distinct_keys, fetched, vectors_of
@@ -485,3 +488,41 @@ def test_a_table_that_is_dropped_under_its_users_is_unknown_to_them_and_nothing_
     assert not fetched(database, TAG, KEYS, DIM + 1)[1].any()
     database.close()
     RocksDatabase(path).close()
+
+
+def test_a_table_that_is_replaced_under_its_writers_and_readers_never_mixes_its_widths(path: Path):
+    database = RocksDatabase(path)
+    database.open_table(TAG, DIM)
+    done = threading.Event()
+
+    def use(work: Callable[[int], object], dim: int) -> int:
+        calls = 0
+        while not done.is_set():
+            try:
+                work(dim)
+                calls += 1
+            except (UnknownTableError, InvalidInputError):  # dropped, or of the other width just now
+                continue
+        return calls
+
+    def insert(dim: int) -> None:
+        database.insert(TAG, KEYS, vectors_of(KEYS, dim))
+
+    def load(dim: int) -> None:
+        database.load_chunk(TAG, KEYS[::-1].copy(), vectors_of(KEYS[::-1].copy(), dim), LoadRecord("x", 1, 1))
+
+    def fetch(dim: int) -> None:
+        out, found = fetched(database, TAG, KEYS, dim)
+        np.testing.assert_array_equal(out[found], vectors_of(KEYS, dim)[found])
+
+    with ThreadPoolExecutor(6) as pool:
+        users = [pool.submit(use, work, dim) for work in (insert, load, fetch) for dim in (DIM, DIM + 1)]
+        try:
+            for turn in range(30):
+                time.sleep(0.02)
+                database.drop_table(TAG)
+                database.open_table(TAG, DIM + turn % 2)
+        finally:
+            done.set()
+        assert sum(user.result(60) for user in users) > 0
+    database.close()

@@ -291,6 +291,36 @@ def test_a_finished_load_lies_in_merged_files(database: RocksDatabase):
     assert database._engine.figure(family, "num-files-at-level0") == 0
 
 
+def test_a_long_load_merges_before_it_runs_out_of_open_files(database: RocksDatabase, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hps.databases.rocks_db_engine._LOAD_FILES", 3)
+    database.open_table(TAG, DIM)
+    keys = distinct_keys(2000)
+    family = database._engine.family(TAG)
+    most = 0
+    for part in range(10):
+        rows = slice(100 * part, 2000 - 100 * part)
+        database.load_chunk(TAG, keys[rows], vectors_of(keys[rows], DIM, part), LoadRecord("x", part, 10))
+        most = max(most, database._engine.figure(family, "num-files-at-level0"))
+    assert most == 3
+    wanted = np.stack([vectors_of(keys, DIM, part) for part in range(10)])
+    places = np.arange(2000)
+    newest = np.minimum(np.minimum(places, 1999 - places) // 100, 9)
+    np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], wanted[newest, places])
+
+
+def test_files_are_not_merged_where_the_disk_has_no_room_for_it(
+    database: RocksDatabase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10))
+    database.open_table(TAG, DIM)
+    keys = distinct_keys(1000)
+    for version in range(3):
+        database.load_chunk(TAG, keys, vectors_of(keys, DIM, version), LoadRecord("x", 1, 1))
+    database.finish_load(TAG)
+    assert "10 bytes free" in caplog.text
+    np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors_of(keys, DIM, 2))
+
+
 def test_an_empty_chunk_only_moves_the_record(database: RocksDatabase):
     database.open_table(TAG, DIM)
     database.load_chunk(TAG, np.empty(0, np.int64), np.empty((0, DIM), np.float32), LoadRecord("x", 0, 0))

@@ -143,6 +143,25 @@ class Database(ABC):
     def close(self) -> None:
         """Release the engine. Closing twice changes nothing."""
 
+    def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0) -> int | None:
+        """Ask which rows of a model to load into a table, before `load_chunk`, where `load_record` is None.
+
+        A database that several processes share lets one of them load a table at a time, remembers what it has loaded, and
+        empties a table that holds another model. Whoever gets a claim loads the rows in their order and then calls
+        `finish_load`; if it dies, another may claim what is left after a while.
+
+        Args:
+            tag: of an open table.
+            fingerprint: identifies the model files.
+            rows: how many of their leading rows the table is to hold.
+            wait_s: how long to wait while another process loads.
+
+        Returns:
+            The first row that is still needed, `rows` where the table has them all; None when another process is loading
+            them after `wait_s`.
+        """
+        return 0
+
     def load_record(self, tag: str) -> LoadRecord | None:
         """What is known of the model files in a table; None where nothing is, as in any volatile database.
 

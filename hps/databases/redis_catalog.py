@@ -6,7 +6,8 @@ from typing import Any
 
 from hps.databases.redis_commands import Ask, request
 from hps.databases.redis_dispatch import Dispatcher
-from hps.databases.redis_layout import ANY_KEY, Layout, new_mark, partition_number, tag_of
+from hps.databases.redis_layout import ANY_KEY, LOADED, Layout, new_mark, partition_number, tag_of
+from hps.databases.redis_loaded import parse_loaded
 from hps.errors import DatabaseError, TableWidthError
 
 _log = logging.getLogger(__name__)
@@ -42,16 +43,23 @@ class Catalog:
         self._check_about(layout, _pairs(commands[-1].reply))
         return layout, self._mark(layout)
 
-    def marks(self, layout: Layout) -> list[bytes] | None:
-        """The marks that the partitions have now; None when one has none, or the table is being made anew with another shape.
+    def marks(self, layout: Layout, *, whole: bool) -> list[bytes] | None:
+        """The marks that the partitions have now; None when one has none, or the table has another shape.
+
+        Args:
+            layout: the table as it was opened.
+            whole: None, too, while a model is being loaded into it.
 
         Raises:
             DatabaseError: Redis failed.
         """
-        about = Ask(layout.slot, request(b"HMGET", layout.about, b"dim", b"num_partitions"))
+        about = Ask(layout.slot, request(b"HMGET", layout.about, b"dim", b"num_partitions", LOADED))
         marks = [Ask(partition.slot, partition.get_mark) for partition in layout.partitions]
         self._dispatcher.run([about, *marks])
-        if about.reply != [b"%d" % layout.dim, b"%d" % len(layout.partitions)]:
+        dim, partitions, loaded = about.reply
+        if (dim, partitions) != (b"%d" % layout.dim, b"%d" % len(layout.partitions)):
+            return None
+        if whole and loaded is not None and not parse_loaded(loaded, layout).complete:
             return None
         found = [mark.reply for mark in marks]
         return found if all(found) else None

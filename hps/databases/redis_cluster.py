@@ -8,10 +8,11 @@ import numpy as np
 
 from hps.background import BackgroundQueue
 from hps.databases.arguments import check_fetch, check_keys, check_positive, check_rows
-from hps.databases.base import Database, TableStats
+from hps.databases.base import Database, LoadRecord, TableStats
 from hps.databases.redis_catalog import Catalog
 from hps.databases.redis_connections import Credentials, tls_context
 from hps.databases.redis_dispatch import Dispatcher
+from hps.databases.redis_loads import Loads
 from hps.databases.redis_overflow import Overflow, OverflowRule, Policy
 from hps.databases.redis_table import RedisTable
 from hps.databases.redis_topology import parse_addresses
@@ -50,6 +51,7 @@ class RedisDatabase(Database):
         connect_timeout_s: float = 1.0,
         read_timeout_s: float = 1.0,
         timeout_s: float = 2.0,
+        lease_s: float = 30.0,
         metrics: Metrics | None = None,
     ) -> None:
         """Connect.
@@ -69,6 +71,7 @@ class RedisDatabase(Database):
             connect_timeout_s: for opening a connection.
             read_timeout_s: how long a node may be silent while it owes a reply.
             timeout_s: for a call of up to `max_batch_size` keys, whatever happens.
+            lease_s: how long a process that loads a model may be silent before another takes over.
             metrics: where dropped notes of uses are counted.
 
         Raises:
@@ -89,6 +92,7 @@ class RedisDatabase(Database):
         target_rows = round(overflow_margin * overflow_resolution_target)
         self._overflow = Overflow(self._dispatcher, OverflowRule(overflow_margin, target_rows, overflow_policy))
         self._catalog = Catalog(self._dispatcher, num_partitions)
+        self._loads = Loads(self._dispatcher, self._catalog, lease_s)
         self._tables: dict[str, RedisTable] = {}
         self._closed = False
         self._uses: BackgroundQueue | None = None
@@ -133,7 +137,7 @@ class RedisDatabase(Database):
         self._check_open()
         check_positive(f"redis: opening table {tag}", "dim", dim)
         layout, marks = self._catalog.open(tag, dim)
-        self._tables[tag] = RedisTable(layout, marks, self._catalog.marks, self._dispatcher, self._overflow, self._batch)
+        self._tables[tag] = RedisTable(layout, marks, self._catalog, self._dispatcher, self._overflow, self._batch)
 
     def fetch(self, tag: str, keys: KeyArray, out: FloatArray, found: BoolArray) -> int:
         table = self._table(tag)
@@ -177,6 +181,18 @@ class RedisDatabase(Database):
         self._tables.pop(tag, None)
         self._catalog.drop(tag)
 
+    def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0) -> int | None:
+        return self._loads.claim(self._table(tag), fingerprint, rows, wait_s)
+
+    def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
+        table = self._table(tag)
+        check_rows(f"redis: loading into table {tag}", keys, vectors, table.layout.dim)
+        table.insert(_aligned(keys), vectors, same_marks=True)
+        self._loads.note(table, record.rows_done)
+
+    def finish_load(self, tag: str) -> None:
+        self._loads.end(self._table(tag))
+
     def close(self) -> None:
         if self._closed:
             return
@@ -217,7 +233,10 @@ def _check_arguments(given: dict[str, Any]) -> None:
             ("overflow_margin", "1 to 2^64 - 1", 1 <= given["overflow_margin"] <= _UNBOUNDED),
             ("overflow_policy", f"one of {get_args(Policy)}", given["overflow_policy"] in get_args(Policy)),
             ("overflow_resolution_target", "0 to 1", 0 <= given["overflow_resolution_target"] <= 1),
-            *((name, "more than 0", given[name] > 0) for name in ("connect_timeout_s", "read_timeout_s", "timeout_s")),
+            *(
+                (name, "more than 0", given[name] > 0)
+                for name in ("connect_timeout_s", "read_timeout_s", "timeout_s", "lease_s")
+            ),
         )
         if not good
     ]

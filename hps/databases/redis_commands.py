@@ -133,6 +133,10 @@ class Ask(Command):
         buffer.view[at:end] = self._request
         return end
 
+    def again(self) -> None:
+        super().again()
+        self._extent[:] = 0, 1
+
     def read(self, array: Bytes, at: int, end: int) -> int:
         if at < end and array[at] == ord("-"):
             return self.read_refusal(array, at, end)
@@ -144,3 +148,25 @@ class Ask(Command):
         self.raw = array[at:after].tobytes()
         self.done = True
         return after
+
+
+class CheckMark(Ask):
+    """GET of a partition's mark.
+
+    Attributes:
+        same: whether it is the one that was wanted.
+    """
+
+    __slots__ = ("_wanted", "same")
+
+    def __init__(self, slot: int, request: bytes, mark: bytes) -> None:
+        super().__init__(slot, request)
+        self._wanted = bulk(mark)
+        self.same = False
+
+    def read(self, array: Bytes, at: int, end: int) -> int:
+        after = at + len(self._wanted)
+        if array[at : min(after, end)].tobytes() == self._wanted:
+            self.same = self.done = True
+            return after
+        return super().read(array, at, end)

@@ -1,7 +1,6 @@
 """Connections to Redis nodes: opened with TLS and a password within a deadline, kept in a bounded pool a node."""
 
 import os
-import select
 import socket
 import ssl
 import threading
@@ -51,15 +50,17 @@ class Connection:
 
     Attributes:
         node: the other end.
+        reused: whether it has been idle since it was opened, and may have been ended by the server meanwhile.
         received: bytes that have arrived; [start, end) of them are not yet read.
         outgoing: where requests are written before they are sent.
     """
 
-    __slots__ = ("_socket", "end", "node", "outgoing", "received", "start")
+    __slots__ = ("_socket", "end", "node", "outgoing", "received", "reused", "start")
 
     def __init__(self, node: Node, connected: socket.socket) -> None:
         connected.setblocking(False)
         self.node = node
+        self.reused = False
         self._socket = connected
         self.received = Buffer(_RECEIVE_BYTES)
         self.start = self.end = 0
@@ -104,12 +105,6 @@ class Connection:
             raise ConnectionResetError("it closed the connection")
         self.end += count
         return count == room or isinstance(self._socket, ssl.SSLSocket)
-
-    def is_idle(self) -> bool:
-        """Whether nothing has arrived that nobody asked for, such as the end of the connection."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return self.start == self.end and not poll.poll(0)
 
     def shrink(self) -> None:
         """Let large buffers go; nothing may be in them."""

@@ -90,8 +90,8 @@ class Dispatcher:
         for rounds in range(_ROUNDS):
             if rounds > 2:  # a slot on its way, or nodes that do not agree yet
                 time.sleep(min(_PAUSE_S * rounds, max(0.0, deadline - time.monotonic())))
-            failures = self._round(at, deadline, timeout_s)
             again: dict[Node, list[Command]] = {}
+            failures = self._round(at, again, deadline, timeout_s)
             for node, commands in at.items():
                 for command in commands:
                     if command.done and command.refusal:
@@ -120,7 +120,9 @@ class Dispatcher:
             self._keeper.mark_moved(*target)
             again.setdefault(target[1], []).append(command)
 
-    def _round(self, at: dict[Node, list[Command]], deadline: float, timeout_s: float) -> list[DatabaseError]:
+    def _round(
+        self, at: dict[Node, list[Command]], again: dict[Node, list[Command]], deadline: float, timeout_s: float
+    ) -> list[DatabaseError]:
         failures: list[DatabaseError] = []
         lent: list[tuple[Pool, Lane]] = []
         try:
@@ -137,8 +139,11 @@ class Dispatcher:
         finally:
             for pool, lane in lent:
                 pool.release(lane.connection, usable=lane.fault is None and not lane.busy)
-        for _, lane in lent:
-            if lane.fault:
+        for pool, lane in lent:
+            if lane.found_ended:
+                pool.close_idle()
+                again.setdefault(pool.node, []).extend(lane.commands)
+            elif lane.fault:
                 failures.append(lane.fault)
                 self._keeper.mark_stale()
         return failures
@@ -148,6 +153,8 @@ class Dispatcher:
         weight = sum(command.weight for command in commands)
         connections = [pool.acquire(deadline)]
         connections += pool.acquire_more(min(self._connections, weight // _LANE_WEIGHT) - 1)
+        if len(connections) == 1:
+            return [(pool, Lane(connections[0], commands))]
         shares: list[list[Command]] = [[] for _ in connections]
         of_slot: dict[int, int] = {}
         weights = [0] * len(connections)

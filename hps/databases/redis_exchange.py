@@ -23,14 +23,27 @@ class Lane:
         connection: belongs to the lane until the call ends.
         commands: all of them.
         fault: why the connection can no longer be used, or None; commands that are not done were not answered.
+        found_ended: whether the fault is that the connection, which had been idle, was no longer there.
     """
 
-    __slots__ = ("_asked", "_in_flight", "_message", "_queue", "_sent", "_waiting_since", "commands", "connection", "fault")
+    __slots__ = (
+        "_asked",
+        "_in_flight",
+        "_message",
+        "_queue",
+        "_sent",
+        "_waiting_since",
+        "commands",
+        "connection",
+        "fault",
+        "found_ended",
+    )
 
     def __init__(self, connection: Connection, commands: Iterable[Command]) -> None:
         self.connection = connection
         self.commands = list(commands)
         self.fault: DatabaseError | None = None
+        self.found_ended = False
         self._queue = deque(self.commands)
         self._asked: deque[Command] = deque()  # sent, or being sent, and not yet answered
         self._in_flight = 0  # their weight
@@ -58,7 +71,7 @@ class Lane:
                 self._sent += count
                 self._waiting_since = time.monotonic()
         except OSError as error:
-            self.fail(_broken(self.connection, error))
+            self._break(error)
 
     def receive(self) -> None:
         """Read what has arrived."""
@@ -72,7 +85,7 @@ class Lane:
                     self._waiting_since = time.monotonic()
                 self._read()
         except OSError as error:
-            self.fail(_broken(connection, error))
+            self._break(error)
         except DatabaseError as error:
             self.fail(type(error)(f"redis {connection.node}: {error}"))
 
@@ -84,6 +97,12 @@ class Lane:
         """Give the connection up."""
         if self.fault is None:
             self.fault = error
+
+    def _break(self, error: OSError) -> None:
+        connection = self.connection
+        # Nothing was answered, and nothing had arrived: it was ended before, by a restart or for having been idle.
+        self.found_ended = connection.reused and connection.end == 0 and not any(command.done for command in self.commands)
+        self.fail(DatabaseError(f"redis {connection.node}: the connection broke ({error})"))
 
     def _write_message(self) -> bool:
         buffer: Buffer = self.connection.outgoing
@@ -169,7 +188,3 @@ def _fail_late(
 
 def _events(lane: Lane) -> int:
     return select.POLLIN | select.POLLOUT if lane.wants_to_send else select.POLLIN
-
-
-def _broken(connection: Connection, error: OSError) -> DatabaseError:
-    return DatabaseError(f"redis {connection.node}: the connection broke ({error})")

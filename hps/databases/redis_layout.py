@@ -32,7 +32,9 @@ from hps.databases.redis_topology import slot_of
 ANY_KEY: Final = b"hps_et{*}?"
 """Pattern of every key of every table."""
 _KEY: Final = re.compile(rb"hps_et\{(?P<tag>[^{}/]+)(?:/p(?P<partition>\d+))?\}(?P<kind>[vtml])")
-MARK_BYTES: Final = 16
+LOADED: Final = b"loaded"
+"""Field of the table's hash: how far which model was loaded."""
+_MARK_BYTES: Final = 16
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Layout:
 
 def new_mark() -> bytes:
     """A mark that no other partition has ever had."""
-    return secrets.token_hex(MARK_BYTES // 2).encode()
+    return secrets.token_hex(_MARK_BYTES // 2).encode()
 
 
 def tag_of(key: bytes) -> str | None:

@@ -3,7 +3,7 @@
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
@@ -77,11 +77,14 @@ class Overflow:
         now = bulk(struct.pack("<q", int(self._clock())))
         return [WriteFields(partition.slot, partition.set_uses, keys, piece, now) for piece in pieces]
 
-    def delete(self, partition: Partition, keys: KeyArray, order: IndexArray) -> int:
-        """Remove `keys[order]` and their uses; returns how many rows there were."""
-        pieces = [order[start : start + _CHUNK] for start in range(0, order.size, _CHUNK)]
-        values = [WriteFields(partition.slot, partition.delete_values, keys, piece) for piece in pieces]
-        uses = [WriteFields(partition.slot, partition.delete_uses, keys, piece) for piece in pieces]
+    def delete(self, partitions: Iterable[tuple[Partition, IndexArray]], keys: KeyArray) -> int:
+        """Remove the keys at these positions of `keys`, and their uses; returns how many rows there were."""
+        values: list[WriteFields] = []
+        uses: list[WriteFields] = []
+        for partition, order in partitions:
+            for piece in (order[start : start + _CHUNK] for start in range(0, order.size, _CHUNK)):
+                values.append(WriteFields(partition.slot, partition.delete_values, keys, piece))
+                uses.append(WriteFields(partition.slot, partition.delete_uses, keys, piece))
         self._dispatcher.run([*values, *uses] if self.rule.counts_uses else values)
         return sum(command.number for command in values)
 
@@ -114,7 +117,7 @@ class Overflow:
             pick = Ask(partition.slot, request(b"HRANDFIELD", partition.values, b"%d" % min(surplus, _PICK)))
             self._dispatcher.run([pick])
             keys = keys_of(pick.raw, partition.values)
-            removed = self.delete(partition, keys, np.arange(keys.size))
+            removed = self.delete([(partition, np.arange(keys.size))], keys)
             if removed == 0:
                 return
             surplus -= removed
@@ -126,7 +129,7 @@ class Overflow:
         going = np.arange(keys.size)
         if surplus < keys.size:
             going = np.argpartition(scores, surplus)[:surplus]
-        removed = self.delete(partition, keys, going)
+        removed = self.delete([(partition, going)], keys)
         if self.rule.policy == "evict_least_used":
             self._halve(partition, keys, scores, going)
         return removed

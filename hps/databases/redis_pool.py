@@ -69,6 +69,7 @@ class Pool:
         keep = usable and not self._closed and connection.start == connection.end
         if keep:
             connection.shrink()
+            connection.reused = True
         else:
             connection.close()
         with self._changed:
@@ -79,26 +80,25 @@ class Pool:
                 self._open -= 1
             self._changed.notify()
 
-    def close(self) -> None:
-        """Close the idle connections, and lent ones when they are given back."""
+    def close_idle(self) -> None:
+        """Close the idle connections: the server has ended one of them, and with it perhaps all."""
         with self._changed:
-            self._closed = True
             idle, self._idle = self._idle, []
             self._open -= len(idle)
             self._changed.notify_all()
         for connection in idle:
             connection.close()
 
+    def close(self) -> None:
+        """Close the idle connections, and lent ones when they are given back."""
+        with self._changed:
+            self._closed = True
+        self.close_idle()
+
     def _take_idle(self) -> Connection | None:
         if self._closed:
             raise DatabaseError(f"redis {self.node}: it has left the cluster, or this database is being closed")
-        while self._idle:
-            connection = self._idle.pop()  # the one used last, so that surplus ones stay unused
-            if connection.is_idle():
-                return connection
-            connection.close()  # the server ended it while it was idle
-            self._open -= 1
-        return None
+        return self._idle.pop() if self._idle else None  # the one used last, so that surplus ones stay unused
 
     def _connect(self, deadline: float) -> Connection:
         connection: Connection | None = None

@@ -75,55 +75,58 @@ def group_by_partition(keys, found, partitions, order, offsets):  # type: ignore
 @njit(inline="always", cache=True)
 def _put_field(key, buffer, at):  # type: ignore[no-untyped-def]
     buffer[at] = _DOLLAR
-    buffer[at + 1] = _EIGHT
-    buffer[at + 2] = _CR
-    buffer[at + 3] = _LF
+    buffer[at + np.uint64(1)] = _EIGHT
+    buffer[at + np.uint64(2)] = _CR
+    buffer[at + np.uint64(3)] = _LF
     bits = np.uint64(key)
     for j in range(8):
-        buffer[at + 4 + j] = np.uint8((bits >> np.uint64(8 * j)) & np.uint64(255))
-    buffer[at + 12] = _CR
-    buffer[at + 13] = _LF
+        buffer[at + np.uint64(4 + j)] = np.uint8((bits >> np.uint64(8 * j)) & np.uint64(255))
+    buffer[at + np.uint64(12)] = _CR
+    buffer[at + np.uint64(13)] = _LF
 
 
 @kernel(INT, KEYS, KEYS, READ, READ, WRITTEN, INT)
 def write_fields(keys, order, before, after, buffer, at):  # type: ignore[no-untyped-def]
     """Write each of `keys[order]` as a field, with constant bytes before and after it; returns where it stopped."""
+    before_size, after_size, start = np.uint64(before.size), np.uint64(after.size), np.uint64(at)
     for i in range(order.size):
-        for j in range(before.size):
-            buffer[at + j] = before[j]
-        at += before.size
-        _put_field(keys[order[i]], buffer, at)
-        at += 14
-        for j in range(after.size):
-            buffer[at + j] = after[j]
-        at += after.size
-    return at
+        for j in range(before_size):
+            buffer[start + j] = before[j]
+        start += before_size
+        _put_field(keys[np.uint64(order[i])], buffer, start)
+        start += np.uint64(14)
+        for j in range(after_size):
+            buffer[start + j] = after[j]
+        start += after_size
+    return np.int64(start)
 
 
 @kernel(INT, KEYS, READ_ROWS, KEYS, READ, WRITTEN, INT)
 def write_rows(keys, rows, order, header, buffer, at):  # type: ignore[no-untyped-def]
     """Write each of `keys[order]` as a field and the bytes of its row as its value; returns where it stopped."""
-    width = rows.shape[1]
+    # Unsigned, since numba looks whether a signed index counts from the end, and then copies byte by byte.
+    width, header_size, start = np.uint64(rows.shape[1]), np.uint64(header.size), np.uint64(at)
     for i in range(order.size):
-        _put_field(keys[order[i]], buffer, at)
-        at += 14
-        for j in range(header.size):
-            buffer[at + j] = header[j]
-        at += header.size
+        place = np.uint64(order[i])
+        _put_field(keys[place], buffer, start)
+        start += np.uint64(14)
+        for j in range(header_size):
+            buffer[start + j] = header[j]
+        start += header_size
         for j in range(width):
-            buffer[at + j] = rows[order[i], j]
-        at += width
-        buffer[at] = _CR
-        buffer[at + 1] = _LF
-        at += 2
-    return at
+            buffer[start + j] = rows[place, j]
+        start += width
+        buffer[start] = _CR
+        buffer[start + np.uint64(1)] = _LF
+        start += np.uint64(2)
+    return np.int64(start)
 
 
 @kernel(INT, KEYS, KEYS, WRITTEN, INT)
 def write_counts(keys, counts, buffer, at):  # type: ignore[no-untyped-def]
     """Write each key as a field and its count, not below 0, as a decimal value; returns where it stopped."""
     for i in range(keys.size):
-        _put_field(keys[i], buffer, at)
+        _put_field(keys[i], buffer, np.uint64(at))
         at += 14
         digits, rest = 1, counts[i] // 10
         while rest > 0:

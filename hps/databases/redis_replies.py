@@ -54,6 +54,32 @@ def _number(buffer, at, end):  # type: ignore[no-untyped-def]
     return 0, INCOMPLETE if digits <= 19 else NO_REPLY
 
 
+@njit(nogil=True, cache=True)
+def _miss(buffer, at, end, size, state):  # type: ignore[no-untyped-def]
+    """Pass over a miss; returns -1 where it is none: a row of which a part has arrived, or, as `state` then says, an error.
+
+    `size` is that of a whole row with its header, after which two bytes follow the vector.
+    """
+    if at >= end:
+        return -1
+    length, after = np.int64(0), np.int64(NO_REPLY)
+    if buffer[at] == _DOLLAR:
+        length, after = _number(buffer, at + 1, end)
+    if after == INCOMPLETE:
+        return -1
+    if after == NO_REPLY or length < -1:
+        state[PHASE] = GARBAGE
+        return -1
+    if length == -1:
+        return after
+    if after - at + length + 2 != size:
+        state[PHASE] = WRONG_LENGTH
+        state[LENGTH] = length
+    elif end - at >= size:
+        state[PHASE] = GARBAGE  # the right length, written in another way: no Redis does that
+    return -1
+
+
 @kernel(INT, READ, INT, INT, INTEGERS, KEYS, READ, WRITTEN_ROWS, FLAGS)
 def read_rows(buffer, at, end, state, order, header, out, found):  # type: ignore[no-untyped-def]
     """Read what has arrived of a reply to HMGET: each value into its row of `out`, which is then marked in `found`.
@@ -69,7 +95,6 @@ def read_rows(buffer, at, end, state, order, header, out, found):  # type: ignor
     Returns:
         The first byte that is not read: at a row that has not wholly arrived, after the reply, or at what is wrong.
     """
-    width = out.shape[1]
     if state[PHASE] == HEADER and at < end:
         if buffer[at] == _MINUS:
             state[PHASE] = REFUSED
@@ -87,51 +112,35 @@ def read_rows(buffer, at, end, state, order, header, out, found):  # type: ignor
         state[PHASE] = ROWS
     if state[PHASE] != ROWS:
         return at
-    size = header.size + width + 2
+    # Unsigned, since numba looks whether a signed index counts from the end, and then copies byte by byte.
+    width, start, header_size = np.uint64(out.shape[1]), np.uint64(at), np.uint64(header.size)
+    size = header_size + width + np.uint64(2)
     row = state[ROW]
     while row < order.size:
-        same = end - at >= size
-        if same:
-            for j in range(header.size):
-                same &= buffer[at + j] == header[j]
-        if same:
-            if buffer[at + size - 2] != _CR or buffer[at + size - 1] != _LF:
+        whole = np.uint64(end) - start >= size
+        if whole:
+            for j in range(header_size):
+                whole &= buffer[start + j] == header[j]
+        if whole:
+            if buffer[start + size - np.uint64(2)] != _CR or buffer[start + size - np.uint64(1)] != _LF:
                 state[PHASE] = GARBAGE
                 break
-            place = order[row]
-            start = at + header.size
+            place, value = np.uint64(order[row]), start + header_size
             for j in range(width):
-                out[place, j] = buffer[start + j]
+                out[place, j] = buffer[value + j]
             found[place] = True
             state[HITS] += 1
-            at += size
-        else:  # a miss, a row of which a part has arrived, or something wrong
-            if at >= end:
+            start += size
+        else:
+            after = _miss(buffer, np.int64(start), end, np.int64(size), state)
+            if after < 0:
                 break
-            if buffer[at] != _DOLLAR:
-                state[PHASE] = GARBAGE
-                break
-            length, after = _number(buffer, at + 1, end)
-            if after == INCOMPLETE:
-                break
-            if after == NO_REPLY or length < -1:
-                state[PHASE] = GARBAGE
-                break
-            if length == width:
-                if end - at < size:
-                    break
-                state[PHASE] = GARBAGE  # the right length, written in another way: no Redis does that
-                break
-            if length >= 0:
-                state[PHASE] = WRONG_LENGTH
-                state[LENGTH] = length
-                break
-            at = after
+            start = np.uint64(after)
         row += 1
     state[ROW] = row
     if row == order.size and state[PHASE] == ROWS:
         state[PHASE] = WHOLE
-    return at
+    return np.int64(start)
 
 
 @kernel(INT, READ, INT, INT, INTEGERS)

@@ -135,7 +135,7 @@ class StoreRows(_Integer):
 
     @property
     def size(self) -> int:
-        row = FIELD_BYTES + self._header.size + self._rows.shape[1] + 2
+        row: int = FIELD_BYTES + self._header.size + self._rows.shape[1] + 2
         return len(self._prefix) + 16 + row * self.weight
 
     def write(self, buffer: Buffer, at: int) -> int:

@@ -40,6 +40,10 @@ class _Tier:
         self._seconds.observe(time.perf_counter() - start)
         return error
 
+    def open_again(self, table: TableSpec) -> None:
+        """Open a table that has gone: a shared database was emptied, or another process dropped it."""
+        self.attempt(lambda: self.database.open_table(table.tag, table.dim))
+
     def attempt(self, call: Callable[[], object]) -> DatabaseError | None:
         """Make a call unless the breaker is open; tell the breaker, the metrics and the caller how it went."""
         if not self._breaker.allow():
@@ -47,7 +51,9 @@ class _Tier:
         try:
             call()
         except UnknownTableError as error:  # dropped under us, by healing or by another process
-            return self._failed(DatabaseError(str(error)))
+            failure = DatabaseError(str(error))
+            failure.__cause__ = error
+            return self._failed(failure)
         except DatabaseError as error:
             return self._failed(error)
         if self._breaker.is_open:
@@ -155,6 +161,8 @@ class DatabaseChain:
             self._count(table, tier, hits=before - after, misses=0 if error else after)
             if error and last and after:
                 raise error
+            if error and not last and isinstance(error.__cause__, UnknownTableError):
+                tier.open_again(table)  # empty, while the last tier has the rows
             if known is not None and after < before:
                 self._promote(table, token, keys, out, found & ~known)
             before = after

@@ -25,6 +25,7 @@ class DatabaseLoad:
     kind: str
     first_row: int
     last_row: int
+    elsewhere: bool = False  # while another process loads them
 
     @property
     def rows(self) -> int:
@@ -107,8 +108,14 @@ def load_table(
         else _prepare(table, database, record, model, initial_cache_rate)
         for database, record in zip(databases, records, strict=True)
     ]
-    if targets := [(database, load) for database, load in zip(databases, loads, strict=True) if load.rows]:
+    if targets := [
+        (database, load) for database, load in zip(databases, loads, strict=True) if load.rows and not load.elsewhere
+    ]:
         _feed(table, model, targets, progress)
+    loads = [
+        _await(table, database, load, model, progress) if load.elsewhere else load
+        for database, load in zip(databases, loads, strict=True)
+    ]
     if authority is not None and differs:
         loads = [
             load if database.persistent else _copy(table, authority, database, initial_cache_rate, progress)
@@ -163,10 +170,11 @@ def _prepare(
 ) -> DatabaseLoad:
     """Decide which rows a database still needs; empty it when what it holds is of other files."""
     if record is None:
-        rows = model.rows
-        if not database.persistent:
-            rows = round(initial_cache_rate * min(rows, database.stats(table.tag).capacity_rows))
-        return DatabaseLoad(database.kind, 0, rows)
+        if database.persistent:
+            return DatabaseLoad(database.kind, 0, model.rows)
+        rows = round(initial_cache_rate * min(model.rows, database.stats(table.tag).capacity_rows))
+        first = database.claim_load(table.tag, model.fingerprint, rows)
+        return DatabaseLoad(database.kind, first or 0, rows, elsewhere=first is None)
     same = record.fingerprint == model.fingerprint and 0 <= record.rows_done <= record.rows_total == model.rows
     if same and (record.complete or not record.modified):  # what was updated half-way is neither these files nor whole
         if not record.complete:
@@ -212,6 +220,19 @@ def _feed(
             _log.info("Table: %s; %s merged its rows in %.1f s.", table.tag, database.kind, seconds)
     if progress:
         progress.finish(table.tag)
+
+
+def _await(
+    table: TableSpec, database: Database, load: DatabaseLoad, model: SparseModel, progress: Progress | None
+) -> DatabaseLoad:
+    """Wait until another process has loaded a shared database, or do what is left when it dies: its claim then runs out."""
+    _log.info("Table: %s; another process is loading %s; waiting for it.", table.tag, database.kind)
+    while (first := database.claim_load(table.tag, model.fingerprint, load.last_row, wait_s=_LONG_S)) is None:
+        _log.info("Table: %s; another process is still loading %s.", table.tag, database.kind)
+    load = DatabaseLoad(database.kind, first, load.last_row)
+    if load.rows:
+        _feed(table, model, [(database, load)], progress)
+    return load
 
 
 def _check_kept(table: TableSpec, database: Database) -> None:

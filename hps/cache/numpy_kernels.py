@@ -224,7 +224,7 @@ def _victim(line: int, epoch: int) -> int:
         age = load_u8(line + 2 + slot)
         if age == 0:
             return slot
-        behind = (epoch - age + _EPOCHS) % _EPOCHS
+        behind = epoch - age if epoch >= age else epoch - age + _EPOCHS
         if behind >= _EPOCHS - _AHEAD:
             behind = 0
         if behind > oldest:

@@ -33,6 +33,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = self.contract.cache_class.create(tables, capacities, 0)
         self.workspace = self.cache.create_workspace()
         self.known: list[dict[int, int]] = [{} for _ in DIMS]  # key -> version of the vector it has where it is resident
+        self.overflowed = [False] * len(DIMS)  # whether more keys than a set holds were ever there at once
         self.version = 0
 
     def teardown(self) -> None:
@@ -47,11 +48,15 @@ class CacheMachine(RuleBasedStateMachine):
     def insert(self, table: int, keys: KeyArray) -> None:
         self.cache.insert(table, keys, self.next_vectors(table, keys))
         self.known[table].update(dict.fromkeys(keys.tolist(), self.version))
+        self.overflowed[table] |= len(self.known[table]) > self.contract.ways
         held = set(self.cache.dump(table).tolist())
-        if len(self.known[table]) <= self.contract.ways and self.cache.stats(table).capacity_rows:
+        stats = self.cache.stats(table)
+        if stats.capacity_rows and not stats.evictions:
             assert held == set(self.known[table])
-        if len(set(keys.tolist())) == 1 and self.cache.stats(table).capacity_rows:
+        if stats.capacity_rows and len(set(keys.tolist())) == 1:
             assert set(keys.tolist()) <= held
+        if len(self.known[table]) <= self.contract.ways and not self.overflowed[table]:
+            assert not stats.evictions
 
     @rule(table=table_strategy, keys=keys_strategy)
     def update(self, table: int, keys: KeyArray) -> None:
@@ -99,6 +104,7 @@ class CacheMachine(RuleBasedStateMachine):
                 cache.scatter(workspace, missed, found)
                 cache.insert_fetched(workspace, missed, found)
                 self.known[table].update(dict.fromkeys(missed.keys[found].tolist(), self.version))
+                self.overflowed[table] |= len(self.known[table]) > self.contract.ways
                 answered[index] = hit[index] | np.isin(keys, list(present))
                 fetched = answered[index] & ~hit[index]
                 expected[index][fetched] = vectors_of(keys, DIMS[table], self.version)[fetched]

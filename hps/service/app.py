@@ -74,7 +74,7 @@ CLOSE_TIMEOUT_S = 10.0
 """How long running lookups, and then the parameter server, may take to end when the service stops."""
 
 _RETRY_AFTER: Header = (b"retry-after", b"1")
-_LINGER_S = 2.0  # for a client that writes its whole body before it reads our error
+_LINGER_S = 1.0  # for a client that writes its whole body before it reads our error
 _OPEN_PATHS = frozenset({"/v2/health/live", "/v2/health/ready"})
 
 

@@ -2,10 +2,10 @@
 
 What is dear is not the work that a hop takes but the hand-over of the interpreter lock, twice a hop: each wakes a sleeping
 thread and is a moment in which nobody runs, together as long as a lookup of a thousand resident keys. So hand-overs are
-shared: the calls of one turn of the event loop are handed over at its end, to one thread while calls are short, and that
-thread tells the event loop of all results once it has nothing left to do. A tick every millisecond, while calls are under
-way, bounds what a long call can do to the others: it collects results that nobody told of, and wakes further threads for
-calls that wait. When calls are long, each wakes a thread of its own at once.
+shared: the calls of one turn of the event loop are handed over at its end, to one thread while it gets on, and that thread
+tells the event loop of all results once it has nothing left to do. A call that is long does not delay the others by more
+than a tick of a millisecond: calls that wait for that long get further threads, and results are collected that nobody told
+of. A call that comes while a long one runs gets a thread at once.
 """
 
 import asyncio
@@ -26,8 +26,7 @@ MAX_WAITING = 256
 to come back."""
 
 _TICK_S = 0.001
-_LONG_S = 0.0005  # hand-overs are a small part of calls that take longer on average
-_WEIGHT = 0.1  # of the newest call in that average
+_LONG_S = 0.0002  # a call that runs for so long is not waited for
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +68,7 @@ class LookupThreads:
         self._waiting: deque[_Call] = deque()
         self._done: deque[_Call] = deque()
         self._sleepers: deque[_Thread] = deque()
-        self._average_s = 0.0
+        self._last_start_s = 0.0
         self._closing = False
         self._threads = [self._start(f"hps-lookup-{place}") for place in range(threads)]
 
@@ -119,9 +118,7 @@ class LookupThreads:
     def _hand_over(self) -> None:
         calls, self._submitted = self._submitted, []
         self._waiting.extend(calls)
-        if self._average_s > _LONG_S:
-            self._wake(len(calls))
-        elif len(self._sleepers) == len(self._threads):
+        if len(self._sleepers) == len(self._threads) or time.monotonic() - self._last_start_s > _LONG_S:
             self._wake(1)
 
     def _wake(self, count: int) -> None:
@@ -139,8 +136,9 @@ class LookupThreads:
             if not oldest.future.done():
                 text = f"the lookup did not end within {self._timeout_s:g} s (service.request_timeout_s)"
                 oldest.future.set_exception(LookupTimeoutError(text))
-        if self._waiting and now - self._waiting[0].submitted_s > _TICK_S:
-            self._wake(1)
+        with suppress(IndexError):  # a thread took the last one meanwhile
+            if self._waiting and now - self._waiting[0].submitted_s > _TICK_S:
+                self._wake(len(self._waiting))
         self._ticking = self._pending > 0
         if self._ticking:
             loop.call_later(_TICK_S, self._tick, loop)
@@ -175,12 +173,11 @@ class LookupThreads:
                 continue
             loop = call.future.get_loop()
             if not call.future.done():  # else it timed out or was cancelled while it waited
-                started = time.perf_counter()
+                self._last_start_s = time.monotonic()
                 try:
                     call.result = call.function(*call.arguments)
                 except BaseException as error:  # noqa: BLE001 - it is raised where the call is awaited
                     call.error = error
-                self._average_s += _WEIGHT * (time.perf_counter() - started - self._average_s)
             self._done.append(call)
             del call  # holds its buffers
 

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.types import Message, Receive
+from starlette.types import Receive
 
 from hps.errors import InvalidInputError
 from hps.service.lookup_threads import LookupThreads
@@ -87,7 +87,8 @@ class BodyReader:
         if b"content-encoding" not in headers or _encoding(headers) == b"identity":
             return body
         decompressed = await self._threads.run(self._inflate, body)
-        self._hold(len(decompressed))
+        if len(decompressed) > _UNCOUNTED_BYTES:
+            self._hold(len(decompressed))
         self.release(body)
         return decompressed
 
@@ -102,34 +103,28 @@ class BodyReader:
             task.cancel()
 
     async def _receive_all(self, receive: Receive) -> bytes:
-        message = _request(await receive())
-        body: bytes = message.get("body", b"")
-        if not message.get("more_body", False):
-            if len(body) > self._max_bytes:
-                raise self._too_large(f"got {len(body)} bytes")
-            self._hold(len(body))
-            return body
-        chunks, size, held = [body], len(body), 0
+        chunks: list[bytes] = []
+        size = held = 0
+        more = True
         try:
-            while message.get("more_body", False):
-                message = _request(await receive())
+            while more:
+                message = await receive()
+                if message["type"] != "http.request":
+                    raise ClientDisconnected
                 chunks.append(message.get("body", b""))
                 size += len(chunks[-1])
                 if size > self._max_bytes:
-                    raise self._too_large(f"got {size} bytes and more to come")
+                    raise self._too_large(f"got {size} bytes")
                 if size > _UNCOUNTED_BYTES:
-                    self._hold_more(size - held)
+                    self._hold(size - held)
                     held = size
-            return b"".join(chunks)
+                more = message.get("more_body", False)
         except BaseException:
             self._held -= held
             raise
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def _hold(self, size: int) -> None:
-        if size > _UNCOUNTED_BYTES:
-            self._hold_more(size)
-
-    def _hold_more(self, size: int) -> None:
         if self._held + size > self._max_held:
             raise OverloadedError(
                 f"reading the request: the bodies of other requests hold {self._held} bytes, wanted at most {self._max_held}; "
@@ -158,9 +153,3 @@ class BodyReader:
 
 def _encoding(headers: Mapping[bytes, bytes]) -> bytes:
     return headers[b"content-encoding"].strip().lower()
-
-
-def _request(message: Message) -> Message:
-    if message["type"] != "http.request":
-        raise ClientDisconnected
-    return message

@@ -44,16 +44,16 @@ def serve(
     """
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    listener = _listen(host or configuration.service.host, configuration.service.port if port is None else port)
+    listener = listen(host or configuration.service.host, configuration.service.port if port is None else port)
     app = create_app(configuration, progress=progress)
-    server = _Server(app, configuration, _url(listener))
+    server = Server(app, configuration, url_of(listener))
     with listener:
         server.run(sockets=[listener])
     if app.lifecycle.failure is not None:
         raise app.lifecycle.failure
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn's server, which also says when it is ready, ends when the loading fails, and drops stalled connections."""
 
     def __init__(self, app: Application, configuration: Configuration, url: str) -> None:
@@ -162,7 +162,12 @@ class _StalledConnections:
         self._since = stalled
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """Bind and listen; port 0 picks a free one.
+
+    Raises:
+        ConfigError: the address cannot be listened on; the message says why.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, protocol)
@@ -181,6 +186,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _url(listener: socket.socket) -> str:
+def url_of(listener: socket.socket) -> str:
+    """The address of a listening socket as clients write it."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

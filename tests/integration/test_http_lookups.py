@@ -1,0 +1,349 @@
+"""Lookups over HTTP from a real parameter server: hash map, RocksDB and embedding cache below."""
+
+import gzip
+import json
+import zlib
+
+import numpy as np
+import pytest
+
+import hps
+from tests.running_service import running_service
+
+ROWS = 500
+DIMS = {"user": 4, "item": 7}
+DEFAULTS = [0.5, -2.0]
+
+
+def vectors_of(keys, dim):
+    keys = np.asarray(keys, np.int64)
+    return (keys[:, None] * 8 + np.arange(dim)).astype(np.float32)
+
+
+def configuration(directory, **service):
+    return {
+        "supportlonglong": True,
+        "device": "cpu",
+        "volatile_db": {"type": "hash_map"},
+        "persistent_db": {"type": "rocks_db", "path": str(directory / "rocksdb")},
+        "service": {"max_body_bytes": 100_000, "max_keys_per_request": 3000, **service},
+        "models": [
+            {
+                "model": "ranker",
+                "sparse_files": [str(directory / f"{table}.model") for table in DIMS],
+                "embedding_table_names": list(DIMS),
+                "embedding_vecsize_per_table": list(DIMS.values()),
+                "maxnum_catfeature_query_per_table_per_sample": [1, 4],
+                "default_value_for_each_table": DEFAULTS,
+                "deployed_device_list": [0],
+                "max_batch_size": 1000,
+                "gpucacheper": 0.3,
+                "hit_rate_threshold": 1.1,
+                "num_of_worker_buffer_in_pool": 4,
+            }
+        ],
+    }
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    for table, dim in DIMS.items():
+        keys = np.arange(-10, ROWS - 10, dtype=np.int64)
+        hps.write_sparse_model(directory / f"{table}.model", (keys, vectors_of(keys, dim)))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def service(directory):
+    with running_service(configuration(directory)) as service:
+        yield service
+
+
+@pytest.fixture
+def client(service):
+    return service.client
+
+
+def post(client, request, tensors=(), path="/v2/models/ranker/infer", **headers):
+    text = json.dumps(request).encode()
+    if tensors:
+        headers["Inference-Header-Content-Length"] = str(len(text))
+    return client.post(path, content=text + b"".join(tensor.tobytes() for tensor in tensors), headers=headers)
+
+
+def binary_input(name, array, datatype):
+    return {"name": name, "datatype": datatype, "shape": list(array.shape), "parameters": {"binary_data_size": array.nbytes}}
+
+
+def outputs_of(response):
+    """The outputs of an answer as arrays by name."""
+    length = response.headers.get("inference-header-content-length")
+    head = json.loads(response.content[: int(length)] if length else response.content)
+    rest = response.content[int(length) :] if length else b""
+    arrays = {}
+    for output in head["outputs"]:
+        dtype = {"FP32": np.float32, "BOOL": np.bool_}[output["datatype"]]
+        if "data" in output:
+            array = np.array(output["data"], dtype)
+        else:
+            size = output["parameters"]["binary_data_size"]
+            array, rest = np.frombuffer(rest[:size], dtype), rest[size:]
+        arrays[output["name"]] = array.reshape(output["shape"])
+    assert rest == b""
+    return arrays
+
+
+def test_curl_lookup_answers_vectors_defaults_and_masks(client):
+    response = client.post(
+        "/v1/models/ranker/lookup", content=b'{"tables": {"item": [3, 99999, 3], "user": [-10]}, "found": true}'
+    )
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "application/json"
+    answer = response.json()
+    np.testing.assert_array_equal(
+        np.float32(answer["tables"]["item"]), np.vstack([vectors_of([3], 7), np.full(7, -2), vectors_of([3], 7)])
+    )
+    np.testing.assert_array_equal(np.float32(answer["tables"]["user"]), vectors_of([-10], 4))
+    assert answer["found"] == {"item": [True, False, True], "user": [True]}
+
+
+@pytest.mark.parametrize("binary_in", [False, True])
+@pytest.mark.parametrize("binary_out", [False, True])
+@pytest.mark.parametrize("path", ["/v2/models/ranker/infer", "/v2/models/ranker/versions/1/infer"])
+def test_keys_and_numkeys_are_answered_by_one_flat_output(client, binary_in, binary_out, path):
+    keys = np.array([[1, 2, 400, 77_777, 5]], np.int64)
+    counts = np.array([[2, 3]], np.int32)
+    if binary_in:
+        inputs, tensors = [binary_input("KEYS", keys, "INT64"), binary_input("NUMKEYS", counts, "INT32")], [keys, counts]
+    else:
+        inputs = [
+            {"name": "KEYS", "datatype": "INT64", "shape": [1, 5], "data": keys.tolist()},
+            {"name": "NUMKEYS", "datatype": "INT32", "shape": [1, 2], "data": counts.tolist()},
+        ]
+        tensors = []
+    parameters = {"binary_data_output": binary_out, "found": True}
+    response = post(client, {"id": "a", "inputs": inputs, "parameters": parameters}, tensors, path)
+    assert response.status_code == 200, response.text
+    assert ("inference-header-content-length" in response.headers) is binary_out
+    outputs = outputs_of(response)
+    expected = np.concatenate(
+        [vectors_of([1, 2], 4).ravel(), vectors_of([400], 7).ravel(), np.full(7, -2), vectors_of([5], 7).ravel()]
+    )
+    np.testing.assert_array_equal(outputs["OUTPUT0"], expected)
+    assert outputs["FOUND0"].tolist() == [True, True, True, False, True]
+
+
+def test_named_inputs_are_answered_by_table_in_the_form_each_asks_for(client):
+    users, items = np.arange(6, dtype=np.int64).reshape(2, 3), np.array([9, -1], np.int64)
+    inputs = [
+        binary_input("item", items, "INT64"),
+        {"name": "user", "datatype": "INT64", "shape": [2, 3], "data": users.tolist()},
+    ]
+    outputs = [{"name": "user", "parameters": {"binary_data": True}}, {"name": "item"}, {"name": "item.found"}]
+    answers = outputs_of(post(client, {"inputs": inputs, "outputs": outputs}, [items]))
+    np.testing.assert_array_equal(answers["user"], vectors_of(users.ravel(), 4).reshape(2, 3, 4))
+    np.testing.assert_array_equal(answers["item"], vectors_of(items, 7))
+    assert answers["item.found"].tolist() == [True, True]
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_compressed_requests_are_answered(client, encoding):
+    compress = {"gzip": gzip.compress, "deflate": zlib.compress}[encoding]
+    body = compress(b'{"tables": {"user": [' + b", ".join([b"1"] * 1000) + b"]}}")
+    response = client.post("/v1/models/ranker/lookup", content=body, headers={"content-encoding": encoding})
+    np.testing.assert_array_equal(np.float32(response.json()["tables"]["user"]), np.tile(vectors_of([1], 4), (1000, 1)))
+
+
+def test_chunked_requests_are_answered(client):
+    pieces = iter([b'{"tables": {"u', b'ser": [1', b", 2]}}"])
+    response = client.post("/v1/models/ranker/lookup", content=pieces)
+    np.testing.assert_array_equal(np.float32(response.json()["tables"]["user"]), vectors_of([1, 2], 4))
+
+
+def test_a_connection_serves_one_request_after_another(service):
+    with service.connect() as connection:
+        body = b'{"tables": {"user": [1]}}'
+        request = b"POST /v1/models/ranker/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+        connection.sendall(request * 3)  # pipelined, too
+        received = b""
+        while received.count(b'{"tables"') < 3:
+            received += connection.recv(65536)
+    assert received.count(b"HTTP/1.1 200 OK") == 3
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "headers", "status", "says"),
+    [
+        ("POST", "/v1/models/nope/lookup", b'{"tables": {"user": [1]}}', {}, 404, "'nope'"),
+        ("POST", "/v2/models/nope/infer", b"{}", {}, 404, "'nope'"),
+        ("POST", "/v2/models/ranker/versions/2/infer", b"{}", {}, 404, "got version '2', wanted '1'"),
+        ("POST", "/v1/models/ranker/lookup", b'{"tables": {"nope": [1]}}', {}, 404, "got table 'nope', wanted one of"),
+        ("POST", "/v1/models/ranker/lookup", b"not json", {}, 400, "not JSON"),
+        ("POST", "/v1/models/ranker/lookup", b"", {}, 400, "not JSON"),
+        ("POST", "/v1/models/ranker/lookup", b'{"tables": {"user": [1.5]}}', {}, 400, "got a float (1.5) at position 0"),
+        ("POST", "/v2/models/ranker/infer", b'{"inputs": []}', {}, 400, "'inputs' is missing or empty"),
+        ("POST", "/v2/models/ranker/infer", b"{}", {"inference-header-content-length": "3"}, 400, "within the body of 2"),
+        ("POST", "/v1/models/ranker/lookup", b"x" * 100_001, {}, 413, "wanted at most 100000 (service.max_body_bytes)"),
+        ("POST", "/v1/models/ranker/lookup", iter([b"x" * 60_000, b"y" * 60_000]), {}, 413, "wanted at most 100000"),
+        (
+            "POST",
+            "/v1/models/ranker/lookup",
+            b'{"tables": {"user": [%s1]}}' % (b"1," * 1000),
+            {},
+            413,
+            "got 1001 keys, wanted at most 1000",
+        ),
+        (
+            "POST",
+            "/v1/models/ranker/lookup",
+            b'{"tables": {"item": [%s1]}}' % (b"1," * 3000),
+            {},
+            413,
+            "(service.max_keys_per_request)",
+        ),
+        (
+            "POST",
+            "/v1/models/ranker/lookup",
+            gzip.compress(b" " * 100_001),
+            {"content-encoding": "gzip"},
+            413,
+            "decompresses to more",
+        ),
+        ("POST", "/v1/models/ranker/lookup", gzip.compress(b"{}")[:-9], {"content-encoding": "gzip"}, 400, "cut short"),
+        (
+            "POST",
+            "/v1/models/ranker/lookup",
+            gzip.compress(b"{}") + b"more",
+            {"content-encoding": "gzip"},
+            400,
+            "4 bytes before the body",
+        ),
+        ("POST", "/v1/models/ranker/lookup", b"{}", {"content-encoding": "deflate"}, 400, "decompressing the request"),
+        (
+            "POST",
+            "/v1/models/ranker/lookup",
+            b"{}",
+            {"content-encoding": "br"},
+            415,
+            "got Content-Encoding 'br', wanted gzip, deflate",
+        ),
+        ("GET", "/v1/models/ranker/lookup", b"", {}, 405, "got GET /v1/models/ranker/lookup, wanted POST"),
+        ("POST", "/v2", b"", {}, 405, "got POST /v2, wanted GET"),
+        ("GET", "/nothing/here", b"", {}, 404, "got GET /nothing/here, which is not served"),
+        ("GET", "/v2/models/nope", b"", {}, 404, "'nope'"),
+        ("GET", "/v2/models/nope/ready", b"", {}, 404, "'nope'"),
+        ("GET", "/v2/models/ranker/versions/7", b"", {}, 404, "got version '7'"),
+        ("GET", "/v2/models/ranker/versions/7/ready", b"", {}, 404, "got version '7'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_request_gets_its_status_and_an_error_that_says_why(client, method, path, content, headers, status, says):
+    response = client.request(method, path, content=content, headers=headers)
+    assert response.status_code == status
+    assert list(response.json()) == ["error"]
+    assert says in response.json()["error"]
+    if status == 405:
+        assert response.headers["allow"] in says
+
+
+def test_an_error_leaves_the_connection_usable(service):
+    with service.connect() as connection:
+        for body, status in ((b"wrong", b"400 Bad Request"), (b'{"tables": {"user": [1]}}', b"200 OK")):
+            connection.sendall(
+                b"POST /v1/models/ranker/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            assert connection.recv(65536).startswith(b"HTTP/1.1 " + status)
+
+
+def test_metadata_names_the_triton_shape_and_the_tables(client):
+    assert client.get("/v2").json() == {
+        "name": "hps",
+        "version": hps.__version__,
+        "extensions": ["binary_tensor_data"],
+        "models": ["ranker"],
+    }
+    metadata = client.get("/v2/models/ranker").json()
+    assert metadata == client.get("/v2/models/ranker/versions/1").json()
+    assert metadata == {
+        "name": "ranker",
+        "versions": ["1"],
+        "platform": "hps",
+        "inputs": [
+            {"name": "KEYS", "datatype": "INT64", "shape": [1, -1]},
+            {"name": "NUMKEYS", "datatype": "INT32", "shape": [1, 2]},
+        ],
+        "outputs": [{"name": "OUTPUT0", "datatype": "FP32", "shape": [-1]}],
+        "tables": [
+            {"name": "user", "dim": 4, "max_keys": 1000, "default_value": 0.5},
+            {"name": "item", "dim": 7, "max_keys": 4000, "default_value": -2.0},
+        ],
+    }
+
+
+def test_health_says_ready(client):
+    assert client.get("/v2/health/live").json() == {"live": True}
+    assert client.get("/v2/health/ready").json() == {"ready": True}
+    assert client.get("/v2/models/ranker/ready").json() == {"name": "ranker", "ready": True}
+    assert client.get("/v2/models/ranker/versions/1/ready").json() == {"name": "ranker", "ready": True}
+
+
+def metric_of(client, name, **labels):
+    wanted = {f'{key}="{value}"' for key, value in labels.items()}
+    for line in client.get("/metrics").text.splitlines():
+        if line.startswith((f"{name}{{", f"{name} ")) and all(label in line for label in wanted):
+            return float(line.rpartition(" ")[2])
+    return 0.0
+
+
+def test_metrics_count_requests_once_and_keys_by_tier(client):
+    route, lookup = "/v1/models/{model}/lookup", {"tables": {"item": [1, 2, 3]}}
+    before = metric_of(client, "hps_http_requests_total", route=route, status=200)
+    bad = metric_of(client, "hps_http_requests_total", route=route, status=400)
+    times = metric_of(client, "hps_http_request_seconds_count", route=route)
+    keys = metric_of(client, "hps_lookup_keys_total", model="ranker", table="item")
+    for _ in range(5):
+        client.post("/v1/models/ranker/lookup", json=lookup)
+    client.post("/v1/models/ranker/lookup", content=b"wrong")
+    assert metric_of(client, "hps_http_requests_total", route=route, status=200) == before + 5
+    assert metric_of(client, "hps_http_requests_total", route=route, status=400) == bad + 1
+    assert metric_of(client, "hps_http_request_seconds_count", route=route) == times + 6
+    assert metric_of(client, "hps_http_request_seconds_bucket", route=route, le="+Inf") == times + 6
+    assert metric_of(client, "hps_lookup_keys_total", model="ranker", table="item") == keys + 15
+    assert metric_of(client, "hps_ready") == 1
+    assert metric_of(client, "process_resident_memory_bytes") > 0
+
+
+def test_paths_that_are_not_served_share_one_label(client):
+    for path in ("/a", "/b", "/v2/models/x/y/z"):
+        client.get(path)
+    assert metric_of(client, "hps_http_requests_total", route="unknown", status=404) >= 3
+    assert 'route="/a"' not in client.get("/metrics").text
+
+
+def test_metrics_speak_openmetrics_where_asked(client):
+    response = client.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
+    assert response.text.count("# EOF") == 1
+
+
+def test_a_bearer_token_guards_all_but_health(directory, tmp_path):
+    document = configuration(directory, bearer_token="s3cret")
+    document["persistent_db"]["path"] = str(tmp_path / "rocksdb")
+    with running_service(document) as service:
+        client = service.client
+        assert client.get("/v2/health/live").status_code == 200
+        assert client.get("/v2/health/ready").status_code == 200
+        lookup = {"tables": {"user": [1]}}
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic s3cret"}, {"authorization": "s3cret"}):
+            for path in ("/v2", "/v2/models/ranker", "/v2/models/ranker/ready", "/metrics", "/openapi.json", "/docs", "/nope"):
+                response = client.get(path, headers=headers)
+                assert response.status_code == 401, path
+                assert response.headers["www-authenticate"] == "Bearer"
+                assert "s3cret" not in response.text
+            assert client.post("/v1/models/ranker/lookup", json=lookup, headers=headers).status_code == 401
+            assert client.post("/v2/models/ranker/infer", content=b"{}", headers=headers).status_code == 401
+        for scheme in ("Bearer", "bearer"):
+            headers = {"authorization": f"{scheme} s3cret"}
+            assert client.get("/metrics", headers=headers).status_code == 200
+            assert client.post("/v1/models/ranker/lookup", json=lookup, headers=headers).status_code == 200

@@ -1,0 +1,226 @@
+"""Whatever the bytes, a codec makes of them a request that fits them or a typed error, and allocates no more than they hold."""
+
+import tracemalloc
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hps.errors import HPSError, InvalidInputError
+from hps.service.inference_protocol import decode_request, parse_header_length
+from hps.service.json_lookup import decode_lookup, encode_lookup
+from hps.service.served_model import ServedModel
+from hps.types import TableSpec
+
+MAX_KEYS = 64
+MODEL = ServedModel("m", (TableSpec("m", "user", 2, 0.0, 40), TableSpec("m", "item", 5, 0.5, 40)))
+NAMES = ["KEYS", "NUMKEYS", "user", "item", "OUTPUT0", "FOUND0", "user.found", "item.found"]
+
+integers = st.one_of(st.integers(-(2**63), 2**64 - 1), st.sampled_from([0, 1, 2, 8, 2**60, 2**63, 2**64 - 1]))
+scalars = st.one_of(st.none(), st.booleans(), integers, st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=5))
+anything = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4), max_leaves=12
+)
+
+
+@st.composite
+def either(draw, likely):
+    """Mostly what belongs there, sometimes anything."""
+    return draw(anything if draw(st.integers(0, 19)) == 19 else likely)
+
+
+shapes = st.lists(st.integers(0, 3), min_size=1, max_size=2)
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+@st.composite
+def tensors(draw):
+    shape = draw(shapes)
+    tensor = {"name": draw(either(st.sampled_from(["user", "item"]))), "datatype": draw(either(st.just("INT64")))}
+    tensor["shape"] = draw(either(st.just(shape)))
+    if draw(st.booleans()):
+        tensor["parameters"] = draw(either(st.just({"binary_data_size": 8 * int(np.prod(shape))})))
+    else:
+        elements = int(np.prod(shape))
+        tensor["data"] = draw(either(st.lists(either(INT64), min_size=elements, max_size=elements)))
+    return tensor
+
+
+outputs = either(
+    st.fixed_dictionaries(
+        {"name": either(st.sampled_from(NAMES))},
+        optional={"parameters": either(st.fixed_dictionaries({}, optional={"binary_data": either(st.booleans())}))},
+    )
+)
+requests = either(
+    st.fixed_dictionaries(
+        {"inputs": either(st.lists(either(tensors()), min_size=1, max_size=2))},
+        optional={
+            "id": either(st.text(max_size=5)),
+            "outputs": either(st.lists(outputs, max_size=3)),
+            "parameters": either(
+                st.fixed_dictionaries(
+                    {}, optional={"binary_data_output": either(st.booleans()), "found": either(st.booleans())}
+                )
+            ),
+        },
+    )
+)
+
+
+def decode(body, length):
+    try:
+        return decode_request(body, length, MODEL, MAX_KEYS)
+    except HPSError:
+        return None
+
+
+def check(inference):
+    """Write an answer and read it back: every output has the bytes that its shape says."""
+    keys = sum(segment.keys.size for segment in inference.segments)
+    assert keys <= MAX_KEYS
+    for segment in inference.segments:
+        assert segment.keys.dtype == np.int64
+        assert segment.out.shape == (segment.keys.size, MODEL.tables[segment.table].dim)
+        segment.out[...] = 1.5
+        if segment.found is not None:
+            segment.found[...] = True
+    chunks, length = inference.encode()
+    body = b"".join(chunks)
+    response = orjson.loads(body if length is None else body[:length])
+    rest = b"" if length is None else body[length:]
+    for output in response["outputs"]:
+        elements = int(np.prod(output["shape"], dtype=object))
+        one = 1.5 if output["datatype"] == "FP32" else True
+        if "data" in output:
+            assert output["data"] == [one] * elements
+        else:
+            size = output["parameters"]["binary_data_size"]
+            values = np.frombuffer(rest[:size], np.float32 if one == 1.5 else np.bool_)
+            assert values.tolist() == [one] * elements
+            rest = rest[size:]
+    assert rest == b""
+
+
+@given(st.binary(max_size=200), st.one_of(st.none(), st.integers(0, 200)))
+def test_random_bytes_are_a_typed_error(body, length):
+    assert decode(body, None if length is None else min(length, len(body))) is None
+
+
+@settings(max_examples=500)
+@given(requests, st.data())
+def test_requests_that_are_nearly_right_are_answered_or_a_typed_error(request, data):
+    text = orjson.dumps(request)
+    wanted = text.count(b'"binary_data_size"')
+    sizes = [8 * elements for elements in range(10)]
+    binary = bytes(sum(data.draw(st.sampled_from(sizes)) for _ in range(wanted)))
+    inference = decode(text + binary, len(text) if binary else None)
+    if inference is not None:
+        check(inference)
+
+
+@pytest.mark.parametrize("shape", [[2**63, 0], [0, 2**63], [2**60, 2**60, 0]])
+def test_an_empty_shape_of_any_size_is_answered(shape):
+    tensor = {"name": "user", "datatype": "INT64", "shape": shape, "data": []}
+    check(decode(orjson.dumps({"inputs": [tensor]}), None))
+
+
+@st.composite
+def valid_requests(draw):
+    keys = np.array(draw(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=30)), np.int64)
+    first = draw(st.integers(0, keys.size))
+    by_table, as_binary = draw(st.booleans()), draw(st.booleans())
+    if by_table:
+        given_ = [("user", keys[:first]), ("item", keys[first:])]
+    else:
+        given_ = [("KEYS", keys), ("NUMKEYS", np.array([first, keys.size - first], np.int32))]
+    inputs, binary = [], b""
+    for name, array in given_:
+        tensor = {"name": name, "datatype": "INT64" if array.dtype == np.int64 else "INT32", "shape": [array.size]}
+        if as_binary:
+            tensor["parameters"] = {"binary_data_size": array.nbytes}
+            binary += array.tobytes()
+        else:
+            tensor["data"] = array.tolist()
+        inputs.append(tensor)
+    parameters = {"found": draw(st.booleans()), "binary_data_output": draw(st.booleans())}
+    text = orjson.dumps({"inputs": inputs, "parameters": parameters, "id": draw(st.text("ab", max_size=9))})
+    return text + binary, len(text) if as_binary else None, keys[:first], keys[first:]
+
+
+@given(valid_requests())
+def test_valid_requests_name_their_keys_exactly(request):
+    body, length, user, item = request
+    inference = decode(body, length)
+    assert [segment.keys.tolist() for segment in inference.segments] == [user.tolist(), item.tolist()]
+    check(inference)
+
+
+@settings(max_examples=300)
+@given(valid_requests(), st.data())
+def test_mutated_requests_are_answered_or_a_typed_error(request, data):
+    body, length, _, _ = request
+    mutated = bytearray(body)
+    for _ in range(data.draw(st.integers(1, 4))):
+        kind = data.draw(st.sampled_from(["flip", "cut", "repeat"]))
+        place = data.draw(st.integers(0, max(len(mutated) - 1, 0)))
+        if kind == "flip" and mutated:
+            mutated[place] = data.draw(st.integers(0, 255))
+        elif kind == "cut":
+            del mutated[place:]
+        else:
+            mutated[place:place] = mutated[place : place + 20]
+    inference = decode(bytes(mutated), None if length is None else min(length, len(mutated)))
+    if inference is not None:
+        check(inference)
+
+
+@given(st.lists(st.sampled_from([0, 1, 7, 2**31, 2**60, 2**63, 2**64 - 1]), min_size=1, max_size=8), st.booleans(), integers)
+def test_memory_follows_the_body_never_the_numbers_in_it(shape, as_binary, size):
+    tensor = {"name": "user", "datatype": "INT64", "shape": shape}
+    if as_binary:
+        tensor["parameters"] = {"binary_data_size": size}
+    else:
+        tensor["data"] = [1]
+    text = orjson.dumps({"inputs": [tensor]})
+    tracemalloc.start()
+    try:
+        decode(text + b"\0" * 8, len(text))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100_000
+
+
+@given(st.one_of(st.none(), st.binary(max_size=30)), st.integers(0, 10**6))
+def test_a_header_length_lies_within_the_body_or_is_a_typed_error(value, body_size):
+    try:
+        length = parse_header_length(value, body_size)
+    except InvalidInputError:
+        return
+    assert length is None if value is None else 0 <= length <= body_size
+
+
+key_lists = st.dictionaries(
+    st.sampled_from(["user", "item", "users"]), either(st.lists(either(st.integers(-(2**63), 2**63)), max_size=50)), max_size=3
+)
+curl_lookups = either(st.fixed_dictionaries({"tables": either(key_lists)}, optional={"found": either(st.booleans())}))
+
+
+@settings(max_examples=300)
+@given(st.one_of(st.binary(max_size=60), curl_lookups.map(orjson.dumps)))
+def test_curl_lookups_are_answered_or_a_typed_error(body):
+    try:
+        segments = decode_lookup(body, MODEL, MAX_KEYS)
+    except HPSError:
+        return
+    for segment in segments:
+        segment.out[...] = np.nan
+        if segment.found is not None:
+            segment.found[...] = False
+    answer = orjson.loads(encode_lookup(segments, MODEL))
+    for name, keys in orjson.loads(body)["tables"].items():
+        dim = MODEL.tables[MODEL.table_index(name, "")].dim
+        assert answer["tables"][name] == [[None] * dim] * len(keys)

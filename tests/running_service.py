@@ -1,0 +1,81 @@
+"""The service on a free port of this process, by the server that `hps serve` runs."""
+
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+
+from hps.config import Configuration, load_configuration
+from hps.service.app import Application, create_app
+from hps.service.server import Server, listen, url_of
+
+START_S = 60
+
+
+class RunningService:
+    """A service under uvicorn in a thread.
+
+    Attributes:
+        app: the ASGI application.
+        url: where it listens.
+        client: an HTTP client with that base address.
+    """
+
+    def __init__(self, configuration: Configuration, app: Application) -> None:
+        self.app = app
+        self._listener = listen("127.0.0.1", 0)
+        self.url = url_of(self._listener)
+        self._server = Server(app, configuration, self.url)
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]}, daemon=True)
+        self.client = httpx.Client(base_url=self.url, timeout=30)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    @property
+    def connections(self) -> int:
+        """How many connections the server has."""
+        return len(self._server.server_state.connections)
+
+    def start(self) -> None:
+        self._thread.start()
+        wait_until(lambda: self._server.started, "the server has started")
+
+    def stop(self) -> bool:
+        """Stop as a signal does; False when it takes too long."""
+        self.client.close()
+        self._server.should_exit = True
+        self._thread.join(START_S)
+        self._listener.close()
+        return not self._thread.is_alive()
+
+    def connect(self) -> socket.socket:
+        """A raw connection."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+
+def wait_until(condition, what, timeout_s=START_S):
+    """Poll until a condition holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{timeout_s} s passed before {what}"
+        time.sleep(0.005)
+
+
+@contextmanager
+def running_service(document, parameter_server=None, *, ready=True):
+    """Serve a configuration, given as a dict; without a parameter server of the caller's it loads one."""
+    configuration = load_configuration(document)
+    service = RunningService(configuration, create_app(configuration, parameter_server))
+    service.start()
+    try:
+        if ready:
+            wait_until(lambda: service.app.lifecycle.ready or service.app.lifecycle.failure, "the service is ready")
+            if service.app.lifecycle.failure:
+                raise service.app.lifecycle.failure
+        yield service
+    finally:
+        assert service.stop()

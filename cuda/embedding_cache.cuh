@@ -1,0 +1,213 @@
+// Layout and memory operations of the embedding cache, pasted into every kernel (hps/cache/kernels.py).
+//
+// A table is an array of PAIRS of BUCKETS, and one row of vectors a slot. A pair is 128 bytes, aligned; a bucket is 64:
+//     bytes 0..1     version, uint16: odd while a writer owns the bucket, the next even number after each change
+//     byte  2        strays, uint8: keys whose home is this bucket and that stand in its neighbour
+//     byte  3        0
+//     bytes 4..7     scores, 4 bits a slot, from the lowest: an insert into a full bucket evicts the smallest
+//     bytes 8..63    7 keys, int64
+// The hash of a key gives its HOME bucket. A key whose home is full goes to the neighbour, the other bucket of the pair, while
+// that has an empty slot. So a query reads 64 bytes, and the other 64 only if its key is not at home and some key has strayed.
+// An empty slot holds the pair's FILLER: a key whose own pair is another one. So every int64 is a legal key, a key compare
+// alone says whether a slot answers, and a query never looks at anything that marks empty slots.
+//
+// WHY NO QUERY RETURNS A TORN VECTOR. A writer sets the lowest bit of both versions of a pair with atomic ORs, fences, writes,
+// fences, and stores the next even versions. A query reads the bucket, then the row, then fences and reads the version and
+// the slot's key again; it keeps the row only if the version is even and as it was, and the key still the one it looks for.
+// The second look at the version equals the first, so no writer owned the bucket between the two; between the two it has read
+// the row, and has seen that the slot was the key's. (The first look at the keys may be older than the first look at the
+// version, which is in another sector of memory: that is why the key is read again.) A version of 16 bits repeats after 32,768
+// changes of one bucket, each of which takes about a microsecond: longer than any read.
+
+#ifndef HPS_UNIT
+#define HPS_UNIT 4  // floats a lane moves at once: 4, 2 or 1; divides dim, and rows of `out` are aligned to it
+#endif
+#ifndef HPS_TOP_SCORE
+#define HPS_TOP_SCORE 15  // score of a slot that was hit
+#endif
+#ifndef HPS_FIRST_SCORE
+#define HPS_FIRST_SCORE 1  // score of a key that has just been admitted
+#endif
+#ifndef HPS_ROW_HINT
+#define HPS_ROW_HINT 0  // 1: rows are the first to leave the L2 cache
+#endif
+#ifndef HPS_BUCKET_HINT
+#define HPS_BUCKET_HINT 0  // 1: buckets are the last to leave the L2 cache
+#endif
+
+#define FULL_WARP 0xffffffffu
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+constexpr u32 SLOTS = 7;         // of a bucket
+constexpr u32 BUCKET_PARTS = 4;  // 16-byte parts of a bucket: the header and key 0, then two keys each
+constexpr u32 PAIR_PARTS = 8;
+constexpr u32 UNIT = HPS_UNIT;
+constexpr u32 TOP_SCORE = HPS_TOP_SCORE;
+constexpr u32 FIRST_SCORE = HPS_FIRST_SCORE;
+
+struct alignas(4 * HPS_UNIT) Unit {
+    float value[HPS_UNIT];
+};
+
+// One table's memory.
+struct Table {
+    uint4* buckets;   // (2 pairs, 4) uint4, 128-byte aligned
+    float* rows;      // (14 pairs, dim) float32, 256-byte aligned: that of slot s of bucket b is 7 b + s
+    u64* counters;    // (3,) uint64: keys admitted, keys evicted, keys erased
+    i64 zero_filler;  // the filler of key 0's pair; every other pair's is 0
+    u32 zero_pair;    // the pair of key 0
+    u32 pairs;        // may be 0: nothing is cached
+    u32 dim;
+    u32 padding;
+};
+
+// The mixing hash of hps/hashing.py (rrxmrrxmsx_0, Pelle Evensen, public domain).
+__device__ __forceinline__ u64 mix(i64 key) {
+    u64 x = static_cast<u64>(key);
+    x ^= ((x >> 25) | (x << 39)) ^ ((x >> 50) | (x << 14));
+    x *= 0xA24BAED4963EE407ull;
+    x ^= ((x >> 24) | (x << 40)) ^ ((x >> 49) | (x << 15));
+    x *= 0x9FB21C651E98DF25ull;
+    return x ^ (x >> 28);
+}
+
+// The home of a key in a table.
+__device__ __forceinline__ u32 home_of(i64 key, u32 pairs) {
+    return __umulhi(static_cast<u32>(mix(key) >> 32), 2 * pairs);
+}
+
+__device__ __forceinline__ i64 filler_of(const Table& table, u32 pair) {
+    return pair == table.zero_pair ? table.zero_filler : 0;
+}
+
+__device__ __forceinline__ i64 key_of(u32 low, u32 high) {
+    return static_cast<i64>(static_cast<u64>(high) << 32 | low);
+}
+
+// Loads and stores of what others may be changing: relaxed, device scope, so never from the incoherent L1 cache. All are
+// volatile: the compiler keeps them in program order.
+
+__device__ __forceinline__ uint4 load_part(const uint4* at) {
+    uint4 v;
+#if HPS_BUCKET_HINT
+    u64 keep;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
+    asm volatile("ld.relaxed.gpu.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(at), "l"(keep)
+                 : "memory");
+#else
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(at)
+                 : "memory");
+#endif
+    return v;
+}
+
+__device__ __forceinline__ u64 load_word(const void* at) {
+    u64 v;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ Unit load_unit(const Unit* at) {
+    Unit v;
+#if HPS_UNIT == 4 && HPS_ROW_HINT
+    u64 drop;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(drop));
+    asm volatile("ld.relaxed.gpu.global.L2::cache_hint.v4.f32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=f"(v.value[0]), "=f"(v.value[1]), "=f"(v.value[2]), "=f"(v.value[3])
+                 : "l"(at), "l"(drop)
+                 : "memory");
+#elif HPS_UNIT == 4
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.value[0]), "=f"(v.value[1]), "=f"(v.value[2]), "=f"(v.value[3])
+                 : "l"(at)
+                 : "memory");
+#elif HPS_UNIT == 2
+    asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.value[0]), "=f"(v.value[1]) : "l"(at) : "memory");
+#else
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v.value[0]) : "l"(at) : "memory");
+#endif
+    return v;
+}
+
+__device__ __forceinline__ void store_unit(Unit* at, const Unit& v) {
+#if HPS_UNIT == 4
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "l"(at), "f"(v.value[0]), "f"(v.value[1]), "f"(v.value[2]), "f"(v.value[3])
+                 : "memory");
+#elif HPS_UNIT == 2
+    asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" : : "l"(at), "f"(v.value[0]), "f"(v.value[1]) : "memory");
+#else
+    asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" : : "l"(at), "f"(v.value[0]) : "memory");
+#endif
+}
+
+// To and from the caller's arrays, which nobody else touches: read or written once, so the first to leave the L2 cache.
+
+__device__ __forceinline__ Unit stream_in(const Unit* at) {
+    Unit v;
+#if HPS_UNIT == 4
+    asm volatile("ld.global.cs.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.value[0]), "=f"(v.value[1]), "=f"(v.value[2]), "=f"(v.value[3])
+                 : "l"(at));
+#elif HPS_UNIT == 2
+    asm volatile("ld.global.cs.v2.f32 {%0, %1}, [%2];" : "=f"(v.value[0]), "=f"(v.value[1]) : "l"(at));
+#else
+    asm volatile("ld.global.cs.f32 %0, [%1];" : "=f"(v.value[0]) : "l"(at));
+#endif
+    return v;
+}
+
+__device__ __forceinline__ void stream_out(Unit* at, const Unit& v) {
+#if HPS_UNIT == 4
+    asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "l"(at), "f"(v.value[0]), "f"(v.value[1]), "f"(v.value[2]), "f"(v.value[3])
+                 : "memory");
+#elif HPS_UNIT == 2
+    asm volatile("st.global.cs.v2.f32 [%0], {%1, %2};" : : "l"(at), "f"(v.value[0]), "f"(v.value[1]) : "memory");
+#else
+    asm volatile("st.global.cs.f32 [%0], %1;" : : "l"(at), "f"(v.value[0]) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void fence() {
+    asm volatile("fence.acq_rel.gpu;" : : : "memory");
+}
+
+// Where things stand in a bucket.
+
+__device__ __forceinline__ i64* key_at(uint4* bucket, u32 slot) {
+    return reinterpret_cast<i64*>(bucket) + 1 + slot;
+}
+
+__device__ __forceinline__ u8* strays_at(uint4* bucket) {
+    return reinterpret_cast<u8*>(bucket) + 2;
+}
+
+__device__ __forceinline__ u32 score_of(u32 scores, u32 slot) {
+    return scores >> (4 * slot) & 15;
+}
+
+// Give a slot a score. Writes a byte, and so its neighbour's score as it was in `scores`.
+__device__ __forceinline__ void store_score(uint4* bucket, u32 scores, u32 slot, u32 score) {
+    const u32 changed = (scores & ~(15u << (4 * slot))) | score << (4 * slot);
+    *(reinterpret_cast<volatile u8*>(bucket) + 4 + slot / 2) = static_cast<u8>(changed >> (slot / 2 * 8));
+}
+
+// Where, in the part of a bucket that a lane holds (`member`: which of the four), a key stands: the slot, or -1.
+__device__ __forceinline__ int slot_in_part(const uint4& part, u32 member, i64 key) {
+    int slot = -1;
+    if (member != 0 && key_of(part.x, part.y) == key) slot = 2 * member - 1;
+    if (key_of(part.z, part.w) == key) slot = 2 * member;
+    return slot;
+}

@@ -1,0 +1,65 @@
+// PURPOSE     Makes keys of a table non-resident.
+// ARRAYS      keys (n,) int64, in. table: buckets in/out; counters in/out: keys erased are added.
+// LAUNCH      Blocks of HPS_THREADS, ceil(n / (HPS_THREADS / 8)) of them. A tile of 8 lanes owns one key. n = 0 is not launched;
+//             tiles past a ragged end have no key.
+// INVARIANTS  The slot of an erased key holds the filler and score 0. Absent keys and duplicates change nothing.
+// RACES       A tile writes to a pair only while it owns it (writer.cuh), and looks at it again then.
+// TWIN        hps.cache.numpy_kernels.erase
+
+#include "embedding_cache.cuh"
+#include "writer.cuh"
+
+#ifndef HPS_THREADS
+#define HPS_THREADS 256
+#endif
+
+struct Erase {
+    Table table;
+    const i64* keys;
+    u32 n;
+    u32 padding;
+};
+
+static_assert(sizeof(Table) == 48 && sizeof(Erase) == 64, "hps/cache/kernels.py packs these");
+
+extern "C" __global__ void __launch_bounds__(HPS_THREADS) erase(const __grid_constant__ Erase request) {
+    const Table& table = request.table;
+    const u32 lane = threadIdx.x % 32, tile = lane / TILE, member = lane % TILE;
+    const u32 index = blockIdx.x * (HPS_THREADS / TILE) + threadIdx.x / TILE;
+    bool pending = index < request.n;
+    i64 key = 0;
+    u32 home = 0;
+    if (pending) {
+        key = request.keys[index];
+        home = home_of(key, table.pairs);
+    }
+    const u32 pair = home / 2;
+    Writer writer{tile, member, table.buckets + static_cast<u64>(pair) * PAIR_PARTS, 0, 0};
+    pending = writer.find(writer.load(pending), key, pending) >= 0;
+
+#pragma unroll 1
+    for (u32 attempt = 0; __any_sync(FULL_WARP, pending); ++attempt) {
+        const bool own = writer.take(pending, attempt);
+        if (!__any_sync(FULL_WARP, own)) {
+            back_off(attempt);
+            continue;
+        }
+        __syncwarp();
+        fence();
+        const uint4 part = writer.load(own);
+        const int slot = writer.find(part, key, own);
+        const u32 bucket = member / BUCKET_PARTS;
+        if (slot >= 0 && member % BUCKET_PARTS == 0) {  // the lanes that hold the headers
+            const u32 target = slot / SLOTS, at = slot % SLOTS;
+            if (bucket == target) {
+                *reinterpret_cast<volatile i64*>(key_at(writer.bucket(target), at)) = filler_of(table, pair);
+                store_score(writer.bucket(target), part.y, at, 0);
+                atomicAdd(table.counters + 2, 1ull);
+            } else if (bucket == home % 2) {
+                *reinterpret_cast<volatile u8*>(strays_at(writer.bucket(bucket))) = (part.x >> 16) - 1;
+            }
+        }
+        writer.give_back(own, slot >= 0);
+        if (own) pending = false;
+    }
+}

@@ -1,0 +1,155 @@
+// PURPOSE     Writes vectors of keys into a table: replaces those of resident keys, admits keys that are not, or both.
+// ARRAYS      keys (n,) int64, in. vectors (n, dim) float32, in, aligned to HPS_UNIT floats. chosen (n,) uint8 or null, in:
+//             keys whose byte is 0 are left out; null chooses all. table: buckets, rows, in/out; counters, in/out: keys admitted
+//             and keys evicted are added.
+// LAUNCH      Blocks of HPS_THREADS, ceil(n / (HPS_THREADS / 8)) of them. A tile of 8 lanes owns one key. n = 0 is not launched;
+//             tiles past a ragged end have no key.
+// INVARIANTS  A key stands in at most one slot of its pair. Where a key stands twice among `keys`, one of its vectors wins, whole.
+//             A key that is admitted takes an empty slot at home, else one at its neighbour, else that of the smallest score at
+//             home (the first of equals), whose key is evicted; the other scores there then fall by that much. It starts with
+//             FIRST_SCORE. Replacing a vector changes no score.
+// RACES       A tile looks at a pair, and writes to it, only while it owns it (writer.cuh). A query that reads meanwhile sees it by
+//             the version (embedding_cache.cuh). Launches on one table may run at once; the cache orders them all the same.
+// TWIN        hps.cache.numpy_kernels.write
+
+#include "embedding_cache.cuh"
+#include "writer.cuh"
+
+#ifndef HPS_THREADS
+#define HPS_THREADS 256
+#endif
+#ifndef HPS_MIN_BLOCKS
+#define HPS_MIN_BLOCKS 1  // of an SM: bounds the registers
+#endif
+#ifndef HPS_ROW_LOADS
+#define HPS_ROW_LOADS 4  // units of a vector that a lane has in flight
+#endif
+#ifndef HPS_LONG_ROWS
+#define HPS_LONG_ROWS 1  // 0: no row has more than 8 * HPS_ROW_LOADS units
+#endif
+
+constexpr u32 ROW_LOADS = HPS_ROW_LOADS;
+constexpr u32 REPLACE = 1, ADMIT = 2;
+
+struct Insert {
+    Table table;
+    const i64* keys;
+    const Unit* vectors;
+    const u8* chosen;
+    u32 n;
+    u32 mode;  // REPLACE | ADMIT
+};
+
+static_assert(sizeof(Table) == 48 && sizeof(Insert) == 80, "hps/cache/kernels.py packs these");
+
+// How good a slot is to admit a key to: the smaller, the better. An empty slot at home, an empty one next door, a key at home by
+// its score; never a key next door.
+__device__ __forceinline__ u32 rank_of(i64 there, i64 filler, bool at_home, u32 score) {
+    if (there == filler) return at_home ? 0 : 1;
+    return at_home ? 2 + score : 255;
+}
+
+extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) insert(const __grid_constant__ Insert request) {
+    __shared__ u32 admitted, evicted;
+    if (threadIdx.x == 0) admitted = evicted = 0;
+    __syncthreads();
+    const Table& table = request.table;
+    const u32 lane = threadIdx.x % 32, tile = lane / TILE, member = lane % TILE;
+    const u32 units = table.dim / UNIT;
+    const u32 index = blockIdx.x * (HPS_THREADS / TILE) + threadIdx.x / TILE;
+
+    bool pending = index < request.n && (request.chosen == nullptr || request.chosen[index]);
+    i64 key = 0;
+    u32 home = 0;
+    if (pending) {
+        key = __ldcs(request.keys + index);
+        home = home_of(key, table.pairs);
+    }
+    const u32 pair = home / 2;
+    Writer writer{tile, member, table.buckets + static_cast<u64>(pair) * PAIR_PARTS, 0, 0};
+    const Unit* vector = request.vectors + static_cast<u64>(index) * units;
+    Unit value[ROW_LOADS];
+#pragma unroll
+    for (u32 r = 0; r < ROW_LOADS; ++r) {
+        if (pending && r * TILE + member < units) value[r] = stream_in(vector + r * TILE + member);
+    }
+
+    if (request.mode != (REPLACE | ADMIT)) {  // do not own pairs that will not change
+        const bool resident = writer.find(writer.load(pending), key, pending) >= 0;
+        pending = pending && (request.mode & (resident ? REPLACE : ADMIT));
+    }
+
+#pragma unroll 1
+    for (u32 attempt = 0; __any_sync(FULL_WARP, pending); ++attempt) {
+        const bool own = writer.take(pending, attempt);
+        if (!__any_sync(FULL_WARP, own)) {
+            back_off(attempt);
+            continue;
+        }
+        __syncwarp();
+        fence();
+        const uint4 part = writer.load(own);
+        int slot = writer.find(part, key, own);
+        const bool resident = slot >= 0;
+        const bool writes = own && (request.mode & (resident ? REPLACE : ADMIT));
+        if (__any_sync(FULL_WARP, writes && !resident)) {
+            const u32 bucket = member / BUCKET_PARTS, within = member % BUCKET_PARTS;
+            const u32 scores = __shfl_sync(FULL_WARP, part.y, tile * TILE + bucket * BUCKET_PARTS);
+            const i64 filler = filler_of(table, pair), high = key_of(part.z, part.w), low = key_of(part.x, part.y);
+            const bool at_home = bucket == home % 2;
+            u32 best = rank_of(high, filler, at_home, score_of(scores, 2 * within)) << 8 | (bucket * SLOTS + 2 * within);
+            if (within != 0) {
+                const u32 slot_low = 2 * within - 1;
+                best = min(best, rank_of(low, filler, at_home, score_of(scores, slot_low)) << 8 | (bucket * SLOTS + slot_low));
+            }
+#pragma unroll
+            for (u32 other = TILE / 2; other > 0; other /= 2) best = min(best, __shfl_xor_sync(FULL_WARP, best, other));
+            if (writes && !resident) {
+                slot = best & 0xff;
+                const u32 rank = best >> 8, target = slot / SLOTS, at = slot % SLOTS;
+                uint4* const filled = writer.bucket(target);
+                if (rank == 1) {  // the key strays from home; the header of home is with its lane
+                    if (within == 0 && at_home) *reinterpret_cast<volatile u8*>(strays_at(writer.bucket(bucket))) = (part.x >> 16) + 1;
+                }
+                if (rank >= 2) {  // who holds the evicted key tells whether it strayed from the neighbour
+                    const bool is_low = within != 0 && bucket * SLOTS + 2 * within - 1 == slot;
+                    if (is_low || bucket * SLOTS + 2 * within == slot) {
+                        const u32 lost = home_of(is_low ? low : high, table.pairs) % 2;
+                        if (lost != target) {
+                            volatile u8* strays = strays_at(writer.bucket(lost));
+                            *strays = *strays - 1;
+                        }
+                    }
+                }
+                if (within == 0 && bucket == target) {
+                    const u32 fallen = rank > 2 ? part.y - (rank - 2) * 0x01111111u : part.y;
+                    const u32 changed = (fallen & ~(15u << (4 * at))) | FIRST_SCORE << (4 * at);
+                    *reinterpret_cast<volatile u32*>(reinterpret_cast<u32*>(filled) + 1) = changed;
+                    *reinterpret_cast<volatile i64*>(key_at(filled, at)) = key;
+                    atomicAdd(&admitted, 1);
+                    if (rank >= 2) atomicAdd(&evicted, 1);
+                }
+            }
+        }
+        if (writes) {
+            const u64 row = static_cast<u64>(pair) * (2 * SLOTS) + slot;
+            Unit* const to = reinterpret_cast<Unit*>(table.rows) + row * units;
+#pragma unroll
+            for (u32 r = 0; r < ROW_LOADS; ++r) {
+                if (r * TILE + member < units) store_unit(to + r * TILE + member, value[r]);
+            }
+#if HPS_LONG_ROWS
+#pragma unroll 4
+            for (u32 unit = ROW_LOADS * TILE + member; unit < units; unit += TILE) store_unit(to + unit, stream_in(vector + unit));
+#endif
+        }
+        writer.give_back(own, writes);
+        if (own) pending = false;
+    }
+
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        if (admitted) atomicAdd(table.counters, static_cast<u64>(admitted));
+        if (evicted) atomicAdd(table.counters + 1, static_cast<u64>(evicted));
+    }
+}

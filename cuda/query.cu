@@ -1,0 +1,240 @@
+// PURPOSE     Copies the resident vectors of a request's keys to their rows of the outputs, for all its tables at once, and
+//             lists the keys that are not resident.
+// ARRAYS      For each segment: keys (n,) int64, in, 8-byte aligned. out (n, dim) float32, out, aligned to HPS_UNIT floats;
+//             rows that missed are left as they were or hold anything. found (n,) uint8 or null, out: 1 for hits, 0 for
+//             misses. table: lines and rows, in, scores of lines in/out (embedding_cache.cuh).
+//             missing_keys int64 and missing_positions uint32, out: from the segment's `missing` on, one entry a miss, in
+//             any order. missing_counts (segments,) uint32, in/out: must be 0 before, the number of misses after.
+//             any_missing uint32 in mapped host memory, out: becomes 1 if a key of any segment misses, else is left alone.
+// LAUNCH      Blocks of HPS_THREADS; a segment has ceil(n / (HPS_THREADS / 32 * keys_per_warp)) of them, from its first_block on. A
+//             warp owns keys_per_warp keys (8, 16 or 32) and answers its distinct ones in passes of 8: 4 lanes read the bucket of
+//             each, HPS_COPY lanes move its row. n = 0 is a segment without a block; lanes past a ragged end have no key.
+// INVARIANTS  Every int64 is a key. Duplicates are allowed. Nothing is locked; a table of 0 pairs misses all.
+// RACES       Inserts, updates and erases may run meanwhile: a row is kept only if its bucket's version and the slot's key are
+//             the same after the copy (embedding_cache.cuh), else the key is asked again, HPS_PATIENCE times, then it counts as
+//             a miss, which is always a right answer. The second look comes after the copy because its address depends on
+//             all that was copied. A miss needs no second look: keys do not move between slots. Scores are bytes written
+//             without an atomic, and only when they change; a lost one costs nothing but recency. One atomic add a warp, and
+//             only of a warp that misses, reserves places in the list; whoever reserved the first sets any_missing.
+// TWIN        hps.cache.numpy_kernels.query
+
+#include "embedding_cache.cuh"
+
+#ifndef HPS_THREADS
+#define HPS_THREADS 128
+#endif
+#ifndef HPS_MIN_BLOCKS
+#define HPS_MIN_BLOCKS 1  // of an SM: bounds the registers
+#endif
+#ifndef HPS_COPY
+#define HPS_COPY 8  // lanes that move one row: 4, 8, 16 or 32
+#endif
+#ifndef HPS_ROW_LOADS
+#define HPS_ROW_LOADS 2  // rows that each lane has in flight
+#endif
+#ifndef HPS_LONG_ROWS
+#define HPS_LONG_ROWS 0  // 1: rows may have more than HPS_COPY units
+#endif
+#ifndef HPS_SEGMENTS
+#define HPS_SEGMENTS 32  // segments of one launch, at most
+#endif
+#ifndef HPS_PATIENCE
+#define HPS_PATIENCE 1024
+#endif
+#ifndef HPS_AHEAD
+#define HPS_AHEAD 1  // 1: the buckets of the next pass are read before the rows of this one
+#endif
+#ifndef HPS_PREFETCH
+#define HPS_PREFETCH 0  // 1: the buckets of all passes are asked into the L2 cache at first
+#endif
+#ifndef HPS_RECENCY
+#define HPS_RECENCY 1  // 0: hits leave scores alone (to measure what they cost)
+#endif
+#ifndef HPS_CHECK
+#define HPS_CHECK 2  // 0: no check, 1: the version alone (to measure what they cost)
+#endif
+#ifndef HPS_FENCE
+#define HPS_FENCE 0  // 1: a fence orders the second look, too (to measure what it costs: it asks every slice of the L2 cache)
+#endif
+
+struct Segment {
+    const i64* keys;
+    Unit* out;
+    u8* found;
+    uint4* buckets;
+    const Unit* rows;
+    u32 n;
+    u32 pairs;
+    u32 units;  // of a row: dim / HPS_UNIT
+    u32 first_block;
+    u32 missing;
+    u32 index;  // of its count
+};
+
+struct Query {
+    Segment segments[HPS_SEGMENTS];
+    i64* missing_keys;
+    u32* missing_positions;
+    u32* missing_counts;
+    u32* any_missing;
+    u32 segment_count;
+    u16 keys_per_warp;
+    u16 zero;  // always 0, which the compiler does not know
+};
+
+static_assert(sizeof(Segment) == 64 && sizeof(Query) == 64 * HPS_SEGMENTS + 40, "hps/cache/kernels.py packs these");
+
+constexpr u32 WARPS = HPS_THREADS / 32;
+constexpr u32 PASS = 8;              // keys of a pass
+constexpr u32 ROWS = 32 / HPS_COPY;  // rows that a warp moves at once
+constexpr u32 ROUNDS = PASS / ROWS;  // until it has moved those of a pass
+constexpr u32 ROW_LOADS = HPS_ROW_LOADS;
+constexpr u32 NO_ROW = 0xffffffffu;
+static_assert(ROUNDS % ROW_LOADS == 0, "whole batches");
+
+// Where a tile's key stands in the bucket that it holds: the slot, or -1; for whole warps.
+__device__ __forceinline__ int tile_slot(const uint4& part, i64 key, bool asked, u32 tile, u32 member) {
+    const int in_part = asked ? slot_in_part(part, member, key) : -1;
+    const u32 who = __ballot_sync(FULL_WARP, in_part >= 0) >> (4 * tile) & 15;
+    const int slot = __shfl_sync(FULL_WARP, in_part, 4 * tile + (who ? __ffs(who) - 1 : 0));
+    return who ? slot : -1;
+}
+
+extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(const __grid_constant__ Query request) {
+    __shared__ i64 keys_of[WARPS][32];  // of each warp: its distinct keys, their homes, the lanes that asked for them
+    __shared__ u32 homes_of[WARPS][32], askers_of[WARPS][32];
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = lane / 4, member = lane % 4;
+    u32 s = 0;
+#pragma unroll
+    for (u32 step = HPS_SEGMENTS / 2; step > 0; step /= 2) {
+        if (s + step < request.segment_count && request.segments[s + step].first_block <= blockIdx.x) s += step;
+    }
+    const Segment& segment = request.segments[s];
+    const u32 first = ((blockIdx.x - segment.first_block) * WARPS + warp) * request.keys_per_warp;
+    if (first >= segment.n) return;
+    const u32 count = min(segment.n - first, static_cast<u32>(request.keys_per_warp)), units = segment.units;
+
+    const u32 all = __ballot_sync(FULL_WARP, lane < count);
+    u32 distinct = 0;
+    if (lane < count) {
+        const i64 key = __ldcs(segment.keys + first + lane);
+        const u32 home = home_of(key, segment.pairs);
+        if (HPS_PREFETCH) asm volatile("prefetch.global.L2 [%0];" : : "l"(segment.buckets + static_cast<u64>(home) * BUCKET_PARTS));
+        const u32 askers = __match_any_sync(all, static_cast<u64>(key));
+        const bool leads = (askers & ((1u << lane) - 1)) == 0;
+        const u32 leaders = __ballot_sync(all, leads);
+        distinct = __popc(leaders);
+        if (leads) {
+            const u32 place = __popc(leaders & ((1u << lane) - 1));
+            keys_of[warp][place] = key;
+            homes_of[warp][place] = home;
+            askers_of[warp][place] = askers;
+        }
+    }
+    distinct = __shfl_sync(FULL_WARP, distinct, 0);
+    if (segment.pairs == 0) distinct = 0;
+    __syncwarp();
+
+    // What the passes need of it is read again rather than kept: registers bound the keys in flight.
+    const volatile i64* const key_at_place = keys_of[warp] + tile;
+    const volatile u32* const home_at_place = homes_of[warp] + tile;
+    const volatile u32* const askers_at_place = askers_of[warp];
+
+    u32 answered = 0;  // bit i: key i of the warp
+    u32 attempt = 0;
+    uint4 part, next;
+    if (HPS_AHEAD && tile < distinct) next = load_part(segment.buckets + static_cast<u64>(home_at_place[0]) * BUCKET_PARTS + member);
+#pragma unroll 1
+    for (u32 done = 0; done < distinct;) {
+        const bool asks = done + tile < distinct && askers_at_place[done + tile] & ~answered;
+        u32 index = asks ? home_at_place[done] : 0;
+        if (HPS_AHEAD && attempt == 0) {
+            part = next;
+        } else if (asks) {
+            part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
+        }
+        int slot = tile_slot(part, key_at_place[done], asks, tile, member);
+        u32 word = __shfl_sync(FULL_WARP, part.x, 4 * tile);  // the first of the bucket's header
+        const bool strayed = asks && slot < 0 && word >> 16;
+        if (__any_sync(FULL_WARP, strayed)) {  // a key is not at home, and some key has strayed: look at the neighbour
+            if (strayed) {
+                index ^= 1;
+                part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
+            }
+            const int there = tile_slot(part, key_at_place[done], strayed, tile, member);
+            const u32 header = __shfl_sync(FULL_WARP, part.x, 4 * tile);
+            if (strayed) {
+                slot = there;
+                word = header;
+            }
+        }
+        const bool owned = HPS_CHECK != 0 && word & 1;  // by a writer
+        const bool copies = slot >= 0 && !owned;
+        bool retry = slot >= 0 && owned;
+        if (HPS_RECENCY && copies && member == 0 && score_of(part.y, slot) != TOP_SCORE) {
+            store_score(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS, part.y, slot, TOP_SCORE);
+        }
+        if (HPS_AHEAD && attempt == 0 && done + PASS + tile < distinct) {
+            next = load_part(segment.buckets + static_cast<u64>(home_at_place[done + PASS]) * BUCKET_PARTS + member);
+        }
+
+        // Lane l moves unit l % HPS_COPY of row l / HPS_COPY of a round.
+        u32 copied = 0;  // some bits of every unit that was
+#pragma unroll 1
+        for (u32 unit = lane % HPS_COPY; unit - lane % HPS_COPY < units; unit += HPS_COPY) {
+#pragma unroll
+            for (u32 batch = 0; batch < ROUNDS; batch += ROW_LOADS) {
+                Unit value[ROW_LOADS];
+                u32 from[ROW_LOADS];
+#pragma unroll
+                for (u32 r = 0; r < ROW_LOADS; ++r) {
+                    from[r] = __shfl_sync(FULL_WARP, copies ? index * SLOTS + slot : NO_ROW, ((batch + r) * ROWS + lane / HPS_COPY) * 4);
+                    if (unit >= units) from[r] = NO_ROW;
+                    if (from[r] != NO_ROW) value[r] = load_unit(segment.rows + static_cast<u64>(from[r]) * units + unit);
+                }
+#pragma unroll
+                for (u32 r = 0; r < ROW_LOADS; ++r) {
+                    if (from[r] != NO_ROW) {
+                        copied |= __float_as_uint(value[r].value[0]);
+                        u32 to = askers_at_place[done + (batch + r) * ROWS + lane / HPS_COPY] & ~answered;
+                        do {
+                            stream_out(segment.out + static_cast<u64>(first + __ffs(to) - 1) * units + unit, value[r]);
+                            to &= to - 1;
+                        } while (to);
+                    }
+                }
+            }
+            if (!HPS_LONG_ROWS) break;
+        }
+        if (HPS_FENCE) fence();
+        const u32 late = __any_sync(FULL_WARP, copied & request.zero);  // 0, once all rows are here
+
+        bool same = true;
+        if (copies && member < HPS_CHECK) {  // member 0 reads the version again, member 1 the key
+            const u32 word_of = member == 0 ? 0 : 1 + slot;
+            const u64 again = load_word(reinterpret_cast<const u64*>(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS) + word_of + late);
+            same = member == 0 ? ((again ^ word) & 0xffff) == 0 : static_cast<i64>(again) == key_at_place[done];
+        }
+        const bool torn = __ballot_sync(FULL_WARP, !same) >> (4 * tile) & 15;
+        answered |= __reduce_or_sync(FULL_WARP, copies && !torn ? askers_at_place[done + tile] : 0);
+        retry |= torn;
+        if (__any_sync(FULL_WARP, retry) && ++attempt < HPS_PATIENCE) continue;  // those that are answered are left out
+        attempt = 0;
+        done += PASS;
+    }
+
+    const bool mine = lane < count, hit = answered >> lane & 1;
+    if (mine && segment.found != nullptr) segment.found[first + lane] = hit;
+    const u32 missed = all & ~answered;
+    if (missed == 0) return;
+    u32 to = 0;
+    if (lane == 0) {
+        to = atomicAdd(request.missing_counts + segment.index, __popc(missed));
+        if (to == 0) *request.any_missing = 1;
+    }
+    to = segment.missing + __shfl_sync(FULL_WARP, to, 0) + __popc(missed & ((1u << lane) - 1));
+    if (missed >> lane & 1) {
+        request.missing_keys[to] = __ldg(segment.keys + first + lane);
+        request.missing_positions[to] = first + lane;
+    }
+}

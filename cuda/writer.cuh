@@ -1,0 +1,73 @@
+// How a kernel that changes a table owns a pair of buckets; pasted after embedding_cache.cuh. A TILE of 8 lanes works on one
+// key and holds its pair, a part a lane: members 0 to 3 bucket 0, members 4 to 7 bucket 1.
+//
+// A tile owns a pair when it has found the lowest bit of both versions clear and set it. It asks for both at once first; from
+// then on it asks for bucket 1 only while it has bucket 0, and gives back a bucket 1 that it got alone. So nobody holds bucket 1
+// and waits, whoever holds bucket 0 gets bucket 1, and the tiles of a warp, which go in step, cannot hold each other up. A pair
+// that is owned is given back before the warp tries again.
+
+constexpr u32 TILE = 8;
+constexpr u32 TILES = 32 / TILE;
+
+struct Writer {
+    u32 tile, member;
+    uint4* pair;
+    u32 held;     // bit b: bucket b
+    u32 version;  // of the bucket whose header the lane holds (members 0 and 4), when it was taken
+
+    __device__ __forceinline__ u32 tile_ballot(bool yes) const {
+        return __ballot_sync(FULL_WARP, yes) >> (tile * TILE) & 0xff;
+    }
+
+    // Try to own the pair; for whole warps. Whether the tile owns it, which only a tile that `wants` to can.
+    __device__ __forceinline__ bool take(bool wants, u32 attempt) {
+        const u32 bucket = member / BUCKET_PARTS;
+        const bool asks = wants && member % BUCKET_PARTS == 0 && !(held >> bucket & 1) && (bucket == 0 || attempt == 0 || held);
+        u32 word = 1;
+        if (asks) word = atomicOr(reinterpret_cast<u32*>(pair + member), 1u);
+        const bool got = asks && (word & 1) == 0;
+        if (got) version = word & 0xffff;
+        const u32 who = tile_ballot(got);
+        held |= (who & 1) | (who >> 3 & 2);
+        if (held == 2) {
+            if (member == 4) store_version(version);
+            held = 0;
+        }
+        return held == 3;
+    }
+
+    // Give the pair back, after the writes of all lanes; for whole warps. `owned` tells tiles that own theirs.
+    __device__ __forceinline__ void give_back(bool owned, bool changed) {
+        __syncwarp();
+        fence();
+        if (owned) {
+            if (member % BUCKET_PARTS == 0) store_version(changed ? version + 2 : version);
+            held = 0;
+        }
+    }
+
+    // Which of the 14 slots of the pair holds a key, or -1; for whole warps.
+    __device__ __forceinline__ int find(const uint4& part, i64 key, bool asked) const {
+        const int in_part = slot_in_part(part, member % BUCKET_PARTS, key);
+        const u32 who = tile_ballot(asked && in_part >= 0);
+        const int slot = member / BUCKET_PARTS * SLOTS + in_part;
+        const int found = __shfl_sync(FULL_WARP, slot, tile * TILE + (who ? __ffs(who) - 1 : 0));
+        return who ? found : -1;
+    }
+
+    __device__ __forceinline__ uint4 load(bool asked) const {
+        return asked ? load_part(pair + member) : make_uint4(0, 0, 0, 0);
+    }
+
+    __device__ __forceinline__ uint4* bucket(u32 b) const {
+        return pair + b * BUCKET_PARTS;
+    }
+
+    __device__ __forceinline__ void store_version(u32 value) const {
+        *reinterpret_cast<volatile u16*>(pair + member) = static_cast<u16>(value);
+    }
+};
+
+__device__ __forceinline__ void back_off(u32 attempt) {
+    __nanosleep(32u << min(attempt, 5u));
+}

@@ -1,0 +1,203 @@
+"""The CUDA kernels of the embedding cache: their source, specialisations, arguments and launch geometry.
+
+Knows nothing of CuPy: whoever can compile passes a function that does. `cuda/*.cu` say what each kernel does.
+"""
+
+import re
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+SLOTS = 7
+"""Slots of a bucket."""
+PAIR_BYTES = 128
+"""Two buckets: versions, scores and keys."""
+SEGMENTS_AT_ONCE = 32
+"""Segments that one launch can take; more need several launches."""
+SORTED_AT_ONCE = 4096
+"""Misses of a segment that `unique` sorts by itself."""
+TOO_MANY = 0xFFFFFFFF
+"""What `unique` says of a segment with more."""
+REPLACE, ADMIT = 1, 2
+"""What `insert` does: with resident keys, with others."""
+
+THREADS = 256
+QUERY_THREADS = 128
+UNIQUE_THREADS = 512
+
+# The arguments of each kernel, as the structs in cuda/ lay them out (their static_asserts hold the sizes).
+TABLE = struct.Struct("<QQQqIII4x")  # buckets, rows, counters, zero_filler, zero_pair, pairs, dim
+SEGMENT = struct.Struct("<QQQQQIIIIII")  # keys, out, found, buckets, rows, n, pairs, units, first_block, missing, index
+QUERY_TAIL = struct.Struct("<QQQQIHH")  # missing_keys, missing_positions, missing_counts, any_missing, segment_count, keys_per_warp, 0
+INSERT_TAIL = struct.Struct("<QQQII")  # keys, vectors, chosen, n, mode
+ERASE_TAIL = struct.Struct("<QI4x")  # keys, n
+DUMP_TAIL = struct.Struct("<QQ")  # keys, count
+SCATTER = struct.Struct("<QQQQQQIIf4x")  # positions, rows, fetched, vectors, out, found, n, units, default_value
+UNIQUE_HEAD = struct.Struct("<QQQQQQ")  # missing_keys, missing_counts, rows, distinct, distinct_on_host, counts
+UNIQUE_SEGMENT = struct.Struct("<II")  # missing, index
+RANK_SORTED = struct.Struct("<QQQQQQI4x")  # keys, order, heads, rows, distinct, count, m
+
+_INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
+_WORD = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel, specialised. Immutable; two that are equal are the same code.
+
+    Attributes:
+        name: of the function.
+        file: in `cuda/`, without the ending.
+        constants: the macros that specialise it.
+    """
+
+    name: str
+    file: str
+    constants: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def code(self) -> str:
+        """Self-contained CUDA C++: the constants, and the file with our own headers pasted in.
+
+        Pasted, because CuPy's kernel cache does not see what an included file holds.
+        """
+        defines = "".join(f"#define HPS_{name} {value}\n" for name, value in self.constants)
+        return defines + source(self.file)
+
+
+Compile = Callable[[str, str], int]
+"""Compile code and return the handle of the function of a name in it: `(code, name) -> CUfunction`."""
+
+
+class KernelCache:
+    """The compiled kernels of one device. *Thread-safe.* Compiles each once, when it is first asked for."""
+
+    def __init__(self, compile_kernel: Compile) -> None:
+        self._compile = compile_kernel
+        self._handles: dict[Kernel, int] = {}
+        self._lock = threading.Lock()
+
+    def handle(self, kernel: Kernel) -> int:
+        """The CUfunction of a kernel."""
+        handle = self._handles.get(kernel)
+        if handle is None:
+            with self._lock:
+                handle = self._handles.get(kernel)
+                if handle is None:
+                    handle = self._handles[kernel] = self._compile(kernel.code, kernel.name)
+        return handle
+
+
+@cache
+def source(file: str) -> str:
+    """The text of `cuda/<file>.cu`, with our own headers in place of their includes."""
+    directory = _directory()
+    return _INCLUDE.sub(lambda match: (directory / match[1]).read_text(), (directory / f"{file}.cu").read_text())
+
+
+@cache
+def _directory() -> Path:
+    packaged = Path(str(files("hps"))) / "_cuda"
+    return packaged if packaged.is_dir() else Path(str(files("hps"))).parent / "cuda"
+
+
+def unit_of(dim: int, alignment: int) -> int:
+    """Floats that a thread moves at once: the most that divide a row and keep to `alignment` (bytes) of its array."""
+    return next(unit for unit in (4, 2, 1) if dim % unit == 0 and alignment % (4 * unit) == 0)
+
+
+def query_kernel(unit: int, widest: int, segments: int) -> Kernel:
+    """The query of `segments` segments (1, or up to SEGMENTS_AT_ONCE), none of which has rows wider than `widest` floats."""
+    units = -(-widest // unit)
+    copy = next((lanes for lanes in (4, 8, 16, 32) if lanes >= units), 32)
+    return Kernel(
+        "query",
+        "query",
+        (
+            ("UNIT", unit),
+            ("COPY", copy),
+            ("ROW_LOADS", min(4, copy // 4)),
+            ("LONG_ROWS", int(units > copy)),
+            ("SEGMENTS", 1 if segments == 1 else SEGMENTS_AT_ONCE),
+            ("MIN_BLOCKS", 12 if copy <= 8 else 10),
+        ),
+    )
+
+
+def insert_kernel(unit: int, dim: int) -> Kernel:
+    """The insertion or update of rows of `dim` floats."""
+    units = -(-dim // (unit * 8))
+    loads = 1 if units == 1 else 2 if units == 2 else 4
+    blocks = 8 if loads == 1 else 5
+    return Kernel(
+        "insert", "insert", (("UNIT", unit), ("ROW_LOADS", loads), ("LONG_ROWS", int(units > loads)), ("MIN_BLOCKS", blocks))
+    )
+
+
+def scatter_kernel(unit: int) -> Kernel:
+    """The scattering of vectors."""
+    return Kernel("scatter", "scatter", (("UNIT", unit),))
+
+
+ERASE = Kernel("erase", "erase")
+DUMP = Kernel("dump", "dump")
+UNIQUE = Kernel("unique", "unique", (("SEGMENTS", SEGMENTS_AT_ONCE),))
+MARK_HEADS = Kernel("mark_heads", "unique", (("SEGMENTS", SEGMENTS_AT_ONCE),))
+RANK_SORTED_KERNEL = Kernel("rank_sorted", "unique", (("SEGMENTS", SEGMENTS_AT_ONCE),))
+
+
+def query_keys_per_warp(keys: int) -> int:
+    """How many keys a warp of a query takes: more where there are plenty, so that its start is paid less often."""
+    return 8 if keys < 1 << 17 else 32
+
+
+def query_keys_per_block(keys_per_warp: int) -> int:
+    """How many keys of a segment a block of a query takes."""
+    return QUERY_THREADS // 32 * keys_per_warp
+
+
+def tile_blocks(items: int) -> int:
+    """Blocks of THREADS for a kernel in which 8 threads own one item: insert, erase, dump, scatter."""
+    return -(-items // (THREADS // 8))
+
+
+def sorted_blocks(misses: int) -> int:
+    """Blocks of UNIQUE_THREADS for mark_heads and rank_sorted."""
+    return -(-misses // UNIQUE_THREADS)
+
+
+def home_of(key: int, pairs: int) -> int:
+    """The home bucket of a key, as the kernels place it."""
+    x = key & _WORD
+    x ^= _rotated_right(x, 25) ^ _rotated_right(x, 50)
+    x = x * 0xA24BAED4963EE407 & _WORD
+    x ^= _rotated_right(x, 24) ^ _rotated_right(x, 49)
+    x = x * 0x9FB21C651E98DF25 & _WORD
+    return ((x ^ x >> 28) >> 32) * 2 * pairs >> 32
+
+
+def zero_pair(pairs: int) -> int:
+    """The pair of key 0."""
+    return home_of(0, pairs) // 2
+
+
+def zero_filler(pairs: int) -> int:
+    """The filler of the pair of key 0, which cannot be 0: the least positive key of another pair. There must be two pairs."""
+    home = zero_pair(pairs)
+    key = 1
+    while home_of(key, pairs) // 2 == home:
+        key += 1
+    return key
+
+
+def pairs_for(capacity_rows: int) -> int:
+    """Pairs of a table that is to hold `capacity_rows` rows: enough, and two at least, since a filler needs another pair."""
+    return 0 if capacity_rows == 0 else max(2, -(-capacity_rows // (2 * SLOTS)))
+
+
+def _rotated_right(x: int, by: int) -> int:
+    return (x >> by | x << 64 - by) & _WORD

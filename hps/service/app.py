@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -140,6 +141,10 @@ class Application:
                 status = await self._serve_lookup(target, scope, receive, send)
         finally:
             self._metrics.count(route, status, time.perf_counter() - started)
+
+    def openapi(self) -> dict[str, Any]:
+        """The OpenAPI document of all routes."""
+        return self._control.openapi()
 
     async def _serve_lookup(self, target: Target, scope: Scope, receive: Receive, send: Send) -> int:
         headers: dict[bytes, bytes] = dict(scope["headers"])

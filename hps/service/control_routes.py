@@ -79,10 +79,20 @@ def add_routes(app: FastAPI, lifecycle: Lifecycle, metrics: HTTPMetrics) -> None
         if app.openapi_schema is None:
             document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             schemas.describe_lookups(document)
+            _drop_validation_errors(document)
             app.openapi_schema = document
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _drop_validation_errors(document: dict[str, Any]) -> None:
+    """FastAPI describes 422 for every parameter; ours are strings, and errors are `{"error": message}`."""
+    for methods in document["paths"].values():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(name, None)
 
 
 def _metadata(name: str, deployment: Deployment) -> schemas.ModelMetadata:

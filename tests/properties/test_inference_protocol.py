@@ -224,3 +224,12 @@ def test_curl_lookups_are_answered_or_a_typed_error(body):
     for name, keys in orjson.loads(body)["tables"].items():
         dim = MODEL.tables[MODEL.table_index(name, "")].dim
         assert answer["tables"][name] == [[None] * dim] * len(keys)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=20))
+def test_json_carries_every_finite_float32_bit_for_bit(values):
+    vectors = np.array(values + [0.0] * (len(values) % 2), np.float32).reshape(-1, 2)
+    [segment] = decode_lookup(orjson.dumps({"tables": {"user": list(range(len(vectors)))}}), MODEL, MAX_KEYS)
+    segment.out[...] = vectors
+    read = np.array(orjson.loads(encode_lookup([segment], MODEL))["tables"]["user"], np.float32)
+    assert read.tobytes() == vectors.tobytes()

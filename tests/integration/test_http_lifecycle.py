@@ -1,0 +1,219 @@
+"""The life of the service: loading, ready, failed, stopped; in this process and as `hps serve`."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import httpx
+import numpy as np
+import pytest
+
+import hps
+from hps.progress import LogProgress
+from hps.service.app import create_app
+from hps.service.server import listen
+from tests.running_service import RunningService, running_service, wait_until
+
+EXIT_S = 60
+
+
+@pytest.fixture
+def document(tmp_path):
+    keys = np.arange(100, dtype=np.int64)
+    hps.write_sparse_model(tmp_path / "item.model", (keys, np.repeat(keys.astype(np.float32)[:, None], 3, axis=1)))
+    return {
+        "supportlonglong": True,
+        "device": "cpu",
+        "volatile_db": {"type": "hash_map"},
+        "persistent_db": {"type": "rocks_db", "path": str(tmp_path / "rocksdb")},
+        "models": [
+            {
+                "model": "m",
+                "sparse_files": [str(tmp_path / "item.model")],
+                "embedding_table_names": ["item"],
+                "embedding_vecsize_per_table": [3],
+                "maxnum_catfeature_query_per_table_per_sample": [1],
+                "default_value_for_each_table": [0.0],
+                "deployed_device_list": [0],
+                "max_batch_size": 1000,
+            }
+        ],
+    }
+
+
+class HeldProgress(LogProgress):
+    """Holds the loading at the start of a table until it is released."""
+
+    def __init__(self):
+        super().__init__()
+        self.entered, self.release = threading.Event(), threading.Event()
+
+    def advance(self, tag, rows):
+        self.entered.set()
+        assert self.release.wait(EXIT_S)
+        super().advance(tag, rows)
+
+
+@pytest.fixture
+def held(document):
+    """A service whose loading is held."""
+    configuration = hps.load_configuration(document)
+    progress = HeldProgress()
+    service = RunningService(configuration, create_app(configuration, progress=progress))
+    service.start()
+    assert progress.entered.wait(EXIT_S)
+    yield service, progress
+    progress.release.set()
+    assert service.stop()
+
+
+def test_while_it_loads_it_is_live_and_counts_and_is_not_ready(held):
+    service, progress = held
+    client = service.client
+    assert client.get("/v2/health/live").status_code == 200
+    ready = client.get("/v2/health/ready")
+    assert ready.status_code == 503
+    assert ready.json() == {"ready": False, "reason": "loading hps_et.m.item: 0 %"}
+    assert client.get("/v2").json()["models"] == []
+    assert "hps_ready 0.0" in client.get("/metrics").text
+    for response in (
+        client.get("/v2/models/m"),
+        client.get("/v2/models/m/ready"),
+        client.post("/v1/models/m/lookup", json={"tables": {"item": [1]}}),
+        client.post("/v2/models/m/infer", content=b"{}"),
+    ):
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        assert "not ready: loading hps_et.m.item: 0 %" in response.json()["error"]
+    progress.release.set()
+    wait_until(lambda: client.get("/v2/health/ready").status_code == 200, "it is ready")
+    assert client.post("/v1/models/m/lookup", json={"tables": {"item": [7]}}).json() == {"tables": {"item": [[7, 7, 7]]}}
+    assert "hps_ready 1.0" in client.get("/metrics").text
+
+
+def test_stopping_ends_the_loading(held):
+    service, progress = held
+    service._server.should_exit = True
+    wait_until(lambda: service.app.lifecycle.not_ready_reason == "shutting down", "it stops")
+    progress.release.set()
+    service._thread.join(EXIT_S)
+    assert not service._thread.is_alive()
+    assert service.app.lifecycle.loaded() is None
+
+
+def test_what_was_held_open_is_closed_when_the_service_stops(document):
+    with running_service(document) as service:
+        server = service.app.lifecycle.server()
+    with pytest.raises(hps.NotReadyError):
+        server.lookup([1], "m", "item")
+    with hps.HPS(document) as again:  # RocksDB's lock is free
+        assert again.lookup([5], "m", "item").tolist() == [[5, 5, 5]]
+
+
+def test_a_parameter_server_of_the_callers_stays_open(document):
+    with hps.HPS(document) as server:
+        with running_service(document, server) as service:
+            assert service.client.get("/v2/health/ready").status_code == 200
+        assert server.lookup([5], "m", "item").tolist() == [[5, 5, 5]]
+
+
+def test_readiness_says_why_the_loading_failed(document):
+    """Under a server other than ours, which would end."""
+    document["models"][0]["sparse_files"] = ["/nowhere/item.model"]
+    configuration = hps.load_configuration(document)
+    app = create_app(configuration)
+    app.lifecycle.start()
+    wait_until(lambda: app.lifecycle.failure is not None, "the loading failed")
+    assert isinstance(app.lifecycle.failure, hps.ModelFileNotFoundError)
+    assert re.match("loading failed: .*/nowhere/item.model", app.lifecycle.not_ready_reason)
+    with pytest.raises(hps.NotReadyError, match="loading failed"):
+        app.lifecycle.server()
+    assert app.lifecycle.close(EXIT_S)
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Start `hps serve`; its standard error goes to a file."""
+    started = []
+
+    def serve(document, *arguments):
+        path = tmp_path / "ps.json"
+        path.write_text(json.dumps(document))
+        log = tmp_path / f"log{len(started)}"
+        with log.open("wb") as stderr:
+            command = [sys.executable, "-m", "hps", "serve", str(path), *arguments]
+            started.append(
+                subprocess.Popen(command, stderr=stderr, stdout=subprocess.DEVNULL, env={**os.environ, "COLUMNS": "300"})
+            )
+        return started[-1], log
+
+    yield serve
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.wait(EXIT_S)
+
+
+def said(log, pattern):
+    wait_until(lambda: re.search(pattern, log.read_text()), f"the log says {pattern}")
+    return re.search(pattern, log.read_text())
+
+
+def test_serve_prints_a_curl_that_answers_and_ends_with_0_on_sigterm(document, serve):
+    process, log = serve(document, "--port", "0")
+    command = shlex.split(said(log, r"try: (curl .*)")[1])
+    url, body = command[2], command[command.index("-d") + 1]
+    answer = httpx.post(url, content=body)
+    assert answer.json() == {"tables": {"item": [[1, 1, 1], [2, 2, 2], [3, 3, 3]]}}
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(EXIT_S) == 0
+    assert "Traceback" not in log.read_text()
+
+
+def test_serve_ends_on_an_interrupt_too(document, serve):
+    process, log = serve(document, "--port", "0")
+    said(log, "listening on http://127.0.0.1:")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(EXIT_S) in (0, 130)
+    assert "Traceback" not in log.read_text()
+
+
+def test_serve_fails_when_a_model_cannot_be_loaded(document, serve):
+    document["models"][0]["sparse_files"] = ["/nowhere/item.model"]
+    process, log = serve(document, "--port", "0")
+    assert process.wait(EXIT_S) == 2
+    assert "/nowhere/item.model" in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+def test_serve_fails_before_it_loads_when_the_port_is_taken(document, serve):
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        process, log = serve(document, "--port", str(port))
+        assert process.wait(EXIT_S) == 2
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in log.read_text()
+    assert "loading" not in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("host", "says"), [("203.0.113.1", "Cannot assign"), ("no.such.host.invalid", "cannot listen on no.such")]
+)
+def test_an_address_that_is_not_ours_is_a_configuration_error(host, says):
+    with pytest.raises(hps.ConfigError, match=says):
+        listen(host, 0)
+
+
+def test_ipv6_is_listened_on_where_it_is_there():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with listen("::1", 0) as listener:
+        assert listener.family == socket.AF_INET6

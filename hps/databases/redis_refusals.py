@@ -41,6 +41,6 @@ def target_of(refusal: str, node: Node) -> tuple[int, Node] | None:
 def refusal_error(node: Node, refusal: str) -> DatabaseError:
     """The error to raise for an error reply."""
     advice = _ADVICE.get(refusal.split(" ", 1)[0])
-    if advice is None and "Auth" in refusal:  # ERR AUTH <password> called without any password configured
+    if refusal.startswith("ERR AUTH"):  # called without any password configured
         advice = "it has no password: leave password empty"
     return DatabaseError(f"redis {node}: it refused: {refusal}" + (f"; {advice}" if advice else ""))

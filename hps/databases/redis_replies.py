@@ -55,10 +55,8 @@ def _number(buffer, at, end):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _miss(buffer, at, end, size, state):  # type: ignore[no-untyped-def]
+def _miss(buffer, at, end, header_size, width, state):  # type: ignore[no-untyped-def]
     """Pass over a miss; returns -1 where it is none: a row of which a part has arrived, or, as `state` then says, an error.
-
-    `size` is that of a whole row with its header, after which two bytes follow the vector.
     """
     if at >= end:
         return -1
@@ -72,10 +70,10 @@ def _miss(buffer, at, end, size, state):  # type: ignore[no-untyped-def]
         return -1
     if length == -1:
         return after
-    if after - at + length + 2 != size:
+    if length != width:
         state[PHASE] = WRONG_LENGTH
         state[LENGTH] = length
-    elif end - at >= size:
+    elif after - at != header_size:
         state[PHASE] = GARBAGE  # the right length, written in another way: no Redis does that
     return -1
 
@@ -132,7 +130,7 @@ def read_rows(buffer, at, end, state, order, header, out, found):  # type: ignor
             state[HITS] += 1
             start += size
         else:
-            after = _miss(buffer, np.int64(start), end, np.int64(size), state)
+            after = _miss(buffer, np.int64(start), end, header.size, out.shape[1], state)
             if after < 0:
                 break
             start = np.uint64(after)

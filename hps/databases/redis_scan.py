@@ -70,7 +70,7 @@ def scan_hash(dispatcher: Dispatcher, slot: int, key: bytes, count: int) -> Iter
     Raises:
         DatabaseError: the node failed, or a field is no key.
     """
-    seen = _KeySet()
+    seen = KeySet()
     cursor = b"0"
     while True:
         command = Ask(slot, request(b"HSCAN", key, cursor, b"COUNT", b"%d" % max(1, count)))
@@ -113,7 +113,7 @@ def _keys(array: Bytes, starts: IndexArray, lengths: IndexArray, what: bytes) ->
     return gather(array, starts, 8).view(np.int64).ravel()
 
 
-class _KeySet:
+class KeySet:
     """The keys that a scan has seen. *One per thread.*"""
 
     def __init__(self) -> None:

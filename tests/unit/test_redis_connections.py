@@ -1,0 +1,270 @@
+"""Addresses, passwords and TLS, against real servers with certificates that the test makes."""
+
+import subprocess
+
+import numpy as np
+import pytest
+
+from hps.config_tiers import VolatileDbConfig
+from hps.databases.redis_cluster import RedisDatabase
+from hps.databases.redis_topology import Node, parse_addresses
+from hps.errors import ConfigError, DatabaseError, NotReadyError
+from hps.registry import implementation
+from tests.contracts.database_contract import distinct_keys, fetched, vectors_of
+from tests.redis_server import RedisClusterServers, RedisServer, free_ports
+
+TAG = "hps_et.shop.item"
+KEYS = distinct_keys(1000)
+
+
+def works(database):
+    try:
+        database.open_table(TAG, 4)
+        database.insert(TAG, KEYS, vectors_of(KEYS, 4))
+        out, found = fetched(database, TAG, KEYS, 4)
+        assert found.all()
+        np.testing.assert_array_equal(out, vectors_of(KEYS, 4))
+    finally:
+        database.close()
+    return True
+
+
+@pytest.mark.parametrize(
+    ("address", "nodes"),
+    [
+        ("127.0.0.1:7000", [Node("127.0.0.1", 7000)]),
+        ("redis", [Node("redis", 6379)]),
+        ("a:1, b:2;c ; a:1", [Node("a", 1), Node("b", 2), Node("c", 6379)]),
+        ("[::1]:7001,[fe80::1]", [Node("::1", 7001), Node("fe80::1", 6379)]),
+    ],
+)
+def test_addresses_are_read(address, nodes):
+    assert parse_addresses(address) == nodes
+    assert parse_addresses(",".join(map(str, nodes))) == nodes
+
+
+@pytest.mark.parametrize("address", ["", "a:b", "a:1,,b:2", "::1:7000"])
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(DatabaseError, match="wanted host"):
+        parse_addresses(address)
+
+
+def test_nobody_there():
+    port = free_ports(1)[0]
+    with pytest.raises(DatabaseError, match=rf"127.0.0.1:{port}.*refused.*enable_tls"):
+        RedisDatabase(f"127.0.0.1:{port}")
+
+
+def test_a_name_that_does_not_exist():
+    with pytest.raises(DatabaseError, match="no-such-host.invalid"):
+        RedisDatabase("no-such-host.invalid:7000")
+
+
+@pytest.mark.redis
+class TestServer:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def server(cls, tmp_path_factory):
+        with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+            yield server
+
+    def test_a_name_is_looked_up(self, server):
+        assert works(RedisDatabase(f"localhost:{server.port}"))
+
+    def test_the_first_seed_that_answers_is_taken(self, server):
+        dead = free_ports(1)[0]
+        assert works(RedisDatabase(f"127.0.0.1:{dead};{server.address}"))
+
+    def test_a_primary_is_preferred_to_a_replica(self, server, tmp_path):
+        with RedisServer(tmp_path, "--replicaof", "127.0.0.1", str(server.port)) as replica:
+            assert works(RedisDatabase(f"{replica.address},{server.address}"))
+
+    def test_the_configuration_is_followed(self, server):
+        config = VolatileDbConfig.model_validate(
+            {
+                "type": "redis_cluster",
+                "address": server.address,
+                "num_partitions": 3,
+                "num_node_connections": 2,
+                "max_batch_size": 100,
+                "overflow_margin": 200,
+                "overflow_policy": "evict_oldest",
+                "overflow_resolution_target": 0.5,
+            }
+        )
+        database = implementation("database", config.type).from_config(config)
+        database.open_table("hps_et.a.b", 4)
+        database.insert("hps_et.a.b", KEYS, vectors_of(KEYS, 4))
+        stats = database.stats("hps_et.a.b")
+        assert 300 <= stats.rows <= 600
+        assert stats.capacity_rows == 600
+        assert not database.persistent
+        assert database.load_record("hps_et.a.b") is None
+        with server.client() as client:
+            assert client.hlen("hps_et{hps_et.a.b/p2}t") == client.hlen("hps_et{hps_et.a.b/p2}v") > 0
+            assert not client.exists("hps_et{hps_et.a.b/p3}v")
+        database.close()
+
+    def test_connections_are_bounded_and_closed(self, server):
+        database = RedisDatabase(server.address, num_node_connections=3)
+        database.open_table(TAG, 4)
+        with server.client() as client:
+            before = len(client.client_list())
+            for _ in range(20):
+                fetched(database, TAG, KEYS, 4)
+            assert database.open_connections == 1
+            assert len(client.client_list()) == before
+            database.close()
+            assert database.open_connections == 0
+            with pytest.raises(NotReadyError):
+                fetched(database, TAG, KEYS, 4)
+
+
+@pytest.mark.redis
+class TestPassword:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def server(cls, tmp_path_factory):
+        users = "--user hps on >pass ~hps_et{* +@all --user idle on >pass ~x +get"
+        arguments = ("--requirepass", "s3cret", *users.split())
+        with RedisServer(tmp_path_factory.mktemp("redis"), *arguments) as server:
+            yield server
+
+    @pytest.mark.parametrize(("user", "password"), [("default", "s3cret"), ("", "s3cret"), ("hps", "pass")])
+    def test_who_gives_it_is_let_in(self, server, user, password):
+        assert works(RedisDatabase(server.address, user_name=user, password=password))
+
+    @pytest.mark.parametrize(
+        ("user", "password", "error"),
+        [
+            ("default", "", "NOAUTH.*HPS_REDIS_PASSWORD"),
+            ("default", "wr0ng", "WRONGPASS.*user_name or password"),
+            ("nobody", "s3cret", "WRONGPASS"),
+            ("idle", "pass", "NOPERM.*grant"),
+        ],
+    )
+    def test_others_are_told_why_not(self, server, user, password, error):
+        with pytest.raises(DatabaseError, match=error) as caught:
+            RedisDatabase(server.address, user_name=user, password=password)
+        assert not password or password not in str(caught.value)
+
+    def test_a_password_that_nobody_wants_is_told(self, tmp_path):
+        with RedisServer(tmp_path) as server, pytest.raises(DatabaseError, match="leave password empty"):
+            RedisDatabase(server.address, password="s3cret")
+
+
+def certificate(directory, name, subject, signer=None):
+    """Make a key and a certificate with openssl; signed by itself, as an authority is, without a signer."""
+    key, request, made = (directory / f"{name}.{kind}" for kind in ("key", "csr", "crt"))
+    extension = directory / f"{name}.ext"
+    extension.write_text(f"subjectAltName=DNS:{subject}\n" if signer else "basicConstraints=critical,CA:TRUE\n")
+
+    def openssl(*arguments):
+        subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=60)
+
+    openssl("req", "-new", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", request, "-subj", f"/CN={subject}")
+    issuer = ("-CA", directory / f"{signer}.crt", "-CAkey", directory / f"{signer}.key", "-CAcreateserial")
+    issuer = issuer if signer else ("-signkey", key)
+    openssl("x509", "-req", "-in", request, "-days", 2, "-out", made, "-extfile", extension, *issuer)
+    return str(made), str(key)
+
+
+@pytest.mark.redis
+class TestTls:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def directory(cls, tmp_path_factory):
+        directory = tmp_path_factory.mktemp("certificates")
+        certificate(directory, "ca", "test authority")
+        certificate(directory, "server", "redis.localhost", "ca")
+        certificate(directory, "client", "hps", "ca")
+        certificate(directory, "stranger", "another authority")
+        return directory
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def arguments(cls, directory):
+        paths = {name: str(directory / f"{name}.{kind}") for name, kind in (("ca", "crt"), ("server", "crt"))}
+        key = str(directory / "server.key")
+        return ("--tls-ca-cert-file", paths["ca"], "--tls-cert-file", paths["server"], "--tls-key-file", key)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def client_settings(cls, directory):
+        return {
+            "ssl": True,
+            "ssl_ca_certs": str(directory / "ca.crt"),
+            "ssl_certfile": str(directory / "client.crt"),
+            "ssl_keyfile": str(directory / "client.key"),
+            "ssl_check_hostname": False,
+        }
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def server(cls, tmp_path_factory, arguments, client_settings):
+        with RedisServer(tmp_path_factory.mktemp("redis"), *arguments, tls=client_settings) as server:
+            yield server
+
+    def config(self, directory, address, **changes):
+        settings = {
+            "type": "redis_cluster",
+            "address": address,
+            "num_partitions": 4,
+            "enable_tls": True,
+            "tls_ca_certificate": str(directory / "ca.crt"),
+            "tls_client_certificate": str(directory / "client.crt"),
+            "tls_client_key": str(directory / "client.key"),
+        }
+        return VolatileDbConfig.model_validate({**settings, **changes})
+
+    def test_vectors_go_through_it(self, directory, server):
+        assert works(RedisDatabase.from_config(self.config(directory, server.address)))
+
+    def test_many_vectors_go_through_it(self, directory, server):
+        database = RedisDatabase.from_config(self.config(directory, server.address))
+        keys = distinct_keys(40_000)
+        database.open_table("hps_et.shop.large", 32)
+        database.insert("hps_et.shop.large", keys, vectors_of(keys, 32))
+        out, found = fetched(database, "hps_et.shop.large", keys, 32)
+        assert found.all()
+        np.testing.assert_array_equal(out, vectors_of(keys, 32))
+        database.close()
+
+    def test_a_cluster_speaks_it_between_all_nodes(self, directory, tmp_path, arguments, client_settings):
+        cluster = RedisClusterServers(tmp_path, 3, *arguments, "--tls-cluster", "yes", tls=client_settings)
+        with cluster:
+            assert works(RedisDatabase.from_config(self.config(directory, cluster.servers[0].address)))
+
+    def test_a_directory_of_authorities_is_read(self, directory, server, tmp_path):
+        ca = (directory / "ca.crt").read_text()
+        (tmp_path / "ca.pem").write_text(ca)
+        subprocess.run(["openssl", "rehash", str(tmp_path)], check=True, capture_output=True, timeout=60)
+        assert works(RedisDatabase.from_config(self.config(directory, server.address, tls_ca_certificate=str(tmp_path))))
+
+    def test_a_server_of_another_name_is_refused(self, directory, server):
+        config = self.config(directory, server.address, tls_server_name_identification="redis.example")
+        with pytest.raises(DatabaseError, match="tls_server_name_identification"):
+            RedisDatabase.from_config(config)
+
+    def test_a_server_of_another_authority_is_refused(self, directory, server):
+        config = self.config(directory, server.address, tls_ca_certificate=str(directory / "stranger.crt"))
+        with pytest.raises(DatabaseError, match="tls_ca_certificate"):
+            RedisDatabase.from_config(config)
+
+    def test_the_server_wants_a_certificate_of_ours(self, directory, server):
+        missing = {"tls_client_certificate": str(directory / "none"), "tls_client_key": str(directory / "none")}
+        with pytest.raises(DatabaseError, match=server.address):
+            RedisDatabase.from_config(self.config(directory, server.address, **missing))
+
+    def test_plain_text_to_a_tls_server_is_an_error(self, server):
+        with pytest.raises(DatabaseError, match=server.address):
+            RedisDatabase(server.address)
+
+    def test_tls_to_a_plain_server_is_an_error(self, directory, tmp_path):
+        with RedisServer(tmp_path) as plain, pytest.raises(DatabaseError, match="TLS failed|longer than"):
+            RedisDatabase.from_config(self.config(directory, plain.address))
+
+    @pytest.mark.parametrize("key", ["tls_ca_certificate", "tls_client_key"])
+    def test_a_file_that_is_missing_is_named(self, directory, key):
+        with pytest.raises(ConfigError, match=rf"(?s){key}.*/nowhere"):
+            RedisDatabase.from_config(self.config(directory, "127.0.0.1:1", **{key: "/nowhere"}))

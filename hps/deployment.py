@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -23,6 +24,10 @@ from hps.types import TableSpec
 from hps.warmup import refresh, warm_up
 
 _log = logging.getLogger(__name__)
+
+_STATIC_LOAD = 0.7
+"""How full a static cache on a GPU is. Sets are then rarely too small for their keys; the few vectors that find no place stay
+in the databases, which hold every row."""
 
 
 @dataclass(frozen=True)
@@ -147,28 +152,48 @@ def deploy(
     if not config.gpucache and cache_class.device == "cpu":
         session = DirectSession(tables, chain, metrics)
         return Deployment(config, tables, dict.fromkeys(config.deployed_device_list, session), chain)
+    sessions = _cached_sessions(config, cache_class, chain, coalescer, metrics, reports)
+    return Deployment(config, tables, sessions, chain)
+
+
+def _cached_sessions(
+    config: ModelConfig,
+    cache_class: type[EmbeddingCache],
+    chain: DatabaseChain,
+    coalescer: FetchCoalescer,
+    metrics: Metrics,
+    reports: Sequence[LoadReport],
+) -> dict[int, LookupSession | DirectSession]:
+    """Build and warm the cache of every device; on the CPU all device ids share one."""
     settings = SessionSettings(
         hit_rate_threshold=config.hit_rate_threshold,
         workspaces=config.num_of_worker_buffer_in_pool,
         workspace_timeout_s=config.workspace_timeout_s,
         insert_queue_length=config.insert_queue_length,
     )
-    share = config.gpucacheper if config.gpucache else 0.0
+    share, fraction = config.gpucacheper, config.cache_refresh_percentage_per_iteration if config.init_ec else 0.0
+    if config.embedding_cache_type == "static":
+        share, fraction = 1 / _STATIC_LOAD, 1.0
+    if not config.gpucache:
+        share = fraction = 0.0
     capacities = [math.ceil(share * report.model.rows) for report in reports]
     sessions: dict[int, LookupSession | DirectSession] = {}
-    for device_id in config.deployed_device_list:
-        if cache_class.device == "cpu" and sessions:
-            sessions[device_id] = next(iter(sessions.values()))
-            continue
-        cache = cache_class.create(tables, capacities, device_id)
-        if config.init_ec and config.gpucache and config.cache_refresh_percentage_per_iteration > 0:
-            fraction = config.cache_refresh_percentage_per_iteration
-            for index, (table, report) in enumerate(zip(tables, reports, strict=True)):
+    try:
+        for device_id in config.deployed_device_list:
+            if cache_class.device == "cpu" and sessions:
+                sessions[device_id] = next(iter(sessions.values()))
+                continue
+            cache = cache_class.create(config.tables, capacities, device_id)
+            sessions[device_id] = LookupSession(config.tables, cache, chain, coalescer, settings, metrics)
+            for index, (table, report) in enumerate(zip(config.tables, reports, strict=True)):
                 warm_up(cache, index, table, report.model, fraction)
                 if report.differs:
                     refresh(cache, index, table, chain, fraction)
-        sessions[device_id] = LookupSession(tables, cache, chain, coalescer, settings, metrics)
-    return Deployment(config, tables, sessions, chain)
+    except BaseException:
+        for session in set(sessions.values()):
+            session.close()
+        raise
+    return sessions
 
 
 def _load_tables(

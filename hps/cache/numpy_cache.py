@@ -9,7 +9,7 @@ import numpy as np
 
 from hps.cache import numpy_kernels, numpy_misses
 from hps.cache.base import CacheStats, EmbeddingCache, Misses, Segment, TableMisses, Workspace
-from hps.cache.numpy_kernels import EVICTIONS, INSERTS, LINE_WORDS, RESIDENT, STATE_WORDS, WAYS
+from hps.cache.numpy_sets import EVICTIONS, INSERTS, LINE_WORDS, RESIDENT, STATE_WORDS, WAYS
 from hps.cache.numpy_signatures import compile_kernels
 from hps.errors import DeviceMemoryError, InvalidDtypeError, InvalidInputError, NotReadyError
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
@@ -20,7 +20,7 @@ _ALL: BoolArray = np.empty(0, np.bool_)  # to a kernel: every key; no found-mask
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Table:
-    """The memory of one table; `numpy_kernels` says what stands where. Freed with its last user."""
+    """The memory of one table; `numpy_sets` says what stands where. Freed with its last user."""
 
     spec: TableSpec
     lines: IndexArray  # (sets, 16)

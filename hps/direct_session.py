@@ -38,7 +38,7 @@ class DirectSession:
         start = time.perf_counter()
         for segment in segments:
             table = self.tables[segment.table]
-            found = np.zeros(len(segment.keys), np.bool_) if segment.found is None else segment.found
+            found = np.zeros(segment.n, np.bool_) if segment.found is None else segment.found
             found[...] = False
             absent = found.size - self._chain.fetch(table, segment.keys, segment.out, found)
             if absent:

@@ -119,7 +119,7 @@ class LookupSession:
     def _check(self, segments: Sequence[Segment]) -> None:
         for segment in segments:
             table = self.tables[segment.table]
-            n = len(segment.keys)
+            n = segment.n
             if n > table.max_keys:
                 raise TooManyKeysError(
                     f"looking up table {table.table_name!r} of model {table.model_name!r}: got {n} keys, "
@@ -131,7 +131,7 @@ class LookupSession:
         deferred = {
             segment.table
             for segment, missing in zip(segments, misses.counts, strict=True)
-            if missing and 1.0 - missing / len(segment.keys) >= self._threshold
+            if missing and 1.0 - missing / segment.n >= self._threshold
         }
         for missed in self.cache.unique(workspace, misses):
             if missed.segment.table in deferred:
@@ -195,7 +195,7 @@ class LookupSession:
         with self._metrics.lock:
             for segment, missing in zip(segments, misses.counts, strict=True):
                 counters = self._counters[segment.table]
-                n = len(segment.keys)
+                n = segment.n
                 counters.keys += n
                 counters.hits[0] += n - missing
                 counters.misses[0] += missing

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, overload
 import numpy as np
 
 from hps.cache.base import Segment
-from hps.cache.dlpack import as_keys, as_output
+from hps.caller_tensors import any_keys_of, keys_of, output_of
 from hps.config import Configuration, ModelConfig, load_configuration
 from hps.deployment import Deployment, choose_cache, deploy
 from hps.errors import InvalidInputError, NotReadyError, UnknownModelError
@@ -126,31 +126,37 @@ class HPS:
         model_name: str,
         device_id: int | None = None,
         *,
+        out: Mapping[Any, Any] | None = None,
         return_found: bool = False,
     ) -> Any:
-        """Look up several tables of a model at once.
+        """Look up several tables of a model at once; in the GPU's embedding cache with one kernel for all of them.
 
         Args:
-            tables: keys by table name or id, as for `lookup`.
+            tables: keys by table name or id, as for `lookup` or, tensors, as for `lookup_fromdlpack`.
             model_name: a deployed model.
             device_id: whose embedding cache to use; None is the first of the model's devices.
+            out: where the vectors go, by table, as for `lookup_fromdlpack`; new host arrays where it is not given.
             return_found: return the found-masks, too.
 
         Returns:
-            {table: (n, dim) float32 in host memory}, with the tables as they were named in the call. With
-            `return_found` also {table: (n,) bool}.
+            {table: (n, dim) float32 in host memory, or what `out` has}, with the tables as they were named in the call.
+            With `return_found` also {table: (n,) bool in host memory}.
 
         Raises:
             As `lookup`; also InvalidInputError when a table is named twice (by id and by name).
         """
         deployment = self.model(model_name)
-        segments = {
-            name: _host_segment(deployment, deployment.table_index(name), keys, with_found=return_found)
-            for name, keys in tables.items()
-        }
+        session = deployment.session(device_id)
+        segments: dict[Any, Segment] = {}
+        for name, given in tables.items():
+            index = deployment.table_index(name)
+            dim = deployment.tables[index].dim
+            keys, n = any_keys_of(given, session.cache)
+            place = np.empty((n, dim), np.float32) if out is None else output_of(_named(out, name), n, dim, session.cache)
+            segments[name] = Segment(index, keys, place, np.empty(n, np.bool_) if return_found else None, n=n)
         _distinct_tables(deployment, list(segments.values()))
-        deployment.session(device_id).lookup(list(segments.values()))
-        vectors = {name: segment.out for name, segment in segments.items()}
+        session.lookup(list(segments.values()))
+        vectors = {name: segment.out for name, segment in segments.items()} if out is None else dict(out)
         if return_found:
             return vectors, {name: segment.found for name, segment in segments.items()}
         return vectors
@@ -185,10 +191,11 @@ class HPS:
         """
         deployment = self.model(model_name)
         index = deployment.table_index(table_id)
-        flat = as_keys(keys)
-        out = as_output(out_tensor, len(flat), deployment.tables[index].dim)
-        found = np.empty(len(flat), np.bool_) if return_found else None
-        deployment.session(device_id).lookup([Segment(index, flat, out, found)])
+        session = deployment.session(device_id)
+        flat, n = keys_of(keys, session.cache)
+        out = output_of(out_tensor, n, deployment.tables[index].dim, session.cache)
+        found = np.empty(n, np.bool_) if return_found else None
+        session.lookup([Segment(index, flat, out, found, n=n)])
         return found
 
     def lookup_segments(self, model_name: str, segments: Sequence[Segment], device_id: int | None = None) -> None:
@@ -311,6 +318,13 @@ class HPS:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+
+def _named(out: Mapping[Any, Any], name: str | int) -> Any:
+    try:
+        return out[name]
+    except KeyError:
+        raise InvalidInputError(f"looking up tables: out has no entry for {name!r}; name an output for every table") from None
 
 
 def _distinct_tables(deployment: Deployment, segments: Sequence[Segment]) -> None:

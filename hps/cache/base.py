@@ -33,6 +33,7 @@ class Segment:
         out: (n, dim) float32, C-contiguous; every row is written by the time `finish` returns.
         found: (n,) bool or None; set to True for keys that a tier answered, False for those that got the default.
         source: what the session was given for this segment (DLPack views), for `adopt` and `finish` alone.
+        n: number of keys; given where `keys` is a tensor of any shape that is yet to be adopted.
     """
 
     table: int
@@ -40,6 +41,11 @@ class Segment:
     out: DeviceArray  # (n, dim)
     found: DeviceArray | None = None  # (n,)
     source: Any = None
+    n: int = -1
+
+    def __post_init__(self) -> None:
+        if self.n < 0:
+            self.n = len(self.keys)
 
 
 @dataclass(slots=True)

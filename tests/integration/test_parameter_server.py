@@ -111,6 +111,16 @@ def test_lookup_tables_answers_several_tables_at_once(server):
     assert found["user"].tolist() == [True, False]
 
 
+def test_lookup_tables_writes_into_the_outputs_it_is_given(server):
+    outs = {"user": torch.zeros(2, 4), "item": np.zeros((1, 7), np.float32)}
+    vectors = server.lookup_tables({"user": torch.tensor([1, 2]), "item": [3]}, "ranker", out=outs)
+    assert vectors == outs
+    np.testing.assert_array_equal(outs["user"].numpy(), vectors_of([1, 2], 4))
+    np.testing.assert_array_equal(outs["item"], vectors_of([3], 7))
+    with pytest.raises(hps.InvalidInputError, match="'item'"):
+        server.lookup_tables({"item": [3]}, "ranker", out={"user": outs["user"]})
+
+
 def test_table_named_twice_is_refused(server):
     with pytest.raises(hps.InvalidInputError, match="twice"):
         server.lookup_tables({"item": [1], 1: [2]}, "ranker")

@@ -1,0 +1,212 @@
+"""Whole lookups from Python on a GPU: torch CUDA tensors in and out, misses from the hash map, and the warm-up of a table.
+
+Beside each figure stands what it is compared with in the same run: torch's `index_select` of the same rows, one launch a
+table, or a plain copy of the same bytes from pinned memory.
+"""
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import hps
+from benchmarks.harness import Report, power_law_keys, time_calls
+from hps.model_files import write_sparse_model
+from hps.sample_model import sample_chunks, sample_vectors
+
+SEED = 1
+
+
+def run(report: Report, quick: bool) -> None:
+    """Measure the rows of a whole lookup and of the warm-up."""
+    import torch
+
+    gpu = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=30)
+    report.about = {"gpu": torch.cuda.get_device_name(0), "listed": gpu.stdout.strip(), "cuda": torch.version.cuda}
+    calls = 200 if quick else 3000
+    with tempfile.TemporaryDirectory(prefix="hps-gpu-", dir=os.environ.get("HPS_BENCH_DIR")) as directory:
+        place = Path(directory)
+        _one_table(report, place, torch, calls)
+        _many_tables(report, place, torch, calls)
+        _synchronous_misses(report, place, torch, calls)
+        _warm_up(report, place, torch, 0.2e9 if quick else 10e9)
+
+
+def _configuration(place: Path, dims: list[int], rows: int, **model: Any) -> dict[str, Any]:
+    names = [f"t{index}" for index in range(len(dims))]
+    for name, dim in zip(names, dims, strict=True):
+        if not (place / f"{name}-{dim}-{rows}").exists():
+            write_sparse_model(place / f"{name}-{dim}-{rows}", sample_chunks(rows, dim, SEED))
+    return {
+        "device": "cuda",
+        "volatile_db": {"type": "hash_map"},
+        "persistent_db": {"type": "disabled"},
+        "models": [
+            {
+                "model": "bench",
+                "sparse_files": [str(place / f"{name}-{dim}-{rows}") for name, dim in zip(names, dims, strict=True)],
+                "embedding_table_names": names,
+                "embedding_vecsize_per_table": dims,
+                "maxnum_catfeature_query_per_table_per_sample": [1] * len(dims),
+                "default_value_for_each_table": [0.0] * len(dims),
+                "deployed_device_list": [0],
+                "max_batch_size": 16_384,
+                "gpucacheper": 1.0,
+                "hit_rate_threshold": 1.1,
+                "cache_refresh_percentage_per_iteration": 1.0,
+                **model,
+            }
+        ],
+    }
+
+
+def _microseconds(call: Callable[[int], Any], calls: int) -> dict[str, float]:
+    timing = time_calls(call, calls, warmup=calls // 5)
+    return {"p50_us": timing.p50_s * 1e6, "p99_us": timing.p99_s * 1e6}
+
+
+def _check(out: Any, keys: np.ndarray, dim: int) -> None:
+    if not np.array_equal(out.cpu().numpy().reshape(keys.size, dim), sample_vectors(keys, dim, SEED)):
+        raise SystemExit("a lookup gave wrong vectors; nothing is measured")
+
+
+def _key_sets(torch: Any, draw: Callable[[], np.ndarray], count: int = 16) -> list[tuple[np.ndarray, Any]]:
+    return [(keys, torch.from_numpy(keys).cuda()) for keys in (draw() for _ in range(count))]
+
+
+def _one_table(report: Report, place: Path, torch: Any, calls: int) -> None:
+    rows, n, dim = 200_000, 4096, 32
+    rng = np.random.default_rng(report.seed)
+    # Less than full, so that no set is too small for its keys and every lookup is all hits.
+    config = _configuration(place, [dim], rows, embedding_cache_type="static")
+    with hps.HPS(config) as server:
+        sets = _key_sets(torch, lambda: rng.integers(0, rows, n))
+        out = torch.empty(n, dim, device="cuda")
+        for keys, tensor in sets:
+            server.lookup_fromdlpack(tensor, out, "bench", 0)
+            _check(out, keys, dim)
+        table = torch.from_numpy(sample_vectors(np.arange(rows), dim, SEED)).cuda()
+
+        def ours(i: int) -> None:
+            server.lookup_fromdlpack(sets[i % 16][1], out, "bench", 0)
+            torch.cuda.synchronize()
+
+        def theirs(i: int) -> None:
+            torch.index_select(table, 0, sets[i % 16][1], out=out)
+            torch.cuda.synchronize()
+
+        mine, peer = _microseconds(ours, calls), _microseconds(theirs, calls)
+    axes = {"work": "lookup_fromdlpack, torch CUDA tensors", "tables": 1, "keys": n, "dim": dim, "hit_rate": 1.0}
+    report.add(axes, {**mine, "peer": "torch index_select + sync", "peer_p50_us": peer["p50_us"], "target_p50_us": 45})
+
+
+def _many_tables(report: Report, place: Path, torch: Any, calls: int) -> None:
+    rows, n, dim, tables = 20_000, 1024, 16, 26
+    rng = np.random.default_rng(report.seed)
+    config = _configuration(place, [dim] * tables, rows, embedding_cache_type="static")
+    with hps.HPS(config) as server:
+        sets = [{f"t{t}": rng.integers(0, rows, n) for t in range(tables)} for _ in range(8)]
+        on_device = [{name: torch.from_numpy(keys).cuda() for name, keys in each.items()} for each in sets]
+        outs = {f"t{t}": torch.empty(n, dim, device="cuda") for t in range(tables)}
+        for each, tensors in zip(sets, on_device, strict=True):
+            server.lookup_tables(tensors, "bench", out=outs)
+            for name, keys in each.items():
+                _check(outs[name], keys, dim)
+        weights = {f"t{t}": torch.from_numpy(sample_vectors(np.arange(rows), dim, SEED)).cuda() for t in range(tables)}
+
+        def ours(i: int) -> None:
+            server.lookup_tables(on_device[i % 8], "bench", out=outs)
+            torch.cuda.synchronize()
+
+        def theirs(i: int) -> None:
+            for name, tensor in on_device[i % 8].items():
+                torch.index_select(weights[name], 0, tensor, out=outs[name])
+            torch.cuda.synchronize()
+
+        mine, peer = _microseconds(ours, calls), _microseconds(theirs, calls)
+    axes = {"work": "lookup_tables, torch CUDA tensors", "tables": tables, "keys": n, "dim": dim, "hit_rate": 1.0}
+    report.add(axes, {**mine, "peer": "26 torch index_select + sync", "peer_p50_us": peer["p50_us"], "target_p50_us": 90})
+
+
+def _synchronous_misses(report: Report, place: Path, torch: Any, calls: int) -> None:
+    rows, n, dim, alpha = 630_000, 2000, 16, 1.2
+    rng = np.random.default_rng(report.seed)
+    config = _configuration(place, [dim], rows, gpucacheper=0.02, cache_refresh_percentage_per_iteration=0.0)
+    with hps.HPS(config) as server:
+        sets = _key_sets(torch, lambda: power_law_keys(rng, n, rows, alpha), calls + calls // 5)
+        out = torch.empty(n, dim, device="cuda")
+        for _keys, tensor in sets[: calls // 5]:  # warmed by traffic
+            server.lookup_fromdlpack(tensor, out, "bench", 0)
+        counters = server.metrics.table("bench", "t0")
+        asked, hits = counters.keys, counters.hits[0]
+
+        def ours(i: int) -> None:
+            server.lookup_fromdlpack(sets[calls // 5 + i][1], out, "bench", 0)
+            torch.cuda.synchronize()
+
+        timing = time_calls(ours, calls, warmup=0)
+        hit_rate = (counters.hits[0] - hits) / (counters.keys - asked)
+        for keys, tensor in sets[:200]:
+            server.lookup_fromdlpack(tensor, out, "bench", 0)
+            _check(out, keys, dim)
+    axes = {
+        "work": "synchronous misses from the hash map",
+        "tables": 1,
+        "keys": n,
+        "dim": dim,
+        "alpha": alpha,
+        "hit_rate": hit_rate,
+    }
+    figures = {"p50_us": timing.p50_s * 1e6, "p99_us": timing.p99_s * 1e6, "target_p50_us": 150, "target_p99_us": 300}
+    report.add(axes, figures)
+
+
+def _warm_up(report: Report, place: Path, torch: Any, size_bytes: float) -> None:
+    dim = 128
+    rows = int(size_bytes / (4 * dim))
+    for left in place.iterdir():
+        shutil.rmtree(left, ignore_errors=True)
+    config = _configuration(place, [dim], rows, cache_refresh_percentage_per_iteration=0.0, gpucacheper=1.0)
+    config["volatile_db"] = {"type": "disabled"}
+    pinned = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
+    on_device = torch.empty_like(pinned, device="cuda")
+    copies = 8
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(copies):
+        on_device.copy_(pinned, non_blocking=True)
+    torch.cuda.synchronize()
+    copy_bytes_per_s = copies * pinned.numel() / (time.perf_counter() - start)
+    from hps.warmup import warm_up
+
+    with hps.HPS(config) as server:
+        deployment = server.model("bench")
+        [cache] = deployment.caches
+        model = hps.open_sparse_model(config["models"][0]["sparse_files"][0], dim)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        warm_up(cache, 0, deployment.tables[0], model, 1.0)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        keys = np.random.default_rng(report.seed).integers(0, rows, 10_000)
+        vectors, found = server.lookup(keys, "bench", 0, return_found=True)
+        if not np.array_equal(vectors[found], sample_vectors(keys[found], dim, SEED)):
+            raise SystemExit("the warmed cache gave wrong vectors; nothing is measured")
+        resident = float(found.mean())
+    bytes_per_s = rows * dim * 4 / seconds
+    axes = {"work": "warm-up from local disk in page cache", "rows": rows, "dim": dim}
+    figures = {
+        "seconds": seconds,
+        "gb_per_s": bytes_per_s / 1e9,
+        "pinned_copy_gb_per_s": copy_bytes_per_s / 1e9,
+        "of_pinned_copy": bytes_per_s / copy_bytes_per_s,
+        "target_of_pinned_copy": 0.3,
+        "resident_share": resident,
+    }
+    report.add(axes, figures)

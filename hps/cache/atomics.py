@@ -1,7 +1,7 @@
 """Atomic loads, stores and fences for numba kernels, on raw addresses.
 
 numba offers none. Each function here is one LLVM instruction, so that both the compiler and the processor (x86-64 and
-arm64 alike) keep the order that `numpy_kernels.py` argues from. An address is an int64: `np.int64(array.ctypes.data)` plus
+arm64 alike) keep the order that `numpy_sets.py` argues from. An address is an int64: `np.int64(array.ctypes.data)` plus
 bytes; it must be a multiple of the width. Whoever passes an address keeps the array alive. Values are int64 whatever the
 width in memory, because numba turns a mixture of int64 and uint64 into float64; narrow loads are zero-extended.
 """

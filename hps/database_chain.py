@@ -33,16 +33,29 @@ class _Tier:
         self._errors = metrics.tier_errors.labels(name)
         self._available.set(1)
 
-    def fetch(self, table: TableSpec, keys: KeyArray, out: FloatArray, found: BoolArray) -> DatabaseError | None:
-        """Fetch what is missing; an error is returned, counted and remembered by the breaker."""
+    def fetch(
+        self, table: TableSpec, keys: KeyArray, out: FloatArray, found: BoolArray, *, open_lost: bool
+    ) -> DatabaseError | None:
+        """Fetch what is missing; an error is returned, counted and remembered by the breaker.
+
+        With `open_lost`, a table that has gone, since a shared database was emptied or another process dropped it, is opened
+        again, empty: a lower tier has the rows.
+        """
+
+        def call() -> None:
+            try:
+                self.database.fetch(table.tag, keys, out, found)
+            except UnknownTableError as error:
+                if not open_lost:
+                    raise
+                _log.warning("%s (%s): %s", self.name, self.database.kind, error)
+                self.database.open_table(table.tag, table.dim)
+                self.database.fetch(table.tag, keys, out, found)
+
         start = time.perf_counter()
-        error = self.attempt(lambda: self.database.fetch(table.tag, keys, out, found))
+        error = self.attempt(call)
         self._seconds.observe(time.perf_counter() - start)
         return error
-
-    def open_again(self, table: TableSpec) -> None:
-        """Open a table that has gone: a shared database was emptied, or another process dropped it."""
-        self.attempt(lambda: self.database.open_table(table.tag, table.dim))
 
     def attempt(self, call: Callable[[], object]) -> DatabaseError | None:
         """Make a call unless the breaker is open; tell the breaker, the metrics and the caller how it went."""
@@ -51,9 +64,7 @@ class _Tier:
         try:
             call()
         except UnknownTableError as error:  # dropped under us, by healing or by another process
-            failure = DatabaseError(str(error))
-            failure.__cause__ = error
-            return self._failed(failure)
+            return self._failed(DatabaseError(str(error)))
         except DatabaseError as error:
             return self._failed(error)
         if self._breaker.is_open:
@@ -156,13 +167,11 @@ class DatabaseChain:
             if tier is self._volatile and self._quarantined and not self._heal(table):
                 continue
             known = found.copy() if tier is self._persistent and self._promotions else None
-            error = tier.fetch(table, keys, out, found)
+            error = tier.fetch(table, keys, out, found, open_lost=not last)
             after = keys.size - int(np.count_nonzero(found))
             self._count(table, tier, hits=before - after, misses=0 if error else after)
             if error and last and after:
                 raise error
-            if error and not last and isinstance(error.__cause__, UnknownTableError):
-                tier.open_again(table)  # empty, while the last tier has the rows
             if known is not None and after < before:
                 self._promote(table, token, keys, out, found & ~known)
             before = after

@@ -1,5 +1,6 @@
 """The volatile database that several processes share: one Redis server, or a Redis Cluster."""
 
+import logging
 import ssl
 from collections.abc import Iterator
 from typing import Any, Final, Self, get_args
@@ -20,6 +21,7 @@ from hps.errors import ConfigError, NotReadyError, UnknownTableError
 from hps.metrics import Metrics
 from hps.types import BoolArray, FloatArray, KeyArray
 
+_log = logging.getLogger(__name__)
 _UNBOUNDED: Final = 2**64 - 1
 _USES_WAITING: Final = 64  # batches of found keys whose use is still to be noted; more are not noted
 
@@ -97,7 +99,7 @@ class RedisDatabase(Database):
         self._closed = False
         self._uses: BackgroundQueue | None = None
         try:
-            self._dispatcher.topology()
+            self._warn_of_eviction(self._dispatcher.topology().facts)
         except BaseException:
             self._dispatcher.close()
             raise
@@ -205,6 +207,15 @@ class RedisDatabase(Database):
     def drain(self, timeout_s: float) -> bool:
         """Wait until noted uses are in Redis; False when that takes longer."""
         return self._uses is None or self._uses.drain(timeout_s)
+
+    def _warn_of_eviction(self, facts: dict[str, str]) -> None:
+        policy = facts.get("maxmemory_policy", "")
+        if policy.startswith("allkeys") and facts.get("maxmemory") != "0":
+            _log.warning(
+                "redis: maxmemory-policy is %s: when Redis is full it evicts whole partitions, whose keys are then taken for "
+                "absent; set it to noeviction, and bound the tables with overflow_margin",
+                policy,
+            )
 
     def _check_open(self) -> None:
         if self._closed:

@@ -28,6 +28,7 @@ class Lane:
 
     __slots__ = (
         "_asked",
+        "_heard",
         "_in_flight",
         "_message",
         "_queue",
@@ -47,6 +48,7 @@ class Lane:
         self._queue = deque(self.commands)
         self._asked: deque[Command] = deque()  # sent, or being sent, and not yet answered
         self._in_flight = 0  # their weight
+        self._heard = False
         self._message = 0  # bytes of the message that is being sent
         self._sent = 0  # of which are with the system
         self._waiting_since = time.monotonic()
@@ -82,6 +84,7 @@ class Lane:
                 before = connection.end - connection.start
                 more = connection.receive()
                 if connection.end - connection.start > before:
+                    self._heard = True
                     self._waiting_since = time.monotonic()
                 self._read()
         except OSError as error:
@@ -100,8 +103,7 @@ class Lane:
 
     def _break(self, error: OSError) -> None:
         connection = self.connection
-        # Nothing was answered, and nothing had arrived: it was ended before, by a restart or for having been idle.
-        self.found_ended = connection.reused and connection.end == 0 and not any(command.done for command in self.commands)
+        self.found_ended = connection.reused and not self._heard  # ended before: by a restart, or for having been idle
         self.fail(DatabaseError(f"redis {connection.node}: the connection broke ({error})"))
 
     def _write_message(self) -> bool:

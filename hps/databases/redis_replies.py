@@ -56,8 +56,7 @@ def _number(buffer, at, end):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def _miss(buffer, at, end, header_size, width, state):  # type: ignore[no-untyped-def]
-    """Pass over a miss; returns -1 where it is none: a row of which a part has arrived, or, as `state` then says, an error.
-    """
+    """Pass over a miss; returns -1 where it is none: a row of which a part has arrived, or, as `state` then says, an error."""
     if at >= end:
         return -1
     length, after = np.int64(0), np.int64(NO_REPLY)

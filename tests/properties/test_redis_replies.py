@@ -13,6 +13,9 @@ values = st.lists(st.one_of(st.none(), st.binary(min_size=12, max_size=12)), min
 cuts = st.lists(st.integers(1, 60), min_size=1, max_size=200)
 keys = st.lists(st.one_of(st.integers(-3, 3), st.integers(-(2**63), 2**63 - 1)), max_size=300)
 
+leaves = st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1), st.binary(max_size=30))
+replies = st.recursive(leaves, st.lists, max_leaves=20)
+
 
 def reply_of(rows):
     return b"*%d\r\n" % len(rows) + b"".join(b"$-1\r\n" if row is None else b"$12\r\n%b\r\n" % row for row in rows)
@@ -81,7 +84,7 @@ def _starts(rows):
             at += 5 + 12 + 2
 
 
-@given(st.recursive(st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1), st.binary(max_size=30)), st.lists, max_leaves=20), cuts)
+@given(replies, cuts)
 def test_any_reply_is_found_whole_however_it_is_cut(value, sizes):
     reply = _encode(value)
     command = Ask(0, request(b"X"))

@@ -56,7 +56,7 @@ def test_nobody_there():
 
 
 def test_a_name_that_does_not_exist():
-    with pytest.raises(DatabaseError, match="no-such-host.invalid"):
+    with pytest.raises(DatabaseError, match=r"no-such-host\.invalid"):
         RedisDatabase("no-such-host.invalid:7000")
 
 
@@ -261,7 +261,7 @@ class TestTls:
             RedisDatabase(server.address)
 
     def test_tls_to_a_plain_server_is_an_error(self, directory, tmp_path):
-        with RedisServer(tmp_path) as plain, pytest.raises(DatabaseError, match="TLS failed|longer than"):
+        with RedisServer(tmp_path) as plain, pytest.raises(DatabaseError, match=r"TLS failed|longer than"):
             RedisDatabase.from_config(self.config(directory, plain.address))
 
     @pytest.mark.parametrize("key", ["tls_ca_certificate", "tls_client_key"])

@@ -119,7 +119,9 @@ def test_a_reply_that_drips(database, link):
     works(database)
 
 
-@pytest.mark.parametrize("change", [lambda data: b"$5\r\n" + data, lambda data: data[1:], lambda data: b"HTTP/1.1 200 OK\r\n\r\n"])
+@pytest.mark.parametrize(
+    "change", [lambda data: b"$5\r\n" + data, lambda data: data[1:], lambda data: b"HTTP/1.1 200 OK\r\n\r\n"]
+)
 def test_bytes_that_are_no_reply(database, link, change):
     link.fault = once(change)
     fails_in_time(database, DatabaseCorruptError)

@@ -205,7 +205,7 @@ def test_a_key_of_another_type_is_told(opened, client):
     database = opened()
     database.open_table(TAG, 2)
     client.set(P3, b"a string")
-    with pytest.raises(DatabaseError, match="WRONGTYPE.*another program"):
+    with pytest.raises(DatabaseError, match=r"WRONGTYPE.*another program"):
         fetched(database, TAG, np.array([1], np.int64), 2)
 
 
@@ -218,7 +218,7 @@ def test_lost_rows_are_not_absent(opened, client):
     absent = ~keys
     assert not fetched(database, TAG, absent, 2)[1].any()
     client.delete(P1, P1[:-1] + b"m")  # as when one node of a cluster comes back empty
-    with pytest.raises(UnknownTableError, match="partition 1 of table hps_et.shop.item"):
+    with pytest.raises(UnknownTableError, match=r"partition 1 of table hps_et\.shop\.item"):
         fetched(database, TAG, keys, 2)
     with pytest.raises(UnknownTableError, match="partition 1"):
         list(database.scan(TAG, 100))

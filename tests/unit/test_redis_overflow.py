@@ -100,7 +100,7 @@ def test_evict_random_keeps_nothing_beside_the_vectors_and_any_row_may_go(opened
     database = opened("evict_random")
     keys = keys_of_partition(1, 400)
     gone = set()
-    for round_ in range(4):
+    for _ in range(4):
         put(database, keys[: 2 * MARGIN])
         gone |= set(keys[: 2 * MARGIN][~fetched(database, TAG, keys[: 2 * MARGIN], DIM)[1]].tolist())
         assert len(gone) >= MARGIN

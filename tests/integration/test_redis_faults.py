@@ -1,0 +1,443 @@
+"""Redis dies, stalls, fills up or moves while lookups go on: no wrong vector, no call beyond its timeout, healed by itself."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from hps.circuit_breaker import CircuitBreaker
+from hps.database_chain import DatabaseChain
+from hps.databases.redis_cluster import RedisDatabase
+from hps.databases.redis_layout import Partition
+from hps.databases.rocks_db import RocksDatabase
+from hps.errors import DatabaseError, DatabaseTimeoutError
+from hps.metrics import Metrics
+from hps.types import TableSpec
+from tests.contracts.database_contract import distinct_keys, vectors_of
+from tests.redis_server import RedisClusterServers, RedisServer
+
+pytestmark = pytest.mark.redis
+TABLE = TableSpec("shop", "item", 16, 0.0, 1000)
+TAG, DIM, PARTITIONS = TABLE.tag, TABLE.dim, 8
+KEYS = distinct_keys(5000)
+VECTORS = vectors_of(KEYS, DIM)
+PRESENT = 4000  # the others are in no database
+TIMEOUT_S, READ_S = 1.0, 0.5
+SLACK_S = 1.5  # of a busy machine; a call that hangs hangs for ever
+HEALED_S = 20.0
+
+
+def redis_database(address, **settings):
+    return RedisDatabase(
+        address,
+        num_partitions=PARTITIONS,
+        num_node_connections=4,
+        timeout_s=TIMEOUT_S,
+        read_timeout_s=READ_S,
+        connect_timeout_s=READ_S,
+        **settings,
+    )
+
+
+class Traffic:
+    """Four threads that look keys up and judge every answer.
+
+    Attributes:
+        lookups: how many were answered.
+        failures: errors that lookups raised.
+        wrong: answers that were not right.
+        slowest_s: the longest call, failed ones included.
+    """
+
+    def __init__(self, chain):
+        self.chain = chain
+        self.lookups = 0
+        self.failures = []
+        self.wrong = []
+        self.slowest_s = 0.0
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+
+    @contextmanager
+    def running(self):
+        with ThreadPoolExecutor(4) as pool:
+            threads = [pool.submit(self._run, seed) for seed in range(4)]
+            try:
+                self.wait_for(20)
+                yield self
+            finally:
+                self._done.set()
+            for thread in threads:
+                thread.result(30)
+        assert self.wrong == []
+        assert self.slowest_s < TIMEOUT_S + SLACK_S
+
+    def wait_for(self, lookups, timeout_s=HEALED_S):
+        """Let that many more lookups be answered."""
+        self.wait_until(lambda wanted=self.lookups + lookups: self.lookups >= wanted, timeout_s)
+
+    def wait_until(self, condition, timeout_s=HEALED_S):
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, self.failures[-3:]
+            time.sleep(0.01)
+
+    def redis_hits(self):
+        """Keys that Redis answered so far."""
+        return self.chain.metrics.table("shop", "item").hits[1]
+
+    def redis_errors(self):
+        """Calls of Redis that failed so far."""
+        return self.chain.metrics.registry.get_sample_value("hps_tier_errors_total", {"tier": "volatile_db"}) or 0
+
+    def wait_for_redis(self):
+        """Wait until Redis answers, and not only the database below."""
+        for _ in range(3):
+            before = self.redis_hits()
+            self.wait_until(lambda: self.redis_hits() > before + 500)  # noqa: B023
+
+    def _run(self, seed):
+        rng = np.random.default_rng(seed)
+        while not self._done.is_set():
+            picks = rng.integers(0, KEYS.size, 200)
+            out, found = np.full((200, DIM), np.nan, np.float32), np.zeros(200, np.bool_)
+            start, failure, problem = time.monotonic(), None, None
+            try:
+                self.chain.fetch(TABLE, KEYS[picks], out, found)
+            except DatabaseError as error:
+                failure = error
+            seconds = time.monotonic() - start
+            if failure is None and (found != (picks < PRESENT)).any():
+                problem = "a key that is there was absent, or the reverse"
+            if (out[found] != VECTORS[picks][found]).any():
+                problem = "a wrong vector"
+            with self._lock:
+                self.slowest_s = max(self.slowest_s, seconds)
+                self.lookups += failure is None
+                if failure:
+                    self.failures.append(failure)
+                if problem:
+                    self.wrong.append(problem)
+            time.sleep(0.02 if failure else 0.002)
+
+
+@contextmanager
+def tiers(redis, directory, promote=False):
+    """A chain over Redis and, where a directory is given, RocksDB."""
+    below = RocksDatabase(directory / "rocks") if directory else None
+    metrics = Metrics()
+    chain = DatabaseChain(
+        redis, below, metrics=metrics, promote=promote, breaker=lambda: CircuitBreaker(failures=3, open_s=0.2)
+    )
+    chain.metrics = metrics
+    try:
+        chain.open_table(TABLE)
+        for database in chain.databases:
+            database.insert(TAG, KEYS[:PRESENT], VECTORS[:PRESENT])
+        yield chain
+    finally:
+        chain.close()
+
+
+@pytest.fixture
+def server(tmp_path):
+    with RedisServer(tmp_path / "redis") as server:
+        yield server
+
+
+@pytest.fixture
+def traffic(server, tmp_path):
+    """Lookups over one server and RocksDB; none may fail."""
+    with tiers(redis_database(server.address), tmp_path, promote=True) as chain:
+        with Traffic(chain).running() as traffic:
+            yield traffic
+        assert traffic.failures == []
+
+
+@pytest.fixture
+def traffic_alone(server):
+    """Lookups over one server with nothing below: they fail while it does."""
+    with tiers(redis_database(server.address), None) as chain, Traffic(chain).running() as traffic:
+        yield traffic
+
+
+class TestOneServer:
+    def test_killed_and_started_empty(self, traffic, server):
+        server.kill()
+        traffic.wait_for(100)
+        server.start()
+        traffic.wait_for_redis()  # promoted again from below
+
+    def test_killed_and_started_with_its_data(self, tmp_path):
+        with (
+            RedisServer(tmp_path / "redis", "--appendonly", "yes", "--appendfsync", "always") as server,
+            tiers(redis_database(server.address), tmp_path) as chain,
+        ):
+            with Traffic(chain).running() as traffic:
+                for _ in range(3):
+                    server.kill()
+                    traffic.wait_for(20)
+                    server.start()
+                    traffic.wait_for_redis()
+            assert traffic.failures == []
+
+    def test_paused(self, traffic, server):
+        for _ in range(2):
+            server.pause()
+            traffic.wait_for(50)
+            server.resume()
+            traffic.wait_for_redis()
+
+    def test_updated_while_it_is_paused(self, server, tmp_path):
+        """Whoever looks a key up after its update returned gets the new vector, although Redis has the old one."""
+        with tiers(redis_database(server.address), tmp_path) as chain:
+            server.pause()
+            fresh = vectors_of(KEYS[:100], DIM, version=1)
+            updated = []
+            chain.insert(TABLE, KEYS[:100], fresh, updated.append)
+            assert updated == [True]
+            assert chain.quarantined == [TAG]
+            for resumed in (False, True):
+                if resumed:
+                    server.resume()
+                for _ in range(20):
+                    out, found = np.empty((200, DIM), np.float32), np.zeros(200, np.bool_)
+                    chain.fetch(TABLE, KEYS[:200], out, found)
+                    assert found.all()
+                    np.testing.assert_array_equal(out[:100], fresh)
+                    np.testing.assert_array_equal(out[100:], VECTORS[100:200])
+                    time.sleep(0.02)
+            assert chain.quarantined == []  # what was old has been dropped
+
+    def test_restarted_for_an_instant(self, traffic, server):
+        for _ in range(3):
+            server.kill()
+            server.start()
+            traffic.wait_for_redis()
+
+    def test_full(self, traffic, server):
+        with server.client() as client:
+            client.config_set("maxmemory", "1mb")
+            traffic.wait_for_redis()  # reading goes on
+            client.delete(Partition(TAG, 0).values, Partition(TAG, 0).mark)
+            with pytest.raises(DatabaseError, match=r"OOM.*maxmemory"):
+                traffic.chain.databases[0].insert(TAG, KEYS[:10], VECTORS[:10])
+            traffic.wait_for(50)
+            client.config_set("maxmemory", "0")
+        traffic.wait_for_redis()
+
+    def test_loading(self, tmp_path):
+        slow = ("--key-load-delay", "200000", "--loading-process-events-interval-bytes", "1024")
+        with (
+            RedisServer(tmp_path / "redis", "--save", "3600 1") as server,
+            tiers(redis_database(server.address), tmp_path) as chain,
+        ):
+            with Traffic(chain).running() as traffic:
+                with server.client() as client:
+                    client.save()
+                server.kill()
+                quick, server.arguments = server.arguments, (*server.arguments, *slow)
+                server.start()
+                with server.client() as client:
+                    assert client.info("persistence")["loading"]
+                    with pytest.raises(DatabaseError, match=r"LOADING.*reading its data"):
+                        chain.databases[0].size(TAG)
+                traffic.wait_for(50)
+                traffic.wait_for_redis()
+                server.arguments = quick
+            assert traffic.failures == []
+
+    def test_read_only(self, traffic, server, tmp_path):
+        with RedisServer(tmp_path / "primary") as primary, server.client() as client:
+            client.config_set("replica-serve-stale-data", "yes")
+            client.replicaof("127.0.0.1", primary.port)
+            with pytest.raises(DatabaseError, match=r"READONLY.*replica"):
+                traffic.chain.databases[0].insert(TAG, KEYS[:10], VECTORS[:10])
+            traffic.wait_for(50)  # and the replica takes over the primary's emptiness
+            client.replicaof("no", "one")
+            traffic.wait_for_redis()
+
+    def test_a_replica_without_primary(self, traffic, server):
+        with server.client() as client:
+            client.config_set("replica-serve-stale-data", "no")
+            client.replicaof("127.0.0.1", 1)
+            with pytest.raises(DatabaseError, match="MASTERDOWN"):
+                traffic.chain.databases[0].size(TAG)
+            traffic.wait_for(50)
+            client.replicaof("no", "one")
+        traffic.wait_for_redis()
+
+    def test_password_changed(self, traffic, server):
+        with server.client() as client:
+            client.config_set("requirepass", "secret")
+            client.client_kill_filter(_type="normal", skipme=True)
+            with pytest.raises(DatabaseError, match=r"NOAUTH.*password"):
+                traffic.chain.databases[0].size(TAG)
+            traffic.wait_for(50)
+            client.config_set("requirepass", "")
+        traffic.wait_for_redis()
+
+    def test_emptied(self, traffic, server):
+        with server.client() as client:
+            for _ in range(3):
+                client.flushall()
+                traffic.wait_for(50)
+        traffic.wait_for_redis()
+
+    def test_connections_are_killed(self, traffic, server):
+        with server.client() as client:
+            for _ in range(10):
+                client.client_kill_filter(_type="normal", skipme=True)
+                traffic.wait_for(10)
+        traffic.wait_for_redis()
+        assert traffic.chain.databases[0].open_connections <= 4
+
+
+class TestOneServerAndNothingBelow:
+    def test_killed(self, traffic_alone, server):
+        server.kill()
+        traffic_alone.wait_until(lambda: len(traffic_alone.failures) > 5)
+        server.start()
+        # It has lost everything: that is an error and not 4000 absent keys, until it is loaded again.
+        before = len(traffic_alone.failures)
+        traffic_alone.wait_until(lambda: len(traffic_alone.failures) > before + 5)
+        database = traffic_alone.chain.databases[0]
+        database.open_table("hps_et.another.one", 1)
+        another = redis_database(server.address)
+        try:
+            another.open_table(TAG, DIM)
+            assert another.claim_load(TAG, "v1", PRESENT) == 0
+            another.insert(TAG, KEYS[:PRESENT], VECTORS[:PRESENT])
+            another.finish_load(TAG)
+        finally:
+            another.close()
+        traffic_alone.wait_for(50)
+
+    def test_paused(self, traffic_alone, server):
+        server.pause()
+        traffic_alone.wait_until(lambda: len(traffic_alone.failures) > 5)
+        server.resume()
+        traffic_alone.wait_for(50)
+        assert isinstance(traffic_alone.failures[0], DatabaseTimeoutError)
+
+
+@pytest.fixture(scope="module")
+def whole_cluster(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("cluster")
+    with RedisClusterServers(directory, 3, "--appendonly", "yes", "--appendfsync", "always") as cluster:
+        yield cluster
+
+
+class TestCluster:
+    @pytest.fixture
+    def cluster(self, whole_cluster):
+        for server in whole_cluster.servers:
+            with server.client() as client:
+                client.flushall()
+        yield whole_cluster
+        whole_cluster.wait_whole()
+
+    @pytest.fixture
+    def traffic(self, cluster, tmp_path):
+        with tiers(redis_database(cluster.address), tmp_path) as chain:
+            with Traffic(chain).running() as traffic:
+                yield traffic
+            assert traffic.failures == []
+
+    def test_one_shard_is_killed(self, traffic, cluster):
+        cluster.masters[1].kill()
+        traffic.wait_for(100)  # the cluster notices after a second, and is then down as a whole
+        time.sleep(2)
+        traffic.wait_for(50)
+        cluster.masters[1].start()
+        traffic.wait_for_redis()
+
+    def test_one_shard_is_paused(self, traffic, cluster):
+        cluster.masters[2].pause()
+        traffic.wait_for(50)
+        cluster.masters[2].resume()
+        traffic.wait_for_redis()
+
+    def test_the_shard_of_the_first_seed_is_killed_at_the_start(self, cluster, tmp_path):
+        cluster.masters[0].kill()
+        database = redis_database(cluster.address)
+        try:
+            with pytest.raises(DatabaseError):
+                database.open_table(TAG, DIM)  # three of its eight partitions are there
+            cluster.masters[0].start()
+            cluster.wait_whole()
+            database.open_table(TAG, DIM)
+            database.insert(TAG, KEYS, VECTORS)
+        finally:
+            database.close()
+
+    def test_slots_move(self, traffic, cluster):
+        before = traffic.redis_hits()
+        for index in range(PARTITIONS):
+            move_slot(cluster, Partition(TAG, index).slot, traffic)
+            traffic.wait_for(10)
+        assert traffic.redis_hits() > before
+        assert traffic.redis_errors() == 0  # no lookup needed the database below
+        assert traffic.chain.databases[0].size(TAG) == PRESENT
+
+    def test_slots_move_beside_writers(self, cluster):
+        database = redis_database(cluster.address, overflow_policy="evict_least_used")
+        database.open_table(TAG, DIM)
+        done = threading.Event()
+
+        def write(seed):
+            versions = 0
+            while not done.is_set():
+                versions += 1
+                database.insert(TAG, KEYS[seed::2].copy(), vectors_of(KEYS[seed::2].copy(), DIM, versions))
+            return versions
+
+        with ThreadPoolExecutor(2) as pool:
+            writers = [pool.submit(write, seed) for seed in range(2)]
+            try:
+                for index in range(PARTITIONS):
+                    move_slot(cluster, Partition(TAG, index).slot)
+            finally:
+                done.set()
+            versions = [writer.result(30) for writer in writers]
+        out, found = np.empty((KEYS.size, DIM), np.float32), np.zeros(KEYS.size, np.bool_)
+        assert database.fetch(TAG, KEYS, out, found) == KEYS.size
+        for seed in range(2):
+            np.testing.assert_array_equal(out[seed::2], vectors_of(KEYS[seed::2].copy(), DIM, versions[seed]))
+        database.close()
+
+    def test_a_replica_takes_over(self, tmp_path):
+        with RedisClusterServers(tmp_path / "cluster", 3, spare=1) as cluster:
+            lost, spare = cluster.masters[0], cluster.servers[3]
+            with lost.client() as first, spare.client() as last:
+                last.execute_command("CLUSTER", "REPLICATE", first.execute_command("CLUSTER MYID"))
+                with tiers(redis_database(cluster.address), tmp_path) as chain:
+                    with Traffic(chain).running() as traffic:
+                        assert first.wait(1, 10_000) == 1
+                        time.sleep(1.5)  # a replica that was not in touch for long does not stand for election
+                        lost.kill()
+                        traffic.wait_for(100)
+                        traffic.wait_until(lambda: last.info("replication")["role"] == "master")
+                        traffic.wait_for_redis()
+                        assert chain.databases[0].size(TAG) == PRESENT
+                    assert traffic.failures == []
+
+
+def move_slot(cluster, slot, traffic=None):
+    """Move a slot to the next master as `redis-cli --cluster reshard` does, one key at a time, lookups between the steps."""
+    source = cluster.owner(slot)
+    target = cluster.masters[(cluster.masters.index(source) + 1) % len(cluster.masters)]
+    with source.client() as giver, target.client() as taker:
+        ids = [client.execute_command("CLUSTER MYID").decode() for client in (giver, taker)]
+        taker.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+        giver.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+        while keys := giver.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 1):
+            giver.execute_command("MIGRATE", "127.0.0.1", target.port, keys[0], 0, 5000)
+            if traffic:
+                traffic.wait_for(5)
+        for server in (target, source, *cluster.masters):
+            with server.client() as client:
+                client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])

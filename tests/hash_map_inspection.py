@@ -56,14 +56,19 @@ class Inspection:
     Attributes:
         vectors: the bytes of each key's vector.
         stamps: each key's stamp, where the table keeps them.
-        buckets: (buckets,) of dtype BUCKET, the memory itself.
+        segments: (buckets,) of dtype BUCKET each, the memory itself.
         free_rows: rows on the list of free ones.
     """
 
     vectors: dict[int, bytes]
     stamps: dict[int, int]
-    buckets: npt.NDArray[np.void]
+    segments: list[npt.NDArray[np.void]]
     free_rows: list[int]
+
+    @property
+    def buckets(self) -> npt.NDArray[np.void]:
+        """A copy of all buckets."""
+        return np.concatenate(self.segments)
 
 
 def _memory(address: int, dtype: np.dtype, count: int) -> np.ndarray:
@@ -73,11 +78,10 @@ def _memory(address: int, dtype: np.dtype, count: int) -> np.ndarray:
 def inspect(database: HashMapDatabase, tag: str) -> Inspection:
     """Read a table that nobody writes to, and check that it is sound."""
     table = database._tables[tag]
-    address, count, slab_table, shift, vector_bytes, stamp_offset = table._buckets.layout.tolist()
+    slab_table, shift, vector_bytes, stamp_offset, bits, *places = table._buckets.layout.tolist()
     rows, used, free = table._counters.tolist()
-    assert address % 128 == 0
-    buckets = _memory(address, BUCKET, count)
     slabs = _memory(slab_table, np.dtype(np.uint64), -(-max(used, 1) // (1 << shift)))
+    assert len(places) == 2 << bits
 
     def vector(row: int) -> bytes:
         return ctypes.string_at(int(slabs[row >> shift]) + (row % (1 << shift)) * vector_bytes, vector_bytes)
@@ -86,17 +90,15 @@ def inspect(database: HashMapDatabase, tag: str) -> Inspection:
         place = int(slabs[row >> shift]) + stamp_offset + (row % (1 << shift)) * 4
         return int.from_bytes(ctypes.string_at(place, 4), "little")
 
-    assert not (buckets["version"] & 1).any(), "a bucket was left half-written"
-    assert (buckets["mask"] < 1 << 10).all()
-    occupied = (buckets["mask"][:, None] >> np.arange(10)) & 1 == 1
-    here = np.broadcast_to(np.arange(count)[:, None], occupied.shape)[occupied]
-    keys, numbers = buckets["keys"][occupied], buckets["rows"][occupied].tolist()
-    homes = (((mixed(keys) >> np.uint64(32)) * np.uint64(count)) >> np.uint64(32)).astype(np.int64)
-    passed = np.zeros(count, np.int64)
-    for home, place in zip(homes[homes != here].tolist(), here[homes != here].tolist(), strict=True):
-        passed[(home + np.arange((place - home) % count)) % count] += 1
-    stuck = buckets["overflow"] == 0xFFFF
-    np.testing.assert_array_equal(buckets["overflow"][~stuck], passed[~stuck], "overflow counts")
+    segments, all_keys, all_numbers = [], [], []
+    for number, (address, count) in enumerate(zip(places[::2], places[1::2], strict=True)):
+        assert address % 128 == 0
+        segments.append(_memory(address, BUCKET, count))
+        keys, numbers = _segment(segments[-1], number, bits)
+        assert table._buckets.segment_rows[number] == keys.size, "rows of the segment"
+        all_keys.append(keys)
+        all_numbers.append(numbers)
+    keys, numbers = np.concatenate(all_keys), np.concatenate(all_numbers).tolist()
     free_rows = []
     while free >= 0:
         free_rows.append(free)
@@ -111,4 +113,22 @@ def inspect(database: HashMapDatabase, tag: str) -> Inspection:
         counted = np.bincount((mixed(keys) % np.uint64(partitions)).astype(np.int64), minlength=partitions)
         np.testing.assert_array_equal(table._partition_rows, counted, "rows of each partition")
         assert (counted <= table._overflow.margin).all(), "a partition beyond its margin"
-    return Inspection(vectors, stamps, buckets, free_rows)
+    return Inspection(vectors, stamps, segments, free_rows)
+
+
+def _segment(buckets: npt.NDArray[np.void], number: int, bits: int) -> tuple[KeyArray, npt.NDArray[np.uint32]]:
+    """The keys of a segment, once it was found sound, and their row numbers."""
+    assert not (buckets["version"] & 1).any(), "a bucket was left half-written"
+    assert (buckets["mask"] < 1 << 10).all()
+    occupied = (buckets["mask"][:, None] >> np.arange(10)) & 1 == 1
+    here = np.broadcast_to(np.arange(buckets.size)[:, None], occupied.shape)[occupied]
+    hashes = mixed(buckets["keys"][occupied])
+    assert [number] * hashes.size == [int(hashed) >> (64 - bits) for hashed in hashes], "keys of another segment"
+    within = (hashes << np.uint64(bits)) >> np.uint64(32)
+    homes = ((within * np.uint64(buckets.size)) >> np.uint64(32)).astype(np.int64)
+    passed = np.zeros(buckets.size, np.int64)
+    for home, place in zip(homes[homes != here].tolist(), here[homes != here].tolist(), strict=True):
+        passed[(home + np.arange((place - home) % buckets.size)) % buckets.size] += 1
+    stuck = buckets["overflow"] == 0xFFFF
+    np.testing.assert_array_equal(buckets["overflow"][~stuck], passed[~stuck], "overflow counts")
+    return buckets["keys"][occupied], buckets["rows"][occupied]

@@ -25,12 +25,12 @@ class HashMapDatabase(Database):
     Lookups take no lock, release the GIL, and go on beside one writer a table (`hash_map_layout.py` says why no vector is
     torn). Many threads, or partitions, are not needed to make them fast; partitions count for `overflow_margin` alone.
 
-    Memory of a table beyond its vectors, bytes a row: a bucket of 128 bytes has ten entries and holds, on average, nine
-    rows when the array grows, 7.2 after it has grown by a quarter: 14.2 to 17.8. A stamp, for `evict_least_used` and
-    `evict_oldest`, takes 4. Slabs are committed by the page (2 MB pages from 2^20 rows on, at most 2 bytes a row), the list of
-    free rows lies in the free rows themselves, and without a margin there is nothing else: at most 20, with stamps 24. While
-    the array grows, the old one (14.2) is there beside the new one. A table of less than 10,000 rows takes some pages.
-    Rows that were deleted or evicted keep their memory for the rows that come after them.
+    Memory of a table beyond its vectors, bytes a row: a bucket of 128 bytes has ten entries; it holds, on average, nine
+    rows when its segment grows, and 7.2 after that, for a segment grows by a quarter: 14.2 to 17.8. A stamp, for
+    `evict_least_used` and `evict_oldest`, takes 4. Slabs are committed by the page (by 2 MB from 2^20 rows on, which may
+    leave 2 bytes a row unused), the list of free rows lies in the free rows themselves, and without a margin there is
+    nothing else. So 14 to 20, with stamps to 24, and a sixteenth of 14 for the moment of a growth; tables of less than
+    10,000 rows take some pages more. Rows that were deleted or evicted keep their memory for the rows that come after them.
     """
 
     kind = "hash_map"

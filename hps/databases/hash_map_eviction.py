@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from hps.databases.hash_map_atomics import load_relaxed, load_relaxed_u32, lowest_bit, store_relaxed_u32
 from hps.databases.hash_map_layout import (
-    BUCKET_COUNT,
     COUNT,
     KEEP,
+    SEGMENTS,
     STAMP,
     U1,
     USED_ROWS,
@@ -66,7 +66,7 @@ def _plan(layout, keys, margin, kept, batch_rows, new_rows):  # type: ignore[no-
         if batch_rows[partition] < margin:
             kept[position] = True
             batch_rows[partition] += 1
-            if not search(layout, key)[0]:
+            if not search(layout, hashed, key)[0]:
                 new_rows[partition] += 1
 
 
@@ -75,7 +75,7 @@ def _protect(layout, keys, kept, protected):  # type: ignore[no-untyped-def]
     """Set the bits of the rows that the batch replaces."""
     for position in range(keys.size):
         if kept[position]:
-            bucket, entry = search(layout, keys[position])
+            bucket, entry = search(layout, mix(keys[position]), keys[position])
             if bucket:
                 row = row_of(bucket, entry)
                 protected[np.int64(row >> _U6)] |= U1 << (row & _U63)
@@ -85,22 +85,23 @@ def _protect(layout, keys, kept, protected):  # type: ignore[no-untyped-def]
 def _gather(layout, protected, excess, ends, scores):  # type: ignore[no-untyped-def]
     """Write the stamps of the unprotected rows of each partition with an excess, up to that partition's end."""
     partitions = np.uint64(excess.size)
-    for position in range(np.int64(layout[BUCKET_COUNT])):
-        bucket = bucket_at(layout, np.uint64(position))
-        mask = mask_of(load_relaxed(bucket))
-        while mask:
-            entry = lowest_bit(mask)
-            mask &= mask - U1
-            partition = np.int64(mix(key_of(bucket, entry)) % partitions)
-            row = row_of(bucket, entry)
-            if excess[partition] > 0 and not (protected[np.int64(row >> _U6)] >> (row & _U63)) & U1:
-                ends[partition] -= 1
-                scores[ends[partition]] = load_relaxed_u32(stamp_of(layout, row))
+    for segment in range(SEGMENTS, layout.size, 2):
+        for position in range(np.int64(layout[segment + 1])):
+            bucket = bucket_at(layout, segment, position)
+            mask = mask_of(load_relaxed(bucket))
+            while mask:
+                entry = lowest_bit(mask)
+                mask &= mask - U1
+                partition = np.int64(mix(key_of(bucket, entry)) % partitions)
+                row = row_of(bucket, entry)
+                if excess[partition] > 0 and not (protected[np.int64(row >> _U6)] >> (row & _U63)) & U1:
+                    ends[partition] -= 1
+                    scores[ends[partition]] = load_relaxed_u32(stamp_of(layout, row))
 
 
-@kernel(NOTHING, LAYOUT, COUNTERS, COUNTERS, BITS, COUNTERS, COUNTERS, COUNTERS, COUNTERS, BITS)
+@kernel(NOTHING, LAYOUT, COUNTERS, COUNTERS, COUNTERS, BITS, COUNTERS, COUNTERS, COUNTERS, COUNTERS, BITS)
 def _evict(  # type: ignore[no-untyped-def]
-    layout, counters, partition_rows, protected, excess, limits, tied, tied_excess, random
+    layout, counters, segment_rows, partition_rows, protected, excess, limits, tied, tied_excess, random
 ):
     """Remove excess[p] unprotected rows of each partition p, and count it down to what could not be removed.
 
@@ -112,31 +113,32 @@ def _evict(  # type: ignore[no-untyped-def]
         random: (2,) the state of the generator, and whether to halve.
     """
     partitions = np.uint64(excess.size)
-    for position in range(np.int64(layout[BUCKET_COUNT])):
-        bucket = bucket_at(layout, np.uint64(position))
-        mask = mask_of(load_relaxed(bucket))
-        while mask:
-            entry = lowest_bit(mask)
-            mask &= mask - U1
-            key = key_of(bucket, entry)
-            partition = np.int64(mix(key) % partitions)
-            limit = limits[partition]
-            row = row_of(bucket, entry)
-            score = np.int64(load_relaxed_u32(stamp_of(layout, row))) if limit >= 0 else limit
-            if excess[partition] > 0 and score <= limit and not (protected[np.int64(row >> _U6)] >> (row & _U63)) & U1:
-                goes = score < limit
-                if not goes and tied[partition] > 0:  # selection sampling: each of those tied is as likely to go
-                    random[0] += _GOLDEN
-                    goes = np.int64(mix(np.int64(random[0])) % np.uint64(tied[partition])) < tied_excess[partition]
-                    tied[partition] -= 1
-                    tied_excess[partition] -= goes
-                if goes:
-                    unlink(layout, counters, key, bucket, entry)
-                    excess[partition] -= 1
-                    partition_rows[partition] -= 1
-                    continue
-            if limit >= 0 and random[1]:
-                store_relaxed_u32(stamp_of(layout, row), np.uint64(score) >> U1)
+    for segment in range(SEGMENTS, layout.size, 2):
+        for position in range(np.int64(layout[segment + 1])):
+            bucket = bucket_at(layout, segment, position)
+            mask = mask_of(load_relaxed(bucket))
+            while mask:
+                entry = lowest_bit(mask)
+                mask &= mask - U1
+                hashed = mix(key_of(bucket, entry))
+                partition = np.int64(hashed % partitions)
+                limit = limits[partition]
+                row = row_of(bucket, entry)
+                score = np.int64(load_relaxed_u32(stamp_of(layout, row))) if limit >= 0 else limit
+                if excess[partition] > 0 and score <= limit and not (protected[np.int64(row >> _U6)] >> (row & _U63)) & U1:
+                    goes = score < limit
+                    if not goes and tied[partition] > 0:  # selection sampling: each of those tied is as likely to go
+                        random[0] += _GOLDEN
+                        goes = np.int64(mix(np.int64(random[0])) % np.uint64(tied[partition])) < tied_excess[partition]
+                        tied[partition] -= 1
+                        tied_excess[partition] -= goes
+                    if goes:
+                        unlink(layout, counters, segment_rows, hashed, bucket, entry)
+                        excess[partition] -= 1
+                        partition_rows[partition] -= 1
+                        continue
+                if limit >= 0 and random[1]:
+                    store_relaxed_u32(stamp_of(layout, row), np.uint64(score) >> U1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,7 @@ class OverflowRule:
         self,
         layout: npt.NDArray[np.uint64],
         counters: npt.NDArray[np.int64],
+        segment_rows: npt.NDArray[np.int64],  # (segments,)
         partition_rows: npt.NDArray[np.int64],  # (partitions,)
         random: npt.NDArray[np.uint64],  # (2,)
         keys: KeyArray,  # (n,)
@@ -178,11 +181,11 @@ class OverflowRule:
             limits, tied, tied_excess = self._limits(layout, protected, excess, others)
             before = excess.copy()
             random[1] = self.policy == "evict_least_used"
-            _evict(layout, counters, partition_rows, protected, excess, limits, tied, tied_excess, random)
+            _evict(layout, counters, segment_rows, partition_rows, protected, excess, limits, tied, tied_excess, random)
             others -= before - excess
         if excess.any():  # also rows that were fetched between the choice and the eviction and so escaped it
             limits = np.full(self.partitions, -1, np.int64)
-            _evict(layout, counters, partition_rows, protected, excess, limits, others, excess.copy(), random)
+            _evict(layout, counters, segment_rows, partition_rows, protected, excess, limits, others, excess.copy(), random)
         return kept
 
     def _limits(

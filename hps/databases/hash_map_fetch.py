@@ -20,11 +20,13 @@ from hps.databases.hash_map_layout import (
     copy,
     home_of,
     locate,
+    segment_of,
     stamp_of,
     touch,
     vector_of,
 )
 from hps.databases.hash_map_signatures import FLAGS, INTEGER, KEYS, LAYOUT, OUT_VECTORS, TRIPLE, kernel
+from hps.hashing import mix
 
 _BLOCK = 32
 """Keys that are hashed, then probed, then copied together, so that their cache misses overlap; 16 to 128 are alike."""
@@ -35,8 +37,10 @@ _REGISTER_BYTES = np.uint64(64 * REGISTER_LINES)
 @njit(cache=True)
 def _fetch_slowly(layout, key, target, spare, access, now):  # type: ignore[no-untyped-def]
     """Fetch one key that a writer is at: DONE, ABSENT, MOVED or BUSY; `spare` is the address of room for a vector."""
+    hashed = mix(key)
+    segment = segment_of(layout, hashed)
     for _ in range(_TRIES):
-        state, bucket, header, row = locate(layout, home_of(layout, key), key)
+        state, bucket, header, row = locate(layout, segment, home_of(layout, segment, hashed), key)
         if state == BUSY:
             continue
         if state == DONE:
@@ -65,7 +69,7 @@ def fetch(layout, keys, out, found, start, access, now):  # type: ignore[no-unty
     vector_bytes = layout[VECTOR_BYTES]
     in_registers = vector_bytes % U64 == U0 and vector_bytes <= _REGISTER_BYTES
     lines = vector_bytes // U64
-    states = np.empty(_BLOCK, np.int64)
+    segments, states = np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.int64)
     work = np.empty((3, _BLOCK), np.uint64)  # bucket, header, row
     spare_vector = np.empty(np.int64(vector_bytes // U4), np.float32)
     spare = np.uint64(spare_vector.ctypes.data)
@@ -74,7 +78,9 @@ def fetch(layout, keys, out, found, start, access, now):  # type: ignore[no-unty
     while start < keys.size:
         count = min(_BLOCK, keys.size - start)
         for i in range(count):
-            bucket = home_of(layout, keys[start + i])
+            hashed = mix(keys[start + i])
+            segments[i] = segment_of(layout, hashed)
+            bucket = home_of(layout, segments[i], hashed)
             work[0, i] = bucket
             prefetch(bucket)
             prefetch(bucket + U64)
@@ -82,7 +88,7 @@ def fetch(layout, keys, out, found, start, access, now):  # type: ignore[no-unty
             if found[start + i]:
                 states[i] = ABSENT
                 continue
-            states[i], work[0, i], work[1, i], work[2, i] = locate(layout, work[0, i], keys[start + i])
+            states[i], work[0, i], work[1, i], work[2, i] = locate(layout, segments[i], work[0, i], keys[start + i])
             if states[i] == DONE:
                 vector = vector_of(layout, work[2, i])
                 ahead = U0

@@ -10,11 +10,12 @@ import numpy as np
 
 from hps.databases.hash_map_atomics import fence_release, load_relaxed, lowest_bit, prefetch, store_relaxed_u32
 from hps.databases.hash_map_layout import (
-    BUCKET_COUNT,
     DONE,
     FREE_ROW,
     KEEP,
-    ROWS,
+    LOAD_ROWS,
+    SEGMENT_BITS,
+    SEGMENTS,
     STAMP,
     U0,
     U1,
@@ -32,9 +33,11 @@ from hps.databases.hash_map_layout import (
     link,
     mask_of,
     overflow_of,
+    place_of,
     retire_bucket,
     row_of,
     search,
+    segment_of,
     stamp_of,
     take_row,
     touch,
@@ -51,21 +54,22 @@ from hps.databases.hash_map_signatures import (
     OUT_KEYS,
     OUT_VECTORS,
     PAIR,
+    TRIPLE,
     VECTORS,
     kernel,
 )
-from hps.hashing import mix, scale
+from hps.hashing import mix
 
 NO_BUCKETS: Final = 4
-"""How an insertion ended: the bucket array is as full as it may get."""
+"""How an insertion ended: a segment is as full as it may get."""
 NO_ROWS: Final = 5
 """How an insertion ended: no row number is free."""
 _BLOCK = 32
 
 
-@kernel(PAIR, LAYOUT, COUNTERS, COUNTERS, KEYS, VECTORS, FLAGS, PAIR, PAIR, PAIR)
+@kernel(TRIPLE, LAYOUT, COUNTERS, COUNTERS, COUNTERS, KEYS, VECTORS, FLAGS, PAIR, INTEGER, PAIR)
 def insert(  # type: ignore[no-untyped-def]
-    layout, counters, partition_rows, keys, vectors, kept, span, limits, use
+    layout, counters, segment_rows, partition_rows, keys, vectors, kept, span, capacity_rows, use
 ):
     """Add or replace keys, in order.
 
@@ -73,11 +77,12 @@ def insert(  # type: ignore[no-untyped-def]
         partition_rows: (partitions,) int64, rows of each partition, kept up to date; (0,) where nobody wants to know.
         kept: (n,) bool, False for keys to leave out; (0,) for none.
         span: first position and the one after the last.
-        limits: rows at which the bucket array counts as full, and rows that have memory.
+        capacity_rows: rows that have memory.
         use: KEEP, STAMP or COUNT, and the stamp of now.
 
     Returns:
-        (position, state): keys before `position` are in the table; state is DONE, NO_BUCKETS or NO_ROWS.
+        (position, state, segment): keys before `position` are in the table; state is DONE, NO_BUCKETS or NO_ROWS; the number
+        of the segment that is full, counted from 0.
     """
     start, stop = span
     access, now = use[0], np.uint64(use[1])
@@ -86,7 +91,8 @@ def insert(  # type: ignore[no-untyped-def]
     while start < stop:
         count = min(_BLOCK, stop - start)
         for i in range(count):
-            bucket = home_of(layout, keys[start + i])
+            hashed = mix(keys[start + i])
+            bucket = home_of(layout, segment_of(layout, hashed), hashed)
             prefetch(bucket)
             prefetch(bucket + U64)
         for position in range(start, start + count):
@@ -94,7 +100,8 @@ def insert(  # type: ignore[no-untyped-def]
                 continue
             key = keys[position]
             source = sources + np.uint64(position) * vector_bytes
-            bucket, entry = search(layout, key)
+            hashed = mix(key)
+            bucket, entry = search(layout, hashed, key)
             if bucket:
                 row = row_of(bucket, entry)
                 header = begin_change(bucket)
@@ -103,33 +110,36 @@ def insert(  # type: ignore[no-untyped-def]
                 if access != KEEP:
                     touch(stamp_of(layout, row), access, now)
                 continue
-            if counters[ROWS] >= limits[0]:
-                return position, NO_BUCKETS
-            if counters[FREE_ROW] < 0 and counters[USED_ROWS] >= limits[1]:
-                return position, NO_ROWS
+            segment = segment_of(layout, hashed)
+            number = (segment - SEGMENTS) // 2
+            if segment_rows[number] >= LOAD_ROWS * np.int64(layout[segment + 1]):
+                return position, NO_BUCKETS, number
+            if counters[FREE_ROW] < 0 and counters[USED_ROWS] >= capacity_rows:
+                return position, NO_ROWS, 0
             row = take_row(layout, counters)
             copy(vector_of(layout, row), source, vector_bytes)
             if access != KEEP:
                 store_relaxed_u32(stamp_of(layout, row), now if access == STAMP else U1)
-            link(layout, key, row)
+            link(layout, segment_rows, hashed, key, row)
             if partition_rows.size > 0:
-                partition_rows[mix(key) % np.uint64(partition_rows.size)] += 1
+                partition_rows[hashed % np.uint64(partition_rows.size)] += 1
         start += count
-    return start, DONE
+    return start, DONE, 0
 
 
-@kernel(INTEGER, LAYOUT, COUNTERS, COUNTERS, KEYS)
-def delete(layout, counters, partition_rows, keys):  # type: ignore[no-untyped-def]
+@kernel(INTEGER, LAYOUT, COUNTERS, COUNTERS, COUNTERS, KEYS)
+def delete(layout, counters, segment_rows, partition_rows, keys):  # type: ignore[no-untyped-def]
     """Remove keys; returns how many were there. `partition_rows` as for `insert`."""
     deleted = 0
     for i in range(keys.size):
         key = keys[i]
-        bucket, entry = search(layout, key)
+        hashed = mix(key)
+        bucket, entry = search(layout, hashed, key)
         if bucket:
-            unlink(layout, counters, key, bucket, entry)
+            unlink(layout, counters, segment_rows, hashed, bucket, entry)
             deleted += 1
             if partition_rows.size > 0:
-                partition_rows[mix(key) % np.uint64(partition_rows.size)] -= 1
+                partition_rows[hashed % np.uint64(partition_rows.size)] -= 1
     return deleted
 
 
@@ -138,69 +148,92 @@ def count_present(layout, keys):  # type: ignore[no-untyped-def]
     """How many of the keys are in the table."""
     present = 0
     for i in range(keys.size):
-        if search(layout, keys[i])[0]:
+        if search(layout, mix(keys[i]), keys[i])[0]:
             present += 1
     return present
 
 
-@kernel(NOTHING, LAYOUT, LAYOUT)
-def rehash(old, new):  # type: ignore[no-untyped-def]
-    """Enter all keys of a bucket array into a larger, empty one that nobody reads yet.
+@kernel(NOTHING, LAYOUT, INTEGER, LAYOUT, COUNTERS)
+def rehash(old, number, new, segment_rows):  # type: ignore[no-untyped-def]
+    """Enter all keys of one segment into a layout in which nobody reads its keys yet.
 
-    Homes keep their order, whatever the number of buckets, so both arrays are walked from end to end.
+    Homes keep their order, so old and new buckets are walked from end to end.
     """
-    for position in range(np.int64(old[BUCKET_COUNT])):
-        bucket = bucket_at(old, np.uint64(position))
+    segment = SEGMENTS + 2 * number
+    for position in range(np.int64(old[segment + 1])):
+        bucket = bucket_at(old, segment, position)
         mask = mask_of(load_relaxed(bucket))
         while mask:
             entry = lowest_bit(mask)
             mask &= mask - U1
-            link(new, key_of(bucket, entry), row_of(bucket, entry))
+            key = key_of(bucket, entry)
+            link(new, segment_rows, mix(key), key, row_of(bucket, entry))
 
 
-@kernel(NOTHING, LAYOUT)
-def retire(old):  # type: ignore[no-untyped-def]
-    """Send the readers of a bucket array that has been replaced away, before any row or vector changes."""
-    for position in range(np.int64(old[BUCKET_COUNT])):
-        retire_bucket(bucket_at(old, np.uint64(position)))
+@kernel(NOTHING, LAYOUT, INTEGER, COUNTERS)
+def count_by_hash(layout, number, counts):  # type: ignore[no-untyped-def]
+    """Add the rows of one segment to `counts`, (2^bits,), by the upper bits of their hash."""
+    segment = SEGMENTS + 2 * number
+    for position in range(np.int64(layout[segment + 1])):
+        bucket = bucket_at(layout, segment, position)
+        mask = mask_of(load_relaxed(bucket))
+        while mask:
+            entry = lowest_bit(mask)
+            mask &= mask - U1
+            counts[np.int64(((mix(key_of(bucket, entry)) >> U32) * np.uint64(counts.size)) >> U32)] += 1
+
+
+@kernel(NOTHING, LAYOUT, INTEGER)
+def retire(old, number):  # type: ignore[no-untyped-def]
+    """Send the readers of a segment that has been replaced away, before any row or vector changes."""
+    segment = SEGMENTS + 2 * number
+    for position in range(np.int64(old[segment + 1])):
+        retire_bucket(bucket_at(old, segment, position))
     fence_release()
 
 
-@kernel(PAIR, LAYOUT, INTEGER, OUT_KEYS, OUT_VECTORS)
+@kernel(PAIR, LAYOUT, LAYOUT, OUT_KEYS, OUT_VECTORS)
 def scan(layout, cursor, keys, out):  # type: ignore[no-untyped-def]
-    """Copy rows whose hash has upper 32 bits >= cursor, by ascending home, while they fit.
-
-    The cursor is a place among the hashes, not among the buckets, so it outlives a change of the bucket array.
+    """Copy rows whose hash is at least `cursor[0]`, by ascending home, while they fit, and move the cursor after them.
 
     Returns:
-        (rows copied, next cursor): 2^32 after the last row; no rows where those of one home do not fit.
+        (rows copied, state): DONE after the last row; else NO_ROWS, and no rows where those of one home do not fit.
     """
-    buckets = layout[BUCKET_COUNT]
-    home = np.uint64(scale(np.uint64(cursor) << U32, np.int64(buckets)))
+    bits = layout[SEGMENT_BITS]
     targets = np.uint64(out.ctypes.data)
+    segment = segment_of(layout, cursor[0])
+    place = place_of(layout, segment, cursor[0])
     copied = 0
-    while home < buckets:
-        first = bucket_at(layout, home)
-        bucket = first
-        before = copied
-        while True:
-            header = load_relaxed(bucket)
-            mask = mask_of(header)
-            while mask:
-                entry = lowest_bit(mask)
-                mask &= mask - U1
-                key = key_of(bucket, entry)
-                hashed = mix(key)
-                if np.uint64(scale(hashed, np.int64(buckets))) != home or np.int64(hashed >> U32) < cursor:
-                    continue
-                if copied == keys.size:
-                    return before, max(cursor, np.int64(((home << U32) + buckets - U1) // buckets))
-                keys[copied] = key
-                vector = vector_of(layout, row_of(bucket, entry))
-                copy(targets + np.uint64(copied) * layout[VECTOR_BYTES], vector, layout[VECTOR_BYTES])
-                copied += 1
-            bucket = after(layout, bucket)
-            if overflow_of(header) == U0 or bucket == first:
-                break
-        home += U1
-    return copied, np.int64(1) << 32
+    while segment < layout.size:
+        buckets = layout[segment + 1]
+        while place < np.int64(buckets):
+            first = bucket_at(layout, segment, place)
+            bucket = first
+            before = copied
+            while True:
+                header = load_relaxed(bucket)
+                mask = mask_of(header)
+                while mask:
+                    entry = lowest_bit(mask)
+                    mask &= mask - U1
+                    key = key_of(bucket, entry)
+                    hashed = mix(key)
+                    if place_of(layout, segment, hashed) != place or hashed < cursor[0]:
+                        continue
+                    if copied == keys.size:
+                        # The least hash at home here: bits of the segment, then those that `scale` takes to this place.
+                        lower = ((np.uint64(place) << U32) + buckets - U1) // buckets
+                        upper = np.uint64((segment - SEGMENTS) // 2) << U32
+                        cursor[0] = max(cursor[0], (upper + lower) << (U32 - bits))
+                        return before, NO_ROWS
+                    keys[copied] = key
+                    vector = vector_of(layout, row_of(bucket, entry))
+                    copy(targets + np.uint64(copied) * layout[VECTOR_BYTES], vector, layout[VECTOR_BYTES])
+                    copied += 1
+                bucket = after(layout, segment, bucket)
+                if overflow_of(header) == U0 or bucket == first:
+                    break
+            place += 1
+        segment += 2
+        place = 0
+    return copied, DONE

@@ -2,17 +2,21 @@
 
 A bucket is 128 bytes, 128-byte aligned: an 8-byte header (from its low bits: version 32, occupancy mask 16, overflow count
 16), ten int64 keys, ten uint32 row numbers. Entry e exists where bit e of the mask is set, so any int64 is a legal key. A key
-belongs to bucket `scale(mix(key), buckets)`, its home, or, where that is full, to one after it, around the end; each
-bucket from the home up to there counts the key in its overflow count, so a search ends at the first bucket that counts
-none, and a deletion leaves nothing behind. A count that reached 65,535 stays there (only crafted keys get that far).
+belongs to its home, the bucket that `scale` gives for its mixed bits, or, where that is full, to one after it, around the
+end; each bucket from the home up to there counts the key in its overflow count, so a search ends at the first bucket that
+counts none, and a deletion leaves nothing behind. A count that reached 65,535 stays there (only crafted keys get that far).
+
+A table has one bucket array, or, from 4,096 buckets on, sixteen *segments* by the upper bits of the hash, each an array to
+itself, so that growing takes room for, and time for, a sixteenth. Homes ascend with the hash, whatever the number of
+buckets, which makes a growth two sequential walks, and a hash a cursor for scans that outlives growth.
 
 RACES. One writer at a time, any number of readers, who take no lock. A writer makes the version odd before it changes
 keys, row numbers or a linked vector, and even, two more than before, after; a change of the overflow count alone is one
 store. A reader uses what it read between two equal, even headers and reads again otherwise. So it sees the key's row as
 of the header, then the vector, and the same header still: the whole vector that was current then. The vector of a row
 that no entry names is written freely: whoever still reads it read its entry's header before the entry was removed. A
-bucket array that was replaced by a larger one is *retired*, every header all ones, before anything else changes: a reader
-that meets one asks the table for its present array. The memory stays mapped for as long as a reader holds the array. A
+segment that was replaced by a larger one is *retired*, every header all ones, before anything else changes: a reader that
+meets one asks the table for its present layout. The memory stays mapped for as long as a reader holds the old one. A
 GPU may read by the same rules, with acquire loads of the header and a fence before it is loaded again, system scope.
 """
 
@@ -36,23 +40,27 @@ from hps.databases.hash_map_atomics import (
     store_relaxed_u32,
     store_release,
 )
-from hps.hashing import mix, scale
+from hps.hashing import scale
 
 BUCKET_BYTES: Final = 128
 ENTRIES: Final = 10
 
-# Positions in `layout`, (6,) uint64, immutable: what a reader needs to know of a table.
-BUCKETS: Final = 0
-"""Address of the bucket array."""
-BUCKET_COUNT: Final = 1
-SLABS: Final = 2
-"""Address of the table of slab addresses."""
-SLAB_SHIFT: Final = 3
-VECTOR_BYTES: Final = 4
-STAMP_OFFSET: Final = 5
-"""Bytes from the start of a slab to its stamps; 0 where there are none."""
+LOAD_ROWS: Final = 9
+"""Rows a bucket, on average, at which a segment is full: one entry in ten stays free."""
 
-# Positions in `counters`, (3,) int64, changed by the writer.
+# Positions in `layout`, uint64, immutable: what a reader needs to know of a table.
+SLABS: Final = 0
+"""Address of the table of slab addresses."""
+SLAB_SHIFT: Final = 1
+VECTOR_BYTES: Final = 2
+STAMP_OFFSET: Final = 3
+"""Bytes from the start of a slab to its stamps; 0 where there are none."""
+SEGMENT_BITS: Final = 4
+"""Upper bits of a hash that choose the segment: 2^bits segments."""
+SEGMENTS: Final = 5
+"""From here on the address of each segment, and its number of buckets. A position here stands for the segment."""
+
+# Positions in `counters`, (3,) int64, changed by the writer. The rows of each segment are counted in `segment_rows`.
 ROWS: Final = 0
 USED_ROWS: Final = 1
 """Row numbers that were ever handed out: the next fresh one."""
@@ -63,7 +71,7 @@ FREE_ROW: Final = 2
 DONE: Final = 0
 ABSENT: Final = 1
 MOVED: Final = 2
-"""The bucket array was replaced: go on with the present one."""
+"""The segment was replaced: go on with the present layout."""
 BUSY: Final = 3
 """A writer is at this bucket."""
 
@@ -83,28 +91,34 @@ _NO_ROW = np.uint64(0xFFFFFFFF)
 
 
 @njit(inline="always", cache=True)
-def end_of(layout):  # type: ignore[no-untyped-def]
-    """The address after the last bucket."""
-    return layout[BUCKETS] + layout[BUCKET_COUNT] * _BUCKET
+def segment_of(layout, hashed):  # type: ignore[no-untyped-def]
+    """The segment of a hash."""
+    return SEGMENTS + 2 * np.int64((hashed >> U32) >> (U32 - layout[SEGMENT_BITS]))
 
 
 @njit(inline="always", cache=True)
-def bucket_at(layout, position):  # type: ignore[no-untyped-def]
-    """The address of a bucket by its number."""
-    return layout[BUCKETS] + position * _BUCKET
+def bucket_at(layout, segment, position):  # type: ignore[no-untyped-def]
+    """The address of a segment's bucket by its number."""
+    return layout[segment] + np.uint64(position) * _BUCKET
 
 
 @njit(inline="always", cache=True)
-def home_of(layout, key):  # type: ignore[no-untyped-def]
-    """The address of the bucket where a search for `key` begins."""
-    return bucket_at(layout, np.uint64(scale(mix(key), np.int64(layout[BUCKET_COUNT]))))
+def place_of(layout, segment, hashed):  # type: ignore[no-untyped-def]
+    """The number of a hash's home in its segment."""
+    return scale(hashed << layout[SEGMENT_BITS], np.int64(layout[segment + 1]))
 
 
 @njit(inline="always", cache=True)
-def after(layout, bucket):  # type: ignore[no-untyped-def]
-    """The address of the next bucket, around the end."""
+def home_of(layout, segment, hashed):  # type: ignore[no-untyped-def]
+    """The address of the bucket where a search begins."""
+    return bucket_at(layout, segment, place_of(layout, segment, hashed))
+
+
+@njit(inline="always", cache=True)
+def after(layout, segment, bucket):  # type: ignore[no-untyped-def]
+    """The address of the next bucket, around the segment's end."""
     bucket += _BUCKET
-    return layout[BUCKETS] if bucket == end_of(layout) else bucket
+    return layout[segment] if bucket == bucket_at(layout, segment, layout[segment + 1]) else bucket
 
 
 @njit(inline="always", cache=True)
@@ -182,7 +196,7 @@ def touch(stamp, access, now):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def locate(layout, bucket, key):  # type: ignore[no-untyped-def]
+def locate(layout, segment, bucket, key):  # type: ignore[no-untyped-def]
     """Search from a key's home, beside a writer.
 
     Returns:
@@ -201,22 +215,23 @@ def locate(layout, bucket, key):  # type: ignore[no-untyped-def]
             return BUSY, bucket, header, U0
         if hit:
             return DONE, bucket, header, row
-        bucket = after(layout, bucket)
+        bucket = after(layout, segment, bucket)
         if overflow_of(header) == U0 or bucket == home:
             return ABSENT, bucket, header, U0
 
 
 @njit(cache=True)
-def search(layout, key):  # type: ignore[no-untyped-def]
+def search(layout, hashed, key):  # type: ignore[no-untyped-def]
     """Search as the writer: (the key's bucket, its entry), or (0, 0) where it is absent."""
-    home = home_of(layout, key)
+    segment = segment_of(layout, hashed)
+    home = home_of(layout, segment, hashed)
     bucket = home
     while True:
         header = load_relaxed(bucket)
         hit = match_keys(bucket, key) & mask_of(header)
         if hit:
             return bucket, lowest_bit(hit)
-        bucket = after(layout, bucket)
+        bucket = after(layout, segment, bucket)
         if overflow_of(header) == U0 or bucket == home:
             return U0, U0
 
@@ -237,38 +252,42 @@ def end_change(bucket, header):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def link(layout, key, row):  # type: ignore[no-untyped-def]
-    """Enter an absent key, as the writer; the caller sees to it that some entry is free."""
-    bucket = home_of(layout, key)
+def link(layout, segment_rows, hashed, key, row):  # type: ignore[no-untyped-def]
+    """Enter an absent key, as the writer; the caller sees to it that some entry of the segment is free."""
+    segment = segment_of(layout, hashed)
+    bucket = home_of(layout, segment, hashed)
     header = load_relaxed(bucket)
     while mask_of(header) == _FULL:
         if overflow_of(header) != _OVERFLOW_LIMIT:
             end_change(bucket, header + (U1 << U48))
-        bucket = after(layout, bucket)
+        bucket = after(layout, segment, bucket)
         header = load_relaxed(bucket)
     entry = lowest_bit(~mask_of(header))
     header = begin_change(bucket)
     store_relaxed(bucket + _KEYS + entry * U8, np.uint64(key))
     store_relaxed_u32(bucket + _ROW_NUMBERS + entry * U4, row)
     end_change(bucket, header | (U1 << (U32 + entry)))
+    segment_rows[(segment - SEGMENTS) // 2] += 1
 
 
 @njit(cache=True)
-def unlink(layout, counters, key, bucket, entry):  # type: ignore[no-untyped-def]
-    """Remove the entry of `key`, as the writer, and put its row on the list of free ones."""
+def unlink(layout, counters, segment_rows, hashed, bucket, entry):  # type: ignore[no-untyped-def]
+    """Remove an entry, as the writer, and put its row on the list of free ones."""
+    segment = segment_of(layout, hashed)
     row = row_of(bucket, entry)
     header = begin_change(bucket)
     end_change(bucket, header & ~(U1 << (U32 + entry)))
-    passed = home_of(layout, key)
+    passed = home_of(layout, segment, hashed)
     while passed != bucket:
         header = load_relaxed(passed)
         if overflow_of(header) != _OVERFLOW_LIMIT:
             end_change(passed, header - (U1 << U48))
-        passed = after(layout, passed)
+        passed = after(layout, segment, passed)
     next_free = counters[FREE_ROW]
     store_relaxed_u32(vector_of(layout, row), _NO_ROW if next_free < 0 else np.uint64(next_free))
     counters[FREE_ROW] = np.int64(row)
     counters[ROWS] -= 1
+    segment_rows[(segment - SEGMENTS) // 2] -= 1
 
 
 @njit(cache=True)

@@ -62,9 +62,10 @@ class Pages:
         start = self._array.ctypes.data
         self.address: int = -(-start // alignment) * alignment
         self.size_bytes = size_bytes
-        if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+        whole_bytes = size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES  # the rest would take a whole one, too
+        if huge and whole_bytes and hasattr(mmap, "MADV_HUGEPAGE"):
             try:
-                mapped.madvise(mmap.MADV_HUGEPAGE)
+                mapped.madvise(mmap.MADV_HUGEPAGE, self.address - start, whole_bytes)
             except OSError:  # a kernel built without them: small pages do the same, more slowly
                 return
 

@@ -10,19 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.databases.base import TableStats
+from hps.databases.hash_map_buckets import Buckets
 from hps.databases.hash_map_eviction import ACCESS, OverflowRule
 from hps.databases.hash_map_fetch import fetch
-from hps.databases.hash_map_kernels import NO_BUCKETS, count_present, delete, insert, rehash, retire, scan
-from hps.databases.hash_map_layout import BUCKET_BYTES, BUSY, DONE, ENTRIES, KEEP, ROWS, STAMP
-from hps.databases.hash_map_memory import HUGE_PAGE_BYTES, MAX_ROWS, Pages, Slabs
+from hps.databases.hash_map_kernels import NO_BUCKETS, NO_ROWS, count_present, delete, insert, scan
+from hps.databases.hash_map_layout import BUSY, DONE, KEEP, ROWS, STAMP
+from hps.databases.hash_map_memory import MAX_ROWS, Slabs
 from hps.errors import DatabaseError, DatabaseTimeoutError
 from hps.types import BoolArray, FloatArray, KeyArray
 
-_LOAD_ROWS: Final = ENTRIES * 9 // 10
-"""Rows a bucket, on average, at which the bucket array is full: nine of its ten entries."""
-_GROW_GENTLY_FROM: Final = 512
-"""Buckets from which the array grows by a quarter, and not by as much as it has."""
-_HUGE_FROM_BYTES: Final = 8 * HUGE_PAGE_BYTES
 SLICE_ROWS: Final = 16_384
 """Rows that one insertion or deletion writes before it lets another writer in."""
 _SCAN_ROWS: Final = 4096
@@ -32,35 +28,13 @@ _STAMP_LIMIT: Final = 2**32 - 1
 _EVERYTHING: Final = np.empty(0, np.bool_)
 
 
-class _BucketArray:
-    """The buckets of a table between two growths, and the layout that readers of them go by. *Immutable* but for its memory."""
-
-    __slots__ = ("_pages", "count", "layout")
-
-    def __init__(self, tag: str, count: int, slabs: Slabs) -> None:
-        size_bytes = count * BUCKET_BYTES
-        self._pages = Pages(size_bytes, f"table {tag!r}: {count} buckets", huge=size_bytes >= _HUGE_FROM_BYTES)
-        self.count = count
-        self.layout = np.array(
-            [self._pages.address, count, slabs.addresses, slabs.shift, slabs.vector_bytes, slabs.stamp_offset], np.uint64
-        )
-
-    @property
-    def most_rows(self) -> int:
-        return self.count * _LOAD_ROWS
-
-    @property
-    def size_bytes(self) -> int:
-        return self._pages.size_bytes
-
-
 class Table:
     """Vectors of one width by key. *Thread-safe.*
 
     Readers take no lock: they wait only for the bucket that a writer is at, for as long as that takes. Writers wait for one
     another, and a long one lets others in between its slices.
 
-    A reader holds the bucket array that it reads; one that the table has outgrown is unmapped when its last reader has
+    A reader holds the buckets that it reads; those that the table has outgrown are unmapped when their last reader has
     gone. Slabs live as long as the table, which its readers hold too, so that a table can be dropped under them.
     """
 
@@ -85,12 +59,12 @@ class Table:
         self._batch_rows = batch_rows
         self._access = ACCESS[overflow.policy] if overflow else KEEP
         self._slabs = Slabs(tag, dim * 4, self._access != KEEP, allocation_rate)
-        self._buckets = _BucketArray(tag, initial_buckets, self._slabs)
+        self._buckets = Buckets.empty(tag, self._slabs, initial_buckets)
         self._counters: npt.NDArray[np.int64] = np.array([0, 0, -1], np.int64)
         self._partition_rows: npt.NDArray[np.int64] = np.zeros(overflow.partitions if overflow else 0, np.int64)
         self._random: npt.NDArray[np.uint64] = np.zeros(2, np.uint64)
         self._writer = threading.Lock()
-        self._outgrown: _BucketArray | None = None
+        self._outgrown: Buckets | None = None
 
     def fetch(
         self,
@@ -136,18 +110,23 @@ class Table:
         deleted = 0
         for start in range(0, keys.size, SLICE_ROWS):
             with self._writing(f"deleting {keys.size} keys"):
-                layout = self._buckets.layout
-                deleted += delete(layout, self._counters, self._partition_rows, keys[start : start + SLICE_ROWS])
+                deleted += delete(
+                    self._buckets.layout,
+                    self._counters,
+                    self._buckets.segment_rows,
+                    self._partition_rows,
+                    keys[start : start + SLICE_ROWS],
+                )
         return deleted
 
     def scan(self, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         """Do what `Database.scan` says. Between two steps of the scan, writers write."""
-        cursor, end = 0, 1 << 32
+        cursor, state = np.zeros(1, np.uint64), NO_ROWS
         room = max(min(chunk_rows, self.rows), _SCAN_ROWS)
-        while cursor < end:
+        while state != DONE:
             keys, vectors = np.empty(room, np.int64), np.empty((room, self.dim), np.float32)
             with self._writing("scanning"):
-                rows, cursor = scan(self._buckets.layout, cursor, keys, vectors)
+                rows, state = scan(self._buckets.layout, cursor, keys, vectors)
             if rows == 0:
                 room *= 2
             for start in range(0, rows, chunk_rows):
@@ -161,8 +140,7 @@ class Table:
                 raise self._too_many(f"reserving {rows} rows")
             if self._overflow:
                 rows = min(rows, self.capacity_rows)
-            if rows > self._buckets.most_rows:
-                self._grow(-(-rows // _LOAD_ROWS))
+            self._replace_buckets(self._buckets.with_room_for(rows))
 
     @property
     def rows(self) -> int:
@@ -216,46 +194,42 @@ class Table:
         """Add or replace a batch, as the writer."""
         kept = _EVERYTHING
         if self._overflow:
-            layout = self._buckets.layout
-            kept = self._overflow.make_room(layout, self._counters, self._partition_rows, self._random, keys)
-        position = 0
-        while True:
-            position, state = insert(
+            kept = self._overflow.make_room(
                 self._buckets.layout,
                 self._counters,
+                self._buckets.segment_rows,
+                self._partition_rows,
+                self._random,
+                keys,
+            )
+        position = 0
+        while True:
+            position, state, segment = insert(
+                self._buckets.layout,
+                self._counters,
+                self._buckets.segment_rows,
                 self._partition_rows,
                 keys,
                 vectors,
                 kept,
                 (position, keys.size),
-                (self._buckets.most_rows, self._slabs.capacity_rows),
+                self._slabs.capacity_rows,
                 (self._access, self._now()),
             )
             if state == DONE:
                 return
             if state == NO_BUCKETS:
-                self._grow(_larger(self._buckets.count))
+                self._replace_buckets(self._buckets.grown(segment))
             else:
                 self._slabs.extend()
 
-    def _grow(self, count: int) -> None:
-        """Replace the bucket array by one of `count` buckets, as the writer; readers go on meanwhile."""
-        larger = _BucketArray(self._tag, count, self._slabs)
-        rehash(self._buckets.layout, larger.layout)
+    def _replace_buckets(self, larger: Buckets) -> None:
+        """Let readers go by larger buckets, which hold the same rows, as the writer."""
         self._outgrown = self._buckets  # should an interrupt end this here, the next writer sends its readers away
         self._buckets = larger
         self._retire_outgrown()
 
     def _retire_outgrown(self) -> None:
-        if self._outgrown is not None and self._outgrown is not self._buckets:
-            retire(self._outgrown.layout)
+        if self._outgrown is not None:
+            self._outgrown.retire_what_is_not_in(self._buckets)
         self._outgrown = None
-
-
-def _larger(count: int) -> int:
-    """How many buckets to have after `count`: by a quarter more, so that at least 0.72 of the entries stay in use."""
-    if count < _GROW_GENTLY_FROM:
-        return 2 * count
-    larger = count * 5 // 4
-    in_huge_page = HUGE_PAGE_BYTES // BUCKET_BYTES
-    return larger - larger % in_huge_page if larger * BUCKET_BYTES >= _HUGE_FROM_BYTES else larger

@@ -3,10 +3,12 @@
 from collections.abc import Iterable
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
+from hps.databases import hash_map_buckets
 from hps.databases.hash_map import HashMapDatabase
 from tests.contracts.database_contract import AWKWARD_KEYS, TAG, distinct_keys, fetched, vectors_of
 from tests.hash_map_inspection import colliding_keys, inspect, mixed
@@ -29,8 +31,10 @@ class HashMapMachine(RuleBasedStateMachine):
 
     tables = Bundle("tables")
 
-    @initialize(buckets=st.integers(1, 4), target=tables)
-    def open(self, buckets):
+    @initialize(buckets=st.integers(1, 4), segmented_from=st.sampled_from([1, 5, 4096]), target=tables)
+    def open(self, buckets, segmented_from):
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(hash_map_buckets, "SEGMENTED_FROM", segmented_from)
         self.database = HashMapDatabase(initial_buckets=buckets, allocation_rate=1)
         self.model: dict[str, dict[int, int]] = {}
         self.version = 0
@@ -94,6 +98,10 @@ class HashMapMachine(RuleBasedStateMachine):
         self.database.drop_table(tag)
         assert tag not in self.database.tags()
         return self._opened(tag)
+
+    def teardown(self):
+        if hasattr(self, "patch"):
+            self.patch.undo()
 
     @invariant()
     def memory_is_sound_and_holds_what_the_dict_holds(self):

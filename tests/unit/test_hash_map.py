@@ -4,13 +4,14 @@ import resource
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from hps.config_tiers import VolatileDbConfig
-from hps.databases import hash_map_table
+from hps.databases import hash_map_buckets, hash_map_table
 from hps.databases.hash_map import HashMapDatabase
 from hps.databases.hash_map_fetch import fetch
 from hps.databases.hash_map_layout import MOVED
@@ -30,10 +31,11 @@ from tests.hash_map_inspection import colliding_keys, inspect, keys_with_hash, m
 
 
 class TestHashMapDatabase(DatabaseContract):
-    @pytest.fixture(params=["unbounded", "one bucket", "oldest"])
+    @pytest.fixture(params=["unbounded", "segmented", "one bucket", "oldest"])
     def database(self, request):
         options = {
             "unbounded": {},
+            "segmented": {"initial_buckets": 4096},
             "one bucket": {"initial_buckets": 1, "allocation_rate": 1},
             "oldest": {"overflow_margin": 10**6, "overflow_policy": "evict_oldest", "max_batch_size": 1000},
         }
@@ -45,8 +47,10 @@ class TestHashMapDatabase(DatabaseContract):
         return inspect(database, tag).vectors
 
 
-@pytest.fixture
-def database():
+@pytest.fixture(params=["one array", "segments"])
+def database(request, monkeypatch):
+    if request.param == "segments":
+        monkeypatch.setattr(hash_map_buckets, "SEGMENTED_FROM", 2)
     database = HashMapDatabase(initial_buckets=1)
     database.open_table(TAG, DIM)
     yield database
@@ -183,6 +187,14 @@ def test_growth_keeps_every_row(database):
     assert set(inspect(database, TAG).vectors) == set(keys.tolist())
 
 
+def test_crafted_keys_that_fall_into_one_segment_are_held(database):
+    keys = keys_with_hash(np.arange(5000, dtype=np.uint64) << np.uint64(40))
+    for start in range(0, 5000, 100):
+        database.insert(TAG, keys[start : start + 100], vectors_of(keys[start : start + 100], DIM))
+    assert_holds(database, keys)
+    inspect(database, TAG)
+
+
 def test_readers_of_an_outgrown_bucket_array_are_sent_on(database):
     keys = distinct_keys(9)
     filled(database, keys)
@@ -199,11 +211,11 @@ def test_growth_that_was_interrupted_is_finished_by_the_next_writer(database, mo
     filled(database, keys)
     old = database._tables[TAG]._buckets
 
-    def interrupted(layout):
+    def interrupted(layout, number):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(hash_map_table, "retire", interrupted)
+        patched.setattr(hash_map_buckets, "retire", interrupted)
         with pytest.raises(KeyboardInterrupt):
             filled(database, distinct_keys(10, seed=5))
     assert database._tables[TAG]._buckets is not old
@@ -243,8 +255,7 @@ def test_scan_yields_each_row_once_though_the_table_grows_and_shrinks(database):
 
 
 def resident_bytes():
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * PAGE_BYTES
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
 
 @pytest.mark.parametrize("policy", [None, "evict_oldest"])
@@ -279,28 +290,60 @@ def test_the_process_grows_by_what_the_statistics_say():
     assert grown / stats.rows <= 4 + 24
 
 
+def test_growth_takes_no_more_than_that_for_a_moment_either():
+    """The kernel's own record of the most memory that the process had."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        pytest.skip(f"the record cannot be reset: {error}")
+    keys = distinct_keys(600_000)
+    vectors = np.ones((5000, 1), np.float32)
+    database = HashMapDatabase(overflow_margin=10**6, overflow_policy="evict_oldest")
+    database.open_table(TAG, 1)
+    database.insert(TAG, keys[:5000], vectors)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_bytes() - database.stats(TAG).vector_bytes - database.stats(TAG).overhead_bytes
+    for start in range(5000, keys.size, 5000):
+        database.insert(TAG, keys[start : start + 5000], vectors)
+        if start >= 100_000:
+            status = Path("/proc/self/status").read_text().splitlines()
+            peak = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
+            assert (peak - before) / database.size(TAG) <= 4 + 24
+
+
 def test_a_tiny_table_takes_a_few_pages_whatever_the_allocation_rate():
     database = filled(HashMapDatabase(allocation_rate=1 << 40), distinct_keys(10))
     assert database.stats(TAG).overhead_bytes <= 4 * PAGE_BYTES
 
 
-def test_reserved_buckets_do_not_grow_until_they_are_full(database):
+def test_reserving_keeps_the_rows_and_never_shrinks(database):
     filled(database, distinct_keys(100, seed=9))
     database.reserve(TAG, 20_000)
     reserved = database._tables[TAG]._buckets
     filled(database, distinct_keys(19_900))
     database.reserve(TAG, 10)
     assert database._tables[TAG]._buckets is reserved
-    filled(database, distinct_keys(500, seed=7))
+    filled(database, distinct_keys(9000, seed=7))
     assert database._tables[TAG]._buckets is not reserved
     assert_holds(database, distinct_keys(100, seed=9))
+
+
+@pytest.mark.parametrize("rows", [3000, 40_000, 250_000])
+def test_what_was_reserved_for_is_held_without_growth(rows):
+    database = HashMapDatabase()
+    database.open_table(TAG, 1)
+    database.reserve(TAG, rows)
+    reserved = database._tables[TAG]._buckets
+    filled(database, distinct_keys(rows), 1)
+    assert database._tables[TAG]._buckets is reserved
+    assert database.stats(TAG).overhead_bytes / rows < 20
 
 
 def test_no_more_is_reserved_than_the_margin_lets_in():
     database = HashMapDatabase(num_partitions=2, overflow_margin=450)
     database.open_table(TAG, DIM)
     database.reserve(TAG, 10**9)
-    assert database._tables[TAG]._buckets.count == 100
+    assert sum(database._tables[TAG]._buckets._counts()) == 100
 
 
 def test_more_rows_than_row_numbers_are_refused_before_anything_changes(database, monkeypatch):
@@ -323,8 +366,7 @@ def test_a_table_that_gets_no_memory_says_so_and_stays_whole(database):
     database.open_table("big", 64)
     database.insert("big", keys[:1000], vectors[:1000])
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    with open("/proc/self/statm") as statm:
-        mapped = int(statm.read().split()[0]) * PAGE_BYTES
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (mapped + (8 << 20), hard))
     try:
         with pytest.raises(
@@ -393,7 +435,7 @@ def test_a_writer_that_waits_too_long_says_so_and_readers_go_on():
 
 def test_a_reader_of_a_bucket_that_stays_half_written_says_so_and_finds_the_rest():
     database = filled(HashMapDatabase(timeout_s=0.05), distinct_keys(200))
-    buckets = inspect(database, TAG).buckets
+    (buckets,) = inspect(database, TAG).segments
     stuck = int(np.flatnonzero(buckets["mask"])[3])
     buckets["version"][stuck] += 1
     out, found = np.full((200, DIM), 3.0, np.float32), np.zeros(200, np.bool_)
@@ -408,7 +450,7 @@ def test_a_reader_of_a_bucket_that_stays_half_written_says_so_and_finds_the_rest
 
 def test_a_reader_waits_for_a_writer_that_lost_the_processor():
     database = filled(HashMapDatabase(timeout_s=30), distinct_keys(200))
-    buckets = inspect(database, TAG).buckets
+    (buckets,) = inspect(database, TAG).segments
     buckets["version"] += 1
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(fetched, database, TAG, distinct_keys(200), DIM)
@@ -422,8 +464,10 @@ def test_a_reader_waits_for_a_writer_that_lost_the_processor():
 
 @pytest.mark.parametrize("dim", [1, 20, 32, 1000])
 @pytest.mark.parametrize("policy", [None, "evict_least_used"])
-def test_no_vector_is_torn_while_rows_move_from_key_to_key(dim, policy):
+@pytest.mark.parametrize("segmented_from", [2, 4096])
+def test_no_vector_is_torn_while_rows_move_from_key_to_key(dim, policy, segmented_from, monkeypatch):
     """Keys come, change, go and hand their rows on, in growing buckets, while readers check every vector they get."""
+    monkeypatch.setattr(hash_map_buckets, "SEGMENTED_FROM", segmented_from)
     options = {"overflow_margin": 700, "num_partitions": 2, "overflow_policy": policy} if policy else {}
     database = HashMapDatabase(initial_buckets=1, **options)
     database.open_table(TAG, dim)

@@ -373,6 +373,7 @@ LOAD = """
     for start in range(record.rows_done if record else 0, LOAD_ROWS, CHUNK_ROWS):
         stop = min(start + CHUNK_ROWS, LOAD_ROWS)
         database.load_chunk(TAG, LOAD_KEYS[start:stop], LOAD_VECTORS[start:stop], LoadRecord("f", stop, LOAD_ROWS))
+        print("chunk", flush=True)
     print("merge", flush=True)
     database.finish_load(TAG)
     database.close()
@@ -408,20 +409,21 @@ def test_a_load_that_is_killed_again_and_again_loses_nothing_and_completes(path:
     rng = random.Random(7)
     kills = 0
     progress = [0]
-    for _ in range(60):
+    while progress[-1] < LOAD_ROWS:
         with child(LOAD, path) as loader:
             assert loader.stdout.readline() == "begin\n", loader.stderr.read()
             if kills < 8:
-                time.sleep(rng.uniform(0, 0.12))
+                for _ in range(rng.randrange(9)):
+                    assert loader.stdout.readline() == "chunk\n"
+                time.sleep(rng.uniform(0, 0.01))
                 loader.kill()
             loader.communicate(timeout=120)
-        kills += loader.returncode == -signal.SIGKILL
+        assert loader.returncode in (0, -signal.SIGKILL)
+        kills += loader.returncode != 0
         progress.append(check_prefix(path))
         assert progress[-1] >= progress[-2]
-        if loader.returncode == 0:
-            break
-    assert kills >= 5
-    assert sum(0 < done < LOAD_ROWS for done in progress) >= 3, "the kills missed the load"
+    assert kills == 8
+    assert len(set(progress)) >= 5, "the kills missed the load"
     assert progress[-1] == LOAD_ROWS
     database = RocksDatabase(path, read_only=True)
     database.open_table(TAG, DIM)
@@ -437,11 +439,11 @@ def test_a_load_that_is_killed_again_and_again_loses_nothing_and_completes(path:
 def test_a_merge_that_is_killed_loses_nothing(path: Path):
     rng = random.Random(3)
     killed = 0
-    for _ in range(4):
+    for seconds in (0.0, rng.uniform(0, 0.02), rng.uniform(0, 0.1)):
         with child(LOAD, path) as loader:
             while loader.stdout.readline() not in ("merge\n", ""):
                 pass
-            time.sleep(rng.uniform(0, 0.03))
+            time.sleep(seconds)
             loader.kill()
             loader.communicate(timeout=120)
         killed += loader.returncode == -signal.SIGKILL

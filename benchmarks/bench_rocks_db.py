@@ -1,0 +1,291 @@
+"""RocksDB: fetching, loading, inserting and scanning, each against bare rocksdict doing the same in the same run.
+
+Calls of ours and of the peer alternate, so that a noisy machine disturbs both alike. `ratio_to_x` is by the medians of wall
+clock time, `cpu_ratio_to_x` by those of the calling thread's CPU time, which other processes disturb less; above 1, ours is
+faster. The peer of `fetch` is the whole path with rocksdict that was measured when targets were set: keys sorted, one
+multi-get with the whole table in a block cache, joined and scattered to an array. Ours has no block cache unless the row says
+so. Loads are timed once and written to disk, so their figures vary most.
+
+Axes: what · table rows · dim · batch (keys of a call, rows of a chunk) · hit_rate · threads · alpha · chunks of the load.
+"""
+
+import shutil
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rocksdict
+
+from benchmarks.harness import Report, power_law_keys
+from hps.databases.base import LoadRecord
+from hps.databases.rocks_db import RocksDatabase
+
+TAG = "hps_et.bench.item"
+CHUNK_BYTES = 16 << 20  # of a model file's chunk
+
+
+class Peer:
+    """A table in bare rocksdict. `fetch`, `load`, `insert` and `scan` are what a short script would write."""
+
+    def __init__(self, path: Path, dim: int, *, block_bytes: int = 4096, cache_bytes: int = 1 << 30) -> None:
+        block = rocksdict.BlockBasedOptions()
+        block.set_block_size(block_bytes)
+        block.set_bloom_filter(10, False)
+        block.set_data_block_index_type(rocksdict.DataBlockIndexType.binary_and_hash())
+        if cache_bytes:
+            block.set_block_cache(rocksdict.Cache(cache_bytes))
+        else:
+            block.disable_cache()
+        self.options = rocksdict.Options(raw_mode=True)
+        self.options.create_if_missing(True)
+        self.options.set_block_based_table_factory(block)
+        self.options.set_compression_type(rocksdict.DBCompressionType.none())
+        self.path, self.dim = path, dim
+        self.db = rocksdict.Rdict(str(path), self.options)
+        self.table: Any = self.db.create_column_family(TAG, self.options)
+
+    def load(self, keys: np.ndarray, vectors: np.ndarray, move: bool) -> None:
+        order = np.argsort(keys.byteswap().view(np.uint64))
+        writer = rocksdict.SstFileWriter(self.options)
+        staged = self.path / "staged.sst"
+        writer.open(str(staged))
+        values = vectors[order].view(f"V{4 * self.dim}").ravel().tolist()
+        deque(map(writer.__setitem__, keys[order].view("V8").tolist(), values), maxlen=0)
+        writer.finish()
+        ingest = rocksdict.IngestExternalFileOptions()
+        ingest.set_move_files(move)
+        self.table.ingest_external_file([str(staged)], ingest)
+        staged.unlink(missing_ok=True)
+
+    def fetch(self, keys: np.ndarray, out: np.ndarray, found: np.ndarray) -> None:
+        order = np.argsort(keys.byteswap().view(np.uint64))
+        values = self.table.get(keys[order].view("V8").tolist(), bytes(4 * self.dim))
+        out[order] = np.frombuffer(b"".join(values), np.float32).reshape(-1, self.dim)
+
+    def insert(self, keys: np.ndarray, vectors: np.ndarray) -> None:
+        batch = rocksdict.WriteBatch(raw_mode=True)
+        batch.set_default_column_family(self.db.get_column_family_handle(TAG))
+        values = vectors.view(f"V{4 * self.dim}").ravel().tolist()
+        deque(map(batch.__setitem__, keys.view("V8").tolist(), values), maxlen=0)
+        self.db.write(batch)
+        self.db.flush_wal(True)
+
+    def scan(self) -> int:
+        return len(deque(self.table.items(), maxlen=1)) and self.table.property_int_value("rocksdb.estimate-num-keys")
+
+    def close(self) -> None:
+        self.table.close()
+        self.db.close()
+
+
+def alternate(calls: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, np.ndarray]:
+    """Seconds of each call, taken in turns: (rounds, 2), of wall clock and of this thread's CPU; the first two are not kept."""
+    seconds = {name: np.empty((rounds, 2)) for name in calls}
+    for i in range(-2, rounds):
+        for name, call in calls.items():
+            start = time.perf_counter(), time.thread_time()
+            call(i)
+            if i >= 0:
+                seconds[name][i] = time.perf_counter() - start[0], time.thread_time() - start[1]
+    return seconds
+
+
+def figures(seconds: dict[str, np.ndarray], rows: int) -> dict[str, float]:
+    """The rate of `ours` and of each other, and the ratios to them by wall clock and by CPU time."""
+    wall, cpu = np.median(seconds["ours"], axis=0)
+    result = {
+        "rows_per_s": rows / float(wall),
+        "p50_s": float(wall),
+        "p99_s": float(np.quantile(seconds["ours"][:, 0], 0.99)),
+        "rows_per_cpu_s": rows / float(cpu),
+    }
+    for name, taken in seconds.items():
+        if name != "ours":
+            other_wall, other_cpu = np.median(taken, axis=0)
+            result[f"{name}_rows_per_s"] = rows / float(other_wall)
+            result[f"ratio_to_{name}"] = float(other_wall / wall)
+            result[f"cpu_ratio_to_{name}"] = float(other_cpu / cpu)
+    return result
+
+
+class Table:
+    """The rows of a benchmark, and checked calls of a database that holds them."""
+
+    def __init__(self, rng: np.random.Generator, rows: int, dim: int) -> None:
+        self.rng, self.rows, self.dim = rng, rows, dim
+        distinct = np.unique(rng.integers(-(2**63), 2**63 - 1, rows + rows // 50, dtype=np.int64))
+        self.keys = rng.permutation(distinct)[:rows]
+        self.absent = np.setdiff1d(distinct, self.keys)
+        self.vectors = rng.random((rows, dim), np.float32)
+
+    def fetcher(self, database: Any, batch: int, alpha: float = 0.0, hit_rate: float = 1.0) -> Callable[[int], None]:
+        """A call that fetches `batch` keys, one of many prepared sets; every set is checked when it is first fetched."""
+        picks = [power_law_keys(self.rng, batch, self.rows, alpha) for _ in range(max(8, 200_000 // batch))]
+        hits = [self.rng.random(batch) < hit_rate for _ in picks]
+        sets = [
+            np.where(hit, self.keys[pick], self.rng.choice(self.absent, batch)) for pick, hit in zip(picks, hits, strict=True)
+        ]
+        out, found = np.empty((batch, self.dim), np.float32), np.empty(batch, np.bool_)
+
+        def call(i: int) -> None:
+            found[:] = False
+            database(sets[i % len(sets)], out, found)
+
+        for i in range(len(sets)):
+            call(i)
+            if not np.array_equal(out[hits[i]], self.vectors[picks[i]][hits[i]]):
+                raise SystemExit("wrong vectors were fetched")
+        return call
+
+    def load(self, database: RocksDatabase, chunks: int | None = None) -> float:
+        """Load in chunks as large as those of model files, or in as many as given; returns seconds."""
+        step = self.rows // chunks if chunks else CHUNK_BYTES // (8 + 4 * self.dim)
+        start = time.perf_counter()
+        for low in range(0, self.rows, step):
+            part = slice(low, min(low + step, self.rows))
+            database.load_chunk(TAG, self.keys[part], self.vectors[part], LoadRecord("bench", part.stop, self.rows))
+        return time.perf_counter() - start
+
+
+def run(report: Report, quick: bool) -> None:
+    """Measure, in a temporary directory that is removed."""
+    rounds = 4 if quick else 24
+    rng = np.random.default_rng(report.seed)
+    with tempfile.TemporaryDirectory(prefix="hps-bench-") as name:
+        directory = Path(name)
+        for dim, rows in ((32, 1_000_000), (16, 1_000_000), (128, 300_000)):
+            table = Table(rng, rows // 20 if quick else rows, dim)
+            _one_dim(report, directory, table, rounds, detailed=dim == 32)
+        _blocks(report, directory, Table(rng, 25_000 if quick else 300_000, 32), rounds)
+
+
+def _one_dim(report: Report, directory: Path, table: Table, rounds: int, *, detailed: bool) -> None:
+    axes = {"table_rows": table.rows, "dim": table.dim}
+    peer = Peer(directory / "peer", table.dim)
+    start = time.perf_counter()
+    peer.load(table.keys, table.vectors, move=False)
+    one_file = table.rows / (time.perf_counter() - start)
+    database = RocksDatabase(directory / "ours", num_threads=2)
+    database.open_table(TAG, table.dim)
+    load_s = table.load(database)
+    load = {
+        "rows_per_s": table.rows / load_s,
+        "one_file_rows_per_s": one_file,
+        "ratio_to_one_file": table.rows / load_s / one_file,
+    }
+    start = time.perf_counter()
+    database.finish_load(TAG)
+    merge_s = time.perf_counter() - start
+    report.add({"what": "load_chunk", **axes, "batch": CHUNK_BYTES // (8 + 4 * table.dim)}, load)
+    report.add(
+        {"what": "load_chunk + finish_load", **axes}, {"rows_per_s": table.rows / (load_s + merge_s), "merge_s": merge_s}
+    )
+    peer.fetch(table.keys, np.empty_like(table.vectors), np.empty(0))  # fills its cache
+    for batch in (1_000, 10_000, 100_000):
+        fetches = {"ours": partial(database.fetch, TAG), "sorted": peer.fetch}
+        calls = {name: table.fetcher(fetch, batch) for name, fetch in fetches.items()}
+        taken = alternate(calls, rounds if batch < 100_000 else rounds // 4)
+        report.add(
+            {"what": "fetch", **axes, "batch": batch, "hit_rate": 1.0, "threads": 1, "alpha": 0.0}, figures(taken, batch)
+        )
+    if detailed:
+        _detailed(report, directory, table, database, peer, rounds)
+    database.close()
+    peer.close()
+    shutil.rmtree(directory / "ours")
+    shutil.rmtree(directory / "peer")
+
+
+def _detailed(report: Report, directory: Path, table: Table, database: RocksDatabase, peer: Peer, rounds: int) -> None:
+    axes = {"table_rows": table.rows, "dim": table.dim}
+    for alpha, hit_rate in ((1.05, 1.0), (0.0, 0.5), (0.0, 0.0)):
+        fetches = {"ours": partial(database.fetch, TAG), "sorted": peer.fetch}
+        calls = {name: table.fetcher(fetch, 10_000, alpha, hit_rate) for name, fetch in fetches.items()}
+        taken = alternate(calls, rounds // 2)
+        axis = {"batch": 10_000, "hit_rate": hit_rate, "threads": 1, "alpha": alpha}
+        report.add({"what": "fetch", **axes, **axis}, figures(taken, 10_000))
+
+    cached = RocksDatabase(directory / "cached", num_threads=2, block_cache_bytes=1 << 30)
+    cached.open_table(TAG, table.dim)
+    table.load(cached)
+    cached.finish_load(TAG)
+    fetches = {"ours": partial(cached.fetch, TAG), "sorted": peer.fetch}
+    calls = {name: table.fetcher(fetch, 10_000) for name, fetch in fetches.items()}
+    for i in range(0, table.rows, 10_000):  # fill the cache
+        cached.fetch(TAG, table.keys[i : i + 10_000], np.empty((10_000, table.dim), np.float32), np.zeros(10_000, np.bool_))
+    axis = {"batch": 10_000, "hit_rate": 1.0, "threads": 1, "alpha": 0.0}
+    report.add({"what": "fetch, block cache of all", **axes, **axis}, figures(alternate(calls, rounds), 10_000))
+    cached.close()
+
+    chunks = 40
+    unmerged, merged = (RocksDatabase(directory / name, num_threads=2) for name in ("unmerged", "merged"))
+    for each in (unmerged, merged):
+        each.open_table(TAG, table.dim)
+        table.load(each, chunks)
+    merged.finish_load(TAG)
+    for file in (directory / "unmerged").glob("*.sst"):
+        file.read_bytes()  # the engine drops from the page cache what it writes for ingestion
+    calls = {name: table.fetcher(partial(each.fetch, TAG), 10_000) for name, each in (("ours", merged), ("unmerged", unmerged))}
+    taken = alternate(calls, rounds // 2)
+    report.add({"what": "fetch, merged by finish_load", **axes, **axis, "chunks": chunks}, figures(taken, 10_000))
+    for each in (unmerged, merged):
+        each.close()
+
+    def by_threads(threads: int) -> float:
+        calls = [table.fetcher(partial(database.fetch, TAG), 10_000) for _ in range(threads)]
+        with ThreadPoolExecutor(threads) as pool:
+            start = time.perf_counter()
+            list(pool.map(lambda call: [call(i) for i in range(rounds)], calls))
+            return threads * rounds * 10_000 / (time.perf_counter() - start)
+
+    one, two = by_threads(1), by_threads(2)
+    report.add({"what": "fetch", **axes, **axis, "threads": 2}, {"rows_per_s": two, "ratio_to_one_thread": two / one})
+
+    def scan(i: int) -> None:
+        if sum(keys.size for keys, _ in database.scan(TAG, 100_000)) != table.rows:
+            raise SystemExit("rows are missing from the scan")
+
+    taken = alternate({"ours": scan, "items": lambda i: peer.scan()}, 3)
+    report.add({"what": "scan", **axes, "batch": 100_000}, figures(taken, table.rows))
+
+    def part(i: int) -> slice:
+        return slice((i + 2) * 10_000 % table.rows, (i + 2) * 10_000 % table.rows + 10_000)
+
+    writes = {
+        "ours": lambda i: database.insert(TAG, table.keys[part(i)], table.vectors[part(i)]),
+        "write_batch": lambda i: peer.insert(table.keys[part(i)], table.vectors[part(i)]),
+    }
+    report.add({"what": "insert", **axes, "batch": 10_000}, figures(alternate(writes, rounds // 2), 10_000))
+    step = CHUNK_BYTES // (8 + 4 * table.dim)
+    loads = {
+        "ours": lambda i: peer.load(table.keys[:step], table.vectors[:step], move=True),
+        "copying": lambda i: peer.load(table.keys[:step], table.vectors[:step], move=False),
+    }
+    report.add({"what": "ingest, moving the file", **axes, "batch": step}, figures(alternate(loads, 6), step))
+
+
+def _blocks(report: Report, directory: Path, table: Table, rounds: int) -> None:
+    """Block size and block cache, on bare rocksdict: with none, with a quarter of the table, with all of it."""
+    table_bytes = table.rows * (8 + 4 * table.dim)
+    peers: dict[tuple[int, str], Peer] = {}
+    for block_bytes in (1024, 2048, 4096, 16384):
+        for cache, size in (("none", 0), ("quarter", table_bytes // 4), ("all", 4 * table_bytes)):
+            peer = Peer(directory / f"{block_bytes}{cache}", table.dim, block_bytes=block_bytes, cache_bytes=size)
+            peer.load(table.keys, table.vectors, move=True)
+            peer.fetch(table.keys, np.empty_like(table.vectors), np.empty(0))
+            peers[block_bytes, cache] = peer
+    names = {f"{block_bytes} {cache}": peer for (block_bytes, cache), peer in peers.items()}
+    taken = alternate({name: table.fetcher(peer.fetch, 2000) for name, peer in names.items()}, rounds)
+    chosen = np.median(taken["2048 none"], axis=0)
+    for (block_bytes, cache), peer in peers.items():
+        wall, cpu = np.median(taken[f"{block_bytes} {cache}"], axis=0)
+        axes = {"what": "block sizes", "table_rows": table.rows, "dim": table.dim, "batch": 2000}
+        rates = {"rows_per_s": 2000 / wall, "ratio_to_chosen": chosen[0] / wall, "cpu_ratio_to_chosen": chosen[1] / cpu}
+        report.add({**axes, "block_bytes": block_bytes, "cache": cache}, {name: float(rate) for name, rate in rates.items()})
+        peer.close()

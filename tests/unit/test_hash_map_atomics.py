@@ -1,0 +1,82 @@
+"""The order of the hash map's loads and stores on arm64, where hardware would reorder them, read off the machine code."""
+
+import re
+
+import numpy as np
+import pytest
+from llvmlite import binding
+from numba import boolean, int64, njit, uint64
+
+from hps.databases import hash_map_atomics as atomics
+
+TRIPLE = "aarch64-unknown-linux-gnu"
+
+
+@njit(uint64(uint64, int64))
+def probe(bucket, key):
+    header = atomics.load_acquire(bucket)
+    found = atomics.match_keys(bucket, key)
+    atomics.fence_acquire()
+    return found if atomics.load_relaxed(bucket) == header else np.uint64(0)
+
+
+@njit(boolean(uint64, uint64, uint64, uint64))
+def copy(target, source, header_at, header):
+    return atomics.copy_if_unchanged(target, source, np.uint64(2), header_at, header)
+
+
+@njit(uint64(uint64, uint64))
+def write(bucket, key):
+    header = atomics.load_relaxed(bucket)
+    atomics.store_relaxed(bucket, header + np.uint64(1))
+    atomics.fence_release()
+    atomics.store_relaxed(bucket + np.uint64(8), key)
+    atomics.store_release(bucket, header + np.uint64(2))
+    return header
+
+
+def arm64(function):
+    """The instructions of a function that touch memory or order it, as arm64 has them."""
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    code = function.inspect_llvm(function.signatures[0])
+    code = re.sub(r"target datalayout = .*", "", re.sub(r"target triple = .*", f'target triple = "{TRIPLE}"', code))
+    machine = binding.Target.from_triple(TRIPLE).create_target_machine(opt=3)
+    body = machine.emit_assembly(binding.parse_assembly(code)).partition("\tret")[0]
+    return re.findall(r"^\t((?:ld|st|dmb)\w*\t.*)$", body, re.MULTILINE)
+
+
+def test_a_probe_loads_the_keys_between_two_loads_of_the_header():
+    before, fence, after = "\n".join(arm64(probe)).partition("dmb\tishld")
+    assert fence
+    assert re.match(r"ldar\tx\d+, \[x2\]", before)
+    assert len(re.findall(r"q\d+, \[x2", before)) == 6
+    assert re.findall(r"\w+\t\w\d+, \[x2.*\]", after) == re.findall(r"ldr\tx\d+, \[x2\]", after) != []
+
+
+def test_a_copy_loads_all_of_the_vector_then_the_header_then_stores():
+    before, fence, after = "\n".join(arm64(copy)).partition("dmb\tishld")
+    assert fence
+    assert "st" not in before
+    assert len(re.findall(r"q\d+", before)) == 8
+    assert re.match(r"\nldr\tx\d+, \[x4\]", after)
+    assert len(re.findall(r"q\d+", after)) == 8
+
+
+def test_a_change_lies_between_two_stores_of_the_header():
+    instructions = arm64(write)
+    first = next(i for i, text in enumerate(instructions) if re.match(r"str\tx\d+, \[x2\]", text))
+    assert instructions[first + 1] == "dmb\tish"
+    assert re.match(r"str\tx3, \[x2, #8\]", instructions[first + 2])
+    assert re.match(r"stlr\tx\d+, \[x2\]", instructions[first + 3])
+
+
+@pytest.mark.parametrize("entry", range(10))
+def test_a_key_is_matched_in_its_entry_and_nowhere_else(entry):
+    words = np.full(32, 5, np.int64)
+    start = (-words.ctypes.data // 8) % 16  # 128-byte aligned
+    words[start + 1 + entry] = -7
+    matched = njit(uint64(uint64, int64))(lambda bucket, key: atomics.match_keys(bucket, key))
+    address = np.uint64(words[start:].ctypes.data)
+    assert matched(address, -7) == 1 << entry
+    assert matched(address, 5) == 0x3FF & ~(1 << entry)

@@ -7,8 +7,8 @@ import orjson
 
 from hps.cache.base import Segment
 from hps.errors import InvalidInputError
+from hps.service.json_values import int64_array, kind_of, parse_object
 from hps.service.served_model import ServedModel, check_counts
-from hps.service.tensors import int64_array, kind_of, parse_object
 
 _EXAMPLE = '{"tables": {"<table>": [1, 2, 3]}}'
 

@@ -26,7 +26,7 @@ MAX_WAITING = 256
 to come back."""
 
 _TICK_S = 0.001
-_LONG_S = 0.0002  # a call that runs for so long is not waited for
+_LONG_S = 0.0005  # a call that runs for so long is not waited for
 
 
 @dataclass(slots=True, eq=False)

@@ -250,7 +250,7 @@ def test_a_wrong_request_is_an_error_that_says_where_and_what_is_wanted(request_
     [
         (8, [2], b"\0" * 8, "got binary_data_size 8, wanted 16"),
         (16, [2], b"\0" * 8, "got 8 bytes of binary data, wanted 16; the body is cut short"),
-        (8, [1], b"\0" * 9, "1 bytes follow the last binary input"),
+        (8, [1], b"\0" * 9, "got 9 bytes of binary data, wanted 8; something follows"),
         (2**63, [2**60], b"\0" * 8, "cut short"),
         (-8, [1], b"\0" * 8, "wanted an integer of at least 0"),
         ("8", [1], b"\0" * 8, "'binary_data_size' is a string"),
@@ -262,6 +262,17 @@ def test_binary_data_that_do_not_fit_are_an_error(size, shape, data, says):
     text = orjson.dumps({"inputs": [tensor]})
     with pytest.raises(InvalidInputError, match=says):
         decode_request(text + data, len(text), MODEL, 1000)
+
+
+def test_a_head_that_was_seen_before_is_answered_for_its_own_keys_and_model():
+    other = ServedModel("other", (TableSpec("other", "item", 1, 0.0, 100), TableSpec("other", "user", 5, 0.0, 100)))
+    for keys in (np.array([1, 2]), np.array([-7, 9])):
+        for model in (MODEL, other):
+            inference = decode({"inputs": [binary_input("user", keys)]}, [keys], model)
+            assert inference.segments[0].keys.tolist() == keys.tolist()
+            assert inference.segments[0].table == model.table_index("user", "")
+            response, _ = answer(inference)
+            assert response["model_name"] == model.name
 
 
 def test_data_and_binary_data_together_are_an_error():

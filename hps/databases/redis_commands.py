@@ -54,23 +54,20 @@ class Command(ABC):
 
     Attributes:
         slot: hash slot of the one key that it names; the node that serves the slot gets it.
-        weight: about how many fields it carries.
+        size: most bytes that `write` writes.
+        weight: bytes of the request or of its reply, whichever is known to take more.
         refusal: the error that Redis replied, or empty.
         done: whether the whole reply has been read.
     """
 
-    __slots__ = ("done", "refusal", "slot", "weight")
+    __slots__ = ("done", "refusal", "size", "slot", "weight")
 
-    def __init__(self, slot: int, weight: int = 1) -> None:
+    def __init__(self, slot: int, size: int, weight: int = 0) -> None:
         self.slot = slot
-        self.weight = weight
+        self.size = size
+        self.weight = max(size, weight)
         self.refusal = ""
         self.done = False
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """Most bytes that `write` writes."""
 
     @abstractmethod
     def write(self, buffer: Buffer, at: int) -> int:
@@ -114,14 +111,10 @@ class Ask(Command):
     __slots__ = ("_extent", "_request", "raw")
 
     def __init__(self, slot: int, request: bytes) -> None:
-        super().__init__(slot)
+        super().__init__(slot, len(request))
         self._request = request
         self._extent = np.array([0, 1], np.int64)
         self.raw = b""
-
-    @property
-    def size(self) -> int:
-        return len(self._request)
 
     @property
     def reply(self) -> Any:

@@ -89,13 +89,12 @@ class Connection:
         """
         if self.start == self.end:
             self.start = self.end = 0
-        elif self.received.array.size - self.end < self.received.array.size // 2:
-            # A copy of an overlap; NumPy sees to it.
-            self.received.array[: self.end - self.start] = self.received.array[self.start : self.end]
+        elif self.start and self.received.array.size - self.end < self.received.array.size // 2:
+            self.received.array[: self.end - self.start] = self.received.array[self.start : self.end]  # they may overlap
             self.end -= self.start
             self.start = 0
-            if self.end == self.received.array.size:
-                self.received.grow(self.end + 1, self.end)
+        if self.end == self.received.array.size:
+            self.received.grow(self.end + 1, self.end)
         room = self.received.array.size - self.end
         try:
             count = self._socket.recv_into(self.received.view[self.end :], room)

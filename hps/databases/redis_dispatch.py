@@ -12,7 +12,7 @@ from hps.databases.redis_refusals import is_elsewhere, refusal_error, target_of
 from hps.databases.redis_topology import Topology, TopologyKeeper
 from hps.errors import DatabaseError, DatabaseTimeoutError
 
-_LANE_WEIGHT: Final = 16384  # fields that make another connection to the same node worth while
+_LANE_WEIGHT: Final = 4 << 20  # bytes that make another connection to the same node worth while
 _ROUNDS: Final = 16  # of redirections, as many as a slot that is on its way may cause
 _PAUSE_S: Final = 0.01
 

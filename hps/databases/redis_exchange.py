@@ -10,10 +10,10 @@ from hps.databases.redis_commands import Buffer, Command
 from hps.databases.redis_connections import Connection
 from hps.errors import DatabaseError, DatabaseTimeoutError
 
-_WINDOW: Final = 8192
-"""Fields asked for and not yet answered, on one connection: two requests of the usual size, so that the server is never idle.
+_WINDOW: Final = 2 << 20
+"""Bytes asked for and not yet answered, on one connection: some requests of the usual size, so that the server is never idle.
 More would only fill the buffers of the system and of the server."""
-_MESSAGE_BYTES: Final = 128 << 10  # small requests go out together
+_MESSAGE_BYTES: Final = 64 << 10  # small requests go out together
 
 
 class Lane:
@@ -114,7 +114,7 @@ class Lane:
             if self._in_flight and self._in_flight + command.weight > _WINDOW:
                 break
             size = command.size
-            if at and at + size > max(_MESSAGE_BYTES, buffer.array.size // 2):
+            if at and at + size > _MESSAGE_BYTES:
                 break
             buffer.grow(at + size, at)
             at = command.write(buffer, at)

@@ -24,6 +24,16 @@ _CHUNK: Final = 4096  # fields of one request
 _PICK: Final = 16384  # random fields of one request
 _SCAN_COUNT: Final = 4096
 _ATTEMPTS: Final = 8
+_TRIM: Final = b"""
+local surplus, removed = redis.call('hlen', KEYS[1]) - ARGV[1], 0
+for i = 2, #ARGV do
+    if surplus <= removed then break end
+    removed = removed + redis.call('hdel', KEYS[1], ARGV[i])
+    if KEYS[2] then redis.call('hdel', KEYS[2], ARGV[i]) end
+end
+return removed
+"""
+"""Removes fields until a hash is down to its target, and not one more, whoever else evicts at the same time."""
 _ADVICE: Final = "others insert faster than it evicts, or the server is older than Redis 6.2"
 
 
@@ -51,8 +61,8 @@ class Overflow:
     """Notes uses and evicts, by one rule. *Thread-safe.*
 
     A partition holds at most `margin` rows once an insertion has returned, and while one is on its way at most one batch more.
-    Exactly as many rows go as must, so that no batch empties a partition. Several processes that insert at the same time may
-    each evict: more then goes than one would have evicted.
+    Exactly as many rows go as must, so that no batch empties a partition, and neither do several processes that evict from it
+    at the same time.
 
     Args:
         dispatcher: runs the commands.
@@ -112,10 +122,20 @@ class Overflow:
             f"{self.rule.margin}; {_ADVICE}"
         )
 
+    def _trim(self, partition: Partition, keys: KeyArray, order: IndexArray) -> int:
+        """Remove `keys[order]` and their uses while the partition has more rows than the target; returns how many went."""
+        hashes = [partition.values, partition.uses] if self.rule.counts_uses else [partition.values]
+        words = [b"EVAL", _TRIM, b"%d" % len(hashes), *hashes, b"%d" % self.rule.target_rows]
+        prefix = b"".join(map(bulk, words))
+        pieces = [order[start : start + _CHUNK] for start in range(0, order.size, _CHUNK)]
+        commands = [WriteFields(partition.slot, prefix, keys, piece, before=len(words)) for piece in pieces]
+        self._dispatcher.run(commands)
+        return sum(command.number for command in commands)
+
     def _evict_random(self, partition: Partition, surplus: int) -> None:
         while surplus > 0:
             keys = self._pick(partition, surplus)
-            removed = self.delete([(partition, np.arange(keys.size))], keys)
+            removed = self._trim(partition, keys, np.arange(keys.size))
             if removed == 0:
                 return
             surplus -= removed
@@ -133,7 +153,7 @@ class Overflow:
             picked = self._pick(partition, _PICK)
             unnoted = picked[~np.isin(picked, noted)]
             going = np.arange(min(unnoted.size, surplus - removed))
-            if 10 * unnoted.size < picked.size or (gone := self.delete([(partition, going)], unnoted)) == 0:
+            if 10 * unnoted.size < picked.size or (gone := self._trim(partition, unnoted, going)) == 0:
                 break
             removed += gone
         return removed
@@ -147,7 +167,7 @@ class Overflow:
         going = np.arange(keys.size)
         if surplus < keys.size:
             going = np.argpartition(scores, surplus)[:surplus]
-        removed = unnoted + self.delete([(partition, going)], keys)
+        removed = unnoted + self._trim(partition, keys, going)
         if self.rule.policy == "evict_least_used":
             self._halve(partition, keys, scores, going)
         return removed
@@ -178,7 +198,7 @@ class Overflow:
 
     @contextmanager
     def _alone(self, partition: Partition) -> Iterator[None]:
-        """Let one thread at a time evict from a partition, or they would evict a surplus each."""
+        """Let one thread at a time evict from a partition: the others would find the same rows."""
         with self._changed:
             if not self._changed.wait_for(lambda: partition not in self._resolving, self._dispatcher.timeout_s):
                 raise DatabaseTimeoutError(

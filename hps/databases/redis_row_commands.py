@@ -22,6 +22,7 @@ from hps.errors import DatabaseCorruptError, TableWidthError
 from hps.types import BoolArray, IndexArray, KeyArray
 
 _NOTHING: Final = np.empty(0, np.uint8)
+_COUNT_BYTES: Final = 26  # of a count in decimal, as an element
 
 
 class FetchRows(Command):
@@ -30,18 +31,22 @@ class FetchRows(Command):
     Args:
         prefix: the request from behind its first line to the first field.
         keys: (n,) int64.
-        order: (weight,) int64: positions in `keys` that are asked for.
+        order: (count,) int64: positions in `keys` that are asked for.
         header: what precedes a vector in the reply.
         out: (n, 4 dim) uint8.
         found: (n,) bool.
+
+    Attributes:
+        count: how many keys are asked for.
     """
 
-    __slots__ = ("_found", "_header", "_keys", "_order", "_out", "_prefix", "_state")
+    __slots__ = ("_found", "_header", "_keys", "_order", "_out", "_prefix", "_state", "count")
 
     def __init__(
         self, slot: int, prefix: bytes, keys: KeyArray, order: IndexArray, header: Bytes, out: Bytes, found: BoolArray
     ) -> None:
-        super().__init__(slot, order.size)
+        self.count = order.size
+        super().__init__(slot, _start_bytes(prefix) + FIELD_BYTES * order.size, (header.size + out.shape[1] + 2) * order.size)
         self._prefix = prefix
         self._keys = keys
         self._order = order
@@ -51,16 +56,12 @@ class FetchRows(Command):
         self._state = np.zeros(4, np.int64)
 
     @property
-    def size(self) -> int:
-        return len(self._prefix) + 16 + FIELD_BYTES * self.weight
-
-    @property
     def hits(self) -> int:
         """Vectors found so far."""
         return int(self._state[HITS])
 
     def write(self, buffer: Buffer, at: int) -> int:
-        at = _write_start(buffer, at, self.weight + 2, self._prefix)
+        at = _write_start(buffer, at, self.count + 2, self._prefix)
         end: int = write_fields(self._keys, self._order, _NOTHING, _NOTHING, buffer.array, at)
         return end
 
@@ -100,8 +101,8 @@ class _Integer(Command):
 
     __slots__ = ("number",)
 
-    def __init__(self, slot: int, weight: int) -> None:
-        super().__init__(slot, weight)
+    def __init__(self, slot: int, size: int) -> None:
+        super().__init__(slot, size)
         self.number = 0
 
     def read(self, array: Bytes, at: int, end: int) -> int:
@@ -126,42 +127,39 @@ class StoreRows(_Integer):
     __slots__ = ("_header", "_keys", "_order", "_prefix", "_rows")
 
     def __init__(self, slot: int, prefix: bytes, keys: KeyArray, order: IndexArray, header: Bytes, rows: Bytes) -> None:
-        super().__init__(slot, order.size)
+        super().__init__(slot, _start_bytes(prefix) + (FIELD_BYTES + header.size + rows.shape[1] + 2) * order.size)
         self._prefix = prefix
         self._keys = keys
         self._order = order
         self._header = header
         self._rows = rows
 
-    @property
-    def size(self) -> int:
-        row: int = FIELD_BYTES + self._header.size + self._rows.shape[1] + 2
-        return len(self._prefix) + 16 + row * self.weight
-
     def write(self, buffer: Buffer, at: int) -> int:
-        at = _write_start(buffer, at, 2 * self.weight + 2, self._prefix)
+        at = _write_start(buffer, at, 2 * self._order.size + 2, self._prefix)
         end: int = write_rows(self._keys, self._rows, self._order, self._header, buffer.array, at)
         return end
 
 
 class WriteFields(_Integer):
-    """A request with many fields (HDEL), or many fields of one value (HSET): the value is `after`, as an element."""
+    """A request with many fields (HDEL), or many fields of one value (HSET): the value is `after`, as an element.
 
-    __slots__ = ("_after", "_keys", "_order", "_prefix")
+    `before` is how many elements the prefix has.
+    """
 
-    def __init__(self, slot: int, prefix: bytes, keys: KeyArray, order: IndexArray, after: bytes = b"") -> None:
-        super().__init__(slot, order.size)
+    __slots__ = ("_after", "_before", "_keys", "_order", "_prefix")
+
+    def __init__(
+        self, slot: int, prefix: bytes, keys: KeyArray, order: IndexArray, after: bytes = b"", before: int = 2
+    ) -> None:
+        super().__init__(slot, _start_bytes(prefix) + (FIELD_BYTES + len(after)) * order.size)
         self._prefix = prefix
         self._keys = keys
         self._order = order
         self._after = as_bytes(after)
-
-    @property
-    def size(self) -> int:
-        return len(self._prefix) + 16 + (FIELD_BYTES + self._after.size) * self.weight
+        self._before = before
 
     def write(self, buffer: Buffer, at: int) -> int:
-        elements = 2 + (2 if self._after.size else 1) * self.weight
+        elements = self._before + (2 if self._after.size else 1) * self._order.size
         at = _write_start(buffer, at, elements, self._prefix)
         end: int = write_fields(self._keys, self._order, _NOTHING, self._after, buffer.array, at)
         return end
@@ -173,17 +171,13 @@ class WriteCounts(_Integer):
     __slots__ = ("_counts", "_keys", "_prefix")
 
     def __init__(self, slot: int, prefix: bytes, keys: KeyArray, counts: IndexArray) -> None:
-        super().__init__(slot, keys.size)
+        super().__init__(slot, _start_bytes(prefix) + (FIELD_BYTES + _COUNT_BYTES) * keys.size)
         self._prefix = prefix
         self._keys = keys
         self._counts = counts
 
-    @property
-    def size(self) -> int:
-        return len(self._prefix) + 16 + (FIELD_BYTES + 26) * self.weight
-
     def write(self, buffer: Buffer, at: int) -> int:
-        at = _write_start(buffer, at, 2 * self.weight + 2, self._prefix)
+        at = _write_start(buffer, at, 2 * self._keys.size + 2, self._prefix)
         end: int = write_counts(self._keys, self._counts, buffer.array, at)
         return end
 
@@ -194,16 +188,12 @@ class Increments(Command):
     __slots__ = ("_after", "_before", "_keys", "_lines", "_order")
 
     def __init__(self, slot: int, prefix: bytes, keys: KeyArray, order: IndexArray) -> None:
-        super().__init__(slot, order.size)
         self._before = as_bytes(b"*4\r\n" + prefix)
         self._after = as_bytes(bulk(b"1"))
+        super().__init__(slot, (len(ASKING) + self._before.size + FIELD_BYTES + self._after.size) * order.size)
         self._keys = keys
         self._order = order
         self._lines = order.size
-
-    @property
-    def size(self) -> int:
-        return (self._before.size + FIELD_BYTES + self._after.size) * self.weight
 
     def write(self, buffer: Buffer, at: int) -> int:
         end: int = write_fields(self._keys, self._order, self._before, self._after, buffer.array, at)
@@ -223,13 +213,17 @@ class Increments(Command):
 
     def again(self) -> None:
         super().again()
-        self._lines = self.weight
+        self._lines = self._order.size
 
     def asking(self) -> list[Command]:
         if not self._before.tobytes().startswith(ASKING):
             self._before = as_bytes(ASKING + self._before.tobytes())
-        self._lines = 2 * self.weight
+        self._lines = 2 * self._order.size
         return [self]
+
+
+def _start_bytes(prefix: bytes) -> int:
+    return len(prefix) + 16
 
 
 def _write_start(buffer: Buffer, at: int, elements: int, prefix: bytes) -> int:

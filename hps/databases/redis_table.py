@@ -154,7 +154,7 @@ class RedisTable:
         return [
             partition
             for partition, pieces, check in checks
-            if not check.same and any(piece.hits < piece.weight for piece in pieces)
+            if not check.same and any(piece.hits < piece.count for piece in pieces)
         ]
 
     def _insert(self, keys: KeyArray, rows: Bytes, same_marks: bool) -> None:

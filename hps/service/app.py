@@ -150,12 +150,14 @@ class Application:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         body: bytes | None = None
         try:
-            self._authorize(headers)
+            if self._token:
+                self._authorize(headers)
             if scope["method"] != "POST":
                 raise MethodNotAllowedError(f"got {scope['method']} {scope['path'][:300]}, wanted POST", "POST")
             server = self.lifecycle.server()
             body = await self._bodies.read(headers, receive)
-            body = await self._bodies.decompress(headers, body)
+            if b"content-encoding" in headers:
+                body = await self._bodies.decompress(headers, body)
             answer = await self._lookups.answer(server, target, headers, body)
         except ClientDisconnected:
             return DISCONNECTED
@@ -185,7 +187,7 @@ class Application:
             await send(message)
 
         try:
-            if scope["path"] not in _OPEN_PATHS:
+            if self._token and scope["path"] not in _OPEN_PATHS:
                 self._authorize(dict(scope["headers"]))
             await self._control(scope, receive, send_and_note)
         except HPSError as error:
@@ -197,8 +199,6 @@ class Application:
         return getattr(scope.get("route"), "path", "unknown"), status
 
     def _authorize(self, headers: Mapping[bytes, bytes]) -> None:
-        if not self._token:
-            return
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self._token):
             raise UnauthorizedError("the header 'Authorization: Bearer <token>' is missing or has the wrong token")

@@ -3,15 +3,13 @@
 These routes are plain ASGI: FastAPI's routing alone would halve their rate on small bodies.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from hps.cache.base import Segment
 from hps.errors import UnknownModelError
 from hps.parameter_server import HPS
 from hps.service.answers import BINARY, JSON, Answer
-from hps.service.inference import Inference
 from hps.service.inference_protocol import decode_request, parse_header_length
 from hps.service.json_lookup import decode_lookup, encode_lookup
 from hps.service.lookup_threads import LookupThreads
@@ -49,6 +47,9 @@ def target_of(path: str) -> Target | None:
 class LookupRoutes:
     """Answers lookups. *One per event loop.*
 
+    The lookup alone runs on another thread: orjson never lets go of the interpreter lock, so that writing JSON elsewhere
+    would hold up the event loop just as long, and cost a fight for the lock.
+
     Args:
         threads: where lookups run.
         max_keys: of one request.
@@ -68,10 +69,12 @@ class LookupRoutes:
         model = self._model(server, target)
         if target.route == LOOKUP:
             segments = decode_lookup(body, model, self._max_keys)
-            return Answer(200, [JSON], (await self._threads.run(_look_up, server, model, segments),))
+            await self._threads.run(server.lookup_segments, model.name, segments)
+            return Answer(200, [JSON], (encode_lookup(segments, model),))
         header_length = parse_header_length(headers.get(b"inference-header-content-length"), len(body))
         inference = decode_request(body, header_length, model, self._max_keys)
-        chunks, length = await self._threads.run(_infer, server, inference)
+        await self._threads.run(server.lookup_segments, model.name, inference.segments)
+        chunks, length = inference.encode()
         if length is None:
             return Answer(200, [JSON], chunks)
         return Answer(200, [BINARY, (b"inference-header-content-length", str(length).encode())], chunks)
@@ -93,13 +96,3 @@ def check_version(model_name: str, version: str) -> None:
     """
     if version != VERSION:
         raise UnknownModelError(f"model {model_name!r}: got version {version[:40]!r}, wanted {VERSION!r}, the only one")
-
-
-def _look_up(server: HPS, model: ServedModel, segments: list[Segment]) -> bytes:
-    server.lookup_segments(model.name, segments)
-    return encode_lookup(segments, model)
-
-
-def _infer(server: HPS, inference: Inference) -> tuple[Sequence[bytes | memoryview], int | None]:
-    server.lookup_segments(inference.model_name, inference.segments)
-    return inference.encode()

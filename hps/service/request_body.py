@@ -13,6 +13,7 @@ from hps.service.request_errors import BodyTimeoutError, BodyTooLargeError, Over
 
 _HELD_BODIES = 8  # full-size bodies that may be in memory at once
 _ENCODINGS = (b"identity", b"gzip", b"deflate")
+_EXPIRED = -1.0
 _UNCOUNTED_BYTES = 65_536  # smaller bodies are bounded by the number of connections
 
 
@@ -34,7 +35,9 @@ class BodyReader:
         self._timeout_s = timeout_s
         self._threads = threads
         self._held = 0
-        self._expired: set[asyncio.Task[Any]] = set()
+        self._deadlines: dict[asyncio.Task[Any], float] = {}  # of the bodies that are being read
+        self._sweep_s = min(timeout_s / 4, 0.25)
+        self._sweeping = False
         self._max_held = _HELD_BODIES * max_bytes
 
     @property
@@ -59,50 +62,10 @@ class BodyReader:
             raise UnsupportedEncodingError(
                 f"reading the request: got Content-Encoding {encoding.decode('latin-1')[:40]!r}, wanted gzip, deflate or none"
             )
-        # asyncio.timeout is four times as dear, and most bodies are there already.
         task = asyncio.current_task()
-        timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire, task)
-        try:
-            return await self._receive_all(receive)
-        except asyncio.CancelledError:
-            if task is None or task not in self._expired:
-                raise
-            task.uncancel()
-            raise BodyTimeoutError(
-                f"the request body did not arrive within {self._timeout_s:g} s (service.request_timeout_s)"
-            ) from None
-        finally:
-            timer.cancel()
-            if self._expired and task is not None:
-                self._expired.discard(task)
-
-    async def decompress(self, headers: Mapping[bytes, bytes], body: bytes) -> bytes:
-        """Take a body that was read for what it means: decompressed, where the headers say so. It replaces the other.
-
-        Raises:
-            BodyTooLargeError: it decompresses to too much; no more than the limit is ever decompressed.
-            InvalidInputError: it is not what the headers say.
-            OverloadedError, LookupTimeoutError: as `LookupThreads.run`.
-        """
-        if b"content-encoding" not in headers or _encoding(headers) == b"identity":
-            return body
-        decompressed = await self._threads.run(self._inflate, body)
-        if len(decompressed) > _UNCOUNTED_BYTES:
-            self._hold(len(decompressed))
-        self.release(body)
-        return decompressed
-
-    def release(self, body: bytes) -> None:
-        """The body is no longer used."""
-        if len(body) > _UNCOUNTED_BYTES:
-            self._held -= len(body)
-
-    def _expire(self, task: "asyncio.Task[Any] | None") -> None:
-        if task is not None:
-            self._expired.add(task)
-            task.cancel()
-
-    async def _receive_all(self, receive: Receive) -> bytes:
+        if task is None:
+            raise RuntimeError("a request body is read by a task of the event loop")
+        self._start_clock(task)
         chunks: list[bytes] = []
         size = held = 0
         more = True
@@ -119,10 +82,56 @@ class BodyReader:
                     self._hold(size - held)
                     held = size
                 more = message.get("more_body", False)
-        except BaseException:
+        except BaseException as error:
             self._held -= held
+            if isinstance(error, asyncio.CancelledError) and self._deadlines[task] == _EXPIRED:
+                task.uncancel()
+                raise BodyTimeoutError(
+                    f"the request body did not arrive within {self._timeout_s:g} s (service.request_timeout_s)"
+                ) from None
             raise
+        finally:
+            del self._deadlines[task]
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def decompress(self, headers: Mapping[bytes, bytes], body: bytes) -> bytes:
+        """Decompress a body that was read, of a request with a Content-Encoding. The result replaces it, for `release`, too.
+
+        Raises:
+            BodyTooLargeError: it decompresses to too much; no more than the limit is ever decompressed.
+            InvalidInputError: it is not what the headers say.
+            OverloadedError, LookupTimeoutError: as `LookupThreads.run`.
+        """
+        if _encoding(headers) == b"identity":
+            return body
+        decompressed = await self._threads.run(self._inflate, body)
+        if len(decompressed) > _UNCOUNTED_BYTES:
+            self._hold(len(decompressed))
+        self.release(body)
+        return decompressed
+
+    def release(self, body: bytes) -> None:
+        """The body is no longer used."""
+        if len(body) > _UNCOUNTED_BYTES:
+            self._held -= len(body)
+
+    def _start_clock(self, task: "asyncio.Task[Any]") -> None:
+        """Have the task cancelled when its body takes too long; one timer for all, as most bodies are there already."""
+        loop = asyncio.get_running_loop()
+        self._deadlines[task] = loop.time() + self._timeout_s
+        if not self._sweeping:
+            self._sweeping = True
+            loop.call_later(self._sweep_s, self._sweep, loop)
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        for task, deadline in self._deadlines.items():
+            if _EXPIRED < deadline < now:
+                self._deadlines[task] = _EXPIRED
+                task.cancel()
+        self._sweeping = bool(self._deadlines)
+        if self._sweeping:
+            loop.call_later(self._sweep_s, self._sweep, loop)
 
     def _hold(self, size: int) -> None:
         if self._held + size > self._max_held:

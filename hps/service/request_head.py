@@ -66,9 +66,9 @@ class Input:
         return values
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """A JSON part that is right by itself. Immutable, and shared by requests.
+    """A JSON part that is right by itself. Immutable, and shared by requests; equal to itself alone.
 
     Attributes:
         request_id: echoed when given.
@@ -77,6 +77,8 @@ class Head:
         wanted: by output name, whether it is to be binary; None where the request names no outputs.
         found: whether found-masks are wanted that `wanted` does not name.
         binary: whether outputs that `wanted` does not name are to be binary.
+        numkeys: the place of NUMKEYS among the inputs, where KEYS is there, too; else None.
+        kept: whether the same text will give this very object again.
     """
 
     request_id: str | None
@@ -85,6 +87,8 @@ class Head:
     wanted: dict[str, bool] | None
     found: bool
     binary: bool
+    numkeys: int | None
+    kept: bool
 
     def vectors(self, name: str) -> bool | None:
         """Whether this output is to be binary; None when it is not wanted."""
@@ -134,7 +138,9 @@ def _read_head(text: bytes) -> Head:
     binary = _flag(parameters, "binary_data_output", "reading 'parameters'", default=False)
     found = _flag(parameters, "found", "reading 'parameters'", default=False)
     inputs, binary_size = _read_inputs(request.get("inputs"))
-    return Head(request_id, inputs, binary_size, _read_outputs(request.get("outputs"), binary), found, binary)
+    numkeys = list(inputs).index("NUMKEYS") if "NUMKEYS" in inputs and "KEYS" in inputs else None
+    wanted = _read_outputs(request.get("outputs"), binary)
+    return Head(request_id, inputs, binary_size, wanted, found, binary, numkeys, len(text) <= _KEPT_BYTES)
 
 
 _kept_head = lru_cache(_KEPT_HEADS)(_read_head)

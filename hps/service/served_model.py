@@ -7,7 +7,7 @@ from hps.types import TableSpec
 
 
 class ServedModel:
-    """What the codecs know about a model. Immutable.
+    """What the codecs know about a model. Immutable; equal to itself alone.
 
     Args:
         name: of the model.

@@ -26,6 +26,7 @@ from hps.databases.hash_map_layout import (
     U1,
     USED_ROWS,
     bucket_at,
+    buckets_in,
     key_of,
     mask_of,
     row_of,
@@ -86,7 +87,7 @@ def _gather(layout, protected, excess, ends, scores):  # type: ignore[no-untyped
     """Write the stamps of the unprotected rows of each partition with an excess, up to that partition's end."""
     partitions = np.uint64(excess.size)
     for segment in range(SEGMENTS, layout.size, 2):
-        for position in range(np.int64(layout[segment + 1])):
+        for position in range(np.int64(buckets_in(layout, segment))):
             bucket = bucket_at(layout, segment, position)
             mask = mask_of(load_relaxed(bucket))
             while mask:
@@ -114,7 +115,7 @@ def _evict(  # type: ignore[no-untyped-def]
     """
     partitions = np.uint64(excess.size)
     for segment in range(SEGMENTS, layout.size, 2):
-        for position in range(np.int64(layout[segment + 1])):
+        for position in range(np.int64(buckets_in(layout, segment))):
             bucket = bucket_at(layout, segment, position)
             mask = mask_of(load_relaxed(bucket))
             while mask:

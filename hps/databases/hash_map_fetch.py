@@ -69,7 +69,7 @@ def fetch(layout, keys, out, found, start, access, now):  # type: ignore[no-unty
     vector_bytes = layout[VECTOR_BYTES]
     in_registers = vector_bytes % U64 == U0 and vector_bytes <= _REGISTER_BYTES
     lines = vector_bytes // U64
-    segments, states = np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.int64)
+    segments, states = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.int64)
     work = np.empty((3, _BLOCK), np.uint64)  # bucket, header, row
     spare_vector = np.empty(np.int64(vector_bytes // U4), np.float32)
     spare = np.uint64(spare_vector.ctypes.data)

@@ -26,12 +26,14 @@ from hps.databases.hash_map_layout import (
     after,
     begin_change,
     bucket_at,
+    buckets_in,
     copy,
     end_change,
     home_of,
     key_of,
     link,
     mask_of,
+    number_of,
     overflow_of,
     place_of,
     retire_bucket,
@@ -111,9 +113,8 @@ def insert(  # type: ignore[no-untyped-def]
                     touch(stamp_of(layout, row), access, now)
                 continue
             segment = segment_of(layout, hashed)
-            number = (segment - SEGMENTS) // 2
-            if segment_rows[number] >= LOAD_ROWS * np.int64(layout[segment + 1]):
-                return position, NO_BUCKETS, number
+            if segment_rows[number_of(segment)] >= LOAD_ROWS * np.int64(buckets_in(layout, segment)):
+                return position, NO_BUCKETS, number_of(segment)
             if counters[FREE_ROW] < 0 and counters[USED_ROWS] >= capacity_rows:
                 return position, NO_ROWS, 0
             row = take_row(layout, counters)
@@ -174,7 +175,7 @@ def rehash(old, number, new, segment_rows):  # type: ignore[no-untyped-def]
 def count_by_hash(layout, number, counts):  # type: ignore[no-untyped-def]
     """Add the rows of one segment to `counts`, (2^bits,), by the upper bits of their hash."""
     segment = SEGMENTS + 2 * number
-    for position in range(np.int64(layout[segment + 1])):
+    for position in range(np.int64(buckets_in(layout, segment))):
         bucket = bucket_at(layout, segment, position)
         mask = mask_of(load_relaxed(bucket))
         while mask:
@@ -201,11 +202,11 @@ def scan(layout, cursor, keys, out):  # type: ignore[no-untyped-def]
     """
     bits = layout[SEGMENT_BITS]
     targets = np.uint64(out.ctypes.data)
-    segment = segment_of(layout, cursor[0])
+    segment = np.int64(segment_of(layout, cursor[0]))
     place = place_of(layout, segment, cursor[0])
     copied = 0
     while segment < layout.size:
-        buckets = layout[segment + 1]
+        buckets = buckets_in(layout, segment)
         while place < np.int64(buckets):
             first = bucket_at(layout, segment, place)
             bucket = first
@@ -223,7 +224,7 @@ def scan(layout, cursor, keys, out):  # type: ignore[no-untyped-def]
                     if copied == keys.size:
                         # The least hash at home here: bits of the segment, then those that `scale` takes to this place.
                         lower = ((np.uint64(place) << U32) + buckets - U1) // buckets
-                        upper = np.uint64((segment - SEGMENTS) // 2) << U32
+                        upper = np.uint64(number_of(segment)) << U32
                         cursor[0] = max(cursor[0], (upper + lower) << (U32 - bits))
                         return before, NO_ROWS
                     keys[copied] = key

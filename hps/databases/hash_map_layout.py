@@ -92,8 +92,20 @@ _NO_ROW = np.uint64(0xFFFFFFFF)
 
 @njit(inline="always", cache=True)
 def segment_of(layout, hashed):  # type: ignore[no-untyped-def]
-    """The segment of a hash."""
-    return SEGMENTS + 2 * np.int64((hashed >> U32) >> (U32 - layout[SEGMENT_BITS]))
+    """The segment of a hash, unsigned: numba indexes arrays by that without a test for a negative."""
+    return np.uint64(SEGMENTS) + (((hashed >> U32) >> (U32 - layout[SEGMENT_BITS])) << U1)
+
+
+@njit(inline="always", cache=True)
+def number_of(segment):  # type: ignore[no-untyped-def]
+    """The number of a segment, from 0."""
+    return np.int64((np.uint64(segment) - np.uint64(SEGMENTS)) >> U1)
+
+
+@njit(inline="always", cache=True)
+def buckets_in(layout, segment):  # type: ignore[no-untyped-def]
+    """How many buckets a segment has."""
+    return layout[np.uint64(segment) + U1]
 
 
 @njit(inline="always", cache=True)
@@ -105,7 +117,7 @@ def bucket_at(layout, segment, position):  # type: ignore[no-untyped-def]
 @njit(inline="always", cache=True)
 def place_of(layout, segment, hashed):  # type: ignore[no-untyped-def]
     """The number of a hash's home in its segment."""
-    return scale(hashed << layout[SEGMENT_BITS], np.int64(layout[segment + 1]))
+    return scale(hashed << layout[SEGMENT_BITS], np.int64(buckets_in(layout, segment)))
 
 
 @njit(inline="always", cache=True)
@@ -118,7 +130,7 @@ def home_of(layout, segment, hashed):  # type: ignore[no-untyped-def]
 def after(layout, segment, bucket):  # type: ignore[no-untyped-def]
     """The address of the next bucket, around the segment's end."""
     bucket += _BUCKET
-    return layout[segment] if bucket == bucket_at(layout, segment, layout[segment + 1]) else bucket
+    return layout[segment] if bucket == bucket_at(layout, segment, buckets_in(layout, segment)) else bucket
 
 
 @njit(inline="always", cache=True)
@@ -215,8 +227,10 @@ def locate(layout, segment, bucket, key):  # type: ignore[no-untyped-def]
             return BUSY, bucket, header, U0
         if hit:
             return DONE, bucket, header, row
+        if overflow_of(header) == U0:
+            return ABSENT, bucket, header, U0
         bucket = after(layout, segment, bucket)
-        if overflow_of(header) == U0 or bucket == home:
+        if bucket == home:
             return ABSENT, bucket, header, U0
 
 
@@ -267,7 +281,7 @@ def link(layout, segment_rows, hashed, key, row):  # type: ignore[no-untyped-def
     store_relaxed(bucket + _KEYS + entry * U8, np.uint64(key))
     store_relaxed_u32(bucket + _ROW_NUMBERS + entry * U4, row)
     end_change(bucket, header | (U1 << (U32 + entry)))
-    segment_rows[(segment - SEGMENTS) // 2] += 1
+    segment_rows[number_of(segment)] += 1
 
 
 @njit(cache=True)
@@ -287,7 +301,7 @@ def unlink(layout, counters, segment_rows, hashed, bucket, entry):  # type: igno
     store_relaxed_u32(vector_of(layout, row), _NO_ROW if next_free < 0 else np.uint64(next_free))
     counters[FREE_ROW] = np.int64(row)
     counters[ROWS] -= 1
-    segment_rows[(segment - SEGMENTS) // 2] -= 1
+    segment_rows[number_of(segment)] -= 1
 
 
 @njit(cache=True)

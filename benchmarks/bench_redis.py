@@ -1,8 +1,9 @@
 """Redis: vectors fetched and loaded, against redis-py and against what the server and the socket allow.
 
 The limit ("socket") sends the very bytes of our requests, prepared before, and throws the replies away, with the same
-chunks and as many outstanding. The peer is redis-py with hiredis on the same hashes: a pipeline of HMGET a partition,
-brought to one array; HSET with a mapping for loading. All contestants take turns, call by call, on the same keys.
+chunks and about as many outstanding. The peer is redis-py with hiredis on the same hashes: a pipeline of HMGET a partition,
+brought to one array; HSET with a mapping for loading. All contestants take turns, call by call, each time in another order
+and on other keys of the same set.
 
 Axes: what is done, servers (1, or the masters of a cluster), dim, batch, hit rate. A server is limited by its one thread;
 client and servers share the processor with each other here.
@@ -158,13 +159,17 @@ def _take_turns(
     contestants: dict[str, Contestant], rounds: int, count: int, unit: str, before: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    names = list(contestants)
     for i in range(-1, rounds):  # one turn untimed
-        for name, contestant in contestants.items():
+        for turn in range(len(names)):
+            place = (i + turn) % len(names)
+            # Other keys than the last contestant's, whose rows the server now has in its caches.
+            keys = (i + place * rounds // len(names)) % rounds
             before()
             start = time.perf_counter()
-            contestant(max(i, 0))
+            contestants[names[place]](keys)
             if i >= 0:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[names[place]].append(time.perf_counter() - start)
     figures = {f"{name}_{unit}_per_s": count / float(np.median(times)) for name, times in seconds.items()}
     figures["ours_p99_s"] = float(np.quantile(seconds["ours"], 0.99))
     for name in contestants:
@@ -261,7 +266,9 @@ class _Peer:
 
     def fetch(self, keys: KeyArray) -> tuple[FloatArray, np.ndarray]:
         parts = partition_of(keys, _PARTITIONS)
-        pipeline = self._client.pipeline(transaction=False) if isinstance(self._client, redis.Redis) else self._client.pipeline()
+        pipeline = (
+            self._client.pipeline(transaction=False) if isinstance(self._client, redis.Redis) else self._client.pipeline()
+        )
         places = []
         for partition in self._layout.partitions:
             place = np.flatnonzero(parts == partition.index)

@@ -3,7 +3,9 @@
 import gzip
 import json
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import numpy as np
 import pytest
 
@@ -170,6 +172,25 @@ def test_a_connection_serves_one_request_after_another(service):
         while received.count(b'{"tables"') < 3:
             received += connection.recv(65536)
     assert received.count(b"HTTP/1.1 200 OK") == 3
+
+
+def test_concurrent_clients_each_get_their_own_vectors(service):
+    def ask(seed):
+        rng = np.random.default_rng(seed)
+        with httpx.Client(base_url=service.url, timeout=30) as client:
+            for _ in range(40):
+                users, items = rng.integers(-10, ROWS - 10, rng.integers(300)), rng.integers(-10, ROWS - 10, rng.integers(300))
+                counts = np.array([users.size, items.size], np.int32)
+                keys = np.concatenate([users, items])
+                inputs = [binary_input("KEYS", keys, "INT64"), binary_input("NUMKEYS", counts, "INT32")]
+                parameters = {"binary_data_output": bool(rng.integers(2))}
+                answer = outputs_of(post(client, {"inputs": inputs, "parameters": parameters}, [keys, counts]))["OUTPUT0"]
+                expected = np.concatenate([vectors_of(users, 4).ravel(), vectors_of(items, 7).ravel()])
+                np.testing.assert_array_equal(answer, expected)
+        return True
+
+    with ThreadPoolExecutor(6) as clients:
+        assert all(clients.map(ask, range(6)))
 
 
 @pytest.mark.parametrize(

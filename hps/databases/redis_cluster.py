@@ -2,6 +2,7 @@
 
 import logging
 import ssl
+import time
 from collections.abc import Iterator
 from typing import Any, Final, Self, get_args
 
@@ -17,12 +18,13 @@ from hps.databases.redis_loads import Loads
 from hps.databases.redis_overflow import Overflow, OverflowRule, Policy
 from hps.databases.redis_table import RedisTable
 from hps.databases.redis_topology import parse_addresses
-from hps.errors import ConfigError, NotReadyError, UnknownTableError
+from hps.errors import ConfigError, DatabaseError, NotReadyError, UnknownTableError
 from hps.metrics import Metrics
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _log = logging.getLogger(__name__)
 _UNBOUNDED: Final = 2**64 - 1
+_USES_PAUSE_S: Final = 1.0  # after noting them failed
 _USES_WAITING: Final = 64  # batches of found keys whose use is still to be noted; more are not noted
 
 
@@ -98,6 +100,7 @@ class RedisDatabase(Database):
         self._tables: dict[str, RedisTable] = {}
         self._closed = False
         self._uses: BackgroundQueue | None = None
+        self._uses_after = 0.0  # none are noted before this time
         try:
             self._warn_of_eviction(self._dispatcher.topology().facts)
         except BaseException:
@@ -150,7 +153,7 @@ class RedisDatabase(Database):
         filled = table.fetch(_aligned(keys), out, found)
         if filled:
             used = keys[found & ~before]
-            self._uses.submit(lambda: table.touch(used))
+            self._uses.submit(lambda: self._note_uses(table, used))
         return filled
 
     def insert(self, tag: str, keys: KeyArray, vectors: FloatArray) -> None:
@@ -207,6 +210,15 @@ class RedisDatabase(Database):
     def drain(self, timeout_s: float) -> bool:
         """Wait until noted uses are in Redis; False when that takes longer."""
         return self._uses is None or self._uses.drain(timeout_s)
+
+    def _note_uses(self, table: RedisTable, keys: KeyArray) -> None:
+        if time.monotonic() < self._uses_after:
+            return  # what waits behind a failure would fail as well, each after its timeout
+        try:
+            table.touch(keys)
+        except DatabaseError:
+            self._uses_after = time.monotonic() + _USES_PAUSE_S
+            raise
 
     def _warn_of_eviction(self, facts: dict[str, str]) -> None:
         policy = facts.get("maxmemory_policy", "")

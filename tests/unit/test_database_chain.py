@@ -106,6 +106,27 @@ def test_failed_volatile_database_without_a_persistent_one_is_an_error():
         host.fetch([1])
 
 
+def test_table_that_was_dropped_from_the_volatile_database_is_opened_again(host):
+    host.put(host.volatile, [1], version=1)
+    host.put(host.persistent, [1, 2])
+    host.volatile.drop_table(TABLE.tag)  # by another process, or with all that a shared server had
+    out, found = host.fetch([1, 2])
+    assert found.all()
+    np.testing.assert_array_equal(out, vectors_of([1, 2]))
+    assert host.metrics.registry.get_sample_value("hps_tier_errors_total", {"tier": "volatile_db"}) == 0
+    assert host.resident(host.volatile) == []
+
+
+def test_table_that_was_dropped_from_the_only_database_is_an_error():
+    host = Host(persistent=False)
+    host.put(host.volatile, [1])
+    host.volatile.drop_table(TABLE.tag)
+    for _ in range(2):
+        with pytest.raises(DatabaseError, match=TABLE.tag):
+            host.fetch([1])
+    host.chain.close()
+
+
 def test_without_databases_every_key_is_absent():
     host = Host(volatile=False, persistent=False)
     assert not host.fetch([1, 2])[1].any()

@@ -1,14 +1,17 @@
 """Addresses, passwords and TLS, against real servers with certificates that the test makes."""
 
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hps.config_tiers import VolatileDbConfig
+from hps.databases.base import LoadRecord
 from hps.databases.redis_cluster import RedisDatabase
 from hps.databases.redis_topology import Node, parse_addresses
 from hps.errors import ConfigError, DatabaseError, NotReadyError
+from hps.metrics import Metrics
 from hps.registry import implementation
 from tests.contracts.database_contract import distinct_keys, fetched, vectors_of
 from tests.redis_server import RedisClusterServers, RedisServer, free_ports
@@ -147,6 +150,46 @@ class TestPassword:
         with pytest.raises(DatabaseError, match=error) as caught:
             RedisDatabase(server.address, user_name=user, password=password)
         assert not password or password not in str(caught.value)
+
+    def test_the_documented_rights_are_enough(self, tmp_path):
+        documented = Path(__file__, "../../../docs/redis.md").resolve().read_text()
+        rights = documented[documented.index("user hps on >password") :].split("\n\n")[0].removesuffix("```").split()
+        with RedisServer(tmp_path, "--user", *rights[1:]) as server:
+            for policy in ("evict_least_used", "evict_oldest", "evict_random"):
+                database = RedisDatabase(
+                    server.address, user_name="hps", password="password", overflow_policy=policy, overflow_margin=50
+                )
+                database.open_table(TAG, 4)
+                assert database.claim_load(TAG, "v1", KEYS.size) == 0
+                database.load_chunk(TAG, KEYS, vectors_of(KEYS, 4), LoadRecord("v1", KEYS.size, KEYS.size))
+                database.finish_load(TAG)
+                assert fetched(database, TAG, KEYS, 4)[1].sum() == database.size(TAG) > 0
+                assert database.drain(10)
+                assert database.stats(TAG).overhead_bytes > 0
+                assert sum(keys.size for keys, _ in database.scan(TAG, 100)) == database.size(TAG)
+                assert database.delete(TAG, KEYS) > 0
+                assert database.tags() == [TAG]
+                database.drop_table(TAG)
+                database.close()
+
+    def test_uses_that_cannot_be_noted_are_not_tried_one_by_one(self, tmp_path):
+        reader = "reader on >pass ~hps_et{* +@all -hset"
+        with RedisServer(tmp_path, "--user", *reader.split()) as server:
+            admin = RedisDatabase(server.address)
+            admin.open_table(TAG, 4)
+            admin.insert(TAG, KEYS, vectors_of(KEYS, 4))
+            admin.close()
+            metrics = Metrics()
+            database = RedisDatabase(
+                server.address, user_name="reader", password="pass", overflow_policy="evict_oldest", metrics=metrics
+            )
+            database.open_table(TAG, 4)
+            for _ in range(30):
+                assert fetched(database, TAG, KEYS[:10], 4)[1].all()
+            assert database.drain(10)
+            failed = metrics.registry.get_sample_value("hps_background_failed_batches_total", {"work": "redis_uses"})
+            assert 1 <= failed < 15
+            database.close()
 
     def test_a_password_that_nobody_wants_is_told(self, tmp_path):
         with RedisServer(tmp_path) as server, pytest.raises(DatabaseError, match="leave password empty"):

@@ -83,10 +83,10 @@ def _key_sets(torch: Any, draw: Callable[[], np.ndarray], count: int = 16) -> li
 def _one_table(report: Report, place: Path, torch: Any, calls: int) -> None:
     rows, n, dim = 200_000, 4096, 32
     rng = np.random.default_rng(report.seed)
-    # Less than full, so that no set is too small for its keys and every lookup is all hits.
-    config = _configuration(place, [dim], rows, embedding_cache_type="static")
+    config = _configuration(place, [dim], rows)
     with hps.HPS(config) as server:
-        sets = _key_sets(torch, lambda: rng.integers(0, rows, n))
+        resident = server.model("bench").caches[0].dump(0)
+        sets = _key_sets(torch, lambda: rng.choice(resident, n))
         out = torch.empty(n, dim, device="cuda")
         for keys, tensor in sets:
             server.lookup_fromdlpack(tensor, out, "bench", 0)
@@ -109,9 +109,10 @@ def _one_table(report: Report, place: Path, torch: Any, calls: int) -> None:
 def _many_tables(report: Report, place: Path, torch: Any, calls: int) -> None:
     rows, n, dim, tables = 20_000, 1024, 16, 26
     rng = np.random.default_rng(report.seed)
-    config = _configuration(place, [dim] * tables, rows, embedding_cache_type="static")
+    config = _configuration(place, [dim] * tables, rows)
     with hps.HPS(config) as server:
-        sets = [{f"t{t}": rng.integers(0, rows, n) for t in range(tables)} for _ in range(8)]
+        resident = [server.model("bench").caches[0].dump(t) for t in range(tables)]
+        sets = [{f"t{t}": rng.choice(resident[t], n) for t in range(tables)} for _ in range(8)]
         on_device = [{name: torch.from_numpy(keys).cuda() for name, keys in each.items()} for each in sets]
         outs = {f"t{t}": torch.empty(n, dim, device="cuda") for t in range(tables)}
         for each, tensors in zip(sets, on_device, strict=True):
@@ -137,7 +138,7 @@ def _many_tables(report: Report, place: Path, torch: Any, calls: int) -> None:
 def _synchronous_misses(report: Report, place: Path, torch: Any, calls: int) -> None:
     rows, n, dim, alpha = 630_000, 2000, 16, 1.2
     rng = np.random.default_rng(report.seed)
-    config = _configuration(place, [dim], rows, gpucacheper=0.02, cache_refresh_percentage_per_iteration=0.0)
+    config = _configuration(place, [dim], rows, gpucacheper=0.008, cache_refresh_percentage_per_iteration=0.0)
     with hps.HPS(config) as server:
         sets = _key_sets(torch, lambda: power_law_keys(rng, n, rows, alpha), calls + calls // 5)
         out = torch.empty(n, dim, device="cuda")

@@ -40,10 +40,11 @@ def output_of(out: Any, rows: int, dim: int, cache: EmbeddingCache | None) -> An
     Raises:
         InvalidDtypeError, InvalidInputError: it cannot take rows x dim float32 elements.
     """
-    if cache is None or cache.device == "cpu" or isinstance(out, np.ndarray):
-        return as_output(out, rows, dim)
-    if getattr(out, "is_cuda", False):
+    on_cpu = cache is None or cache.device == "cpu"
+    if not on_cpu and getattr(out, "is_cuda", False):
         return out
+    if on_cpu or isinstance(out, np.ndarray):
+        return as_output(out, rows, dim)
     view = adopt(out, what="output")
     if view.on_host:
         return as_output(out, rows, dim)
@@ -53,6 +54,8 @@ def output_of(out: Any, rows: int, dim: int, cache: EmbeddingCache | None) -> An
 
 def any_keys_of(keys: Any, cache: EmbeddingCache | None) -> tuple[Any, int]:
     """Adopt keys that are a tensor, or a sequence or array of any integer type."""
+    if cache is not None and cache.device == "cuda" and getattr(keys, "is_cuda", False):
+        return keys, keys.numel()  # the hot path of many tables a call
     if isinstance(keys, np.ndarray) or not hasattr(keys, "__dlpack__"):
         flat = as_host_keys(keys)
         return flat, flat.size

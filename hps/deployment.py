@@ -40,6 +40,7 @@ class Deployment:
         sessions: by device id. On the CPU all device ids share one session.
         chain: the host tiers that hold its tables.
         owns_chain: whether the chain is this model's alone, and closed with it.
+        indices: of the tables, by name and by id.
     """
 
     config: ModelConfig
@@ -47,11 +48,11 @@ class Deployment:
     sessions: dict[int, LookupSession | DirectSession]
     chain: DatabaseChain
     owns_chain: bool = False
-    _indices: dict[str | int, int] = field(init=False, repr=False)  # of tables, by name and by id
+    indices: dict[str | int, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         names = {spec.table_name: index for index, spec in enumerate(self.tables)}
-        object.__setattr__(self, "_indices", names | {index: index for index in names.values()})
+        object.__setattr__(self, "indices", names | {index: index for index in names.values()})
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -85,7 +86,7 @@ class Deployment:
         Raises:
             UnknownTableError: the model has no such table.
         """
-        index = self._indices.get(table) if isinstance(table, str | int | np.integer) else None
+        index = self.indices.get(table) if isinstance(table, str | int | np.integer) else None
         if index is None or isinstance(table, bool):
             known = ", ".join(f"{index} ({spec.table_name})" for index, spec in enumerate(self.tables))
             raise UnknownTableError(f"looking up model {self.config.model!r}: got table {table!r}, wanted one of {known}")

@@ -66,6 +66,7 @@ class LookupSession:
         self._coalescer = coalescer
         self._threshold = settings.hit_rate_threshold
         self._metrics = metrics
+        self._max_keys = [table.max_keys for table in self.tables]
         model = self.tables[0].model_name
         self._counters = [metrics.table(table.model_name, table.table_name) for table in self.tables]
         self._seconds = metrics.lookup_seconds.labels(model)
@@ -118,9 +119,9 @@ class LookupSession:
 
     def _check(self, segments: Sequence[Segment]) -> None:
         for segment in segments:
-            table = self.tables[segment.table]
             n = segment.n
-            if n > table.max_keys:
+            if n > self._max_keys[segment.table]:
+                table = self.tables[segment.table]
                 raise TooManyKeysError(
                     f"looking up table {table.table_name!r} of model {table.model_name!r}: got {n} keys, "
                     f"wanted at most {table.max_keys} (max_batch_size x maxnum_catfeature_query_per_table_per_sample); "
@@ -195,10 +196,10 @@ class LookupSession:
         with self._metrics.lock:
             for segment, missing in zip(segments, misses.counts, strict=True):
                 counters = self._counters[segment.table]
-                n = segment.n
-                counters.keys += n
-                counters.hits[0] += n - missing
-                counters.misses[0] += missing
+                counters.keys += segment.n
+                counters.hits[0] += segment.n - missing
+                if missing:
+                    counters.misses[0] += missing
 
     def _count_defaults(self, table_index: int, found: BoolArray) -> None:
         absent = found.size - int(np.count_nonzero(found))

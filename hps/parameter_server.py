@@ -147,18 +147,23 @@ class HPS:
         """
         deployment = self.model(model_name)
         session = deployment.session(device_id)
-        segments: dict[Any, Segment] = {}
+        cache, specs, index_of = session.cache, deployment.tables, deployment.indices.get
+        segments: list[Segment] = []
         for name, given in tables.items():
-            index = deployment.table_index(name)
-            dim = deployment.tables[index].dim
-            keys, n = any_keys_of(given, session.cache)
-            place = np.empty((n, dim), np.float32) if out is None else output_of(_named(out, name), n, dim, session.cache)
-            segments[name] = Segment(index, keys, place, np.empty(n, np.bool_) if return_found else None, n=n)
-        _distinct_tables(deployment, list(segments.values()))
-        session.lookup(list(segments.values()))
-        vectors = {name: segment.out for name, segment in segments.items()} if out is None else dict(out)
+            index = index_of(name)
+            if index is None or type(name) is not str:
+                index = deployment.table_index(name)
+            keys, n = any_keys_of(given, cache)
+            if out is None:
+                place = np.empty((n, specs[index].dim), np.float32)
+            else:
+                place = output_of(_named(out, name), n, specs[index].dim, cache)
+            segments.append(Segment(index, keys, place, np.empty(n, np.bool_) if return_found else None, None, n))
+        _distinct_tables(deployment, segments)
+        session.lookup(segments)
+        vectors = dict(zip(tables, (segment.out for segment in segments), strict=True)) if out is None else dict(out)
         if return_found:
-            return vectors, {name: segment.found for name, segment in segments.items()}
+            return vectors, dict(zip(tables, (segment.found for segment in segments), strict=True))
         return vectors
 
     def lookup_fromdlpack(

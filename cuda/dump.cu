@@ -1,10 +1,11 @@
 // PURPOSE     Lists the resident keys of a table.
-// ARRAYS      table: buckets in. keys (14 pairs,) int64, out, in any order. count uint64, in/out: must be 0 before, the number of
+// ARRAYS      table: buckets in. keys (14 n,) int64, out, in any order: those of pairs [first, first + n). count uint64, in/out: must be 0 before, the number of
 //             keys after.
-// LAUNCH      Blocks of HPS_THREADS, ceil(pairs / (HPS_THREADS / 8)) of them. A tile of 8 lanes owns one pair. 0 pairs are not
-//             launched; tiles past a ragged end have no pair.
+// LAUNCH      Blocks of HPS_THREADS, ceil(n / (HPS_THREADS / 8)) of them. A tile of 8 lanes owns one pair. n = 0 is not launched;
+//             tiles past a ragged end have no pair.
 // INVARIANTS  Each resident key stands once in the list.
-// RACES       None: the cache lets no modification run meanwhile. One atomic add a warp reserves places.
+// RACES       Keys do not move, so a key that stays resident is listed whatever is modified meanwhile. One atomic add a warp
+//             reserves places.
 // TWIN        hps.cache.numpy_kernels.dump
 
 #include "embedding_cache.cuh"
@@ -17,16 +18,18 @@ struct Dump {
     Table table;
     i64* keys;
     u64* count;
+    u32 first;
+    u32 n;
 };
 
-static_assert(sizeof(Table) == 48 && sizeof(Dump) == 64, "hps/cache/kernels.py packs these");
+static_assert(sizeof(Table) == 48 && sizeof(Dump) == 72, "hps/cache/kernels.py packs these");
 extern "C" __global__ void __launch_bounds__(HPS_THREADS) dump(const __grid_constant__ Dump request) {
     const Table& table = request.table;
     const u32 lane = threadIdx.x % 32, member = lane % PAIR_PARTS;
-    const u32 pair = blockIdx.x * (HPS_THREADS / PAIR_PARTS) + threadIdx.x / PAIR_PARTS;
+    const u32 nth = blockIdx.x * (HPS_THREADS / PAIR_PARTS) + threadIdx.x / PAIR_PARTS, pair = request.first + nth;
     i64 low = 0, high = 0;
     bool has_low = false, has_high = false;
-    if (pair < table.pairs) {
+    if (nth < request.n) {
         const uint4 part = load_part(table.buckets + static_cast<u64>(pair) * PAIR_PARTS + member);
         const i64 filler = filler_of(table, pair);
         low = key_of(part.x, part.y);

@@ -22,19 +22,6 @@
 #ifndef HPS_UNIT
 #define HPS_UNIT 4  // floats a lane moves at once: 4, 2 or 1; divides dim, and rows of `out` are aligned to it
 #endif
-#ifndef HPS_TOP_SCORE
-#define HPS_TOP_SCORE 15  // score of a slot that was hit
-#endif
-#ifndef HPS_FIRST_SCORE
-#define HPS_FIRST_SCORE 1  // score of a key that has just been admitted
-#endif
-#ifndef HPS_ROW_HINT
-#define HPS_ROW_HINT 0  // 1: rows are the first to leave the L2 cache
-#endif
-#ifndef HPS_BUCKET_HINT
-#define HPS_BUCKET_HINT 0  // 1: buckets are the last to leave the L2 cache
-#endif
-
 #define FULL_WARP 0xffffffffu
 
 typedef unsigned char u8;
@@ -47,8 +34,8 @@ constexpr u32 SLOTS = 7;         // of a bucket
 constexpr u32 BUCKET_PARTS = 4;  // 16-byte parts of a bucket: the header and key 0, then two keys each
 constexpr u32 PAIR_PARTS = 8;
 constexpr u32 UNIT = HPS_UNIT;
-constexpr u32 TOP_SCORE = HPS_TOP_SCORE;
-constexpr u32 FIRST_SCORE = HPS_FIRST_SCORE;
+constexpr u32 TOP_SCORE = 15;    // of a slot that was hit: all bits, so that it can be set with an OR
+constexpr u32 FIRST_SCORE = 1;   // of a key that has just been admitted
 
 struct alignas(4 * HPS_UNIT) Unit {
     float value[HPS_UNIT];
@@ -94,19 +81,10 @@ __device__ __forceinline__ i64 key_of(u32 low, u32 high) {
 
 __device__ __forceinline__ uint4 load_part(const uint4* at) {
     uint4 v;
-#if HPS_BUCKET_HINT
-    u64 keep;
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
-    asm volatile("ld.relaxed.gpu.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(at), "l"(keep)
-                 : "memory");
-#else
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(at)
                  : "memory");
-#endif
     return v;
 }
 
@@ -118,14 +96,7 @@ __device__ __forceinline__ u64 load_word(const void* at) {
 
 __device__ __forceinline__ Unit load_unit(const Unit* at) {
     Unit v;
-#if HPS_UNIT == 4 && HPS_ROW_HINT
-    u64 drop;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(drop));
-    asm volatile("ld.relaxed.gpu.global.L2::cache_hint.v4.f32 {%0, %1, %2, %3}, [%4], %5;"
-                 : "=f"(v.value[0]), "=f"(v.value[1]), "=f"(v.value[2]), "=f"(v.value[3])
-                 : "l"(at), "l"(drop)
-                 : "memory");
-#elif HPS_UNIT == 4
+#if HPS_UNIT == 4
     asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(v.value[0]), "=f"(v.value[1]), "=f"(v.value[2]), "=f"(v.value[3])
                  : "l"(at)
@@ -198,10 +169,8 @@ __device__ __forceinline__ u32 score_of(u32 scores, u32 slot) {
     return scores >> (4 * slot) & 15;
 }
 
-// Give a slot a score. Writes a byte, and so its neighbour's score as it was in `scores`.
-__device__ __forceinline__ void store_score(uint4* bucket, u32 scores, u32 slot, u32 score) {
-    const u32 changed = (scores & ~(15u << (4 * slot))) | score << (4 * slot);
-    *(reinterpret_cast<volatile u8*>(bucket) + 4 + slot / 2) = static_cast<u8>(changed >> (slot / 2 * 8));
+__device__ __forceinline__ u32* scores_at(uint4* bucket) {
+    return reinterpret_cast<u32*>(bucket) + 1;
 }
 
 // Where, in the part of a bucket that a lane holds (`member`: which of the four), a key stands: the slot, or -1.

@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS) erase(const __grid_con
             const u32 target = slot / SLOTS, at = slot % SLOTS;
             if (bucket == target) {
                 *reinterpret_cast<volatile i64*>(key_at(writer.bucket(target), at)) = filler_of(table, pair);
-                store_score(writer.bucket(target), part.y, at, 0);
+                *reinterpret_cast<volatile u32*>(scores_at(writer.bucket(target))) = part.y & ~(15u << (4 * at));
                 atomicAdd(table.counters + 2, 1ull);
             } else if (bucket == home % 2) {
                 *reinterpret_cast<volatile u8*>(strays_at(writer.bucket(bucket))) = (part.x >> 16) - 1;

@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) insert
                 if (within == 0 && bucket == target) {
                     const u32 fallen = rank > 2 ? part.y - (rank - 2) * 0x01111111u : part.y;
                     const u32 changed = (fallen & ~(15u << (4 * at))) | FIRST_SCORE << (4 * at);
-                    *reinterpret_cast<volatile u32*>(reinterpret_cast<u32*>(filled) + 1) = changed;
+                    *reinterpret_cast<volatile u32*>(scores_at(filled)) = changed;
                     *reinterpret_cast<volatile i64*>(key_at(filled, at)) = key;
                     atomicAdd(&admitted, 1);
                     if (rank >= 2) atomicAdd(&evicted, 1);

@@ -13,9 +13,10 @@
 // RACES       Inserts, updates and erases may run meanwhile: a row is kept only if its bucket's version and the slot's key are
 //             the same after the copy (embedding_cache.cuh), else the key is asked again, HPS_PATIENCE times, then it counts as
 //             a miss, which is always a right answer. The second look comes after the copy because its address depends on
-//             all that was copied. A miss needs no second look: keys do not move between slots. Scores are bytes written
-//             without an atomic, and only when they change; a lost one costs nothing but recency. One atomic add a warp, and
-//             only of a warp that misses, reserves places in the list; whoever reserved the first sets any_missing.
+//             all that was copied. A miss needs no second look: keys do not move between slots. Scores are set with an OR that
+//             nothing waits for, and only when they change; one that meets a writer may be lost, which costs nothing but
+//             recency. One atomic add a warp, and only of a warp that misses, reserves places in the list; whoever reserved
+//             the first sets any_missing.
 // TWIN        hps.cache.numpy_kernels.query
 
 #include "embedding_cache.cuh"
@@ -40,12 +41,6 @@
 #endif
 #ifndef HPS_PATIENCE
 #define HPS_PATIENCE 1024
-#endif
-#ifndef HPS_AHEAD
-#define HPS_AHEAD 1  // 1: the buckets of the next pass are read before the rows of this one
-#endif
-#ifndef HPS_PREFETCH
-#define HPS_PREFETCH 0  // 1: the buckets of all passes are asked into the L2 cache at first
 #endif
 #ifndef HPS_RECENCY
 #define HPS_RECENCY 1  // 0: hits leave scores alone (to measure what they cost)
@@ -119,7 +114,6 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
     if (lane < count) {
         const i64 key = __ldcs(segment.keys + first + lane);
         const u32 home = home_of(key, segment.pairs);
-        if (HPS_PREFETCH) asm volatile("prefetch.global.L2 [%0];" : : "l"(segment.buckets + static_cast<u64>(home) * BUCKET_PARTS));
         const u32 askers = __match_any_sync(all, static_cast<u64>(key));
         const bool leads = (askers & ((1u << lane) - 1)) == 0;
         const u32 leaders = __ballot_sync(all, leads);
@@ -142,17 +136,12 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
 
     u32 answered = 0;  // bit i: key i of the warp
     u32 attempt = 0;
-    uint4 part, next;
-    if (HPS_AHEAD && tile < distinct) next = load_part(segment.buckets + static_cast<u64>(home_at_place[0]) * BUCKET_PARTS + member);
 #pragma unroll 1
     for (u32 done = 0; done < distinct;) {
         const bool asks = done + tile < distinct && askers_at_place[done + tile] & ~answered;
         u32 index = asks ? home_at_place[done] : 0;
-        if (HPS_AHEAD && attempt == 0) {
-            part = next;
-        } else if (asks) {
-            part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
-        }
+        uint4 part;
+        if (asks) part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
         int slot = tile_slot(part, key_at_place[done], asks, tile, member);
         u32 word = __shfl_sync(FULL_WARP, part.x, 4 * tile);  // the first of the bucket's header
         const bool strayed = asks && slot < 0 && word >> 16;
@@ -172,10 +161,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
         const bool copies = slot >= 0 && !owned;
         bool retry = slot >= 0 && owned;
         if (HPS_RECENCY && copies && member == 0 && score_of(part.y, slot) != TOP_SCORE) {
-            store_score(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS, part.y, slot, TOP_SCORE);
-        }
-        if (HPS_AHEAD && attempt == 0 && done + PASS + tile < distinct) {
-            next = load_part(segment.buckets + static_cast<u64>(home_at_place[done + PASS]) * BUCKET_PARTS + member);
+            atomicOr(scores_at(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS), TOP_SCORE << (4 * slot));
         }
 
         // Lane l moves unit l % HPS_COPY of row l / HPS_COPY of a round.

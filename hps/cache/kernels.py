@@ -32,10 +32,12 @@ UNIQUE_THREADS = 512
 # The arguments of each kernel, as the structs in cuda/ lay them out (their static_asserts hold the sizes).
 TABLE = struct.Struct("<QQQqIII4x")  # buckets, rows, counters, zero_filler, zero_pair, pairs, dim
 SEGMENT = struct.Struct("<QQQQQIIIIII")  # keys, out, found, buckets, rows, n, pairs, units, first_block, missing, index
-QUERY_TAIL = struct.Struct("<QQQQIHH")  # missing_keys, missing_positions, missing_counts, any_missing, segment_count, keys_per_warp, 0
+QUERY_TAIL = struct.Struct(
+    "<QQQQIHH"
+)  # missing_keys, missing_positions, missing_counts, any_missing, segment_count, keys_per_warp, 0
 INSERT_TAIL = struct.Struct("<QQQII")  # keys, vectors, chosen, n, mode
 ERASE_TAIL = struct.Struct("<QI4x")  # keys, n
-DUMP_TAIL = struct.Struct("<QQ")  # keys, count
+DUMP_TAIL = struct.Struct("<QQII")  # keys, count, first, n
 SCATTER = struct.Struct("<QQQQQQIIf4x")  # positions, rows, fetched, vectors, out, found, n, units, default_value
 UNIQUE_HEAD = struct.Struct("<QQQQQQ")  # missing_keys, missing_counts, rows, distinct, distinct_on_host, counts
 UNIQUE_SEGMENT = struct.Struct("<II")  # missing, index
@@ -79,13 +81,16 @@ class KernelCache:
     def __init__(self, compile_kernel: Compile) -> None:
         self._compile = compile_kernel
         self._handles: dict[Kernel, int] = {}
+        self._compiling: dict[Kernel, threading.Lock] = {}
         self._lock = threading.Lock()
 
     def handle(self, kernel: Kernel) -> int:
-        """The CUfunction of a kernel."""
+        """The CUfunction of a kernel. Different kernels are compiled by several threads at once."""
         handle = self._handles.get(kernel)
         if handle is None:
             with self._lock:
+                compiling = self._compiling.setdefault(kernel, threading.Lock())
+            with compiling:
                 handle = self._handles.get(kernel)
                 if handle is None:
                     handle = self._handles[kernel] = self._compile(kernel.code, kernel.name)
@@ -123,7 +128,7 @@ def query_kernel(unit: int, widest: int, segments: int) -> Kernel:
             ("ROW_LOADS", min(4, copy // 4)),
             ("LONG_ROWS", int(units > copy)),
             ("SEGMENTS", 1 if segments == 1 else SEGMENTS_AT_ONCE),
-            ("MIN_BLOCKS", 12 if copy <= 8 else 10),
+            ("MIN_BLOCKS", 16 if copy <= 8 else 10),
         ),
     )
 
@@ -150,9 +155,9 @@ MARK_HEADS = Kernel("mark_heads", "unique", (("SEGMENTS", SEGMENTS_AT_ONCE),))
 RANK_SORTED_KERNEL = Kernel("rank_sorted", "unique", (("SEGMENTS", SEGMENTS_AT_ONCE),))
 
 
-def query_keys_per_warp(keys: int) -> int:
-    """How many keys a warp of a query takes: more where there are plenty, so that its start is paid less often."""
-    return 8 if keys < 1 << 17 else 32
+def query_keys_per_warp(keys: int, widest: int) -> int:
+    """How many keys a warp of a query takes: more where there are plenty of narrow rows, since it finds the duplicates."""
+    return 16 if keys >= 1 << 17 and widest <= 32 else 8
 
 
 def query_keys_per_block(keys_per_warp: int) -> int:

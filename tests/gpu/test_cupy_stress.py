@@ -1,0 +1,108 @@
+"""Queries on several streams beside inserts, updates and erases: no vector is torn, stale or another key's.
+
+Everything runs and is checked on the device, so that millions of vectors are; the count is printed. A vector holds its
+key's low bits, its key's high bits, and the generation it was written in, over and over.
+"""
+
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hps.cache.base import Segment
+from tests.contracts.cache_contract import spec
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+SECONDS = 4.0
+READERS, WRITERS = 3, 2
+
+
+def vectors_on_device(keys: Any, dim: int, generation: int) -> Any:
+    import cupy
+
+    columns = cupy.arange(dim) % 3
+    low, high = (keys & 0xFFFFF)[:, None], ((keys >> 20) & 0xFFFFF)[:, None]
+    return cupy.where(columns == 0, low, cupy.where(columns == 1, high, generation)).astype(cupy.float32)
+
+
+@pytest.mark.parametrize(("dim", "capacity"), [(3, 28), (4, 1000), (32, 28), (32, 5000), (128, 280), (128, 20_000), (300, 500)])
+def test_no_vector_is_torn_stale_or_anothers_on_several_streams(dim: int, capacity: int, capsys: pytest.CaptureFixture[str]):
+    import cupy
+
+    from hps.cache.cupy_cache import CupyCache
+
+    cache = CupyCache.create([spec(dim)], [capacity], 0)
+    rng = np.random.default_rng(1)
+    population = np.unique(rng.integers(-(1 << 62), 1 << 62, 2 * capacity))
+    begun, complete = np.zeros(WRITERS, np.int64), np.zeros(WRITERS, np.int64)
+    done = threading.Event()
+
+    def write(writer: int) -> int:
+        """Each writer has keys of its own; generation g of all of them is complete before g + 1 begins."""
+        mine = cupy.asarray(population[writer::WRITERS])
+        pick = np.random.default_rng(writer)
+        generation = 0
+        with cupy.cuda.Stream(non_blocking=True):
+            while not done.is_set():
+                generation += 1
+                begun[writer] = generation
+                vectors = vectors_on_device(mine, dim, generation)
+                for part in np.array_split(pick.permutation(mine.size), 4):
+                    chosen = cupy.asarray(np.concatenate([part, part[: part.size // 4]]))  # some twice
+                    if pick.random() < 0.5:
+                        cache.insert(0, mine[chosen], vectors[chosen])
+                    else:
+                        cache.update(0, mine[chosen], vectors[chosen])
+                complete[writer] = generation
+                if pick.random() < 0.2:
+                    cache.erase(0, mine[cupy.asarray(pick.integers(0, mine.size, max(1, mine.size // 10)))].get())
+        return generation
+
+    def read(reader: int) -> tuple[int, int]:
+        checked = wrong = 0
+        skew = np.random.default_rng(100 + reader)
+        keys_host = population[np.minimum(skew.zipf(1.2, 1 << 16) - 1, population.size - 1)]
+        owner = np.searchsorted(population, keys_host) % WRITERS
+        with cupy.cuda.Stream(non_blocking=True):
+            keys, owners = cupy.asarray(keys_host), cupy.asarray(owner)
+            expected = vectors_on_device(keys, dim, 0)
+            is_generation = cupy.arange(dim) % 3 == 2
+            workspace = cache.create_workspace()
+            asked = 0
+            while not done.is_set() or asked < 20:
+                asked += 1
+                out, found = cupy.full((keys.size, dim), cupy.nan, cupy.float32), cupy.zeros(keys.size, cupy.bool_)
+                oldest = cupy.asarray(complete.copy())[owners]
+                segments = cache.adopt(workspace, [Segment(0, keys, out, found)])
+                cache.query(workspace, segments)
+                cache.finish(workspace, segments)
+                newest = cupy.asarray(begun.copy())[owners]
+                generation = out[:, 2]
+                whole = cupy.where(is_generation, generation[:, None], expected) == out
+                good = whole.all(1) & (generation >= oldest) & (generation <= newest)
+                wrong += int((found & ~good).sum())
+                checked += int(found.sum())
+        return checked, wrong
+
+    with ThreadPoolExecutor(READERS + WRITERS) as pool:
+        writing = [pool.submit(write, writer) for writer in range(WRITERS)]
+        reading = [pool.submit(read, reader) for reader in range(READERS)]
+        time.sleep(SECONDS)
+        done.set()
+        generations = [writer.result(timeout=60) for writer in writing]
+        results = [reader.result(timeout=60) for reader in reading]
+    checked, wrong = (sum(column) for column in zip(*results, strict=True))
+    stats = cache.stats(0)
+    assert stats.resident_rows == cache.dump(0).size == np.unique(cache.dump(0)).size
+    cache.close()
+    with capsys.disabled():
+        counts = f"{checked / 1e6:.1f} M vectors checked, {generations} generations written"
+        sys.stdout.write(f"\ndim {dim}, {capacity} rows: {counts}\n")
+    assert wrong == 0
+    assert checked > 100_000
+    assert min(generations) > 1

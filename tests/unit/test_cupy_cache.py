@@ -1,0 +1,511 @@
+"""The CuPy embedding cache: the contract, on arrays in every place they may be, and what is its own."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hps.cache import kernels
+from hps.cache.base import EmbeddingCache, Segment
+from hps.errors import DeviceError, DeviceMemoryError, InvalidDtypeError, InvalidInputError
+from hps.types import KeyArray
+from tests.contracts.cache_contract import DEFAULT, CacheContract, Create, bits, distinct_keys, spec, vectors_of
+
+pytestmark = pytest.mark.gpu
+SLOTS = kernels.SLOTS
+
+
+def keys_at_home(cache: EmbeddingCache, bucket: int, count: int, seed: int = 1) -> KeyArray:
+    """Different keys whose home is one bucket of table 0."""
+    pairs = cache._open[0].pairs
+    candidates = distinct_keys(count * 2 * pairs * 8 + 200, seed)
+    home = np.fromiter((kernels.home_of(int(key), pairs) for key in candidates), np.int64, candidates.size)
+    keys = candidates[home == bucket][:count]
+    assert keys.size == count
+    return keys
+
+
+class CupyContract(CacheContract):
+    ways = 28  # the least capacity: two pairs of buckets
+
+    @property
+    def cache_class(self) -> Any:
+        from hps.cache.cupy_cache import CupyCache
+
+        return CupyCache
+
+    def raw_rows(self, cache: EmbeddingCache, table: int) -> dict[int, bytes]:
+        import cupy
+
+        memory = cache._open[table]
+        cupy.cuda.Device().synchronize()
+        if not memory.pairs:
+            return {}
+        pairs, dim = memory.pairs, memory.spec.dim
+        buckets = _copy(memory.buckets, 2 * pairs * 8, np.int64).reshape(2 * pairs, 8)
+        vectors = _copy(memory.rows, 14 * pairs * dim, np.float32).reshape(-1, dim)
+        assert not (buckets[:, 0] & 1).any()
+        filler = np.zeros(2 * pairs, np.int64)
+        filler[2 * kernels.zero_pair(pairs) :][:2] = kernels.zero_filler(pairs)
+        slots = buckets[:, 1:]
+        rows: dict[int, bytes] = {}
+        strays = np.zeros(2 * pairs, np.int64)
+        for bucket, slot in np.argwhere(slots != filler[:, None]):
+            key = int(slots[bucket, slot])
+            home = kernels.home_of(key, pairs)
+            assert key not in rows
+            assert home // 2 == bucket // 2
+            strays[home] += home != bucket
+            rows[key] = vectors[bucket * SLOTS + slot].tobytes()
+        np.testing.assert_array_equal(buckets[:, 0] >> 16 & 0xFF, strays)
+        return rows
+
+    # -- the policy: scores of a bucket of 7, which fall as keys are admitted ------------------------------------------
+
+    def test_a_full_set_evicts_what_was_used_least_recently(self, create: Create):
+        """Of the keys of a bucket, those go first that were not asked for since the last ones were admitted."""
+        cache = create(spec(4), 28)
+        keys = keys_at_home(cache, 0, 3 * SLOTS)
+        other = keys_at_home(cache, 1, SLOTS)
+        cache.insert(0, other, vectors_of(other, 4))  # the neighbour has no room for strays
+        old, used, new = keys[:SLOTS], keys[: SLOTS // 2], keys[SLOTS:]
+        cache.insert(0, old, vectors_of(old, 4))
+        assert self.resident(cache, old).all()
+        self.query(cache, used)
+        for count in range(SLOTS - used.size):
+            cache.insert(0, new[count, None], vectors_of(new[count, None], 4))
+            assert self.resident(cache, used).all()
+            assert self.resident(cache, new[count, None]).all()
+            self.query(cache, new[count, None])
+        np.testing.assert_array_equal(self.resident(cache, old), np.isin(old, used))
+        assert self.resident(cache, other).all()
+        assert cache.stats(0).evictions == SLOTS - used.size
+
+    def test_neither_update_nor_replacement_counts_as_a_use(self, create: Create):
+        cache = create(spec(4), 28)
+        keys, other = keys_at_home(cache, 0, SLOTS + 2), keys_at_home(cache, 1, SLOTS)
+        cache.insert(0, np.concatenate([keys[:SLOTS], other]), np.zeros((2 * SLOTS, 4), np.float32))
+        self.query(cache, keys[2:SLOTS])
+        cache.update(0, keys[:1], vectors_of(keys[:1], 4))
+        cache.insert(0, keys[1:2], vectors_of(keys[1:2], 4))
+        for key in keys[SLOTS:, None]:
+            cache.insert(0, key, vectors_of(key, 4))
+            self.query(cache, key)
+        np.testing.assert_array_equal(self.resident(cache, keys[:SLOTS]), np.arange(SLOTS) >= 2)
+
+    def test_a_new_key_is_on_probation_until_it_is_used(self, create: Create):
+        cache = create(spec(4), 28)
+        keys, other = keys_at_home(cache, 0, SLOTS + 2), keys_at_home(cache, 1, SLOTS)
+        cache.insert(0, np.concatenate([keys[:SLOTS], other]), np.zeros((2 * SLOTS, 4), np.float32))
+        self.query(cache, keys[1:SLOTS])
+        for key in keys[SLOTS:, None]:
+            cache.insert(0, key, vectors_of(key, 4))
+        assert self.resident(cache, keys[1:SLOTS]).all()
+        np.testing.assert_array_equal(self.resident(cache, keys[SLOTS:]), [False, True])
+
+    def test_keys_that_are_used_no_more_make_room_in_time(self, create: Create):
+        cache = create(spec(4), 28)
+        keys, other = keys_at_home(cache, 0, 40 * SLOTS), keys_at_home(cache, 1, SLOTS)
+        cache.insert(0, np.concatenate([keys[:SLOTS], other]), np.zeros((2 * SLOTS, 4), np.float32))
+        self.query(cache, keys[:SLOTS])
+        for key in keys[SLOTS:, None]:
+            cache.insert(0, key, vectors_of(key, 4))
+        assert not self.resident(cache, keys[:SLOTS]).any()
+
+    def test_stats_count_what_happened(self, create: Create):
+        cache = create([spec(4, "a"), spec(32, "b")], [28, 1000])
+        keys = np.concatenate([keys_at_home(cache, bucket, SLOTS + 1, seed=bucket) for bucket in range(4)])
+        stats = cache.stats(0)
+        assert stats.inserts == stats.evictions == stats.resident_rows == 0
+        assert cache.stats(1).size_bytes >= 1000 * (32 * 4 + 8)
+        cache.insert(0, keys, vectors_of(keys, 4))
+        stats = cache.stats(0)
+        assert (stats.inserts, stats.evictions, stats.resident_rows) == (32, 4, 28)
+        cache.insert(0, cache.dump(0), np.zeros((28, 4), np.float32))
+        cache.erase(0, cache.dump(0)[:5])
+        stats = cache.stats(0)
+        assert (stats.inserts, stats.evictions, stats.resident_rows) == (32, 4, 23)
+        assert cache.stats(1).inserts == 0
+
+
+class TestCupyCacheOnCupyArrays(CupyContract):
+    def to_device(self, array: np.ndarray) -> Any:
+        import cupy
+
+        return cupy.asarray(array)
+
+    def to_host(self, array: Any) -> np.ndarray:
+        return array.get()
+
+
+class TestCupyCacheOnHostArrays(CupyContract):
+    stress_queries = 100
+
+    def to_device(self, array: np.ndarray) -> np.ndarray:
+        return array.copy()
+
+    def to_host(self, array: np.ndarray) -> np.ndarray:
+        return array.copy()
+
+
+class TestCupyCacheOnTorchTensors(CupyContract):
+    stress_queries = 100
+
+    def to_device(self, array: np.ndarray) -> Any:
+        return _torch().from_numpy(np.array(array)).cuda()
+
+    def to_host(self, array: Any) -> np.ndarray:
+        return array.cpu().numpy()
+
+
+class TestBuckets:
+    """What the layout promises beyond the contract."""
+
+    @pytest.fixture
+    def contract(self) -> CupyContract:
+        return TestCupyCacheOnCupyArrays()
+
+    create = CacheContract.create
+    cache_class = CupyContract.cache_class
+
+    def test_keys_stray_to_the_neighbour_before_any_is_evicted(self, create: Create, contract: CupyContract):
+        cache = create(spec(8), 28)
+        keys = keys_at_home(cache, 3, 2 * SLOTS + 1)
+        cache.insert(0, keys[:-1], vectors_of(keys[:-1], 8))
+        out, found = contract.query(cache, keys)
+        np.testing.assert_array_equal(found, np.arange(keys.size) < 2 * SLOTS)
+        np.testing.assert_array_equal(bits(out[:-1]), bits(vectors_of(keys[:-1], 8)))
+        cache.insert(0, keys[-1:], vectors_of(keys[-1:], 8))
+        assert cache.stats(0).evictions == 1
+        assert len(contract.raw_rows(cache, 0)) == 2 * SLOTS
+
+    def test_erased_strays_are_counted_off(self, create: Create, contract: CupyContract):
+        cache = create(spec(8), 28)
+        keys = keys_at_home(cache, 2, 2 * SLOTS)
+        cache.insert(0, keys, vectors_of(keys, 8))
+        for key in keys[:, None]:
+            cache.erase(0, key)
+            contract.raw_rows(cache, 0)  # checks the count
+        assert not contract.raw_rows(cache, 0)
+        cache.insert(0, keys, vectors_of(keys, 8))
+        assert len(contract.raw_rows(cache, 0)) == 2 * SLOTS
+
+    def test_strays_are_evicted_by_keys_that_are_at_home_there(self, create: Create, contract: CupyContract):
+        cache = create(spec(8), 28)
+        strangers, locals_ = keys_at_home(cache, 0, 2 * SLOTS), keys_at_home(cache, 1, SLOTS)
+        cache.insert(0, strangers, vectors_of(strangers, 8))
+        for key in locals_[:, None]:
+            cache.insert(0, key, vectors_of(key, 8))
+            contract.query(cache, key)
+        rows = contract.raw_rows(cache, 0)
+        assert set(locals_.tolist()) <= set(rows)
+        assert len(rows) == 2 * SLOTS
+
+    def test_the_filler_of_a_pair_is_a_key_like_any_other(self, create: Create, contract: CupyContract):
+        cache = create(spec(2), 1000)
+        filler = kernels.zero_filler(cache._open[0].pairs)
+        keys = np.array([0, filler], np.int64)
+        for present in (keys[:1], keys[1:], keys):
+            _out, found = contract.query(cache, keys)
+            assert not found.any()
+            cache.insert(0, present, vectors_of(present, 2))
+            _out, found = contract.query(cache, keys)
+            np.testing.assert_array_equal(found, np.isin(keys, present))
+            cache.erase(0, keys)
+
+    def test_a_hit_writes_its_score_once(self, create: Create, contract: CupyContract):
+        cache = create(spec(4), 28)
+        key = keys_at_home(cache, 0, 1)
+        cache.insert(0, key, vectors_of(key, 4))
+        before = _copy(cache._open[0].buckets, 8, np.int64)
+        contract.query(cache, key)
+        once = _copy(cache._open[0].buckets, 8, np.int64)
+        contract.query(cache, key)
+        np.testing.assert_array_equal(_copy(cache._open[0].buckets, 8, np.int64), once)
+        assert before[0] >> 32 == 1
+        assert once[0] >> 32 == 15
+        np.testing.assert_array_equal(before[1:], once[1:])
+
+    def test_calls_that_change_nothing_leave_versions_alone(self, create: Create, contract: CupyContract):
+        cache, keys = create(spec(4), 28), distinct_keys(8)
+        cache.insert(0, keys[:4], vectors_of(keys[:4], 4))
+        before = _copy(cache._open[0].buckets, 32, np.int64)
+        cache.update(0, keys[4:], vectors_of(keys[4:], 4))
+        cache.erase(0, keys[4:])
+        cache.dump(0)
+        contract.query(cache, keys[4:])
+        np.testing.assert_array_equal(_copy(cache._open[0].buckets, 32, np.int64), before)
+
+    def test_a_version_that_wraps_goes_on(self, create: Create, contract: CupyContract):
+        import cupy
+
+        cache = create(spec(4), 28)
+        key = keys_at_home(cache, 0, 1)
+        memory = cache._open[0]
+        words = cupy.ndarray((1,), np.uint16, cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(memory.buckets, 128, memory), 0))
+        words[0] = 0xFFFC
+        for version in range(4):
+            cache.insert(0, key, vectors_of(key, 4, version))
+            out, found = contract.query(cache, key)
+            assert found.all()
+            np.testing.assert_array_equal(bits(out), bits(vectors_of(key, 4, version)))
+        assert int(words[0]) == 4
+
+    def test_a_query_does_not_wait_for_a_bucket_that_a_writer_keeps(self, create: Create, contract: CupyContract):
+        import cupy
+
+        cache = create(spec(4), 28)
+        keys = keys_at_home(cache, 0, 3)
+        cache.insert(0, keys, vectors_of(keys, 4))
+        memory = cache._open[0]
+        words = cupy.ndarray((1,), np.uint16, cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(memory.buckets, 128, memory), 0))
+        words[0] |= 1
+        _out, found = contract.query(cache, keys)
+        assert not found.any()
+        words[0] ^= 1
+        _out, found = contract.query(cache, keys)
+        assert found.all()
+
+
+class TestLookups:
+    create = CacheContract.create
+    cache_class = CupyContract.cache_class
+
+    @pytest.mark.parametrize("misses", [4096, 4097, 70_000, 300_000])
+    @pytest.mark.parametrize("distinct", [False, True])
+    def test_many_misses_are_made_distinct_and_ascending(self, create: Create, misses: int, distinct: bool):
+        cache = create(spec(4), 100)
+        keys = distinct_keys(misses)
+        if not distinct:
+            keys = np.random.default_rng(1).choice(keys[: misses // 3], misses)
+        contract = TestCupyCacheOnCupyArrays()
+        segment = contract.segment(cache, 0, keys)
+        known = keys[::2]
+        assert contract.lookup(cache, [segment], known).count == misses
+        expected = vectors_of(keys, 4, 1)
+        expected[~np.isin(keys, known)] = DEFAULT
+        np.testing.assert_array_equal(bits(segment.out.get()), bits(expected))
+        np.testing.assert_array_equal(segment.found.get(), np.isin(keys, known))
+
+    def test_more_tables_than_one_launch_takes(self, create: Create):
+        count = 2 * kernels.SEGMENTS_AT_ONCE + 3
+        dims = [1 + index % 37 for index in range(count)]
+        cache = create([spec(dim, f"t{index}") for index, dim in enumerate(dims)], [200] * count)
+        contract = TestCupyCacheOnCupyArrays()
+        keys = [distinct_keys(5 + index, seed=index) for index in range(count)]
+        for index, dim in enumerate(dims):
+            cache.insert(index, keys[index][:4], vectors_of(keys[index][:4], dim))
+        segments = [contract.segment(cache, index, keys[index]) for index in range(count)]
+        assert contract.lookup(cache, segments, np.concatenate(keys)).counts == [1 + index for index in range(count)]
+        for index, segment in enumerate(segments):
+            expected = vectors_of(keys[index], dims[index], np.arange(keys[index].size) >= 4)
+            np.testing.assert_array_equal(bits(segment.out.get()), bits(expected))
+
+    @pytest.mark.parametrize("dim", [4, 6, 32, 300])
+    @pytest.mark.parametrize("shift", [0, 1, 2])
+    def test_outputs_may_start_anywhere(self, create: Create, dim: int, shift: int):
+        import cupy
+
+        cache, keys = create(spec(dim), 2000), distinct_keys(300)
+        cache.insert(0, keys, vectors_of(keys, dim))
+        memory = cupy.full(300 * dim + 8, cupy.nan, cupy.float32)
+        out = memory[shift : shift + 300 * dim].reshape(300, dim)
+        workspace = cache.create_workspace()
+        segments = cache.adopt(workspace, [Segment(0, cupy.asarray(keys), out)])
+        assert cache.query(workspace, segments).count == 0
+        np.testing.assert_array_equal(bits(out.get()), bits(vectors_of(keys, dim)))
+        assert cupy.isnan(memory[:shift]).all()
+        assert cupy.isnan(memory[shift + 300 * dim :]).all()
+
+    @pytest.mark.parametrize("on_host", ["keys", "out", "both"])
+    def test_keys_and_output_are_placed_independently(self, create: Create, on_host: str):
+        import cupy
+
+        cache, keys = create(spec(5), 2000), distinct_keys(300)
+        cache.insert(0, keys[:200], vectors_of(keys[:200], 5))
+        out = np.full((300, 5), np.nan, np.float32)
+        segment = Segment(
+            0,
+            keys if on_host in ("keys", "both") else cupy.asarray(keys),
+            out if on_host in ("out", "both") else cupy.asarray(out),
+        )
+        TestCupyCacheOnCupyArrays().lookup(cache, [segment], keys)
+        np.testing.assert_array_equal(bits(cupy.asnumpy(segment.out)), bits(vectors_of(keys, 5, np.arange(300) >= 200)))
+
+    def test_lookups_follow_the_stream_of_their_tensors(self, create: Create):
+        """Keys that a long kernel is still to write, on a stream of torch's that nobody waits for."""
+        torch = _torch()
+        cache, keys = create(spec(16), 40_000), distinct_keys(20_000)
+        cache.insert(0, keys, vectors_of(keys, 16))
+        resident = torch.from_numpy(np.sort(cache.dump(0))).cuda()
+        stream = torch.cuda.Stream()
+        workspace = cache.create_workspace()
+        for _ in range(20):
+            with torch.cuda.stream(stream):
+                out = torch.full((resident.numel(), 16), torch.nan, device="cuda")
+                asked = torch.zeros_like(resident)
+                torch.cuda._sleep(2_000_000)
+                asked.copy_(resident)
+                cache.query(workspace, cache.adopt(workspace, [Segment(0, asked, out)]))
+                cache.finish(workspace, [])
+                total = out.double().sum()  # on the stream, after the lookup
+            assert total.item() == vectors_of(np.sort(cache.dump(0)), 16).astype(np.float64).sum()
+
+    def test_tensors_of_two_streams_are_both_waited_for(self, create: Create):
+        import cupy
+
+        torch = _torch()
+        cache, keys = create(spec(16), 40_000), distinct_keys(10_000)
+        cache.insert(0, keys, vectors_of(keys, 16))
+        resident = np.sort(cache.dump(0))
+        one, two = torch.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)
+        with torch.cuda.stream(one), two:
+            torch.cuda._sleep(2_000_000)
+            asked = torch.from_numpy(resident).cuda(non_blocking=True)
+            out = cupy.full((resident.size, 16), cupy.nan, cupy.float32)
+            workspace = cache.create_workspace()
+            segments = cache.adopt(workspace, [Segment(0, asked, out)])
+            assert cache.query(workspace, segments).count == 0
+            cache.finish(workspace, segments)
+            np.testing.assert_array_equal(bits(out.get()), bits(vectors_of(resident, 16)))
+
+    def test_int32_keys_are_widened(self, create: Create):
+        torch = _torch()
+        cache, keys = create(spec(4), 1000), np.arange(-50, 50)
+        cache.insert(0, keys, vectors_of(keys, 4))
+        out = torch.empty(100, 4, device="cuda")
+        workspace = cache.create_workspace()
+        segments = cache.adopt(workspace, [Segment(0, torch.arange(-50, 50, dtype=torch.int32, device="cuda"), out)])
+        assert cache.query(workspace, segments).count == 0
+        np.testing.assert_array_equal(bits(out.cpu().numpy()), bits(vectors_of(keys, 4)))
+
+    def test_tensors_that_do_not_fit_are_refused_before_any_launch(self, create: Create):
+        import cupy
+
+        cache = create(spec(4), 1000)
+        workspace = cache.create_workspace()
+        keys, out = cupy.zeros(10, cupy.int64), cupy.zeros((10, 4), cupy.float32)
+        for bad_keys, bad_out, error in [
+            (keys.astype(cupy.uint64), out, InvalidDtypeError),
+            (keys[::2], out, InvalidInputError),
+            (keys, out.astype(cupy.float64), InvalidDtypeError),
+            (keys, out[:, ::2], InvalidInputError),
+            (keys, out[:9], InvalidInputError),
+            (keys, np.zeros((9, 4), np.float32), InvalidInputError),
+            (keys, np.broadcast_to(np.float32(0), (10, 4)), InvalidInputError),
+            (keys, None, InvalidInputError),
+            ("keys", out, InvalidInputError),
+        ]:
+            with pytest.raises(error, match="wanted"):
+                cache.adopt(workspace, [Segment(0, bad_keys, bad_out)])
+        segments = cache.adopt(workspace, [Segment(0, keys, out)])
+        assert cache.query(workspace, segments).count == 10
+
+    def test_device_arrays_can_be_inserted(self, create: Create):
+        import cupy
+
+        cache, keys = create(spec(6), 1000), distinct_keys(200)
+        cache.insert(0, cupy.asarray(keys), cupy.asarray(vectors_of(keys, 6)))
+        out, found = TestCupyCacheOnCupyArrays().query(cache, keys)
+        assert found.all()
+        np.testing.assert_array_equal(bits(out), bits(vectors_of(keys, 6)))
+
+    def test_inserts_of_many_chunks_arrive_whole(self, create: Create):
+        cache, keys = create(spec(64), 400_000), distinct_keys(200_000)
+        vectors = vectors_of(keys, 64)
+        cache.insert(0, keys, vectors)
+        assert cache.stats(0).resident_rows > 199_000
+        out, found = TestCupyCacheOnCupyArrays().query(cache, keys)
+        np.testing.assert_array_equal(bits(out[found]), bits(vectors[found]))
+
+
+class TestMemory:
+    create = CacheContract.create
+    cache_class = CupyContract.cache_class
+
+    def test_more_memory_than_the_device_has_is_a_typed_error_that_names_the_tables(self):
+        with pytest.raises(
+            DeviceMemoryError, match=r"model 'shop'.*for 1,.* rows of table 'big'.*gpucacheper of at most"
+        ) as caught:
+            self.cache_class.create([spec(4, "small"), spec(1024, "big")], [1000, 1 << 30], 0)
+        assert isinstance(caught.value, MemoryError)
+
+    def test_a_device_that_is_not_there_is_a_typed_error(self):
+        with pytest.raises(DeviceError, match="got CUDA device 99"):
+            self.cache_class.create([spec(4)], [1000], 99)
+
+    def test_closing_gives_the_memory_back(self, create: Create):
+        import cupy
+
+        before = cupy.cuda.runtime.memGetInfo()[0]
+        cache = create(spec(256), 1 << 20)
+        assert before - cupy.cuda.runtime.memGetInfo()[0] > 1 << 30
+        cache.close()
+        del cache
+        assert before - cupy.cuda.runtime.memGetInfo()[0] < 1 << 28
+
+    def test_more_than_two_to_the_31_elements(self, create: Create):
+        """The last rows of a table of 9 GB come back; offsets are 64 bits wide."""
+        import cupy
+
+        cache = create(spec(512), 4_500_000)
+        contract = TestCupyCacheOnCupyArrays()
+        for seed in range(4):
+            keys = distinct_keys(200_000, seed=seed)
+            part = keys[np.fromiter((kernels.home_of(int(k), cache._open[0].pairs) > 640_000 for k in keys), bool, keys.size)][
+                :4000
+            ]
+            cache.insert(0, part, vectors_of(part, 512))
+            out, found = contract.query(cache, part)
+            assert found.mean() > 0.99
+            np.testing.assert_array_equal(bits(out[found]), bits(vectors_of(part, 512)[found]))
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+class TestFailure:
+    """In a process of its own: a CUDA error ends what the process can do with the device."""
+
+    def test_a_cuda_error_is_raised_typed_and_remembered(self):
+        import subprocess
+        import sys
+
+        script = """
+import numpy as np, cupy
+from hps.cache.cupy_cache import CupyCache
+from hps.cache.base import Segment
+from hps.errors import DeviceError
+from hps.types import TableSpec
+cache = CupyCache.create([TableSpec("m", "t", 4, 0.0, 1000)], [1000], 0)
+workspace = cache.create_workspace()
+assert cache.healthy
+wild = cupy.ndarray((100,), np.int64, cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(8 << 40, 800, None, 0), 0))
+for attempt in range(2):
+    try:
+        cache.query(workspace, cache.adopt(workspace, [Segment(0, wild, cupy.zeros((100, 4), np.float32))]))
+    except DeviceError as error:
+        print(attempt, cache.healthy, error)
+try:
+    cache.insert(0, np.arange(3), np.zeros((3, 4), np.float32))
+except DeviceError as error:
+    print("insert", error)
+import os
+print("done", flush=True)
+os._exit(0)
+"""
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+        assert "0 False" in done.stdout, done.stdout + done.stderr
+        assert "insert" in done.stdout
+        assert "failed before" in done.stdout
+        assert "done" in done.stdout
+
+
+def _torch() -> Any:
+    return pytest.importorskip("torch", reason="torch is not installed")
+
+
+def _copy(pointer: int, size: int, dtype: type) -> np.ndarray:
+    from cupy_backends.cuda.api import runtime
+
+    host = np.empty(size, dtype)
+    runtime.memcpy(host.ctypes.data, pointer, host.nbytes, runtime.memcpyDeviceToHost)
+    return host

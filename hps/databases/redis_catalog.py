@@ -43,11 +43,12 @@ class Catalog:
         self._check_about(layout, _pairs(commands[-1].reply))
         return layout, self._mark(layout)
 
-    def marks(self, layout: Layout, *, whole: bool) -> list[bytes] | None:
+    def marks(self, layout: Layout, deadline: float, *, whole: bool) -> list[bytes] | None:
         """The marks that the partitions have now; None when one has none, or the table has another shape.
 
         Args:
             layout: the table as it was opened.
+            deadline: when the answer must be there, on the monotonic clock.
             whole: None, too, while a model is being loaded into it.
 
         Raises:
@@ -55,7 +56,7 @@ class Catalog:
         """
         about = Ask(layout.slot, request(b"HMGET", layout.about, b"dim", b"num_partitions", LOADED))
         marks = [Ask(partition.slot, partition.get_mark) for partition in layout.partitions]
-        self._dispatcher.run([about, *marks])
+        self._dispatcher.run([about, *marks], deadline)
         dim, partitions, loaded = about.reply
         if (dim, partitions) != (b"%d" % layout.dim, b"%d" % len(layout.partitions)):
             return None

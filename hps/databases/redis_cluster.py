@@ -147,10 +147,11 @@ class RedisDatabase(Database):
     def fetch(self, tag: str, keys: KeyArray, out: FloatArray, found: BoolArray) -> int:
         table = self._table(tag)
         check_fetch(f"redis: fetching from table {tag}", keys, out, found, table.layout.dim)
+        keys, out, found = _plain(keys), np.asarray(out), np.asarray(found)
         if not self._uses:
-            return table.fetch(_aligned(keys), out, found)
+            return table.fetch(keys, out, found)
         before = found.copy()
-        filled = table.fetch(_aligned(keys), out, found)
+        filled = table.fetch(keys, out, found)
         if filled:
             used = keys[found & ~before]
             self._uses.submit(lambda: self._note_uses(table, used))
@@ -159,12 +160,12 @@ class RedisDatabase(Database):
     def insert(self, tag: str, keys: KeyArray, vectors: FloatArray) -> None:
         table = self._table(tag)
         check_rows(f"redis: inserting into table {tag}", keys, vectors, table.layout.dim)
-        table.insert(_aligned(keys), vectors)
+        table.insert(_plain(keys), np.asarray(vectors))
 
     def delete(self, tag: str, keys: KeyArray) -> int:
         table = self._table(tag)
         check_keys(f"redis: deleting from table {tag}", keys)
-        return table.delete(_aligned(keys))
+        return table.delete(_plain(keys))
 
     def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         table = self._table(tag)
@@ -192,7 +193,7 @@ class RedisDatabase(Database):
     def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
         table = self._table(tag)
         check_rows(f"redis: loading into table {tag}", keys, vectors, table.layout.dim)
-        table.insert(_aligned(keys), vectors, same_marks=True)
+        table.insert(_plain(keys), np.asarray(vectors), same_marks=True)
         self._loads.note(table, record.rows_done)
 
     def finish_load(self, tag: str) -> None:
@@ -241,9 +242,9 @@ class RedisDatabase(Database):
             raise UnknownTableError(f"redis: table {tag} was not opened; open_table makes or finds it") from None
 
 
-def _aligned(keys: KeyArray) -> KeyArray:
-    """Keys as kernels take them: an ndarray that is aligned."""
-    return np.require(keys, requirements=["C", "A"]) if type(keys) is np.ndarray else np.array(keys)
+def _plain(keys: KeyArray) -> KeyArray:
+    """Keys as kernels take them: of no subclass, and aligned."""
+    return np.require(np.asarray(keys), requirements=["C", "A"])
 
 
 def _check_arguments(given: dict[str, Any]) -> None:

@@ -56,23 +56,22 @@ class Dispatcher:
         """
         return self._keeper.current(time.monotonic() + self.timeout_s)
 
-    def run(self, commands: Sequence[Command], timeout_s: float = 0.0) -> None:
+    def run(self, commands: Sequence[Command], deadline: float | None = None) -> None:
         """Run commands, those of one slot in their order; returns when every one has its reply.
 
         Args:
             commands: what to run; each goes to the node that serves its slot.
-            timeout_s: for all of them; 0 stands for the dispatcher's own.
+            deadline: when all must be done, on the monotonic clock; None stands for the dispatcher's own timeout.
 
         Raises:
             DatabaseError: at least one was not done. Those that other nodes could do are done.
         """
-        timeout_s = timeout_s or self.timeout_s
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + self.timeout_s if deadline is None else deadline
         at: dict[Node, list[Command]] = {}
         topology = self._keeper.current(deadline)
         for command in commands:
             at.setdefault(topology.node_of(command.slot), []).append(command)
-        self._run(at, deadline, timeout_s)
+        self._run(at, deadline)
 
     def run_on_each_node(self, commands: Mapping[Node, Command]) -> None:
         """Run one command on each of several nodes.
@@ -80,18 +79,18 @@ class Dispatcher:
         Raises:
             DatabaseError: at least one was not done.
         """
-        self._run({node: [command] for node, command in commands.items()}, time.monotonic() + self.timeout_s, self.timeout_s)
+        self._run({node: [command] for node, command in commands.items()}, time.monotonic() + self.timeout_s)
 
     def close(self) -> None:
         """Close every connection."""
         self._keeper.close()
 
-    def _run(self, at: dict[Node, list[Command]], deadline: float, timeout_s: float) -> None:
+    def _run(self, at: dict[Node, list[Command]], deadline: float) -> None:
         for rounds in range(_ROUNDS):
             if rounds > 2:  # a slot on its way, or nodes that do not agree yet
                 time.sleep(min(_PAUSE_S * rounds, max(0.0, deadline - time.monotonic())))
             again: dict[Node, list[Command]] = {}
-            failures = self._round(at, again, deadline, timeout_s)
+            failures = self._round(at, again, deadline)
             for node, commands in at.items():
                 for command in commands:
                     if command.done and command.refusal:
@@ -120,9 +119,7 @@ class Dispatcher:
             self._keeper.mark_moved(*target)
             again.setdefault(target[1], []).append(command)
 
-    def _round(
-        self, at: dict[Node, list[Command]], again: dict[Node, list[Command]], deadline: float, timeout_s: float
-    ) -> list[DatabaseError]:
+    def _round(self, at: dict[Node, list[Command]], again: dict[Node, list[Command]], deadline: float) -> list[DatabaseError]:
         failures: list[DatabaseError] = []
         lent: list[tuple[Pool, Lane]] = []
         try:
@@ -135,7 +132,7 @@ class Dispatcher:
                 except DatabaseError as error:
                     failures.append(error)
                     self._keeper.mark_stale()
-            exchange([lane for _, lane in lent], deadline, timeout_s, self._read_timeout_s)
+            exchange([lane for _, lane in lent], deadline, self._read_timeout_s)
         finally:
             for pool, lane in lent:
                 pool.release(lane.connection, usable=lane.fault is None and not lane.busy)

@@ -138,15 +138,15 @@ class Lane:
         connection.start = at
 
 
-def exchange(lanes: Sequence[Lane], deadline: float, timeout_s: float, read_timeout_s: float) -> None:
+def exchange(lanes: Sequence[Lane], deadline: float, read_timeout_s: float) -> None:
     """Send the requests of all lanes and read their replies; returns when each is answered or its lane has failed.
 
     Args:
         lanes: what is to be sent where.
         deadline: when all must be done, on the monotonic clock.
-        timeout_s: how long that was, for messages.
         read_timeout_s: how long a node may be silent while it owes a reply.
     """
+    started = time.monotonic()
     poll = select.poll()
     by_descriptor = {}
     for lane in lanes:
@@ -170,16 +170,16 @@ def exchange(lanes: Sequence[Lane], deadline: float, timeout_s: float, read_time
                 del by_descriptor[descriptor]
             elif lane.wants_to_send != before:
                 poll.modify(descriptor, _events(lane))
-        _fail_late(by_descriptor, poll, now, deadline, timeout_s, read_timeout_s)
+        _fail_late(by_descriptor, poll, now, started, deadline, read_timeout_s)
 
 
 def _fail_late(
-    by_descriptor: dict[int, Lane], poll: select.poll, now: float, deadline: float, timeout_s: float, read_timeout_s: float
+    by_descriptor: dict[int, Lane], poll: select.poll, now: float, started: float, deadline: float, read_timeout_s: float
 ) -> None:
     for descriptor, lane in list(by_descriptor.items()):
         node = lane.connection.node
         if now >= deadline:
-            lane.fail(DatabaseTimeoutError(f"redis {node}: it had not answered everything after {timeout_s:.3g} s"))
+            lane.fail(DatabaseTimeoutError(f"redis {node}: it had not answered everything after {now - started:.3g} s"))
         elif lane.time_left(now, read_timeout_s) <= 0:
             lane.fail(DatabaseTimeoutError(f"redis {node}: it was silent for {read_timeout_s:.3g} s while it owed a reply"))
         else:

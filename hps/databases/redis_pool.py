@@ -60,8 +60,8 @@ class Pool:
         """Lend up to `wanted` idle connections, without waiting."""
         lent: list[Connection] = []
         with self._changed:
-            while len(lent) < wanted and (connection := self._take_idle()):
-                lent.append(connection)
+            while len(lent) < wanted and self._idle:
+                lent.append(self._idle.pop())
         return lent
 
     def release(self, connection: Connection, *, usable: bool) -> None:
@@ -70,15 +70,15 @@ class Pool:
         if keep:
             connection.shrink()
             connection.reused = True
-        else:
-            connection.close()
         with self._changed:
-            if keep and not self._closed:
+            keep = keep and not self._closed
+            if keep:
                 self._idle.append(connection)
             else:
-                connection.close()
                 self._open -= 1
             self._changed.notify()
+        if not keep:
+            connection.close()
 
     def close_idle(self) -> None:
         """Close the idle connections: the server has ended one of them, and with it perhaps all."""
@@ -126,7 +126,7 @@ class Pool:
             commands.insert(0, Ask(0, request(b"AUTH", *named, password)))
         lane = Lane(connection, commands)
         timeout_s = deadline - time.monotonic()
-        exchange([lane], deadline, timeout_s, timeout_s)
+        exchange([lane], deadline, timeout_s)
         if lane.fault:
             raise lane.fault
         for command in commands:

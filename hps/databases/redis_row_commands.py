@@ -22,6 +22,8 @@ from hps.errors import DatabaseCorruptError, TableWidthError
 from hps.types import BoolArray, IndexArray, KeyArray
 
 _NOTHING: Final = np.empty(0, np.uint8)
+# What stands in place of a count was written under another policy; such a row counts as not used, and goes first.
+_NO_COUNT: Final = ("ERR hash value is not an integer", "ERR increment or decrement would overflow")
 _COUNT_BYTES: Final = 26  # of a count in decimal, as an element
 
 
@@ -203,8 +205,9 @@ class Increments(Command):
         ends = at + np.flatnonzero(array[at:end] == ord("\n"))[: self._lines]
         starts = np.concatenate([[at], ends + 1])[: ends.size]
         for start, stop in zip(starts[array[starts] == ord("-")], ends[array[starts] == ord("-")], strict=True):
-            self.refusal = array[start + 1 : stop - 1].tobytes().decode(errors="backslashreplace")
-            break
+            refusal = array[start + 1 : stop - 1].tobytes().decode(errors="backslashreplace")
+            if not refusal.startswith(_NO_COUNT):
+                self.refusal = refusal
         if not np.isin(array[starts], (ord(":"), ord("-"), ord("+"))).all():
             raise garbage(array, at, end)
         self._lines -= ends.size

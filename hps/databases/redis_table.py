@@ -1,5 +1,6 @@
 """One table in Redis: its vectors fetched, inserted, deleted and scanned, partition by partition."""
 
+import time
 from collections.abc import Iterator
 from typing import Final
 
@@ -59,14 +60,15 @@ class RedisTable:
     def fetch(self, keys: KeyArray, out: FloatArray, found: BoolArray) -> int:
         """As `Database.fetch`; keys of a partition that has lost its rows are a failure, not absent."""
         before = int(np.count_nonzero(found))
+        deadline = time.monotonic() + self._timeout_s(keys)
         for _ in range(2):
             marks = self.marks
-            lost = self._fetch(marks, keys, out, found)
+            lost = self._fetch(marks, keys, out, found, deadline)
             if not lost:
                 return int(np.count_nonzero(found)) - before
             # Dropped or lost. If it has been made anew meanwhile, what it has now is the truth.
             if marks is self.marks:
-                self._adopt_marks(lost[0], whole=True)
+                self._adopt_marks(lost[0], deadline, whole=True)
         raise self._lost(lost[0])
 
     def insert(self, keys: KeyArray, vectors: FloatArray, *, same_marks: bool = False) -> None:
@@ -135,7 +137,8 @@ class RedisTable:
         capacity = min(_UNBOUNDED, self._overflow.rule.margin * len(self.layout.partitions))
         return TableStats(rows, vector_bytes, overhead, capacity)
 
-    def _fetch(self, marks: list[bytes], keys: KeyArray, out: FloatArray, found: BoolArray) -> list[Partition]:
+    def _fetch(self, marks: list[bytes], keys: KeyArray, out: FloatArray, found: BoolArray, deadline: float) -> list[Partition]:
+        """Fetch once; returns the partitions that have lost rows, and lack some of the keys."""
         rows = out.view(np.uint8)
         header = self.layout.header
         commands: list[Command] = []
@@ -150,7 +153,7 @@ class RedisTable:
             commands += pieces
             commands.append(check)
             checks.append((partition, pieces, check))
-        self._run(commands, keys.size, "fetching")
+        self._run(commands, deadline, f"fetching {keys.size} keys of table {self.layout.tag}")
         return [
             partition
             for partition, pieces, check in checks
@@ -158,6 +161,7 @@ class RedisTable:
         ]
 
     def _insert(self, keys: KeyArray, rows: Bytes, same_marks: bool) -> None:
+        deadline = time.monotonic() + self._timeout_s(keys)
         bounded = self._overflow.rule.margin < _UNBOUNDED
         marks = self.marks
         commands: list[Command] = []
@@ -172,22 +176,24 @@ class RedisTable:
                 commands.append(counts[-1][1])
             checks.append((partition, CheckMark(partition.slot, partition.get_mark, marks[partition.index])))
             commands.append(checks[-1][1])
-        self._run(commands, keys.size, "inserting")
+        self._run(commands, deadline, f"inserting {keys.size} keys into table {self.layout.tag}")
         for partition, count in counts:
             self._overflow.resolve(partition, count.reply)
         for partition, check in checks:
             if not check.same:
                 if same_marks:
                     raise self._lost(partition)
-                self._adopt_marks(partition, whole=False)
+                self._adopt_marks(partition, time.monotonic() + self._timeout_s(keys), whole=False)
                 return
 
-    def _run(self, commands: list[Command], keys: int, doing: str) -> None:
-        batches = -(-keys // self._batch)
+    def _timeout_s(self, keys: KeyArray) -> float:
+        return max(1, -(-keys.size // self._batch)) * self._dispatcher.timeout_s
+
+    def _run(self, commands: list[Command], deadline: float, doing: str) -> None:
         try:
-            self._dispatcher.run(commands, batches * self._dispatcher.timeout_s)
+            self._dispatcher.run(commands, deadline)
         except DatabaseError as error:
-            raise type(error)(f"{error} ({doing} {keys} keys of table {self.layout.tag})") from error
+            raise type(error)(f"{error} ({doing})") from error
 
     def _pieces(self, share: IndexArray) -> list[IndexArray]:
         return [share[start : start + self._chunk] for start in range(0, share.size, self._chunk)]
@@ -204,8 +210,8 @@ class RedisTable:
             if start < stop
         ]
 
-    def _adopt_marks(self, partition: Partition, *, whole: bool) -> None:
-        marks = self._catalog.marks(self.layout, whole=whole)
+    def _adopt_marks(self, partition: Partition, deadline: float, *, whole: bool) -> None:
+        marks = self._catalog.marks(self.layout, deadline, whole=whole)
         if marks is None:
             raise self._lost(partition)
         self.marks = marks

@@ -242,7 +242,7 @@ class TopologyKeeper:
         command = Ask(0, request(*arguments))
         lane = Lane(connection, [command])
         try:
-            exchange([lane], deadline, deadline - time.monotonic(), self._read_timeout_s)
+            exchange([lane], deadline, self._read_timeout_s)
         finally:
             pool.release(connection, usable=lane.fault is None and command.done)
         if lane.fault:

@@ -222,3 +222,20 @@ def test_vectors_of_any_size(server, dim):
     np.testing.assert_array_equal(scanned, np.sort(keys))
     database.drop_table("hps_et.shop.wide")
     database.close()
+
+
+def test_arrays_in_files_and_unaligned_ones(database, tmp_path):
+    keys = np.memmap(tmp_path / "keys", np.int64, "w+", shape=KEYS.shape)
+    keys[:] = KEYS
+    out = np.memmap(tmp_path / "out", np.float32, "w+", shape=VECTORS.shape)
+    found = np.memmap(tmp_path / "found", np.bool_, "w+", shape=KEYS.shape)
+    assert database.fetch(TAG, keys, out, found) == KEYS.size
+    np.testing.assert_array_equal(np.asarray(out), VECTORS)
+    database.insert(TAG, keys, out)
+    database.delete(TAG, keys[:5])
+    shifted = np.frombuffer(bytes(3) + KEYS.tobytes(), np.uint8)[3:].view(np.int64)
+    assert not shifted.flags.aligned
+    out_shifted = np.zeros(VECTORS.nbytes + 3, np.uint8)[3:].view(np.float32).reshape(VECTORS.shape)
+    assert database.fetch(TAG, shifted, out_shifted, np.zeros(KEYS.size, np.bool_)) == KEYS.size - 5
+    np.testing.assert_array_equal(out_shifted[5:], VECTORS[5:])
+    database.insert(TAG, shifted, out_shifted)

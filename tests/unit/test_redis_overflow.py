@@ -164,6 +164,21 @@ def test_margins_hold_after_a_change_of_policy(opened, client, before, after):
     assert found.any()
 
 
+@pytest.mark.parametrize(("before", "after"), [(a, b) for a in POLICIES for b in POLICIES if a != b])
+def test_rows_noted_under_another_policy_can_be_used_and_replaced(opened, client, before, after):
+    keys = keys_of_partition(1, MARGIN)
+    put(opened(before), keys)
+    database = opened(after)
+    put(database, keys, version=1)
+    out, found = fetched(database, TAG, keys, DIM)
+    assert found.all()
+    np.testing.assert_array_equal(out, vectors_of(keys, DIM, 1))
+    assert database.drain(10)
+    fresh = keys_of_partition(1, 10, seed=3)
+    put(database, fresh)
+    assert lengths(client)[1] == 80
+
+
 def test_notes_of_rows_that_are_gone_do_not_stop_eviction(opened, client):
     database = opened("evict_oldest")
     keys = keys_of_partition(1, MARGIN + 1)

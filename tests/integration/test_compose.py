@@ -1,0 +1,239 @@
+"""The deployment, run as local processes: what docker-compose.yml and the Dockerfile say, in their order."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from hps.sample_model import sample_vectors
+from tests.compose_file import compose_of
+from tests.compose_runner import Stack, can_isolate, isolated
+from tests.running_service import wait_until
+
+pytestmark = [pytest.mark.redis, pytest.mark.slow]
+ROOT = Path(__file__).parents[2]
+REPLICAS = ("hps-1", "hps-2", "hps-3")
+TOKEN = {"authorization": "Bearer token4tests"}
+TABLES = {"user": (16, 1, 10_000), "item": (32, 2, 50_000)}  # dim, seed, rows: as in docker-compose.yml
+HAPROXY = shutil.which("haproxy", path=f"{os.environ['PATH']}:/usr/sbin")
+needs_balancer = pytest.mark.skipif(HAPROXY is None, reason="no haproxy on the PATH")
+needs_isolation = pytest.mark.skipif(not can_isolate(), reason="not root: file systems cannot be made read-only")
+_COMPILE = (
+    "from hps.cache import numpy_cache; from hps.databases import redis_cluster, rocks_db; from hps import host_keys, loading"
+)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """What a replica has in its volume after its first start: compiled kernels, made under the image's environment."""
+    volume = tmp_path_factory.mktemp("kernels")
+    environment = compose_of(("cpu",)).stage("hps-1").environment
+    assert environment["NUMBA_CACHE_DIR"] == "/var/lib/hps/numba"
+    environment |= {key: value.replace("/var/lib/hps", str(volume)) for key, value in environment.items()}
+    done = run_python(_COMPILE, volume, environment)
+    assert done.returncode == 0, done.stderr
+    return volume
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory, kernels):
+    with running("cpu", tmp_path_factory.mktemp("cpu"), kernels) as stack:
+        yield stack
+
+
+@pytest.fixture(autouse=True)
+def _whole_again(request):
+    """Start what the test before has ended."""
+    if "stack" in request.fixturenames:
+        stack = request.getfixturevalue("stack")
+        for name in stack.compose.services:
+            if not stack.running(name) and name != "sample-model":
+                stack.start(name)
+        for name in (*REPLICAS, "redis"):
+            stack.wait_healthy(name)
+
+
+@contextmanager
+def running(profile, directory, kernels):
+    compose = compose_of((profile,))
+    if HAPROXY is None:
+        del compose.services["balancer"]
+    with Stack(compose, directory, kernels) as stack:
+        stack.up()
+        yield stack
+
+
+def run_python(code, writable, environment):
+    """Run Python with everything but a directory read-only, where that can be done."""
+    environment |= {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+    command = isolated([sys.executable, "-c", code], writable)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+def assert_answers(stack, name, keys, table="item", timeout_s=20):
+    """Look keys up through one service, and compare every bit."""
+    dim, seed, rows = TABLES[table]
+    url = f"http://{stack.address(name, 8000)}/v1/models/sample/lookup"
+    body = {"tables": {table: [int(key) for key in keys]}}
+    answer = httpx.post(url, json=body, headers=TOKEN, timeout=timeout_s)
+    assert answer.status_code == 200, answer.text
+    wanted = sample_vectors(np.asarray(keys, np.int64), dim, seed)
+    wanted[np.asarray(keys) >= rows] = 0
+    got = np.array(answer.json()["tables"][table], np.float32)
+    assert got.tobytes() == wanted.tobytes()
+
+
+def metric(stack, name, line):
+    """The value of one line of a replica's metrics."""
+    text = httpx.get(f"http://{stack.address(name, 8000)}/metrics", headers=TOKEN).text
+    return next(float(one.rpartition(" ")[2]) for one in text.splitlines() if one.startswith(line))
+
+
+@needs_isolation
+def test_kernels_are_compiled_without_a_writable_root(kernels):
+    assert list((kernels / "numba").rglob("*.nbi"))
+
+
+@needs_isolation
+def test_nothing_starts_without_the_place_that_the_image_names_for_kernels(tmp_path):
+    # Why NUMBA_CACHE_DIR is in the Dockerfile: beside the sources, where numba writes otherwise, is read-only.
+    done = run_python("import hps.hashing", tmp_path, {"HOME": "/nonexistent"})
+    assert "no locator available" in done.stderr
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("name", REPLICAS)
+def test_every_replica_answers_bit_for_bit(stack, name, table):
+    rows = TABLES[table][2]
+    assert_answers(stack, name, np.random.default_rng(7).integers(0, rows + 100, 1000), table)
+
+
+def test_requests_without_the_token_are_refused(stack):
+    url = f"http://{stack.address('hps-1', 8000)}"
+    for answer in (httpx.get(f"{url}/metrics"), httpx.post(f"{url}/v1/models/sample/lookup", json={"tables": {"user": [1]}})):
+        assert answer.status_code == 401
+    assert httpx.get(f"{url}/v2/health/ready").status_code == 200
+
+
+def test_redis_refuses_who_has_no_password(stack):
+    host, _, port = stack.address("redis", 6379).partition(":")
+    asked = subprocess.run(["redis-cli", "-h", host, "-p", port, "ping"], capture_output=True, check=False, timeout=10)
+    assert b"NOAUTH" in asked.stdout + asked.stderr
+
+
+def test_model_is_in_redis_and_loaded_once(stack):
+    # Each replica says how many rows Redis holds; three loads of their own would have been three times the rows.
+    for name in REPLICAS:
+        assert "cached 50000 / 50000 embeddings in volatile database (redis_cluster); load: 50000 /" in stack.full_log(name)
+
+
+def test_rocksdb_of_a_replica_is_locked_against_another(stack, tmp_path):
+    config = stack.translate("hps-1", (ROOT / "configs" / "docker.json").read_text())
+    (tmp_path / "ps.json").write_text(config)
+    command = [sys.executable, "-m", "hps", "load", str(tmp_path / "ps.json")]
+    secret = {"HPS_REDIS_PASSWORD": "password4tests"}
+    done = subprocess.run(command, env=os.environ | secret, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1
+    assert "lock" in done.stderr
+
+
+@needs_balancer
+def test_balancer_answers_and_keeps_the_metrics_of_replicas_to_itself(stack):
+    assert_answers(stack, "balancer", range(100))
+    assert httpx.get(f"http://{stack.address('balancer', 8000)}/metrics", headers=TOKEN).status_code == 404
+    assert "haproxy_server_status" in httpx.get(f"http://{stack.address('balancer', 8404)}/metrics").text
+
+
+def test_others_go_on_when_a_replica_is_killed(stack):
+    stack.kill("hps-2")
+    for turn in range(10):
+        for name in ("hps-1", "hps-3"):
+            assert_answers(stack, name, range(turn * 100, turn * 100 + 100))
+    stack.start("hps-2")
+    stack.wait_healthy("hps-2")
+    assert "embeddings in persistent database (rocks_db); all were there" in stack.log("hps-2")
+    assert_answers(stack, "hps-2", range(1000))
+
+
+@needs_balancer
+def test_no_lookup_through_the_balancer_fails_while_replicas_are_replaced(stack):
+    ended, failures, answered = threading.Event(), [], [0]
+
+    def ask():
+        while not ended.is_set():
+            try:
+                assert_answers(stack, "balancer", range(answered[0] % 49_000, answered[0] % 49_000 + 50))
+                answered[0] += 1
+            except (AssertionError, httpx.HTTPError) as error:
+                failures.append(repr(error))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        for name in REPLICAS:  # the upgrade of docs/deployment.md
+            before = answered[0]
+            assert stack.stop(name) == 0
+            stack.start(name)
+            stack.wait_healthy(name)
+            wait_until(lambda before=before: answered[0] > before, "lookups went on")
+            # The balancer asks each replica once a second.
+            wait_until(lambda name=name: backend_is_up(stack, name), f"the balancer found {name} again")
+    finally:
+        ended.set()
+        asking.join(60)
+    assert failures == [], stack.log("balancer")
+    assert answered[0] > 0
+
+
+def backend_is_up(stack, name):
+    text = httpx.get(f"http://{stack.address('balancer', 8404)}/metrics").text
+    return f'haproxy_server_status{{proxy="replicas",server="{name}",state="UP"}} 1' in text
+
+
+def test_lookups_go_on_while_redis_is_gone_and_fill_it_when_it_is_back(stack):
+    stack.kill("redis")
+    for turn in range(4):
+        for name in REPLICAS:
+            assert_answers(stack, name, range(30_000 + turn * 200, 30_200 + turn * 200))
+    assert metric(stack, "hps-1", 'hps_tier_errors_total{tier="volatile_db"}') > 0
+    stack.start("redis")
+    stack.wait_healthy("redis")
+    promoted = metric(stack, "hps-1", "hps_promoted_keys_total")
+    asked = iter(range(40_000, 50_000, 50))
+
+    def filled():
+        first = next(asked)
+        assert_answers(stack, "hps-1", range(first, first + 50))
+        return metric(stack, "hps-1", "hps_promoted_keys_total") > promoted
+
+    wait_until(filled, "vectors are promoted into the new Redis")
+    wait_until(lambda: metric(stack, "hps-1", 'hps_tier_available{tier="volatile_db"}') == 1, "Redis is asked again")
+
+
+def test_service_ends_within_its_grace_period(stack):
+    assert stack.stop("hps-3") == 0
+    assert stack.stop("redis") == 0
+
+
+def test_cluster_profile_serves_and_survives_the_loss_of_a_master(tmp_path_factory, kernels):
+    with running("cluster", tmp_path_factory.mktemp("cluster"), kernels) as stack:
+        assert "cluster_known_nodes:6" in stack.full_log("redis-cluster")
+        for name in REPLICAS:
+            assert_answers(stack, name, range(2000))
+        stack.kill("redis-1")
+        for turn in range(5):
+            for name in REPLICAS:
+                assert_answers(stack, name, range(20_000 + turn * 300, 20_300 + turn * 300))
+        stack.start("redis-1")
+        stack.wait_healthy("redis-1")
+        stack.start("redis-cluster")  # as `up` does: it finds the cluster and leaves it alone
+        stack.wait_completed("redis-cluster")
+        for name in REPLICAS:
+            assert_answers(stack, name, range(30_000, 31_000))

@@ -217,6 +217,24 @@ def test_lookups_go_on_while_redis_is_gone_and_fill_it_when_it_is_back(stack):
     wait_until(lambda: metric(stack, "hps-1", 'hps_tier_available{tier="volatile_db"}') == 1, "Redis is asked again")
 
 
+def test_replica_is_restored_from_a_copy_of_its_volume_and_refilled_without_one(stack, tmp_path):
+    assert stack.stop("hps-3") == 0
+    volume = stack.volume("hps-3")
+    shutil.copytree(volume / "rocksdb", tmp_path / "backup")
+    shutil.rmtree(volume / "rocksdb")
+    shutil.copytree(tmp_path / "backup", volume / "rocksdb")
+    stack.start("hps-3")
+    stack.wait_healthy("hps-3")
+    assert "50000 embeddings in persistent database (rocks_db); all were there" in stack.log("hps-3")
+    assert_answers(stack, "hps-3", range(500))
+    stack.kill("hps-3")
+    shutil.rmtree(volume / "rocksdb")
+    stack.start("hps-3")
+    stack.wait_healthy("hps-3")
+    assert "50000 embeddings in persistent database (rocks_db); complete" in stack.log("hps-3")
+    assert_answers(stack, "hps-3", range(500))
+
+
 def test_service_ends_within_its_grace_period(stack):
     assert stack.stop("hps-3") == 0
     assert stack.stop("redis") == 0

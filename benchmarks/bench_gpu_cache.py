@@ -6,7 +6,8 @@ graph of one launch, from its launch until the host knows that it is done. Score
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import cupy
@@ -15,8 +16,11 @@ import torch
 from cupy_backends.cuda.api import driver, runtime
 
 from benchmarks.harness import Report, time_calls
+from hps.cache import kernels
 from hps.cache.base import Segment
 from hps.cache.cupy_cache import CupyCache
+from hps.cache.cupy_device import kernels_of
+from hps.cache.kernels import Kernel
 from hps.types import FloatArray, KeyArray, TableSpec
 
 _ALPHA = 1.05
@@ -40,6 +44,7 @@ gather(const unsigned* slots, const float4* rows, float4* out, unsigned n, unsig
 _VALUE = cupy.ElementwiseKernel(
     "int64 key, int32 column", "float32 value", "value = ((key * 2654435761LL + column * 40503) >> 7) & 0xFFFFFF", "value_of"
 )
+_VARIANTS = {"unchecked": {"CHECK": 0}, "version_alone": {"CHECK": 1}, "fenced": {"FENCE": 1}, "without_scores": {"RECENCY": 0}}
 _PLAIN, _TUNED = (1, "*(p) = (v)"), (2, "__stcs(p, v)")
 
 
@@ -126,14 +131,12 @@ def _kernels(report: Report, rng: np.random.Generator, rows: int, dim: int, quic
     for n, alpha in [(4096, 0.0), (4096, _ALPHA)] if quick else cases:
         _queries(report, rng, cache, (resident, slots), n, alpha)
     for n in (4096,) if quick else (1 << 20, 1 << 16):
-        _inserts(report, rng, cache, resident, n)
+        _inserts(report, rng, cache, n)
     cache.close()
 
 
 def _slots(cache: CupyCache) -> tuple[KeyArray, np.ndarray]:
     """Resident keys of table 0, and the rows that they stand in."""
-    from hps.cache import kernels
-
     table = cache._open[0]  # type: ignore[index]
     buckets = np.empty((2 * table.pairs, 8), np.int64)
     runtime.memcpy(buckets.ctypes.data, table.buckets, buckets.nbytes, runtime.memcpyDeviceToHost)
@@ -157,7 +160,7 @@ def _queries(
     def query(batch: Any) -> Callable[[], None]:
         def launch() -> None:
             workspace.begin([Segment(0, batch, out)])
-            cache._launch_queries(workspace, cache._open, workspace.placed)  # type: ignore[arg-type]
+            cache._kernels.query(workspace, workspace.placed)
 
         return launch
 
@@ -198,6 +201,10 @@ def _queries(
         "torch_index_select_mkeys_per_s": n / _index_select(table.rows, places, out) / 1e6,
         "writing_scores_of_gather": plain[0] / _writing_scores(cache, query, keys),
     }
+    if n >= 1 << 20:  # what the parts of it cost
+        for name, constants in _VARIANTS.items():
+            with _variant(cache, constants):
+                figures[f"{name}_of_gather"] = plain[0] / _back_to_back([query(batch) for batch in keys])
     report.add({"work": "query", "dim": dim, "batch": n, "alpha": alpha, "resident": resident.size}, figures)
 
 
@@ -207,6 +214,20 @@ def _ranks(rng: np.random.Generator, n: int, rows: int, alpha: float) -> np.ndar
         return rng.integers(0, rows, n)
     g = 1.0 - alpha
     return np.minimum(((rng.random(n) * (float(rows) ** g - 1.0) + 1.0) ** (1.0 / g)).astype(np.int64), rows - 1)
+
+
+@contextmanager
+def _variant(cache: CupyCache, constants: dict[str, int]) -> Iterator[None]:
+    """Let queries of one segment be launched with other constants."""
+    kept = dict(cache._kernels._queries)
+    for unit, widest, segments in kept:
+        kernel = kernels.query_kernel(unit, widest, segments)
+        changed = Kernel(kernel.name, kernel.file, kernel.constants + tuple(constants.items()))
+        cache._kernels._queries[unit, widest, segments] = kernels_of(0).handle(changed)
+    try:
+        yield
+    finally:
+        cache._kernels._queries.update(kept)
 
 
 _compiled: dict[tuple[int, str], tuple[int, int, Any]] = {}
@@ -258,14 +279,14 @@ def _writing_scores(cache: CupyCache, query: Callable[[Any], Callable[[], None]]
     return float(np.median(seconds))
 
 
-def _inserts(report: Report, rng: np.random.Generator, cache: CupyCache, resident: KeyArray, n: int) -> None:
+def _inserts(report: Report, rng: np.random.Generator, cache: CupyCache, n: int) -> None:
     dim, table = cache.tables[0].dim, cache._open[0]  # type: ignore[index]
-    workspace = cache.create_workspace()
+    workspace, resident = cache.create_workspace(), cache.dump(0)
 
     def insert(keys: Any, vectors: Any) -> Callable[[], None]:
         def launch() -> None:
             stream = cupy.cuda.get_current_stream().ptr
-            cache._modifications._pending = False  # nothing runs; an event from outside cannot be captured
+            cache._modifications._pending = False  # nothing runs, and an event of before cannot be captured
             arguments = (keys.data.ptr, vectors.data.ptr, 0, n, 3, workspace.insert_arguments, stream)
             cache._modifications.launch_insert(table, *arguments)
 
@@ -278,6 +299,8 @@ def _inserts(report: Report, rng: np.random.Generator, cache: CupyCache, residen
         before = cache.stats(0)
         if kind == "resident":
             seconds = _back_to_back([insert(*pair) for pair in zip(keys, vectors, strict=True)])
+            cache._modifications._last = cupy.cuda.Event(disable_timing=True)  # the old one belongs to the graph
+            cache._modifications._pending = False
             out = cupy.empty((n, dim), cupy.float32)
             segments = cache.adopt(workspace, [Segment(0, keys[-1], out)])
             _check(cache.query(workspace, segments).count == 0 and bool((out == vectors[-1]).all()))

@@ -1,22 +1,23 @@
 """The embedding cache in the memory of a CUDA device, by the kernels of `cuda/`."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, ClassVar, Concatenate, NoReturn, ParamSpec, Self, TypeVar, cast
 
 import cupy
 import numpy as np
+import numpy.typing as npt
 from cupy_backends.cuda.api import runtime
 
 from hps.cache import kernels
 from hps.cache.base import CacheStats, EmbeddingCache, Misses, Segment, TableMisses, Workspace
-from hps.cache.cupy_device import CUDA_ERRORS, copy_to_device, kernels_of, launch, on_device
+from hps.cache.cupy_device import CUDA_ERRORS, compile_all, copy_to_device, on_device
+from hps.cache.cupy_lookup import LookupKernels, Missed
 from hps.cache.cupy_modifications import Modifications
 from hps.cache.cupy_tables import Table, allocate
 from hps.cache.cupy_tensors import TensorReader
-from hps.cache.cupy_workspace import CupyWorkspace, Placed
+from hps.cache.cupy_workspace import CupyWorkspace
 from hps.errors import DeviceError, DeviceMemoryError, InvalidDtypeError, InvalidInputError, NotReadyError
 from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
 
@@ -24,17 +25,6 @@ _MAPPED_BYTES = 1 << 18  # up to here, fetched vectors are read from pinned host
 _OUT_OF_MEMORY = "cudaErrorMemoryAllocation"
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-@dataclass(slots=True)
-class _Missed:
-    """What a workspace knows of the distinct missing keys of one segment; addresses are of the device or mapped memory."""
-
-    place: Placed
-    misses: int
-    vectors: int = 0
-    staged: int = 0  # where the vectors are copied from; 0 where they are read in place
-    found: int = 0  # the mask of what was fetched; 0 until it is known
 
 
 def _device_call(doing: str) -> Callable[[Callable[Concatenate["CupyCache", P], R]], Callable[Concatenate["CupyCache", P], R]]:
@@ -86,8 +76,6 @@ class CupyCache(EmbeddingCache):
         self._dims = tuple(table.dim for table in tables)
         self._error: str | None = None
         self._open: tuple[Table, ...] | None = None
-        self._kernels = kernels_of(device_id)
-        self._queries: dict[tuple[int, int, bool], int] = {}
         self._allocate(capacity_rows)
 
     @classmethod
@@ -133,17 +121,21 @@ class CupyCache(EmbeddingCache):
 
         One kernel and one wait for it if all keys are resident; else a second of each, for the distinct missing keys.
         """
-        tables = self._tables()
+        self._tables()
         own = cast(CupyWorkspace, workspace)
         placed = own.find(segments)
         self._modifications.show(own.stream)
         own.any_missing[0] = 0
-        self._launch_queries(own, tables, placed)
-        own.synchronise()
-        if not own.any_missing[0]:
-            return Misses([0] * len(placed), own)
-        self._launch_unique(own, placed)
-        own.synchronise()
+        try:
+            self._kernels.query(own, placed)
+            own.synchronise()
+            if not own.any_missing[0]:
+                return Misses([0] * len(placed), own)
+            self._kernels.unique(own, placed)
+            own.synchronise()
+        except CUDA_ERRORS:
+            own.clear()
+            raise
         return Misses(own.counts[: len(placed), 0].tolist(), own)
 
     @_device_call("finding the distinct missing keys")
@@ -151,7 +143,7 @@ class CupyCache(EmbeddingCache):
         """Bring the misses to the host, each key of a table once. See `EmbeddingCache.unique`."""
         own = cast(CupyWorkspace, workspace)
         return [
-            TableMisses(place.segment, self._distinct(own, index, place, count), _Missed(place, count))
+            TableMisses(place.segment, self._kernels.distinct(own, index, place, count), Missed(place, count))
             for index, (place, count) in enumerate(zip(own.placed, misses.counts, strict=True))
             if count
         ]
@@ -159,7 +151,7 @@ class CupyCache(EmbeddingCache):
     @_device_call("allocating a fetch buffer")
     def fetch_buffer(self, workspace: Workspace, missed: TableMisses) -> FloatArray:
         """Pinned memory for the vectors of `missed.keys`: (u, dim) float32; content unspecified."""
-        own, state = cast(CupyWorkspace, workspace), cast(_Missed, missed.state)
+        own, state = cast(CupyWorkspace, workspace), cast(Missed, missed.state)
         dim = self._dims[missed.segment.table]
         size = 4 * missed.keys.size * dim
         pointer, pinned = own.host.take(size)
@@ -172,7 +164,7 @@ class CupyCache(EmbeddingCache):
     @_device_call("copying fetched vectors")
     def stage(self, workspace: Workspace, missed: TableMisses, start: int, stop: int) -> None:
         """Begin to copy rows [start, stop) of the fetch buffer to the device, where they are too many to be read in place."""
-        own, state = cast(CupyWorkspace, workspace), cast(_Missed, missed.state)
+        own, state = cast(CupyWorkspace, workspace), cast(Missed, missed.state)
         if state.staged and stop > start:
             row = 4 * self._dims[missed.segment.table]
             copy_to_device(state.vectors + start * row, state.staged + start * row, (stop - start) * row, own.stream)
@@ -181,14 +173,14 @@ class CupyCache(EmbeddingCache):
     @_device_call("scattering fetched vectors")
     def scatter(self, workspace: Workspace, missed: TableMisses, found: BoolArray) -> None:
         """Write the fetched or the default vector to every missing position. See `EmbeddingCache.scatter`."""
-        own, state = cast(CupyWorkspace, workspace), cast(_Missed, missed.state)
+        own, state = cast(CupyWorkspace, workspace), cast(Missed, missed.state)
         self._place_mask(own, state, found)
-        self._launch_scatter(own, state)
+        self._kernels.scatter(own, state)
 
     @_device_call("inserting fetched vectors")
     def insert_fetched(self, workspace: Workspace, missed: TableMisses, found: BoolArray) -> None:
         """Insert the fetched vectors whose `found` is True; keys that have become resident meanwhile are left alone."""
-        own, state = cast(CupyWorkspace, workspace), cast(_Missed, missed.state)
+        own, state = cast(CupyWorkspace, workspace), cast(Missed, missed.state)
         table = self._tables()[missed.segment.table]
         self._place_mask(own, state, found)
         if not state.found or not table.pairs:
@@ -204,12 +196,18 @@ class CupyCache(EmbeddingCache):
         own = cast(CupyWorkspace, workspace)
         for place, count in zip(own.placed, misses.counts, strict=True):
             if count:
-                self._launch_scatter(own, _Missed(place, count))
+                self._kernels.scatter(own, Missed(place, count))
 
     @_device_call("delivering outputs")
     def finish(self, workspace: Workspace, segments: Sequence[Segment]) -> None:
         """Bring the outputs to the caller's host memory, or order them before what its streams do next."""
         cast(CupyWorkspace, workspace).deliver()
+
+    def host_buffer(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
+        """Pinned host memory. See `EmbeddingCache.host_buffer`."""
+        count = math.prod(shape)
+        memory = cupy.cuda.alloc_pinned_memory(max(1, count) * np.dtype(dtype).itemsize)
+        return np.frombuffer(memory, dtype, count).reshape(shape)
 
     @_device_call("inserting")
     def insert(
@@ -261,15 +259,8 @@ class CupyCache(EmbeddingCache):
     def _allocate(self, capacity_rows: Sequence[int]) -> None:
         self._modifications = Modifications(self.device_id)
         self._open = allocate(self.tables, capacity_rows, self.device_id)
-        needed = [kernels.UNIQUE]
-        for dim in set(self._dims):
-            unit = kernels.unit_of(dim, 16)
-            needed += [kernels.query_kernel(unit, dim, 1), kernels.scatter_kernel(unit), *self._modifications.kernels_for(dim)]
-        if len(self._dims) > 1:
-            unit = min(kernels.unit_of(dim, 16) for dim in self._dims)
-            needed.append(kernels.query_kernel(unit, max(self._dims), kernels.SEGMENTS_AT_ONCE))
-        with ThreadPoolExecutor(8) as compilers:  # the compiler takes a second for each, the first time on a machine
-            list(compilers.map(self._kernels.handle, dict.fromkeys(needed)))
+        self._kernels = LookupKernels(self.device_id, self._open)
+        compile_all(self.device_id, [*self._kernels.needed(), *self._modifications.needed(self._dims)])
 
     def _tables(self) -> tuple[Table, ...]:
         if self._error is not None:
@@ -286,143 +277,17 @@ class CupyCache(EmbeddingCache):
                 f"{where}: the device has no memory left ({error}); lower gpucacheper, max_batch_size or "
                 "num_of_worker_buffer_in_pool"
             ) from error
-        self._error = str(error)
-        raise DeviceError(f"{where}: {error}; the process has to be restarted") from error
+        try:
+            runtime.memGetInfo()  # a context that is lost refuses every call
+        except CUDA_ERRORS:
+            self._error = str(error)
+            raise DeviceError(f"{where}: {error}; the process has to be restarted") from error
+        raise DeviceError(f"{where}: {error}") from error
 
-    def _launch_queries(self, own: CupyWorkspace, tables: Sequence[Table], placed: Sequence[Placed]) -> None:
-        total = sum([place.n for place in placed])
-        asked = [(index, place) for index, place in enumerate(placed) if place.n]
-        for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
-            group = asked[start : start + kernels.SEGMENTS_AT_ONCE]
-            alignment = widths = widest = 0
-            for _index, place in group:
-                dim = self._dims[place.segment.table]
-                alignment |= place.out
-                widths |= dim
-                widest = max(widest, dim)
-            per_warp = kernels.query_keys_per_warp(total, widest)
-            per_block = kernels.query_keys_per_block(per_warp)
-            single = len(group) == 1
-            unit = kernels.unit_of(widths, alignment)
-            arguments = own.query_arguments[1 if single else kernels.SEGMENTS_AT_ONCE]
-            offset = blocks = 0
-            for index, place in group:
-                table = tables[place.segment.table]
-                arguments.pack(
-                    kernels.SEGMENT,
-                    offset,
-                    place.keys,
-                    place.out,
-                    place.found,
-                    table.buckets,
-                    table.rows,
-                    place.n,
-                    table.pairs,
-                    table.spec.dim // unit,
-                    blocks,
-                    place.missing,
-                    index,
-                )
-                offset += kernels.SEGMENT.size
-                blocks += -(-place.n // per_block)
-            arguments.pack(
-                kernels.QUERY_TAIL,
-                (1 if single else kernels.SEGMENTS_AT_ONCE) * kernels.SEGMENT.size,
-                own.missing_keys,
-                own.missing_positions,
-                own.missing_counts,
-                own.any_missing_at,
-                len(group),
-                per_warp,
-                0,
-            )
-            launch(self._query_handle(unit, widest, single), blocks, kernels.QUERY_THREADS, arguments, own.stream)
-
-    def _query_handle(self, unit: int, widest: int, single: bool) -> int:
-        handle = self._queries.get((unit, widest, single))
-        if handle is None:
-            kernel = kernels.query_kernel(unit, widest, 1 if single else kernels.SEGMENTS_AT_ONCE)
-            handle = self._queries[unit, widest, single] = self._kernels.handle(kernel)
-        return handle
-
-    def _launch_unique(self, own: CupyWorkspace, placed: Sequence[Placed]) -> None:
-        arguments = own.unique_arguments
-        arguments.pack(
-            kernels.UNIQUE_HEAD,
-            0,
-            own.missing_keys,
-            own.missing_counts,
-            own.rows,
-            own.distinct,
-            own.distinct_on_host_at,
-            own.counts_at,
-        )
-        for start in range(0, len(placed), kernels.SEGMENTS_AT_ONCE):
-            group = placed[start : start + kernels.SEGMENTS_AT_ONCE]
-            for nth, place in enumerate(group):
-                offset = kernels.UNIQUE_HEAD.size + nth * kernels.UNIQUE_SEGMENT.size
-                arguments.pack(kernels.UNIQUE_SEGMENT, offset, place.missing, start + nth)
-            launch(self._kernels.handle(kernels.UNIQUE), len(group), kernels.UNIQUE_THREADS, arguments, own.stream)
-
-    def _distinct(self, own: CupyWorkspace, index: int, place: Placed, misses: int) -> KeyArray:
-        count = int(own.counts[index, 1])
-        if count == kernels.TOO_MANY:
-            count = self._sort(own, index, place, misses)
-        keys: KeyArray = own.distinct_on_host[place.missing : place.missing + count].copy()
-        return keys
-
-    def _sort(self, own: CupyWorkspace, index: int, place: Placed, misses: int) -> int:
-        """Do for many misses what the `unique` kernel does for a few."""
-        order = own.sort(place, misses)
-        blocks = kernels.sorted_blocks(misses)
-        heads = own.device_space(4 * blocks)
-        own.rank_arguments.pack(
-            kernels.RANK_SORTED,
-            0,
-            own.missing_keys + 8 * place.missing,
-            int(order.data.ptr),
-            heads,
-            own.rows + 4 * place.missing,
-            own.distinct + 8 * place.missing,
-            own.counts_at + 8 * index + 4,
-            misses,
-        )
-        for kernel in (kernels.MARK_HEADS, kernels.RANK_SORTED_KERNEL):
-            launch(self._kernels.handle(kernel), blocks, kernels.UNIQUE_THREADS, own.rank_arguments, own.stream)
-        own.synchronise()
-        count = int(own.counts[index, 1])
-        target = own.distinct_on_host[place.missing : place.missing + count]
-        runtime.memcpyAsync(
-            target.ctypes.data, own.distinct + 8 * place.missing, 8 * count, runtime.memcpyDeviceToHost, own.stream
-        )
-        own.synchronise()
-        return count
-
-    def _place_mask(self, own: CupyWorkspace, state: _Missed, found: BoolArray) -> None:
+    def _place_mask(self, own: CupyWorkspace, state: Missed, found: BoolArray) -> None:
         if state.vectors and not state.found and found.any():
             state.found, pinned = own.host.take(found.size)
             np.copyto(pinned.view(np.bool_), found)
-
-    def _launch_scatter(self, own: CupyWorkspace, state: _Missed) -> None:
-        place = state.place
-        spec = self.tables[place.segment.table]
-        unit = kernels.unit_of(spec.dim, place.out)
-        own.scatter_arguments.pack(
-            kernels.SCATTER,
-            0,
-            own.missing_positions + 4 * place.missing,
-            own.rows + 4 * place.missing,
-            state.found,
-            state.vectors,
-            place.out,
-            place.found,
-            state.misses,
-            spec.dim // unit,
-            spec.default_value,
-        )
-        handle = self._kernels.handle(kernels.scatter_kernel(unit))
-        launch(handle, kernels.tile_blocks(state.misses), kernels.THREADS, own.scatter_arguments, own.stream)
-        own.launched()
 
     def _write(self, index: int, keys: Any, vectors: Any, mode: int, doing: str) -> None:
         table = self._tables()[index]

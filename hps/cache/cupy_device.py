@@ -7,6 +7,7 @@ twice that through `cupy.RawKernel` and `cupy.ndarray`.
 import ctypes
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -164,10 +165,9 @@ def kernels_of(device_id: int) -> KernelCache:
 
 
 def compile_all(device_id: int, kernels: list[Kernel]) -> None:
-    """Compile what is not compiled yet."""
-    compiled = kernels_of(device_id)
-    for kernel in dict.fromkeys(kernels):
-        compiled.handle(kernel)
+    """Compile what is not compiled yet, several at once: each takes a second, the first time on a machine."""
+    with ThreadPoolExecutor(8) as compilers:
+        list(compilers.map(kernels_of(device_id).handle, dict.fromkeys(kernels)))
 
 
 def copy_to_device(target: int, source: int, size_bytes: int, stream: int) -> None:

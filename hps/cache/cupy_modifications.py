@@ -1,7 +1,7 @@
 """What changes the tables of a device cache: in which order, and how host arrays get there."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -40,6 +40,7 @@ class Modifications:
 
     def __init__(self, device_id: int) -> None:
         self._kernels = kernels_of(device_id)
+        self._inserts: dict[tuple[int, int], int] = {}  # handles, by unit and width
         self._ordering = threading.Lock()
         self._last = cupy.cuda.Event(disable_timing=True)
         self._pending = False  # the last change may still be running
@@ -85,11 +86,14 @@ class Modifications:
     ) -> None:
         """Launch an insertion of n vectors that the device can read at these addresses; `arguments` belong to the caller."""
         dim = table.spec.dim
-        kernel = kernels.insert_kernel(kernels.unit_of(dim, vectors), dim)
+        unit = kernels.unit_of(dim, vectors)
+        handle = self._inserts.get((unit, dim))
+        if handle is None:
+            handle = self._inserts[unit, dim] = self._kernels.handle(kernels.insert_kernel(unit, dim))
         arguments.bytes[: kernels.TABLE.size] = table.packed
         arguments.pack(kernels.INSERT_TAIL, kernels.TABLE.size, keys, vectors, chosen, n, mode)
         with self.ordered(stream):
-            launch(self._kernels.handle(kernel), kernels.tile_blocks(n), kernels.THREADS, arguments, stream)
+            launch(handle, kernels.tile_blocks(n), kernels.THREADS, arguments, stream)
 
     def insert(self, table: Table, keys: np.ndarray, vectors: np.ndarray, mode: int) -> None:
         """Insert host arrays, in chunks whose copies overlap; wait for the end."""
@@ -163,9 +167,10 @@ class Modifications:
         if self._copiers is not None:
             self._copiers.shutdown()
 
-    def kernels_for(self, dim: int) -> list[Kernel]:
-        """What a table of this width needs for its modifications."""
-        return [kernels.insert_kernel(kernels.unit_of(dim, 16), dim), kernels.ERASE, kernels.DUMP]
+    def needed(self, dims: Sequence[int]) -> list[Kernel]:
+        """What the modifications of tables of these widths launch."""
+        inserts = [kernels.insert_kernel(kernels.unit_of(dim, 16), dim) for dim in set(dims)]
+        return [*inserts, kernels.ERASE, kernels.DUMP]
 
     def _follow(self, streams: set[int]) -> None:
         for stream in streams:
@@ -178,6 +183,9 @@ class Modifications:
         arrays = [keys] if vectors is None else [keys, vectors]
         pointers = []
         for array in arrays:
+            if array.nbytes > _MAPPED_BYTES and _is_pinned(array):
+                pointers.append(array.ctypes.data)
+                continue
             pointer, pinned = stage.host.take(array.nbytes)
             self._copy(pinned, array)
             pointers.append(pointer)
@@ -204,3 +212,8 @@ class Modifications:
 
         for done in self._copiers.map(copy, starts):
             del done
+
+
+def _is_pinned(array: np.ndarray) -> bool:
+    """Whether the device can copy from an array's memory by itself."""
+    return bool(runtime.pointerGetAttributes(array.ctypes.data).type == runtime.memoryTypeHost)

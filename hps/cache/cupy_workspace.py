@@ -21,23 +21,25 @@ class Placed:
 
     Attributes:
         segment: as it was given.
+        table: its table.
         n: how many keys it has.
         keys, out, found: addresses on the device, or in mapped host memory; `found` is 0 where no mask is wanted.
         missing: place of its first miss in the workspace's lists.
         host_out, host_found: mapped memory that is to be copied to the caller's host memory at the end.
     """
 
-    __slots__ = ("found", "host_found", "host_out", "keys", "missing", "n", "out", "segment")
+    __slots__ = ("found", "host_found", "host_out", "keys", "missing", "n", "out", "segment", "table")
 
     def __init__(self, segment: Segment, missing: int) -> None:
         self.segment = segment
+        self.table = segment.table
         self.missing = missing
-        self.n = 0
-        self.keys = 0
-        self.out = 0
         self.found = 0
         self.host_out: np.ndarray | None = None
         self.host_found: np.ndarray | None = None
+        self.n: int
+        self.keys: int
+        self.out: int
 
 
 class CupyWorkspace(Workspace):
@@ -87,8 +89,7 @@ class CupyWorkspace(Workspace):
         self.counts: np.ndarray = counts.view(np.uint32).reshape(tables, 2)
         self._missing_counts = DeviceBuffer()
         self.missing_counts = self._missing_counts.reserve(4 * tables)
-        runtime.memset(self.missing_counts, 0, 4 * tables)
-        runtime.streamSynchronize(0)  # which no other stream waits for
+        self.clear()
 
         self._capacity = 0  # keys that the lists have room for
         self._lists = DeviceBuffer()
@@ -101,16 +102,27 @@ class CupyWorkspace(Workspace):
         self.fetched_used = 0
         self._reserve(_LEAST_KEYS)
 
+    def clear(self) -> None:
+        """Count misses from 0 again: a query may have ended without that."""
+        runtime.memset(self.missing_counts, 0, 4 * len(self._dims))
+        runtime.streamSynchronize(0)  # which no other stream waits for
+
     def begin(self, segments: Sequence[Segment]) -> None:
         """Find keys and outputs of all segments, and order the lookup after those who made them."""
         self.wait()
         self.host.reset()
         self.fetched_used = 0
-        self._reader.start()
+        reader, dims = self._reader, self._dims
+        reader.start()
         placed, missing = [], 0
         for segment in segments:
             place = Placed(segment, missing)
-            self._place(place, self._dims[segment.table])
+            keys, out = segment.keys, segment.out
+            if segment.found is None and type(keys) is not np.ndarray and type(out) is not np.ndarray:
+                place.keys, place.n = reader.keys(keys)
+                place.out = reader.output(out, place.n * dims[place.table])
+            else:
+                self._place(place, dims[place.table])
             missing += place.n
             placed.append(place)
         self.placed = placed
@@ -161,9 +173,9 @@ class CupyWorkspace(Workspace):
         keys, out, found = segment.keys, segment.out, segment.found
         if isinstance(keys, np.ndarray):
             _check_host(keys, INT64, (keys.size,), "keys")
-            n = place.n = keys.size
-            place.keys, pinned = self.host.take(8 * n)
+            place.keys, pinned = self.host.take(keys.nbytes)
             np.copyto(pinned.view(np.int64), keys)
+            n = place.n = keys.size
         else:
             place.keys, n = self._reader.keys(keys)
             place.n = n

@@ -478,10 +478,11 @@ from hps.types import TableSpec
 cache = CupyCache.create([TableSpec("m", "t", 4, 0.0, 1000)], [1000], 0)
 workspace = cache.create_workspace()
 assert cache.healthy
+out = cupy.zeros((100, 4), np.float32)
 wild = cupy.ndarray((100,), np.int64, cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(8 << 40, 800, None, 0), 0))
 for attempt in range(2):
     try:
-        cache.query(workspace, cache.adopt(workspace, [Segment(0, wild, cupy.zeros((100, 4), np.float32))]))
+        cache.query(workspace, cache.adopt(workspace, [Segment(0, wild, out)]))
     except DeviceError as error:
         print(attempt, cache.healthy, error)
 try:

@@ -77,6 +77,8 @@ def run(report: Report, quick: bool) -> None:
     requests = {"binary": _binary(keys), "json": _json(keys), "curl": _curl(keys)}
     report.about["load"] = "wrk" if shutil.which("wrk") else "python"
     report.about["rounds"] = rounds
+    report.about["load_average_before"] = os.getloadavg()[0]
+    report.about["niceness"] = os.nice(0)
     with tempfile.TemporaryDirectory(prefix="hps-bench-http-") as name:
         directory = Path(name)
         _write_models(directory)

@@ -201,6 +201,8 @@ def _feed(
     first, last = min(load.first_row for _, load in targets), max(load.last_row for _, load in targets)
     if progress:
         progress.start(table.tag, last - first, (last - first) * model.row_bytes)
+    for database, load in targets:
+        database.reserve(table.tag, load.last_row)
     step = model.chunk_rows
     ranges = ((start, min(start + step, last)) for start in range(first, last, step))
     with closing(read_ahead(model, ranges)) as chunks:

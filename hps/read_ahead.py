@@ -1,7 +1,8 @@
 """Reads a sparse model ahead of whoever inserts it, within a few chunks of memory."""
 
+import os
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
@@ -10,19 +11,30 @@ from hps.errors import ModelFileError
 from hps.model_files import SparseModel
 from hps.types import FloatArray, KeyArray
 
-_READS_AHEAD = 2  # chunks being read or waiting while one is inserted: three buffers of CHUNK_BYTES in all
+_READS_AHEAD = 4 if (os.cpu_count() or 1) >= 8 else 2
+"""Chunks being read or waiting while one is inserted: with that one, three or five buffers of CHUNK_BYTES in all. A thread
+reads 8 GB/s from the page cache; a GPU takes more than two of them give."""
+
 _READ_TIMEOUT_S = 600.0  # of one chunk, far beyond what a file system's own timeouts allow
 
 
+Allocate = Callable[..., np.ndarray]
+
+
 def read_ahead(
-    model: SparseModel, ranges: Iterable[tuple[int, int]]
+    model: SparseModel, ranges: Iterable[tuple[int, int]], allocate: Allocate = np.empty
 ) -> Generator[tuple[int, KeyArray, FloatArray], None, None]:
     """Yield (first row, keys, vectors) of each range of rows, none longer than a chunk, while threads read the next ones.
 
     The arrays are lent: they are filled anew once the next chunk is asked for. Closing the generator ends the reading.
+
+    Args:
+        model: the files.
+        ranges: of rows.
+        allocate: makes the arrays, by shape and dtype: `EmbeddingCache.host_buffer` where they go to a cache.
     """
     length = min(model.chunk_rows, model.rows)
-    free = deque((np.empty(length, np.int64), np.empty((length, model.dim), np.float32)) for _ in range(_READS_AHEAD + 1))
+    free = deque((allocate((length,), np.int64), allocate((length, model.dim), np.float32)) for _ in range(_READS_AHEAD + 1))
     pending: deque[tuple[int, int, tuple[KeyArray, FloatArray], Future[None]]] = deque()
     remaining = iter(ranges)
     pool = ThreadPoolExecutor(_READS_AHEAD, thread_name_prefix="hps-model-reader")

@@ -54,7 +54,7 @@ def warm_up(
         "Initialize the embedding cache by by inserting the same size model file with embedding cache from beginning"
     )
     sparse_model.verify()
-    with closing(read_ahead(sparse_model, _pieces(rows, step, sparse_model.chunk_rows))) as chunks:
+    with closing(read_ahead(sparse_model, _pieces(rows, step, sparse_model.chunk_rows), cache.host_buffer)) as chunks:
         for start, keys, vectors in chunks:
             if start % step == 0:
                 count = min(step, rows - start)

@@ -176,6 +176,9 @@ class Database(ABC):
         """
         self.insert(tag, keys, vectors)
 
+    def reserve(self, tag: str, rows: int) -> None:  # noqa: B027 - optional
+        """Make room for so many rows in all before they are loaded, where that saves growing step by step."""
+
     def finish_load(self, tag: str) -> None:
         """Called once after the last `load_chunk` of a table, to let the engine settle (flush, compact)."""
         return

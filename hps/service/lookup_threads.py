@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hps.service.request_errors import LookupTimeoutError, OverloadedError
@@ -39,14 +39,6 @@ class _Call:
     error: BaseException | None = None
 
 
-@dataclass(slots=True, eq=False)
-class _Thread:
-    """A thread waits for its turn by acquiring `turn`, which whoever takes it out of the sleepers releases."""
-
-    thread: threading.Thread
-    turn: threading.Lock = field(default_factory=threading.Lock)
-
-
 class LookupThreads:
     """Runs calls on a fixed number of threads for one event loop. *One per event loop.*
 
@@ -67,10 +59,14 @@ class LookupThreads:
         # Shared with the threads: single operations of a deque are atomic.
         self._waiting: deque[_Call] = deque()
         self._done: deque[_Call] = deque()
-        self._sleepers: deque[_Thread] = deque()
+        self._sleepers: deque[threading.Lock] = deque()  # a thread sleeps on its lock until it is taken out and released
         self._last_start_s = 0.0
         self._closing = False
-        self._threads = [self._start(f"hps-lookup-{place}") for place in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._work, name=f"hps-lookup-{place}", daemon=True) for place in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def pending(self) -> int:
@@ -105,15 +101,8 @@ class LookupThreads:
         self._closing = True
         self._wake(len(self._threads))
         for thread in self._threads:
-            thread.thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.thread.is_alive() for thread in self._threads)
-
-    def _start(self, name: str) -> _Thread:
-        entry = _Thread(threading.Thread(name=name, daemon=True))
-        entry.thread = threading.Thread(target=self._work, args=(entry,), name=name, daemon=True)
-        entry.turn.acquire()
-        entry.thread.start()
-        return entry
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _hand_over(self) -> None:
         calls, self._submitted = self._submitted, []
@@ -124,7 +113,7 @@ class LookupThreads:
     def _wake(self, count: int) -> None:
         try:
             for _ in range(count):
-                self._sleepers.pop().turn.release()
+                self._sleepers.pop().release()
         except IndexError:  # all are awake, and look for waiting calls before they sleep
             pass
 
@@ -155,7 +144,9 @@ class LookupThreads:
             else:
                 call.future.set_exception(call.error)
 
-    def _work(self, me: _Thread) -> None:
+    def _work(self) -> None:
+        turn = threading.Lock()
+        turn.acquire()
         loop: asyncio.AbstractEventLoop | None = None  # to tell of results
         while True:
             try:
@@ -166,16 +157,19 @@ class LookupThreads:
                     loop = None
                 if self._closing:
                     return
-                self._sleepers.append(me)
+                self._sleepers.append(turn)
                 if self._waiting or self._closing:  # since we looked: the event loop may not have seen us asleep
                     self._wake(1)
-                me.turn.acquire()
+                turn.acquire()
                 continue
             loop = call.future.get_loop()
             if not call.future.done():  # else it timed out or was cancelled while it waited
                 self._last_start_s = time.monotonic()
                 try:
                     call.result = call.function(*call.arguments)
+                except StopIteration as error:  # a future refuses it
+                    call.error = RuntimeError("a lookup raised StopIteration")
+                    call.error.__cause__ = error
                 except BaseException as error:  # noqa: BLE001 - it is raised where the call is awaited
                     call.error = error
             self._done.append(call)

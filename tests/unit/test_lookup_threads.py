@@ -53,6 +53,15 @@ def test_what_a_call_raises_is_raised_where_it_is_awaited(run):
     assert run(main, threads=1) == "alive"
 
 
+def test_a_stray_stop_iteration_is_an_error_like_any_other(run):
+    async def main(threads):
+        with pytest.raises(RuntimeError, match="StopIteration") as caught:
+            await threads.run(next, iter(()))
+        assert isinstance(caught.value.__cause__, StopIteration)
+
+    run(main)
+
+
 def test_calls_behind_a_long_call_get_other_threads(run):
     release = threading.Event()
 

@@ -1,12 +1,15 @@
 """Keys and outputs as callers pass them, brought to a form that an embedding cache adopts."""
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from hps.cache.base import EmbeddingCache
+from hps.cache.base import EmbeddingCache, Segment
 from hps.cache.dlpack import adopt, as_keys, as_output, check_keys, check_output
+from hps.errors import InvalidInputError
 from hps.host_keys import as_host_keys
+from hps.types import TableSpec
 
 
 def keys_of(keys: Any, cache: EmbeddingCache | None) -> tuple[Any, int]:
@@ -52,10 +55,58 @@ def output_of(out: Any, rows: int, dim: int, cache: EmbeddingCache | None) -> An
     return view
 
 
-def any_keys_of(keys: Any, cache: EmbeddingCache | None) -> tuple[Any, int]:
+def segments_of(
+    tables: Mapping[Any, Any],
+    out: Mapping[Any, Any] | None,
+    table_index: Callable[[Any], int],
+    specs: Sequence[TableSpec],
+    cache: EmbeddingCache | None,
+    *,
+    with_found: bool,
+) -> list[Segment]:
+    """One segment for each table that a caller names: keys as tensors or sequences, outputs as tensors or new host arrays.
+
+    Raises:
+        UnknownTableError: as `table_index` does.
+        InvalidDtypeError, InvalidInputError: as `keys_of` and `output_of`; also when `out` lacks a table.
+    """
+    segments = []
+    for name, given in tables.items():
+        index = table_index(name)
+        keys, n = _any_keys_of(given, cache)
+        if out is None:
+            place = np.empty((n, specs[index].dim), np.float32)
+        elif name in out:
+            place = output_of(out[name], n, specs[index].dim, cache)
+        else:
+            raise InvalidInputError(f"looking up tables: out has no entry for {name!r}; name an output for every table")
+        segments.append(Segment(index, keys, place, np.empty(n, np.bool_) if with_found else None, None, n))
+    return segments
+
+
+def cuda_segments(
+    tables: Mapping[Any, Any], out: Mapping[Any, Any], indices: Mapping[Any, int], cache: EmbeddingCache | None
+) -> list[Segment] | None:
+    """The segments of torch's CUDA tensors for tables that are given by name, with the fewest steps a table.
+
+    Returns:
+        One segment a table, each of another table; None where there is anything else among them.
+    """
+    if cache is None or cache.device != "cuda":
+        return None
+    segments = []
+    for name, keys in tables.items():
+        place = out.get(name)
+        if type(name) is not str or name not in indices or not getattr(keys, "is_cuda", False):
+            return None
+        if not getattr(place, "is_cuda", False):
+            return None
+        segments.append(Segment(indices[name], keys, place, None, None, keys.numel()))
+    return segments
+
+
+def _any_keys_of(keys: Any, cache: EmbeddingCache | None) -> tuple[Any, int]:
     """Adopt keys that are a tensor, or a sequence or array of any integer type."""
-    if cache is not None and cache.device == "cuda" and getattr(keys, "is_cuda", False):
-        return keys, keys.numel()  # the hot path of many tables a call
     if isinstance(keys, np.ndarray) or not hasattr(keys, "__dlpack__"):
         flat = as_host_keys(keys)
         return flat, flat.size

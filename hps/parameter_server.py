@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, overload
 import numpy as np
 
 from hps.cache.base import Segment
-from hps.caller_tensors import any_keys_of, keys_of, output_of
+from hps.caller_tensors import cuda_segments, keys_of, output_of, segments_of
 from hps.config import Configuration, ModelConfig, load_configuration
 from hps.deployment import Deployment, choose_cache, deploy
 from hps.errors import InvalidInputError, NotReadyError, UnknownModelError
@@ -147,19 +147,12 @@ class HPS:
         """
         deployment = self.model(model_name)
         session = deployment.session(device_id)
-        cache, specs, index_of = session.cache, deployment.tables, deployment.indices.get
-        segments: list[Segment] = []
-        for name, given in tables.items():
-            index = index_of(name)
-            if index is None or type(name) is not str:
-                index = deployment.table_index(name)
-            keys, n = any_keys_of(given, cache)
-            if out is None:
-                place = np.empty((n, specs[index].dim), np.float32)
-            else:
-                place = output_of(_named(out, name), n, specs[index].dim, cache)
-            segments.append(Segment(index, keys, place, np.empty(n, np.bool_) if return_found else None, None, n))
-        _distinct_tables(deployment, segments)
+        segments = None if out is None or return_found else cuda_segments(tables, out, deployment.indices, session.cache)
+        if segments is None:
+            segments = segments_of(
+                tables, out, deployment.table_index, deployment.tables, session.cache, with_found=return_found
+            )
+            _distinct_tables(deployment, segments)
         session.lookup(segments)
         vectors = dict(zip(tables, (segment.out for segment in segments), strict=True)) if out is None else dict(out)
         if return_found:
@@ -323,13 +316,6 @@ class HPS:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
-
-
-def _named(out: Mapping[Any, Any], name: str | int) -> Any:
-    try:
-        return out[name]
-    except KeyError:
-        raise InvalidInputError(f"looking up tables: out has no entry for {name!r}; name an output for every table") from None
 
 
 def _distinct_tables(deployment: Deployment, segments: Sequence[Segment]) -> None:

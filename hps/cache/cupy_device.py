@@ -136,7 +136,7 @@ class Arguments:
     __slots__ = ("_pointers", "address", "bytes")
 
     def __init__(self, size: int) -> None:
-        self.bytes = ctypes.create_string_buffer(size)
+        self.bytes: Any = ctypes.create_string_buffer(size)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.bytes))
         self.address = ctypes.addressof(self._pointers)
 

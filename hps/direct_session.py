@@ -7,6 +7,7 @@ import numpy as np
 
 from hps.cache.base import Segment
 from hps.database_chain import DatabaseChain
+from hps.key_limits import refuse_too_many_keys
 from hps.metrics import Metrics
 from hps.types import TableSpec
 
@@ -26,6 +27,7 @@ class DirectSession:
         self.cache = None
         self._chain = chain
         self._metrics = metrics
+        self._max_keys = [table.max_keys for table in self.tables]
         self._counters = [metrics.table(table.model_name, table.table_name) for table in self.tables]
         self._seconds = metrics.lookup_seconds.labels(self.tables[0].model_name)
 
@@ -33,9 +35,11 @@ class DirectSession:
         """Write the vector of every key to its row of `out`, and `found` where asked.
 
         Raises:
+            TooManyKeysError: a segment has more keys than the table's `max_keys`.
             DatabaseError: keys are missing and the authoritative database did not answer; `out` is then unspecified.
         """
         start = time.perf_counter()
+        refuse_too_many_keys(self.tables, self._max_keys, segments)
         for segment in segments:
             table = self.tables[segment.table]
             found = np.zeros(segment.n, np.bool_) if segment.found is None else segment.found

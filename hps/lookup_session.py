@@ -11,8 +11,8 @@ import numpy as np
 from hps.background import BackgroundQueue
 from hps.cache.base import EmbeddingCache, Misses, Segment, TableMisses, Workspace
 from hps.database_chain import DatabaseChain
-from hps.errors import TooManyKeysError
 from hps.fetch_coalescing import FetchCoalescer
+from hps.key_limits import refuse_too_many_keys
 from hps.metrics import Metrics
 from hps.types import BoolArray, KeyArray, TableSpec
 from hps.workspace_pool import WorkspacePool
@@ -94,7 +94,7 @@ class LookupSession:
             DatabaseError: keys are missing and the authoritative database did not answer; `out` is then unspecified.
         """
         start = time.perf_counter()
-        self._check(segments)
+        refuse_too_many_keys(self.tables, self._max_keys, segments)
         with self._workspaces.take() as workspace:
             local = self.cache.adopt(workspace, segments)
             misses = self.cache.query(workspace, local)
@@ -116,17 +116,6 @@ class LookupSession:
             return
         self._inserts.close()
         self.cache.close()
-
-    def _check(self, segments: Sequence[Segment]) -> None:
-        for segment in segments:
-            n = segment.n
-            if n > self._max_keys[segment.table]:
-                table = self.tables[segment.table]
-                raise TooManyKeysError(
-                    f"looking up table {table.table_name!r} of model {table.model_name!r}: got {n} keys, "
-                    f"wanted at most {table.max_keys} (max_batch_size x maxnum_catfeature_query_per_table_per_sample); "
-                    "send fewer or raise them"
-                )
 
     def _answer_misses(self, workspace: Workspace, segments: Sequence[Segment], misses: Misses) -> None:
         deferred = {

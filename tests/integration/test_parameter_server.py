@@ -213,6 +213,8 @@ def test_every_kind_of_deployment_gives_the_same_vectors(configuration, change):
             vectors, found = server.lookup([*range(-10, 60), 4000], "ranker", 1, device, return_found=True)
             np.testing.assert_array_equal(vectors[:-1], vectors_of(np.arange(-10, 60), 7))
             assert found.tolist() == [True] * 70 + [False]
+        with pytest.raises(hps.TooManyKeysError):
+            server.lookup(np.zeros(251, np.int64), "ranker", "item")
 
 
 @pytest.mark.parametrize("missing", ["volatile_db", "persistent_db"])

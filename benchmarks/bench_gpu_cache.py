@@ -367,7 +367,7 @@ def _right(segment: Segment, dim: int) -> bool:
 def _misses(report: Report, rng: np.random.Generator, quick: bool) -> None:
     """2,000 keys of which 300 are missing, answered by a database that takes no time."""
     dim, n, missing = 16, 2000, 300
-    cache = CupyCache.create([_table("item", dim)], [1 << 20], 0)
+    cache = CupyCache.create([_table("item", dim)], [1 << 22], 0)  # so large that nothing is evicted
     keys = np.arange(400_000)
     cache.insert(0, keys, _vectors(cupy.asarray(keys), dim).get())
     resident, workspace = cache.dump(0), cache.create_workspace()

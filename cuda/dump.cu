@@ -1,8 +1,8 @@
 // PURPOSE     Lists the resident keys of a table.
-// ARRAYS      table: buckets in. keys (14 n,) int64, out, in any order: those of pairs [first, first + n). count uint64, in/out: must be 0 before, the number of
-//             keys after.
-// LAUNCH      Blocks of HPS_THREADS, ceil(n / (HPS_THREADS / 8)) of them. A tile of 8 lanes owns one pair. n = 0 is not launched;
-//             tiles past a ragged end have no pair.
+// ARRAYS      buckets of the table, in. keys (14 n,) int64, out, in any order: those of pairs [first, first + n). count
+//             uint64, in/out: must be 0 before, the number of keys after.
+// LAUNCH      Blocks of HPS_THREADS, ceil(n / (HPS_THREADS / 8)) of them. 8 lanes own one pair. n = 0 is not launched; lanes
+//             past a ragged end have no pair.
 // INVARIANTS  Each resident key stands once in the list.
 // RACES       Keys do not move, so a key that stays resident is listed whatever is modified meanwhile. One atomic add a warp
 //             reserves places.

@@ -34,8 +34,8 @@ constexpr u32 SLOTS = 7;         // of a bucket
 constexpr u32 BUCKET_PARTS = 4;  // 16-byte parts of a bucket: the header and key 0, then two keys each
 constexpr u32 PAIR_PARTS = 8;
 constexpr u32 UNIT = HPS_UNIT;
-constexpr u32 TOP_SCORE = 15;    // of a slot that was hit: all bits, so that it can be set with an OR
-constexpr u32 FIRST_SCORE = 1;   // of a key that has just been admitted
+constexpr u32 TOP_SCORE = 15;   // of a slot that was hit: all bits, so that it can be set with an OR
+constexpr u32 FIRST_SCORE = 1;  // of a key that has just been admitted
 
 struct alignas(4 * HPS_UNIT) Unit {
     float value[HPS_UNIT];

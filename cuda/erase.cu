@@ -1,7 +1,7 @@
 // PURPOSE     Makes keys of a table non-resident.
-// ARRAYS      keys (n,) int64, in. table: buckets in/out; counters in/out: keys erased are added.
-// LAUNCH      Blocks of HPS_THREADS, ceil(n / (HPS_THREADS / 8)) of them. A tile of 8 lanes owns one key. n = 0 is not launched;
-//             tiles past a ragged end have no key.
+// ARRAYS      keys (n,) int64, in. buckets of the table, in/out. counters, in/out: keys erased are added.
+// LAUNCH      Blocks of HPS_THREADS, ceil(n / (HPS_THREADS / 8)) of them. A tile of 8 lanes owns one key. n = 0 is not
+//             launched; tiles past a ragged end have no key.
 // INVARIANTS  The slot of an erased key holds the filler and score 0. Absent keys and duplicates change nothing.
 // RACES       A tile writes to a pair only while it owns it (writer.cuh), and looks at it again then.
 // TWIN        hps.cache.numpy_kernels.erase
@@ -52,11 +52,11 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS) erase(const __grid_con
         if (slot >= 0 && member % BUCKET_PARTS == 0) {  // the lanes that hold the headers
             const u32 target = slot / SLOTS, at = slot % SLOTS;
             if (bucket == target) {
-                *reinterpret_cast<volatile i64*>(key_at(writer.bucket(target), at)) = filler_of(table, pair);
-                *reinterpret_cast<volatile u32*>(scores_at(writer.bucket(target))) = part.y & ~(15u << (4 * at));
+                *static_cast<volatile i64*>(key_at(writer.bucket(target), at)) = filler_of(table, pair);
+                *static_cast<volatile u32*>(scores_at(writer.bucket(target))) = part.y & ~(15u << (4 * at));
                 atomicAdd(table.counters + 2, 1ull);
             } else if (bucket == home % 2) {
-                *reinterpret_cast<volatile u8*>(strays_at(writer.bucket(bucket))) = (part.x >> 16) - 1;
+                *static_cast<volatile u8*>(strays_at(writer.bucket(bucket))) = (part.x >> 16) - 1;
             }
         }
         writer.give_back(own, slot >= 0);

@@ -1,15 +1,15 @@
 // PURPOSE     Writes vectors of keys into a table: replaces those of resident keys, admits keys that are not, or both.
-// ARRAYS      keys (n,) int64, in. vectors (n, dim) float32, in, aligned to HPS_UNIT floats. chosen (n,) uint8 or null, in:
-//             keys whose byte is 0 are left out; null chooses all. table: buckets, rows, in/out; counters, in/out: keys admitted
-//             and keys evicted are added.
-// LAUNCH      Blocks of HPS_THREADS, ceil(n / (HPS_THREADS / 8)) of them. A tile of 8 lanes owns one key. n = 0 is not launched;
-//             tiles past a ragged end have no key.
-// INVARIANTS  A key stands in at most one slot of its pair. Where a key stands twice among `keys`, one of its vectors wins, whole.
-//             A key that is admitted takes an empty slot at home, else one at its neighbour, else that of the smallest score at
-//             home (the first of equals), whose key is evicted; the other scores there then fall by that much. It starts with
-//             FIRST_SCORE. Replacing a vector changes no score.
-// RACES       A tile looks at a pair, and writes to it, only while it owns it (writer.cuh). A query that reads meanwhile sees it by
-//             the version (embedding_cache.cuh). Launches on one table may run at once; the cache orders them all the same.
+// ARRAYS      keys (n,) int64, in. vectors (n, dim) float32, in, aligned to HPS_UNIT floats. chosen (n,) uint8 or null,
+//             in: keys whose byte is 0 are left out; null chooses all. buckets and rows of the table, in/out. counters, in/out:
+//             keys admitted and keys evicted are added.
+// LAUNCH      Blocks of HPS_THREADS, ceil(n / (HPS_THREADS / 8)) of them. A tile of 8 lanes owns one key. n = 0 is not
+//             launched; tiles past a ragged end have no key.
+// INVARIANTS  A key stands in at most one slot of its pair. Where a key stands twice among `keys`, one of its vectors wins,
+//             whole. A key that is admitted takes an empty slot at home, else one at its neighbour, else that of the smallest
+//             score at home (the first of equals), whose key is evicted; the other scores there then fall by that much. It
+//             starts with FIRST_SCORE. Replacing a vector changes no score.
+// RACES       A tile looks at a pair, and writes to it, only while it owns it (writer.cuh). A query that reads meanwhile sees
+//             it by the version (embedding_cache.cuh). Launches on one table may run at once; the cache orders them all the same.
 // TWIN        hps.cache.numpy_kernels.write
 
 #include "embedding_cache.cuh"
@@ -25,7 +25,7 @@
 #define HPS_ROW_LOADS 4  // units of a vector that a lane has in flight
 #endif
 #ifndef HPS_LONG_ROWS
-#define HPS_LONG_ROWS 1  // 0: no row has more than 8 * HPS_ROW_LOADS units
+#define HPS_LONG_ROWS 1  // 0: no row has more than 8 HPS_ROW_LOADS units
 #endif
 
 constexpr u32 ROW_LOADS = HPS_ROW_LOADS;
@@ -42,11 +42,52 @@ struct Insert {
 
 static_assert(sizeof(Table) == 48 && sizeof(Insert) == 80, "hps/cache/kernels.py packs these");
 
-// How good a slot is to admit a key to: the smaller, the better. An empty slot at home, an empty one next door, a key at home by
-// its score; never a key next door.
+// How good a slot is to admit a key to, the smaller the better: an empty one at home, an empty one next door, or one whose key
+// would be evicted: at home by its score, next door never.
+constexpr u32 EMPTY_AT_HOME = 0, EMPTY_NEXT_DOOR = 1, EVICTS = 2, NEVER = 255;
+
 __device__ __forceinline__ u32 rank_of(i64 there, i64 filler, bool at_home, u32 score) {
-    if (there == filler) return at_home ? 0 : 1;
-    return at_home ? 2 + score : 255;
+    if (there == filler) return at_home ? EMPTY_AT_HOME : EMPTY_NEXT_DOOR;
+    return at_home ? EVICTS + score : NEVER;
+}
+
+// The slot of the pair that is best to admit a key to, and above it, from bit 8 on, how good it is; for whole warps.
+__device__ __forceinline__ u32 choose_slot(const Writer& writer, const Table& table, const uint4& part, u32 home) {
+    const u32 bucket = writer.member / BUCKET_PARTS, within = writer.member % BUCKET_PARTS, high = bucket * SLOTS + 2 * within;
+    const u32 scores = __shfl_sync(FULL_WARP, part.y, writer.tile * TILE + bucket * BUCKET_PARTS);
+    const i64 filler = filler_of(table, home / 2);
+    const bool at_home = bucket == home % 2;
+    u32 best = rank_of(key_of(part.z, part.w), filler, at_home, score_of(scores, 2 * within)) << 8 | high;
+    if (within != 0) {
+        const u32 low = rank_of(key_of(part.x, part.y), filler, at_home, score_of(scores, 2 * within - 1));
+        best = min(best, low << 8 | (high - 1));
+    }
+#pragma unroll
+    for (u32 other = TILE / 2; other > 0; other /= 2) best = min(best, __shfl_xor_sync(FULL_WARP, best, other));
+    return best;
+}
+
+// Give a slot of an owned pair to a key, and keep scores and counts of strays right; for the lanes of a tile. True for one.
+__device__ __forceinline__ bool admit(const Writer& writer, const Table& table, const uint4& part, i64 key, u32 home, u32 slot,
+                                      u32 rank) {
+    const u32 bucket = writer.member / BUCKET_PARTS, within = writer.member % BUCKET_PARTS;
+    const u32 target = slot / SLOTS, at = slot % SLOTS;
+    if (rank == EMPTY_NEXT_DOOR && within == 0 && bucket == home % 2) {
+        *static_cast<volatile u8*>(strays_at(writer.bucket(bucket))) = (part.x >> 16) + 1;
+    }
+    const bool holds_low = within != 0 && bucket * SLOTS + 2 * within - 1 == slot,
+               holds_high = bucket * SLOTS + 2 * within == slot;
+    if (rank >= EVICTS && (holds_low || holds_high)) {  // who holds the key that goes tells whether it had strayed
+        const u32 lost = home_of(holds_low ? key_of(part.x, part.y) : key_of(part.z, part.w), table.pairs) % 2;
+        volatile u8* strays = strays_at(writer.bucket(lost));
+        if (lost != target) *strays = *strays - 1;
+    }
+    if (within != 0 || bucket != target) return false;
+    const u32 fallen = rank > EVICTS ? part.y - (rank - EVICTS) * 0x01111111u : part.y;
+    const u32 scores = (fallen & ~(15u << (4 * at))) | FIRST_SCORE << (4 * at);
+    *static_cast<volatile u32*>(scores_at(writer.bucket(target))) = scores;
+    *static_cast<volatile i64*>(key_at(writer.bucket(target), at)) = key;
+    return true;
 }
 
 extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) insert(const __grid_constant__ Insert request) {
@@ -93,41 +134,12 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) insert
         const bool resident = slot >= 0;
         const bool writes = own && (request.mode & (resident ? REPLACE : ADMIT));
         if (__any_sync(FULL_WARP, writes && !resident)) {
-            const u32 bucket = member / BUCKET_PARTS, within = member % BUCKET_PARTS;
-            const u32 scores = __shfl_sync(FULL_WARP, part.y, tile * TILE + bucket * BUCKET_PARTS);
-            const i64 filler = filler_of(table, pair), high = key_of(part.z, part.w), low = key_of(part.x, part.y);
-            const bool at_home = bucket == home % 2;
-            u32 best = rank_of(high, filler, at_home, score_of(scores, 2 * within)) << 8 | (bucket * SLOTS + 2 * within);
-            if (within != 0) {
-                const u32 slot_low = 2 * within - 1;
-                best = min(best, rank_of(low, filler, at_home, score_of(scores, slot_low)) << 8 | (bucket * SLOTS + slot_low));
-            }
-#pragma unroll
-            for (u32 other = TILE / 2; other > 0; other /= 2) best = min(best, __shfl_xor_sync(FULL_WARP, best, other));
+            const u32 best = choose_slot(writer, table, part, home);
             if (writes && !resident) {
                 slot = best & 0xff;
-                const u32 rank = best >> 8, target = slot / SLOTS, at = slot % SLOTS;
-                uint4* const filled = writer.bucket(target);
-                if (rank == 1) {  // the key strays from home; the header of home is with its lane
-                    if (within == 0 && at_home) *reinterpret_cast<volatile u8*>(strays_at(writer.bucket(bucket))) = (part.x >> 16) + 1;
-                }
-                if (rank >= 2) {  // who holds the evicted key tells whether it strayed from the neighbour
-                    const bool is_low = within != 0 && bucket * SLOTS + 2 * within - 1 == slot;
-                    if (is_low || bucket * SLOTS + 2 * within == slot) {
-                        const u32 lost = home_of(is_low ? low : high, table.pairs) % 2;
-                        if (lost != target) {
-                            volatile u8* strays = strays_at(writer.bucket(lost));
-                            *strays = *strays - 1;
-                        }
-                    }
-                }
-                if (within == 0 && bucket == target) {
-                    const u32 fallen = rank > 2 ? part.y - (rank - 2) * 0x01111111u : part.y;
-                    const u32 changed = (fallen & ~(15u << (4 * at))) | FIRST_SCORE << (4 * at);
-                    *reinterpret_cast<volatile u32*>(scores_at(filled)) = changed;
-                    *reinterpret_cast<volatile i64*>(key_at(filled, at)) = key;
+                if (admit(writer, table, part, key, home, slot, best >> 8)) {
                     atomicAdd(&admitted, 1);
-                    if (rank >= 2) atomicAdd(&evicted, 1);
+                    if (best >> 8 >= EVICTS) atomicAdd(&evicted, 1);
                 }
             }
         }
@@ -140,7 +152,8 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) insert
             }
 #if HPS_LONG_ROWS
 #pragma unroll 4
-            for (u32 unit = ROW_LOADS * TILE + member; unit < units; unit += TILE) store_unit(to + unit, stream_in(vector + unit));
+            for (u32 unit = ROW_LOADS * TILE + member; unit < units; unit += TILE)
+                store_unit(to + unit, stream_in(vector + unit));
 #endif
         }
         writer.give_back(own, writes);

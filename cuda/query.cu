@@ -2,13 +2,14 @@
 //             lists the keys that are not resident.
 // ARRAYS      For each segment: keys (n,) int64, in, 8-byte aligned. out (n, dim) float32, out, aligned to HPS_UNIT floats;
 //             rows that missed are left as they were or hold anything. found (n,) uint8 or null, out: 1 for hits, 0 for
-//             misses. table: lines and rows, in, scores of lines in/out (embedding_cache.cuh).
+//             misses. buckets and rows of its table, in; scores of the buckets, in/out (embedding_cache.cuh).
 //             missing_keys int64 and missing_positions uint32, out: from the segment's `missing` on, one entry a miss, in
 //             any order. missing_counts (segments,) uint32, in/out: must be 0 before, the number of misses after.
 //             any_missing uint32 in mapped host memory, out: becomes 1 if a key of any segment misses, else is left alone.
-// LAUNCH      Blocks of HPS_THREADS; a segment has ceil(n / (HPS_THREADS / 32 * keys_per_warp)) of them, from its first_block on. A
-//             warp owns keys_per_warp keys (8, 16 or 32) and answers its distinct ones in passes of 8: 4 lanes read the bucket of
-//             each, HPS_COPY lanes move its row. n = 0 is a segment without a block; lanes past a ragged end have no key.
+// LAUNCH      Blocks of HPS_THREADS; a segment has ceil(n / (HPS_THREADS / 32 * keys_per_warp)) of them, from its first_block
+//             on. A warp owns keys_per_warp keys (8, 16 or 32) and answers its distinct ones in passes of 8: a tile of 4 lanes
+//             reads the bucket of each, HPS_COPY lanes move its row. n = 0 is a segment without a block; lanes past a ragged
+//             end have no key.
 // INVARIANTS  Every int64 is a key. Duplicates are allowed. Nothing is locked; a table of 0 pairs misses all.
 // RACES       Inserts, updates and erases may run meanwhile: a row is kept only if its bucket's version and the slot's key are
 //             the same after the copy (embedding_cache.cuh), else the key is asked again, HPS_PATIENCE times, then it counts as
@@ -49,7 +50,7 @@
 #define HPS_CHECK 2  // 0: no check, 1: the version alone (to measure what they cost)
 #endif
 #ifndef HPS_FENCE
-#define HPS_FENCE 0  // 1: a fence orders the second look, too (to measure what it costs: it asks every slice of the L2 cache)
+#define HPS_FENCE 0  // 1: a fence orders the second look, too (to measure what it costs: it asks every slice of the L2)
 #endif
 
 struct Segment {
@@ -95,6 +96,40 @@ __device__ __forceinline__ int tile_slot(const uint4& part, i64 key, bool asked,
     return who ? slot : -1;
 }
 
+// Write the distinct keys of a warp, their homes and the lanes that ask for them; returns how many there are to look for.
+__device__ __forceinline__ u32 find_distinct(const Segment& segment, u32 first, u32 all, u32 lane, i64* keys, u32* homes,
+                                             u32* askers) {
+    u32 distinct = 0;
+    if (all >> lane & 1) {
+        const i64 key = __ldcs(segment.keys + first + lane);
+        const u32 same = __match_any_sync(all, static_cast<u64>(key)), earlier = (1u << lane) - 1;
+        const u32 leaders = __ballot_sync(all, (same & earlier) == 0);
+        distinct = __popc(leaders);
+        if ((same & earlier) == 0) {
+            const u32 place = __popc(leaders & earlier);
+            keys[place] = key;
+            homes[place] = home_of(key, segment.pairs);
+            askers[place] = same;
+        }
+    }
+    distinct = __shfl_sync(FULL_WARP, distinct, 0);
+    __syncwarp();
+    return segment.pairs == 0 ? 0 : distinct;
+}
+
+__device__ __forceinline__ void list_misses(const Query& request, const Segment& segment, u32 first, u32 missed, u32 lane) {
+    u32 to = 0;
+    if (lane == 0) {
+        to = atomicAdd(request.missing_counts + segment.index, __popc(missed));
+        if (to == 0) *request.any_missing = 1;
+    }
+    to = segment.missing + __shfl_sync(FULL_WARP, to, 0) + __popc(missed & ((1u << lane) - 1));
+    if (missed >> lane & 1) {
+        request.missing_keys[to] = __ldg(segment.keys + first + lane);
+        request.missing_positions[to] = first + lane;
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(const __grid_constant__ Query request) {
     __shared__ i64 keys_of[WARPS][32];  // of each warp: its distinct keys, their homes, the lanes that asked for them
     __shared__ u32 homes_of[WARPS][32], askers_of[WARPS][32];
@@ -110,24 +145,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
     const u32 count = min(segment.n - first, static_cast<u32>(request.keys_per_warp)), units = segment.units;
 
     const u32 all = __ballot_sync(FULL_WARP, lane < count);
-    u32 distinct = 0;
-    if (lane < count) {
-        const i64 key = __ldcs(segment.keys + first + lane);
-        const u32 home = home_of(key, segment.pairs);
-        const u32 askers = __match_any_sync(all, static_cast<u64>(key));
-        const bool leads = (askers & ((1u << lane) - 1)) == 0;
-        const u32 leaders = __ballot_sync(all, leads);
-        distinct = __popc(leaders);
-        if (leads) {
-            const u32 place = __popc(leaders & ((1u << lane) - 1));
-            keys_of[warp][place] = key;
-            homes_of[warp][place] = home;
-            askers_of[warp][place] = askers;
-        }
-    }
-    distinct = __shfl_sync(FULL_WARP, distinct, 0);
-    if (segment.pairs == 0) distinct = 0;
-    __syncwarp();
+    const u32 distinct = find_distinct(segment, first, all, lane, keys_of[warp], homes_of[warp], askers_of[warp]);
 
     // What the passes need of it is read again rather than kept: registers bound the keys in flight.
     const volatile i64* const key_at_place = keys_of[warp] + tile;
@@ -174,7 +192,8 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
                 u32 from[ROW_LOADS];
 #pragma unroll
                 for (u32 r = 0; r < ROW_LOADS; ++r) {
-                    from[r] = __shfl_sync(FULL_WARP, copies ? index * SLOTS + slot : NO_ROW, ((batch + r) * ROWS + lane / HPS_COPY) * 4);
+                    from[r] = __shfl_sync(FULL_WARP, copies ? index * SLOTS + slot : NO_ROW,
+                                          ((batch + r) * ROWS + lane / HPS_COPY) * 4);
                     if (unit >= units) from[r] = NO_ROW;
                     if (from[r] != NO_ROW) value[r] = load_unit(segment.rows + static_cast<u64>(from[r]) * units + unit);
                 }
@@ -198,7 +217,8 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
         bool same = true;
         if (copies && member < HPS_CHECK) {  // member 0 reads the version again, member 1 the key
             const u32 word_of = member == 0 ? 0 : 1 + slot;
-            const u64 again = load_word(reinterpret_cast<const u64*>(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS) + word_of + late);
+            const u64 again = load_word(reinterpret_cast<const u64*>(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS) +
+                                        word_of + late);
             same = member == 0 ? ((again ^ word) & 0xffff) == 0 : static_cast<i64>(again) == key_at_place[done];
         }
         const bool torn = __ballot_sync(FULL_WARP, !same) >> (4 * tile) & 15;
@@ -209,18 +229,6 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
         done += PASS;
     }
 
-    const bool mine = lane < count, hit = answered >> lane & 1;
-    if (mine && segment.found != nullptr) segment.found[first + lane] = hit;
-    const u32 missed = all & ~answered;
-    if (missed == 0) return;
-    u32 to = 0;
-    if (lane == 0) {
-        to = atomicAdd(request.missing_counts + segment.index, __popc(missed));
-        if (to == 0) *request.any_missing = 1;
-    }
-    to = segment.missing + __shfl_sync(FULL_WARP, to, 0) + __popc(missed & ((1u << lane) - 1));
-    if (missed >> lane & 1) {
-        request.missing_keys[to] = __ldg(segment.keys + first + lane);
-        request.missing_positions[to] = first + lane;
-    }
+    if (segment.found != nullptr && lane < count) segment.found[first + lane] = answered >> lane & 1;
+    if (all & ~answered) list_misses(request, segment, first, all & ~answered, lane);
 }

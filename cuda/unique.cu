@@ -1,7 +1,7 @@
 // PURPOSE     Makes a query's missing keys distinct and ascending, and gives each miss the row of its key among them.
 // ARRAYS      unique: for each segment, missing_keys (m,) int64, in, and rows (m,) uint32, out, both from `missing` on; m is
-//             missing_counts[index] (uint32), in, and 0 afterwards. distinct (u,) int64, out, in device memory and in mapped host
-//             memory, both from `missing` on. counts[index] in mapped host memory, out: m, and u or TOO_MANY.
+//             missing_counts[index] (uint32), in, and 0 afterwards. distinct (u,) int64, out, in device memory and in mapped
+//             host memory, both from `missing` on. counts[index] in mapped host memory, out: m, and u or TOO_MANY.
 //             mark_heads, rank_sorted: keys (m,) int64 and order (m,) int64 (a permutation that sorts them), in. heads
 //             (ceil(m / HPS_THREADS),) uint32: distinct keys that begin in each block's part, out, then in. rows (m,) uint32
 //             and distinct (u,) int64, out. count uint32, out: u.

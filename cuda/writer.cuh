@@ -2,9 +2,9 @@
 // key and holds its pair, a part a lane: members 0 to 3 bucket 0, members 4 to 7 bucket 1.
 //
 // A tile owns a pair when it has found the lowest bit of both versions clear and set it. It asks for both at once first; from
-// then on it asks for bucket 1 only while it has bucket 0, and gives back a bucket 1 that it got alone. So nobody holds bucket 1
-// and waits, whoever holds bucket 0 gets bucket 1, and the tiles of a warp, which go in step, cannot hold each other up. A pair
-// that is owned is given back before the warp tries again.
+// then on it asks for bucket 1 only while it has bucket 0, and gives back a bucket 1 that it got alone. So nobody holds bucket
+// 1 and waits, whoever holds bucket 0 gets bucket 1, and the tiles of a warp, which go in step, cannot hold each other up. A
+// pair that is owned is given back before the warp tries again.
 
 constexpr u32 TILE = 8;
 constexpr u32 TILES = 32 / TILE;

@@ -157,7 +157,7 @@ RANK_SORTED_KERNEL = Kernel("rank_sorted", "unique", (("SEGMENTS", SEGMENTS_AT_O
 
 def query_keys_per_warp(keys: int, widest: int) -> int:
     """How many keys a warp of a query takes: more where there are plenty of narrow rows, since it finds the duplicates."""
-    return 16 if keys >= 1 << 17 and widest <= 32 else 8
+    return 16 if keys >= 1 << 19 and widest <= 32 else 8
 
 
 def query_keys_per_block(keys_per_warp: int) -> int:

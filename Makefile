@@ -27,11 +27,13 @@ install: $(VENV)/.installed          ## make the virtual environment and install
 
 dev: $(VENV)/.installed-dev          ## the same, with what tests and checks need
 
-models/sample: | $(VENV)/.installed
-	$(BIN)/hps create-model models/sample/user.model --rows 10000 --dim 16 --seed 1
-	$(BIN)/hps create-model models/sample/item.model --rows 50000 --dim 32 --seed 2
+models/sample/user.model: | $(VENV)/.installed
+	$(BIN)/hps create-model $@ --rows 10000 --dim 16 --seed 1
 
-serve: $(VENV)/.installed models/sample   ## start the server; it prints a curl line that gets an answer
+models/sample/item.model: | $(VENV)/.installed
+	$(BIN)/hps create-model $@ --rows 50000 --dim 32 --seed 2
+
+serve: $(VENV)/.installed models/sample/user.model models/sample/item.model   ## start the server; it prints a curl line that gets an answer
 	$(BIN)/hps serve $(CONFIG)
 
 test: dev        ## all tests

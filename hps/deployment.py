@@ -62,7 +62,7 @@ class Deployment:
     @property
     def caches(self) -> list[EmbeddingCache]:
         """The embedding caches, each once."""
-        return [session.cache for session in set(self.sessions.values()) if session.cache is not None]
+        return [session.cache for session in dict.fromkeys(self.sessions.values()) if session.cache is not None]
 
     def session(self, device_id: int | None) -> LookupSession | DirectSession:
         """The session of a device; of the first device for None.
@@ -94,11 +94,11 @@ class Deployment:
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for queued insertions; False when that takes longer."""
-        return all(session.drain(timeout_s) for session in set(self.sessions.values()))
+        return all(session.drain(timeout_s) for session in dict.fromkeys(self.sessions.values()))
 
     def close(self) -> None:
         """Let running lookups end and free the caches."""
-        for session in set(self.sessions.values()):
+        for session in dict.fromkeys(self.sessions.values()):
             session.close()
         if self.owns_chain:
             self.chain.close()
@@ -191,7 +191,7 @@ def _cached_sessions(
                 if report.differs:
                     refresh(cache, index, table, chain, fraction)
     except BaseException:
-        for session in set(sessions.values()):
+        for session in dict.fromkeys(sessions.values()):
             session.close()
         raise
     return sessions

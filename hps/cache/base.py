@@ -102,11 +102,13 @@ class EmbeddingCache(ABC):
     """The vectors of one model's tables that are resident on one device. *Thread-safe*, given a workspace a caller.
 
     Set-associative per table; a key's set comes from a 64-bit mixing hash, so strided keys spread. Every int64 is a legal
-    key. A table never holds more than its capacity; a full set evicts its smallest score, which a use raises and which a
-    key that was not used since it became resident has less of: recency with probation, since plain LRU loses 3 % of the
-    hits of power-law traffic. How scores age is the implementation's own, and its docstring says it. Queries take no lock: concurrent with inserts, updates and erases, a query returns
-    for each key a whole vector that was current at some moment of the call. Modifications of one table take effect in the
-    order in which their calls began to return: an `update` that is called after an `insert` returned is never undone.
+    key. A table never holds more than its capacity; a full set evicts its smallest score, which a use raises and of which a
+    key that was not used since it became resident has less: recency with probation, since plain LRU loses 3 % of the hits
+    of power-law traffic. How scores age is the implementation's own, and its docstring says it.
+
+    Queries take no lock: concurrent with inserts, updates and erases, a query returns for each key a whole vector that was
+    current at some moment of the call. Modifications of one table take effect in the order in which their calls began to
+    return: an `update` that is called after an `insert` returned is never undone.
     """
 
     device: ClassVar[str]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import hps
 from hps.cache.base import Segment
 from hps.errors import InvalidInputError
 from tests.contracts.cache_contract import bits, distinct_keys, spec, vectors_of
@@ -78,3 +79,35 @@ def test_tensors_of_another_device_are_refused(caches: list[Any]):
     workspace = caches[0].create_workspace()
     with pytest.raises(InvalidInputError, match="on CUDA device 0"):
         caches[0].adopt(workspace, [Segment(0, keys, out)])
+
+
+def test_server_has_a_cache_on_every_deployed_device(caches: list[Any], tmp_path):
+    torch = pytest.importorskip("torch")
+    keys = np.arange(3000)
+    hps.write_sparse_model(tmp_path / "t.model", (keys, vectors_of(keys, 16)))
+    model = {
+        "model": "m",
+        "sparse_files": [str(tmp_path / "t.model")],
+        "embedding_vecsize_per_table": [16],
+        "maxnum_catfeature_query_per_table_per_sample": [1],
+        "default_value_for_each_table": [0.0],
+        "deployed_device_list": [0, 1],
+        "max_batch_size": 3000,
+        "gpucacheper": 0.5,
+        "hit_rate_threshold": 1.1,
+        "cache_refresh_percentage_per_iteration": 0.2,
+    }
+    config = {"device": "cuda", "volatile_db": {"type": "hash_map"}, "persistent_db": {"type": "disabled"}, "models": [model]}
+    with hps.HPS(config) as server:
+        assert [cache.device_id for cache in server.model("m").caches] == [0, 1]
+        assert all(cache.stats(0).resident_rows > 1000 for cache in server.model("m").caches)
+        for device in (0, 1, 0, 1):
+            out = torch.full((3000, 16), torch.nan, device=f"cuda:{device}")
+            server.lookup_fromdlpack(torch.from_numpy(keys).to(f"cuda:{device}"), out, "m", 0, device)
+            np.testing.assert_array_equal(bits(out.cpu().numpy()), bits(vectors_of(keys, 16)))
+        server.insert([7], np.full((1, 16), 2.5, np.float32), "m", 0)
+        for device in (0, 1):
+            assert (server.lookup([7], "m", 0, device) == 2.5).all()
+        elsewhere = torch.zeros(1, dtype=torch.int64, device="cuda:1")
+        with pytest.raises(InvalidInputError):
+            server.lookup_fromdlpack(elsewhere, torch.zeros(1, 16, device="cuda:1"), "m", 0, 0)

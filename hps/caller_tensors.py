@@ -80,7 +80,7 @@ def segments_of(
             place = output_of(out[name], n, specs[index].dim, cache)
         else:
             raise InvalidInputError(f"looking up tables: out has no entry for {name!r}; name an output for every table")
-        segments.append(Segment(index, keys, place, np.empty(n, np.bool_) if with_found else None, None, n))
+        segments.append(Segment(index, keys, place, np.empty(n, np.bool_) if with_found else None, n))
     return segments
 
 
@@ -101,7 +101,7 @@ def cuda_segments(
             return None
         if not getattr(place, "is_cuda", False):
             return None
-        segments.append(Segment(indices[name], keys, place, None, None, keys.numel()))
+        segments.append(Segment(indices[name], keys, place, None, keys.numel()))
     return segments
 
 

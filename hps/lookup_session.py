@@ -31,14 +31,12 @@ class SessionSettings:
         workspaces: lookups that may run at once.
         workspace_timeout_s: how long a lookup waits for a workspace.
         insert_queue_length: batches of missing keys that may wait for background insertion.
-        insert_threads: threads of the background insertion.
     """
 
     hit_rate_threshold: float = 0.9
     workspaces: int = 1
     workspace_timeout_s: float = 1.0
     insert_queue_length: int = 64
-    insert_threads: int = 1
 
 
 class LookupSession:
@@ -78,7 +76,7 @@ class LookupSession:
             owner,
             metrics.workspace_timeouts.labels(model),
         )
-        self._inserts = BackgroundQueue("insertion", settings.insert_queue_length, settings.insert_threads, metrics)
+        self._inserts = BackgroundQueue("insertion", settings.insert_queue_length, 1, metrics)
         self._pending_lock = threading.Lock()
         self._pending = [np.empty(0, np.int64) for _ in self.tables]  # ascending: queued or being inserted
 

@@ -12,7 +12,8 @@ A lookup is a handful of verbs on one workspace, in this order (`lookup_session.
         cache.insert_fetched(workspace, missed, found)
     cache.finish(workspace, segments)                  outputs are with the caller
 
-An asynchronous lookup calls `fill_default` in place of the inner five.
+A table that is answered asynchronously gets `scatter` with nothing found, and its distinct keys go to the background.
+`fill_default` does the same for all tables of a lookup without bringing their keys to the host.
 """
 
 from abc import ABC, abstractmethod
@@ -35,7 +36,6 @@ class Segment:
         keys: (n,) int64, C-contiguous; read only. n may be 0.
         out: (n, dim) float32, C-contiguous; every row is written by the time `finish` returns.
         found: (n,) bool or None; set to True for keys that a tier answered, False for those that got the default.
-        source: what the session was given for this segment (DLPack views), for `adopt` and `finish` alone.
         n: number of keys; given where `keys` is a tensor of any shape that is yet to be adopted.
     """
 
@@ -43,7 +43,6 @@ class Segment:
     keys: DeviceArray  # (n,)
     out: DeviceArray  # (n, dim)
     found: DeviceArray | None = None  # (n,)
-    source: Any = None
     n: int = -1
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 import hps
 from benchmarks.harness import Report, power_law_keys, time_calls
-from hps.model_files import write_sparse_model
+from hps.model_writer import write_sparse_model
 from hps.sample_model import sample_chunks, sample_vectors
 
 SEED = 1

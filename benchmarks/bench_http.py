@@ -31,7 +31,7 @@ import orjson
 
 from benchmarks.harness import Report
 from benchmarks.http_servers import HOPS
-from hps.model_files import write_sparse_model
+from hps.model_writer import write_sparse_model
 from hps.sample_model import sample_vectors
 
 _ROWS, _DIM, _KEYS = 100_000, 32, 1_000

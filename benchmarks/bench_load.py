@@ -24,7 +24,8 @@ from hps.cache.numpy_cache import NumpyCache
 from hps.config import PersistentDbConfig, VolatileDbConfig
 from hps.databases.base import Database, LoadRecord
 from hps.loading import load_table
-from hps.model_files import SparseModel, open_sparse_model, write_sparse_model
+from hps.model_files import SparseModel, open_sparse_model
+from hps.model_writer import write_sparse_model
 from hps.read_ahead import read_ahead
 from hps.registry import implementation
 from hps.sample_model import sample_vectors

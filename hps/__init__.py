@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hps.inference_params import UpdateSourceType_t as UpdateSourceType_t
     from hps.inference_params import VolatileDatabaseParams as VolatileDatabaseParams
     from hps.model_files import open_sparse_model as open_sparse_model
-    from hps.model_files import write_sparse_model as write_sparse_model
+    from hps.model_writer import write_sparse_model as write_sparse_model
     from hps.parameter_server import HPS as HPS
 
 _ERRORS = (
@@ -34,6 +34,8 @@ _ERRORS = (
     "MissingDependencyError",
     "ModelFileError",
     "ModelFileNotFoundError",
+    "ModelFileChangedError",
+    "ModelSourceError",
     "InvalidInputError",
     "InvalidDtypeError",
     "TooManyKeysError",
@@ -64,7 +66,7 @@ _HOME = {
     "UpdateSourceType_t": "hps.inference_params",
     "EmbeddingCacheType_t": "hps.inference_params",
     "open_sparse_model": "hps.model_files",
-    "write_sparse_model": "hps.model_files",
+    "write_sparse_model": "hps.model_writer",
     **dict.fromkeys(_ERRORS, "hps.errors"),
 }
 __version__ = "0.1.0"

@@ -17,7 +17,7 @@ import typer
 from hps import __version__, errors, terminal
 
 if TYPE_CHECKING:
-    from hps.config import Configuration
+    from hps.config import Configuration, ModelConfig
     from hps.databases.base import Database
     from hps.progress import Progress
 
@@ -33,6 +33,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+Force = Annotated[
+    bool, typer.Option("--force", help="Load all files again, whatever the databases hold; their online updates are lost.")
+]
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A ps.json, as HugeCTR takes it.", show_default=False)]
 
 
@@ -83,38 +86,31 @@ def serve(
 
 
 @app.command(epilog="Example: `hps load configs/minimal.json && hps serve configs/minimal.json`")
-def load(config: ConfigPath) -> None:
+def load(config: ConfigPath, force: Force = False) -> None:
     """Fill the persistent database of CONFIG from the model files, then exit.
 
     What it holds already is skipped, a load that was interrupted goes on where it stopped, and another version of a model
-    is replaced. Servers that start afterwards have nothing to load into it.
+    is replaced. Servers that start afterwards have nothing to load into it. A model that cannot be loaded does not keep the
+    others from it.
     """
     with terminal.reported():
         configuration = _configuration(config)
         databases = _open_lasting_databases(config, configuration)
-        from hps.loading import load_table
-
-        lines = []
+        lines, failures = [], []
         with ExitStack() as stack:
             for database in databases:
                 stack.enter_context(closing(database))
             progress = stack.enter_context(terminal.progress())
             for model in configuration.models:
-                if model.embedding_cache_type in _NO_TABLES:
-                    lines.append(f"{model.model}: embedding_cache_type {model.embedding_cache_type} uses no database")
-                    continue
-                for table, source in zip(model.tables, model.sparse_files, strict=True):
-                    report = load_table(
-                        table,
-                        source,
-                        databases,
-                        progress=progress,
-                        initial_cache_rate=configuration.volatile_db.initial_cache_rate,
-                        int32_keys=not configuration.supportlonglong,
-                    )
-                    lines.extend(terminal.loaded_lines(report))
+                try:
+                    lines += _load_model(configuration, model, databases, progress, force)
+                except errors.ModelFileError as error:
+                    failures.append((model.model, error))
         for line in lines:  # below the bars
             typer.echo(line)
+        if failures:
+            told = "".join(f"\n  {name}: {error}" for name, error in failures)
+            raise type(failures[0][1])(f"{len(failures)} of {len(configuration.models)} models are not loaded:{told}")
 
 
 @app.command(
@@ -178,7 +174,7 @@ def create_model(
     embedding_vecsize_per_table.
     """
     with terminal.reported():
-        from hps.model_files import write_sparse_model
+        from hps.model_writer import write_sparse_model
         from hps.sample_model import sample_chunks
 
         tag, size_bytes = str(directory), rows * (8 + 4 * dim)
@@ -216,6 +212,31 @@ def _open_lasting_databases(path: Path, configuration: "Configuration") -> "list
     return [implementation("database", one.type).from_config(one) for one in settings]
 
 
+def _load_model(
+    configuration: "Configuration", model: "ModelConfig", databases: "list[Database]", progress: "Progress", force: bool
+) -> list[str]:
+    """Load the tables of one model; returns what to say of it."""
+    from hps.loading import load_table
+    from hps.model_sources import ModelSources
+
+    if model.embedding_cache_type in _NO_TABLES:
+        return [f"{model.model}: embedding_cache_type {model.embedding_cache_type} uses no database"]
+    sources, lines = ModelSources(configuration.model_source), []
+    for table, source in zip(model.tables, model.sparse_files, strict=True):
+        report = load_table(
+            table,
+            source,
+            databases,
+            progress=progress,
+            initial_cache_rate=configuration.volatile_db.initial_cache_rate,
+            int32_keys=not configuration.supportlonglong,
+            sources=sources,
+            force=force,
+        )
+        lines += terminal.loaded_lines(report)
+    return lines
+
+
 def _key(text: str) -> int:
     try:
         key = int(text)
@@ -245,12 +266,13 @@ def _for_lookup(configuration: "Configuration", model: str) -> "Configuration":
 def _check_files(path: Path, configuration: "Configuration") -> dict[tuple[str, str], int]:
     """Rows of every table by (model, table), or one report of what is wrong with the files."""
     from hps.model_files import open_sparse_model
+    from hps.model_sources import ModelSources
 
-    rows, problems = {}, []
+    rows, problems, sources = {}, [], ModelSources(configuration.model_source)
     for i, model in enumerate(configuration.models):
         for j, (table, source) in enumerate(zip(model.tables, model.sparse_files, strict=True)):
             try:
-                files = open_sparse_model(source, table.dim, int32_keys=not configuration.supportlonglong)
+                files = open_sparse_model(source, table.dim, int32_keys=not configuration.supportlonglong, sources=sources)
                 files.verify()
                 rows[model.model, table.table_name] = files.rows
             except errors.ModelFileError as error:

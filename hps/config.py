@@ -15,13 +15,14 @@ from hps.config_fields import Notes
 from hps.config_models import Configuration, ModelConfig, ServiceConfig
 from hps.config_report import Location, path_of, problems_of, shown
 from hps.config_structs import PYTHON_NAMES, document_of, python_path
-from hps.config_tiers import PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
+from hps.config_tiers import ModelSourceConfig, PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
 from hps.errors import ConfigError
 from hps.inference_params import ParameterServerConfig
 
 __all__ = [
     "Configuration",
     "ModelConfig",
+    "ModelSourceConfig",
     "PersistentDbConfig",
     "ServiceConfig",
     "UpdateSourceConfig",
@@ -38,6 +39,7 @@ _SECTIONS: dict[str, type[Section]] = {
     "": Configuration,
     "volatile_db": VolatileDbConfig,
     "persistent_db": PersistentDbConfig,
+    "model_source": ModelSourceConfig,
     "update_source": UpdateSourceConfig,
     "service": ServiceConfig,
     "models": ModelConfig,

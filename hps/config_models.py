@@ -33,7 +33,7 @@ from hps.config_fields import (
     problem,
     validate_with,
 )
-from hps.config_tiers import PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
+from hps.config_tiers import ModelSourceConfig, PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
 from hps.types import TableSpec
 
 CacheType: TypeAlias = Annotated[
@@ -193,6 +193,7 @@ class Configuration(Section):
     fuse_embedding_table: Flag = False
     volatile_db: VolatileDbConfig = Field(default_factory=lambda: VolatileDbConfig(type="parallel_hash_map"))
     persistent_db: PersistentDbConfig = Field(default_factory=PersistentDbConfig)
+    model_source: ModelSourceConfig = Field(default_factory=ModelSourceConfig)
     update_source: UpdateSourceConfig = Field(default_factory=UpdateSourceConfig)
     service: ServiceConfig = Field(default_factory=ServiceConfig)
     models: NonEmptyListOf[ModelConfig]

@@ -1,6 +1,7 @@
-"""The configuration of the host tiers and of what feeds them: `volatile_db`, `persistent_db`, `update_source`."""
+"""The configuration of the host tiers and of what feeds them: databases, `model_source`, `update_source`."""
 
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
@@ -19,6 +20,7 @@ from hps.config_fields import (
     Positive,
     Secret,
     Share,
+    Timeout,
     Whole,
     check_addresses,
     check_place,
@@ -183,6 +185,26 @@ class PersistentDbConfig(Section):
     def _not_read_only(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("read_only"):
             raise problem("a read_only database cannot be filled at startup; set this to false, or read_only to false")
+        return value
+
+
+class ModelSourceConfig(Section):
+    """`model_source`: how model files are read from HDFS, S3 and GCS. HugeCTR has no such object."""
+
+    model_config = ConfigDict(title="model_source")
+
+    timeout_s: Timeout = 10.0
+    deadline_s: Timeout = 60.0
+    max_attempts: Annotated[Whole, Field(ge=1, le=100)] = 5
+    parallel_reads: Annotated[Whole, Field(ge=1, le=64)] = 8
+    s3_endpoint_url: str = ""
+    gcs_endpoint_url: str = ""
+
+    @field_validator("s3_endpoint_url", "gcs_endpoint_url")
+    @classmethod
+    def _reachable(cls, value: str) -> str:
+        if value and not re.match(r"https?://[^/\s]+", value):
+            raise problem("wanted https://host or http://host, with a port if need be, or nothing")
         return value
 
 

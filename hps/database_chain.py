@@ -142,6 +142,13 @@ class DatabaseChain:
         for tier in self._tiers:
             tier.database.open_table(table.tag, table.dim)
 
+    def release_table(self, table: TableSpec) -> None:
+        """Let every database free what only a deployed model needs of a table; what was to be promoted into it is dropped."""
+        if table.tag in self._fences:
+            with self._fences[table.tag].modifying(self._modification_timeout_s):
+                for tier in self._tiers:
+                    tier.database.release_table(table.tag)
+
     def fence(self, table: TableSpec) -> TableFence:
         """The fence that fills of upper tiers from this table must pass."""
         return self._fences[table.tag]

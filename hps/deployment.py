@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from hps.config import ModelConfig
 from hps.database_chain import DatabaseChain
 from hps.databases.base import Database
 from hps.direct_session import DirectSession
-from hps.errors import UnknownDeviceError, UnknownTableError
+from hps.errors import DatabaseError, UnknownDeviceError, UnknownTableError
 from hps.fetch_coalescing import FetchCoalescer
 from hps.host_tiers import LoadTargets
 from hps.loading import LoadReport, load_table
@@ -97,11 +98,15 @@ class Deployment:
         return all(session.drain(timeout_s) for session in dict.fromkeys(self.sessions.values()))
 
     def close(self) -> None:
-        """Let running lookups end and free the caches."""
+        """Let running lookups end and free the caches, and the tables that are in this process's memory."""
         for session in dict.fromkeys(self.sessions.values()):
             session.close()
         if self.owns_chain:
             self.chain.close()
+        else:
+            for table in self.tables:
+                with suppress(DatabaseError):  # a promotion that does not end: the table is left, unused
+                    self.chain.release_table(table)
 
 
 def choose_cache(device: str) -> type[EmbeddingCache]:
@@ -149,11 +154,17 @@ def deploy(
         return _deploy_resident(config, targets, metrics, progress)
     if config.embedding_cache_type == "stochastic":  # HugeCTR: such a model does not fill the databases
         targets = replace(targets, load=(), keep=())
-    reports = _load_tables(config, chain, targets, progress)
-    if not config.gpucache and cache_class.device == "cpu":
-        session = DirectSession(tables, chain, metrics)
-        return Deployment(config, tables, dict.fromkeys(config.deployed_device_list, session), chain)
-    sessions = _cached_sessions(config, cache_class, chain, coalescer, metrics, reports)
+    try:
+        reports = _load_tables(config, chain, targets, progress)
+        if not config.gpucache and cache_class.device == "cpu":
+            session = DirectSession(tables, chain, metrics)
+            return Deployment(config, tables, dict.fromkeys(config.deployed_device_list, session), chain)
+        sessions = _cached_sessions(config, cache_class, chain, coalescer, metrics, reports)
+    except BaseException:
+        for table in tables:  # what was loaded of a model that is not served
+            with suppress(DatabaseError):
+                chain.release_table(table)
+        raise
     return Deployment(config, tables, sessions, chain)
 
 
@@ -213,6 +224,8 @@ def _load_tables(
                 keep=targets.keep,
                 initial_cache_rate=targets.initial_cache_rate,
                 int32_keys=targets.int32_keys,
+                sources=targets.sources,
+                force=targets.force,
             )
         )
     return reports
@@ -222,7 +235,11 @@ def _deploy_resident(config: ModelConfig, targets: LoadTargets, metrics: Metrics
     """On the CPU a static (or uvm) cache is a hash map of its own that holds every row; the databases are not used."""
     resident: Database = implementation("database", "hash_map")()
     chain = DatabaseChain(resident, None, metrics=metrics)
-    _load_tables(config, chain, LoadTargets(load=(resident,), int32_keys=targets.int32_keys), progress)
+    try:
+        _load_tables(config, chain, replace(targets, load=(resident,), keep=(), initial_cache_rate=1.0), progress)
+    except BaseException:
+        chain.close()
+        raise
     session = DirectSession(config.tables, chain, metrics)
     sessions: dict[int, LookupSession | DirectSession] = dict.fromkeys(config.deployed_device_list, session)
     return Deployment(config, config.tables, sessions, chain, owns_chain=True)

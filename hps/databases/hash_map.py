@@ -163,6 +163,10 @@ class HashMapDatabase(Database):
         self._check_open()
         self._tables.pop(tag, None)
 
+    def release_table(self, tag: str) -> None:
+        """Free a table that nobody uses: nobody else can, and the next model of this name must not find its rows."""
+        self._tables.pop(tag, None)
+
     def close(self) -> None:
         self._closed = True
         self._tables = {}

@@ -187,8 +187,8 @@ class RedisDatabase(Database):
         self._tables.pop(tag, None)
         self._catalog.drop(tag)
 
-    def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0) -> int | None:
-        return self._loads.claim(self._table(tag), fingerprint, rows, wait_s)
+    def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, afresh: bool = False) -> int | None:
+        return self._loads.claim(self._table(tag), fingerprint, rows, wait_s, afresh=afresh)
 
     def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
         table = self._table(tag)

@@ -38,16 +38,16 @@ class Loads:
         self._token = secrets.token_hex(8).encode()
         self._claimed: dict[str, Loaded] = {}
 
-    def claim(self, table: RedisTable, fingerprint: str, rows: int, wait_s: float) -> int | None:
+    def claim(self, table: RedisTable, fingerprint: str, rows: int, wait_s: float, *, afresh: bool = False) -> int | None:
         """As `Database.claim_load`."""
         deadline = time.monotonic() + wait_s
         layout = table.layout
         while True:
             _, table.marks = self._catalog.open(layout.tag, layout.dim)
-            if self._first_row(table, fingerprint, rows) == rows:
+            if not afresh and self._first_row(table, fingerprint, rows) == rows:
                 return rows
             if self._acquire(layout):
-                return self._begin(table, fingerprint, rows)
+                return self._begin(table, fingerprint, rows, afresh=afresh)
             if time.monotonic() >= deadline:
                 return None
             time.sleep(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
@@ -79,10 +79,10 @@ class Loads:
             self._write(layout, replace(claimed, rows_done=claimed.rows))
             self._release(layout)
 
-    def _begin(self, table: RedisTable, fingerprint: str, rows: int) -> int:
+    def _begin(self, table: RedisTable, fingerprint: str, rows: int, *, afresh: bool) -> int:
         layout = table.layout
         loaded = self._loaded(layout)  # again: it may have been completed before we got the lease
-        if loaded is not None and loaded.fingerprint != fingerprint:
+        if afresh or (loaded is not None and loaded.fingerprint != fingerprint):
             self._catalog.drop(layout.tag)
             # Before the table has marks again, or its emptiness would be taken for the truth.
             self._write(layout, Loaded(fingerprint, 0, rows, ""))

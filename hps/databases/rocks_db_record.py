@@ -29,7 +29,13 @@ class LoadRecords:
         try:
             fields = json.loads(data)
             return LoadRecord(
-                str(fields["fingerprint"]), int(fields["rows_done"]), int(fields["rows_total"]), bool(fields.get("modified"))
+                str(fields["fingerprint"]),
+                int(fields["rows_done"]),
+                int(fields["rows_total"]),
+                bool(fields.get("modified")),
+                str(fields.get("source", "")),
+                int(fields.get("size_bytes", 0)),
+                str(fields.get("checksum", "")),
             )
         except (ValueError, TypeError, KeyError) as error:
             raise DatabaseCorruptError(

@@ -1,36 +1,119 @@
 """The contract of a file system that holds sparse model files."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hps.config_tiers import ModelSourceConfig
+from hps.errors import ModelFileChangedError
+
+
+@dataclass(frozen=True, slots=True)
+class FileStatus:
+    """What a file is at one moment. *Immutable.*
+
+    Attributes:
+        size_bytes: how long it is.
+        version: a text that changes when its content is replaced (modification time, ETag, generation).
+    """
+
+    size_bytes: int
+    version: str
+
+
+class FileWriter(ABC):
+    """A file that is being written. *One thread.* Nobody sees it before `commit`, and then all of it."""
+
+    @abstractmethod
+    def write(self, data: memoryview) -> None:
+        """Append bytes, which the caller may change afterwards.
+
+        Raises:
+            ModelFileError: it could not be written.
+        """
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Give the file its name, in place of one that had it. Once on return, it is durable.
+
+        Raises:
+            ModelFileError: it could not; what had the name before still has it.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Drop what was written, as far as the file system answers. After `commit` it changes nothing. Never raises."""
 
 
 class FileSystem(ABC):
-    """Reads files by path. *Thread-safe.* Every wait is bounded by a timeout."""
+    """Reads and writes files by path or URI. *Thread-safe.* Every wait is bounded.
+
+    An operation that fails for a reason that may pass (no answer, an internal error of the server, a connection that breaks) is
+    tried again within the limits of the settings.
+
+    Args:
+        settings: timeouts, attempts and addresses.
+
+    Raises of every operation:
+        ModelFileNotFoundError: there is no such file.
+        ModelFileError: it is there and cannot be used: a directory, no permission. The message names path, cause and cure.
+        ModelSourceError: who holds it did not answer within the deadline, or failed until then.
+    """
+
+    is_local: ClassVar[bool] = False
+    """Whether its files are this machine's, by path."""
+
+    part_bytes: ClassVar[int] = 4 << 20
+    """Longer reads are cut into parts of this size, which are read side by side."""
+
+    def __init__(self, settings: ModelSourceConfig | None = None) -> None:
+        self.settings = settings or ModelSourceConfig()
+
+    @property
+    def parallel_reads(self) -> int:
+        """How many parts are worth reading at a time."""
+        return self.settings.parallel_reads
 
     @abstractmethod
     def exists(self, path: str) -> bool:
         """Tell whether a file or directory is there."""
 
     @abstractmethod
-    def size(self, path: str) -> int:
-        """Size of a file in bytes.
-
-        Raises:
-            ModelFileNotFoundError: there is no such file.
-            ModelFileError: it is there and cannot be used (a directory, no permission).
-        """
+    def status(self, path: str) -> FileStatus:
+        """Size and version of a file."""
 
     @abstractmethod
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+    def read_into(self, path: str, offset: int, buffer: memoryview, version: str = "") -> None:
         """Fill the whole of `buffer` (writable bytes) from byte `offset` of the file.
 
-        Raises:
-            ModelFileError: the file ends early or cannot be read; the buffer's content is then unspecified.
-        """
+        Args:
+            path: of the file.
+            offset: where to begin.
+            buffer: unspecified after an error; nobody writes to it once the call has ended.
+            version: what `status` said: every byte then is of that version.
 
-    @abstractmethod
-    def version(self, path: str) -> str:
-        """A text that changes when the content of the file is replaced (modification time, ETag)."""
+        Raises:
+            ModelFileError: the file ends early.
+            ModelFileChangedError: it has another version.
+        """
 
     @abstractmethod
     def list(self, path: str) -> list[str]:
         """Names (not paths) of what a directory holds, sorted."""
+
+    @abstractmethod
+    def create(self, path: str) -> FileWriter:
+        """Begin to write a file; directories above it are made."""
+
+    @abstractmethod
+    def delete(self, path: str) -> None:
+        """Remove a file. Removing one that is not there changes nothing."""
+
+
+def changed(path: str, wanted: str, got: str = "") -> ModelFileChangedError:
+    """The error for a file that has another version than the one that is being read."""
+    now = f", now {got}" if got else ""
+    return ModelFileChangedError(
+        f"reading {path}: it changed while it was being read (version {wanted}{now}); "
+        "load the model again when its writer is done, and write models to a new directory"
+    )

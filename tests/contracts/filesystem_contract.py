@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from hps.errors import ModelFileError, ModelFileNotFoundError
+from hps.errors import ModelFileChangedError, ModelFileError, ModelFileNotFoundError
 from hps.filesystems.base import FileSystem
 
 
@@ -73,44 +73,54 @@ class FileSystemContract:
         with pytest.raises(ModelFileError, match="key"):
             filesystem.list(file)
 
-    # -- size ---------------------------------------------------------------------------------------------------------
+    # -- status: size ---------------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("size", [0, 1, 7, 4096, 1_000_003])
     def test_size_is_the_number_of_bytes(self, filesystem: FileSystem, root: str, size: int) -> None:
         self.put(f"{root}/file", noise(size))
-        assert filesystem.size(f"{root}/file") == size
+        assert filesystem.status(f"{root}/file").size_bytes == size
 
     def test_the_size_of_an_absent_file_is_an_error(self, filesystem: FileSystem, root: str, file: str) -> None:
         for path in (f"{root}/model/absent", f"{root}/absent/key", f"{file}/below"):
             with pytest.raises(ModelFileNotFoundError, match=path):
-                filesystem.size(path)
+                filesystem.status(path)
 
     def test_a_directory_has_no_size(self, filesystem: FileSystem, root: str, file: str) -> None:
         with pytest.raises(ModelFileError, match=f"{root}/model"):
-            filesystem.size(f"{root}/model")
+            filesystem.status(f"{root}/model")
 
-    # -- version ------------------------------------------------------------------------------------------------------
+    # -- status: version ------------------------------------------------------------------------------------------------------
 
     def test_the_version_of_an_untouched_file_stays(self, filesystem: FileSystem, root: str, file: str) -> None:
-        before = filesystem.version(file)
+        before = filesystem.status(file).version
         self.put(f"{root}/model/other", b"x")
         filesystem.read_into(file, 0, memoryview(bytearray(100)))
-        assert filesystem.version(file) == before
+        assert filesystem.status(file).version == before
         assert before
 
     def test_another_file_of_the_same_size_in_its_place_has_another_version(self, filesystem: FileSystem, file: str) -> None:
-        before = filesystem.version(file)
+        before = filesystem.status(file).version
         self.put(file, noise(100_000, seed=2))
-        assert filesystem.version(file) != before
+        assert filesystem.status(file).version != before
 
     def test_a_longer_file_in_its_place_has_another_version(self, filesystem: FileSystem, file: str) -> None:
-        before = filesystem.version(file)
+        before = filesystem.status(file).version
         self.put(file, noise(100_001))
-        assert filesystem.version(file) != before
+        assert filesystem.status(file).version != before
 
     def test_an_absent_file_has_no_version(self, filesystem: FileSystem, root: str, file: str) -> None:
         with pytest.raises(ModelFileNotFoundError, match="absent"):
-            filesystem.version(f"{root}/model/absent")
+            filesystem.status(f"{root}/model/absent")
+
+    def test_a_read_of_another_version_is_refused(self, filesystem: FileSystem, file: str) -> None:
+        before = filesystem.status(file).version
+        filesystem.read_into(file, 0, memoryview(bytearray(100)), before)
+        self.put(file, noise(100_000, seed=2))
+        with pytest.raises(ModelFileChangedError, match="changed"):
+            filesystem.read_into(file, 0, memoryview(bytearray(100)), before)
+        buffer = bytearray(100)
+        filesystem.read_into(file, 0, memoryview(buffer), filesystem.status(file).version)
+        assert buffer == noise(100_000, seed=2)[:100]
 
     # -- read_into ----------------------------------------------------------------------------------------------------
 
@@ -159,3 +169,61 @@ class FileSystemContract:
 
         with ThreadPoolExecutor(8) as pool:
             assert all(pool.map(read, range(64)))
+
+    # -- create, delete -----------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("size", [0, 1, 100_000, 20_000_003])
+    def test_what_is_written_in_pieces_is_read_whole(self, filesystem: FileSystem, root: str, size: int) -> None:
+        content = noise(size)
+        writer = filesystem.create(f"{root}/new/place/file")
+        for start in range(0, size, 777_777):
+            writer.write(memoryview(content)[start : start + 777_777])
+        writer.commit()
+        writer.abort()  # changes nothing any more
+        assert filesystem.status(f"{root}/new/place/file").size_bytes == size
+        buffer = bytearray(size)
+        filesystem.read_into(f"{root}/new/place/file", 0, memoryview(buffer))
+        assert buffer == content
+        assert filesystem.list(f"{root}/new/place") == ["file"]
+
+    def test_what_was_written_may_be_changed_afterwards(self, filesystem: FileSystem, root: str) -> None:
+        piece, content = bytearray(noise(1000)), b""
+        writer = filesystem.create(f"{root}/file")
+        for i in range(5):
+            piece[:] = bytes([i]) * 1000
+            content += piece
+            writer.write(memoryview(piece))
+        writer.commit()
+        buffer = bytearray(5000)
+        filesystem.read_into(f"{root}/file", 0, memoryview(buffer))
+        assert buffer == content
+
+    def test_nothing_is_seen_before_the_commit(self, filesystem: FileSystem, root: str, file: str) -> None:
+        before = filesystem.status(file)
+        new, over = filesystem.create(f"{root}/model/new"), filesystem.create(file)
+        for writer in (new, over):
+            writer.write(memoryview(noise(200_000, seed=3)))
+        assert not filesystem.exists(f"{root}/model/new")
+        assert filesystem.status(file) == before
+        over.commit()
+        assert filesystem.status(file).size_bytes == 200_000
+        assert not filesystem.exists(f"{root}/model/new")
+        new.commit()
+        assert filesystem.status(f"{root}/model/new").size_bytes == 200_000
+
+    def test_what_is_aborted_leaves_nothing(self, filesystem: FileSystem, root: str, file: str) -> None:
+        before = filesystem.status(file)
+        for path in (file, f"{root}/model/new"):
+            writer = filesystem.create(path)
+            writer.write(memoryview(noise(200_000, seed=3)))
+            writer.abort()
+            writer.abort()
+        assert filesystem.status(file) == before
+        assert filesystem.list(f"{root}/model") == ["key"]
+
+    def test_a_deleted_file_is_gone(self, filesystem: FileSystem, root: str, file: str) -> None:
+        self.put(f"{root}/model/other", b"x")
+        for _ in range(2):
+            filesystem.delete(file)
+            assert not filesystem.exists(file)
+        assert filesystem.list(f"{root}/model") == ["other"]

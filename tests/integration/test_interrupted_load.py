@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from hps.config import load_configuration
-from hps.model_files import write_sparse_model
+from hps.model_writer import write_sparse_model
 from hps.registry import implementation
 from hps.sample_model import sample_vectors
 

@@ -15,7 +15,12 @@ OWNERS = {
     "uvicorn": "hps/service/",
     "typer": ("hps/cli", "hps/terminal"),
     "boto3": "hps/filesystems/s3",
-    "torch": "nobody",
+    "botocore": "hps/filesystems/s3",
+    "hdfs_native": "hps/filesystems/hdfs",
+    "google": "hps/filesystems/gcs",
+    "torch": "hps/formats/torch_",
+    "pyarrow": "hps/formats/parquet",
+    "safetensors": "hps/formats/safetensors_",
 }
 
 

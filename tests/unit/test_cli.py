@@ -18,7 +18,8 @@ from typer.testing import CliRunner, Result
 
 from hps import errors
 from hps.cli import app
-from hps.model_files import open_sparse_model, write_sparse_model
+from hps.model_files import open_sparse_model
+from hps.model_writer import write_sparse_model
 from hps.sample_model import sample_vectors
 
 COMMANDS = ["serve", "load", "lookup", "check-config", "create-model"]

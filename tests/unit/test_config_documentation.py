@@ -11,6 +11,7 @@ from pydantic_core import PydanticUndefined
 from hps.config import (
     Configuration,
     ModelConfig,
+    ModelSourceConfig,
     PersistentDbConfig,
     ServiceConfig,
     UpdateSourceConfig,
@@ -28,6 +29,7 @@ SECTIONS: list[tuple[str, type[Section], dict[str, Any]]] = [
     ("`models[]`", ModelConfig, REFERENCE["models"][0]),
     ("`volatile_db`", VolatileDbConfig, REFERENCE["volatile_db"]),
     ("`persistent_db`", PersistentDbConfig, REFERENCE["persistent_db"]),
+    ("`model_source`", ModelSourceConfig, REFERENCE["model_source"]),
     ("`update_source`", UpdateSourceConfig, REFERENCE["update_source"]),
     ("`service`", ServiceConfig, REFERENCE["service"]),
 ]

@@ -205,8 +205,8 @@ def test_missing_models_are_named() -> None:
         ({"update_filters": []}, "update_filters: unknown key here; it belongs in volatile_db or persistent_db"),
         ({"volatile_db": {"type": "hash_map", "pasword": "x"}}, "volatile_db.pasword: unknown key; did you mean password?"),
         ({"service": {"prot": 1}}, "service.prot: unknown key; did you mean port?"),
-        ({"a.b": 1}, '["a.b"]: unknown key; known are: device, fuse_embedding_table, models, persistent_db, service, '
-                     "supportlonglong, update_source, volatile_db"),
+        ({"a.b": 1}, '["a.b"]: unknown key; known are: device, fuse_embedding_table, model_source, models, persistent_db, '
+                     "service, supportlonglong, update_source, volatile_db"),
     ],
 )  # fmt: skip
 def test_an_unknown_key_is_named_with_the_nearest_known_one(source: dict[str, Any], text: str) -> None:

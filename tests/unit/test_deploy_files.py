@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from hps.config import load_configuration
-from hps.model_files import write_sparse_model
+from hps.model_writer import write_sparse_model
 from hps.sample_model import sample_chunks
 from hps.service.app import CLOSE_TIMEOUT_S
 from tests.compose_file import Compose, compose_of, interpolate, read_dockerfile, seconds

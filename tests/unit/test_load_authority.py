@@ -7,7 +7,8 @@ import pytest
 
 from hps.databases.base import LoadRecord
 from hps.loading import load_table
-from hps.model_files import open_sparse_model, write_sparse_model
+from hps.model_files import open_sparse_model
+from hps.model_writer import write_sparse_model
 from hps.types import TableSpec
 from tests.memory_database import MemoryDatabase
 

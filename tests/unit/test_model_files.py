@@ -14,7 +14,8 @@ import pytest
 
 from hps.errors import HPSError, InvalidDtypeError, InvalidInputError, ModelFileError, ModelFileNotFoundError
 from hps.hashing import mix
-from hps.model_files import CHUNK_BYTES, SparseModel, open_sparse_model, write_sparse_model
+from hps.model_files import CHUNK_BYTES, SparseModel, open_sparse_model
+from hps.model_writer import write_sparse_model
 from hps.sample_model import sample_chunks, sample_vectors
 from hps.types import FloatArray, KeyArray
 
@@ -420,7 +421,7 @@ def test_overwriting_works_where_the_file_system_cannot_exchange(model_dir: Path
     class WithoutExchange:
         def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    monkeypatch.setattr("hps.model_files.ctypes.CDLL", WithoutExchange)
+    monkeypatch.setattr("hps.model_writer.ctypes.CDLL", WithoutExchange)
     write_sparse_model(model_dir, rows_of(5, seed=2), overwrite=True)
     assert_same(read_all(open_sparse_model(model_dir, DIM)), rows_of(5, seed=2))
     assert os.listdir(model_dir.parent) == [model_dir.name]
@@ -505,7 +506,7 @@ def test_a_full_disk_is_a_model_file_error_and_leaves_nothing(tmp_path: Path) ->
 import resource, signal, sys
 import numpy as np
 from hps.errors import ModelFileError
-from hps.model_files import write_sparse_model
+from hps.model_writer import write_sparse_model
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:

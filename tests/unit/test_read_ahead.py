@@ -8,7 +8,8 @@ import pytest
 
 from hps.errors import ModelFileError
 from hps.filesystems.local import LocalFileSystem
-from hps.model_files import SparseModel, open_sparse_model, write_sparse_model
+from hps.model_files import SparseModel, open_sparse_model
+from hps.model_writer import write_sparse_model
 from hps.read_ahead import read_ahead
 from hps.sample_model import sample_chunks, sample_vectors
 
@@ -48,8 +49,8 @@ def test_a_chunk_stays_as_it_is_while_it_is_lent(model: SparseModel, monkeypatch
     read = threading.Semaphore(0)
 
     class Announcing(LocalFileSystem):
-        def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-            super().read_into(path, offset, buffer)
+        def read_into(self, path: str, offset: int, buffer: memoryview, version: str = "") -> None:
+            super().read_into(path, offset, buffer, version)
             read.release()
 
     monkeypatch.setattr("hps.filesystems.local.LocalFileSystem", Announcing)

@@ -12,7 +12,8 @@ from hps.databases.redis_cluster import RedisDatabase
 from hps.databases.rocks_db import RocksDatabase
 from hps.errors import DatabaseCorruptError, DatabaseError, UnknownTableError
 from hps.loading import load_table
-from hps.model_files import CHUNK_BYTES, write_sparse_model
+from hps.model_files import CHUNK_BYTES
+from hps.model_writer import write_sparse_model
 from hps.types import TableSpec
 from tests.contracts.database_contract import distinct_keys, fetched, vectors_of
 from tests.redis_server import RedisServer

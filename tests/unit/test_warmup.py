@@ -18,10 +18,12 @@ from hps.databases.base import Database, LoadRecord, TableStats
 from hps.databases.hash_map import HashMapDatabase
 from hps.databases.rocks_db import RocksDatabase
 from hps.errors import DatabaseError, ModelFileError, ModelFileNotFoundError, TableWidthError
+from hps.filesystems.base import FileStatus
 from hps.filesystems.local import LocalFileSystem
 from hps.loading import DatabaseLoad, load_table
 from hps.metrics import Metrics
-from hps.model_files import open_sparse_model, write_sparse_model
+from hps.model_files import open_sparse_model
+from hps.model_writer import write_sparse_model
 from hps.progress import LogProgress
 from hps.registry import IMPLEMENTATIONS
 from hps.sample_model import sample_vectors
@@ -145,7 +147,10 @@ def test_every_database_gets_every_row_bit_for_bit(source: str) -> None:
     assert held(volatile) == held(persistent) == content(*rows_of(ROWS))
     assert report.loads == (DatabaseLoad("memory", 0, ROWS), DatabaseLoad("persistent_memory", 0, ROWS))
     assert (report.tag, report.model.rows, report.nothing_to_do) == (TAG, ROWS, False)
-    assert persistent.load_record(TAG) == LoadRecord(report.model.fingerprint, ROWS, ROWS)
+    record = persistent.load_record(TAG)
+    assert record is not None
+    assert (record.fingerprint, record.rows_done, record.complete) == (report.model.fingerprint, ROWS, True)
+    assert (record.source, record.size_bytes, len(record.checksum)) == (source, ROWS * (8 + 4 * DIM), 8)
 
 
 def test_chunks_come_in_order_and_the_end_is_announced_once(source: str) -> None:
@@ -171,16 +176,13 @@ class CountingFileSystem(LocalFileSystem):
     def _path(self, path: str) -> str:
         return path.removeprefix("count://")
 
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+    def read_into(self, path: str, offset: int, buffer: memoryview, version: str = "") -> None:
         name = os.path.basename(path)
         self.read[name] = self.read.get(name, 0) + len(buffer)
-        super().read_into(self._path(path), offset, buffer)
+        super().read_into(self._path(path), offset, buffer, version)
 
-    def size(self, path: str) -> int:
-        return super().size(self._path(path))
-
-    def version(self, path: str) -> str:
-        return super().version(self._path(path))
+    def status(self, path: str) -> FileStatus:
+        return super().status(self._path(path))
 
     def exists(self, path: str) -> bool:
         return super().exists(self._path(path))
@@ -484,9 +486,9 @@ def test_a_read_that_never_ends_is_given_up(source: str, monkeypatch: pytest.Mon
     gate = threading.Event()
 
     class StuckFileSystem(LocalFileSystem):
-        def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        def read_into(self, path: str, offset: int, buffer: memoryview, version: str = "") -> None:
             gate.wait(20)
-            super().read_into(path, offset, buffer)
+            super().read_into(path, offset, buffer, version)
 
     monkeypatch.setattr("hps.filesystems.local.LocalFileSystem", StuckFileSystem)
     monkeypatch.setattr("hps.read_ahead._READ_TIMEOUT_S", 0.05)

@@ -1,0 +1,74 @@
+"""Tries again what may pass, and bounds what might never answer."""
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from hps.config_tiers import ModelSourceConfig
+from hps.errors import ModelSourceError
+
+_log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+T = TypeVar("T")
+
+
+def retried(settings: ModelSourceConfig, attempt: Callable[[float], T]) -> T:
+    """Call `attempt` with the seconds that are left, again after a pause whenever it raises `ModelSourceError`.
+
+    Raises:
+        ModelSourceError: the last one, when attempts or time are used up; it says how many and how long.
+    """
+    started = time.monotonic()
+    deadline = started + settings.deadline_s
+    tried = 0
+    while True:
+        tried += 1
+        try:
+            return attempt(max(deadline - time.monotonic(), 0.001))
+        except ModelSourceError as error:
+            # Full jitter, so that the parts that failed together do not come back together.
+            pause = random.uniform(0.5, 1.0) * min(_FIRST_PAUSE_S * 2 ** (tried - 1), _LONGEST_PAUSE_S)
+            now = time.monotonic()
+            if tried >= settings.max_attempts or now + pause >= deadline:
+                times = "once" if tried == 1 else f"{tried} times"
+                raise ModelSourceError(f"{error} (tried {times} in {now - started:.1f} s)") from error
+            _log.debug("trying again in %.2f s: %s", pause, error)
+            time.sleep(pause)
+
+
+def within(doing: str, seconds: float, call: Callable[[], T]) -> T:
+    """Run a call that has no timeout of its own in a thread, and leave it behind when it takes too long.
+
+    What it is given must not be used by anybody else afterwards: it may still run.
+
+    Args:
+        doing: for the message, e.g. `reading hdfs://nn/m/key`.
+        seconds: how long to wait.
+        call: what to do; what it raises is raised here.
+
+    Raises:
+        ModelSourceError: no answer in time.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="hps-bounded-call", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if results:
+        return results[0]
+    if errors:
+        raise errors[0]
+    raise ModelSourceError(
+        f"{doing}: no answer in {seconds:.1f} s; see that the host is right, runs and can be reached from here"
+    )

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from hps.cache.base import EmbeddingCache, Segment
+from hps.cache.base import EmbeddingCache, Segment, Stretch
 from hps.cache.dlpack import adopt, as_keys, as_output, check_keys, check_output
 from hps.errors import InvalidInputError
 from hps.host_keys import as_host_keys
-from hps.types import TableSpec
+from hps.types import BoolArray, TableSpec
 
 
 def keys_of(keys: Any, cache: EmbeddingCache | None) -> tuple[Any, int]:
@@ -102,6 +102,51 @@ def cuda_segments(
         if not getattr(place, "is_cuda", False):
             return None
         segments.append(Segment(indices[name], keys, place, None, keys.numel()))
+    return segments
+
+
+def concatenated_segments(
+    keys: Any,
+    counts: Sequence[int],
+    out: Any,
+    specs: Sequence[TableSpec],
+    cache: EmbeddingCache | None,
+    found: BoolArray | None,
+) -> list[Segment]:
+    """One segment for each table of a model whose keys, outputs and masks follow each other in one tensor each.
+
+    Raises:
+        InvalidDtypeError, InvalidInputError: as `keys_of` and `output_of`; also when there is not one count a table, or they
+            do not add up to the keys.
+    """
+    if len(counts) != len(specs) or min(counts, default=0) < 0:
+        raise InvalidInputError(
+            f"looking up concatenated tables: got counts {list(counts)[:8]}, wanted {len(specs)} of them, one a table, none "
+            "negative"
+        )
+    flat, n = keys_of(keys, cache)
+    total, size = sum(counts), sum([count * spec.dim for count, spec in zip(counts, specs, strict=True)])
+    if n != total:
+        raise InvalidInputError(f"looking up concatenated tables: got {n} keys, wanted the {total} that the counts add up to")
+    place = output_of(out, size, 1, cache)
+    keys_on_host, out_on_host = isinstance(flat, np.ndarray), isinstance(place, np.ndarray)
+    row = element = 0
+    segments = []
+    for index, count in enumerate(counts):
+        length = count * specs[index].dim
+        segments.append(
+            Segment(
+                index,
+                flat[row : row + count] if keys_on_host else Stretch(flat, row, count, total),
+                place[element : element + length].reshape(count, specs[index].dim)
+                if out_on_host
+                else Stretch(place, element, length, size),
+                None if found is None else found[row : row + count],
+                count,
+            )
+        )
+        row += count
+        element += length
     return segments
 
 

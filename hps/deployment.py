@@ -13,7 +13,7 @@ from hps.config import ModelConfig
 from hps.database_chain import DatabaseChain
 from hps.databases.base import Database
 from hps.direct_session import DirectSession
-from hps.errors import DatabaseError, UnknownDeviceError, UnknownTableError
+from hps.errors import DatabaseError, InvalidInputError, UnknownDeviceError, UnknownTableError
 from hps.fetch_coalescing import FetchCoalescer
 from hps.host_tiers import LoadTargets
 from hps.loading import LoadReport, load_table
@@ -21,7 +21,7 @@ from hps.lookup_session import LookupSession, SessionSettings
 from hps.metrics import Metrics
 from hps.progress import Progress
 from hps.registry import implementation
-from hps.types import TableSpec
+from hps.types import FloatArray, KeyArray, TableSpec
 from hps.warmup import refresh, warm_up
 
 _log = logging.getLogger(__name__)
@@ -92,6 +92,32 @@ class Deployment:
             known = ", ".join(f"{index} ({spec.table_name})" for index, spec in enumerate(self.tables))
             raise UnknownTableError(f"looking up model {self.config.model!r}: got table {table!r}, wanted one of {known}")
         return index
+
+    def insert(self, index: int, keys: KeyArray, vectors: FloatArray) -> None:
+        """Add or replace vectors of a table in every tier; see `HPS.insert`."""
+        table = self.tables[index]
+        if vectors.shape != (keys.size, table.dim):
+            raise InvalidInputError(
+                f"inserting into {table.tag}: got vectors of shape {vectors.shape}, wanted {(keys.size, table.dim)}"
+            )
+
+        def apply(written: bool) -> None:
+            for cache in self.caches:
+                if written:
+                    cache.update(index, keys, vectors)
+                else:
+                    cache.erase(index, keys)
+
+        self.chain.insert(table, keys, vectors, apply)
+
+    def delete(self, index: int, keys: KeyArray) -> None:
+        """Remove keys of a table from every tier; see `HPS.delete`."""
+
+        def apply(_written: bool) -> None:
+            for cache in self.caches:
+                cache.erase(index, keys)
+
+        self.chain.delete(self.tables[index], keys, apply)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for queued insertions; False when that takes longer."""

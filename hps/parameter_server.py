@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, overload
 import numpy as np
 
 from hps.cache.base import Segment
-from hps.caller_tensors import cuda_segments, keys_of, output_of, segments_of
+from hps.caller_tensors import concatenated_segments, cuda_segments, keys_of, output_of, segments_of
 from hps.config import Configuration, ModelConfig, load_configuration
 from hps.deployment import Deployment, choose_cache, deploy
 from hps.errors import InvalidInputError, NotReadyError, UnknownModelError
@@ -201,6 +201,40 @@ class HPS:
         session.lookup([Segment(index, flat, out, found, n=n)])
         return found
 
+    def lookup_concatenated(
+        self,
+        keys: Any,
+        counts: Sequence[int],
+        out_tensor: Any,
+        model_name: str,
+        device_id: int | None = None,
+        *,
+        return_found: bool = False,
+    ) -> BoolArray | None:
+        """Look up all tables of a model whose keys follow each other in one tensor, as Triton's HPS backend takes them.
+
+        The quickest way for many tables: two tensors are adopted, however many tables there are.
+
+        Args:
+            keys: as for `lookup_fromdlpack`: first those of table 0, then those of table 1, and so on.
+            counts: how many keys each table has, one count for every table of the model; 0 is allowed.
+            out_tensor: as for `lookup_fromdlpack`: the vectors of table 0, then those of table 1, and so on.
+            model_name: a deployed model.
+            device_id: whose embedding cache to use; None is the first of the model's devices.
+            return_found: return the found-mask.
+
+        Returns:
+            None, or with `return_found` (n,) bool in host memory, in the order of the keys.
+
+        Raises:
+            As `lookup_fromdlpack`; InvalidInputError also when the counts do not fit the model or the keys.
+        """
+        deployment = self.model(model_name)
+        session = deployment.session(device_id)
+        found = np.empty(max(sum(counts), 0), np.bool_) if return_found else None
+        session.lookup(concatenated_segments(keys, counts, out_tensor, deployment.tables, session.cache, found))
+        return found
+
     def lookup_segments(self, model_name: str, segments: Sequence[Segment], device_id: int | None = None) -> None:
         """Look up several tables straight into the caller's arrays, for callers that own the layout (the HTTP service).
 
@@ -226,23 +260,7 @@ class HPS:
             DatabaseError: the database that holds everything failed; each key then has its old or its new vector.
         """
         deployment = self.model(model_name)
-        index = deployment.table_index(table_id)
-        table = deployment.tables[index]
-        flat = as_host_keys(keys)
-        rows = np.ascontiguousarray(vectors, np.float32)
-        if rows.shape != (flat.size, table.dim):
-            raise InvalidInputError(
-                f"inserting into {table.tag}: got vectors of shape {rows.shape}, wanted {(flat.size, table.dim)}"
-            )
-
-        def apply(written: bool) -> None:
-            for cache in deployment.caches:
-                if written:
-                    cache.update(index, flat, rows)
-                else:
-                    cache.erase(index, flat)
-
-        deployment.chain.insert(table, flat, rows, apply)
+        deployment.insert(deployment.table_index(table_id), as_host_keys(keys), np.ascontiguousarray(vectors, np.float32))
 
     def delete(self, keys: Any, model_name: str, table_id: int | str) -> None:
         """Remove keys from every tier, online; they get the default vector from then on.
@@ -251,14 +269,7 @@ class HPS:
             DatabaseError: the database that holds everything failed; each key is then there or not.
         """
         deployment = self.model(model_name)
-        index = deployment.table_index(table_id)
-        flat = as_host_keys(keys)
-
-        def apply(_written: bool) -> None:
-            for cache in deployment.caches:
-                cache.erase(index, flat)
-
-        deployment.chain.delete(deployment.tables[index], flat, apply)
+        deployment.delete(deployment.table_index(table_id), as_host_keys(keys))
 
     def deploy(self, model: ModelConfig, *, progress: Progress | None = None, force: bool = False) -> None:
         """Load a model and put it into service.

@@ -27,6 +27,24 @@ import numpy.typing as npt
 from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
 
 
+class Stretch:
+    """Consecutive elements of a tensor that several segments share; a CUDA cache reads the tensor once for all of them.
+
+    Attributes:
+        tensor: keys or output of a whole lookup, not adopted yet.
+        start, size: the stretch, in elements.
+        total: elements that the tensor must have: exactly so many keys, at least so many of an output.
+    """
+
+    __slots__ = ("size", "start", "tensor", "total")
+
+    def __init__(self, tensor: DeviceArray, start: int, size: int, total: int) -> None:
+        self.tensor = tensor
+        self.start = start
+        self.size = size
+        self.total = total
+
+
 @dataclass(slots=True)
 class Segment:
     """The keys of one table within a lookup, and where their vectors go.

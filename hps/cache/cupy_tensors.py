@@ -6,6 +6,7 @@ from typing import Any
 import cupy
 import numpy as np
 
+from hps.cache.base import Stretch
 from hps.cache.cupy_device import stream_of
 from hps.cache.dlpack import adopt
 from hps.cache.tensor_view import CUDA, CUDA_MANAGED, TensorView
@@ -28,7 +29,18 @@ class TensorReader:
         streams: those on which the tensors read since `start` were produced and will be consumed, or UNKNOWN_STREAM.
     """
 
-    __slots__ = ("_device_id", "_float32", "_int64", "_keep", "_seen_torch", "_tensor", "_torch", "streams")
+    __slots__ = (
+        "_device_id",
+        "_float32",
+        "_int64",
+        "_keep",
+        "_seen_torch",
+        "_shared_keys",
+        "_shared_out",
+        "_tensor",
+        "_torch",
+        "streams",
+    )
 
     def __init__(self, device_id: int) -> None:
         self._device_id = device_id
@@ -38,6 +50,8 @@ class TensorReader:
         self._float32: Any = None
         self._seen_torch = False
         self._keep: list[Any] = []  # what must live until the lookup has ended
+        self._shared_keys: tuple[Any, int] = (None, 0)  # the tensor that the last stretches were of, and its address
+        self._shared_out: tuple[Any, int] = (None, 0)
         self.streams: set[int] = set()
 
     def start(self) -> None:
@@ -45,12 +59,15 @@ class TensorReader:
         self._seen_torch = False
         self.streams = set()
         self._keep = []
+        self._shared_keys = self._shared_out = (None, 0)
         if self._torch is None and "torch" in sys.modules:
             self._torch = torch = sys.modules["torch"]
             self._tensor, self._int64, self._float32 = torch.Tensor, torch.int64, torch.float32
 
     def keys(self, tensor: Any) -> tuple[int, int]:
         """Address and number of keys: int64 (int32 is widened), C-contiguous, of any shape."""
+        if type(tensor) is Stretch:
+            return self._stretch_of_keys(tensor), tensor.size
         if (
             type(tensor) is self._tensor
             and tensor.dtype is self._int64
@@ -64,6 +81,8 @@ class TensorReader:
 
     def output(self, tensor: Any, size: int) -> int:
         """Address of `size` float32 elements, to be written (or, for an insertion, read)."""
+        if type(tensor) is Stretch:
+            return self._stretch_of_output(tensor)
         if (
             type(tensor) is self._tensor
             and tensor.dtype is self._float32
@@ -81,6 +100,24 @@ class TensorReader:
     def mask(self, tensor: Any, size: int) -> int:
         """Address of `size` booleans, to be written."""
         return self._read(tensor, BOOL, size, "found")[0]
+
+    def _stretch_of_keys(self, stretch: Stretch) -> int:
+        tensor, address = self._shared_keys
+        if tensor is not stretch.tensor:
+            address, size = self.keys(stretch.tensor)
+            if size != stretch.total:
+                raise InvalidInputError(
+                    f"querying an embedding cache: got {size} keys, wanted the {stretch.total} that the counts add up to"
+                )
+            self._shared_keys = (stretch.tensor, address)
+        return address + 8 * stretch.start
+
+    def _stretch_of_output(self, stretch: Stretch) -> int:
+        tensor, address = self._shared_out
+        if tensor is not stretch.tensor:
+            address = self.output(stretch.tensor, stretch.total)
+            self._shared_out = (stretch.tensor, address)
+        return address + 4 * stretch.start
 
     def _see_torch(self) -> None:
         self._seen_torch = True

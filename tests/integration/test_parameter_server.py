@@ -1,4 +1,5 @@
 import json
+import os
 import threading
 
 import numpy as np
@@ -150,6 +151,34 @@ def test_lookup_fromdlpack_refuses_what_does_not_fit(server):
         server.lookup_fromdlpack(torch.tensor([1.0]), torch.zeros(7), "ranker", "item")
 
 
+@pytest.mark.parametrize("counts", [(3, 5), (0, 4), (4, 0), (0, 0)])
+def test_lookup_concatenated_answers_all_tables_from_one_run_of_keys(server, counts):
+    keys = np.random.default_rng(1).integers(-10, ROWS + 10, sum(counts))
+    pieces = {name: keys[start : start + n] for name, start, n in zip(DIMS, (0, counts[0]), counts, strict=True)}
+    wanted, masks = server.lookup_tables(pieces, "ranker", return_found=True)
+    out = torch.full((sum(n * dim for n, dim in zip(counts, DIMS.values(), strict=True)) + 3,), -1.0)
+    found = server.lookup_concatenated(torch.from_numpy(keys), counts, out, "ranker", return_found=True)
+    np.testing.assert_array_equal(out[:-3], np.concatenate([wanted[name].ravel() for name in DIMS]))
+    np.testing.assert_array_equal(found, np.concatenate([masks[name] for name in DIMS]))
+    assert out[-3:].tolist() == [-1.0] * 3  # beyond what was asked for
+    assert server.lookup_concatenated(keys, counts, out, "ranker") is None
+
+
+@pytest.mark.parametrize(
+    ("counts", "floats", "message"),
+    [
+        ((3,), 99, "wanted 2 of them"),
+        ((3, 2, 1), 99, "wanted 2 of them"),
+        ((7, -1), 99, "none negative"),
+        ((3, 4), 99, "got 6 keys, wanted the 7"),
+        ((3, 3), 3 * sum(DIMS.values()) - 1, "output"),
+    ],
+)
+def test_lookup_concatenated_refuses_what_does_not_fit(server, counts, floats, message):
+    with pytest.raises(hps.InvalidInputError, match=message):
+        server.lookup_concatenated(np.arange(6), counts, np.zeros(floats, np.float32), "ranker")
+
+
 def test_insert_and_delete_are_seen_by_the_next_lookup(server):
     server.lookup([1, 2], "ranker", 0)
     new = np.array([[9, 9, 9, 9]], np.float32)
@@ -252,6 +281,34 @@ def test_undeployed_model_is_unknown_and_can_be_deployed_again(server):
     np.testing.assert_array_equal(server.lookup([1], "ranker", 0), vectors_of([1], 4))
     with pytest.raises(hps.InvalidInputError, match="undeploy"):
         server.deploy(model)
+
+
+def test_a_smaller_model_of_the_same_name_has_nothing_of_the_older_one(configuration, tmp_path):
+    del configuration["persistent_db"]
+    with hps.HPS(configuration) as server:
+        server.undeploy("ranker")
+        for table, dim in DIMS.items():
+            few = np.arange(5, dtype=np.int64)
+            hps.write_sparse_model(tmp_path / f"{table}.model", (few, vectors_of(few, dim)), overwrite=True)
+        server.deploy(server.config.models[0])
+        vectors, found = server.lookup([4, 5], "ranker", "item", return_found=True)
+        assert found.tolist() == [True, False]
+        np.testing.assert_array_equal(vectors[1], np.float32(-2))
+
+
+def test_a_model_that_could_not_be_deployed_leaves_nothing_behind(configuration, tmp_path):
+    del configuration["persistent_db"]
+    with hps.HPS(configuration, deploy_models=False) as server:
+        model = server.config.models[0]
+        os.rename(tmp_path / "item.model", tmp_path / "hidden")
+        with pytest.raises(hps.ModelFileError, match=r"item\.model"):
+            server.deploy(model)
+        assert server.models == ()
+        few = np.arange(5, dtype=np.int64)
+        for table, dim in DIMS.items():  # a table that was loaded before the failure has fewer rows now
+            hps.write_sparse_model(tmp_path / f"{table}.model", (few, vectors_of(few, dim)), overwrite=True)
+        server.deploy(model)
+        assert not server.lookup([5, 6], "ranker", 0, return_found=True)[1].any()
 
 
 def test_closed_server_says_so(configuration):

@@ -1,0 +1,76 @@
+"""Tables whose keys and vectors follow each other in one tensor each, on a CUDA device."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hps
+from hps.sample_model import sample_chunks, sample_vectors
+
+pytestmark = pytest.mark.gpu
+DIMS, ROWS = (16, 7, 1, 128), 2000
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[hps.HPS]:
+    for index, dim in enumerate(DIMS):
+        hps.write_sparse_model(tmp_path / f"t{index}", sample_chunks(ROWS, dim, index))
+    model = {
+        "model": "m",
+        "sparse_files": [str(tmp_path / f"t{index}") for index in range(len(DIMS))],
+        "embedding_vecsize_per_table": list(DIMS),
+        "maxnum_catfeature_query_per_table_per_sample": [100] * len(DIMS),
+        "default_value_for_each_table": [-1.0] * len(DIMS),
+        "deployed_device_list": [0],
+        "max_batch_size": 100,
+        "gpucacheper": 0.5,
+        "hit_rate_threshold": 1.1,
+    }
+    with hps.HPS({"device": "cuda", "models": [model]}) as server:
+        yield server
+
+
+def wanted(keys: np.ndarray, counts: tuple[int, ...]) -> np.ndarray:
+    rows, start = [], 0
+    for index, (n, dim) in enumerate(zip(counts, DIMS, strict=True)):
+        part = keys[start : start + n]
+        vectors = np.where((part < ROWS)[:, None], sample_vectors(part, dim, index), np.float32(-1))
+        rows.append(vectors.ravel())
+        start += n
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("counts", [(3, 5, 0, 9), (700, 1000, 900, 300), (0, 0, 1, 0), (0, 0, 0, 0)])
+@pytest.mark.parametrize("place", ["torch", "cupy", "keys on the host", "out on the host", "int32"])
+def test_every_vector_is_right_wherever_keys_and_outputs_are(server: hps.HPS, counts: tuple[int, ...], place: str) -> None:
+    import cupy
+
+    rng = np.random.default_rng(5)
+    for _ in range(3):
+        keys = rng.integers(0, ROWS + 50, sum(counts))
+        size = sum(n * dim for n, dim in zip(counts, DIMS, strict=True))
+        given: Any = cupy.asarray(keys) if place == "cupy" else torch.from_numpy(keys).cuda()
+        out: Any = cupy.full(size + 5, cupy.nan, cupy.float32) if place == "cupy" else torch.full((size + 5,), torch.nan).cuda()
+        if place == "keys on the host":
+            given = keys
+        elif place == "out on the host":
+            out = np.full(size + 5, np.nan, np.float32)
+        elif place == "int32":
+            given = given.to(torch.int32)
+        found = server.lookup_concatenated(given, counts, out, "m", return_found=True)
+        got = out if isinstance(out, np.ndarray) else out.get() if place == "cupy" else out.cpu().numpy()
+        np.testing.assert_array_equal(got[:size], wanted(keys, counts))
+        assert np.isnan(got[size:]).all()
+        np.testing.assert_array_equal(found, keys < ROWS)
+
+
+def test_an_output_that_is_too_small_and_counts_that_do_not_add_up_are_refused(server: hps.HPS) -> None:
+    keys = torch.zeros(8, dtype=torch.int64).cuda()
+    with pytest.raises(hps.InvalidInputError, match="out"):
+        server.lookup_concatenated(keys, (2, 2, 2, 2), torch.zeros(2 * sum(DIMS) - 1).cuda(), "m")
+    with pytest.raises(hps.InvalidInputError, match="got 8 keys, wanted the 9"):
+        server.lookup_concatenated(keys, (2, 2, 2, 3), torch.zeros(2000).cuda(), "m")

@@ -96,10 +96,11 @@ class LookupSession:
         with self._workspaces.take() as workspace:
             local = self.cache.adopt(workspace, segments)
             misses = self.cache.query(workspace, local)
-            if misses.count:
+            missing = misses.count
+            if missing:
                 self._answer_misses(workspace, local, misses)
             self.cache.finish(workspace, local)
-        self._count(segments, misses)
+        self._count(segments, misses.counts if missing else None)
         self._seconds.observe(time.perf_counter() - start)
 
     def drain(self, timeout_s: float) -> bool:
@@ -179,13 +180,18 @@ class LookupSession:
             pending = self._pending[table_index]
             self._pending[table_index] = pending[~_contained(keys, pending)]
 
-    def _count(self, segments: Sequence[Segment], misses: Misses) -> None:
+    def _count(self, segments: Sequence[Segment], missing_counts: Sequence[int] | None) -> None:
+        """Count the keys of a lookup; None where none was missing, which is the quicker way for many tables."""
+        every = self._counters
         with self._metrics.lock:
-            for segment, missing in zip(segments, misses.counts, strict=True):
-                counters = self._counters[segment.table]
-                counters.keys += segment.n
-                counters.hits[0] += segment.n - missing
-                if missing:
+            for segment in segments:
+                counters, n = every[segment.table], segment.n
+                counters.keys += n
+                counters.hits[0] += n
+            if missing_counts is not None:
+                for segment, missing in zip(segments, missing_counts, strict=True):
+                    counters = every[segment.table]
+                    counters.hits[0] -= missing
                     counters.misses[0] += missing
 
     def _count_defaults(self, table_index: int, found: BoolArray) -> None:

@@ -70,6 +70,7 @@ class CupyWorkspace(Workspace):
         self._unfinished = False  # work was launched that the host has not waited for
         self.stream = self._own_stream
         self.placed: list[Placed] = []
+        self._adopted: Sequence[Segment] | None = None  # those of `placed`
 
         head = kernels.UNIQUE_HEAD.size
         self.query_arguments = {
@@ -125,13 +126,15 @@ class CupyWorkspace(Workspace):
                 self._place(place, dims[place.table])
             missing += place.n
             placed.append(place)
-        self.placed = placed
+        self.placed, self._adopted = placed, segments
         self._choose_stream(self._reader.streams)
         if missing > self._capacity:
             self._reserve(missing)
 
     def find(self, segments: Sequence[Segment]) -> list[Placed]:
         """The places of segments; they are adopted now where that was not done."""
+        if segments is self._adopted:
+            return self.placed
         placed = self.placed
         if len(placed) != len(segments) or any(place.segment is not segments[i] for i, place in enumerate(placed)):
             self.begin(segments)

@@ -1,4 +1,4 @@
-"""The command line: `hps serve | load | lookup | check-config | create-model`.
+"""The command line: `hps serve | load | lookup | check-config | create-model | import`.
 
 Exit codes: 0 done, 2 the configuration, model files or arguments are wrong, 1 something failed while running (a database, a
 device), 130 stopped by Ctrl-C. Errors are one message on standard error. Imports of the work itself wait until a command
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hps import __version__, errors, terminal
+from hps import __version__, cli_import, errors, terminal
 
 if TYPE_CHECKING:
     from hps.config import Configuration, ModelConfig
@@ -71,10 +71,13 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Listen here instead of where the configuration says.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="As --host; 0 takes any free port.")] = None,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
+    force: Force = False,
 ) -> None:
     """Load the models of CONFIG and answer lookups over HTTP until Ctrl-C.
 
-    Tables that RocksDB holds already are not loaded again. /v2/health/ready answers 200 once every model can be looked up.
+    Tables that RocksDB holds already are not loaded again. Each model answers as soon as it is loaded; one that cannot be loaded
+    does not keep the others from it. /v2/health/ready answers 200 once every model can be looked up, and says how far it is
+    until then.
     """
     with terminal.reported():
         if log_level.upper() not in ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG"):
@@ -82,7 +85,8 @@ def serve(
         configuration = _configuration(config)
         from hps.service.server import serve as serve_http
 
-        serve_http(configuration, host, port, log_level.lower())
+        with terminal.serving(log_level) as progress:
+            serve_http(configuration, host, port, log_level.lower(), progress, force=force)
 
 
 @app.command(epilog="Example: `hps load configs/minimal.json && hps serve configs/minimal.json`")
@@ -183,6 +187,9 @@ def create_model(
             write_sparse_model(directory, _counted(sample_chunks(rows, dim, seed), progress, tag), overwrite=overwrite)
             progress.finish(tag)
         typer.echo(f"{directory}: {rows:,} rows of {dim} float32, {size_bytes / 1e6:,.1f} MB, keys 0 to {rows - 1}")
+
+
+app.command("import", epilog=cli_import.EXAMPLE)(cli_import.import_command)
 
 
 def _configuration(path: Path) -> "Configuration":

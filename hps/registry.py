@@ -28,6 +28,13 @@ IMPLEMENTATIONS: dict[str, dict[str, tuple[str, str]]] = {
         "s3a": ("hps.filesystems.s3:S3FileSystem", "pip install hps-server"),
         "gs": ("hps.filesystems.gcs:GcsFileSystem", "pip install 'hps-server[gcs]'"),
     },
+    "format": {
+        "npy": ("hps.formats.numpy_files:NpyFiles", "pip install hps-server"),
+        "npz": ("hps.formats.numpy_files:NpzArchive", "pip install hps-server"),
+        "safetensors": ("hps.formats.safetensors_file:SafetensorsFile", "pip install hps-server"),
+        "torch": ("hps.formats.torch_state:TorchState", "pip install torch"),
+        "parquet": ("hps.formats.parquet:ParquetFiles", "pip install 'hps-server[import]'"),
+    },
 }
 
 

@@ -1,0 +1,111 @@
+"""What may pass is tried again, within attempts and time; what might never answer is left behind."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from hps.config_tiers import ModelSourceConfig
+from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
+from hps.filesystems import retries
+from hps.filesystems.retries import retried, within
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses that were made, which take no time."""
+    made: list[float] = []
+    clock = [100.0]
+
+    class Time:
+        @staticmethod
+        def monotonic() -> float:
+            return clock[0]
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            made.append(seconds)
+            clock[0] += seconds
+
+    monkeypatch.setattr(retries, "time", Time)
+    return made
+
+
+def failing(times: int, error: type[Exception] = ModelSourceError) -> Callable[[float], str]:
+    left = [times]
+
+    def attempt(seconds_left: float) -> str:
+        assert seconds_left > 0
+        left[0] -= 1
+        if left[0] >= 0:
+            raise error(f"failure, {left[0]} to come")
+        return "done"
+
+    return attempt
+
+
+def test_what_passes_is_tried_again(pauses: list[float]) -> None:
+    assert retried(ModelSourceConfig(max_attempts=5), failing(4)) == "done"
+    assert len(pauses) == 4
+    assert all(0.05 * 2**i <= pause <= 0.1 * 2**i for i, pause in enumerate(pauses))
+
+
+def test_attempts_are_bounded_and_the_error_says_how_many(pauses: list[float]) -> None:
+    with pytest.raises(ModelSourceError, match=r"failure, 7 to come \(tried 3 times in [\d.]+ s\)"):
+        retried(ModelSourceConfig(max_attempts=3), failing(10))
+
+
+def test_time_is_bounded(pauses: list[float]) -> None:
+    with pytest.raises(ModelSourceError, match=r"tried \d+ times in"):
+        retried(ModelSourceConfig(max_attempts=100, deadline_s=30), failing(1000))
+    assert 20 < sum(pauses) <= 30
+    assert max(pauses) <= 5
+
+
+def test_one_attempt_is_no_repetition(pauses: list[float]) -> None:
+    with pytest.raises(ModelSourceError, match="tried once"):
+        retried(ModelSourceConfig(max_attempts=1), failing(1))
+    assert pauses == []
+
+
+@pytest.mark.parametrize("error", [ModelFileError, ModelFileNotFoundError, ValueError])
+def test_what_cannot_pass_is_not_tried_again(pauses: list[float], error: type[Exception]) -> None:
+    with pytest.raises(error, match="failure, 8 to come"):
+        retried(ModelSourceConfig(), failing(9, error))
+    assert pauses == []
+
+
+def test_each_attempt_is_told_how_much_time_is_left(pauses: list[float]) -> None:
+    told = []
+
+    def attempt(seconds_left: float) -> None:
+        told.append(seconds_left)
+        raise ModelSourceError("no")
+
+    with pytest.raises(ModelSourceError):
+        retried(ModelSourceConfig(max_attempts=4, deadline_s=50), attempt)
+    assert told[0] == 50
+    assert told == sorted(told, reverse=True)
+    assert told[-1] == pytest.approx(50 - sum(pauses))
+
+
+def test_a_bounded_call_gives_its_result_or_its_error() -> None:
+    assert within("adding", 20, lambda: 1 + 1) == 2
+    assert within("doing nothing", 20, lambda: None) is None
+
+    def fail() -> None:
+        raise ModelFileNotFoundError("gone")
+
+    with pytest.raises(ModelFileNotFoundError, match="gone"):
+        within("failing", 20, fail)
+
+
+def test_a_call_that_never_answers_is_left_behind() -> None:
+    stop, started = threading.Event(), time.monotonic()
+    try:
+        with pytest.raises(ModelSourceError, match=r"reading hdfs://nn/m: no answer in 0\.2 s"):
+            within("reading hdfs://nn/m", 0.2, lambda: stop.wait(60))
+        assert time.monotonic() - started < 30
+    finally:
+        stop.set()

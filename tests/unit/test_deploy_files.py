@@ -196,7 +196,7 @@ def test_images_have_no_build_tools_and_both_are_made_of_constrained_versions():
     core = re.search(r"\ndependencies = \[(.*?)\n\]", project, re.DOTALL)
     assert core
     assert set(re.findall(r'^ +"([\w-]+)', core[1], re.MULTILINE)) <= pinned
-    assert {"cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime"} <= pinned
+    assert {"cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "hdfs-native", "google-cloud-storage"} <= pinned
 
 
 def test_build_context_holds_what_the_dockerfile_copies_and_nothing_secret():

@@ -2,7 +2,6 @@
 
 import logging
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -10,12 +9,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hps.databases.base import Database, LoadRecord
+from hps.databases.load_feed import LoadFeed, extended
 from hps.errors import DatabaseError
 from hps.model_files import CHUNK_BYTES, SparseModel, open_sparse_model
 from hps.model_sources import ModelSources
 from hps.progress import Progress
 from hps.read_ahead import read_ahead
-from hps.types import FloatArray, KeyArray, TableSpec
+from hps.types import TableSpec
 
 _log = logging.getLogger(__name__)
 
@@ -154,18 +154,12 @@ def _record(table: TableSpec, database: Database, model: SparseModel) -> LoadRec
     model.verify()
     with closing(read_ahead(model, _ranges(model, 0, model.rows))) as chunks:
         for _, keys, vectors in chunks:
-            checksum = _extended(checksum, keys, vectors)
+            checksum = extended(checksum, keys, vectors)
     if checksum != record.checksum:
         return record
     record = replace(record, fingerprint=model.fingerprint, source=model.place)
     database.load_chunk(table.tag, np.empty(0, np.int64), np.empty((0, table.dim), np.float32), record)
     return record
-
-
-def _extended(checksum: str, keys: KeyArray, vectors: FloatArray) -> str:
-    """The checksum of what was loaded before and then these rows. zlib's CRC-32 takes 4 GB/s, a load 0.3 GB/s."""
-    before = int(checksum, 16) if checksum else 0
-    return f"{zlib.crc32(vectors.data.cast('B'), zlib.crc32(keys.data.cast('B'), before)):08x}"
 
 
 def _ranges(model: SparseModel, first: int, last: int) -> Iterator[tuple[int, int]]:
@@ -222,6 +216,7 @@ def _prepare(
             return DatabaseLoad(database.kind, 0, model.rows)
         rows = round(initial_cache_rate * min(model.rows, database.stats(table.tag).capacity_rows))
         first = database.claim_load(table.tag, model.fingerprint, rows, afresh=force)
+        database.open_table(table.tag, table.dim)
         return DatabaseLoad(database.kind, first or 0, rows, elsewhere=first is None)
     same = record.fingerprint == model.fingerprint and 0 <= record.rows_done <= record.rows_total == model.rows
     if same and (record.complete or not record.modified):  # what was updated half-way is neither these files nor whole
@@ -255,28 +250,15 @@ def _feed(
         progress.start(table.tag, last - first, (last - first) * model.row_bytes)
     for database, load in targets:
         database.reserve(table.tag, load.last_row)
-    checksums = [_begun(table, database, load) for database, load in targets]
+    feeds = [_begun(table, model, database, load) for database, load in targets]
     with closing(read_ahead(model, _ranges(model, first, last))) as chunks:
         for start, keys, vectors in chunks:
-            stop = start + keys.size
-            for i, (database, load) in enumerate(targets):
-                low, high = max(load.first_row, start) - start, min(load.last_row, stop) - start
-                if low >= high:
-                    continue
-                if database.persistent:
-                    checksums[i] = _extended(checksums[i], keys[low:high], vectors[low:high])
-                record = LoadRecord(
-                    model.fingerprint,
-                    stop,
-                    model.rows,
-                    source=model.place,
-                    size_bytes=model.size_bytes,
-                    checksum=checksums[i],
-                )
-                database.load_chunk(table.tag, keys[low:high], vectors[low:high], record)
+            for feed in feeds:
+                feed.add(start, keys, vectors)
             if progress:
                 progress.advance(table.tag, keys.size)
-    for database, _ in targets:
+    for (database, _), feed in zip(targets, feeds, strict=True):
+        feed.end()
         started = time.monotonic()
         database.finish_load(table.tag)
         if (seconds := time.monotonic() - started) > _LONG_S:
@@ -285,10 +267,13 @@ def _feed(
         progress.finish(table.tag)
 
 
-def _begun(table: TableSpec, database: Database, load: DatabaseLoad) -> str:
-    """The checksum of the rows that an interrupted load left."""
-    record = database.load_record(table.tag) if load.first_row else None
-    return record.checksum if record else ""
+def _begun(table: TableSpec, model: SparseModel, database: Database, load: DatabaseLoad) -> LoadFeed:
+    before = database.load_record(table.tag) if load.first_row else None  # an interrupted load left its checksum
+    checksum = before.checksum if before else ""
+    record = LoadRecord(
+        model.fingerprint, load.first_row, model.rows, source=model.place, size_bytes=model.size_bytes, checksum=checksum
+    )
+    return LoadFeed(database, table.tag, table.dim, record, load.last_row)
 
 
 def _await(

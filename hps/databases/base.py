@@ -19,8 +19,8 @@ class LoadRecord:
         modified: the table was modified since, by `insert` or `delete`: it no longer equals the files.
         source: path or URI of the files, for people.
         size_bytes: of both files together; 0 where it is not known.
-        checksum: CRC-32 of the rows that were loaded, chunk by chunk the keys and then the vectors, in hexadecimal; empty
-            where it is not known.
+        checksum: CRC-32 of the keys that were loaded, in the order of the files, and that of their vectors, each in eight
+            hexadecimal digits; empty where it is not known.
     """
 
     fingerprint: str
@@ -67,6 +67,9 @@ class Database(ABC):
 
     persistent: ClassVar[bool] = False
     """Whether it holds every row and remembers, by `load_record`, what was loaded: True for a persistent database."""
+
+    load_bytes: ClassVar[int] = 0
+    """Keys and vectors that a `load_chunk` is best called with; 0 where it does not matter."""
 
     @classmethod
     @abstractmethod
@@ -162,12 +165,14 @@ class Database(ABC):
             fingerprint: identifies the model files.
             rows: how many of their leading rows the table is to hold.
             wait_s: how long to wait while another process loads.
-            afresh: empty the table and load it again, whatever it holds.
+            afresh: empty the table and load it again, whatever it holds. It must be opened again then.
 
         Returns:
             The first row that is still needed, `rows` where the table has them all; None when another process is loading
             them after `wait_s`.
         """
+        if afresh:
+            self.drop_table(tag)
         return 0
 
     def load_record(self, tag: str) -> LoadRecord | None:

@@ -65,6 +65,7 @@ class RocksDatabase(Database):
 
     kind = "rocks_db"
     persistent = True
+    load_bytes = 48 << 20  # fewer files to merge: a tenth faster than 16 MB, and 64 MB gain nothing more
 
     def __init__(
         self,
@@ -112,6 +113,7 @@ class RocksDatabase(Database):
             return
         try:
             directory.clear_staging(self.path)
+            self._drop_the_rest()
             self._seal_now()
         except DatabaseError:
             self.close()
@@ -190,9 +192,17 @@ class RocksDatabase(Database):
             if table is not None:
                 table.retire(doing)
                 del self._tables[tag]
-            self._records.remove(tag)  # first: it must never count rows that are gone
+            self._records.mark_dropped(tag)  # first: it must never count rows that are gone
             self._engine.drop(tag)
+            self._records.remove(tag)
             self._seal_now()
+
+    def _drop_the_rest(self) -> None:
+        """Complete what a kill interrupted: rows that stayed would be taken for those of the next load."""
+        for tag in self._records.dropped():
+            if self._engine.family(tag) is not None:
+                self._engine.drop(tag)
+            self._records.remove(tag)
 
     def close(self) -> None:
         self._calls.close(self._close_timeout_s)

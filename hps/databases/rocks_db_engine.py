@@ -10,7 +10,6 @@ What the binding does not say and this module minds (each seen with rocksdict 0.
 """
 
 import logging
-import os
 import shutil
 import time
 from collections import deque
@@ -35,7 +34,9 @@ DEFAULT = "default"
 _BLOCK_BYTES = 2048
 _LOAD_FILES = 256  # ingested files that may lie side by side: below the usual limit of 1024 open files
 _MERGE_READ_BYTES = 128 << 10  # read ahead, of each of these files, in each of these threads
-_MERGE_THREADS = 4
+_MERGE_THREADS = 4  # also where there are fewer cores: each waits for the disk half of its time
+_MERGE_PARTS = 16
+_FILE_BYTES = (16 << 20, 256 << 20)  # of a merged file, least and most: few open files, however large the table
 _WRITE_BUFFERS_BYTES = 128 << 20  # of all tables together
 _STALL_POLL_S = 0.01
 _SIDE_BY_SIDE = "num-files-at-level0"
@@ -196,27 +197,27 @@ class Engine:
         """Let files lie side by side until `settle`: merging them all the while would write every row many times."""
         self._merge_by_itself(family, False, doing)
 
-    def ingest(self, family: Family, pieces: Iterable[tuple[list[bytes], list[bytes]]], staged: Path, doing: str) -> None:
-        """Add or replace rows in bulk; on disk on return.
+    def stage(self, pieces: Iterable[tuple[list[bytes], list[bytes]]], staged: Path, doing: str) -> None:
+        """Write rows to a file for `ingest`.
 
         Args:
-            family: where to.
             pieces: keys and values, strictly ascending over all pieces, at least one row.
-            staged: a file to write them to, on the same file system; it is moved into the database.
+            staged: the file, on the file system of the database.
         """
+        with self._errors(doing):
+            writer = rocksdict.SstFileWriter(self._options)
+            writer.open(str(staged))
+            for keys, values in pieces:
+                deque(map(writer.__setitem__, keys, values), maxlen=0)
+            writer.finish()
+
+    def ingest(self, family: Family, staged: Path, doing: str) -> None:
+        """Add or replace the rows of a staged file, which is moved into the database; on disk on return."""
         if self.figure(family, _SIDE_BY_SIDE) >= _LOAD_FILES:
             self._merge(family, doing)
-        try:
-            with self._errors(doing):
-                writer = rocksdict.SstFileWriter(self._options)
-                writer.open(str(staged))
-                for keys, values in pieces:
-                    deque(map(writer.__setitem__, keys, values), maxlen=0)
-                writer.finish()
-                family.flush()  # the ingest would do it, but with the interpreter lock held
-                family.ingest_external_file([str(staged)], self._move)
-        finally:
-            staged.unlink(missing_ok=True)
+        with self._errors(doing):
+            family.flush()  # the ingest would do it, but with the interpreter lock held
+            family.ingest_external_file([str(staged)], self._move)
 
     def settle(self, family: Family, doing: str) -> None:
         """Merge what was ingested, so that a read looks at one file; then merge as it grows, as usual.
@@ -238,8 +239,12 @@ class Engine:
         options = rocksdict.CompactOptions()
         options.set_exclusive_manual_compaction(False)
         failures = self.figure(family, "background-errors")
+        least, most = _FILE_BYTES
         with self._errors(doing):
+            # A thread merges no less than one file's worth: with files as large as usual, one would merge a small table alone.
+            family.set_options({"target_file_size_base": str(max(least, min(wanted // _MERGE_PARTS, most)))})
             family.compact_range(None, None, options)
+            family.set_options({"target_file_size_base": str(most)})
         if self.figure(family, "background-errors") > failures:
             raise DatabaseError(f"{doing} in {self._path}: merging its files failed; the newest LOG there says why")
 
@@ -272,9 +277,9 @@ def _options(num_threads: int, block_cache_bytes: int) -> "rocksdict.Options":
     options.set_memtable_prefix_bloom_ratio(0.02)
     options.set_memtable_whole_key_filtering(True)
     options.increase_parallelism(num_threads)
-    options.set_max_subcompactions(min(num_threads, os.cpu_count() or 1, _MERGE_THREADS))
+    options.set_max_subcompactions(min(num_threads, _MERGE_THREADS))
     options.set_compaction_readahead_size(_MERGE_READ_BYTES)
-    options.set_target_file_size_base(256 << 20)  # few open files, however large the table
+    options.set_target_file_size_base(_FILE_BYTES[1])
     options.set_db_write_buffer_size(_WRITE_BUFFERS_BYTES)
     options.set_max_total_wal_size(2 * _WRITE_BUFFERS_BYTES)
     # Files that lie side by side make reads slower; holding back writes would not help those reads.

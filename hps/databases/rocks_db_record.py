@@ -4,10 +4,11 @@ import json
 from dataclasses import asdict, replace
 
 from hps.databases.base import LoadRecord
-from hps.databases.rocks_db_engine import DEFAULT, Engine
+from hps.databases.rocks_db_engine import DEFAULT, Engine, after
 from hps.errors import DatabaseCorruptError
 
 _PREFIX = b"hps-server/load/"  # in RocksDB's own column family, where HugeCTR keeps nothing
+_DROPPED = LoadRecord("", 0, 1)
 
 
 class LoadRecords:
@@ -59,6 +60,25 @@ class LoadRecords:
         record = self.get(tag)
         if record is not None and not record.modified:
             self._put(tag, replace(record, modified=True), f"marking table {tag} as modified")
+
+    def mark_dropped(self, tag: str) -> None:
+        """Remember, until `remove`, that a table is being dropped; on disk on return."""
+        self._put(tag, _DROPPED, f"dropping table {tag}")
+
+    def dropped(self) -> list[str]:
+        """The tables that were about to be dropped."""
+        tags, start = [], _PREFIX
+        while fields := self._engine.read(self._engine.family(DEFAULT), start, 1000, "looking for dropped tables"):
+            stored = [key.removeprefix(_PREFIX).decode() for key in fields[::2] if key.startswith(_PREFIX)]
+            tags += [tag for tag in stored if self._is_dropped(tag)]
+            start = after(fields[-2])
+        return tags
+
+    def _is_dropped(self, tag: str) -> bool:
+        try:
+            return self.get(tag) == _DROPPED
+        except DatabaseCorruptError:  # opening the table says so
+            return False
 
     def remove(self, tag: str) -> None:
         """Forget a table; on disk on return."""

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -199,7 +200,16 @@ class RocksTable:
                 if not self._loading:
                     self._engine.begin_load(self._family, doing)
                     self._loading = True
-                self._engine.ingest(self._family, self._sorted_pieces(keys, vectors), staged, doing)
+                try:
+                    self._engine.stage(self._sorted_pieces(keys, vectors), staged, doing)
+                    before = self._records.get(self.tag)
+                    if before is None or before.fingerprint != record.fingerprint:
+                        # Rows without a record would be taken for HugeCTR's, and whole.
+                        nothing = replace(record, rows_done=0, rows_total=max(1, record.rows_total), checksum="")
+                        self._records.advance(self.tag, nothing)
+                    self._engine.ingest(self._family, staged, doing)
+                finally:
+                    staged.unlink(missing_ok=True)
             self._marked = self._records.advance(self.tag, record).modified
 
     def _sorted_pieces(self, keys: KeyArray, vectors: FloatArray) -> Iterator[tuple[list[bytes], list[bytes]]]:

@@ -150,7 +150,7 @@ def test_every_database_gets_every_row_bit_for_bit(source: str) -> None:
     record = persistent.load_record(TAG)
     assert record is not None
     assert (record.fingerprint, record.rows_done, record.complete) == (report.model.fingerprint, ROWS, True)
-    assert (record.source, record.size_bytes, len(record.checksum)) == (source, ROWS * (8 + 4 * DIM), 8)
+    assert (record.source, record.size_bytes, len(record.checksum)) == (source, ROWS * (8 + 4 * DIM), 16)
 
 
 def test_chunks_come_in_order_and_the_end_is_announced_once(source: str) -> None:

@@ -1,0 +1,143 @@
+"""What S3 and boto3 refuse, as errors that name the address, the cause and the cure."""
+
+from typing import Any
+
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    CredentialRetrievalError,
+    HTTPClientError,
+    NoCredentialsError,
+    PartialCredentialsError,
+    ProfileNotFound,
+    ReadTimeoutError,
+    ResponseStreamingError,
+    SSLError,
+    SSOError,
+    TokenRetrievalError,
+)
+from botocore.exceptions import ConnectionError as BotoConnectionError
+from botocore.parsers import ResponseParserError
+from urllib3.exceptions import HTTPError
+from urllib3.exceptions import ReadTimeoutError as RawReadTimeoutError
+
+from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
+from hps.filesystems.s3_addresses import S3Address
+
+FAILURES = (ClientError, BotoCoreError, HTTPError, ResponseParserError, OSError, ValueError)
+"""Everything that boto3 raises, and urllib3 while a body is read: `s3_failure` turns it into one of ours."""
+
+_MISSING_CREDENTIALS = (
+    NoCredentialsError,
+    PartialCredentialsError,
+    CredentialRetrievalError,
+    ProfileNotFound,
+    SSOError,
+    TokenRetrievalError,
+)
+_BROKEN = (BotoConnectionError, HTTPClientError, ResponseStreamingError, ResponseParserError, HTTPError, OSError)
+_TIMEOUTS = (ReadTimeoutError, RawReadTimeoutError, TimeoutError)
+_PASSING_CODES = {"InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling"}
+_REGION_CODES = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect", "TemporaryRedirect"}
+_RENEW = "renew them (aws sso login, a new session token, or the role of this machine)"
+_WRONG = "see AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN or the profile, and that they are of this endpoint"
+_ALLOW = (
+    "grant s3:GetObject on the objects and s3:ListBucket on the bucket (without the latter S3 says the same of an object that "
+    "is not there); to write also s3:PutObject, s3:AbortMultipartUpload and s3:DeleteObject"
+)
+
+# What the codes of S3 mean here: (cause, cure).
+_REFUSALS = {
+    "AccessDenied": ("not allowed", _ALLOW),
+    "AllAccessDisabled": ("the bucket is closed to everybody", "ask who owns it"),
+    "AccountProblem": ("there is a problem with the AWS account", "ask who owns it"),
+    "ExpiredToken": ("the credentials are expired", _RENEW),
+    "ExpiredTokenException": ("the credentials are expired", _RENEW),
+    "TokenRefreshRequired": ("the credentials are expired", _RENEW),
+    "InvalidAccessKeyId": ("S3 does not know the access key", _WRONG),
+    "InvalidToken": ("the session token is not valid", _WRONG),
+    "SignatureDoesNotMatch": ("the secret access key is wrong", _WRONG),
+    "RequestTimeTooSkewed": ("this machine's clock differs too much from S3's", "set the clock"),
+    "RequestExpired": ("this machine's clock differs too much from S3's", "set the clock"),
+    "InvalidObjectState": ("the object is archived", "restore it from Glacier first"),
+    "EntityTooLarge": ("the object is too large for this store", "cut the table into several"),
+    "NoSuchUpload": ("somebody else ended the upload", "write the model again; see the bucket's lifecycle rules"),
+    "403": ("not allowed", _ALLOW),
+}
+
+
+def error_code(error: BaseException | None) -> str:
+    """S3's word for what is wrong; digits where an answer had no body; nothing where there was no answer."""
+    return str(_details(error).get("Code", "")) if isinstance(error, ClientError) else ""
+
+
+def s3_failure(doing: str, address: S3Address, client: Any, error: Exception) -> ModelFileError:
+    """Name what is wrong and what to do about it.
+
+    Args:
+        doing: e.g. `reading`.
+        address: of the object.
+        client: the boto3 client that raised it; None where there is none yet.
+        error: one of `FAILURES`.
+    """
+    what = f"{doing} {address.uri}"
+    if isinstance(error, ClientError):
+        return _answered(what, address, client, error)
+    if isinstance(error, _MISSING_CREDENTIALS):
+        return ModelFileError(
+            f"{what}: AWS credentials are missing or cannot be had ({type(error).__name__}); set AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give this machine a role"
+        )
+    if isinstance(error, SSLError):
+        return ModelSourceError(
+            f"{what}: no TLS connection to {_endpoint(client)} (its certificate is not trusted here, or it speaks no TLS); see "
+            "the endpoint and AWS_CA_BUNDLE"
+        )
+    if isinstance(error, _BROKEN):
+        how = "did not answer in time" if isinstance(error, _TIMEOUTS) else f"broke off or cannot be reached ({_kind(error)})"
+        return ModelSourceError(
+            f"{what}: {_endpoint(client)} {how}; see that it is right (model_source.s3_endpoint_url, AWS_ENDPOINT_URL), runs "
+            "and can be reached from here"
+        )
+    # What is left is of the configuration: an endpoint that is no URL, a region that cannot be one.
+    return ModelFileError(f"{what}: boto3 cannot ask {_endpoint(client)} ({_kind(error)}); see endpoint, region and profile")
+
+
+def _answered(what: str, address: S3Address, client: Any, error: ClientError) -> ModelFileError:
+    code, status = error_code(error), int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    said = " ".join(str(_details(error).get("Message", "")).split())[:200]
+    answer = f"HTTP {status} {code}" + (f": {said}" if said else "")
+    if status >= 500 or status in (408, 429) or code in _PASSING_CODES:
+        return ModelSourceError(f"{what}: {_endpoint(client)} failed ({answer}); see that it runs and is not overloaded")
+    if code == "NoSuchBucket":
+        return ModelFileNotFoundError(
+            f"{what}: there is no bucket {address.bucket!r} at {_endpoint(client)}; see its name, the endpoint and the account"
+        )
+    if code in _REGION_CODES or status in (301, 302, 307):
+        return ModelFileError(f"{what}: {_region(address, client, error)}")
+    if code == "NoSuchKey" or status == 404:
+        return ModelFileNotFoundError(f"{what}: there is no such object in bucket {address.bucket!r}")
+    cause, cure = _REFUSALS.get(code) or (_REFUSALS["403"] if status == 403 else ("refused", "see what S3 said"))
+    return ModelFileError(f"{what}: {cause} ({answer}); {cure}")
+
+
+def _region(address: S3Address, client: Any, error: ClientError) -> str:
+    headers: dict[str, str] = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    theirs = headers.get("x-amz-bucket-region") or str(_details(error).get("Region", ""))
+    where = f"is in region {theirs}" if theirs else "is in another region"
+    how = "name it in the address" if address.region else "set AWS_DEFAULT_REGION to it, or give the https address that has it"
+    return f"bucket {address.bucket!r} {where}, {_endpoint(client)} was asked as {client.meta.region_name}; {how}"
+
+
+def _details(error: ClientError) -> dict[str, Any]:
+    details: dict[str, Any] = error.response.get("Error", {})
+    return details
+
+
+def _endpoint(client: Any) -> str:
+    """The host that was asked, without user and password that a URL may hold."""
+    return "the endpoint" if client is None else str(client.meta.endpoint_url).rpartition("@")[2].rpartition("://")[2]
+
+
+def _kind(error: Exception) -> str:
+    return type(error).__name__

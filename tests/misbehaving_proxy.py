@@ -1,0 +1,244 @@
+"""An HTTP server in front of a real one that passes requests on, and misbehaves as it is told for each of them.
+
+with MisbehavingProxy(port) as proxy:
+    proxy.rule = first(2, Answer(500), when=lambda request: request.method == "GET")
+    ...  # talk to proxy.url
+
+It is for object stores over plain HTTP: bodies with a length, read whole before they are passed on.
+"""
+
+import http.client
+import itertools
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+_UPSTREAM_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client asked for. `headers` compares names without case."""
+
+    method: str
+    path: str
+    headers: Any
+    body: bytes
+
+
+class Fault:
+    """What to do to one request. The faults below say what the client sees; the plain one passes everything on."""
+
+    def before(self, request: Request) -> None:
+        """Runs before the request is passed on."""
+
+
+@dataclass
+class Answer(Fault):
+    """Answer so, without asking the real server."""
+
+    status: int
+    body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Drop(Fault):
+    """Close the connection without a word. With `after_asking`, the real server has done what it was asked for."""
+
+    after_asking: bool = False
+
+
+@dataclass
+class Reset(Fault):
+    """Send this much of the body, then reset the connection."""
+
+    after_bytes: int = 0
+
+
+@dataclass
+class Truncate(Fault):
+    """Promise the whole body, send this much of it and close the connection."""
+
+    after_bytes: int = 0
+
+
+@dataclass
+class Trickle(Fault):
+    """Send the body a byte at a time, after this much of it."""
+
+    pause_s: float = 0.05
+    after_bytes: int = 0
+
+
+class Silence(Fault):
+    """Never answer."""
+
+
+@dataclass
+class Before(Fault):
+    """Do something first, e.g. replace the object, and then pass the request on."""
+
+    action: Callable[[], object]
+
+    def before(self, request: Request) -> None:
+        self.action()
+
+
+@dataclass
+class Reheaded(Fault):
+    """Change the head of the real answer: its status, and headers (None removes one)."""
+
+    headers: dict[str, str | None]
+    status: int | None = None
+
+
+Rule = Callable[[Request], Fault | None]
+
+
+def always(fault: Fault, when: Callable[[Request], bool] = lambda request: True) -> Rule:
+    """Do this to every request that `when` takes."""
+    return lambda request: fault if when(request) else None
+
+
+def first(count: int, fault: Fault, when: Callable[[Request], bool] = lambda request: True) -> Rule:
+    """Do this to the first `count` requests that `when` takes."""
+    seen = itertools.count()
+    return lambda request: fault if when(request) and next(seen) < count else None
+
+
+def after(count: int, fault: Fault, when: Callable[[Request], bool] = lambda request: True) -> Rule:
+    """Let `count` requests that `when` takes pass, and do this to all later ones."""
+    seen = itertools.count()
+    return lambda request: fault if when(request) and next(seen) >= count else None
+
+
+class MisbehavingProxy:
+    """Passes requests on to `port` of this machine, as `rule` says: None passes a request on.
+
+    Attributes:
+        rule: asked by the thread of each connection.
+        requests: all of them, in the order in which they came.
+        connections: how many were accepted.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.rule: Rule = lambda request: None
+        self.requests: list[Request] = []
+        self.connections = 0
+        self.closing = threading.Event()
+        self.target = port
+        proxy = self
+
+        class Handler(_Handler):
+            owner = proxy
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            block_on_close = False
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                """A client that went away is what many tests want."""
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> "MisbehavingProxy":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closing.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(10)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    owner: MisbehavingProxy
+    protocol_version = "HTTP/1.1"
+    wbufsize = 0
+    disable_nagle_algorithm = True
+
+    def setup(self) -> None:
+        super().setup()
+        self.owner.connections += 1
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name of the base class
+        pass
+
+    def _handle(self) -> None:
+        owner = self.owner
+        request = Request(self.command, self.path, self.headers, self.rfile.read(int(self.headers.get("Content-Length", 0))))
+        owner.requests.append(request)
+        fault = owner.rule(request) or Fault()
+        self.close_connection = isinstance(fault, Drop | Reset | Truncate | Silence)
+        if isinstance(fault, Silence):
+            owner.closing.wait(600)
+        elif isinstance(fault, Answer):
+            self._send_head(fault.status, "", [*fault.headers.items(), ("Content-Length", str(len(fault.body)))])
+            self._send(fault.body if self.command != "HEAD" else b"")
+        elif not isinstance(fault, Drop) or fault.after_asking:
+            fault.before(request)
+            status, reason, headers, body = self._ask(request)
+            if isinstance(fault, Reheaded):
+                status = fault.status or status
+                headers = [pair for pair in headers if pair[0].lower() not in {name.lower() for name in fault.headers}]
+                headers += [(name, value) for name, value in fault.headers.items() if value is not None]
+            if not isinstance(fault, Drop):
+                self._send_head(status, reason, headers)
+                self._send_body(fault, body)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_PATCH = _handle
+
+    def _ask(self, request: Request) -> tuple[int, str, list[tuple[str, str]], bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.owner.target, timeout=_UPSTREAM_TIMEOUT_S)
+        try:
+            connection.putrequest(request.method, request.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in request.headers.items():
+                if name.lower() not in ("connection", "expect"):
+                    connection.putheader(name, value)
+            connection.endheaders(request.body or None)
+            answer = connection.getresponse()
+            body = answer.read()
+        finally:
+            connection.close()
+        held = {"connection", "transfer-encoding", "keep-alive"}
+        headers = [(name, value) for name, value in answer.getheaders() if name.lower() not in held]
+        if not any(name.lower() == "content-length" for name, _ in headers):
+            headers.append(("Content-Length", str(len(body))))
+        return answer.status, answer.reason, headers, body
+
+    def _send_head(self, status: int, reason: str, headers: list[tuple[str, str]]) -> None:
+        self.send_response_only(status, reason or None)
+        for name, value in headers:
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _send_body(self, fault: Fault, body: bytes) -> None:
+        if isinstance(fault, Reset):
+            self._send(body[: fault.after_bytes])
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() resets
+        elif isinstance(fault, Truncate):
+            self._send(body[: fault.after_bytes])
+        elif isinstance(fault, Trickle):
+            self._send(body[: fault.after_bytes])
+            for position in range(fault.after_bytes, len(body)):
+                if self.owner.closing.wait(fault.pause_s):
+                    break
+                self._send(body[position : position + 1])
+        else:
+            self._send(body)
+
+    def _send(self, data: bytes) -> None:
+        with suppress(ConnectionError):
+            self.wfile.write(data)

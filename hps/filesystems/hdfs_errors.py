@@ -1,0 +1,148 @@
+"""What hdfs-native raises, as errors that name the URI, the cause and the cure.
+
+hdfs-native 0.14 raises FileNotFoundError and FileExistsError, OSError for what the network says, and RuntimeError for all
+else. The text of the last is the Rust value, `RPCError("org.apache.hadoop.security.AccessControlException", "Permission ...")`,
+so the classes of Hadoop's exceptions are found in the text; later versions word it differently and keep the class.
+"""
+
+import re
+from dataclasses import dataclass
+
+from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
+
+
+@dataclass(frozen=True, slots=True)
+class _Meaning:
+    """What a failure is, if its text matches `pattern`."""
+
+    pattern: str
+    raises: type[ModelFileError]
+    cause: str  # {said}: the first line of what HDFS said
+    cure: str
+
+
+_ADDRESS = "see that host and port are those of the NameNode's RPC (8020 by default, not its web page), and that it runs"
+_AUTHENTICATE = (
+    "for Kerberos set hadoop.security.authentication in core-site.xml, set HADOOP_CONF_DIR to where it lies, install "
+    "libgssapi-krb5-2 and get a ticket (kinit)"
+)
+_DATANODES = "see that the DataNodes run and can be reached from here (dfs.client.use.datanode.hostname)"
+
+# In this order; the first that matches counts. The sources: exceptions of org.apache.hadoop (2.7 to 3.4) as the client protocol
+# carries them, `HdfsError` of hdfs-native 0.14, the texts of getaddrinfo and of Linux's errno.
+_MEANINGS = (
+    _Meaning("Path is not a file|IsADirectoryError", ModelFileError, "it is a directory, wanted a file", "name the file"),
+    _Meaning(
+        "ParentNotDirectoryException|[( ]is not a directory", ModelFileNotFoundError, "there is no such file ({said})", ""
+    ),
+    _Meaning(
+        "SIMPLE authentication is not enabled|SASLError|GSSAPIError|NoSASLMechanism|SaslException|InvalidToken|libgssapi",
+        ModelFileError,
+        "authentication failed ({said})",
+        _AUTHENTICATE,
+    ),
+    _Meaning(
+        "AccessControlException|AuthorizationException",
+        ModelFileError,
+        "{said}",
+        "let this user, whom HADOOP_USER_NAME or the Kerberos ticket names, read (to write models: write) it",
+    ),
+    _Meaning(
+        "SafeModeException",
+        ModelSourceError,
+        "the NameNode is in safe mode, in which nothing can be written",
+        "wait until enough DataNodes have reported, or end it (hdfs dfsadmin -safemode leave)",
+    ),
+    _Meaning(
+        "StandbyException|ObserverRetryOnActiveException",
+        ModelSourceError,
+        "the NameNode is a standby, and none that is configured is active",
+        "name the nameservice instead of one of its NameNodes (hdfs://nameservice/path with HADOOP_CONF_DIR)",
+    ),
+    _Meaning("RetriableException|ServerTooBusy", ModelSourceError, "the NameNode is not ready ({said})", "wait until it is"),
+    _Meaning("QuotaExceeded", ModelFileError, "a quota is used up ({said})", "raise it, or remove files"),
+    _Meaning("InvalidPath", ModelFileError, "HDFS has no such names ({said})", "leave out `:`, `.` and `..`"),
+    _Meaning("PathIsNotEmptyDirectory", ModelFileError, "it is a directory that is not empty", "name a file"),
+    _Meaning(
+        "must both be directories|already exists as a directory", ModelFileError, "a directory has this name", "choose another"
+    ),
+    _Meaning(
+        "could only be (replicated|written) to",
+        ModelSourceError,
+        "no DataNode takes it ({said})",
+        f"{_DATANODES} and have space",
+    ),
+    _Meaning(
+        "DataTransferError|BlocksNotFound|ChecksumError|checksums didn't match|data transfer error|blocks not found"
+        "|to DataNode|Datanode connection|DataNode read|All DataNodes|datanode",
+        ModelSourceError,
+        "its blocks cannot be read or written ({said})",
+        _DATANODES,
+    ),
+    _Meaning("No NameNode hosts found", ModelFileError, "no NameNode is configured for it", _ADDRESS),
+    _Meaning(
+        "fs.defaultFS|must contain a host",
+        ModelFileError,
+        "the URI names no host, and fs.defaultFS of Hadoop's configuration no HDFS",
+        "write hdfs://host:port/path, or set HADOOP_CONF_DIR to the directory of core-site.xml and hdfs-site.xml",
+    ),
+    _Meaning("UrlParseError", ModelFileError, "host or port is not valid ({said})", "write hdfs://host:port/path"),
+    _Meaning("XmlParseError", ModelFileError, "Hadoop's configuration cannot be read ({said})", "see HADOOP_CONF_DIR"),
+    _Meaning(
+        "Name or service not known|No address associated|nodename nor servname",
+        ModelFileError,
+        "no name server knows the host",
+        "see that it is right, or that HADOOP_CONF_DIR is set where it is meant as a nameservice",
+    ),
+    _Meaning("Connection refused", ModelSourceError, "nothing listens there", _ADDRESS),
+    _Meaning(
+        "RPC listener disconnected|unexpected end of file|Connection reset|Broken pipe|InvalidRPCResponse|FatalRPCError",
+        ModelSourceError,
+        "the connection broke off ({said})",
+        _ADDRESS,
+    ),
+)
+
+
+def hdfs_failure(doing: str, uri: str, error: BaseException) -> ModelFileError:
+    """Name what is wrong and what to do about it.
+
+    Args:
+        doing: e.g. `reading`.
+        uri: of the file.
+        error: what hdfs-native raised.
+
+    Returns:
+        A `ModelSourceError` where it may pass, so that it is tried again.
+    """
+    line, said = _first_line(error), _said(error)
+    for meaning in _MEANINGS:
+        if re.search(meaning.pattern, line):
+            cure = f"; {meaning.cure}" if meaning.cure else ""
+            return meaning.raises(f"{doing} {uri}: {meaning.cause.format(said=said)}{cure}")
+    if isinstance(error, FileNotFoundError):
+        return ModelFileNotFoundError(f"{doing} {uri}: there is no such file or directory")
+    if isinstance(error, OSError) and not isinstance(error, FileExistsError):
+        return ModelSourceError(f"{doing} {uri}: {said}; {_ADDRESS}")
+    return ModelFileError(f"{doing} {uri}: hdfs-native refused ({said}); see the NameNode's log")
+
+
+class UnansweredError(ModelSourceError):
+    """A NameNode or DataNode did not answer, as opposed to: it answered badly."""
+
+    def __init__(self, doing: str, uri: str, seconds: float) -> None:
+        super().__init__(
+            f"{doing} {uri}: no answer in {seconds:.1f} s; see that host and port are right, that NameNode and DataNodes run "
+            "and that they can be reached from here"
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    """What it says before a Java stack trace."""
+    return re.split(r"\\n|\n", str(error), maxsplit=1)[0]
+
+
+def _said(error: BaseException) -> str:
+    """The first line, without the Rust around it and the class."""
+    text = re.sub(r'^\w+\("(?:[\w.$]+", ")?', "", _first_line(error)).replace('\\"', '"')
+    return re.sub(r'"?\)$', "", text)[:300] or type(error).__name__

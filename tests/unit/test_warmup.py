@@ -24,7 +24,6 @@ from hps.loading import DatabaseLoad, load_table
 from hps.metrics import Metrics
 from hps.model_files import open_sparse_model
 from hps.model_writer import write_sparse_model
-from hps.progress import LogProgress
 from hps.registry import IMPLEMENTATIONS
 from hps.sample_model import sample_vectors
 from hps.types import FloatArray, KeyArray, TableSpec
@@ -513,23 +512,6 @@ def test_hugectrs_log_lines_are_kept(source: str, caplog: pytest.LogCaptureFixtu
         f"Table: {TAG}; cached 1000 / 1000 embeddings in volatile database (memory); "
         "load: 1000 / 18446744073709551615 (0.00%).",
         f"Table: {TAG}; cached 1000 embeddings in persistent database (persistent_memory); complete.",
-    ]
-
-
-def test_log_progress_tells_now_and_then(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    caplog.set_level(logging.INFO)
-    now = [100.0]
-    monkeypatch.setattr("hps.progress.time.monotonic", lambda: now[0])
-    progress = LogProgress(interval_s=5.0)
-    progress.start(TAG, 1000, 24_000_000)
-    for _ in range(10):
-        now[0] += 1.0
-        progress.advance(TAG, 100)
-    progress.finish(TAG)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{TAG}: 1000 rows, 24.0 MB.",
-        f"{TAG}: 500 of 1000 rows, 100 rows/s, 5 s left.",
-        f"{TAG}: 1000 rows in 10.0 s.",
     ]
 
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
@@ -80,17 +81,23 @@ _OPEN_PATHS = frozenset({"/v2/health/live", "/v2/health/ready"})
 
 
 def create_app(
-    configuration: Configuration, parameter_server: HPS | None = None, progress: Progress | None = None
+    configuration: Configuration,
+    parameter_server: HPS | None = None,
+    progress: Progress | None = None,
+    *,
+    force: bool = False,
 ) -> "Application":
     """Make the ASGI application of the service.
 
     Args:
         configuration: what to load, and the limits in its `service`.
         parameter_server: one that is loaded already and stays the caller's to close. Without one, it is loaded in the
-            background from start-up on: liveness and metrics answer at once, readiness and lookups when it is loaded.
+            background from start-up on: liveness and metrics answer at once, lookups of a model when that is loaded,
+            readiness when all are.
         progress: told how far the loading is; by default it is logged.
+        force: load the models' files even where a database holds them already; its online updates are lost.
     """
-    return Application(configuration, Lifecycle(configuration, parameter_server, progress))
+    return Application(configuration, Lifecycle(configuration, parameter_server, progress, force=force))
 
 
 class Application:
@@ -110,7 +117,7 @@ class Application:
         self._metrics = HTTPMetrics(
             pending=lambda: self._threads.pending,
             held_bytes=lambda: self._bodies.held_bytes,
-            ready=lambda: self.lifecycle.ready,
+            ready=lambda: self.lifecycle.settled,
         )
         self._control = FastAPI(
             title="hps",
@@ -121,6 +128,7 @@ class Application:
             exception_handlers={
                 HPSError: self._answer_control,
                 HTTPException: self._answer_control,
+                RequestValidationError: self._answer_control,
                 Exception: self._answer_control,
             },
         )
@@ -154,7 +162,7 @@ class Application:
                 self._authorize(headers)
             if scope["method"] != "POST":
                 raise MethodNotAllowedError(f"got {scope['method']} {scope['path'][:300]}, wanted POST", "POST")
-            server = self.lifecycle.server()
+            server = self.lifecycle.server_of(target.model_name)
             body = await self._bodies.read(headers, receive)
             if b"content-encoding" in headers:
                 body = await self._bodies.decompress(headers, body)
@@ -217,6 +225,9 @@ class Application:
                 error = MethodNotAllowedError(f"{got}, wanted GET", "GET")
             else:
                 error = UnknownRouteError(f"{got}, which is not served; /openapi.json lists what is")
+        elif isinstance(error, RequestValidationError):
+            told = "; ".join(f"{one['loc'][-1]}: {one['msg']}, got {str(one['input'])[:40]!r}" for one in error.errors())
+            error = InvalidInputError(f"{got}: {told}")
         answer = self._error_answer(error) if isinstance(error, HPSError) else _internal_error()
         headers = {name.decode(): value.decode() for name, value in answer.headers}
         return Response(b"".join(answer.chunks), answer.status, headers)

@@ -1,19 +1,24 @@
 """The routes beside the lookups: health, metadata, metrics and the OpenAPI document. These are FastAPI's."""
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 from fastapi.openapi.utils import get_openapi
+from prometheus_client.registry import Collector
 
 from hps import __version__
 from hps.deployment import Deployment
 from hps.service import schemas
 from hps.service.http_metrics import HTTPMetrics
 from hps.service.lifecycle import Lifecycle
+from hps.service.load_progress import ModelStatus
 from hps.service.lookup_routes import VERSION, check_version
 
-_UNREADY: dict[int | str, dict[str, Any]] = {503: {"model": schemas.Ready, "description": "Not ready; `reason` says why."}}
+_UNREADY: dict[int | str, dict[str, Any]] = {
+    400: {"model": schemas.ErrorAnswer, "description": schemas.ERRORS[400]},
+    503: {"model": schemas.ServerReady, "description": "Not ready; `reason` and `models` say why."},
+}
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": schemas.ErrorAnswer, "description": schemas.ERRORS[status]} for status in (401, 404, 503)
 }
@@ -28,35 +33,41 @@ def add_routes(app: FastAPI, lifecycle: Lifecycle, metrics: HTTPMetrics) -> None
         return schemas.Live(live=True)
 
     @app.get("/v2/health/ready", tags=["health"], responses=_UNREADY, response_model_exclude_none=True)
-    async def ready(response: Response) -> schemas.Ready:
-        """Whether lookups are answered: only after everything is loaded. Needs no token."""
-        if lifecycle.ready:
-            return schemas.Ready(ready=True)
-        response.status_code = 503
-        return schemas.Ready(ready=False, reason=lifecycle.not_ready_reason)
+    async def ready(
+        response: Response,
+        strict: Annotated[bool, Query(description="`false` leaves out the models that cannot be loaded.")] = True,
+    ) -> schemas.ServerReady:
+        """Whether lookups of every model are answered; how far the loading is, if not. Needs no token."""
+        reason = lifecycle.not_ready_reason
+        if not reason:
+            return schemas.ServerReady(ready=True)
+        answers = not strict and lifecycle.settled
+        response.status_code = 200 if answers else 503
+        return schemas.ServerReady(ready=answers, reason=reason, models=[_status(one) for one in lifecycle.loads.models()])
 
     @app.get("/v2", tags=["metadata"], responses={401: _ERRORS[401]})
     async def server_metadata() -> schemas.ServerMetadata:
         """The server, and the names of its models."""
-        models = list(lifecycle.server().models) if lifecycle.ready else []
+        server = lifecycle.opened()
+        models = [] if server is None else list(server.models)
         return schemas.ServerMetadata(name="hps", version=__version__, extensions=["binary_tensor_data"], models=models)
 
     @app.get("/v2/models/{model}", tags=["metadata"], responses=_ERRORS)
     async def model_metadata(model: str) -> schemas.ModelMetadata:
         """A model's inputs, outputs and tables."""
-        return _metadata(model, lifecycle.server().model(model))
+        return _metadata(model, lifecycle.server_of(model).model(model))
 
     @app.get("/v2/models/{model}/versions/{version}", tags=["metadata"], responses=_ERRORS)
     async def model_version_metadata(model: str, version: str) -> schemas.ModelMetadata:
         """A model's inputs, outputs and tables."""
-        deployment = lifecycle.server().model(model)
+        deployment = lifecycle.server_of(model).model(model)
         check_version(model, version)
         return _metadata(model, deployment)
 
     @app.get("/v2/models/{model}/ready", tags=["health"], responses=_ERRORS, response_model_exclude_none=True)
     async def model_ready(model: str) -> schemas.ModelReady:
         """Whether lookups of a model are answered."""
-        lifecycle.server().model(model)
+        lifecycle.server_of(model).model(model)
         return schemas.ModelReady(ready=True, name=model)
 
     @app.get(
@@ -64,15 +75,16 @@ def add_routes(app: FastAPI, lifecycle: Lifecycle, metrics: HTTPMetrics) -> None
     )
     async def model_version_ready(model: str, version: str) -> schemas.ModelReady:
         """Whether lookups of a model are answered."""
-        lifecycle.server().model(model)
+        lifecycle.server_of(model).model(model)
         check_version(model, version)
         return schemas.ModelReady(ready=True, name=model)
 
     @app.get("/metrics", tags=["metrics"], response_class=Response, responses={401: _ERRORS[401]})
     async def prometheus_metrics(request: Request) -> Response:
         """Counters of lookups, tiers and requests, for Prometheus."""
-        server = lifecycle.loaded()
-        text, content_type = metrics.expose(request.headers.get("accept", ""), [server.metrics.registry] if server else [])
+        server = lifecycle.opened()
+        others: list[Collector] = [lifecycle.loads, *([server.metrics.registry] if server else [])]
+        text, content_type = metrics.expose(request.headers.get("accept", ""), others)
         return Response(text, headers={"content-type": content_type})
 
     def openapi() -> dict[str, Any]:
@@ -93,6 +105,30 @@ def _drop_validation_errors(document: dict[str, Any]) -> None:
             operation["responses"].pop("422", None)
     for name in ("HTTPValidationError", "ValidationError"):
         document["components"]["schemas"].pop(name, None)
+
+
+def _status(status: ModelStatus) -> schemas.ModelStatus:
+    return schemas.ModelStatus(
+        name=status.name,
+        state=status.state,
+        percent=status.percent,
+        reason=status.reason or None,
+        retry_in_s=status.retry_in_s,
+        tables=[
+            schemas.TableStatus(
+                name=table.name,
+                state=table.state,
+                rows=load.rows if load else None,
+                rows_done=load.rows_done if load else None,
+                size_bytes=load.size_bytes if load else None,
+                bytes_done=load.bytes_done if load else None,
+                rows_per_s=load.rows_per_s if load else None,
+                seconds_left=load.seconds_left if load else None,
+            )
+            for table in status.tables
+            for load in (table.load,)
+        ],
+    )
 
 
 def _metadata(name: str, deployment: Deployment) -> schemas.ModelMetadata:

@@ -32,7 +32,7 @@ class HTTPMetrics(Collector):
     Args:
         pending: how many lookups run or wait now.
         held_bytes: how many bytes of large request bodies are in memory now.
-        ready: whether lookups are answered now.
+        ready: whether lookups are answered now, of every model but those that cannot be loaded.
     """
 
     def __init__(self, pending: Callable[[], float], held_bytes: Callable[[], float], ready: Callable[[], float]) -> None:
@@ -42,7 +42,7 @@ class HTTPMetrics(Collector):
         for name, text, value in (
             ("hps_http_lookups_pending", "Lookups that run or wait for a thread.", pending),
             ("hps_http_held_body_bytes", "Bytes of large request bodies in memory.", held_bytes),
-            ("hps_ready", "1 while lookups are answered.", ready),
+            ("hps_ready", "1 while lookups are answered; models that cannot be loaded do not count.", ready),
         ):
             Gauge(name, text, registry=self._registry).set_function(value)
         ProcessCollector(registry=self._registry)

@@ -1,89 +1,152 @@
-"""The life of the parameter server behind the service: loaded in the background, ready, closed."""
+"""The life of the parameter server behind the service: its tiers opened, its models loaded one by one, closed."""
 
+import heapq
 import logging
+import math
+import random
 import threading
 import time
-from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from hps.config import Configuration
-from hps.errors import HPSError, NotReadyError
+from hps.config import Configuration, ModelConfig
+from hps.errors import (
+    ConfigError,
+    DatabaseCorruptError,
+    DatabaseError,
+    HPSError,
+    ModelFileChangedError,
+    ModelSourceError,
+    NotReadyError,
+    TableWidthError,
+)
 from hps.parameter_server import HPS
-from hps.progress import LogProgress, Progress
+from hps.progress import LogProgress, Progress, time_text
+from hps.service.load_progress import LoadProgress
 
 _log = logging.getLogger(__name__)
 
+FIRST_RETRY_S, LONGEST_RETRY_S = 5.0, 300.0
+"""How long after a failure that may pass a model is tried again: doubled at each failure, up to the latter."""
+
+_MAY_PASS = (ModelSourceError, ModelFileChangedError, DatabaseError)
+_STAYS = (DatabaseCorruptError, TableWidthError)
+
+
+@dataclass(order=True, slots=True)
+class _Failed:
+    """A model that could not be loaded. Ordered by when it is tried again."""
+
+    due: float  # of time.monotonic; infinite: never
+    model: ModelConfig = field(compare=False)
+    error: BaseException = field(compare=False)
+    failures: int = field(compare=False)
+
 
 class Lifecycle:
-    """Loads a parameter server without blocking the event loop, says whether it is ready, closes it. *Thread-safe.*
+    """Loads a parameter server without blocking the event loop, says what is ready, closes it. *Thread-safe.*
+
+    Each model answers as soon as it is loaded. One that cannot be loaded does not stop the others: it is not ready, and is
+    tried again when the cause may pass by itself. Loading as a whole fails when the databases cannot be opened, or when no
+    model at all can be loaded.
 
     Args:
         configuration: what to load.
         parameter_server: one that is loaded already; it stays open when the service stops.
         progress: told how far the loading is.
+        force: load the models' files even where a database holds them already; its online updates are lost.
+        first_retry_s: how long to wait before a failed model is tried again.
+
+    Attributes:
+        loads: how far each model is, for people and for Prometheus.
     """
 
     def __init__(
-        self, configuration: Configuration, parameter_server: HPS | None = None, progress: Progress | None = None
+        self,
+        configuration: Configuration,
+        parameter_server: HPS | None = None,
+        progress: Progress | None = None,
+        *,
+        force: bool = False,
+        first_retry_s: float = FIRST_RETRY_S,
     ) -> None:
         self._configuration = configuration
-        self._progress = progress or LogProgress()
         self._owned = parameter_server is None
         self._server = parameter_server
-        self._not_ready = "" if parameter_server else "not started"
-        self._failure: BaseException | None = None
+        self._force = force
+        self._first_retry_s = first_retry_s
+        self.loads = LoadProgress(configuration.models if self._owned else (), self._deployed, progress or LogProgress())
         self._stopping = threading.Event()
+        self._blocked = "" if parameter_server else "not started"  # why nothing at all is answered
+        self._settled = self._complete = not self._owned
+        self._failure: BaseException | None = None
         self._changing = threading.Lock()  # a server may get ready while the service stops
         self._loader: threading.Thread | None = None
 
     @property
     def ready(self) -> bool:
-        """Whether lookups are answered."""
-        return not self._not_ready
+        """Whether lookups of every model are answered."""
+        return not self.not_ready_reason
+
+    @property
+    def settled(self) -> bool:
+        """Whether lookups are answered, of every model but those that failed."""
+        return not self._blocked and (self._settled or self.ready)
 
     @property
     def not_ready_reason(self) -> str:
-        """Why lookups are not answered; empty when they are."""
-        return self._not_ready
+        """Why lookups of some or all models are not answered; empty when all are."""
+        return self._blocked or ("" if self._complete else self.loads.summary())
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the loading, if something did."""
+        """What ended the loading as a whole, if something did."""
         return self._failure
 
     def server(self) -> HPS:
-        """The parameter server.
+        """The parameter server; models may still be loading.
 
         Raises:
-            NotReadyError: it is loading, failed or is closed; the message says which.
+            NotReadyError: it is being opened, failed or is closed; the message says which.
         """
-        if self._server is None or self._not_ready:
-            raise NotReadyError(f"the parameter server is not ready: {self._not_ready}")
+        if self._server is None or self._blocked:
+            raise NotReadyError(f"the parameter server is not ready: {self._blocked}")
         return self._server
 
-    def loaded(self) -> HPS | None:
-        """The parameter server once it is loaded, ready or not; its metrics are worth reading even when a device failed."""
+    def server_of(self, model_name: str) -> HPS:
+        """The parameter server, for a lookup of a model; that there is such a model is not checked.
+
+        Raises:
+            NotReadyError: as `server`, or the model waits, is being loaded or failed; the message says which, and why.
+        """
+        server = self.server()
+        if not self._complete and (reason := self.loads.reason(model_name)):
+            raise NotReadyError(f"model {model_name!r} is not ready: {reason}")
+        return server
+
+    def opened(self) -> HPS | None:
+        """The parameter server once its databases are open, ready or not: its metrics are worth reading even then."""
         return self._server
 
     def start(self) -> None:
         """Begin to load."""
         if self._owned and self._loader is None:
-            self._not_ready = "loading"
+            self._blocked = "opening the databases"
             self._loader = threading.Thread(target=self._load, name="hps-load", daemon=True)
             self._loader.start()
 
     def fail(self, reason: str) -> None:
         """Stop answering for good, because of something that only a restart heals."""
         with self._changing:
-            self._not_ready = reason
+            self._blocked = reason
 
     def refuse(self) -> None:
         """Answer no new lookups: the service stops."""
         with self._changing:
             self._stopping.set()
-            self._not_ready = "shutting down"
+            self._blocked = "shutting down"
 
     def close(self, timeout_s: float) -> bool:
-        """Stop loading, or close the parameter server; False when that takes longer. Blocks."""
+        """Stop loading and close the parameter server; False when that takes longer. Blocks."""
         self.refuse()
         if not self._owned:
             return True
@@ -92,61 +155,126 @@ class Lifecycle:
             self._loader.join(timeout_s)
         with self._changing:
             server, self._server = self._server, None
-        if server:
+        if server:  # it waits for a model that is being loaded
             closer = threading.Thread(target=server.close, name="hps-close", daemon=True)
             closer.start()
             closer.join(max(0.0, deadline - time.monotonic()))
             return not closer.is_alive()
         return self._loader is None or not self._loader.is_alive()
 
+    def _deployed(self) -> tuple[str, ...]:
+        server = self._server
+        return () if server is None else server.models
+
     def _load(self) -> None:
         started = time.monotonic()
         try:
-            server = HPS(self._configuration, progress=_Progress(self._progress, self._say, self._stopping))
+            server = HPS(self._configuration, deploy_models=False)
         except BaseException as error:  # noqa: BLE001 - a thread's end: `failure` carries it to whoever serves
+            self._end(error)
+            return
+        with self._changing:
+            stopped = self._stopping.is_set()
+            if not stopped:
+                self._server, self._blocked = server, ""
+        if stopped:
+            server.close()
+            return
+        failed = [one for model in self._configuration.models if (one := self._deploy(server, model))]
+        if self._stopping.is_set():
+            return
+        if failed and not server.models:
+            self._end(_all_failed(failed))
+            with self._changing:
+                self._server = None
+            server.close()
+            return
+        seconds, names = time.monotonic() - started, ", ".join(server.models)
+        if failed:
+            _log.warning("ready after %.1f s: %s; not ready: %s", seconds, names, self.loads.summary())
+        else:
+            _log.info("ready after %.1f s: %s", seconds, names)
+        self._complete = not failed
+        self._settled = True
+        self._try_again(server, failed)
+
+    def _try_again(self, server: HPS, failed: list[_Failed]) -> None:
+        """Load those whose cause may pass, one at a time as each is due, until there are none or the service stops."""
+        heapq.heapify(failed)
+        while failed and failed[0].due < math.inf:
+            if self._stopping.wait(max(0.0, failed[0].due - time.monotonic())):
+                return
+            last = heapq.heappop(failed)
+            if again := self._deploy(server, last.model, last.failures):
+                heapq.heappush(failed, again)
+        self._complete = not failed
+
+    def _deploy(self, server: HPS, model: ModelConfig, failures: int = 0) -> _Failed | None:
+        """Load one model and report how that went. What went wrong; None when nothing did or the service stops."""
+        name = model.model
+        if self._stopping.is_set() or name in server.models:  # somebody else has deployed it
+            return None
+        self.loads.model_started(name)
+        try:
+            server.deploy(model, progress=_UntilStopped(self.loads, self._stopping), force=self._force)
+        except Exception as error:  # noqa: BLE001 - reported as the state of the model; the others go on
+            if self._stopping.is_set():
+                _log.info("loading model %s was stopped: %s", name, error)
+                return None
+            return self._report(model, error, failures + 1)
+        _log.info("model %s is ready after %.1f s", name, self.loads.model_ready(name))
+        return None
+
+    def _report(self, model: ModelConfig, error: Exception, failures: int) -> _Failed:
+        pause = math.inf
+        if isinstance(error, _MAY_PASS) and not isinstance(error, _STAYS):
+            pause = min(self._first_retry_s * 2.0 ** min(failures - 1, 32), LONGEST_RETRY_S)
+            pause *= random.uniform(0.75, 1.0)  # so that replicas that failed together do not come back together
+        known = isinstance(error, (HPSError, MemoryError))
+        cause = (str(error) or "not enough memory") if known else "internal error; the log has more"
+        again = f"trying again in {time_text(pause)}" if pause < math.inf else "not tried again: it does not pass by itself"
+        _log.error("loading model %s failed: %s; %s", model.model, cause, again, exc_info=None if known else error)
+        self.loads.model_failed(model.model, cause, pause if pause < math.inf else None)
+        return _Failed(time.monotonic() + pause, model, error, failures)
+
+    def _end(self, error: BaseException) -> None:
+        """Report that the loading as a whole failed."""
+        with self._changing:
             if self._stopping.is_set():
                 _log.info("loading was stopped: %s", error)
                 return
+            self._blocked = f"loading failed: {error if isinstance(error, HPSError) else 'internal error; see the log'}"
             self._failure = error
-            self._not_ready = f"loading failed: {error if isinstance(error, HPSError) else 'internal error; see the log'}"
-            _log.error("loading failed: %s", error, exc_info=None if isinstance(error, HPSError) else error)
-            return
-        with self._changing:
-            if not self._stopping.is_set():
-                self._server, self._not_ready = server, ""
-                _log.info("ready after %.1f s: %s", time.monotonic() - started, ", ".join(server.models))
-                return
-        server.close()
-
-    def _say(self, reason: str) -> None:
-        if not self._stopping.is_set():
-            self._not_ready = reason
+        _log.error("loading failed: %s", error, exc_info=None if isinstance(error, HPSError) else error)
 
 
-class _Progress:
-    """Passes the progress on, puts it into the readiness, and ends the loading when the service stops."""
+def _all_failed(failed: list[_Failed]) -> BaseException:
+    """What to raise when no model could be loaded."""
+    first = failed[0].error
+    if len(failed) == 1 or not isinstance(first, HPSError) or isinstance(first, ConfigError):
+        return first
+    told = "".join(f"\n  {one.model.model}: {one.error}" for one in failed)
+    return type(first)(f"none of {len(failed)} models could be loaded:{told}")
 
-    def __init__(self, progress: Progress, say: Callable[[str], None], stopping: threading.Event) -> None:
+
+class _UntilStopped:
+    """Passes the progress on, and ends the loading when the service stops."""
+
+    def __init__(self, progress: Progress, stopping: threading.Event) -> None:
         self._progress = progress
-        self._say = say
         self._stopping = stopping
-        self._total = self._loaded = 0
 
     def start(self, tag: str, rows: int, size_bytes: int) -> None:
+        self._check()
         self._progress.start(tag, rows, size_bytes)
-        self._total, self._loaded = rows, 0
-        self._tell(tag)
 
     def advance(self, tag: str, rows: int) -> None:
         self._progress.advance(tag, rows)
-        self._loaded += rows
-        self._tell(tag)
+        self._check()
 
     def finish(self, tag: str) -> None:
         self._progress.finish(tag)
-        self._say("loading")
 
-    def _tell(self, tag: str) -> None:
+    def _check(self) -> None:
         if self._stopping.is_set():
             raise NotReadyError("the service stops")
-        self._say(f"loading {tag}: {100 * self._loaded // max(self._total, 1)} %")

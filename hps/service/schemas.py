@@ -23,10 +23,40 @@ class Live(BaseModel):
 
 
 class Ready(BaseModel):
-    """Whether lookups are answered."""
+    """Whether something answers lookups."""
 
     ready: bool
     reason: str | None = Field(default=None, description="Why not, when not.")
+
+
+class TableStatus(BaseModel):
+    """How far the loading of a table is. Only `name` and `state` where nothing of it had to be read."""
+
+    name: str
+    state: Literal["waiting", "loading", "done", "failed"]
+    rows: int | None = None
+    rows_done: int | None = None
+    size_bytes: int | None = None
+    bytes_done: int | None = None
+    rows_per_s: float | None = Field(default=None, description="Of the last seconds.")
+    seconds_left: float | None = Field(default=None, description="At that rate; absent while nothing moves.")
+
+
+class ModelStatus(BaseModel):
+    """How far the loading of a model is."""
+
+    name: str
+    state: Literal["waiting", "loading", "ready", "failed"]
+    percent: int = Field(description="Each table counting the same.")
+    reason: str | None = Field(default=None, description="What it waits for, how far it is, or why it failed.")
+    retry_in_s: float | None = Field(default=None, description="When a failed one is tried again; absent when it is not.")
+    tables: list[TableStatus]
+
+
+class ServerReady(Ready):
+    """Whether lookups of every model are answered."""
+
+    models: list[ModelStatus] | None = Field(default=None, description="Of every model, unless all are ready.")
 
 
 class ModelReady(Ready):
@@ -41,7 +71,7 @@ class ServerMetadata(BaseModel):
     name: str
     version: str
     extensions: list[str]
-    models: list[str] = Field(description="Names of the models in service; empty while they load.")
+    models: list[str] = Field(description="Names of the models in service; those that load, wait or failed are not.")
 
 
 class TensorMetadata(BaseModel):

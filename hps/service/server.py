@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from hps.config import Configuration
+from hps.config import Configuration, ModelConfig
 from hps.errors import ConfigError
 from hps.progress import Progress
 from hps.service.app import CLOSE_TIMEOUT_S, Application, create_app
@@ -28,6 +28,8 @@ def serve(
     port: int | None = None,
     log_level: str = "info",
     progress: Progress | None = None,
+    *,
+    force: bool = False,
 ) -> None:
     """Serve a configuration over HTTP until SIGTERM or SIGINT. Blocks.
 
@@ -37,15 +39,16 @@ def serve(
         port: in place of the configured one; 0 picks a free one, which is logged.
         log_level: of the log on standard error, unless logging is set up already.
         progress: told how far the loading is; by default it is logged.
+        force: load the models' files even where a database holds them already; its online updates are lost.
 
     Raises:
         ConfigError: the address cannot be listened on.
-        HPSError: the models could not be loaded.
+        HPSError: the databases could not be opened, or no model could be loaded.
     """
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     listener = listen(host or configuration.service.host, configuration.service.port if port is None else port)
-    app = create_app(configuration, progress=progress)
+    app = create_app(configuration, progress=progress, force=force)
     server = Server(app, configuration, url_of(listener))
     with listener:
         server.run(sockets=[listener])
@@ -88,9 +91,9 @@ class Server(uvicorn.Server):
             self._stalled.drop(self.server_state.connections)
         if self._app.lifecycle.failure is not None:
             return True
-        if not self._announced and self._app.lifecycle.ready:
+        if not self._announced and self._app.lifecycle.settled:
             self._announced = True
-            _log.info("ready; try: %s", self._example())
+            self._announce()
         return await super().on_tick(counter)
 
     @contextlib.contextmanager
@@ -107,8 +110,13 @@ class Server(uvicorn.Server):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _example(self) -> str:
-        model = self._configuration.models[0]
+    def _announce(self) -> None:
+        server = self._app.lifecycle.opened()
+        model = next((one for one in self._configuration.models if server and one.model in server.models), None)
+        if model is not None:
+            _log.info("ready; try: %s", self._example(model))
+
+    def _example(self, model: ModelConfig) -> str:
         token = " -H 'Authorization: Bearer <token>'" if self._configuration.service.bearer_token else ""
         return (
             f"curl -s{token} {self._url}/v1/models/{model.model}/lookup "

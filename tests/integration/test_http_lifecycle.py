@@ -79,7 +79,7 @@ def test_while_it_loads_it_is_live_and_counts_and_is_not_ready(held):
     assert client.get("/v2/health/live").status_code == 200
     ready = client.get("/v2/health/ready")
     assert ready.status_code == 503
-    assert ready.json() == {"ready": False, "reason": "loading hps_et.m.item: 0 %"}
+    assert ready.json()["reason"] == "loading m.item: 0 % (0 B of 2.0 kB, starting); 0 of 1 tables"
     assert client.get("/v2").json()["models"] == []
     assert "hps_ready 0.0" in client.get("/metrics").text
     for response in (
@@ -90,7 +90,8 @@ def test_while_it_loads_it_is_live_and_counts_and_is_not_ready(held):
     ):
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
-        assert "not ready: loading hps_et.m.item: 0 %" in response.json()["error"]
+        assert "model 'm' is not ready: loading m.item: 0 % (0 B of 2.0 kB, starting)" in response.json()["error"]
+    assert client.post("/v1/models/other/lookup", json={"tables": {"item": [1]}}).status_code == 404
     progress.release.set()
     wait_until(lambda: client.get("/v2/health/ready").status_code == 200, "it is ready")
     assert client.post("/v1/models/m/lookup", json={"tables": {"item": [7]}}).json() == {"tables": {"item": [[7, 7, 7]]}}
@@ -104,7 +105,7 @@ def test_stopping_ends_the_loading(held):
     progress.release.set()
     service._thread.join(EXIT_S)
     assert not service._thread.is_alive()
-    assert service.app.lifecycle.loaded() is None
+    assert service.app.lifecycle.opened() is None
 
 
 def test_what_was_held_open_is_closed_when_the_service_stops(document):

@@ -1,0 +1,353 @@
+"""Models that load, wait, fail and are tried again behind a service: what answers meanwhile, and what is said of the rest."""
+
+import json
+import os
+import re
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import hps
+from hps.errors import (
+    DatabaseCorruptError,
+    DatabaseLockedError,
+    DatabaseTimeoutError,
+    DeviceMemoryError,
+    ModelFileChangedError,
+    ModelFileError,
+    ModelSourceError,
+)
+from hps.service.app import Application, create_app
+from hps.service.lifecycle import Lifecycle
+from tests.gated_file_system import WAIT_S, gates
+from tests.running_service import RunningService, running_service, wait_until
+
+DIM = 62  # 256 bytes a row: a chunk of 16 MiB has 65,536 rows
+ROWS = 96_000
+SECOND_CHUNK = 65_536 * DIM * 4
+
+
+def write(directory, rows=100, dim=3, add=0.0):
+    keys = np.arange(rows, dtype=np.int64)
+    vectors = np.repeat(keys.astype(np.float32)[:, None] + np.float32(add), dim, axis=1)
+    hps.write_sparse_model(directory, (keys, vectors), overwrite=True)
+    return str(directory)
+
+
+def model(name, source, dim=3):
+    return {
+        "model": name,
+        "sparse_files": [source],
+        "embedding_table_names": ["item"],
+        "embedding_vecsize_per_table": [dim],
+        "maxnum_catfeature_query_per_table_per_sample": [1],
+        "default_value_for_each_table": [0.0],
+        "deployed_device_list": [0],
+        "max_batch_size": 1000,
+        "gpucache": False,
+    }
+
+
+def document(*models, persistent=None):
+    found = {"supportlonglong": True, "device": "cpu", "volatile_db": {"type": "hash_map"}, "models": list(models)}
+    if persistent is not None:
+        found["persistent_db"] = {"type": "rocks_db", "path": str(persistent)}
+    return found
+
+
+@contextmanager
+def service_of(document, **settings):
+    """A service that is not waited for; it ends at once."""
+    configuration = hps.load_configuration(document)
+    service = RunningService(configuration, Application(configuration, Lifecycle(configuration, **settings)))
+    service.start()
+    try:
+        yield service
+    finally:
+        assert service.stop()
+
+
+def look_up(service, name, key=7):
+    return service.client.post(f"/v1/models/{name}/lookup", json={"tables": {"item": [key]}})
+
+
+def readiness(service, **query):
+    response = service.client.get("/v2/health/ready", params=query)
+    answer = response.json()
+    assert answer["ready"] is (response.status_code == 200)
+    return response.status_code, answer.get("reason", ""), {one["name"]: one for one in answer.get("models", ())}
+
+
+def samples(service):
+    """Every sample of /metrics, by its name and the values of its labels."""
+    families = text_string_to_metric_families(service.client.get("/metrics").text)
+    return {(one.name, *one.labels.values()): one.value for family in families for one in family.samples}
+
+
+def settle(service):
+    wait_until(lambda: service.app.lifecycle.settled, "every model is ready or has failed")
+
+
+def test_one_bad_model_does_not_stop_the_others(tmp_path, caplog):
+    truncated = write(tmp_path / "truncated.model")
+    os.truncate(f"{truncated}/emb_vector", 100)
+    models = model("cut", truncated), model("gone", "/nowhere/item.model"), model("good", write(tmp_path / "good.model"))
+    with service_of(document(*models)) as service:
+        settle(service)
+        assert look_up(service, "good").json() == {"tables": {"item": [[7, 7, 7]]}}
+        assert service.client.get("/v2/models/good/ready").status_code == 200
+        assert service.client.get("/v2").json()["models"] == ["good"]
+
+        status, reason, states = readiness(service)
+        assert status == 503
+        assert "2 of 3 models failed: " in reason
+        assert "cut: opening" in reason
+        assert "gone: opening sparse model /nowhere/item.model: there is no such directory" in reason
+        assert {name: one["state"] for name, one in states.items()} == {"cut": "failed", "gone": "failed", "good": "ready"}
+        assert "got 100 bytes, wanted 1200" in states["cut"]["reason"]
+        assert "retry_in_s" not in states["cut"]
+        assert (states["good"]["percent"], "reason" in states["good"]) == (100, False)
+
+        for name, cause in (("cut", "got 100 bytes, wanted 1200"), ("gone", "there is no such directory")):
+            for response in (
+                look_up(service, name),
+                service.client.post(f"/v2/models/{name}/infer", content=b"{}"),
+                service.client.get(f"/v2/models/{name}/ready"),
+                service.client.get(f"/v2/models/{name}/versions/1/ready"),
+                service.client.get(f"/v2/models/{name}"),
+            ):
+                assert response.status_code == 503
+                assert f"model '{name}' is not ready: loading failed: " in response.json()["error"]
+                assert cause in response.json()["error"]
+        assert look_up(service, "nobody").status_code == 404
+        assert service.client.get("/v2/models/nobody/ready").status_code == 404
+
+        found = samples(service)
+        assert [found["hps_model_ready", name] for name in ("cut", "gone", "good")] == [0, 0, 1]
+        assert [found["hps_load_failures_total", name] for name in ("cut", "gone", "good")] == [1, 1, 0]
+        assert found[("hps_ready",)] == 1
+    assert "loading model gone failed: opening sparse model /nowhere/item.model" in caplog.text
+
+
+def test_readiness_that_is_not_strict_leaves_out_what_failed(tmp_path):
+    models = model("gone", "/nowhere/item.model"), model("good", write(tmp_path / "good.model"))
+    with service_of(document(*models)) as service:
+        settle(service)
+        assert readiness(service)[0] == readiness(service, strict="true")[0] == 503
+        status, reason, states = readiness(service, strict="false")
+        assert status == 200
+        assert "gone: opening" in reason
+        assert states["gone"]["state"] == "failed"
+        response = service.client.get("/v2/health/ready?strict=perhaps")
+        assert response.status_code == 400
+        assert "strict" in response.json()["error"]
+        assert "'perhaps'" in response.json()["error"]
+
+
+def test_a_model_answers_while_another_loads(tmp_path):
+    with gates("slow") as (gate,):
+        gate.hold_from = SECOND_CHUNK
+        slow = write(tmp_path / "slow.model", ROWS, DIM)
+        models = (
+            model("first", write(tmp_path / "first.model")),
+            model("slow", f"gate://slow{slow}", DIM),
+            model("last", write(tmp_path / "last.model", add=1)),
+        )
+        with service_of(document(*models)) as service:
+            assert gate.entered.wait(WAIT_S)
+            wait_until(lambda: samples(service).get(("hps_loaded_rows", "slow", "item")) == 65_536, "the first chunk is there")
+            assert look_up(service, "first").json() == {"tables": {"item": [[7, 7, 7]]}}
+            assert service.client.get("/v2/models/first/ready").status_code == 200
+            assert readiness(service, strict="false")[0] == 503  # a replica that starts is not asked yet
+
+            status, reason, states = readiness(service)
+            assert status == 503
+            progress = r"loading slow\.item: 68 % \(16\.8 MB of 24\.6 MB, [\d.]+ [kMG]?B/s, .*\)"
+            assert re.fullmatch(progress + "; 1 of 3 tables", reason)
+            assert {name: one["state"] for name, one in states.items()} == {
+                "first": "ready",
+                "slow": "loading",
+                "last": "waiting",
+            }
+            assert states["slow"]["percent"] == 68
+            (table,) = states["slow"]["tables"]
+            assert (table["name"], table["state"], table["rows_done"], table["rows"]) == ("item", "loading", 65_536, ROWS)
+            assert (table["bytes_done"], table["size_bytes"]) == (65_536 * 256, ROWS * 256)
+            assert re.fullmatch(
+                "model 'slow' is not ready: " + progress, service.client.get("/v2/models/slow/ready").json()["error"]
+            )
+            assert "'last' is not ready: waiting" in look_up(service, "last").json()["error"]
+
+            found = samples(service)
+            assert found["hps_load_rows", "slow", "item"] == ROWS
+            assert found["hps_load_bytes", "slow", "item"] == ROWS * 256
+            assert found["hps_loaded_bytes", "slow", "item"] == 65_536 * 256
+            assert [found["hps_model_ready", name] for name in ("first", "slow", "last")] == [1, 0, 0]
+            assert found["hps_load_seconds", "slow"] > 0
+            assert found[("hps_ready",)] == 0
+
+            gate.release.set()
+            wait_until(lambda: readiness(service)[0] == 200, "all models are ready")
+            assert service.client.get("/v2/health/ready").json() == {"ready": True}
+            assert look_up(service, "slow", ROWS - 1).json() == {"tables": {"item": [[ROWS - 1] * DIM]}}
+            assert look_up(service, "last").json() == {"tables": {"item": [[8, 8, 8]]}}
+            assert samples(service)["hps_loaded_rows", "slow", "item"] == ROWS
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ModelSourceError("no answer"),
+        ModelFileChangedError("it was replaced"),
+        DatabaseTimeoutError("no answer"),
+    ],
+)
+def test_a_failure_that_may_pass_is_tried_again_while_the_others_answer(tmp_path, error, caplog):
+    with gates("flaky") as (gate,):
+        gate.errors = [error, error]
+        flaky = model("flaky", f"gate://flaky{write(tmp_path / 'flaky.model')}")
+        with service_of(document(flaky, model("good", write(tmp_path / "good.model"))), first_retry_s=0.05) as service:
+            wait_until(lambda: look_up(service, "good").status_code == 200, "the good model answers")
+
+            def recovered():
+                assert look_up(service, "good").json() == {"tables": {"item": [[7, 7, 7]]}}
+                return readiness(service)[0] == 200
+
+            wait_until(recovered, "the flaky model is ready")
+            assert look_up(service, "flaky").json() == {"tables": {"item": [[7, 7, 7]]}}
+            assert samples(service)["hps_load_failures_total", "flaky"] == 2
+            assert gate.errors == []
+    assert f"loading model flaky failed: {error}; trying again in 0 s" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ModelFileError("permission denied"), "permission denied"),
+        (DatabaseCorruptError("damaged"), "damaged"),
+        (DeviceMemoryError("8 GB do not fit"), "8 GB do not fit"),
+        (MemoryError(), "not enough memory"),
+        (ZeroDivisionError("secret detail"), "internal error; the log has more"),
+    ],
+)
+def test_a_failure_that_stays_is_not_tried_again(tmp_path, error, reason, caplog):
+    with gates("bad") as (gate,):
+        gate.errors = [error]
+        bad = model("bad", f"gate://bad{write(tmp_path / 'bad.model')}")
+        with service_of(document(bad, model("good", write(tmp_path / "good.model"))), first_retry_s=0.0) as service:
+            settle(service)
+            service.app.lifecycle._loader.join(WAIT_S)
+            assert not service.app.lifecycle._loader.is_alive()
+            assert gate.looks == 1
+            assert readiness(service)[2]["bad"]["reason"] == reason
+            assert "secret" not in service.client.get("/v2/health/ready").text
+            assert look_up(service, "good").status_code == 200
+    assert ("Traceback" in caplog.text) == isinstance(error, ZeroDivisionError)
+
+
+def test_the_wait_for_another_try_is_said_and_ends_when_the_service_stops(tmp_path):
+    with gates("away") as (gate,):
+        gate.errors = [ModelSourceError("no answer")] * 100
+        away = model("away", f"gate://away{write(tmp_path / 'away.model')}")
+        good = model("good", write(tmp_path / "good.model"))
+        with service_of(document(away, good, persistent=tmp_path / "rocksdb"), first_retry_s=3600) as service:
+            settle(service)
+            state = readiness(service)[2]["away"]
+            assert 200 < state["retry_in_s"] <= 300  # the longest pause
+            assert state["reason"].startswith("no answer; tried again in ")
+            assert gate.looks == 1
+            loader = service.app.lifecycle._loader
+            assert loader.is_alive()
+        assert not loader.is_alive()
+    with hps.HPS(document(good, persistent=tmp_path / "rocksdb")) as again:  # the lock is free
+        assert again.lookup([5], "good", "item").tolist() == [[5, 5, 5]]
+
+
+def test_stopping_ends_a_load_between_two_chunks(tmp_path):
+    with gates("slow") as (gate,):
+        gate.hold_from = SECOND_CHUNK
+        slow = model("slow", f"gate://slow{write(tmp_path / 'slow.model', ROWS, DIM)}", DIM)
+        with service_of(document(slow, persistent=tmp_path / "rocksdb")) as service:
+            assert gate.entered.wait(WAIT_S)
+            service._server.should_exit = True
+            wait_until(lambda: service.app.lifecycle.not_ready_reason == "shutting down", "it stops")
+            gate.release.set()
+        assert not service.app.lifecycle._loader.is_alive()
+        with hps.HPS(document(slow, persistent=tmp_path / "rocksdb")) as again:  # closed, and what was done is continued
+            assert again.lookup([ROWS - 1], "slow", "item")[0, 0] == ROWS - 1
+
+
+def test_when_no_model_can_be_loaded_the_loading_fails_and_names_all(tmp_path):
+    models = [model(name, f"/nowhere/{name}") for name in ("a", "b")]
+    configuration = hps.load_configuration(document(*models, persistent=tmp_path / "rocksdb"))
+    app = create_app(configuration)
+    app.lifecycle.start()
+    wait_until(lambda: app.lifecycle.failure is not None, "the loading failed")
+    assert isinstance(app.lifecycle.failure, hps.ModelFileNotFoundError)
+    assert re.match(
+        "none of 2 models could be loaded:\n  a: .*/nowhere/a.*\n  b: .*/nowhere/b",
+        str(app.lifecycle.failure),
+    )
+    assert app.lifecycle.not_ready_reason.startswith("loading failed: none of 2 models")
+    assert not app.lifecycle.settled
+    assert app.lifecycle.close(WAIT_S)
+    hps.HPS(document(*models, persistent=tmp_path / "rocksdb"), deploy_models=False).close()  # RocksDB's lock is free
+
+
+def test_databases_that_cannot_be_opened_end_the_loading(tmp_path):
+    found = document(model("good", write(tmp_path / "good.model")), persistent=tmp_path / "rocksdb")
+    with hps.HPS(found), pytest.raises(DatabaseLockedError), running_service(found):
+        pass
+
+
+def test_models_that_others_deploy_and_undeploy_are_told_as_they_are(tmp_path):
+    later, good = tmp_path / "later.model", model("good", write(tmp_path / "good.model"))
+    with service_of(document(model("later", str(later)), good)) as service:
+        settle(service)
+        assert readiness(service)[0] == 503
+        server = service.app.lifecycle.server()
+        write(later, add=2)
+        server.deploy(server.config.models[0])
+        assert readiness(service)[0] == 200
+        assert look_up(service, "later").json() == {"tables": {"item": [[9, 9, 9]]}}
+
+        server.undeploy("later")
+        assert look_up(service, "later").status_code == 404
+        assert readiness(service)[0] == 200
+        assert ("hps_model_ready", "later") not in samples(service)
+        write(later, add=3)
+        server.deploy(server.config.models[0])
+        assert look_up(service, "later").json() == {"tables": {"item": [[10, 10, 10]]}}
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_force_loads_again_what_the_database_holds(tmp_path, force):
+    found = document(model("m", write(tmp_path / "m.model")), persistent=tmp_path / "rocksdb")
+    with hps.HPS(found) as server:
+        server.insert([7], np.full((1, 3), 70, np.float32), "m", "item")
+    with service_of(found, force=force) as service:
+        settle(service)
+        assert look_up(service, "m").json() == {"tables": {"item": [[7, 7, 7] if force else [70, 70, 70]]}}
+
+
+def test_force_holds_until_the_model_is_loaded(tmp_path):
+    with gates("flaky") as (gate,):
+        flaky = model("flaky", f"gate://flaky{write(tmp_path / 'flaky.model')}")
+        found = document(flaky, model("good", write(tmp_path / "good.model")), persistent=tmp_path / "rocksdb")
+        with hps.HPS(found) as server:
+            server.insert([7], np.full((1, 3), 70, np.float32), "flaky", "item")
+        gate.errors = [ModelSourceError("no answer")]
+        with service_of(found, force=True, first_retry_s=0.05) as service:
+            wait_until(lambda: readiness(service)[0] == 200, "all models are ready")
+            assert look_up(service, "flaky").json() == {"tables": {"item": [[7, 7, 7]]}}
+
+
+def test_health_is_told_without_a_token(tmp_path):
+    found = document(model("gone", "/nowhere/x"), model("good", write(tmp_path / "good.model")))
+    with service_of({**found, "service": {"bearer_token": "secret"}}) as service:
+        settle(service)
+        assert readiness(service)[2]["gone"]["state"] == "failed"
+        assert look_up(service, "gone").status_code == 401
+        assert json.loads(service.client.get("/v2/health/live").text) == {"live": True}

@@ -75,9 +75,9 @@ def serve(
 ) -> None:
     """Load the models of CONFIG and answer lookups over HTTP until Ctrl-C.
 
-    Tables that RocksDB holds already are not loaded again. Each model answers as soon as it is loaded; one that cannot be loaded
-    does not keep the others from it. /v2/health/ready answers 200 once every model can be looked up, and says how far it is
-    until then.
+    Tables that RocksDB holds already are not loaded again. Each model answers as soon as it is loaded; one that cannot be
+    loaded does not keep the others from it. /v2/health/ready answers 200 once every model can be looked up; until then it says
+    how far that is.
     """
     with terminal.reported():
         if log_level.upper() not in ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG"):

@@ -2,23 +2,28 @@
 
 import json
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from hps import errors
+from hps.progress import LogProgress, TableProgress, count_text, size_text
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+
     from hps.config import Configuration
     from hps.loading import DatabaseLoad, LoadReport
     from hps.progress import Progress
     from hps.types import FloatArray
+
+SERVICE_LOG = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+"""The form of a service's log lines."""
 
 _WRONG_INPUT = (
     errors.ConfigError,
@@ -45,33 +50,83 @@ def reported() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+class _Figures:
+    """What stands beside a bar; written anew whenever the bar is drawn, so that a source that stops is seen."""
+
+    def __init__(self, table: TableProgress) -> None:
+        self.table = table
+
+    def __str__(self) -> str:
+        table = self.table
+        size = f"{size_text(table.bytes_done):>7} of {size_text(table.size_bytes):<7}"
+        rates = f"{size_text(table.bytes_per_s):>7}/s {count_text(table.rows_per_s):>6} rows/s"
+        return f"{table.percent:3d} % {size} {rates}  {table.time_text:<12}"
+
+
 class _Bars:
-    """Shows the progress of tables as bars on a terminal."""
+    """Shows the progress of tables as bars on a terminal: one a table, left there when it has ended.
+
+    The display is live only while a table is being loaded, so that what is logged in between stays where it is.
+    """
 
     def __init__(self, console: Console) -> None:
-        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as RichProgress
-
-        rows = TextColumn("{task.completed:,.0f}/{task.total:,.0f} rows  {task.fields[rate]:,.0f} rows/s")
-        self.bars = RichProgress(TextColumn("{task.description}"), BarColumn(), rows, TimeRemainingColumn(), console=console)
-        self._tasks: dict[str, Any] = {}
-        self._started: dict[str, float] = {}
+        self._console = console
+        self._bars: RichProgress | None = None
+        self._table = TableProgress(0, 0)
 
     def start(self, tag: str, rows: int, size_bytes: int) -> None:
         """Add a bar."""
-        self._started[tag] = time.monotonic()
-        self._tasks[tag] = self.bars.add_task(tag, total=rows, rate=0.0)
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as RichProgress
+
+        self.stop()
+        self._table = TableProgress(rows, size_bytes)
+        name, figures = TextColumn("{task.description:<12}", markup=False), TextColumn("{task.fields[figures]}", markup=False)
+        self._bars = RichProgress(name, BarColumn(bar_width=None), figures, console=self._console, expand=True)
+        self._bars.add_task(tag.removeprefix("hps_et."), total=max(rows, 1), figures=_Figures(self._table))
+        self._bars.start()
 
     def advance(self, tag: str, rows: int) -> None:
         """Move a bar."""
-        self.bars.advance(self._tasks[tag], rows)
-        seconds = time.monotonic() - self._started[tag]
-        done = next(task.completed for task in self.bars.tasks if task.id == self._tasks[tag])
-        self.bars.update(self._tasks[tag], rate=done / max(seconds, 1e-9))
+        self._table.advance(rows)
+        if self._bars is not None:
+            self._bars.update(self._bars.task_ids[0], completed=self._table.rows_done)
 
     def finish(self, tag: str) -> None:
         """Leave the full bar on the screen."""
-        self.bars.refresh()
+        self.stop()
+
+    def fail(self, tag: str) -> None:
+        """Leave the bar on the screen as far as it got."""
+        self.stop()
+
+    def stop(self) -> None:
+        """Let the bar that moves, if one does, stay as it is."""
+        bars, self._bars = self._bars, None
+        self._table.end()
+        if bars is not None:
+            bars.stop()
+
+
+class _ConsoleHandler(logging.Handler):
+    """Writes log lines above the bar that moves."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(self.format(record), markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+@contextmanager
+def _bars(console: Console, level: str, line: str) -> "Iterator[Progress]":
+    logging.basicConfig(level=level, format=line, handlers=[_ConsoleHandler(console)])
+    bars = _Bars(console)
+    try:
+        yield bars
+    finally:
+        bars.stop()
 
 
 @contextmanager
@@ -79,15 +134,22 @@ def progress() -> "Iterator[Progress]":
     """Bars on a terminal; elsewhere log lines, and the log that the work itself writes."""
     console = Console(stderr=True)
     if console.is_terminal:
-        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-        bars = _Bars(console)
-        with bars.bars:
+        with _bars(console, "WARNING", "%(levelname)s %(message)s") as bars:
             yield bars
         return
-    from hps.progress import LogProgress
-
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     yield LogProgress()
+
+
+@contextmanager
+def serving(log_level: str) -> "Iterator[Progress | None]":
+    """Bars among the log lines of a service on a terminal; elsewhere None: the service logs how far it is."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with _bars(console, log_level.upper(), SERVICE_LOG) as bars:
+            yield bars
+        return
+    yield None
 
 
 def loaded_lines(report: "LoadReport") -> list[str]:

@@ -1,12 +1,17 @@
 """The command line: what each command prints and leaves, and the exit code of every kind of failure."""
 
+import fcntl
 import json
 import os
+import pty
 import re
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
 import urllib.request
 from pathlib import Path
@@ -310,12 +315,73 @@ def test_a_load_that_is_interrupted_is_code_130(config: Path, monkeypatch: pytes
     assert (result.exit_code, result.stderr) == (130, "stopped\n")
 
 
-def test_a_terminal_shows_bars_with_rows_a_second(config: Path) -> None:
-    result = run("load", config, FORCE_COLOR="1", TERM="xterm")
-    assert result.exit_code == 0
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", result.stderr)
-    assert re.search(r"hps_et\.shop\.user .*━.* 300/300 rows +[\d,]+ rows/s 0:00:00", plain)
-    assert re.search(r"hps_et\.shop\.item .*━.* 500/500 rows", plain)
+BAR = r"shop\.%s +━+ 100 %% +%s of %s +[\d.]+ [kM]?B/s +[\d.]+ ?[kM]? rows/s +in [\d.]+ s"
+
+
+def plain(output: str) -> str:
+    """Without what moves the cursor and colours the text."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
+
+
+def on_a_terminal(*arguments: object, until: str = "no such text", columns: int = 120) -> str:
+    """What a command writes to a real terminal until it ends; once it has written `until`, it gets an interrupt."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hps", *map(str, arguments)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**environment, "TERM": "xterm-256color"},
+    )
+    os.close(theirs)
+    output, interrupted, deadline = b"", False, time.monotonic() + 120
+    try:
+        while time.monotonic() < deadline and select.select([ours], [], [], 60)[0]:
+            try:
+                output += os.read(ours, 65536)
+            except OSError:  # EIO: the other side is closed
+                break
+            if not interrupted and until.encode() in output:
+                process.send_signal(signal.SIGINT)
+                interrupted = True
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait(60)
+        os.close(ours)
+    return output.decode()
+
+
+def test_a_terminal_shows_bars_with_bytes_and_rates(config: Path) -> None:
+    output = plain(on_a_terminal("load", config))
+    assert re.search(BAR % ("user", "7.2 kB", "7.2 kB"), output)
+    assert re.search(BAR % ("item", "20.0 kB", "20.0 kB"), output)
+
+
+def test_serve_on_a_terminal_shows_bars_among_its_log_lines(tmp_path: Path, content: dict[str, Any]) -> None:
+    content["models"].append({**content["models"][0], "model": "other"})
+    content["models"].insert(0, {**content["models"][0], "model": "bad", "sparse_files": ["/nowhere/x", "/nowhere/y"]})
+    config = write_config(tmp_path, content)
+    output = on_a_terminal("serve", config, "--port", 0, until="ready; try", columns=400)
+    assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 4  # the cursor is back after every table
+    lines = [line for line in re.split(r"[\r\n]+", plain(output)) if line]
+    finished = [i for i, line in enumerate(lines) if re.search(BAR % ("item", "20.0 kB", "20.0 kB"), line)]
+    ready = [i for i, line in enumerate(lines) if re.search(r"INFO hps.service.lifecycle: model \w+ is ready", line)]
+    assert len(ready) == 2
+    assert finished[0] < ready[0] < ready[1]
+    assert any("loading model bad failed: opening sparse model /nowhere/x" in line for line in lines)
+
+
+def test_bars_are_in_no_log(config: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hps", "load", str(config)], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "━" not in done.stderr
+    assert "\x1b" not in done.stderr
+    assert re.search(r"INFO hps_et\.shop\.item: 500 rows, 20\.0 kB\.", done.stderr)
+    assert re.search(r"INFO hps_et\.shop\.item: 500 rows in [\d.]+ s, \d+ rows/s, [\d.]+ [kM]?B/s\.", done.stderr)
 
 
 # -- lookup -----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """`hps import`: tables of other formats to sparse model files."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,6 +41,9 @@ def import_command(
         str | None, typer.Option(help="What 16-bit elements really are, where SOURCE cannot say it: bfloat16 or float16.")
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a model that is there.")] = False,
+    config: Annotated[
+        Path | None, typer.Option(metavar="CONFIG", help="A ps.json, whose model_source says how to reach DESTINATION.")
+    ] = None,
 ) -> None:
     """Write the embedding table in SOURCE as a sparse model that CONFIG can name.
 
@@ -54,6 +58,12 @@ def import_command(
             return
         if destination is None:
             raise errors.InvalidInputError(f"importing {source}: got no DESTINATION, wanted a path or URI to write, or --list")
+        sources = None
+        if config is not None:
+            from hps.config import load_configuration
+            from hps.model_sources import ModelSources
+
+            sources = ModelSources(load_configuration(config).model_source)
         with terminal.progress() as progress:
             report = import_model(
                 source,
@@ -64,6 +74,7 @@ def import_command(
                 dtype=dtype,
                 first_key=first_key,
                 overwrite=overwrite,
+                sources=sources,
                 progress=progress,
             )
         _print_report(report, first_key or 0)

@@ -1,6 +1,7 @@
 """.npy files and .npz archives of them. Pickled objects are never read."""
 
 import io
+import math
 import os
 import zipfile
 import zlib
@@ -30,10 +31,7 @@ class NpyHeader:
 
     @property
     def data_bytes(self) -> int:
-        count = 1
-        for length in self.shape:  # in Python's integers: a damaged shape must not overflow
-            count *= length
-        return count * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize  # Python's integers: a damaged shape must not overflow
 
 
 def read_header(path: str, stream: IO[bytes]) -> NpyHeader:
@@ -44,16 +42,14 @@ def read_header(path: str, stream: IO[bytes]) -> NpyHeader:
     """
     try:
         version = np.lib.format.read_magic(stream)
-        if version == (1, 0):
-            shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(stream)
-        elif version == (2, 0):
-            shape, fortran_order, dtype = np.lib.format.read_array_header_2_0(stream)
-        else:  # 3.0 is for structured dtypes with other names than Latin ones
-            raise ModelFileError(f"importing {path}: got .npy version {version}, wanted 1.0 or 2.0: save a plain array")
-    except (ValueError, TypeError, SyntaxError, OverflowError, RecursionError, MemoryError) as error:
-        if isinstance(error, ModelFileError):
-            raise
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+        shape, fortran_order, dtype = read(stream) if read else ((), False, np.dtype(object))
+    except _ZIP_ERRORS as error:  # of the archive that it may lie in, and of numpy
         raise damaged(path, f"it does not begin as a .npy file does ({error})") from error
+    except Exception as error:  # the head is a Python literal: damaged ones lead its parser to errors of any kind
+        raise damaged(path, f"its head cannot be read ({error})") from error
+    if read is None:  # 3.0 is for structured dtypes with other names than Latin ones
+        raise ModelFileError(f"importing {path}: got .npy version {version}, wanted 1.0 or 2.0: save a plain array")
     if any(length < 0 for length in shape):
         raise damaged(path, f"its head says shape {shape}")
     return NpyHeader(tuple(shape), fortran_order, dtype, stream.tell())

@@ -13,6 +13,7 @@ from hps.formats.base import AnyArray, ArrayInfo, ArraySource, damaged
 from hps.formats.raw_array import file_size
 
 _BUFFER_BYTES = 1 << 20  # of each column; without one, pyarrow reads whole row groups
+_BATCHES_A_CHUNK = 4  # pyarrow and its allocator take up to nine times a batch; smaller ones are no slower
 _ERRORS = (pa.ArrowException, OSError, ValueError, IndexError)
 
 
@@ -76,7 +77,7 @@ class ParquetFiles(ArraySource):
             row = 0
             with _open(part) as file:
                 _check_columns(part, file.schema_arrow, names, wanted, self._parts[0])
-                batches = file.iter_batches(batch_size=step, columns=names)
+                batches = file.iter_batches(batch_size=max(1, step // _BATCHES_A_CHUNK), columns=names)
                 while (batch := _next(part, batches)) is not None:
                     if batch.num_rows:
                         yield part, row, [batch.column(name) for name in names]

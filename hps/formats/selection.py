@@ -94,7 +94,7 @@ def _check_shapes(source: ArraySource, keys: ArrayInfo | None, vectors: ArrayInf
         raise ModelFileError(
             f"importing {source.path}: got vectors {vectors}, wanted shape (n, dim); it holds {source.listed()}"
         )
-    if keys is not None and keys.shape != (*keys.shape[:1], 1)[: len(keys.shape)]:
+    if keys is not None and (not keys.shape or keys.shape[1:] not in ((), (1,))):
         raise ModelFileError(f"importing {source.path}: got keys {keys}, wanted shape (n,) or (n, 1)")
     rows, dim = vectors.shape
     if keys is not None and keys.shape[0] != rows:

@@ -6,6 +6,7 @@ import re
 import sys
 import warnings
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -37,7 +38,7 @@ class TorchState(SeparateArrays):
             mapped = zipfile.is_zipfile(path)
             self._collect(_load(path, mapped))
             self._maps = _maps(path) if mapped and _has_native_order(path) else []
-        except (OSError, zipfile.BadZipFile) as error:
+        except (OSError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
             if isinstance(error, ModelFileError):
                 raise
             raise damaged(path, str(error)) from error
@@ -70,18 +71,18 @@ class TorchState(SeparateArrays):
             raise ModelFileError(f"importing {self.path}: {name} is {tensor.layout} on {tensor.device}, wanted a dense tensor")
         if tensor.dtype == torch.bfloat16:
             tensor = tensor.view(torch.uint16)
-        offset = self._offset(tensor)
-        if offset is not None:
-            dtype = tensor[:0].numpy().dtype
-            return RawArray(self.path, offset, dtype, tuple(tensor.shape)).blocks(step)
+        offset, transposed = self._offset(tensor), tensor.ndim == 2 and tensor.t().is_contiguous()
+        if offset is not None and (transposed or tensor.is_contiguous()):
+            dtype, shape = tensor[:0].numpy().dtype, tuple(tensor.shape)
+            return RawArray(self.path, offset, dtype, shape, fortran_order=not tensor.is_contiguous()).blocks(step)
         return (tensor[start : start + step].contiguous().numpy() for start in range(0, tensor.shape[0], step))
 
     def _offset(self, tensor: torch.Tensor) -> int | None:
-        """Where the tensor's bytes lie in the file, if they lie there as NumPy wants them.
+        """Where the tensor's first byte lies in the file, if its bytes lie there as NumPy wants them.
 
         Reading them from there takes a buffer; reading them through the map takes memory for the whole file, page after page.
         """
-        if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+        if tensor.is_neg() or tensor.is_conj():
             return None
         address, size_bytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
         for first, end, offset in self._maps:
@@ -131,16 +132,12 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 def _maps(path: str) -> list[tuple[int, int, int]]:
     """Where the file is mapped into this process: (first address, end, offset in the file) of each map; proc(5)."""
-    wanted = os.stat(path).st_ino
+    wanted = os.path.realpath(path)
     found = []
-    with suppress(FileNotFoundError), open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+    with suppress(FileNotFoundError), open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
-            addresses, _, offset, _, inode, *name = line.split(maxsplit=5)
-            if (
-                int(inode) == wanted
-                and name
-                and os.path.basename(name[0].rstrip("\n")) == os.path.basename(os.path.realpath(path))
-            ):
+            addresses, _, offset, _, _, *name = line.rstrip("\n").split(maxsplit=5)
+            if name == [wanted]:
                 first, end = (int(address, 16) for address in addresses.split("-"))
                 found.append((first, end, int(offset, 16)))
     return found

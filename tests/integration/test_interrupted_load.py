@@ -1,27 +1,88 @@
-"""`hps load` is killed again and again; in the end RocksDB holds every row of the model, and nothing else."""
+"""Loads are killed again and again, of `hps load` and of starting servers; in the end every tier holds the model, only it."""
 
 import json
+import random
 import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
+import hps
 from hps.config import load_configuration
+from hps.errors import DatabaseError
 from hps.model_writer import write_sparse_model
 from hps.registry import implementation
 from hps.sample_model import sample_vectors
+from hps.types import FloatArray, KeyArray
+from tests.loading_child import BATCH_ROWS
 
-ROWS, DIM = 800_000, 8
+DIM = 8
 TAG = "hps_et.shop.item"
+SEED = 20_240_607
+ODD = np.int64(-7046029254386353131)  # times a range: distinct keys, in no order
 
 
-def write_model(path: Path, seed: int) -> None:
-    keys = np.arange(ROWS, dtype=np.int64) * -7046029254386353131  # odd: distinct, in no order
-    chunks = ((part, sample_vectors(part, DIM, seed)) for part in np.array_split(keys, 10))
+def rows_of(numbers: KeyArray, seed: int) -> tuple[KeyArray, FloatArray]:
+    keys = numbers.astype(np.int64) * ODD
+    return keys, sample_vectors(keys, DIM, seed)
+
+
+def write_model(path: Path, numbers: KeyArray, seed: int) -> None:
+    chunks = (rows_of(part, seed) for part in np.array_split(numbers, 10))
     write_sparse_model(path, chunks, overwrite=True)
+
+
+def configuration(directory: Path, **persistent: Any) -> Path:
+    """A ps.json with a hash map and RocksDB."""
+    settings = {"type": "rocks_db", "path": str(directory / "rocksdb"), "num_threads": 2, **persistent}
+    model = {
+        "model": "shop",
+        "sparse_files": [str(directory / "item")],
+        "embedding_table_names": ["item"],
+        "embedding_vecsize_per_table": [DIM],
+        "maxnum_catfeature_query_per_table_per_sample": [1000],
+        "default_value_for_each_table": [0.25],
+        "deployed_device_list": [0],
+        "max_batch_size": 1000,
+        "gpucacheper": 0.1,
+        "hit_rate_threshold": 1.1,
+    }
+    content = {"supportlonglong": True, "device": "cpu", "volatile_db": {"type": "hash_map"}, "persistent_db": settings}
+    path = directory / f"ps{'-'.join(persistent)}.json"
+    path.write_text(json.dumps({**content, "models": [model]}))
+    return path
+
+
+def check_whole(config: Path, numbers: KeyArray, absent: KeyArray, seed: int) -> None:
+    """RocksDB and the hash map hold exactly the rows of `numbers`, and lookups answer them bit for bit."""
+    keys, vectors = rows_of(numbers, seed)
+    order = np.argsort(keys)
+    with hps.HPS(str(config)) as server:
+        record = server.model("shop").chain.databases[1].load_record(TAG)
+        assert record is not None
+        assert (record.complete, record.rows_total, record.modified) == (True, numbers.size, False)
+        for database in server.model("shop").chain.databases:
+            chunks = list(database.scan(TAG, 200_000))
+            held = np.concatenate([part for part, _ in chunks])
+            place = np.argsort(held)
+            np.testing.assert_array_equal(held[place], keys[order], err_msg=database.kind)
+            np.testing.assert_array_equal(
+                np.concatenate([part for _, part in chunks])[place], vectors[order], err_msg=database.kind
+            )
+        asked = np.concatenate([keys, absent * ODD])
+        answers, found = server.lookup(asked, "shop", "item", return_found=True)
+        np.testing.assert_array_equal(found, np.arange(asked.size) < keys.size)
+        np.testing.assert_array_equal(answers[found], vectors)
+        assert (answers[~found] == 0.25).all()
+
+
+# -- the real command ----------------------------------------------------------------------------------------------------
 
 
 def kill_while_loading(command: list[str], delay_s: float) -> bool:
@@ -37,42 +98,131 @@ def kill_while_loading(command: list[str], delay_s: float) -> bool:
     return process.returncode == -signal.SIGKILL
 
 
-def test_a_load_that_is_killed_at_any_moment_ends_whole(tmp_path: Path) -> None:
-    settings = {"type": "rocks_db", "path": str(tmp_path / "rocksdb"), "num_threads": 2}
-    model = {
-        "model": "shop",
-        "sparse_files": [str(tmp_path / "item")],
-        "embedding_table_names": ["item"],
-        "embedding_vecsize_per_table": [DIM],
-        "maxnum_catfeature_query_per_table_per_sample": [1],
-        "default_value_for_each_table": [0.0],
-        "deployed_device_list": [0],
-    }
-    config = tmp_path / "ps.json"
-    config.write_text(json.dumps({"supportlonglong": True, "persistent_db": settings, "models": [model]}))
+def test_the_load_command_ends_whole_whenever_it_was_killed(tmp_path: Path) -> None:
+    config = configuration(tmp_path)
     command = [sys.executable, "-m", "hps", "load", str(config)]
-
-    write_model(tmp_path / "item", seed=1)
-    killed = [kill_while_loading(command, delay_s) for delay_s in (0.0, 0.1, 0.2)]
-    write_model(tmp_path / "item", seed=2)  # the half-loaded table is of another version from now on
-    killed += [kill_while_loading(command, delay_s) for delay_s in (0.05, 0.15, 0.3)]
+    numbers = np.arange(600_000)
+    write_model(tmp_path / "item", numbers, seed=1)
+    killed = [kill_while_loading(command, delay_s) for delay_s in (0.0, 0.2)]
+    write_model(tmp_path / "item", numbers, seed=2)  # the half-loaded table is of another version from now on
+    killed.append(kill_while_loading(command, 0.1))
     assert any(killed)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "rocks_db: " in done.stdout
+    check_whole(config, numbers, np.arange(-100, 0), seed=2)
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "complete, nothing to do (600,000 rows)" in again.stdout
 
-    database = implementation("database", "rocks_db").from_config(load_configuration(config).persistent_db)
-    try:
+
+# -- at chosen moments ---------------------------------------------------------------------------------------------------
+
+
+def kill_at(program: str, config: Path, phase: str, row: int, delay_s: float) -> tuple[str, int]:
+    """Start a load and kill it in the first such phase from that row on; say where it was killed. See tests.loading_child."""
+    arguments = [program, str(config), str(DIM), phase, str(row)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.loading_child", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout
+        line = process.stdout.readline()
+        time.sleep(delay_s)
+        process.kill()
+        _, errors = process.communicate(timeout=60)
+    assert line, f"{program} ended by itself: {errors}"
+    assert process.returncode == -signal.SIGKILL
+    killed = line.split()
+    sys.stdout.write(f"{program} killed in {line.strip()}, {delay_s:.4f} s after it began; wanted {phase} {row}\n")
+    return killed[0], int(killed[1])
+
+
+def check_refused_as_whole(directory: Path) -> None:
+    """Servers that are to use what is there say that it is half a model."""
+    for settings in ({"read_only": True}, {"initialize_after_startup": False}):
+        with pytest.raises(DatabaseError, match="of a load that was interrupted"):
+            hps.HPS(str(configuration(directory, **settings)))
+
+
+def check_prefix(directory: Path, numbers: KeyArray, seed: int) -> int:
+    """Every row that the record counts is there and right; returns how many these are."""
+    settings = load_configuration(configuration(directory)).persistent_db.model_copy(update={"read_only": True})
+    with closing(implementation("database", "rocks_db").from_config(settings)) as database:
+        if TAG not in database.tags():
+            return 0
         database.open_table(TAG, DIM)
         record = database.load_record(TAG)
-        assert (record.complete, record.rows_total, record.modified) == (True, ROWS, False)
-        seen = []
-        for keys, vectors in database.scan(TAG, 200_000):
-            np.testing.assert_array_equal(vectors, sample_vectors(keys, DIM, 2))
-            seen.append(keys)
-    finally:
-        database.close()
-    keys = np.concatenate(seen)
-    assert keys.size == np.unique(keys, return_inverse=True)[0].size == ROWS
-    assert np.isin(keys, np.arange(ROWS, dtype=np.int64) * -7046029254386353131).all()
-    again = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert "complete, nothing to do (800,000 rows)" in again.stdout
+        if record is None:
+            assert database.size(TAG) == 0
+            return 0
+        keys, vectors = rows_of(numbers[: record.rows_done], seed)
+        out, found = np.empty_like(vectors), np.zeros(keys.size, np.bool_)
+        database.fetch(TAG, keys, out, found)
+        assert found.all()
+        np.testing.assert_array_equal(out, vectors)
+        if not record.complete:
+            check_refused_as_whole(directory)
+        return record.rows_done
+
+
+def test_a_load_that_is_killed_at_ten_random_moments_comes_back_right(tmp_path: Path) -> None:
+    sys.stdout.write(f"seed {SEED}\n")
+    rng = random.Random(SEED)
+    config = configuration(tmp_path)
+    numbers = np.arange(120_000)
+    write_model(tmp_path / "item", numbers, seed=1)
+    phases = ["stage", "ingest", "record", "merge", *rng.choices(["stage", "ingest", "record", "volatile"], k=4)]
+    rng.shuffle(phases)
+    rows = sorted(rng.randrange(numbers.size - 10 * BATCH_ROWS) for _ in phases)  # a merge comes every fifth batch
+    moments = [*zip(phases, rows, strict=True), ("ingest", numbers.size - BATCH_ROWS), ("settle", 0)]
+    done = 0
+    killed_in = []
+    for i, (phase, row) in enumerate(moments):
+        program = ("load", "serve")[i % 2] if phase != "volatile" else "serve"
+        killed_in.append(kill_at(program, config, phase, row, rng.uniform(0, 0.01)))
+        before, done = done, check_prefix(tmp_path, numbers, seed=1)
+        assert before <= done
+        assert (done == numbers.size) == (phase == "settle")
+    assert [phase for phase, _ in killed_in] == [phase for phase, _ in moments]
+    assert len({row for _, row in killed_in}) >= 6, "the kills were not spread over the load"
+    check_whole(config, numbers, np.arange(-1000, 0), seed=1)
+
+
+def test_a_new_version_after_a_kill_leaves_no_row_of_the_old(tmp_path: Path) -> None:
+    sys.stdout.write(f"seed {SEED}\n")
+    rng = random.Random(SEED)
+    config = configuration(tmp_path)
+    write_model(tmp_path / "item", np.arange(60_000), seed=1)
+    kill_at("serve", config, "record", rng.randrange(20_000, 50_000), 0)
+    fewer = np.arange(30_000, 70_000)
+    write_model(tmp_path / "item", fewer, seed=2)
+    moments = [("serve", "drop", 0), ("load", "ingest", 0), ("serve", "merge", 10_000)]
+    for program, phase, row in moments:
+        assert kill_at(program, config, phase, row, rng.uniform(0, 0.003))[0] == phase
+        if phase != "drop":  # after that there may be no table at all
+            check_refused_as_whole(tmp_path)
+    check_whole(config, fewer, np.arange(30_000), seed=2)
+
+
+@pytest.mark.parametrize("phase", ["drop", "forget"])
+def test_a_whole_table_whose_drop_was_killed_leaves_no_row(tmp_path: Path, phase: str) -> None:
+    config = configuration(tmp_path)
+    write_model(tmp_path / "item", np.arange(20_000), seed=1)
+    with hps.HPS(str(config)):
+        pass
+    write_model(tmp_path / "item", np.arange(10_000, 20_000), seed=2)
+    assert kill_at("load", config, phase, 0, 0.001)[0] == phase
+    with pytest.raises(DatabaseError):
+        hps.HPS(str(configuration(tmp_path, read_only=True)))
+    check_whole(config, np.arange(10_000, 20_000), np.arange(10_000), seed=2)
+
+
+def test_a_first_batch_without_its_record_is_not_taken_for_a_foreign_table(tmp_path: Path) -> None:
+    config = configuration(tmp_path)
+    write_model(tmp_path / "item", np.arange(20_000), seed=1)
+    kill_at("load", config, "ingest", 0, 0.01)
+    check_refused_as_whole(tmp_path)
+    write_model(tmp_path / "item", np.arange(10_000, 20_000), seed=2)
+    check_whole(config, np.arange(10_000, 20_000), np.arange(10_000), seed=2)

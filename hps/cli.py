@@ -86,7 +86,9 @@ def serve(
         from hps.service.server import serve as serve_http
 
         with terminal.serving(log_level) as progress:
-            serve_http(configuration, host, port, log_level.lower(), progress, force=force)
+            closed = serve_http(configuration, host, port, log_level.lower(), progress, force=force)
+        if not closed:
+            terminal.leave(1)
 
 
 @app.command(epilog="Example: `hps load configs/minimal.json && hps serve configs/minimal.json`")

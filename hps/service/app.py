@@ -105,11 +105,13 @@ class Application:
 
     Attributes:
         lifecycle: of the parameter server behind it.
+        closed: whether it was stopped, and nothing of it runs any more.
     """
 
     def __init__(self, configuration: Configuration, lifecycle: Lifecycle) -> None:
         settings = configuration.service
         self.lifecycle = lifecycle
+        self.closed = False
         self._token = settings.bearer_token.encode()
         self._threads = LookupThreads(settings.lookup_threads, settings.request_timeout_s)
         self._bodies = BodyReader(settings.max_body_bytes, settings.request_timeout_s, self._threads)
@@ -239,10 +241,11 @@ class Application:
             yield
         finally:
             self.lifecycle.refuse()
-            if not await asyncio.to_thread(self._threads.close, CLOSE_TIMEOUT_S):
+            if not (idle := await asyncio.to_thread(self._threads.close, CLOSE_TIMEOUT_S)):
                 _log.error("lookups were still running after %g s", CLOSE_TIMEOUT_S)
-            if not await asyncio.to_thread(self.lifecycle.close, CLOSE_TIMEOUT_S):
+            if not (closed := await asyncio.to_thread(self.lifecycle.close, CLOSE_TIMEOUT_S)):
                 _log.error("the parameter server was not closed within %g s", CLOSE_TIMEOUT_S)
+            self.closed = idle and closed
 
 
 def error_answer(error: BaseException) -> Answer:

@@ -30,7 +30,7 @@ def serve(
     progress: Progress | None = None,
     *,
     force: bool = False,
-) -> None:
+) -> bool:
     """Serve a configuration over HTTP until SIGTERM or SIGINT. Blocks.
 
     Args:
@@ -40,6 +40,10 @@ def serve(
         log_level: of the log on standard error, unless logging is set up already.
         progress: told how far the loading is; by default it is logged.
         force: load the models' files even where a database holds them already; its online updates are lost.
+
+    Returns:
+        Whether everything was closed. If not, a thread waits for a source or a database that does not answer, and the
+        interpreter would wait for that thread when it exits.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -54,6 +58,7 @@ def serve(
         server.run(sockets=[listener])
     if app.lifecycle.failure is not None:
         raise app.lifecycle.failure
+    return app.closed
 
 
 class Server(uvicorn.Server):

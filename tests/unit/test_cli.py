@@ -360,6 +360,12 @@ def test_a_terminal_shows_bars_with_bytes_and_rates(config: Path) -> None:
     assert re.search(BAR % ("item", "20.0 kB", "20.0 kB"), output)
 
 
+def test_a_narrow_terminal_cuts_names_and_not_figures(tmp_path: Path) -> None:
+    path = tmp_path / "a-directory-with-a-long-name" / "item.model"
+    output = plain(on_a_terminal("create-model", path, "--rows", 1000, "--dim", 16, columns=80))
+    assert re.search(r"…+\w*/?item\.model ━+ 100 % 72\.0 kB of 72\.0 kB .* rows/s +in [\d.]+ s", output)
+
+
 def test_serve_on_a_terminal_shows_bars_among_its_log_lines(tmp_path: Path, content: dict[str, Any]) -> None:
     content["models"].append({**content["models"][0], "model": "other"})
     content["models"].insert(0, {**content["models"][0], "model": "bad", "sparse_files": ["/nowhere/x", "/nowhere/y"]})
@@ -471,6 +477,53 @@ def test_serve_of_a_broken_model_ends_with_code_2(tmp_path: Path, config: Path) 
     assert process.returncode == 2
     assert f"error: opening sparse model {tmp_path}/item: key not found" in stderr
     assert "Traceback" not in stderr
+
+
+def test_serve_ends_although_a_source_does_not_answer(tmp_path: Path, content: dict[str, Any]) -> None:
+    """The thread that reads is one that the interpreter would wait for."""
+    content["models"].append({**content["models"][0], "model": "away", "sparse_files": [f"gate://away{tmp_path}/user"] * 2})
+    program = (
+        "from hps.cli import main; from hps.service import app; from tests.gated_file_system import gates\n"
+        "app.CLOSE_TIMEOUT_S = 1.0\n"
+        "held = gates('away'); held.__enter__()[0].hold_from = 0\n"  # nobody opens it
+        "main()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "serve", str(write_config(tmp_path, content)), "--port", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr
+        for line in process.stderr:
+            if "hps_et.away.user: 300 rows" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        rest = process.communicate(timeout=50)[1]  # the gate opens after 60 s
+    finally:
+        process.kill()
+        process.wait(60)
+    assert process.returncode == 1
+    assert "the parameter server was not closed within 1 s" in rest
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_serve_loads_again_what_rocksdb_holds_only_when_it_is_forced(config: Path, force: bool) -> None:
+    from hps.parameter_server import HPS
+
+    with HPS(config) as server:
+        server.insert([7], np.full((1, 8), 70, np.float32), "shop", "item")
+    process = start("serve", config, "--port", 0, *(["--force"] if force else []))
+    try:
+        assert process.stderr
+        url = next(match[1] for line in process.stderr if (match := re.search(r"curl -s (http://\S+)", line)))
+        with urllib.request.urlopen(url, b'{"tables": {"item": [7]}}', timeout=30) as response:
+            (vector,) = json.load(response)["tables"]["item"]
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    wanted = sample_vectors(np.array([7]), 8, 2)[0] if force else np.full(8, 70, np.float32)
+    np.testing.assert_array_equal(np.array(vector, np.float32), wanted)
 
 
 def test_serve_answers_until_it_is_stopped(config: Path) -> None:

@@ -112,6 +112,8 @@ def find_access(settings: ModelSourceConfig, seconds: float) -> GcsAccess:
         return GcsAccess(endpoint)
     try:
         credentials, _ = within("looking for Google credentials", seconds, lambda: google.auth.default(scopes=_SCOPES))
+    except ModelFileError:
+        raise  # of `within`; it is an OSError, too
     except DefaultCredentialsError as error:
         # The same class says that a key file is missing or broken, which must not end in anonymous access.
         if "default credentials were not found" not in str(error):

@@ -1,0 +1,350 @@
+"""What the emulator of Google Cloud Storage does not do, answered by hand as Google documents it: conditions of downloads,
+compressed objects, permissions, tokens, and resumable uploads that are interrupted.
+
+No test here has seen the real service. The sources are https://cloud.google.com/storage/docs/json_api/v1/status-codes and
+https://cloud.google.com/storage/docs/performing-resumable-uploads.
+"""
+
+import base64
+import json
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+from google.oauth2 import service_account
+
+from hps.config_tiers import ModelSourceConfig
+from hps.errors import ModelFileChangedError, ModelFileError, ModelSourceError
+from hps.filesystems import gcs_upload
+from hps.filesystems.gcs import GcsFileSystem
+from hps.filesystems.gcs_access import GcsAccess, GcsAccessFinder
+from tests.contracts.filesystem_contract import noise
+from tests.gcs_faults import SIZE, hasty, is_media, name_of, patient, query, read, refusal
+from tests.gcs_server import GcsServer
+from tests.misbehaving_proxy import Answer, Drop, Fault, MisbehavingProxy, Request, Silence, always, first
+
+pytestmark = pytest.mark.gcs
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[GcsServer]:
+    with GcsServer() as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(server: GcsServer) -> Iterator[MisbehavingProxy]:
+    with MisbehavingProxy(server.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def file(server: GcsServer) -> str:
+    path = f"gs://{server.make_bucket()}/model/key"
+    server.put(path, noise(SIZE))
+    return path
+
+
+# -- objects ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_replaced_file_is_noticed(proxy: MisbehavingProxy, file: str) -> None:
+    """The emulator does not heed ifGenerationMatch of a download."""
+    filesystem = patient(proxy.url)
+    proxy.rule = first(
+        1, refusal(412, "conditionNotMet", "At least one of the pre-conditions you specified did not hold."), is_media
+    )
+    with pytest.raises(ModelFileChangedError, match=rf"{file}: it changed .*version 12345, now \d+"):
+        read(filesystem, file, version="12345")
+    (asked,) = (request for request in proxy.requests if is_media(request))
+    assert query(asked)["ifGenerationMatch"] == "12345"
+    assert asked.headers["Range"] == f"bytes=0-{SIZE - 1}"
+
+
+def test_a_compressed_object_is_refused(proxy: MisbehavingProxy, file: str) -> None:
+    body = json.dumps({"size": "100", "generation": "1", "contentEncoding": "gzip"}).encode()
+    proxy.rule = always(Answer(200, body))
+    with pytest.raises(ModelFileError, match=r"Content-Encoding gzip.*upload it without compression"):
+        hasty(proxy.url).status(file)
+
+
+# -- permission and credentials -----------------------------------------------------------------------------------------------
+
+ANONYMOUS = "Anonymous caller does not have storage.objects.get access to the Google Cloud Storage object."
+
+
+@pytest.mark.parametrize(("status", "reason"), [(401, "required"), (403, "forbidden")])
+def test_no_permission_without_credentials_says_how_to_give_them(
+    proxy: MisbehavingProxy, file: str, status: int, reason: str
+) -> None:
+    proxy.rule = always(refusal(status, reason, ANONYMOUS))
+    filesystem = hasty(proxy.url)
+    for operation in (filesystem.status, filesystem.exists, filesystem.list, filesystem.delete):
+        with pytest.raises(
+            ModelFileError, match=rf"{file}: .*Anonymous.*no Google credentials were found.*gcloud auth"
+        ) as error:
+            operation(file)
+        assert not isinstance(error.value, ModelSourceError)
+    with pytest.raises(ModelFileError, match=f"reading {file}: .*no Google credentials were found"):
+        read(filesystem, file)
+    assert len(proxy.requests) == 5  # none is tried twice
+
+
+def test_requester_pays_passes_on_what_the_service_answers(proxy: MisbehavingProxy, file: str) -> None:
+    said = "Bucket is a requester pays bucket but no user project provided."
+    proxy.rule = always(refusal(400, "required", said))
+    with pytest.raises(ModelFileError, match=rf"{file}: got HTTP 400 \({said}\)"):
+        hasty(proxy.url).status(file)
+
+
+@pytest.fixture(scope="module")
+def key() -> str:
+    made = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    return made.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    ).decode()
+
+
+class TokenHost:
+    """Issues tokens, and demands the newest one before it lets a request through."""
+
+    def __init__(self, proxy: MisbehavingProxy) -> None:
+        self.issued = 0
+        self.demanded = 1
+        self.answer: Fault | None = None
+        proxy.rule = self.rule
+
+    def rule(self, request: Request) -> Fault | None:
+        if request.path == "/token":
+            self.issued += 1
+            token = json.dumps({"access_token": f"SECRET-{self.issued}", "expires_in": 3600, "token_type": "Bearer"})
+            return self.answer or Answer(200, token.encode(), {"Content-Type": "application/json"})
+        if request.headers.get("Authorization") != f"Bearer SECRET-{self.demanded}":
+            return refusal(401, "authError", "Invalid Credentials")
+        return None
+
+
+@pytest.fixture
+def token_host(proxy: MisbehavingProxy) -> TokenHost:
+    return TokenHost(proxy)
+
+
+class Account(GcsFileSystem):
+    """Asks with a service account, also over plain http."""
+
+    def __init__(self, url: str, key: str, **settings: Any) -> None:
+        super().__init__(ModelSourceConfig(**({"timeout_s": 20, "deadline_s": 40} | settings)))
+        info = {"client_email": "reader@project.iam.gserviceaccount.com", "token_uri": f"{url}/token", "private_key": key}
+        account = service_account.Credentials.from_service_account_info(info, scopes=["scope"])
+
+        class Finder(GcsAccessFinder):
+            def get(self, seconds: float) -> GcsAccess:
+                return access
+
+        access = GcsAccess(url, account)
+        self._http._access = Finder(self.settings)
+
+
+def test_a_token_is_asked_for_once_and_again_when_it_is_refused(
+    proxy: MisbehavingProxy, token_host: TokenHost, key: str, file: str
+) -> None:
+    filesystem = Account(proxy.url, key)
+    for _ in range(3):
+        assert read(filesystem, file) == noise(SIZE)
+    assert token_host.issued == 1
+    token_host.demanded = 2
+    assert read(filesystem, file) == noise(SIZE)
+    assert token_host.issued == 2
+
+
+def test_a_token_that_stays_refused_ends_in_an_error_without_it(
+    proxy: MisbehavingProxy, token_host: TokenHost, key: str, file: str
+) -> None:
+    token_host.demanded = -1
+    with pytest.raises(ModelFileError, match=rf"reading {file}: .*Invalid Credentials.*expired or revoked") as error:
+        read(Account(proxy.url, key), file)
+    assert token_host.issued == 2
+    assert "SECRET" not in str(error.value)
+
+
+def test_an_account_without_permission_is_told_the_role(
+    proxy: MisbehavingProxy, token_host: TokenHost, key: str, file: str
+) -> None:
+    token_host.issued = 5
+    said = "reader@project.iam.gserviceaccount.com does not have storage.objects.get access (or it may not exist)."
+    proxy.rule = lambda request: token_host.rule(request) if request.path == "/token" else refusal(403, "forbidden", said)
+    with pytest.raises(ModelFileError, match=r"reader@project.*roles/storage\.objectViewer") as error:
+        read(Account(proxy.url, key), file)
+    assert "SECRET" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "why"),
+    [
+        (Answer(400, b'{"error": "invalid_grant", "error_description": "Token has been revoked."}'), ModelFileError, "revoked"),
+        (Answer(401, b'{"error": "invalid_client", "access_token": "SECRET"}'), ModelFileError, "invalid_client.*renew them"),
+        (Silence(), ModelSourceError, "no answer"),
+    ],
+    ids=name_of,
+)
+def test_a_host_that_gives_no_token_is_an_error_within_the_deadline(
+    proxy: MisbehavingProxy, token_host: TokenHost, key: str, file: str, answer: Fault, kind: type[ModelFileError], why: str
+) -> None:
+    token_host.answer = answer
+    with pytest.raises(ModelFileError, match=why) as error:
+        read(Account(proxy.url, key, timeout_s=0.5, deadline_s=3, max_attempts=2), file)
+    assert type(error.value) is kind
+    assert "SECRET" not in str(error.value)
+
+
+def test_a_token_is_not_sent_in_the_clear(
+    proxy: MisbehavingProxy, key: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = {"type": "service_account", "client_email": "a@b", "token_uri": f"{proxy.url}/token", "private_key": key}
+    (tmp_path / "key.json").write_text(json.dumps(info))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
+    assert read(patient(proxy.url), file) == noise(SIZE)
+    assert all(request.path != "/token" and "Authorization" not in request.headers for request in proxy.requests)
+
+
+def test_a_metadata_server_that_does_not_answer_ends_at_the_deadline(
+    proxy: MisbehavingProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "STORAGE_EMULATOR_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    monkeypatch.setenv("GCE_METADATA_IP", proxy.url.removeprefix("http://"))
+    proxy.rule = always(Silence())
+    filesystem = GcsFileSystem(ModelSourceConfig(timeout_s=0.5, deadline_s=1, max_attempts=2))
+    started = time.monotonic()
+    with pytest.raises(ModelSourceError, match="looking for Google credentials: no answer"):
+        filesystem.status("gs://models/key")
+    assert time.monotonic() - started < 60  # not for ever
+    assert proxy.requests
+
+
+# -- uploads ----------------------------------
+
+CHUNK = 1 << 18
+
+
+class Uploads:
+    """Resumable uploads as documented: https://cloud.google.com/storage/docs/performing-resumable-uploads
+
+    Attributes:
+        content: what was kept.
+        whole: whether the upload is complete.
+        on_chunk: asked for each chunk that comes: how many of its bytes are kept, and what is answered in place of the truth.
+    """
+
+    def __init__(self, proxy: MisbehavingProxy) -> None:
+        self.content = bytearray()
+        self.whole = self.removed = False
+        self.on_chunk: Callable[[int], tuple[int | None, Fault | None]] = lambda number: (None, None)
+        self.chunks = 0
+        self.hashes: list[str] = []
+        self.crc: str | None = None
+        proxy.rule = self.rule
+
+    def rule(self, request: Request) -> Fault:
+        if request.method == "POST":
+            return Answer(200, b"", {"Location": "http://another.invalid/upload/storage/v1/b/models/o?upload_id=SECRET"})
+        if request.method == "DELETE":
+            self.removed = True
+            return Answer(204)
+        assert query(request) == {"upload_id": "SECRET"}
+        bounds, _, total = request.headers["Content-Range"].removeprefix("bytes ").partition("/")
+        if bounds == "*":
+            return self.state()
+        low, high = map(int, bounds.split("-"))
+        assert high - low + 1 == len(request.body)
+        assert low == len(self.content), "what was sent does not go on where the service stands"
+        assert total != "*" or len(request.body) % (1 << 18) == 0
+        kept, fault = self.on_chunk(self.chunks)
+        self.chunks += 1
+        self.content += request.body[:kept]
+        self.whole = str(len(self.content)) == total
+        if "X-Goog-Hash" in request.headers:
+            self.hashes.append(request.headers["X-Goog-Hash"])
+        return fault or self.state()
+
+    def state(self) -> Fault:
+        if not self.whole:
+            return Answer(308, b"", {"Range": f"bytes=0-{len(self.content) - 1}"} if self.content else {})
+        crc = self.crc or base64.b64encode(struct.pack(">I", google_crc32c.value(bytes(self.content)))).decode()
+        return Answer(200, json.dumps({"size": str(len(self.content)), "crc32c": crc, "generation": "7"}).encode())
+
+
+@pytest.fixture
+def uploads(proxy: MisbehavingProxy, monkeypatch: pytest.MonkeyPatch) -> Uploads:
+    monkeypatch.setattr(gcs_upload, "CHUNK_BYTES", 2 * CHUNK)
+    return Uploads(proxy)
+
+
+def upload(filesystem: GcsFileSystem, content: bytes) -> None:
+    writer = filesystem.create("gs://models/file")
+    try:
+        writer.write(memoryview(content))
+        writer.commit()
+    finally:
+        writer.abort()
+
+
+@pytest.mark.parametrize("kept", [None, 0, CHUNK])
+@pytest.mark.parametrize("fault", [refusal(503, "backendError", "Try again"), Drop(), None], ids=name_of)
+def test_an_upload_goes_on_where_the_service_stands(
+    proxy: MisbehavingProxy, uploads: Uploads, kept: int | None, fault: Fault | None
+) -> None:
+    content = noise(5 * CHUNK + 99)
+    failing = {0, 2, 4}
+    uploads.on_chunk = lambda number: (kept, fault) if number in failing else (None, None)
+    upload(patient(proxy.url), content)
+    assert uploads.content == content
+    assert uploads.whole
+    assert not uploads.removed
+    wanted = base64.b64encode(struct.pack(">I", google_crc32c.value(content))).decode()
+    assert set(uploads.hashes) == {f"crc32c={wanted}"}
+
+
+def test_an_upload_whose_last_answer_is_lost_is_not_sent_twice(proxy: MisbehavingProxy, uploads: Uploads) -> None:
+    uploads.on_chunk = lambda number: (None, Drop() if number == 1 else None)
+    upload(patient(proxy.url), noise(3 * CHUNK))
+    assert uploads.chunks == 2
+    assert uploads.content == noise(3 * CHUNK)
+
+
+def test_an_upload_that_was_damaged_is_removed(proxy: MisbehavingProxy, uploads: Uploads) -> None:
+    uploads.crc = "AAAAAA=="
+    with pytest.raises(ModelFileError, match=r"writing gs://models/file: .*checksum AAAAAA==.*write it again"):
+        upload(hasty(proxy.url), noise(3 * CHUNK))
+    assert uploads.removed
+    assert proxy.requests[-1].path.endswith("/o/file?ifGenerationMatch=7")
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (refusal(404, "notFound", "Not Found"), "the service dropped the upload"),
+        (Answer(410), "got HTTP 410"),
+        (Answer(308, b"", {"Range": "bytes=0-99"}), "the service kept 100 bytes, wanted 524288 to 1048576"),
+        (refusal(400, "invalid", "Provided CRC32C does not match"), "does not match"),
+        (refusal(403, "forbidden", "no storage.objects.create access"), "no storage.objects.create access"),
+        (refusal(503, "backendError", "Try again"), r"got HTTP 503.*tried 3 times"),
+        (Silence(), "no answer in time"),
+    ],
+    ids=name_of,
+)
+def test_an_upload_that_cannot_go_on_is_an_error_and_cancelled(
+    proxy: MisbehavingProxy, uploads: Uploads, fault: Fault, why: str
+) -> None:
+    uploads.on_chunk = lambda number: (None, None) if number == 0 else (0, fault)
+    with pytest.raises(ModelFileError, match=rf"writing gs://models/file: .*{why}") as error:
+        upload(hasty(proxy.url), noise(5 * CHUNK))
+    assert "SECRET" not in str(error.value)
+    assert uploads.removed

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hps.errors import InvalidInputError, ModelFileError, ModelFileNotFoundError
-from hps.filesystems.base import changed
-from hps.filesystems.local import LocalFileSystem, local_path
-from hps.formats.base import ArrayInfo, ArraySource
+from hps.filesystems.local import local_path
+from hps.formats.base import FILES, ArrayInfo, ArraySource
 from hps.formats.conversion import check_key_dtype, to_keys, to_vectors, vector_dtype
 from hps.formats.selection import Selection, select
 from hps.model_files import CHUNK_BYTES
@@ -153,7 +152,7 @@ def _format_of(path: str, file_format: str | None) -> str:
             raise InvalidInputError(f"importing {path}: got format {file_format!r}, wanted one of: {known}")
         return file_format
     if os.path.isdir(path):
-        found = {FORMATS[end] for name in os.listdir(path) if (end := os.path.splitext(name)[1]) in (".npy", ".parquet", ".pq")}
+        found = {FORMATS[end] for name in FILES.list(path) if (end := os.path.splitext(name)[1]) in (".npy", ".parquet", ".pq")}
         if len(found) == 1:
             return found.pop()
         got = "both .npy and Parquet files; say which with --format" if found else "a directory without them"
@@ -171,7 +170,6 @@ def _rows(
     source: ArraySource, selection: Selection, kind: str, tag: str, progress: Progress | None
 ) -> Iterator[tuple[KeyArray, FloatArray]]:
     """The whole table, converted. Ends with an error if the files are no longer those that were opened."""
-    versions = _versions(source)
     name = selection.keys.name if selection.keys else None
     row, step = 0, max(1, CHUNK_BYTES // (8 + 4 * selection.dim))
     for key_block, block in source.chunks(name, selection.vectors.name, step):
@@ -187,10 +185,4 @@ def _rows(
             progress.advance(tag, keys.size)
     if row != selection.rows:
         raise ModelFileError(f"importing {source.path}: got {row} rows, wanted {selection.rows}; it changed meanwhile")
-    for path, version in _versions(source).items():
-        if version != versions[path]:
-            raise changed(path, versions[path], version)
-
-
-def _versions(source: ArraySource) -> dict[str, str]:
-    return {path: LocalFileSystem().status(path).version for path in source.files()}
+    source.verify()

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.errors import ModelFileError
+from hps.filesystems.base import changed
+from hps.filesystems.local import LocalFileSystem
 
 AnyArray: TypeAlias = npt.NDArray[Any]
 
@@ -20,6 +22,8 @@ BFLOAT16 = "bfloat16"
 """A dtype that NumPy lacks: blocks of it are (..) uint16, the upper half of a float32."""
 
 _LISTED = 30
+FILES = LocalFileSystem()
+"""Where sources are; its errors name the path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +61,23 @@ class ArraySource(ABC):
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self._versions: dict[str, str] = {}
 
-    @abstractmethod
-    def files(self) -> list[str]:
-        """Paths of all files that are read."""
+    def _look_at(self, path: str) -> int:
+        """Return the size of a file, before anything is read of it; `verify` compares it with what it is now."""
+        status = FILES.status(path)
+        self._versions.setdefault(path, status.version)
+        return status.size_bytes
+
+    def verify(self) -> None:
+        """Check that all files are those that were opened.
+
+        Raises:
+            ModelFileChangedError: one was written or replaced.
+        """
+        for path, version in self._versions.items():
+            if (now := FILES.status(path).version) != version:
+                raise changed(path, version, now)
 
     @abstractmethod
     def arrays(self) -> list[ArrayInfo]:

@@ -12,8 +12,8 @@ from typing import IO, Any
 import numpy as np
 
 from hps.errors import ModelFileError
-from hps.formats.base import CONVENTIONAL_KEYS, AnyArray, ArrayInfo, SeparateArrays, damaged, dtype_name
-from hps.formats.raw_array import RawArray, file_size, read_bytes
+from hps.formats.base import CONVENTIONAL_KEYS, FILES, AnyArray, ArrayInfo, SeparateArrays, damaged, dtype_name
+from hps.formats.raw_array import RawArray, read_bytes
 
 _HEADER_BYTES = 12 + 10_000  # numpy reads no longer header of a file that it does not trust
 _LOCAL_HEADER_BYTES = 30  # of a zip member, before its name and extra field (APPNOTE.TXT 4.3.7)
@@ -74,27 +74,20 @@ class NpyFiles(SeparateArrays):
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self._arrays: dict[str, RawArray] = {}
-        try:
-            inside = os.path.isdir(path)
-            directory = path if inside else os.path.dirname(path) or "."
-            names = sorted(os.listdir(directory)) if os.path.isdir(directory) else []
-        except OSError as error:
-            raise ModelFileError(f"importing {path}: {error.strerror or error}") from error
+        inside = os.path.isdir(path)
+        directory = path if inside else os.path.dirname(path) or "."
         if not inside:
             self._add(_stem(path), path)
-        for name in names:
+        for name in FILES.list(directory):
             stem = _stem(name)
             if name.endswith(".npy") and (inside or stem.lower() in CONVENTIONAL_KEYS) and stem not in self._arrays:
                 self._add(stem, os.path.join(directory, name))
 
     def _add(self, name: str, path: str) -> None:
-        size_bytes = file_size(path)
+        size_bytes = self._look_at(path)
         header = read_header(path, io.BytesIO(read_bytes(path, 0, min(size_bytes, _HEADER_BYTES))))
         _check_size(path, header, size_bytes)
         self._arrays[name] = RawArray(path, header.size_bytes, header.dtype, header.shape, fortran_order=header.fortran_order)
-
-    def files(self) -> list[str]:
-        return [array.path for array in self._arrays.values()]
 
     def arrays(self) -> list[ArrayInfo]:
         return [ArrayInfo(name, array.shape, dtype_name(array.dtype)) for name, array in self._arrays.items()]
@@ -118,7 +111,7 @@ class NpzArchive(SeparateArrays):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        size_bytes = file_size(path)  # refuses what is no file
+        size_bytes = self._look_at(path)  # refuses what is no file
         try:
             self._archive = zipfile.ZipFile(path)
         except _ZIP_ERRORS as error:
@@ -143,9 +136,6 @@ class NpzArchive(SeparateArrays):
             raise damaged(where, str(error)) from error
         _check_size(where, header, member.file_size)
         return header
-
-    def files(self) -> list[str]:
-        return [self.path]
 
     def arrays(self) -> list[ArrayInfo]:
         return [ArrayInfo(name, header.shape, dtype_name(header.dtype)) for name, (_, header) in self._members.items()]

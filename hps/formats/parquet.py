@@ -9,8 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hps.errors import ModelFileError
-from hps.formats.base import AnyArray, ArrayInfo, ArraySource, damaged
-from hps.formats.raw_array import file_size
+from hps.formats.base import FILES, AnyArray, ArrayInfo, ArraySource, damaged
 
 _BUFFER_BYTES = 1 << 20  # of each column; without one, pyarrow reads whole row groups
 _BATCHES_A_CHUNK = 4  # pyarrow and its allocator take up to nine times a batch; smaller ones are no slower
@@ -27,19 +26,17 @@ class ParquetFiles(ArraySource):
         super().__init__(path)
         self._parts = [path]
         if os.path.isdir(path):
-            names = sorted(name for name in os.listdir(path) if is_part(name))
+            names = sorted(name for name in FILES.list(path) if is_part(name))
             if not names:
                 raise ModelFileError(f"importing {path}: it holds no .parquet file")
             self._parts = [os.path.join(path, name) for name in names]
         self._rows = 0
         for i, part in enumerate(self._parts):
+            self._look_at(part)  # refuses what is no file
             with _open(part) as file:
                 if i == 0:
                     self._schema = file.schema_arrow
                 self._rows += file.metadata.num_rows
-
-    def files(self) -> list[str]:
-        return self._parts
 
     def arrays(self) -> list[ArrayInfo]:
         return [self._info(column) for column in self._schema]
@@ -145,7 +142,6 @@ def _refuse_null(part: str, name: str, row: int, column: Any) -> None:
 
 
 def _open(part: str) -> Any:
-    file_size(part)  # refuses what is no file
     try:
         return pq.ParquetFile(part, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)
     except _ERRORS as error:

@@ -7,10 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hps.filesystems.local import LocalFileSystem
-from hps.formats.base import AnyArray, damaged
-
-_FILES = LocalFileSystem()
+from hps.formats.base import FILES, AnyArray, damaged
 
 
 def read_bytes(path: str, offset: int, count: int) -> bytes:
@@ -20,17 +17,8 @@ def read_bytes(path: str, offset: int, count: int) -> bytes:
         ModelFileError: it ends early or cannot be read.
     """
     buffer = bytearray(count)
-    _FILES.read_into(path, offset, memoryview(buffer))
+    FILES.read_into(path, offset, memoryview(buffer))
     return bytes(buffer)
-
-
-def file_size(path: str) -> int:
-    """Bytes of a regular file.
-
-    Raises:
-        ModelFileError: it is not there, or is no file.
-    """
-    return _FILES.status(path).size_bytes
 
 
 class RawArray:
@@ -85,7 +73,7 @@ class RawArray:
         for start in range(0, rows, step):
             block = buffer[: min(step, rows - start)]
             raw = block.view(np.uint8).data.cast("B")
-            _FILES.read_into(self.path, place, raw)
+            FILES.read_into(self.path, place, raw)
             place += len(raw)
             if self._checksum:
                 crc = zlib.crc32(raw, crc)
@@ -100,5 +88,5 @@ class RawArray:
             block = buffer[:, : min(step, rows - start)]
             for j in range(width):
                 place = self._offset + (j * rows + start) * self.dtype.itemsize
-                _FILES.read_into(self.path, place, block[j].view(np.uint8).data.cast("B"))
+                FILES.read_into(self.path, place, block[j].view(np.uint8).data.cast("B"))
             yield block.T

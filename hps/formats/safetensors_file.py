@@ -12,7 +12,7 @@ import numpy as np
 
 from hps.errors import ModelFileError
 from hps.formats.base import BFLOAT16, AnyArray, ArrayInfo, SeparateArrays, damaged
-from hps.formats.raw_array import RawArray, file_size, read_bytes
+from hps.formats.raw_array import RawArray, read_bytes
 
 _MAX_HEAD_BYTES = 100_000_000  # the format's own limit
 _DTYPES = {
@@ -30,7 +30,7 @@ class SafetensorsFile(SeparateArrays):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        size_bytes = file_size(path)
+        size_bytes = self._look_at(path)
         if size_bytes < 8:
             raise damaged(path, f"got {size_bytes} bytes, wanted at least the 8 that tell the length of its head")
         head_bytes = int.from_bytes(read_bytes(path, 0, 8), "little")
@@ -74,9 +74,6 @@ class SafetensorsFile(SeparateArrays):
                     f"before byte {size_bytes - data}",
                 )
         return int(end)
-
-    def files(self) -> list[str]:
-        return [self.path]
 
     def arrays(self) -> list[ArrayInfo]:
         return list(self._infos.values())

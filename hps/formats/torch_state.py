@@ -15,7 +15,7 @@ import torch
 
 from hps.errors import ModelFileError
 from hps.formats.base import BFLOAT16, AnyArray, ArrayInfo, SeparateArrays, damaged
-from hps.formats.raw_array import RawArray, file_size
+from hps.formats.raw_array import RawArray
 
 _REFUSED = re.compile(r"Unsupported (?:global: GLOBAL|class) (\S+)|function (\S+) not supported|Trying to (\S+ \S+)")
 _UNREADABLE = "no strided tensor"
@@ -32,7 +32,7 @@ class TorchState(SeparateArrays):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        file_size(path)  # refuses what is no file
+        self._look_at(path)  # refuses what is no file
         self._tensors: dict[str, torch.Tensor] = {}
         try:
             mapped = zipfile.is_zipfile(path)
@@ -58,9 +58,6 @@ class TorchState(SeparateArrays):
                 seen.add(id(value))
                 inside = value.items() if isinstance(value, Mapping) else enumerate(value)
                 waiting += [(f"{name}.{key}" if name else str(key), one) for key, one in inside][::-1]
-
-    def files(self) -> list[str]:
-        return [self.path]
 
     def arrays(self) -> list[ArrayInfo]:
         return [ArrayInfo(name, tuple(tensor.shape), _dtype(tensor)) for name, tensor in self._tensors.items()]

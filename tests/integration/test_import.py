@@ -285,6 +285,23 @@ def test_progress_sees_every_row_and_no_model_is_replaced_unasked(table: tuple[A
     import_model(source, tmp_path / "out", overwrite=True)
 
 
+def test_a_source_that_is_replaced_after_its_head_was_read_is_noticed(
+    table: tuple[Array, Array], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, other = _safetensors(tmp_path, *table), tmp_path / "other"
+    other.write_bytes(source.read_bytes())
+    select = hps.model_import.select
+
+    def replaced(*arguments: Any) -> Any:
+        other.replace(source)
+        return select(*arguments)
+
+    monkeypatch.setattr(hps.model_import, "select", replaced)
+    with pytest.raises(ModelFileChangedError, match=source.name):
+        import_model(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_sources_that_are_no_table_are_refused_with_the_cure(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(ModelFileNotFoundError, match=r"absent\.npz: there is no such file"):

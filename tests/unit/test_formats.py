@@ -284,9 +284,6 @@ class _Listed(ArraySource):
         self._arrays = arrays
         self.keys_are_optional = optional  # type: ignore[misc]
 
-    def files(self) -> list[str]:
-        return []
-
     def arrays(self) -> list[ArrayInfo]:
         return list(self._arrays)
 

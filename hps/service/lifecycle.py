@@ -18,6 +18,7 @@ from hps.errors import (
     ModelSourceError,
     NotReadyError,
     TableWidthError,
+    UnknownModelError,
 )
 from hps.parameter_server import HPS
 from hps.progress import LogProgress, Progress, time_text
@@ -119,8 +120,12 @@ class Lifecycle:
             NotReadyError: as `server`, or the model waits, is being loaded or failed; the message says which, and why.
         """
         server = self.server()
-        if not self._complete and (reason := self.loads.reason(model_name)):
-            raise NotReadyError(f"model {model_name!r} is not ready: {reason}")
+        if not self._complete:
+            try:
+                server.model(model_name)
+            except UnknownModelError:
+                if reason := self.loads.reason(model_name):
+                    raise NotReadyError(f"model {model_name!r} is not ready: {reason}") from None
         return server
 
     def opened(self) -> HPS | None:

@@ -163,10 +163,12 @@ class LoadProgress(Collector):
 
     def reason(self, name: str) -> str:
         """Why a model is not ready; empty when it is, or when nobody wants it to be."""
-        for status in self.models():
-            if status.name == name:
-                return f"loading failed: {status.reason}" if status.state == "failed" else status.reason
-        return ""
+        deployed = name in self._deployed()
+        with self._lock:
+            status = self._status(name, self._models[name], deployed) if name in self._models else None
+        if status is None:
+            return ""
+        return f"loading failed: {status.reason}" if status.state == "failed" else status.reason
 
     def summary(self) -> str:
         """Why not all models are ready; empty when they are."""

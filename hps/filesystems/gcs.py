@@ -13,7 +13,7 @@ from hps.filesystems.gcs_upload import GcsWriter
 from hps.filesystems.retries import retried
 
 _PAGE_NAMES = 1000  # the service's own limit
-_MOST_NAMES = 100_000
+_MOST_PAGES = 100
 
 
 class GcsFileSystem(FileSystem):
@@ -61,14 +61,14 @@ class GcsFileSystem(FileSystem):
         address = parse_address(path)
         names: set[str] = set()
         found, token = False, ""
-        while True:
+        for _ in range(_MOST_PAGES):
             page, token = self._page(address, _PAGE_NAMES, token)
             found = found or bool(page)
             names.update(name for name in page if name)
             if not token:
                 break
-            if len(names) > _MOST_NAMES:
-                raise ModelFileError(f"listing {path}: it holds more than {_MOST_NAMES} names, wanted the directory of a model")
+        else:
+            raise ModelFileError(f"listing {path}: it holds more than {len(names)} names, wanted the directory of a model")
         if found or not address.name:
             return sorted(names)
         if self._find(address) is not None:

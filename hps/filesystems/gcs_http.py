@@ -1,8 +1,8 @@
 """Requests to the JSON API of Google Cloud Storage, each within a deadline.
 
-Google's own library reads bodies in chunks without a limit on how long one takes, and copies them twice. Requests go through
-its session here, which knows proxies and certificates; bodies are read one receive at a time. https://github.com/psf/requests
-leaves open whether a session may be shared by threads (issue 2766), so each request takes one for itself and gives it back.
+Google's own library reads a body in chunks, without a limit on how long one takes, and copies it twice. This goes through the
+same HTTP client, which knows proxies and certificates, and reads one receive at a time. Whether threads may share a session of
+that client is left open (https://github.com/psf/requests/issues/2766): each request takes one for itself and gives it back.
 """
 
 import io
@@ -159,7 +159,9 @@ class GcsHttp:
         try:
             return self._idle.pop()
         except IndexError:
-            return requests.Session()
+            session = requests.Session()
+            session.auth = _leave_as_it_is
+            return session
 
     def _send(
         self,
@@ -204,6 +206,11 @@ class GcsHttp:
         except (requests.RequestException, HTTPError, OSError) as error:
             session.close()
             raise ModelSourceError(f"{doing}: {_cause(error)}; {_cure(error)}") from error
+
+
+def _leave_as_it_is(request: requests.PreparedRequest) -> requests.PreparedRequest:
+    """Keeps requests from putting a password of ~/.netrc in the place of the token."""
+    return request
 
 
 def _refusal(doing: str, answer: Answer, access: GcsAccess) -> ModelFileError:

@@ -213,6 +213,15 @@ def test_a_token_is_not_sent_in_the_clear(
     assert all(request.path != "/token" and "Authorization" not in request.headers for request in proxy.requests)
 
 
+def test_a_password_of_netrc_does_not_replace_the_token(
+    proxy: MisbehavingProxy, token_host: TokenHost, key: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "netrc").write_text("default login somebody password something\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert read(Account(proxy.url, key), file) == noise(SIZE)
+    assert token_host.issued == 1
+
+
 def test_a_metadata_server_that_does_not_answer_ends_at_the_deadline(
     proxy: MisbehavingProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,8 +185,8 @@ def test_a_directory_of_many_pages_is_listed_whole(
         server.put(f"gs://{bucket}/model/directory{i}/file", b"x")
     wanted = sorted([f"file{i}" for i in range(10)] + [f"directory{i}" for i in range(10)])
     assert filesystem.list(f"gs://{bucket}/model") == wanted
-    monkeypatch.setattr("hps.filesystems.gcs._MOST_NAMES", 12)
-    with pytest.raises(ModelFileError, match="more than 12 names"):
+    monkeypatch.setattr("hps.filesystems.gcs._MOST_PAGES", 3)
+    with pytest.raises(ModelFileError, match=r"holds more than \d+ names"):
         filesystem.list(f"gs://{bucket}/model")
 
 

@@ -6,7 +6,6 @@ import re
 import sys
 import warnings
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -34,14 +33,9 @@ class TorchState(SeparateArrays):
         super().__init__(path)
         self._look_at(path)  # refuses what is no file
         self._tensors: dict[str, torch.Tensor] = {}
-        try:
-            mapped = zipfile.is_zipfile(path)
-            self._collect(_load(path, mapped))
-            self._maps = _maps(path) if mapped and _has_native_order(path) else []
-        except (OSError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
-            if isinstance(error, ModelFileError):
-                raise
-            raise damaged(path, str(error)) from error
+        mapped = zipfile.is_zipfile(path)
+        self._collect(_load(path, mapped))
+        self._maps = _maps(path) if mapped and _has_native_order(path) else []
         if not self._tensors:
             raise ModelFileError(f"importing {path}: it holds no tensor, wanted the state_dict of a model")
 
@@ -93,9 +87,12 @@ class TorchState(SeparateArrays):
 
 def _has_native_order(path: str) -> bool:
     """Whether torch need not turn the bytes around, which it does in memory."""
-    with zipfile.ZipFile(path) as archive:
-        orders = [archive.read(name).decode("ascii", "replace") for name in archive.namelist() if name.endswith("/byteorder")]
-    return set(orders) <= {sys.byteorder}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            orders = [archive.read(name) for name in archive.namelist() if name.endswith("/byteorder")]
+    except Exception as error:  # zipfile looks at more than torch does, and meets damage with errors of many kinds
+        raise damaged(path, f"it is no whole zip archive ({error})") from error
+    return set(orders) <= {sys.byteorder.encode()}
 
 
 def _load(path: str, mapped: bool) -> Any:

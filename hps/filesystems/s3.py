@@ -5,13 +5,15 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from urllib3.exceptions import HTTPError
+
 from hps.config_tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed
 from hps.filesystems.retries import retried
 from hps.filesystems.s3_addresses import S3Address, s3_address, s3_object
 from hps.filesystems.s3_client import S3Client
-from hps.filesystems.s3_errors import FAILURES, error_code, s3_failure
+from hps.filesystems.s3_errors import error_code
 from hps.filesystems.s3_writer import S3Writer
 
 _PIECE_BYTES = 256 << 10  # asked of a socket at a time: more than it has at once, little enough to stay in a core's cache
@@ -147,10 +149,8 @@ class S3FileSystem(FileSystem):
         try:
             self._check(reading, answer)
             self._fill(reading, body, deadline)
-        except ModelFileError:
-            raise
-        except FAILURES as error:
-            raise s3_failure("reading", reading.address, None, error) from error
+        except HTTPError as error:
+            raise _broken_off(reading, type(error).__name__) from error
         finally:
             body.close()
 
@@ -198,18 +198,22 @@ class S3FileSystem(FileSystem):
         while reading.rest:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise ModelSourceError(
-                    f"reading {reading.address.uri}: the body comes too slowly, {len(reading.rest)} bytes of a part are still "
-                    "missing; see the network, read fewer parts at a time (model_source.parallel_reads) or raise deadline_s"
-                )
+                raise _broken_off(reading, "it came too slowly")
             if left < self.settings.timeout_s:
                 body.set_socket_timeout(left)
             piece = stream.read1(min(len(reading.rest), _PIECE_BYTES))
             if not piece:
-                raise ModelSourceError(f"reading {reading.address.uri}: the body ended {len(reading.rest)} bytes early")
+                raise _broken_off(reading, "it ended early")
             reading.rest[: len(piece)] = piece
             reading.rest = reading.rest[len(piece) :]
             reading.offset += len(piece)
+
+
+def _broken_off(reading: _Reading, how: str) -> ModelSourceError:
+    return ModelSourceError(
+        f"reading {reading.address.uri}: the body broke off ({how}), {len(reading.rest)} bytes of a part are missing; see the "
+        "network and the store; where they are slow, lower model_source.parallel_reads or raise its deadline_s"
+    )
 
 
 def _too_short(reading: _Reading, size: int) -> ModelFileError:

@@ -19,9 +19,8 @@ _DEFAULT_REGION = "us-east-1"
 class S3Client:
     """One boto3 client a region, made at first use. *Thread-safe.*
 
-    Credentials, profile and, where an address names none, the region come from boto3's standard chain. An answer that says that
-    the bucket is in another region is followed once by botocore, where it can be; where not, it is an error. Nothing is tried
-    again here.
+    Credentials, profile and, where an address names none, the region come from boto3's standard chain. Nothing is tried again
+    here, and an answer that says that the bucket is in another region is not followed.
 
     Args:
         settings: timeouts, and the endpoint where it is not AWS's.
@@ -83,5 +82,15 @@ class S3Client:
                 endpoint_url=self._endpoint_url,
                 config=self._config,
             )
+            client.meta.events.register("before-call.s3", _stay_in_region)
             client = self._clients.setdefault(region, client)
         return client
+
+
+def _stay_in_region(context: dict[str, Any], **_: Any) -> None:
+    """Tell botocore that a request was redirected before, so that it is not again.
+
+    botocore asks where the bucket is by HeadBucket, whose redirection it follows in the same way: without end, where no answer
+    names the region (seen in 1.44). And whoever reads models from another region than they think pays for every byte.
+    """
+    context.setdefault("s3_redirect", {})["redirected"] = True

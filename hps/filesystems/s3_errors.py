@@ -5,27 +5,25 @@ from typing import Any
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
+    ConnectTimeoutError,
     CredentialRetrievalError,
     HTTPClientError,
     NoCredentialsError,
     PartialCredentialsError,
     ProfileNotFound,
     ReadTimeoutError,
-    ResponseStreamingError,
     SSLError,
     SSOError,
     TokenRetrievalError,
 )
 from botocore.exceptions import ConnectionError as BotoConnectionError
 from botocore.parsers import ResponseParserError
-from urllib3.exceptions import HTTPError
-from urllib3.exceptions import ReadTimeoutError as RawReadTimeoutError
 
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.s3_addresses import S3Address
 
-FAILURES = (ClientError, BotoCoreError, HTTPError, ResponseParserError, OSError, ValueError)
-"""Everything that boto3 raises, and urllib3 while a body is read: `s3_failure` turns it into one of ours."""
+FAILURES = (ClientError, BotoCoreError, ResponseParserError, OSError, ValueError)
+"""Everything that a call of boto3 raises for what is not our own mistake: `s3_failure` turns it into one of ours."""
 
 _MISSING_CREDENTIALS = (
     NoCredentialsError,
@@ -35,8 +33,8 @@ _MISSING_CREDENTIALS = (
     SSOError,
     TokenRetrievalError,
 )
-_BROKEN = (BotoConnectionError, HTTPClientError, ResponseStreamingError, ResponseParserError, HTTPError, OSError)
-_TIMEOUTS = (ReadTimeoutError, RawReadTimeoutError, TimeoutError)
+_BROKEN = (BotoConnectionError, HTTPClientError, ResponseParserError, OSError)
+_TIMEOUTS = (ReadTimeoutError, ConnectTimeoutError)
 _PASSING_CODES = {"InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling"}
 _REGION_CODES = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect", "TemporaryRedirect"}
 _RENEW = "renew them (aws sso login, a new session token, or the role of this machine)"

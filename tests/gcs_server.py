@@ -17,8 +17,11 @@ import time
 import urllib.error
 import urllib.request
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
+
+import pytest
 
 _START_S = 20.0
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -119,3 +122,10 @@ class GcsServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+@pytest.fixture(scope="session")
+def gcs_server() -> Iterator[GcsServer]:
+    """One for all tests; each makes a bucket of its own."""
+    with GcsServer() as server:
+        yield server

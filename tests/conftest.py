@@ -12,6 +12,8 @@ import subprocess
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.gcs_server import gcs_server as gcs_server  # a fixture for all
+
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")
 

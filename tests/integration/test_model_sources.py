@@ -1,0 +1,95 @@
+"""The same model from every source gives the same answers, through the whole of hps: files, databases, cache, lookups."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hps
+from hps.config_tiers import ModelSourceConfig
+from hps.model_sources import ModelSources
+from hps.sample_model import sample_vectors
+from tests.hdfs_cluster import hdfs_cluster
+from tests.s3_server import know_only_moto, s3_server
+
+ROWS, TABLES = 30_000, {"user": 16, "item": 32}
+KEYS = np.random.default_rng(7).permutation(ROWS).astype(np.int64) * 1_000_003 - 5
+
+
+@pytest.fixture
+def gcs(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    server = request.getfixturevalue("gcs_server")
+    return f"gs://{server.make_bucket()}/models", {"gcs_endpoint_url": server.url}
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> tuple[str, dict[str, Any]]:
+    know_only_moto(monkeypatch)
+    return f"s3://{s3_server().new_bucket()}/models", {"s3_endpoint_url": s3_server().url}
+
+
+@pytest.fixture
+def hdfs() -> tuple[str, dict[str, Any]]:
+    return f"{hdfs_cluster().uri}/same", {}
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> tuple[str, dict[str, Any]]:
+    return str(tmp_path / "models"), {}
+
+
+@pytest.fixture(
+    params=[
+        "local",
+        pytest.param("hdfs", marks=pytest.mark.hdfs),
+        pytest.param("s3", marks=pytest.mark.s3),
+        pytest.param("gcs", marks=pytest.mark.gcs),
+    ]
+)
+def place(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    """Where the model is, and the `model_source` that finds it."""
+    root, settings = request.getfixturevalue(request.param)
+    sources = ModelSources(ModelSourceConfig(**settings))
+    for seed, (table, dim) in enumerate(TABLES.items()):
+        hps.write_sparse_model(f"{root}/{table}", (KEYS, sample_vectors(KEYS, dim, seed)), sources=sources)
+    return root, settings
+
+
+def test_answers_are_the_same_from_every_source(
+    place: tuple[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hps.model_files.CHUNK_BYTES", 1 << 18)  # several chunks a table, each of several parts
+    monkeypatch.setattr("hps.filesystems.base.FileSystem.part_bytes", 1 << 16)
+    root, settings = place
+    configuration = {
+        "device": "cpu",
+        "volatile_db": {"type": "hash_map"},
+        "persistent_db": {"type": "rocks_db", "path": str(tmp_path / "rocksdb")},
+        "model_source": settings,
+        "models": [
+            {
+                "model": "shop",
+                "sparse_files": [f"{root}/{table}" for table in TABLES],
+                "embedding_table_names": list(TABLES),
+                "embedding_vecsize_per_table": list(TABLES.values()),
+                "maxnum_catfeature_query_per_table_per_sample": [ROWS, ROWS],
+                "default_value_for_each_table": [0.25, -1.0],
+                "deployed_device_list": [0],
+                "max_batch_size": 2,
+                "gpucacheper": 0.3,
+                "cache_refresh_percentage_per_iteration": 0.2,
+                "hit_rate_threshold": 1.1,
+            }
+        ],
+    }
+    asked = np.concatenate([KEYS, KEYS + 1])  # the second half is in no table
+    for start in ("loaded", "found in RocksDB"):
+        with hps.HPS(configuration) as server:
+            for seed, (table, dim) in enumerate(TABLES.items()):
+                vectors, found = server.lookup(asked, "shop", table, return_found=True)
+                np.testing.assert_array_equal(vectors[:ROWS], sample_vectors(KEYS, dim, seed), err_msg=start)
+                np.testing.assert_array_equal(vectors[ROWS:], np.float32([0.25, -1.0][seed]), err_msg=start)
+                assert found[:ROWS].all()
+                assert not found[ROWS:].any()
+        configuration["volatile_db"] = {"type": "disabled"}  # the second start answers from what the first one stored

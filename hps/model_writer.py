@@ -90,6 +90,8 @@ def _write_local(target: str, chunks: Iterable[tuple[KeyArray, FloatArray]], ove
             _sync(parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # after an exchange this is the old model
+    except ModelFileError:  # of the rows' source; some of them are OSErrors, too
+        raise
     except OSError as error:
         raise ModelFileError(f"writing sparse model {target}: {error.strerror or error}; nothing was changed") from error
     return count
@@ -109,8 +111,6 @@ def _check_names(target: str, names: list[str], overwrite: bool) -> None:
     if names and not overwrite:
         raise ModelFileError(f"writing sparse model {target}: it exists; choose another directory or ask to overwrite it")
     foreign = sorted(set(names) - {"key", "emb_vector", "meta"})
-    if names and not overwrite:
-        raise ModelFileError(f"writing sparse model {target}: it exists; choose another directory or ask to overwrite it")
     if foreign:
         raise ModelFileError(
             f"writing sparse model {target}: it holds {', '.join(foreign[:8])}, which is no part of a sparse model; "

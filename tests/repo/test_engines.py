@@ -20,7 +20,7 @@ OWNERS = {
     "google": "hps/filesystems/gcs",
     "torch": "hps/formats/torch_",
     "pyarrow": "hps/formats/parquet",
-    "safetensors": "hps/formats/safetensors_",
+    "safetensors": "nobody",
 }
 
 

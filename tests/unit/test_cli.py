@@ -27,7 +27,7 @@ from hps.model_files import open_sparse_model
 from hps.model_writer import write_sparse_model
 from hps.sample_model import sample_vectors
 
-COMMANDS = ["serve", "load", "lookup", "check-config", "create-model"]
+COMMANDS = ["serve", "load", "import", "lookup", "check-config", "create-model"]
 TABLES = {"user": (300, 4, 1), "item": (500, 8, 2)}  # rows, dim, seed
 
 

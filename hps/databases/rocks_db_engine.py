@@ -33,7 +33,7 @@ DEFAULT = "default"
 
 _BLOCK_BYTES = 2048
 _LOAD_FILES = 256  # ingested files that may lie side by side: below the usual limit of 1024 open files
-_MERGE_READ_BYTES = 128 << 10  # read ahead, of each of these files, in each of these threads
+_MERGE_READ_BYTES = 64 << 10  # read ahead, of each of these files, in each of these threads
 _MERGE_THREADS = 4  # also where there are fewer cores: each waits for the disk half of its time
 _MERGE_PARTS = 16
 _FILE_BYTES = (16 << 20, 256 << 20)  # of a merged file, least and most: few open files, however large the table
@@ -263,6 +263,7 @@ def _options(num_threads: int, block_cache_bytes: int) -> "rocksdict.Options":
     block.set_format_version(5)  # RocksDB 6.6 and later read it, HugeCTR's among them
     block.set_block_size(_BLOCK_BYTES)
     block.set_block_restart_interval(4)
+    block.set_index_block_restart_interval(4)  # no slower than 1, and at dim 128 two fifths less memory
     block.set_data_block_index_type(rocksdict.DataBlockIndexType.binary_and_hash())
     block.set_data_block_hash_ratio(0.75)
     block.set_bloom_filter(10, False)

@@ -1,18 +1,26 @@
 """A real HDFS for tests: a NameNode and a DataNode of Hadoop 2.7.3, two JVMs on loopback, ended with the test run.
 
+@pytest.fixture
+def cluster():
+    return hdfs_cluster()
+
 The jars come from `.ci/hdfs-jars`. Hadoop 2.7 and 3 speak the same client protocol.
 """
 
+import atexit
 import ctypes
+import functools
 import http.client
 import importlib.util
 import json
 import os
+import pwd
 import random
 import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -84,6 +92,7 @@ class _Node:
         return (self.directory / f"{self.main}.log").read_text(errors="replace")
 
     def start(self) -> None:
+        """From the main thread: the JVM dies with the thread that starts it."""
         with (self.directory / f"{self.main}.log").open("wb") as log:
             self.process = subprocess.Popen(
                 _command(self.directory, self.main), stdout=log, stderr=log, cwd=self.directory, preexec_fn=_die_with_parent
@@ -125,7 +134,7 @@ class HdfsCluster:
 
     def __init__(self, directory: Path, *, block_bytes: int = 1 << 20, standby: bool = False) -> None:
         self.directory, self._block_bytes, self._standby = directory, block_bytes, standby
-        self.port = self._http_port = 0
+        self.port = self.http_port = 0
         self.namenode = _Node(directory, "org.apache.hadoop.hdfs.server.namenode.NameNode")
         self.datanode = _Node(directory, "org.apache.hadoop.hdfs.server.datanode.DataNode")
 
@@ -165,6 +174,16 @@ class HdfsCluster:
                 node.start()
         self.wait_whole()
 
+    @contextmanager
+    def without(self, *nodes: _Node) -> Iterator[None]:
+        """Kill nodes; start them again in the end."""
+        for node in nodes:
+            node.kill()
+        try:
+            yield
+        finally:
+            self.restart()
+
     def stop(self) -> None:
         for node in (self.datanode, self.namenode):
             node.kill()
@@ -189,9 +208,10 @@ class HdfsCluster:
                     return
             except (OSError, http.client.HTTPException):
                 pass
-            for node in (self.namenode, self.datanode):
-                if time.monotonic() > deadline or (node.process and node.process.poll() is not None):
-                    raise RuntimeError(f"{node.main}\n{node.log[-5000:]}")
+            dead = [node for node in (self.namenode, self.datanode) if node.process and node.process.poll() is not None]
+            if dead or time.monotonic() > deadline:
+                logs = (f"{node.main}:\n{node.log[-5000:]}" for node in dead or (self.namenode, self.datanode))
+                raise RuntimeError("\n\n".join(logs))
             time.sleep(0.1)
 
     def _wait_http(self) -> bool:
@@ -207,10 +227,10 @@ class HdfsCluster:
         return False
 
     def _configure(self) -> None:
-        self.port, self._http_port = free_ports(2)
+        self.port, self.http_port = free_ports(2)
         (self.directory / "conf").mkdir(exist_ok=True)
         (self.directory / "conf" / "log4j.properties").write_text(_LOG4J)
-        address, http_address = f"127.0.0.1:{self.port}", f"127.0.0.1:{self._http_port}"
+        address, http_address = f"127.0.0.1:{self.port}", f"127.0.0.1:{self.http_port}"
         site: dict[str, object] = {
             "dfs.replication": 1,
             "dfs.blocksize": self._block_bytes,
@@ -224,6 +244,8 @@ class HdfsCluster:
             "dfs.datanode.ipc.address": "127.0.0.1:0",
             "dfs.datanode.hostname": "127.0.0.1",
             "dfs.heartbeat.interval": 1,
+            # WebHDFS: how long to wait before asking again whether a new block is known.
+            "dfs.client.block.write.locateFollowingBlock.initial.delay.ms": 10,
         }
         if self._standby:
             other = free_ports(1)[0]
@@ -271,8 +293,8 @@ class HdfsCluster:
         subprocess.run(arguments, check=True, capture_output=True, timeout=_START_S, cwd=self.directory)
 
     def _request(self, method: str, path: str, *, body: bytes | None = None, **query: str) -> bytes:
-        user = os.environ.get("USER") or "root"
-        where = f"/webhdfs/v1{quote(path)}?{urlencode({'user.name': _superuser(user), **query})}"
+        user = pwd.getpwuid(os.getuid()).pw_name  # of the NameNode, hence the superuser
+        where = f"/webhdfs/v1{quote(path)}?{urlencode({'user.name': user, **query})}"
         status, location, answer = self._namenode_request(method, where)
         if status == 307:
             other = urlsplit(location)
@@ -285,16 +307,7 @@ class HdfsCluster:
         return answer
 
     def _namenode_request(self, method: str, where: str) -> tuple[int, str, bytes]:
-        return _http("127.0.0.1", self._http_port, method, where, None)
-
-
-def _superuser(fallback: str) -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return fallback
+        return _http("127.0.0.1", self.http_port, method, where, None)
 
 
 def _http(host: str, port: int, method: str, where: str, body: bytes | None) -> tuple[int, str, bytes]:
@@ -305,6 +318,16 @@ def _http(host: str, port: int, method: str, where: str, body: bytes | None) -> 
         return response.status, response.getheader("Location", ""), response.read()
     finally:
         connection.close()
+
+
+@functools.cache
+def hdfs_cluster() -> HdfsCluster:
+    """The one that tests share. Whoever breaks it mends it."""
+    directory = Path(tempfile.mkdtemp(prefix="hps-test-hdfs-"))
+    cluster = HdfsCluster(directory / "cluster")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    atexit.register(cluster.stop)
+    return cluster.start()
 
 
 def write_hadoop_configuration(directory: Path, core: dict[str, object], site: dict[str, object]) -> None:

@@ -43,4 +43,6 @@ def parse(uri: str, doing: str) -> HdfsAddress:
         raise ModelFileError(f"{doing} {uri!r}: an undecodable character is in the path; no file can have this name") from error
     if "\0" in path:
         raise ModelFileError(f"{doing} {uri!r}: a NUL is in the path; no file can have this name")
+    if {".", ".."} & set(path.split("/")):
+        raise ModelFileError(f"{doing} {uri!r}: HDFS has no such names; leave out `.` and `..`")
     return HdfsAddress(uri, match[1] or "", re.sub("/+", "/", path).rstrip("/") or "/")

@@ -1,8 +1,7 @@
 """Writes a file to HDFS under a temporary name, which it loses when it is whole."""
 
 import secrets
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -60,13 +59,13 @@ class HdfsWriter(FileWriter):
         with suppress(ModelFileError):
             self._ask(lambda client: client.delete(self._temporary, False))
 
-    def _ask(self, question: Callable[[Any], Awaitable[T]]) -> T:
+    def _ask(self, question: Callable[[Any], T]) -> T:
         return self._connections.ask("writing", self._address, question)
 
-    def _once(self, call: Callable[[], Awaitable[T]]) -> T:
+    def _once(self, call: Callable[[], T]) -> T:
         """What cannot be tried again, since nobody knows which bytes arrived."""
-        deadline = time.monotonic() + self._connections.settings.deadline_s
+        left_s = self._connections.settings.deadline_s
         try:
-            return self._connections.ask_once("writing", self._address, deadline, lambda _: call())
+            return self._connections.ask_once("writing", self._address, left_s, lambda _: call())
         except ModelSourceError as error:
             raise ModelSourceError(f"{error}; nothing was changed: write it again") from error

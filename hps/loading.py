@@ -20,6 +20,7 @@ from hps.types import TableSpec
 _log = logging.getLogger(__name__)
 
 _LONG_S = 5.0  # what takes longer is told
+_LOOK_S = 1.0  # between two looks at what another process loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,8 +282,14 @@ def _await(
 ) -> DatabaseLoad:
     """Wait until another process has loaded a shared database, or do what is left when it dies: its claim then runs out."""
     _log.info("Table: %s; another process is loading %s; waiting for it.", table.tag, database.kind)
-    while (first := database.claim_load(table.tag, model.fingerprint, load.last_row, wait_s=_LONG_S)) is None:
-        _log.info("Table: %s; another process is still loading %s.", table.tag, database.kind)
+    if progress:
+        progress.start(table.tag, load.last_row, load.last_row * model.row_bytes)
+    while (first := database.claim_load(table.tag, model.fingerprint, load.last_row, wait_s=_LOOK_S)) is None:
+        if progress:
+            progress.advance(table.tag, 0)  # how far the other is nobody knows; who is told may end the wait
+    if progress:
+        progress.advance(table.tag, first)
+        progress.finish(table.tag)
     load = DatabaseLoad(database.kind, first, load.last_row)
     if load.rows:
         _feed(table, model, [(database, load)], progress)

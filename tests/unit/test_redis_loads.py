@@ -10,7 +10,7 @@ import pytest
 from hps.databases.base import LoadRecord
 from hps.databases.redis_cluster import RedisDatabase
 from hps.databases.rocks_db import RocksDatabase
-from hps.errors import DatabaseCorruptError, DatabaseError, UnknownTableError
+from hps.errors import DatabaseCorruptError, DatabaseError, NotReadyError, UnknownTableError
 from hps.loading import load_table
 from hps.model_files import CHUNK_BYTES
 from hps.model_writer import write_sparse_model
@@ -235,6 +235,27 @@ class TestLoadTable:
         report = load_table(TABLE, files, [survivor])
         assert (report.loads[0].first_row, report.loads[0].last_row) == (200, 600)
         holds(survivor, 600)
+
+    def test_who_is_told_of_the_progress_may_end_the_wait(self, node, files):
+        class Stopping:
+            told = 0
+
+            def start(self, tag, rows, size_bytes):
+                assert (tag, rows) == (TAG, 600)
+
+            def advance(self, tag, rows):
+                assert rows == 0
+                self.told += 1
+                if self.told == 2:
+                    raise NotReadyError("the service stops")
+
+            def finish(self, tag):
+                raise AssertionError("it was not loaded")
+
+        loading = node(lease_s=60.0)
+        loading.claim_load(TAG, load_table(TABLE, files, []).model.fingerprint, 600)
+        with pytest.raises(NotReadyError, match="the service stops"):
+            load_table(TABLE, files, [node()], progress=Stopping())
 
     def test_only_the_wanted_share_is_loaded(self, node, files):
         database = node()

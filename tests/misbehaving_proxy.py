@@ -227,7 +227,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_body(self, fault: Fault, body: bytes) -> None:
         if isinstance(fault, Reset):
             self._send(body[: fault.after_bytes])
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() resets
+            # With this, close() resets; what the server does at the end of a request would first say that the stream ends.
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.rfile.close()
+            self.connection.close()
         elif isinstance(fault, Truncate):
             self._send(body[: fault.after_bytes])
         elif isinstance(fault, Trickle):

@@ -16,8 +16,8 @@ from hps.filesystems.s3_client import S3Client
 from hps.filesystems.s3_errors import error_code
 from hps.filesystems.s3_writer import S3Writer
 
-_PIECE_BYTES = 256 << 10  # asked of a socket at a time: more than it has at once, little enough to stay in a core's cache
-_MOST_PAGES = 100  # of 1000 names each
+_PIECE_BYTES = 1 << 20  # asked of a socket at a time: more than it has at once
+_PAGE_NAMES, _MOST_PAGES = 1000, 100
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 
@@ -125,14 +125,14 @@ class S3FileSystem(FileSystem):
     def _names(self, address: S3Address, deadline: float) -> set[str]:
         prefix = f"{address.key}/" if address.key else ""
         names: set[str] = set()
-        position: dict[str, str] = {}
+        query: dict[str, Any] = {"Prefix": prefix, "Delimiter": "/", "MaxKeys": _PAGE_NAMES}
         for _ in range(_MOST_PAGES):
-            page = self._client.call("listing", address, deadline, "list_objects_v2", Prefix=prefix, Delimiter="/", **position)
+            page = self._client.call("listing", address, deadline, "list_objects_v2", **query)
             names.update(entry["Key"][len(prefix) :] for entry in page.get("Contents", ()))
             names.update(entry["Prefix"][len(prefix) : -1] for entry in page.get("CommonPrefixes", ()))
             if not page.get("IsTruncated"):
                 break
-            position = {"ContinuationToken": page["NextContinuationToken"]}
+            query["ContinuationToken"] = page["NextContinuationToken"]
         else:
             raise ModelFileError(f"listing {address.uri}: it holds more than {len(names)} names, which no model does")
         if names or not prefix:

@@ -122,7 +122,7 @@ def _answered(what: str, address: S3Address, client: Any, error: ClientError) ->
 def _region(address: S3Address, client: Any, error: ClientError) -> str:
     headers: dict[str, str] = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     theirs = headers.get("x-amz-bucket-region") or str(_details(error).get("Region", ""))
-    where = f"is in region {theirs}" if theirs else "is in another region"
+    where = f"is in region {theirs}" if theirs else "is in another region, or not here at all"
     how = "name it in the address" if address.region else "set AWS_DEFAULT_REGION to it, or give the https address that has it"
     return f"bucket {address.bucket!r} {where}, {_endpoint(client)} was asked as {client.meta.region_name}; {how}"
 

@@ -1,5 +1,6 @@
 """Models in S3: the same answers as from anywhere, and every fault of a store an error that names address, cause and cure."""
 
+import functools
 import gc
 import logging
 import socket
@@ -70,10 +71,18 @@ def file(server: S3Server, root: str) -> str:
     return f"{root}/item/key"
 
 
-@pytest.fixture
-def proxy(server: S3Server) -> Iterator[MisbehavingProxy]:
-    with MisbehavingProxy(server.port) as proxy:
+@pytest.fixture(scope="module")
+def shared_proxy() -> Iterator[MisbehavingProxy]:
+    with MisbehavingProxy(s3_server().port) as proxy:
         yield proxy
+
+
+@pytest.fixture
+def proxy(server: S3Server, shared_proxy: MisbehavingProxy) -> MisbehavingProxy:
+    """One of the module, because a boto3 client takes long to make; it begins each test with good manners."""
+    shared_proxy.rule = lambda request: None
+    shared_proxy.requests = []
+    return shared_proxy
 
 
 @pytest.fixture(autouse=True)
@@ -85,14 +94,20 @@ def _no_secret_is_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 def patient(proxy: MisbehavingProxy) -> S3FileSystem:
     """For faults that answer at once: however slow this machine is, no timeout is in the way."""
-    return S3FileSystem(ModelSourceConfig(s3_endpoint_url=proxy.url, timeout_s=20, deadline_s=40, max_attempts=4))
+    return filesystem_at(proxy.url, timeout_s=20, deadline_s=40, max_attempts=4)
 
 
 def impatient(proxy: MisbehavingProxy) -> S3FileSystem:
     """For faults that take as long as they are let."""
-    return S3FileSystem(ModelSourceConfig(s3_endpoint_url=proxy.url, **IMPATIENT))
+    return filesystem_at(proxy.url, **IMPATIENT)
 
 
+@functools.cache
+def filesystem_at(url: str, **settings: Any) -> S3FileSystem:
+    return S3FileSystem(ModelSourceConfig(s3_endpoint_url=url, **settings))
+
+
+@functools.cache
 def sources_at(url: str, **settings: Any) -> ModelSources:
     return ModelSources(ModelSourceConfig(s3_endpoint_url=url, **settings))
 
@@ -216,22 +231,32 @@ def test_a_truncated_body_is_continued_where_it_ended(proxy: MisbehavingProxy, f
     assert pinned == {patient(proxy).status(file).version}  # what is continued is of the version that was begun
 
 
+def test_connections_are_used_again(proxy: MisbehavingProxy, file: str) -> None:
+    filesystem = patient(proxy)
+    filesystem.status(file)
+    before = proxy.connections
+    for _ in range(10):
+        assert read(filesystem, file, 1, SIZE - 1) == noise(SIZE)[1:]
+        filesystem.status(file)
+    assert proxy.connections == before
+
+
 def test_a_connection_reset_in_the_body_is_continued(proxy: MisbehavingProxy, file: str) -> None:
-    proxy.rule = first(2, Reset(150_000), is_get)
+    proxy.rule = first(2, Reset(100_000), is_get)
     assert read(patient(proxy), file) == noise(SIZE)
     assert len(proxy.requests) == 3
 
 
 def test_a_body_that_trickles_is_given_up_for_another(proxy: MisbehavingProxy, file: str) -> None:
     proxy.rule = first(1, Trickle(after_bytes=1000), is_get)
-    filesystem = S3FileSystem(ModelSourceConfig(s3_endpoint_url=proxy.url, timeout_s=3, deadline_s=6))
+    filesystem = filesystem_at(proxy.url, timeout_s=3, deadline_s=6)
     assert read(filesystem, file) == noise(SIZE)
     assert len(proxy.requests) == 2
 
 
 def test_a_stall_in_the_body_is_continued(proxy: MisbehavingProxy, file: str) -> None:
     proxy.rule = first(1, Trickle(pause_s=600, after_bytes=1000), is_get)
-    filesystem = S3FileSystem(ModelSourceConfig(s3_endpoint_url=proxy.url, timeout_s=2, deadline_s=40))
+    filesystem = filesystem_at(proxy.url, timeout_s=2, deadline_s=40)
     assert read(filesystem, file) == noise(SIZE)
     assert proxy.requests[-1].headers["Range"].startswith("bytes=100")
 
@@ -274,7 +299,7 @@ def test_nobody_holds_a_buffer_whose_read_has_ended(
     buffer.clear()  # a BufferError while anybody still has a view of it
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", ["status", "read_into", "write"])
 def test_a_host_that_never_answers_is_given_up(file: str, operation: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         settings = ModelSourceConfig(s3_endpoint_url=f"http://127.0.0.1:{listener.getsockname()[1]}", **IMPATIENT)
@@ -291,20 +316,22 @@ def test_a_head_that_trickles_is_given_up(server: S3Server) -> None:
             ModelSourceConfig(s3_endpoint_url=f"http://127.0.0.1:{listener.getsockname()[1]}", **IMPATIENT)
         )
 
+        stopping = threading.Event()
+
         def trickle() -> None:
             connection, _ = listener.accept()
             with connection:
                 try:
                     connection.sendall(b"HTTP/1.1 200 OK\r\nX-Long: ")
-                    while True:
+                    while not stopping.wait(0.05):
                         connection.sendall(b"x")
-                        time.sleep(0.05)
                 except OSError:
                     return
 
         threading.Thread(target=trickle, daemon=True).start()
         with pytest.raises(ModelSourceError, match=r"opening s3://bucket/key: no answer in"):
             filesystem.status("s3://bucket/key")
+        stopping.set()
 
 
 def test_a_port_where_nobody_listens_is_a_source_error(file: str) -> None:
@@ -334,7 +361,7 @@ def test_a_refusal_is_told_by_every_operation_at_once(proxy: MisbehavingProxy, f
     for answer, message in (
         (refusal(403, "AccessDenied"), "not allowed .*; grant s3:GetObject"),
         (refusal(400, "ExpiredToken"), "credentials are expired .*; renew them"),
-        (refusal(301, "PermanentRedirect"), "in another region, .*AWS_DEFAULT_REGION"),
+        (refusal(301, "PermanentRedirect"), "in another region.*AWS_DEFAULT_REGION"),
     ):
         proxy.requests.clear()
         proxy.rule = answer
@@ -361,8 +388,8 @@ def test_a_refusal_is_told_by_every_operation_at_once(proxy: MisbehavingProxy, f
             refusal(400, "AuthorizationHeaderMalformed", "<Region>eu-central-1</Region>"),
             "is in region eu-central-1, .*AWS_DEFAULT_REGION",
         ),
-        (refusal(301, "PermanentRedirect"), "is in another region, .*AWS_DEFAULT_REGION"),
-        (refusal(400, "IllegalLocationConstraintException"), "is in another region, .*AWS_DEFAULT_REGION"),
+        (refusal(301, "PermanentRedirect"), "is in another region.*AWS_DEFAULT_REGION"),
+        (refusal(400, "IllegalLocationConstraintException"), "is in another region.*AWS_DEFAULT_REGION"),
         (refusal(418, "Teapot"), r"refused \(HTTP 418 Teapot: What Teapot says\.\)"),
     ],
     ids=lambda value: "" if callable(value) else value[:24],

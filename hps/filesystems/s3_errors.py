@@ -113,7 +113,7 @@ def _answered(what: str, address: S3Address, client: Any, error: ClientError) ->
         )
     if code in _REGION_CODES or status in (301, 302, 307):
         return ModelFileError(f"{what}: {_region(address, client, error)}")
-    if code == "NoSuchKey" or status == 404:
+    if code in ("NoSuchKey", "404"):
         return ModelFileNotFoundError(f"{what}: there is no such object in bucket {address.bucket!r}")
     cause, cure = _REFUSALS.get(code) or (_REFUSALS["403"] if status == 403 else ("refused", "see what S3 said"))
     return ModelFileError(f"{what}: {cause} ({answer}); {cure}")

@@ -131,6 +131,10 @@ def is_get(request: Request) -> bool:
     return request.method == "GET" and "list-type" not in request.path
 
 
+def is_commit(request: Request) -> bool:
+    return request.method == "POST" and "uploadId=" in request.path
+
+
 def refusal(status: int, code: str, extra: str = "", headers: dict[str, str] | None = None) -> Callable[[Request], Fault]:
     """Answer every request as S3 refuses: with a body, but for HEAD, which has none."""
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>What {code} says.</Message>{extra}</Error>".encode()
@@ -214,12 +218,19 @@ def test_what_is_written_through_failures_is_whole(proxy: MisbehavingProxy, serv
 
 
 def test_a_commit_whose_answer_is_lost_is_found_done(proxy: MisbehavingProxy, server: S3Server, root: str) -> None:
-    content = noise(9_000_000)
-    proxy.rule = first(1, Drop(after_asking=True), lambda request: request.method == "POST" and "uploadId=" in request.path)
+    content, gone = noise(9_000_000), b"<Error><Code>NoSuchUpload</Code></Error>"  # S3's answer to a second commit, not moto's
+    faults = iter([Drop(after_asking=True), Answer(404, gone)])
+    proxy.rule = lambda request: next(faults) if is_commit(request) else None
     write(patient(proxy), f"{root}/file", content)
     assert server.get(f"{root}/file") == content
-    commits = [request for request in proxy.requests if request.method == "POST" and "uploadId=" in request.path]
-    assert len(commits) >= 2
+    assert len([request for request in proxy.requests if is_commit(request)]) == 2
+
+
+def test_a_commit_of_an_upload_that_somebody_ended_is_an_error(proxy: MisbehavingProxy, server: S3Server, file: str) -> None:
+    proxy.rule = always(Answer(404, b"<Error><Code>NoSuchUpload</Code></Error>"), is_commit)
+    with pytest.raises(ModelFileError, match=rf"writing {file}: .*NoSuchUpload"):
+        write(patient(proxy), file, noise(9_000_000))
+    assert server.get(file) == noise(SIZE)
 
 
 def test_a_truncated_body_is_continued_where_it_ended(proxy: MisbehavingProxy, file: str) -> None:

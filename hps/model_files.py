@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hps.errors import InvalidInputError, ModelFileError, ModelFileNotFoundError
+from hps.errors import InvalidInputError, ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.base import FileSystem, changed
 from hps.model_sources import ModelSources
 from hps.types import FloatArray, KeyArray
@@ -209,7 +209,7 @@ def open_sparse_model(
             f"opening {vector_path}: got {vector_bytes} bytes, wanted {rows * dim * 4}: the {rows} keys of {key_path} "
             f"({key_bytes} bytes) with {dim} float32 each; {_fitting(rows, vector_bytes)}"
         )
-    meta_bytes = filesystem.status(meta_path).size_bytes if filesystem.exists(meta_path) else key_bytes
+    meta_bytes = filesystem.status(meta_path).size_bytes if _is_there(filesystem, meta_path) else key_bytes
     if meta_bytes != key_bytes:
         raise ModelFileError(
             f"opening {meta_path}: got {meta_bytes} bytes, wanted the {key_bytes} of {key_path}; remove it or write it whole"
@@ -217,6 +217,17 @@ def open_sparse_model(
     content = json.dumps([place, rows, dim, versions])
     fingerprint = hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=16).hexdigest()
     return SparseModel(place, rows, dim, fingerprint, int32_keys, filesystem, versions)
+
+
+def _is_there(filesystem: FileSystem, path: str) -> bool:
+    """Whether an optional file is there; one that may not be looked at is not: S3 says so of any absent one to those who may
+    not list its bucket."""
+    try:
+        return filesystem.exists(path)
+    except ModelSourceError:
+        raise
+    except ModelFileError:
+        return False
 
 
 def _missing(filesystem: FileSystem, place: str, error: ModelFileNotFoundError) -> ModelFileError:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hps.config_tiers import ModelSourceConfig
-from hps.errors import MissingDependencyError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError
+from hps.errors import MissingDependencyError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed
 from hps.filesystems.local import LocalFileSystem
 from hps.model_files import CHUNK_BYTES, open_sparse_model
@@ -238,6 +238,25 @@ def test_a_write_that_fails_leaves_the_old_remote_model(sources: ModelSources, s
     with pytest.raises(ModelFileError, match="got no rows"):
         write_sparse_model("store://models/item", iter(()), overwrite=True, sources=sources)
     assert store.files == before
+
+
+def test_a_meta_that_may_not_be_looked_for_is_absent(
+    sources: ModelSources, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_sparse_model("store://models/item", sample_chunks(10, DIM), sources=sources)
+    refusal: list[ModelFileError] = [ModelFileError("403"), ModelSourceError("no answer")]
+    exists = Store.exists
+
+    def refusing(self: Store, path: str) -> bool:
+        if path.endswith("/meta"):
+            raise refusal[0]
+        return exists(self, path)
+
+    monkeypatch.setattr(Store, "exists", refusing)
+    assert open_sparse_model("store://models/item", DIM, sources=sources).rows == 10
+    del refusal[0]
+    with pytest.raises(ModelSourceError, match="no answer"):
+        open_sparse_model("store://models/item", DIM, sources=sources)
 
 
 def test_a_model_without_key_is_never_whole(sources: ModelSources, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

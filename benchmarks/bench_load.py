@@ -144,7 +144,7 @@ def _databases(kind: str, directory: Path) -> Iterator[list[Database]]:
             config = VolatileDbConfig(type="hash_map", num_partitions=1, allocation_rate=64 << 20)
             made.append(implementation("database", "hash_map").from_config(config))
         if kind in ("rocks_db", "both"):
-            config = PersistentDbConfig(type="rocks_db", path=f"{path}/db", num_threads=2)
+            config = PersistentDbConfig(type="rocks_db", path=f"{path}/db")
             made.append(implementation("database", "rocks_db").from_config(config))
         yield made
     finally:

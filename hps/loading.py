@@ -159,7 +159,7 @@ def _record(table: TableSpec, database: Database, model: SparseModel) -> LoadRec
     if checksum != record.checksum:
         return record
     record = replace(record, fingerprint=model.fingerprint, source=model.place)
-    database.load_chunk(table.tag, np.empty(0, np.int64), np.empty((0, table.dim), np.float32), record)
+    _remember(table, database, record)
     return record
 
 
@@ -274,7 +274,13 @@ def _begun(table: TableSpec, model: SparseModel, database: Database, load: Datab
     record = LoadRecord(
         model.fingerprint, load.first_row, model.rows, source=model.place, size_bytes=model.size_bytes, checksum=checksum
     )
+    if database.persistent and not load.first_row:
+        _remember(table, database, record)  # so that a start that keeps what is there refuses it until it is whole
     return LoadFeed(database, table.tag, table.dim, record, load.last_row)
+
+
+def _remember(table: TableSpec, database: Database, record: LoadRecord) -> None:
+    database.load_chunk(table.tag, np.empty(0, np.int64), np.empty((0, table.dim), np.float32), record)
 
 
 def _await(

@@ -273,6 +273,7 @@ def test_an_interrupted_load_has_the_checksum_of_an_uninterrupted_one(
 def test_a_database_gets_batches_of_the_size_it_wants(source: str, batch_rows: int) -> None:
     database = Remembering(batch_rows)
     load_table(TABLE, source, [database])
+    assert database.batches.pop(0) == 0  # the record alone, before the first row
     chunks_a_batch = max(1, min(batch_rows, ROWS) // CHUNK_ROWS)
     if batch_rows >= ROWS:
         assert database.batches == [ROWS]

@@ -156,7 +156,22 @@ def test_chunks_come_in_order_and_the_end_is_announced_once(source: str) -> None
     persistent = PersistentMemory()
     load_table(TABLE, source, [persistent])
     chunks = [("load_chunk", CHUNK_ROWS)] * (ROWS // CHUNK_ROWS) + [("load_chunk", ROWS % CHUNK_ROWS)]
-    assert persistent.told == [*chunks, ("finish_load", ROWS)]
+    assert persistent.told == [("load_chunk", 0), *chunks, ("finish_load", ROWS)]
+
+
+def test_a_table_is_known_to_be_incomplete_before_its_first_row(source: str) -> None:
+    """Killed there, after the old version was dropped, it would else be taken for a whole table of no rows."""
+    persistent = PersistentMemory()
+    persistent.open_table(TAG, DIM)
+    persistent.records[TAG] = LoadRecord("another version", ROWS, ROWS)
+    seen = []
+    persistent.before_chunk = lambda row: seen.append((row, persistent.size(TAG), persistent.load_record(TAG)))
+    load_table(TABLE, source, [persistent])
+    (_, _, before), (row, rows, record) = seen[:2]
+    assert before is None
+    assert (row, rows) == (0, 0)
+    assert record is not None
+    assert (record.rows_done, record.complete, record.source) == (0, False, source)
 
 
 def test_progress_counts_every_row_once(source: str) -> None:

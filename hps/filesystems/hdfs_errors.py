@@ -60,6 +60,8 @@ _MEANINGS = (
         "name the nameservice instead of one of its NameNodes (hdfs://nameservice/path with HADOOP_CONF_DIR)",
     ),
     _Meaning("RetriableException|ServerTooBusy", ModelSourceError, "the NameNode is not ready ({said})", "wait until it is"),
+    # A full block whose predecessor is not reported yet. Hadoop's client waits, hdfs-native 0.14 gives up: its writer is lost.
+    _Meaning("NotReplicatedYet", ModelSourceError, "the DataNodes report blocks too slowly", "see their load"),
     _Meaning("QuotaExceeded", ModelFileError, "a quota is used up ({said})", "raise it, or remove files"),
     _Meaning("InvalidPath", ModelFileError, "HDFS has no such names ({said})", "leave out `:`, `.` and `..`"),
     _Meaning("PathIsNotEmptyDirectory", ModelFileError, "it is a directory that is not empty", "name a file"),

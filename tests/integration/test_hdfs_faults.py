@@ -40,7 +40,7 @@ VECTORS = sample_vectors(KEYS, DIM, 1)
 
 PATIENT = ModelSourceConfig(timeout_s=20, deadline_s=60, max_attempts=50)
 THRICE = ModelSourceConfig(timeout_s=20, deadline_s=60, max_attempts=3)  # where a bad answer comes each time
-HASTY = ModelSourceConfig(timeout_s=0.5, deadline_s=20, max_attempts=3)  # where no answer will come
+HASTY = ModelSourceConfig(timeout_s=0.5, deadline_s=20, max_attempts=2)  # where no answer will come
 
 
 @pytest.fixture
@@ -54,13 +54,30 @@ def root(cluster: HdfsCluster) -> Iterator[str]:
     cluster.delete("/models")
 
 
+def put_model(cluster: HdfsCluster, path: str) -> None:
+    files = ((f"{path}/key", KEYS.tobytes()), (f"{path}/emb_vector", VECTORS.tobytes()))
+    with ThreadPoolExecutor(2) as pool:  # each takes long, and little of it is work
+        list(pool.map(cluster.put, *zip(*files, strict=True)))
+
+
+@pytest.fixture(scope="module")
+def lasting_model() -> str:
+    put_model(hdfs_cluster(), "/lasting/item")
+    return f"{hdfs_cluster().uri}/lasting/item"
+
+
 @pytest.fixture
-def model(cluster: HdfsCluster, root: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A model of several chunks, each of several parts."""
+def model(lasting_model: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model of several chunks, each of several parts, that a test leaves as it is."""
     monkeypatch.setattr("hps.model_files.CHUNK_BYTES", 1 << 18)
-    monkeypatch.setattr("hps.filesystems.base.FileSystem.part_bytes", 1 << 16)
-    cluster.put("/models/item/key", KEYS.tobytes())
-    cluster.put("/models/item/emb_vector", VECTORS.tobytes())
+    monkeypatch.setattr(HdfsFileSystem, "part_bytes", 1 << 16)
+    return lasting_model
+
+
+@pytest.fixture
+def own_model(cluster: HdfsCluster, root: str, model: str) -> str:
+    """Another one, which it may spoil."""
+    put_model(cluster, "/models/item")
     return f"{root}/item"
 
 
@@ -105,15 +122,15 @@ def test_a_model_is_loaded_into_every_tier(model: str, tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_replaced_by_one_of_the_same_size_while_it_is_loaded_is_refused(
-    cluster: HdfsCluster, model: str
+    cluster: HdfsCluster, own_model: str
 ) -> None:
-    opened = open_sparse_model(model, DIM)
+    opened = open_sparse_model(own_model, DIM)
     with closing(read_ahead(opened, [(start, start + 1000) for start in range(0, ROWS, 1000)])) as chunks:
         next(chunks)
         cluster.put("/models/item/emb_vector", VECTORS[::-1].tobytes())
-        with pytest.raises(ModelFileChangedError, match=f"{model}/emb_vector: it changed while it was being read"):
+        with pytest.raises(ModelFileChangedError, match=f"{own_model}/emb_vector: it changed while it was being read"):
             check(chunks)
-    assert open_sparse_model(model, DIM).fingerprint != opened.fingerprint
+    assert open_sparse_model(own_model, DIM).fingerprint != opened.fingerprint
 
 
 def check(chunks: Iterable[tuple[int, KeyArray, FloatArray]]) -> list[int]:
@@ -162,29 +179,29 @@ def put_a_file_there(cluster: HdfsCluster) -> None:
     ids=["directory", "emb_vector", "key", "both", "a row", "a byte", "an element", "empty", "a directory", "a file"],
 )
 def test_files_that_are_no_model_are_refused_at_once(
-    cluster: HdfsCluster, model: str, spoil: Callable[[HdfsCluster], None], kind: type[ModelFileError], words: str
+    cluster: HdfsCluster, own_model: str, spoil: Callable[[HdfsCluster], None], kind: type[ModelFileError], words: str
 ) -> None:
     spoil(cluster)
-    with pytest.raises(kind, match=f"(?s){re.escape(model)}.*{words}") as raised:
-        open_sparse_model(model, DIM, sources=ModelSources(PATIENT))
+    with pytest.raises(kind, match=f"(?s){re.escape(own_model)}.*{words}") as raised:
+        open_sparse_model(own_model, DIM, sources=ModelSources(PATIENT))
     assert not isinstance(raised.value, ModelSourceError)
 
 
 def test_what_the_user_may_not_read_is_refused_and_the_user_named(
-    cluster: HdfsCluster, model: str, root: str, monkeypatch: pytest.MonkeyPatch
+    cluster: HdfsCluster, own_model: str, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.set_permission("/models/item", "700")
     monkeypatch.setenv("HADOOP_USER_NAME", "somebody")
     filesystem = HdfsFileSystem(PATIENT)
     refusal = "Permission denied: user=somebody, .*let this user, whom HADOOP_USER_NAME"
     for call in (filesystem.exists, filesystem.status, lambda path: filesystem.read_into(path, 0, memoryview(bytearray(8)))):
-        with pytest.raises(ModelFileError, match=f"{model}/key: {refusal}") as raised:
-            call(f"{model}/key")
+        with pytest.raises(ModelFileError, match=f"{own_model}/key: {refusal}") as raised:
+            call(f"{own_model}/key")
         assert not isinstance(raised.value, ModelSourceError | ModelFileNotFoundError)
     with pytest.raises(ModelFileError, match=refusal):
-        filesystem.list(model)
+        filesystem.list(own_model)
     with pytest.raises(ModelFileError, match=refusal):
-        open_sparse_model(model, DIM, sources=ModelSources(PATIENT))
+        open_sparse_model(own_model, DIM, sources=ModelSources(PATIENT))
     with pytest.raises(ModelFileError, match=refusal):
         write_sparse_model(f"{root}/mine", (KEYS, VECTORS), sources=ModelSources(PATIENT))
 
@@ -253,7 +270,9 @@ def test_a_namenode_that_restarts_during_a_load_is_got_over(cluster: HdfsCluster
         assert rest.result(60) == list(range(1000, ROWS, 1000))
 
 
-def test_a_paused_namenode_is_an_error_within_the_deadline_and_serves_when_it_goes_on(cluster: HdfsCluster, model: str) -> None:
+def test_a_paused_namenode_is_an_error_within_the_deadline_and_serves_when_it_goes_on(
+    cluster: HdfsCluster, model: str, root: str
+) -> None:
     filesystem = HdfsFileSystem(HASTY)
     content = bytearray(100)
     version = HdfsFileSystem(PATIENT).status(f"{model}/key").version
@@ -263,9 +282,9 @@ def test_a_paused_namenode_is_an_error_within_the_deadline_and_serves_when_it_go
             lambda: filesystem.status(f"{model}/key"),
             lambda: filesystem.list(model),
             lambda: filesystem.read_into(f"{model}/key", 0, memoryview(content), version),
-            lambda: filesystem.create(f"{model}/new"),
+            lambda: filesystem.create(f"{root}/new"),
         ):
-            with pytest.raises(ModelSourceError, match=rf"{model}.*: no answer in 0\.5 s; .*\(tried \d times in"):
+            with pytest.raises(ModelSourceError, match=rf"{cluster.uri}/.*: no answer in 0\.5 s; .*\(tried \d times in"):
                 call()
         assert time.monotonic() - started < 120
     assert content == bytes(100)
@@ -382,7 +401,7 @@ def nameservice(cluster: HdfsCluster, tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
-@pytest.mark.parametrize("uri", ["hdfs://shop/models/item", "hdfs:///models/item", "hdfs:/models/item"])
+@pytest.mark.parametrize("uri", ["hdfs://shop/lasting/item", "hdfs:///lasting/item", "hdfs:/lasting/item"])
 def test_a_nameservice_is_found_in_hadoops_configuration_and_its_dead_namenode_passed_over(
     model: str, nameservice: Callable[[str], Path], uri: str
 ) -> None:
@@ -395,11 +414,13 @@ def test_a_nameservice_is_found_in_hadoops_configuration_and_its_dead_namenode_p
 def test_a_namenode_of_a_nameservice_that_never_answers_is_passed_over(model: str, nameservice: Callable[[str], Path]) -> None:
     with mute_server() as server:
         home = nameservice(f"127.0.0.1:{server.getsockname()[1]}")
-        done = read_elsewhere("hdfs://shop/models/item", 1.0, HADOOP_CONF_DIR=str(home / "etc" / "hadoop"))
+        done = read_elsewhere("hdfs://shop/lasting/item", 1.0, HADOOP_CONF_DIR=str(home / "etc" / "hadoop"))
     assert done.stdout.strip() == str(int(KEYS.sum())), done.stderr
 
 
 def test_a_broken_configuration_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "core-site.xml").write_text("<configuration><property>")
-    done = read_elsewhere("hdfs://shop/models/item", 20, HADOOP_CONF_DIR=str(tmp_path))
-    assert re.search(r"ModelFileError: opening hdfs://shop/models/item/key: Hadoop's configuration cannot be read", done.stderr)
+    done = read_elsewhere("hdfs://shop/lasting/item", 20, HADOOP_CONF_DIR=str(tmp_path))
+    assert re.search(
+        r"ModelFileError: opening hdfs://shop/lasting/item/key: Hadoop's configuration cannot be read", done.stderr
+    )

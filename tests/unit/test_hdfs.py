@@ -286,6 +286,11 @@ _TRACE = "\\n\\tat org.apache.hadoop.hdfs.server.namenode.FSNamesystem.getBlockL
             "safe mode",
         ),
         (RuntimeError(f'RPCError("{_HADOOP}.ipc.StandbyException", "x")'), ModelSourceError, "name the nameservice"),
+        (
+            RuntimeError(f'RPCError("{_HADOOP}.hdfs.server.namenode.NotReplicatedYetException", "x")'),
+            ModelSourceError,
+            "too slowly",
+        ),
         (RuntimeError(f'RPCError("{_HADOOP}.ipc.RetriableException", "x")'), ModelSourceError, "not ready"),
         (RuntimeError(f'RPCError("{_HADOOP}.hdfs.protocol.DSQuotaExceededException", "x")'), ModelFileError, "quota"),
         (RuntimeError('DataTransferError("Failed to read from all DataNodes")'), ModelSourceError, "blocks cannot be read"),

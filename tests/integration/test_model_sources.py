@@ -60,8 +60,8 @@ def test_answers_are_the_same_from_every_source(
     place: tuple[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hps.model_files.CHUNK_BYTES", 1 << 18)  # several chunks a table, each of several parts
-    monkeypatch.setattr("hps.filesystems.base.FileSystem.part_bytes", 1 << 16)
     root, settings = place
+    monkeypatch.setattr(type(ModelSources().locate(root)[0]), "part_bytes", 1 << 16)
     configuration = {
         "device": "cpu",
         "volatile_db": {"type": "hash_map"},

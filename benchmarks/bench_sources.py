@@ -29,6 +29,7 @@ import pytest
 
 from benchmarks.harness import Report
 from hps.config_tiers import ModelSourceConfig
+from hps.filesystems.base import FileSystem
 from hps.model_files import CHUNK_BYTES, open_sparse_model
 from hps.model_sources import ModelSources
 from hps.model_writer import write_sparse_model
@@ -36,7 +37,7 @@ from hps.read_ahead import read_ahead
 from hps.sample_model import sample_chunks, sample_vectors
 
 _DIM, _SEED, _THREADS = 32, 1, 8
-_PART = 8 << 20  # of the peers that read parts
+_PART = FileSystem.part_bytes  # of the peers that read parts, too
 _FILES = ("emb_vector", "key")
 
 

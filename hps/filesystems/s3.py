@@ -38,8 +38,6 @@ class S3FileSystem(FileSystem):
     its ETag, which every read of it demands; a replacement of the same bytes may keep it.
     """
 
-    part_bytes = 8 << 20  # at 20 to 50 ms to the first byte and some 80 MB/s a connection, smaller ones mostly wait
-
     def __init__(self, settings: ModelSourceConfig | None = None) -> None:
         super().__init__(settings)
         self._client = S3Client(self.settings)

@@ -167,8 +167,8 @@ def test_batch_sizes_of_4_1_stand_for_max_batch_size(caplog: pytest.LogCaptureFi
         configuration = load(volatile_db=older, persistent_db={"type": "rocks_db", "max_get_batch_size": 400})
     assert configuration.volatile_db.max_batch_size == 200
     assert configuration.persistent_db.max_batch_size == 400
-    assert load(volatile_db={**older, "max_batch_size": 1000}).volatile_db.max_batch_size == 1000
     assert len(caplog.records) == 1
+    assert load(volatile_db={**older, "max_batch_size": 1000}).volatile_db.max_batch_size == 1000
     for key in ("volatile_db.max_get_batch_size", "volatile_db.refresh_time_after_fetch", "persistent_db.max_get_batch_size"):
         assert key in caplog.text
 

@@ -14,7 +14,6 @@ from hps.databases.hash_map_layout import (
     DONE,
     KEEP,
     U0,
-    U4,
     U64,
     VECTOR_BYTES,
     copy,
@@ -25,7 +24,7 @@ from hps.databases.hash_map_layout import (
     touch,
     vector_of,
 )
-from hps.databases.hash_map_signatures import FLAGS, INTEGER, KEYS, LAYOUT, OUT_VECTORS, TRIPLE, kernel
+from hps.databases.hash_map_signatures import FLAGS, INTEGER, KEYS, LAYOUT, OUT_VECTOR, OUT_VECTORS, TRIPLE, kernel
 from hps.hashing import mix
 
 _BLOCK = 32
@@ -55,11 +54,13 @@ def _fetch_slowly(layout, key, target, spare, access, now):  # type: ignore[no-u
     return BUSY
 
 
-@kernel(TRIPLE, LAYOUT, KEYS, OUT_VECTORS, FLAGS, INTEGER, INTEGER, INTEGER)
-def fetch(layout, keys, out, found, start, access, now):  # type: ignore[no-untyped-def]
+@kernel(TRIPLE, LAYOUT, KEYS, OUT_VECTORS, FLAGS, OUT_VECTOR, INTEGER, INTEGER, INTEGER)
+def fetch(layout, keys, out, found, spare_vector, start, access, now):  # type: ignore[no-untyped-def]
     """Fill the rows of `out` from `start` on that are not found and whose key is there, beside a writer.
 
-    Nothing is written to a row of `out` but a whole vector.
+    Nothing is written to a row of `out` but a whole vector. One that does not fit registers waits in `spare_vector`, (dim,),
+    until it is known to be whole. That memory is the caller's: an array that is made here is freed after the last use of
+    its name, which is the taking of its address.
 
     Returns:
         (rows filled, position, state): all keys before `position` are answered; state is DONE, MOVED, or BUSY after many
@@ -71,7 +72,6 @@ def fetch(layout, keys, out, found, start, access, now):  # type: ignore[no-unty
     lines = vector_bytes // U64
     segments, states = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.int64)
     work = np.empty((3, _BLOCK), np.uint64)  # bucket, header, row
-    spare_vector = np.empty(np.int64(vector_bytes // U4), np.float32)
     spare = np.uint64(spare_vector.ctypes.data)
     targets = np.uint64(out.ctypes.data)
     filled = 0

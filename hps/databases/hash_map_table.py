@@ -76,9 +76,10 @@ class Table:
         filled = position = 0
         now = self._now()
         deadline = None
+        spare = np.empty(self.dim, np.float32)
         while True:
             buckets = self._buckets  # held here while the kernel reads its memory
-            more, position, state = fetch(buckets.layout, keys, out, found, position, self._access, now)
+            more, position, state = fetch(buckets.layout, keys, out, found, spare, position, self._access, now)
             filled += more
             if state == DONE:
                 return int(filled)

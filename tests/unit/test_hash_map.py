@@ -14,7 +14,7 @@ from hps.config_tiers import VolatileDbConfig
 from hps.databases import hash_map_buckets, hash_map_table
 from hps.databases.hash_map import HashMapDatabase
 from hps.databases.hash_map_fetch import fetch
-from hps.databases.hash_map_layout import MOVED
+from hps.databases.hash_map_layout import DONE, MOVED
 from hps.databases.hash_map_memory import PAGE_BYTES
 from hps.errors import (
     ConfigError,
@@ -201,7 +201,7 @@ def test_readers_of_an_outgrown_bucket_array_are_sent_on(database):
     old = database._tables[TAG]._buckets
     filled(database, distinct_keys(500, seed=5))
     out, found = np.full((9, DIM), 3.0, np.float32), np.zeros(9, np.bool_)
-    assert fetch(old.layout, keys, out, found, 0, 0, 0) == (0, 0, MOVED)
+    assert fetch(old.layout, keys, out, found, out[0].copy(), 0, 0, 0) == (0, 0, MOVED)
     assert not found.any()
     assert (out == 3.0).all()
 
@@ -221,7 +221,7 @@ def test_growth_that_was_interrupted_is_finished_by_the_next_writer(database, mo
     assert database._tables[TAG]._buckets is not old
     database.delete(TAG, keys[:1])
     out, found = np.zeros((9, DIM), np.float32), np.zeros(9, np.bool_)
-    assert fetch(old.layout, keys, out, found, 0, 0, 0) == (0, 0, MOVED)
+    assert fetch(old.layout, keys, out, found, out[0].copy(), 0, 0, 0) == (0, 0, MOVED)
     assert_holds(database, keys[1:])
 
 
@@ -460,6 +460,19 @@ def test_a_reader_waits_for_a_writer_that_lost_the_processor():
 
 
 # -- concurrency ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", [1, 20, 1000])
+def test_a_vector_waits_for_its_check_in_the_callers_memory(dim):
+    """Not in an array of the kernel's own, which numba would free once its address is taken: others then write there."""
+    database = HashMapDatabase()
+    database.open_table(TAG, dim)
+    keys = distinct_keys(40)
+    database.insert(TAG, keys, vectors_of(keys, dim))
+    out, spare = np.empty((40, dim), np.float32), np.full(dim, np.nan, np.float32)
+    layout = database._tables[TAG]._buckets.layout
+    assert fetch(layout, keys, out, np.zeros(40, np.bool_), spare, 0, 0, 0) == (40, 40, DONE)
+    np.testing.assert_array_equal(spare, out[-1])
 
 
 @pytest.mark.parametrize("dim", [1, 20, 32, 1000])

@@ -20,6 +20,7 @@ RANGES = [(start, min(start + CHUNK_ROWS, ROWS)) for start in range(0, ROWS, CHU
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SparseModel:
     monkeypatch.setattr("hps.model_files.CHUNK_BYTES", CHUNK_ROWS * (8 + 4 * DIM))
+    monkeypatch.setattr(LocalFileSystem, "parallel_reads", 2)  # on any number of cores
     write_sparse_model(tmp_path / "m", sample_chunks(ROWS, DIM, seed=1))
     return open_sparse_model(tmp_path / "m", DIM)
 

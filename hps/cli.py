@@ -19,9 +19,12 @@ from hps import __version__, cli_import, errors, terminal
 if TYPE_CHECKING:
     from hps.config import Configuration, ModelConfig
     from hps.databases.base import Database
+    from hps.model_sources import ModelSources
     from hps.progress import Progress
+    from hps.types import TableSpec
 
 _SHARED_VOLATILE = ("redis_cluster",)  # outlive the process, so that loading them beforehand makes sense
+_CHECKED_AT_ONCE = 16  # tables; each is a few questions to where its files are
 _NO_TABLES = ("static", "stochastic")  # kinds of embedding cache that use no database
 
 app = typer.Typer(
@@ -274,21 +277,33 @@ def _for_lookup(configuration: "Configuration", model: str) -> "Configuration":
 
 def _check_files(path: Path, configuration: "Configuration") -> dict[tuple[str, str], int]:
     """Rows of every table by (model, table), or one report of what is wrong with the files."""
-    from hps.model_files import open_sparse_model
+    from concurrent.futures import ThreadPoolExecutor
+
     from hps.model_sources import ModelSources
 
     rows, problems, sources = {}, [], ModelSources(configuration.model_source)
-    for i, model in enumerate(configuration.models):
-        for j, (table, source) in enumerate(zip(model.tables, model.sparse_files, strict=True)):
+    with ThreadPoolExecutor(_CHECKED_AT_ONCE) as pool:  # so that a dead host is waited for once, not once a table
+        places = [
+            (i, j, model.model, table, pool.submit(_check_table, table, source, configuration, sources))
+            for i, model in enumerate(configuration.models)
+            for j, (table, source) in enumerate(zip(model.tables, model.sparse_files, strict=True))
+        ]
+        for i, j, name, table, checking in places:
             try:
-                files = open_sparse_model(source, table.dim, int32_keys=not configuration.supportlonglong, sources=sources)
-                files.verify()
-                rows[model.model, table.table_name] = files.rows
+                rows[name, table.table_name] = checking.result()
             except errors.ModelFileError as error:
                 problems.append(f"models[{i}].sparse_files[{j}]: {error}")
     if problems:
         raise errors.ConfigError(str(path), problems)
     return rows
+
+
+def _check_table(table: "TableSpec", source: str, configuration: "Configuration", sources: "ModelSources") -> int:
+    from hps.model_files import open_sparse_model
+
+    files = open_sparse_model(source, table.dim, int32_keys=not configuration.supportlonglong, sources=sources)
+    files.verify()
+    return files.rows
 
 
 def _counted(chunks: Iterator[Any], progress: "Progress", tag: str) -> Iterator[Any]:

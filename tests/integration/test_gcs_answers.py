@@ -32,10 +32,9 @@ from tests.misbehaving_proxy import Answer, Drop, Fault, MisbehavingProxy, Reque
 pytestmark = pytest.mark.gcs
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[GcsServer]:
-    with GcsServer() as server:
-        yield server
+@pytest.fixture
+def server(gcs_server: GcsServer) -> GcsServer:
+    return gcs_server
 
 
 @pytest.fixture

@@ -45,10 +45,9 @@ from tests.misbehaving_proxy import (
 pytestmark = pytest.mark.gcs
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[GcsServer]:
-    with GcsServer() as server:
-        yield server
+@pytest.fixture
+def server(gcs_server: GcsServer) -> GcsServer:
+    return gcs_server
 
 
 @pytest.fixture

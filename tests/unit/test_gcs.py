@@ -3,7 +3,6 @@
 import logging
 import threading
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,10 +21,9 @@ from tests.misbehaving_proxy import MisbehavingProxy
 pytestmark = pytest.mark.gcs
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[GcsServer]:
-    with GcsServer() as server:
-        yield server
+@pytest.fixture
+def server(gcs_server: GcsServer) -> GcsServer:
+    return gcs_server
 
 
 @pytest.fixture

@@ -105,14 +105,16 @@ def load(config: ConfigPath, force: Force = False) -> None:
     with terminal.reported():
         configuration = _configuration(config)
         databases = _open_lasting_databases(config, configuration)
-        lines, failures = [], []
+        from hps.model_sources import ModelSources
+
+        lines, failures, sources = [], [], ModelSources(configuration.model_source)
         with ExitStack() as stack:
             for database in databases:
                 stack.enter_context(closing(database))
             progress = stack.enter_context(terminal.progress())
             for model in configuration.models:
                 try:
-                    lines += _load_model(configuration, model, databases, progress, force)
+                    lines += _load_model(configuration, model, databases, sources, progress, force)
                 except errors.ModelFileError as error:
                     failures.append((model.model, error))
         for line in lines:  # below the bars
@@ -225,15 +227,19 @@ def _open_lasting_databases(path: Path, configuration: "Configuration") -> "list
 
 
 def _load_model(
-    configuration: "Configuration", model: "ModelConfig", databases: "list[Database]", progress: "Progress", force: bool
+    configuration: "Configuration",
+    model: "ModelConfig",
+    databases: "list[Database]",
+    sources: "ModelSources",
+    progress: "Progress",
+    force: bool,
 ) -> list[str]:
     """Load the tables of one model; returns what to say of it."""
     from hps.loading import load_table
-    from hps.model_sources import ModelSources
 
     if model.embedding_cache_type in _NO_TABLES:
         return [f"{model.model}: embedding_cache_type {model.embedding_cache_type} uses no database"]
-    sources, lines = ModelSources(configuration.model_source), []
+    lines = []
     for table, source in zip(model.tables, model.sparse_files, strict=True):
         report = load_table(
             table,

@@ -28,9 +28,10 @@ _UINT32_KEYS = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of a file and the memory that it goes to. Parts may be read in any order, by any thread."""
+    """A stretch of one version of a file, and the memory that it goes to. Parts may be read in any order, by any thread."""
 
     path: str
+    version: str
     offset: int
     buffer: memoryview
 
@@ -121,13 +122,12 @@ class SparseModel:
         vectors: FloatArray,  # (n, dim)
     ) -> list[Part]:
         """Cut `read` into parts that are worth reading side by side; all of them done is what `read` does."""
-        (key_path, _), (vector_path, _) = self._versions
-        parts = []
-        for path, offset, array in ((vector_path, start_row * 4 * self.dim, vectors), (key_path, start_row * _KEY_BYTES, keys)):
-            if array.size == 0:
-                continue
-            whole, step = array.data.cast("B"), self._filesystem.part_bytes
-            parts += [Part(path, offset + low, whole[low : low + step]) for low in range(0, len(whole), step)]
+        step, parts = self._filesystem.part_bytes, []
+        arrays: tuple[np.ndarray, np.ndarray] = (keys, vectors)
+        for (path, version), row_bytes, array in zip(self._versions, (_KEY_BYTES, 4 * self.dim), arrays, strict=True):
+            if array.size:  # a memoryview of nothing cannot be cast
+                whole, offset = array.data.cast("B"), start_row * row_bytes
+                parts += [Part(path, version, offset + low, whole[low : low + step]) for low in range(0, len(whole), step)]
         return parts
 
     def read_part(self, part: Part) -> None:
@@ -136,7 +136,7 @@ class SparseModel:
         Raises:
             ModelFileError: as in `chunks`.
         """
-        self._filesystem.read_into(part.path, part.offset, part.buffer, dict(self._versions)[part.path])
+        self._filesystem.read_into(part.path, part.offset, part.buffer, part.version)
 
     @property
     def parallel_reads(self) -> int:

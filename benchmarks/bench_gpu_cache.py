@@ -16,11 +16,11 @@ import torch
 from cupy_backends.cuda.api import driver, runtime
 
 from benchmarks.harness import Report, time_calls
-from hps.cache import kernels
 from hps.cache.base import Segment
-from hps.cache.cupy_cache import CupyCache
-from hps.cache.cupy_device import kernels_of
-from hps.cache.kernels import Kernel
+from hps.cache.cuda import kernels
+from hps.cache.cuda.cache import CupyCache
+from hps.cache.cuda.device import kernels_of
+from hps.cache.cuda.kernels import Kernel
 from hps.types import FloatArray, KeyArray, TableSpec
 
 _ALPHA = 1.05

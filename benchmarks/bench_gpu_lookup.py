@@ -17,8 +17,8 @@ import numpy as np
 
 import hps
 from benchmarks.harness import Report, power_law_keys, time_calls
-from hps.model_writer import write_sparse_model
-from hps.sample_model import sample_chunks, sample_vectors
+from hps.models.sample import sample_chunks, sample_vectors
+from hps.models.writer import write_sparse_model
 
 SEED = 1
 
@@ -210,7 +210,7 @@ def _warm_up(report: Report, place: Path, torch: Any, size_bytes: float) -> None
         on_device.copy_(pinned, non_blocking=True)
     torch.cuda.synchronize()
     copy_bytes_per_s = copies * pinned.numel() / (time.perf_counter() - start)
-    from hps.warmup import warm_up
+    from hps.models.warm_up import warm_up
 
     with hps.HPS(config) as server:
         deployment = server.model("bench")

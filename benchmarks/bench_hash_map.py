@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.harness import Report, Timing, power_law_keys, time_calls
-from hps.databases.hash_map import HashMapDatabase
-from hps.databases.hash_map_eviction import Policy
+from hps.databases.hash_map.database import HashMapDatabase
+from hps.databases.hash_map.eviction import Policy
 
 TAG = "hps_et.bench.table"
 QUERY_SETS = 8

@@ -31,8 +31,8 @@ import orjson
 
 from benchmarks.harness import Report
 from benchmarks.http_servers import HOPS
-from hps.model_writer import write_sparse_model
-from hps.sample_model import sample_vectors
+from hps.models.sample import sample_vectors
+from hps.models.writer import write_sparse_model
 
 _ROWS, _DIM, _KEYS = 100_000, 32, 1_000
 _ROTATION = 8

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Report
-from hps.model_writer import write_sparse_model
-from hps.sample_model import sample_vectors
+from hps.models.sample import sample_vectors
+from hps.models.writer import write_sparse_model
 from hps.types import FloatArray, KeyArray
 
 SEED = 1
@@ -35,8 +35,8 @@ import json, sys, time
 import numpy as np
 import hps
 import hps.deployment
-from hps.databases.rocks_db import RocksDatabase
-from hps.sample_model import sample_vectors
+from hps.databases.rocks_db.database import RocksDatabase
+from hps.models.sample import sample_vectors
 
 path, rows, dim, sample, odd = sys.argv[1], *map(int, sys.argv[2:])
 

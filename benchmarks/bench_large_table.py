@@ -23,7 +23,7 @@ _SERVE = """
 import json, resource, sys, time
 import numpy as np
 import hps
-from hps.sample_model import sample_vectors
+from hps.models.sample import sample_vectors
 
 path, rows, dim, lookups, n = sys.argv[1], *map(int, sys.argv[2:])
 imported_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3

@@ -20,17 +20,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Report
-from hps.cache.numpy_cache import NumpyCache
-from hps.config import PersistentDbConfig, VolatileDbConfig
+from hps.cache.cpu.cache import NumpyCache
+from hps.configuration.load import PersistentDbConfig, VolatileDbConfig
 from hps.databases.base import Database, LoadRecord
-from hps.loading import load_table
-from hps.model_files import SparseModel, open_sparse_model
-from hps.model_writer import write_sparse_model
-from hps.read_ahead import read_ahead
+from hps.models.files import SparseModel, open_sparse_model
+from hps.models.loading import load_table
+from hps.models.read_ahead import read_ahead
+from hps.models.sample import sample_vectors
+from hps.models.warm_up import warm_up
+from hps.models.writer import write_sparse_model
 from hps.registry import implementation
-from hps.sample_model import sample_vectors
 from hps.types import FloatArray, KeyArray, TableSpec
-from hps.warmup import warm_up
 
 _REPEATS = 3
 _SEED = 1

@@ -15,9 +15,9 @@ from torch.utils.dlpack import to_dlpack
 
 from benchmarks.harness import Report, power_law_keys, time_calls
 from hps.cache.base import Segment
-from hps.cache.dlpack import as_keys, as_output
-from hps.cache.numpy_cache import NumpyCache
+from hps.cache.cpu.cache import NumpyCache
 from hps.hashing import mix, scale
+from hps.tensors.dlpack import as_keys, as_output
 from hps.types import FloatArray, KeyArray, TableSpec
 
 _ALPHA = 1.05

@@ -22,9 +22,9 @@ from redis.cluster import ClusterNode, RedisCluster
 
 from benchmarks.harness import Report
 from hps.databases.base import LoadRecord
-from hps.databases.redis_cluster import RedisDatabase
-from hps.databases.redis_layout import Layout
-from hps.databases.redis_topology import parse_addresses
+from hps.databases.redis.database import RedisDatabase
+from hps.databases.redis.layout import Layout
+from hps.databases.redis.topology import parse_addresses
 from hps.hashing import partition_of
 from hps.types import FloatArray, KeyArray
 from tests.redis_server import RedisClusterServers, RedisServer

@@ -24,8 +24,8 @@ import rocksdict
 
 from benchmarks.harness import Report, power_law_keys
 from hps.databases.base import LoadRecord
-from hps.databases.load_feed import LoadFeed
-from hps.databases.rocks_db import RocksDatabase
+from hps.databases.rocks_db.database import RocksDatabase
+from hps.models.load_feed import LoadFeed
 
 TAG = "hps_et.bench.item"
 CHUNK_BYTES = 16 << 20  # of a model file's chunk

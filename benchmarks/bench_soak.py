@@ -15,7 +15,7 @@ import numpy as np
 
 import hps
 from benchmarks.harness import Report
-from hps.sample_model import sample_chunks, sample_vectors
+from hps.models.sample import sample_chunks, sample_vectors
 from tests.redis_server import RedisServer
 
 ROWS, DIM, KEYS, CLIENTS = 100_000, 16, 1000, 4

@@ -28,13 +28,13 @@ import numpy as np
 import pytest
 
 from benchmarks.harness import Report
-from hps.config_tiers import ModelSourceConfig
+from hps.configuration.tiers import ModelSourceConfig
 from hps.filesystems.base import FileSystem
-from hps.model_files import CHUNK_BYTES, open_sparse_model
-from hps.model_sources import ModelSources
-from hps.model_writer import write_sparse_model
-from hps.read_ahead import read_ahead
-from hps.sample_model import sample_chunks, sample_vectors
+from hps.models.files import CHUNK_BYTES, open_sparse_model
+from hps.models.read_ahead import read_ahead
+from hps.models.sample import sample_chunks, sample_vectors
+from hps.models.sources import ModelSources
+from hps.models.writer import write_sparse_model
 
 _DIM, _SEED, _THREADS = 32, 1, 8
 _PART = FileSystem.part_bytes  # of the peers that read parts, too

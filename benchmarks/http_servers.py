@@ -17,7 +17,7 @@ import orjson
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hps.config import load_configuration
+from hps.configuration.load import load_configuration
 from hps.service.app import Application, create_app
 from hps.service.server import Server, listen, url_of
 

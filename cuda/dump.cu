@@ -6,7 +6,7 @@
 // INVARIANTS  Each resident key stands once in the list.
 // RACES       Keys do not move, so a key that stays resident is listed whatever is modified meanwhile. One atomic add a warp
 //             reserves places.
-// TWIN        hps.cache.numpy_kernels.dump
+// TWIN        hps.cache.cpu.kernels.dump
 
 #include "embedding_cache.cuh"
 

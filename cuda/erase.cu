@@ -4,7 +4,7 @@
 //             launched; tiles past a ragged end have no key.
 // INVARIANTS  The slot of an erased key holds the filler and score 0. Absent keys and duplicates change nothing.
 // RACES       A tile writes to a pair only while it owns it (writer.cuh), and looks at it again then.
-// TWIN        hps.cache.numpy_kernels.erase
+// TWIN        hps.cache.cpu.kernels.erase
 
 #include "embedding_cache.cuh"
 #include "writer.cuh"

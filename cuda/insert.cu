@@ -10,7 +10,7 @@
 //             starts with FIRST_SCORE. Replacing a vector changes no score.
 // RACES       A tile looks at a pair, and writes to it, only while it owns it (writer.cuh). A query that reads meanwhile sees
 //             it by the version (embedding_cache.cuh). Launches on one table may run at once; the cache orders them all the same.
-// TWIN        hps.cache.numpy_kernels.write
+// TWIN        hps.cache.cpu.kernels.write
 
 #include "embedding_cache.cuh"
 #include "writer.cuh"

@@ -18,7 +18,7 @@
 //             nothing waits for, and only when they change; one that meets a writer may be lost, which costs nothing but
 //             recency. One atomic add a warp, and only of a warp that misses, reserves places in the list; whoever reserved
 //             the first sets any_missing.
-// TWIN        hps.cache.numpy_kernels.query
+// TWIN        hps.cache.cpu.kernels.query
 
 #include "embedding_cache.cuh"
 

@@ -12,20 +12,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hps.config import Configuration as Configuration
-    from hps.config import load_configuration as load_configuration
+    from hps.configuration.hugectr_structs import DatabaseOverflowPolicy_t as DatabaseOverflowPolicy_t
+    from hps.configuration.hugectr_structs import DatabaseType_t as DatabaseType_t
+    from hps.configuration.hugectr_structs import EmbeddingCacheType_t as EmbeddingCacheType_t
+    from hps.configuration.hugectr_structs import InferenceParams as InferenceParams
+    from hps.configuration.hugectr_structs import ParameterServerConfig as ParameterServerConfig
+    from hps.configuration.hugectr_structs import PersistentDatabaseParams as PersistentDatabaseParams
+    from hps.configuration.hugectr_structs import UpdateSourceParams as UpdateSourceParams
+    from hps.configuration.hugectr_structs import UpdateSourceType_t as UpdateSourceType_t
+    from hps.configuration.hugectr_structs import VolatileDatabaseParams as VolatileDatabaseParams
+    from hps.configuration.load import Configuration as Configuration
+    from hps.configuration.load import load_configuration as load_configuration
     from hps.errors import *  # noqa: F403
-    from hps.inference_params import DatabaseOverflowPolicy_t as DatabaseOverflowPolicy_t
-    from hps.inference_params import DatabaseType_t as DatabaseType_t
-    from hps.inference_params import EmbeddingCacheType_t as EmbeddingCacheType_t
-    from hps.inference_params import InferenceParams as InferenceParams
-    from hps.inference_params import ParameterServerConfig as ParameterServerConfig
-    from hps.inference_params import PersistentDatabaseParams as PersistentDatabaseParams
-    from hps.inference_params import UpdateSourceParams as UpdateSourceParams
-    from hps.inference_params import UpdateSourceType_t as UpdateSourceType_t
-    from hps.inference_params import VolatileDatabaseParams as VolatileDatabaseParams
-    from hps.model_files import open_sparse_model as open_sparse_model
-    from hps.model_writer import write_sparse_model as write_sparse_model
+    from hps.models.files import open_sparse_model as open_sparse_model
+    from hps.models.writer import write_sparse_model as write_sparse_model
     from hps.parameter_server import HPS as HPS
 
 _ERRORS = (
@@ -54,19 +54,19 @@ _ERRORS = (
 )
 _HOME = {
     "HPS": "hps.parameter_server",
-    "Configuration": "hps.config",
-    "load_configuration": "hps.config",
-    "InferenceParams": "hps.inference_params",
-    "ParameterServerConfig": "hps.inference_params",
-    "VolatileDatabaseParams": "hps.inference_params",
-    "PersistentDatabaseParams": "hps.inference_params",
-    "UpdateSourceParams": "hps.inference_params",
-    "DatabaseType_t": "hps.inference_params",
-    "DatabaseOverflowPolicy_t": "hps.inference_params",
-    "UpdateSourceType_t": "hps.inference_params",
-    "EmbeddingCacheType_t": "hps.inference_params",
-    "open_sparse_model": "hps.model_files",
-    "write_sparse_model": "hps.model_writer",
+    "Configuration": "hps.configuration.load",
+    "load_configuration": "hps.configuration.load",
+    "InferenceParams": "hps.configuration.hugectr_structs",
+    "ParameterServerConfig": "hps.configuration.hugectr_structs",
+    "VolatileDatabaseParams": "hps.configuration.hugectr_structs",
+    "PersistentDatabaseParams": "hps.configuration.hugectr_structs",
+    "UpdateSourceParams": "hps.configuration.hugectr_structs",
+    "DatabaseType_t": "hps.configuration.hugectr_structs",
+    "DatabaseOverflowPolicy_t": "hps.configuration.hugectr_structs",
+    "UpdateSourceType_t": "hps.configuration.hugectr_structs",
+    "EmbeddingCacheType_t": "hps.configuration.hugectr_structs",
+    "open_sparse_model": "hps.models.files",
+    "write_sparse_model": "hps.models.writer",
     **dict.fromkeys(_ERRORS, "hps.errors"),
 }
 __version__ = "0.1.0"

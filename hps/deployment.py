@@ -5,30 +5,53 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from hps.cache.base import EmbeddingCache
-from hps.config import ModelConfig
-from hps.database_chain import DatabaseChain
+from hps.configuration.load import Configuration, ModelConfig
 from hps.databases.base import Database
-from hps.direct_session import DirectSession
 from hps.errors import DatabaseError, InvalidInputError, UnknownDeviceError, UnknownTableError
-from hps.fetch_coalescing import FetchCoalescer
-from hps.host_tiers import LoadTargets
-from hps.loading import LoadReport, load_table
-from hps.lookup_session import LookupSession, SessionSettings
+from hps.lookup.chain import DatabaseChain
+from hps.lookup.coalescing import FetchCoalescer
+from hps.lookup.direct_session import DirectSession
+from hps.lookup.refresh import refresh
+from hps.lookup.session import LookupSession, SessionSettings
 from hps.metrics import Metrics
+from hps.models.loading import LoadReport, load_table
+from hps.models.sources import ModelSources
+from hps.models.warm_up import warm_up
 from hps.progress import Progress
 from hps.registry import implementation
 from hps.types import FloatArray, KeyArray, TableSpec
-from hps.warmup import refresh, warm_up
 
 _log = logging.getLogger(__name__)
 
 _STATIC_LOAD = 0.7
 """How full a static cache on a GPU is. Sets are then rarely too small for their keys; the few vectors that find no place stay
 in the databases, which hold every row."""
+
+
+@dataclass(frozen=True)
+class LoadTargets:
+    """Which databases are initialised from model files, and how. Immutable.
+
+    Attributes:
+        load: databases to fill.
+        keep: databases that use what they have (`initialize_after_startup: false`, `read_only`).
+        initial_cache_rate: the share of a volatile database to fill.
+        int32_keys: refuse keys that 32-bit serving cannot have (`supportlonglong: false`).
+        sources: where model files come from.
+        force: load what is there all the same.
+    """
+
+    load: tuple[Database, ...] = ()
+    keep: tuple[Database, ...] = ()
+    initial_cache_rate: float = 1.0
+    int32_keys: bool = False
+    sources: ModelSources = field(default_factory=ModelSources)
+    force: bool = False
 
 
 @dataclass(frozen=True)
@@ -274,3 +297,39 @@ def _deploy_resident(config: ModelConfig, targets: LoadTargets, metrics: Metrics
 def _cache_class(device: str) -> type[EmbeddingCache]:
     found: type[EmbeddingCache] = implementation("cache", device)
     return found
+
+
+def open_host_tiers(configuration: Configuration, metrics: Metrics) -> tuple[DatabaseChain, LoadTargets]:
+    """Open the volatile and the persistent database.
+
+    Returns:
+        The two as a chain, which owns them, and what is to be loaded into them.
+
+    Raises:
+        DatabaseError: one of them cannot be opened; none is left open.
+    """
+    volatile = _open(configuration.volatile_db)
+    try:
+        persistent = _open(configuration.persistent_db)
+    except BaseException:
+        if volatile:
+            volatile.close()
+        raise
+    load: list[Database] = []
+    keep: list[Database] = []
+    if volatile:
+        (load if configuration.volatile_db.initialize_after_startup else keep).append(volatile)
+    if persistent:
+        settings = configuration.persistent_db
+        (load if settings.initialize_after_startup and not settings.read_only else keep).append(persistent)
+    chain = DatabaseChain(volatile, persistent, metrics=metrics, promote=configuration.volatile_db.cache_missed_embeddings)
+    rate = configuration.volatile_db.initial_cache_rate
+    sources = ModelSources(configuration.model_source)
+    return chain, LoadTargets(tuple(load), tuple(keep), rate, not configuration.supportlonglong, sources)
+
+
+def _open(config: Any) -> Database | None:
+    if config.type == "disabled":
+        return None
+    database: Database = implementation("database", config.type).from_config(config)
+    return database

@@ -11,18 +11,17 @@ from typing import Any, Literal, Self, overload
 import numpy as np
 
 from hps.cache.base import Segment
-from hps.caller_tensors import concatenated_segments, cuda_segments, keys_of, output_of, segments_of
-from hps.config import Configuration, ModelConfig, load_configuration
-from hps.deployment import Deployment, choose_cache, deploy
+from hps.configuration.hugectr_structs import ParameterServerConfig
+from hps.configuration.load import Configuration, ModelConfig, load_configuration
+from hps.deployment import Deployment, choose_cache, deploy, open_host_tiers
 from hps.errors import InvalidInputError, NotReadyError, UnknownModelError
-from hps.fetch_coalescing import FetchCoalescer
-from hps.host_keys import as_host_keys
-from hps.host_tiers import open_host_tiers
-from hps.inference_params import ParameterServerConfig
+from hps.lookup.caller_tensors import concatenated_segments, cuda_segments, keys_of, output_of, segments_of
+from hps.lookup.coalescing import FetchCoalescer
+from hps.lookup.refresh import refresh
 from hps.metrics import Metrics
 from hps.progress import Progress
+from hps.tensors.host_keys import as_host_keys
 from hps.types import BoolArray, FloatArray
-from hps.warmup import refresh
 
 _log = logging.getLogger(__name__)
 

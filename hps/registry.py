@@ -11,19 +11,19 @@ from hps.errors import ConfigError, MissingDependencyError
 # kind -> name -> (module:attribute, what to install when its import fails)
 IMPLEMENTATIONS: dict[str, dict[str, tuple[str, str]]] = {
     "cache": {
-        "cpu": ("hps.cache.numpy_cache:NumpyCache", "pip install hps-server"),
-        "cuda": ("hps.cache.cupy_cache:CupyCache", "pip install 'hps-server[cuda13]' (or [cuda12])"),
+        "cpu": ("hps.cache.cpu.cache:NumpyCache", "pip install hps-server"),
+        "cuda": ("hps.cache.cuda.cache:CupyCache", "pip install 'hps-server[cuda13]' (or [cuda12])"),
     },
     "database": {
-        "hash_map": ("hps.databases.hash_map:HashMapDatabase", "pip install hps-server"),
-        "parallel_hash_map": ("hps.databases.hash_map:HashMapDatabase", "pip install hps-server"),
-        "redis_cluster": ("hps.databases.redis_cluster:RedisDatabase", "pip install hps-server"),
-        "rocks_db": ("hps.databases.rocks_db:RocksDatabase", "pip install hps-server"),
+        "hash_map": ("hps.databases.hash_map.database:HashMapDatabase", "pip install hps-server"),
+        "parallel_hash_map": ("hps.databases.hash_map.database:HashMapDatabase", "pip install hps-server"),
+        "redis_cluster": ("hps.databases.redis.database:RedisDatabase", "pip install hps-server"),
+        "rocks_db": ("hps.databases.rocks_db.database:RocksDatabase", "pip install hps-server"),
     },
     "filesystem": {
         "": ("hps.filesystems.local:LocalFileSystem", "pip install hps-server"),
         "file": ("hps.filesystems.local:LocalFileSystem", "pip install hps-server"),
-        "hdfs": ("hps.filesystems.hdfs:HdfsFileSystem", "pip install 'hps-server[hdfs]'"),
+        "hdfs": ("hps.filesystems.hdfs.file_system:HdfsFileSystem", "pip install 'hps-server[hdfs]'"),
         "s3": ("hps.filesystems.s3:S3FileSystem", "pip install hps-server"),
         "s3a": ("hps.filesystems.s3:S3FileSystem", "pip install hps-server"),
         "gs": ("hps.filesystems.gcs:GcsFileSystem", "pip install 'hps-server[gcs]'"),

@@ -4,7 +4,7 @@ import json
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from hps.config_tiers import ModelSourceConfig
+from hps.configuration.tiers import ModelSourceConfig
 from hps.filesystems.gcs import GcsFileSystem
 from tests.misbehaving_proxy import Answer, Fault, Request, Reset, Truncate
 

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import hps
-from hps import loading, model_files
-from hps.databases import rocks_db_engine
-from hps.databases.hash_map import HashMapDatabase
-from hps.databases.rocks_db import RocksDatabase
-from hps.databases.rocks_db_record import LoadRecords
+from hps.databases.hash_map.database import HashMapDatabase
+from hps.databases.rocks_db import engine as rocks_db_engine
+from hps.databases.rocks_db.database import RocksDatabase
+from hps.databases.rocks_db.record import LoadRecords
+from hps.models import files as model_files
+from hps.models import loading
 
 CHUNK_ROWS, BATCH_ROWS, UNMERGED_FILES = 2000, 4000, 5
 STEPS = {
@@ -75,7 +76,7 @@ def main(program: str, config: str, dim: int, moment: Moment) -> None:
     for phase, (owner, name) in STEPS.items():
         setattr(owner, name, moment.step(phase, getattr(owner, name)))
     if program == "load":
-        from hps.cli import app
+        from hps.cli.app import app
 
         app(["load", config], standalone_mode=False)
         tell("whole", moment.at)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import redis
 
-from hps.databases.redis_layout import Partition
+from hps.databases.redis.layout import Partition
 
 _START_S = 20.0
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import httpx
 
-from hps.config import Configuration, load_configuration
+from hps.configuration.load import Configuration, load_configuration
 from hps.service.app import Application, create_app
 from hps.service.server import Server, listen, url_of
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from hps.config_tiers import ModelSourceConfig
+from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed
 from hps.filesystems.gcs_access import GcsAccessFinder

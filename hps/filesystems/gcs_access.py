@@ -10,7 +10,7 @@ from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError, Tra
 from google.auth.transport.requests import Request
 from google.cloud import storage
 
-from hps.config_tiers import ModelSourceConfig
+from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelSourceError
 from hps.filesystems.retries import within
 

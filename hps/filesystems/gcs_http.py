@@ -18,7 +18,7 @@ from typing import Any
 import requests
 from urllib3.exceptions import HTTPError
 
-from hps.config_tiers import ModelSourceConfig
+from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.gcs_access import GIVE_CREDENTIALS, GcsAccess, GcsAccessFinder
 from hps.filesystems.retries import within

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import google_crc32c
 
-from hps.config_tiers import ModelSourceConfig
+from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.base import FileWriter
 from hps.filesystems.gcs_address import GcsAddress

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from hps.config_tiers import ModelSourceConfig
+from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelSourceError
 
 _log = logging.getLogger(__name__)

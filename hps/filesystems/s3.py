@@ -7,7 +7,7 @@ from typing import Any
 
 from urllib3.exceptions import HTTPError
 
-from hps.config_tiers import ModelSourceConfig
+from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed
 from hps.filesystems.retries import retried

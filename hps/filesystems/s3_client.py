@@ -7,7 +7,7 @@ import boto3
 import boto3.session
 from botocore.config import Config
 
-from hps.config_tiers import ModelSourceConfig
+from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError
 from hps.filesystems.retries import within
 from hps.filesystems.s3_addresses import S3Address

@@ -5,7 +5,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from hps.config_tiers import ModelSourceConfig
+from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError
 from hps.filesystems.base import FileWriter
 from hps.filesystems.retries import retried

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
 from hps import __version__
-from hps.config import Configuration
+from hps.configuration.load import Configuration
 from hps.errors import (
     DatabaseError,
     DeviceError,

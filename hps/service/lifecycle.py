@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from hps.config import Configuration, ModelConfig
+from hps.configuration.load import Configuration, ModelConfig
 from hps.errors import (
     ConfigError,
     DatabaseCorruptError,

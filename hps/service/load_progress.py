@@ -9,7 +9,7 @@ from typing import Literal
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hps.config import ModelConfig
+from hps.configuration.load import ModelConfig
 from hps.progress import FailureProgress, Progress, TableProgress, time_text
 
 ModelState = Literal["waiting", "loading", "ready", "failed"]

@@ -10,10 +10,10 @@ from typing import Final, NamedTuple
 from hps.errors import UnknownModelError
 from hps.parameter_server import HPS
 from hps.service.answers import BINARY, JSON, Answer
-from hps.service.inference_protocol import decode_request, parse_header_length
-from hps.service.json_lookup import decode_lookup, encode_lookup
 from hps.service.lookup_threads import LookupThreads
-from hps.service.served_model import ServedModel
+from hps.service.protocol.inference import decode_request, parse_header_length
+from hps.service.protocol.json_lookup import decode_lookup, encode_lookup
+from hps.service.protocol.model_tables import ServedModel
 
 VERSION = "1"
 """The version that every model has: a parameter server serves one."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hps
-from hps.sample_model import sample_chunks, sample_vectors
+from hps.models.sample import sample_chunks, sample_vectors
 
 pytestmark = pytest.mark.gpu
 DIMS, ROWS = (16, 7, 1, 128), 2000

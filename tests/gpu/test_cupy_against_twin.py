@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from hps.cache.base import EmbeddingCache, Segment
-from hps.cache.numpy_cache import NumpyCache
+from hps.cache.cpu.cache import NumpyCache
 from hps.types import BoolArray, FloatArray, KeyArray
 from tests.contracts.cache_contract import AWKWARD_KEYS, DEFAULT, bits, spec, vectors_of
 
@@ -27,7 +27,7 @@ class TwoCaches(RuleBasedStateMachine):
     def create(self, dim: int, on_host: bool) -> None:
         import cupy
 
-        from hps.cache.cupy_cache import CupyCache
+        from hps.cache.cuda.cache import CupyCache
 
         self.dim, self.version = dim, 0
         self.to_device: Any = np.array if on_host else cupy.asarray

@@ -34,7 +34,7 @@ def vectors_on_device(keys: Any, dim: int, generation: int) -> Any:
 def test_no_vector_is_torn_stale_or_anothers_on_several_streams(dim: int, capacity: int, capsys: pytest.CaptureFixture[str]):
     import cupy
 
-    from hps.cache.cupy_cache import CupyCache
+    from hps.cache.cuda.cache import CupyCache
 
     cache = CupyCache.create([spec(dim)], [capacity], 0)
     rng = np.random.default_rng(1)

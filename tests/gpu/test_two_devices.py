@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 def caches() -> Iterator[list[Any]]:
     import cupy
 
-    from hps.cache.cupy_cache import CupyCache
+    from hps.cache.cuda.cache import CupyCache
 
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two GPUs")

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
-from hps.sample_model import sample_vectors
+from hps.models.sample import sample_vectors
 from tests.compose_file import compose_of
 from tests.compose_runner import Stack, can_isolate, isolated
 from tests.running_service import wait_until

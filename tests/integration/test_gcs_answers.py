@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from google.oauth2 import service_account
 
-from hps.config_tiers import ModelSourceConfig
+from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileChangedError, ModelFileError, ModelSourceError
 from hps.filesystems import gcs_upload
 from hps.filesystems.gcs import GcsFileSystem

@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hps.config_tiers import ModelSourceConfig
-from hps.databases.hash_map import HashMapDatabase
-from hps.databases.rocks_db import RocksDatabase
+from hps.configuration.tiers import ModelSourceConfig
+from hps.databases.hash_map.database import HashMapDatabase
+from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import ModelFileChangedError, ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems import gcs_upload
 from hps.filesystems.gcs import GcsFileSystem
-from hps.loading import load_table
-from hps.model_files import open_sparse_model
-from hps.model_sources import ModelSources
-from hps.model_writer import write_sparse_model
+from hps.models.files import open_sparse_model
+from hps.models.loading import load_table
+from hps.models.sources import ModelSources
+from hps.models.writer import write_sparse_model
 from hps.types import TableSpec
 from tests.contracts.filesystem_contract import noise
 from tests.gcs_faults import SIZE, hasty, is_media, name_of, patient, read, refusal
@@ -70,7 +70,7 @@ TABLE = TableSpec("shop", "item", 16, 0.0, 100_000)
 
 def test_a_model_is_written_checked_read_and_loaded(server: GcsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GcsFileSystem, "part_bytes", 50_000)  # several parts a chunk
-    monkeypatch.setattr("hps.model_files.CHUNK_BYTES", 300_000)
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 300_000)
     monkeypatch.setattr(gcs_upload, "CHUNK_BYTES", 1 << 18)
     rng = np.random.default_rng(3)
     keys, vectors = rng.permutation(20_000).astype(np.int64) * 7 - 50, rng.random((20_000, 16), np.float32)
@@ -312,7 +312,7 @@ def test_a_file_that_is_removed_or_cut_between_two_parts_is_noticed(server: GcsS
 def test_a_model_that_is_replaced_while_it_is_loaded_is_noticed(
     proxy: MisbehavingProxy, server: GcsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hps.model_files.CHUNK_BYTES", 20_000)
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 20_000)
     sources = ModelSources(ModelSourceConfig(gcs_endpoint_url=proxy.url))
     place = f"gs://{server.make_bucket()}/item"
     keys, vectors = np.arange(2000), np.ones((2000, 16), np.float32)

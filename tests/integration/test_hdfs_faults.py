@@ -15,18 +15,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hps.config_tiers import ModelSourceConfig
-from hps.databases.hash_map import HashMapDatabase
-from hps.databases.rocks_db import RocksDatabase
+from hps.configuration.tiers import ModelSourceConfig
+from hps.databases.hash_map.database import HashMapDatabase
+from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import ModelFileChangedError, ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.base import FileWriter
-from hps.filesystems.hdfs import HdfsFileSystem
-from hps.loading import load_table
-from hps.model_files import open_sparse_model
-from hps.model_sources import ModelSources
-from hps.model_writer import write_sparse_model
-from hps.read_ahead import read_ahead
-from hps.sample_model import sample_vectors
+from hps.filesystems.hdfs.file_system import HdfsFileSystem
+from hps.models.files import open_sparse_model
+from hps.models.loading import load_table
+from hps.models.read_ahead import read_ahead
+from hps.models.sample import sample_vectors
+from hps.models.sources import ModelSources
+from hps.models.writer import write_sparse_model
 from hps.types import FloatArray, KeyArray, TableSpec
 from tests.contracts.filesystem_contract import noise
 from tests.hdfs_cluster import HdfsCluster, free_ports, hdfs_cluster, write_hadoop_configuration
@@ -69,7 +69,7 @@ def lasting_model() -> str:
 @pytest.fixture
 def model(lasting_model: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """A model of several chunks, each of several parts, that a test leaves as it is."""
-    monkeypatch.setattr("hps.model_files.CHUNK_BYTES", 1 << 18)
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 1 << 18)
     monkeypatch.setattr(HdfsFileSystem, "part_bytes", 1 << 16)
     return lasting_model
 
@@ -365,9 +365,9 @@ def test_a_paused_datanode_is_an_error_within_the_deadline(cluster: HdfsCluster,
 
 _READS = """
 import sys, numpy
-from hps.config_tiers import ModelSourceConfig
-from hps.model_files import open_sparse_model
-from hps.model_sources import ModelSources
+from hps.configuration.tiers import ModelSourceConfig
+from hps.models.files import open_sparse_model
+from hps.models.sources import ModelSources
 settings = ModelSourceConfig(timeout_s=float(sys.argv[2]), deadline_s=60, max_attempts=60)
 model = open_sparse_model(sys.argv[1], 16, sources=ModelSources(settings))
 print(sum(int(keys.sum()) for keys, _ in model.chunks()))

@@ -6,7 +6,7 @@
 import json
 from pathlib import Path
 
-from hps.config import load_configuration
+from hps.configuration.load import load_configuration
 from hps.service.app import Application, create_app
 from hps.types import TableSpec
 from tests.fake_parameter_server import FakeParameterServer

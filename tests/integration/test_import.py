@@ -18,13 +18,13 @@ import safetensors.numpy
 import torch
 from typer.testing import CliRunner, Result
 
-import hps.model_import
-from hps.cli import app
-from hps.config_tiers import ModelSourceConfig
+import hps.models.importing
+from hps.cli.app import app
+from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import InvalidDtypeError, InvalidInputError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError
-from hps.model_files import open_sparse_model
-from hps.model_import import import_model, list_arrays
-from hps.model_sources import ModelSources
+from hps.models.files import open_sparse_model
+from hps.models.importing import import_model, list_arrays
+from hps.models.sources import ModelSources
 from tests.s3_server import S3Server, know_only_moto, s3_server
 
 Array = np.ndarray[Any, Any]
@@ -86,7 +86,7 @@ def table() -> tuple[Array, Array]:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hps.model_import, "CHUNK_BYTES", 28 * 96)
+    monkeypatch.setattr(hps.models.importing, "CHUNK_BYTES", 28 * 96)
 
 
 def run(*arguments: object) -> Result:
@@ -119,7 +119,7 @@ def test_a_table_comes_back_bit_for_bit(save: Save, table: tuple[Array, Array], 
 def test_other_floats_become_float32(save: Save, kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     vectors = np.random.default_rng(1).random((300, 4)).astype(kind)
     keys = np.arange(300, dtype=">u2")[:, None]
-    with caplog.at_level("INFO", "hps.model_import"):
+    with caplog.at_level("INFO", "hps.models.importing"):
         import_model(save(tmp_path, keys, vectors), tmp_path / "model")
     got_keys, got = opened(tmp_path / "model", 4)
     assert np.array_equal(got_keys, np.arange(300))
@@ -290,13 +290,13 @@ def test_a_source_that_is_replaced_after_its_head_was_read_is_noticed(
 ) -> None:
     source, other = _safetensors(tmp_path, *table), tmp_path / "other"
     other.write_bytes(source.read_bytes())
-    select = hps.model_import.select
+    select = hps.models.importing.select
 
     def replaced(*arguments: Any) -> Any:
         other.replace(source)
         return select(*arguments)
 
-    monkeypatch.setattr(hps.model_import, "select", replaced)
+    monkeypatch.setattr(hps.models.importing, "select", replaced)
     with pytest.raises(ModelFileChangedError, match=source.name):
         import_model(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -371,7 +371,7 @@ def test_the_command_ends_with_2_and_one_message_on_wrong_input(table: tuple[Arr
 
 _MEASURE = """
 import sys
-from hps.model_import import FORMATS, import_model
+from hps.models.importing import FORMATS, import_model
 from hps.registry import implementation
 
 def peak():

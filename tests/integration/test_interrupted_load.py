@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import hps
-from hps.config import load_configuration
+from hps.configuration.load import load_configuration
 from hps.errors import DatabaseError
-from hps.model_writer import write_sparse_model
+from hps.models.sample import sample_vectors
+from hps.models.writer import write_sparse_model
 from hps.registry import implementation
-from hps.sample_model import sample_vectors
 from hps.types import FloatArray, KeyArray
 from tests.loading_child import BATCH_ROWS
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import hps
-from hps.config_tiers import ModelSourceConfig
-from hps.model_sources import ModelSources
-from hps.sample_model import sample_vectors
+from hps.configuration.tiers import ModelSourceConfig
+from hps.models.sample import sample_vectors
+from hps.models.sources import ModelSources
 from tests.hdfs_cluster import hdfs_cluster
 from tests.s3_server import know_only_moto, s3_server
 
@@ -59,7 +59,7 @@ def place(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
 def test_answers_are_the_same_from_every_source(
     place: tuple[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hps.model_files.CHUNK_BYTES", 1 << 18)  # several chunks a table, each of several parts
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 1 << 18)  # several chunks a table, each of several parts
     root, settings = place
     monkeypatch.setattr(type(ModelSources().locate(root)[0]), "part_bytes", 1 << 16)
     configuration = {

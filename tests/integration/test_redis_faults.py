@@ -9,12 +9,12 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from hps.circuit_breaker import CircuitBreaker
-from hps.database_chain import DatabaseChain
-from hps.databases.redis_cluster import RedisDatabase
-from hps.databases.redis_layout import Partition
-from hps.databases.rocks_db import RocksDatabase
+from hps.databases.redis.database import RedisDatabase
+from hps.databases.redis.layout import Partition
+from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import DatabaseError, DatabaseTimeoutError
+from hps.lookup.chain import DatabaseChain
+from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.metrics import Metrics
 from hps.types import TableSpec
 from tests.contracts.database_contract import distinct_keys, vectors_of

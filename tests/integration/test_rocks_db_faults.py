@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from hps.databases.base import LoadRecord
-from hps.databases.rocks_db import RocksDatabase
-from hps.databases.rocks_db_errors import database_error
+from hps.databases.rocks_db.database import RocksDatabase
+from hps.databases.rocks_db.errors import database_error
 from hps.errors import (
     DatabaseCorruptError,
     DatabaseError,

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.config_tiers import ModelSourceConfig
-from hps.databases.hash_map import HashMapDatabase
-from hps.databases.rocks_db import RocksDatabase
+from hps.configuration.tiers import ModelSourceConfig
+from hps.databases.hash_map.database import HashMapDatabase
+from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import HPSError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.s3 import S3FileSystem
-from hps.loading import load_table
-from hps.model_files import open_sparse_model
-from hps.model_sources import ModelSources
-from hps.model_writer import write_sparse_model
-from hps.sample_model import sample_chunks, sample_vectors
+from hps.models.files import open_sparse_model
+from hps.models.loading import load_table
+from hps.models.sample import sample_chunks, sample_vectors
+from hps.models.sources import ModelSources
+from hps.models.writer import write_sparse_model
 from hps.types import TableSpec
 from tests.contracts.filesystem_contract import noise
 from tests.misbehaving_proxy import (
@@ -482,7 +482,7 @@ def test_a_write_that_ends_as_another_object_is_an_error(proxy: MisbehavingProxy
 def test_a_model_that_is_replaced_while_it_loads_is_an_error_and_not_taken_for_whole(
     proxy: MisbehavingProxy, server: S3Server, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hps.model_files.CHUNK_BYTES", 100_000)
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 100_000)
     source, direct, through = f"{root}/item", sources_at(server.url), sources_at(proxy.url, parallel_reads=1)
     write_sparse_model(source, sample_chunks(ROWS, DIM, seed=1), sources=direct)
 
@@ -506,7 +506,7 @@ def test_a_model_that_is_replaced_while_it_loads_is_an_error_and_not_taken_for_w
 def test_a_model_is_loaded_through_a_store_that_fails_now_and_then(
     proxy: MisbehavingProxy, server: S3Server, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hps.model_files.CHUNK_BYTES", 200_000)
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 200_000)
     monkeypatch.setattr(S3FileSystem, "part_bytes", 60_000)
     write_sparse_model(f"{root}/item", sample_chunks(ROWS, DIM, seed=1), sources=sources_at(server.url))
     faults = [Answer(503), None, Reset(10_000), None, Truncate(5_000), None, Drop(), None, Answer(500), None, None]

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hps.config import Configuration, load_configuration
-from hps.errors import ConfigError
-from hps.inference_params import (
+from hps.configuration.hugectr_structs import (
     InferenceParams,
     ParameterServerConfig,
     PersistentDatabaseParams,
     UpdateSourceParams,
     VolatileDatabaseParams,
 )
+from hps.configuration.load import Configuration, load_configuration
+from hps.errors import ConfigError
 
 REFERENCE = json.loads((Path(__file__).parents[2] / "configs" / "reference.json").read_text())
 

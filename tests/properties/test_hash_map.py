@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from hps.databases import hash_map_buckets
-from hps.databases.hash_map import HashMapDatabase
+from hps.databases.hash_map import buckets as hash_map_buckets
+from hps.databases.hash_map.database import HashMapDatabase
 from tests.contracts.database_contract import AWKWARD_KEYS, TAG, distinct_keys, fetched, vectors_of
 from tests.hash_map_inspection import colliding_keys, inspect, mixed
 

@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hps.cache.base import Segment
-from hps.cache.numpy_cache import NumpyCache
-from hps.circuit_breaker import CircuitBreaker
-from hps.database_chain import DatabaseChain
-from hps.databases.hash_map import HashMapDatabase
-from hps.databases.rocks_db import RocksDatabase
+from hps.cache.cpu.cache import NumpyCache
+from hps.databases.hash_map.database import HashMapDatabase
+from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import DatabaseError
-from hps.fetch_coalescing import FetchCoalescer
-from hps.lookup_session import LookupSession, SessionSettings
+from hps.lookup.chain import DatabaseChain
+from hps.lookup.circuit_breaker import CircuitBreaker
+from hps.lookup.coalescing import FetchCoalescer
+from hps.lookup.refresh import refresh
+from hps.lookup.session import LookupSession, SessionSettings
 from hps.metrics import Metrics
 from hps.types import TableSpec
-from hps.warmup import refresh
 from tests.faulty_database import FaultyDatabase
 from tests.memory_database import MemoryDatabase
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hps.errors import HPSError, InvalidInputError
-from hps.service.inference_protocol import decode_request, parse_header_length
-from hps.service.json_lookup import decode_lookup, encode_lookup
-from hps.service.served_model import ServedModel
+from hps.service.protocol.inference import decode_request, parse_header_length
+from hps.service.protocol.json_lookup import decode_lookup, encode_lookup
+from hps.service.protocol.model_tables import ServedModel
 from hps.types import TableSpec
 
 MAX_KEYS = 64

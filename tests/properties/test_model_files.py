@@ -13,8 +13,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from hps.errors import ModelFileError
-from hps.model_files import open_sparse_model
-from hps.model_writer import write_sparse_model
+from hps.models.files import open_sparse_model
+from hps.models.writer import write_sparse_model
 
 MAX_BYTES = 400
 sizes = st.integers(0, MAX_BYTES) | st.sampled_from([0, 1, 7, 8, 9, 64, 128, 256])

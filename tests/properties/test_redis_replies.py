@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hps.databases.redis_commands import Ask, request
-from hps.databases.redis_row_commands import FetchRows
-from hps.databases.redis_scan import KeySet
+from hps.databases.redis.commands import Ask, request
+from hps.databases.redis.row_commands import FetchRows
+from hps.databases.redis.scan import KeySet
 from hps.errors import DatabaseError
 
 values = st.lists(st.one_of(st.none(), st.binary(min_size=12, max_size=12)), min_size=1, max_size=40)

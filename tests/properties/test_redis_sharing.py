@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from hps.databases.redis_cluster import RedisDatabase
+from hps.databases.redis.database import RedisDatabase
 from hps.errors import UnknownTableError
 from tests.contracts.database_contract import vectors_of
 from tests.redis_server import RedisServer

@@ -7,16 +7,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OWNERS = {
-    "rocksdict": "hps/databases/rocks_db",
-    "redis": "hps/databases/redis_",
-    "cupy": "hps/cache/cupy_",
+    "rocksdict": "hps/databases/rocks_db/",
+    "redis": "hps/databases/redis/",
+    "cupy": "hps/cache/cuda/",
     "fastapi": "hps/service/",
     "starlette": "hps/service/",
     "uvicorn": "hps/service/",
-    "typer": ("hps/cli", "hps/terminal"),
+    "typer": "hps/cli/",
     "boto3": "hps/filesystems/s3",
     "botocore": "hps/filesystems/s3",
-    "hdfs_native": "hps/filesystems/hdfs",
+    "hdfs_native": "hps/filesystems/hdfs/",
     "google": "hps/filesystems/gcs",
     "torch": "hps/formats/torch_",
     "pyarrow": "hps/formats/parquet",
@@ -44,4 +44,4 @@ def test_configuration_and_environment_are_read_in_one_place():
         source = path.read_text()
         if "os.environ" in source or "getenv(" in source:
             readers.add(path.relative_to(ROOT).as_posix())
-    assert readers <= {"hps/config.py"}
+    assert readers <= {"hps/configuration/load.py"}

@@ -25,7 +25,7 @@ KERNELS = dict(kernels())
 
 
 def test_kernels_are_found() -> None:
-    assert "hps/databases/hash_map_fetch.py:fetch" in KERNELS
+    assert "hps/databases/hash_map/fetch.py:fetch" in KERNELS
     assert len(KERNELS) > 40
 
 

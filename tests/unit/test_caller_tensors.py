@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from hps.caller_tensors import cuda_segments
+from hps.lookup.caller_tensors import cuda_segments
 
 CUDA, CPU = SimpleNamespace(device="cuda"), SimpleNamespace(device="cpu")
 INDICES = {"a": 0, "b": 1, 0: 0, 1: 1}

@@ -1,4 +1,4 @@
-from hps.circuit_breaker import CircuitBreaker
+from hps.lookup.circuit_breaker import CircuitBreaker
 
 
 class Clock:

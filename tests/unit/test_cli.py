@@ -22,10 +22,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hps import errors
-from hps.cli import app
-from hps.model_files import open_sparse_model
-from hps.model_writer import write_sparse_model
-from hps.sample_model import sample_vectors
+from hps.cli.app import app
+from hps.models.files import open_sparse_model
+from hps.models.sample import sample_vectors
+from hps.models.writer import write_sparse_model
 
 COMMANDS = ["serve", "load", "import", "lookup", "check-config", "create-model"]
 TABLES = {"user": (300, 4, 1), "item": (500, 8, 2)}  # rows, dim, seed
@@ -125,9 +125,8 @@ def test_version_is_printed() -> None:
 
 
 def test_help_loads_nothing_heavy() -> None:
-    program = (
-        "import sys, hps.cli; print(sorted({'numpy', 'numba', 'pydantic', 'fastapi', 'rocksdict', 'torch'} & set(sys.modules)))"
-    )
+    heavy = {"numpy", "numba", "pydantic", "fastapi", "rocksdict", "torch"}
+    program = f"import sys, hps.cli.app; print(sorted({heavy} & set(sys.modules)))"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout == "[]\n"
 
@@ -301,7 +300,7 @@ def test_a_failure_of_the_database_is_code_1(config: Path, monkeypatch: pytest.M
     def fail(*_: Any, **__: Any) -> None:
         raise errors.DatabaseError("writing table: no space left on device")
 
-    monkeypatch.setattr("hps.loading.load_table", fail)
+    monkeypatch.setattr("hps.models.loading.load_table", fail)
     result = run("load", config)
     assert (result.exit_code, result.stderr) == (1, "error: writing table: no space left on device\n")
 
@@ -310,7 +309,7 @@ def test_a_load_that_is_interrupted_is_code_130(config: Path, monkeypatch: pytes
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hps.loading.load_table", interrupt)
+    monkeypatch.setattr("hps.models.loading.load_table", interrupt)
     result = run("load", config)
     assert (result.exit_code, result.stderr) == (130, "stopped\n")
 
@@ -438,7 +437,7 @@ def test_lookup_of_what_is_not_there_is_code_2(config: Path, arguments: list[str
 
 
 def test_lookup_beside_a_server_says_how_to_ask_it(config: Path) -> None:
-    from hps.config import load_configuration
+    from hps.configuration.load import load_configuration
     from hps.registry import implementation
 
     settings = load_configuration(config).persistent_db
@@ -483,7 +482,7 @@ def test_serve_ends_although_a_source_does_not_answer(tmp_path: Path, content: d
     """The thread that reads is one that the interpreter would wait for."""
     content["models"].append({**content["models"][0], "model": "away", "sparse_files": [f"gate://away{tmp_path}/user"] * 2})
     program = (
-        "from hps.cli import main; from hps.service import app; from tests.gated_file_system import gates\n"
+        "from hps.cli.app import main; from hps.service import app; from tests.gated_file_system import gates\n"
         "app.CLOSE_TIMEOUT_S = 1.0\n"
         "held = gates('away'); held.__enter__()[0].hold_from = 0\n"  # nobody opens it
         "main()"

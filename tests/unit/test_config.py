@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.config import Configuration, ModelConfig, PersistentDbConfig, VolatileDbConfig, load_configuration
+from hps.configuration.load import Configuration, ModelConfig, PersistentDbConfig, VolatileDbConfig, load_configuration
 from hps.errors import ConfigError
 from hps.types import TableSpec
 
@@ -356,7 +356,7 @@ import sys, types
 package = types.ModuleType("hps")
 package.__path__ = [sys.argv[1]]
 sys.modules["hps"] = package
-import hps.config
+import hps.configuration.load
 heavy = {"numba", "cupy", "torch", "redis", "boto3", "rocksdict", "fastapi", "uvicorn", "prometheus_client", "typer"}
 print(sorted(heavy & set(sys.modules)))
 """

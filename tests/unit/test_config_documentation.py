@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic_core import PydanticUndefined
 
-from hps.config import (
+from hps.configuration.load import (
     Configuration,
     ModelConfig,
     ModelSourceConfig,
@@ -18,8 +18,8 @@ from hps.config import (
     VolatileDbConfig,
     load_configuration,
 )
-from hps.config_structs import PYTHON_NAMES
-from hps.config_tiers import Section
+from hps.configuration.struct_conversion import PYTHON_NAMES
+from hps.configuration.tiers import Section
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = json.loads((ROOT / "configs" / "reference.json").read_text())

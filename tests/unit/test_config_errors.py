@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hps.config import load_configuration
+from hps.configuration.load import load_configuration
 from hps.errors import ConfigError
 
 MODEL = {

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from hps.config import load_configuration
-from hps.errors import ConfigError
-from hps.inference_params import (
+from hps.configuration.hugectr_structs import (
     DatabaseOverflowPolicy_t,
     DatabaseType_t,
     EmbeddingCacheType_t,
@@ -23,6 +21,8 @@ from hps.inference_params import (
     UpdateSourceType_t,
     VolatileDatabaseParams,
 )
+from hps.configuration.load import load_configuration
+from hps.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

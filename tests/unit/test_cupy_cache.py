@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.cache import kernels
 from hps.cache.base import EmbeddingCache, Segment
+from hps.cache.cuda import kernels
 from hps.errors import DeviceError, DeviceMemoryError, InvalidDtypeError, InvalidInputError
 from hps.types import KeyArray
 from tests.contracts.cache_contract import DEFAULT, CacheContract, Create, bits, distinct_keys, spec, vectors_of
@@ -30,7 +30,7 @@ class CupyContract(CacheContract):
 
     @property
     def cache_class(self) -> Any:
-        from hps.cache.cupy_cache import CupyCache
+        from hps.cache.cuda.cache import CupyCache
 
         return CupyCache
 
@@ -471,7 +471,7 @@ class TestFailure:
 
         script = """
 import numpy as np, cupy
-from hps.cache.cupy_cache import CupyCache
+from hps.cache.cuda.cache import CupyCache
 from hps.cache.base import Segment
 from hps.errors import DeviceError
 from hps.types import TableSpec

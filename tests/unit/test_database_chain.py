@@ -3,9 +3,9 @@ import threading
 import numpy as np
 import pytest
 
-from hps.circuit_breaker import CircuitBreaker
-from hps.database_chain import DatabaseChain
 from hps.errors import DatabaseError
+from hps.lookup.chain import DatabaseChain
+from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.metrics import Metrics
 from hps.types import TableSpec
 from tests.faulty_database import FaultyDatabase

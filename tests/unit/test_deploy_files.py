@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hps.config import load_configuration
-from hps.model_writer import write_sparse_model
-from hps.sample_model import sample_chunks
+from hps.configuration.load import load_configuration
+from hps.models.sample import sample_chunks
+from hps.models.writer import write_sparse_model
 from hps.service.app import CLOSE_TIMEOUT_S
 from tests.compose_file import Compose, compose_of, interpolate, read_dockerfile, seconds
 from tests.running_service import running_service

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from hps.cache.dlpack import adopt, as_keys, as_output, check_keys, check_output
-from hps.cache.dlpack_structs import read_object
-from hps.cache.tensor_view import CPU, CUDA, FLOAT, INT, TensorView
 from hps.errors import InvalidDtypeError, InvalidInputError
+from hps.tensors.dlpack import adopt, as_keys, as_output, check_keys, check_output
+from hps.tensors.dlpack_structs import read_object
+from hps.tensors.tensor_view import CPU, CUDA, FLOAT, INT, TensorView
 
 
 class Exports:

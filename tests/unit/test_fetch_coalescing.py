@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from hps.errors import DatabaseError
-from hps.fetch_coalescing import FetchCoalescer
+from hps.lookup.coalescing import FetchCoalescer
+from hps.lookup.fences import TableFence
 from hps.metrics import Metrics
-from hps.table_fence import TableFence
 from hps.types import TableSpec
 
 TABLE = TableSpec("model", "table", 2, 0.0, 1000)

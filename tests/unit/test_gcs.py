@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hps.config_tiers import ModelSourceConfig
+from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelFileNotFoundError
 from hps.filesystems import gcs_access, gcs_upload
 from hps.filesystems.gcs import GcsFileSystem
 from hps.filesystems.gcs_access import find_access
 from hps.filesystems.gcs_address import parse_address
-from hps.model_sources import ModelSources
+from hps.models.sources import ModelSources
 from tests.contracts.filesystem_contract import FileSystemContract, noise
 from tests.gcs_server import GcsServer
 from tests.misbehaving_proxy import MisbehavingProxy

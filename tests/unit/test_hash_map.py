@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hps.config_tiers import VolatileDbConfig
-from hps.databases import hash_map_buckets, hash_map_table
-from hps.databases.hash_map import HashMapDatabase
-from hps.databases.hash_map_fetch import fetch
-from hps.databases.hash_map_layout import DONE, MOVED
-from hps.databases.hash_map_memory import PAGE_BYTES
+from hps.configuration.tiers import VolatileDbConfig
+from hps.databases.hash_map import buckets as hash_map_buckets
+from hps.databases.hash_map import table as hash_map_table
+from hps.databases.hash_map.database import HashMapDatabase
+from hps.databases.hash_map.fetch import fetch
+from hps.databases.hash_map.layout import DONE, MOVED
+from hps.databases.hash_map.memory import PAGE_BYTES
 from hps.errors import (
     ConfigError,
     DatabaseError,

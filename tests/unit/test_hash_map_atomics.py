@@ -7,7 +7,7 @@ import pytest
 from llvmlite import binding
 from numba import boolean, int64, njit, uint64
 
-from hps.databases import hash_map_atomics as atomics
+from hps.databases.hash_map import atomics
 
 TRIPLE = "aarch64-unknown-linux-gnu"
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from hps.databases.hash_map import HashMapDatabase
-from hps.databases.hash_map_eviction import OverflowRule
+from hps.databases.hash_map.database import HashMapDatabase
+from hps.databases.hash_map.eviction import OverflowRule
 from hps.hashing import partition_of
 from tests.contracts.database_contract import TAG, distinct_keys, fetched, vectors_of
 from tests.hash_map_inspection import inspect, mixed

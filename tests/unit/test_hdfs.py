@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import hdfs_native
 import pytest
 
-from hps.config_tiers import ModelSourceConfig
+from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileChangedError, ModelFileError, ModelFileNotFoundError, ModelSourceError
-from hps.filesystems import hdfs_connection
-from hps.filesystems.hdfs import HdfsFileSystem
-from hps.filesystems.hdfs_address import HdfsAddress, parse
-from hps.filesystems.hdfs_errors import UnansweredError, hdfs_failure
-from hps.filesystems.hdfs_stream import HdfsStream
+from hps.filesystems.hdfs import connection as hdfs_connection
+from hps.filesystems.hdfs.address import HdfsAddress, parse
+from hps.filesystems.hdfs.errors import UnansweredError, hdfs_failure
+from hps.filesystems.hdfs.file_system import HdfsFileSystem
+from hps.filesystems.hdfs.stream import HdfsStream
 from tests.contracts.filesystem_contract import FileSystemContract, noise
 from tests.hdfs_cluster import HdfsCluster, hdfs_cluster
 

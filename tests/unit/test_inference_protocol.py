@@ -5,9 +5,9 @@ import orjson
 import pytest
 
 from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError, UnknownTableError
-from hps.service.inference_protocol import decode_request, parse_header_length
-from hps.service.json_lookup import decode_lookup, encode_lookup
-from hps.service.served_model import ServedModel
+from hps.service.protocol.inference import decode_request, parse_header_length
+from hps.service.protocol.json_lookup import decode_lookup, encode_lookup
+from hps.service.protocol.model_tables import ServedModel
 from hps.types import TableSpec
 
 MODEL = ServedModel("ranker", (TableSpec("ranker", "user", 2, 0.0, 100), TableSpec("ranker", "item", 3, 0.5, 50)))

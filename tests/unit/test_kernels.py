@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hps.cache import kernels
-from hps.cache.kernels import Kernel, KernelCache
+from hps.cache.cuda import kernels
+from hps.cache.cuda.kernels import Kernel, KernelCache
 from hps.hashing import mix
 
 HEADINGS = ["PURPOSE", "ARRAYS", "LAUNCH", "INVARIANTS", "RACES", "TWIN"]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hps.databases.base import LoadRecord
-from hps.loading import load_table
-from hps.model_files import open_sparse_model
-from hps.model_writer import write_sparse_model
+from hps.models.files import open_sparse_model
+from hps.models.loading import load_table
+from hps.models.writer import write_sparse_model
 from hps.types import TableSpec
 from tests.memory_database import MemoryDatabase
 

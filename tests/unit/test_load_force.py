@@ -13,18 +13,18 @@ import pytest
 from typer.testing import CliRunner
 
 import hps
-from hps.cli import app
+from hps.cli.app import app
 from hps.databases.base import Database, LoadRecord
-from hps.databases.hash_map import HashMapDatabase
-from hps.databases.load_feed import LoadFeed, extended
-from hps.databases.redis_cluster import RedisDatabase
-from hps.databases.rocks_db import RocksDatabase
+from hps.databases.hash_map.database import HashMapDatabase
+from hps.databases.redis.database import RedisDatabase
+from hps.databases.rocks_db.database import RocksDatabase
 from hps.filesystems.local import LocalFileSystem
-from hps.loading import load_table
-from hps.model_files import open_sparse_model
-from hps.model_writer import write_sparse_model
+from hps.models.files import open_sparse_model
+from hps.models.load_feed import LoadFeed, extended
+from hps.models.loading import load_table
+from hps.models.sample import sample_vectors
+from hps.models.writer import write_sparse_model
 from hps.registry import IMPLEMENTATIONS
-from hps.sample_model import sample_vectors
 from hps.types import FloatArray, KeyArray, TableSpec
 from tests.memory_database import MemoryDatabase
 from tests.redis_server import RedisServer
@@ -75,7 +75,7 @@ def touch(source: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hps.model_files.CHUNK_BYTES", CHUNK_ROWS * (8 + 4 * DIM))
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", CHUNK_ROWS * (8 + 4 * DIM))
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_files_that_were_copied_are_not_loaded_again_and_the_record_names_the_co
 
 
 def test_files_are_compared_once_and_then_known(source: str, rocks: RocksDatabase, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "hps.loading")
+    caplog.set_level("INFO", "hps.models.loading")
     load_table(TABLE, source, [rocks])
     touch(source)
     for _ in range(2):
@@ -195,7 +195,7 @@ def test_files_of_another_machine_are_loaded_rather_than_compared(
     source: str, rocks: RocksDatabase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(IMPLEMENTATIONS["filesystem"], "else", (f"{__name__}:ElsewhereFileSystem", ""))
-    caplog.set_level("INFO", "hps.loading")
+    caplog.set_level("INFO", "hps.models.loading")
     load_table(TABLE, f"else://{source}", [rocks])
     touch(source)
     assert load_table(TABLE, f"else://{source}", [rocks]).loads[0].rows == ROWS
@@ -261,7 +261,7 @@ def test_an_interrupted_load_has_the_checksum_of_an_uninterrupted_one(
     with pytest.raises(KeyboardInterrupt):
         load_table(TABLE, source, [database])
     database.fail_at = ROWS
-    monkeypatch.setattr("hps.model_files.CHUNK_BYTES", 37 * (8 + 4 * DIM))  # goes on in chunks of another size
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 37 * (8 + 4 * DIM))  # goes on in chunks of another size
     load_table(TABLE, source, [MemoryDatabase(), database])
     assert record_of(database).checksum == checksum_of(KEYS, VECTORS)
     assert held(database) == FILES

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from hps.cache.base import Segment
-from hps.cache.numpy_cache import NumpyCache
-from hps.circuit_breaker import CircuitBreaker
-from hps.database_chain import DatabaseChain
+from hps.cache.cpu.cache import NumpyCache
 from hps.errors import DatabaseError, NotReadyError, TooManyKeysError, WorkspaceTimeoutError
-from hps.fetch_coalescing import FetchCoalescer
-from hps.lookup_session import LookupSession, SessionSettings
+from hps.lookup.chain import DatabaseChain
+from hps.lookup.circuit_breaker import CircuitBreaker
+from hps.lookup.coalescing import FetchCoalescer
+from hps.lookup.session import LookupSession, SessionSettings
 from hps.metrics import Metrics
 from hps.types import TableSpec
 from tests.faulty_database import FaultyDatabase, fetched_keys

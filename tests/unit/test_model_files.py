@@ -14,9 +14,9 @@ import pytest
 
 from hps.errors import HPSError, InvalidDtypeError, InvalidInputError, ModelFileError, ModelFileNotFoundError
 from hps.hashing import mix
-from hps.model_files import CHUNK_BYTES, SparseModel, open_sparse_model
-from hps.model_writer import write_sparse_model
-from hps.sample_model import sample_chunks, sample_vectors
+from hps.models.files import CHUNK_BYTES, SparseModel, open_sparse_model
+from hps.models.sample import sample_chunks, sample_vectors
+from hps.models.writer import write_sparse_model
 from hps.types import FloatArray, KeyArray
 
 DIM = 4
@@ -83,7 +83,7 @@ def test_a_chunk_is_of_bounded_size_whatever_the_dimension(tmp_path: Path, monke
     for dim in (1, 1000):
         model = open_sparse_model(write_raw(tmp_path / str(dim), *rows_of(5, dim)), dim)
         assert model.chunk_rows * (8 + 4 * dim) <= CHUNK_BYTES < (model.chunk_rows + 1) * (8 + 4 * dim)
-    monkeypatch.setattr("hps.model_files.CHUNK_BYTES", 100)
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 100)
     model = open_sparse_model(tmp_path / "1000", 1000)
     assert model.chunk_rows == 1
     assert [keys.size for keys, _ in model.chunks()] == [1] * 5
@@ -364,7 +364,7 @@ def test_a_key_that_32_bit_serving_cannot_have_is_refused_before_the_first_row(t
 
 
 def test_the_row_of_a_bad_key_counts_from_the_start_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hps.model_files.CHUNK_BYTES", 80)
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 80)
     keys = np.arange(100, dtype=np.int64)
     keys[87] = -5
     model = open_sparse_model(write_raw(tmp_path / "m", keys, rows_of(100)[1]), DIM, int32_keys=True)
@@ -421,7 +421,7 @@ def test_overwriting_works_where_the_file_system_cannot_exchange(model_dir: Path
     class WithoutExchange:
         def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    monkeypatch.setattr("hps.model_writer.ctypes.CDLL", WithoutExchange)
+    monkeypatch.setattr("hps.models.writer.ctypes.CDLL", WithoutExchange)
     write_sparse_model(model_dir, rows_of(5, seed=2), overwrite=True)
     assert_same(read_all(open_sparse_model(model_dir, DIM)), rows_of(5, seed=2))
     assert os.listdir(model_dir.parent) == [model_dir.name]
@@ -506,7 +506,7 @@ def test_a_full_disk_is_a_model_file_error_and_leaves_nothing(tmp_path: Path) ->
 import resource, signal, sys
 import numpy as np
 from hps.errors import ModelFileError
-from hps.model_writer import write_sparse_model
+from hps.models.writer import write_sparse_model
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
@@ -572,7 +572,7 @@ def test_sample_vectors_differ_by_key_position_and_seed() -> None:
 
 
 def test_the_sample_model_has_every_key_once_in_bounded_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hps.sample_model._CHUNK_BYTES", 1000)
+    monkeypatch.setattr("hps.models.sample._CHUNK_BYTES", 1000)
     chunks = list(sample_chunks(333, 3, seed=5))
     assert all(keys.nbytes + vectors.nbytes <= 1000 for keys, vectors in chunks)
     np.testing.assert_array_equal(np.concatenate([keys for keys, _ in chunks]), np.arange(333))

@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hps.config_tiers import ModelSourceConfig
+from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import MissingDependencyError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed
 from hps.filesystems.local import LocalFileSystem
-from hps.model_files import CHUNK_BYTES, open_sparse_model
-from hps.model_sources import ModelSources
-from hps.model_writer import write_sparse_model
-from hps.read_ahead import read_ahead
+from hps.models.files import CHUNK_BYTES, open_sparse_model
+from hps.models.read_ahead import read_ahead
+from hps.models.sample import sample_chunks, sample_vectors
+from hps.models.sources import ModelSources
+from hps.models.writer import write_sparse_model
 from hps.registry import IMPLEMENTATIONS
-from hps.sample_model import sample_chunks, sample_vectors
 
 DIM = 8
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hps.cache.base import EmbeddingCache, Segment
-from hps.cache.numpy_cache import NumpyCache
-from hps.cache.numpy_sets import WAYS, WRAPS
+from hps.cache.cpu.cache import NumpyCache
+from hps.cache.cpu.sets import WAYS, WRAPS
 from hps.errors import DeviceMemoryError, InvalidInputError
 from tests.contracts.cache_contract import DEFAULT, CacheContract, distinct_keys, spec, vectors_of
 

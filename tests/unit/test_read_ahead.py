@@ -8,10 +8,10 @@ import pytest
 
 from hps.errors import ModelFileError
 from hps.filesystems.local import LocalFileSystem
-from hps.model_files import SparseModel, open_sparse_model
-from hps.model_writer import write_sparse_model
-from hps.read_ahead import read_ahead
-from hps.sample_model import sample_chunks, sample_vectors
+from hps.models.files import SparseModel, open_sparse_model
+from hps.models.read_ahead import read_ahead
+from hps.models.sample import sample_chunks, sample_vectors
+from hps.models.writer import write_sparse_model
 
 ROWS, DIM, CHUNK_ROWS = 1000, 4, 64
 RANGES = [(start, min(start + CHUNK_ROWS, ROWS)) for start in range(0, ROWS, CHUNK_ROWS)]
@@ -19,7 +19,7 @@ RANGES = [(start, min(start + CHUNK_ROWS, ROWS)) for start in range(0, ROWS, CHU
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SparseModel:
-    monkeypatch.setattr("hps.model_files.CHUNK_BYTES", CHUNK_ROWS * (8 + 4 * DIM))
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", CHUNK_ROWS * (8 + 4 * DIM))
     monkeypatch.setattr(LocalFileSystem, "parallel_reads", 2)  # on any number of cores
     write_sparse_model(tmp_path / "m", sample_chunks(ROWS, DIM, seed=1))
     return open_sparse_model(tmp_path / "m", DIM)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hps.databases.redis_cluster import RedisDatabase
+from hps.databases.redis.database import RedisDatabase
 from tests.contracts.database_contract import DatabaseContract
 from tests.redis_server import RedisClusterServers, RedisServer, rows_of
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hps.config_tiers import VolatileDbConfig
+from hps.configuration.tiers import VolatileDbConfig
 from hps.databases.base import LoadRecord
-from hps.databases.redis_cluster import RedisDatabase
-from hps.databases.redis_topology import Node, parse_addresses
+from hps.databases.redis.database import RedisDatabase
+from hps.databases.redis.topology import Node, parse_addresses
 from hps.errors import ConfigError, DatabaseError, NotReadyError
 from hps.metrics import Metrics
 from hps.registry import implementation

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from hps.databases.redis_cluster import RedisDatabase
+from hps.databases.redis.database import RedisDatabase
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError
 from tests.contracts.database_contract import distinct_keys, fetched, vectors_of
 from tests.redis_proxy import Proxy

@@ -5,9 +5,9 @@ import struct
 import numpy as np
 import pytest
 
-from hps.databases.redis_cluster import RedisDatabase
-from hps.databases.redis_layout import Layout, Partition, partition_number, tag_of
-from hps.databases.redis_topology import slot_of
+from hps.databases.redis.database import RedisDatabase
+from hps.databases.redis.layout import Layout, Partition, partition_number, tag_of
+from hps.databases.redis.topology import slot_of
 from hps.errors import DatabaseCorruptError, DatabaseError, TableWidthError, UnknownTableError
 from tests.contracts.database_contract import distinct_keys, fetched, vectors_of
 from tests.redis_server import RedisServer

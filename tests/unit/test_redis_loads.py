@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from hps.databases.base import LoadRecord
-from hps.databases.redis_cluster import RedisDatabase
-from hps.databases.rocks_db import RocksDatabase
+from hps.databases.redis.database import RedisDatabase
+from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import DatabaseCorruptError, DatabaseError, NotReadyError, UnknownTableError
-from hps.loading import load_table
-from hps.model_files import CHUNK_BYTES
-from hps.model_writer import write_sparse_model
+from hps.models.files import CHUNK_BYTES
+from hps.models.loading import load_table
+from hps.models.writer import write_sparse_model
 from hps.types import TableSpec
 from tests.contracts.database_contract import distinct_keys, fetched, vectors_of
 from tests.redis_server import RedisServer

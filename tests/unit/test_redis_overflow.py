@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from hps.databases.redis_cluster import RedisDatabase
+from hps.databases.redis.database import RedisDatabase
 from hps.errors import ConfigError
 from hps.hashing import partition_of
 from tests.contracts.database_contract import distinct_keys, fetched, vectors_of

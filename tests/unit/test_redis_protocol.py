@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from hps.databases.redis_commands import Ask, Buffer, CheckMark, bulk, request
-from hps.databases.redis_replies import elements, parse
-from hps.databases.redis_row_commands import FetchRows, Increments, StoreRows, WriteCounts, WriteFields
+from hps.databases.redis.commands import Ask, Buffer, CheckMark, bulk, request
+from hps.databases.redis.replies import elements, parse
+from hps.databases.redis.row_commands import FetchRows, Increments, StoreRows, WriteCounts, WriteFields
 from hps.errors import DatabaseCorruptError, TableWidthError
 
 KEYS = np.array([1, -1, 0x0A0D0A0D2A24, 7], np.int64)  # the third reads $*CRLFCRLF

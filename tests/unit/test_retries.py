@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hps.config_tiers import ModelSourceConfig
+from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems import retries
 from hps.filesystems.retries import retried, within

@@ -12,10 +12,10 @@ import pytest
 import rocksdict
 
 from hps.databases.base import Database, LoadRecord
-from hps.databases.rocks_db import RocksDatabase
-from hps.databases.rocks_db_calls import OpenCalls
-from hps.databases.rocks_db_engine import Engine
-from hps.databases.rocks_db_record import LoadRecords
+from hps.databases.rocks_db.calls import OpenCalls
+from hps.databases.rocks_db.database import RocksDatabase
+from hps.databases.rocks_db.engine import Engine
+from hps.databases.rocks_db.record import LoadRecords
 from hps.errors import (
     DatabaseCorruptError,
     DatabaseError,
@@ -294,7 +294,7 @@ def test_a_finished_load_lies_in_merged_files(database: RocksDatabase):
 
 
 def test_a_long_load_merges_before_it_runs_out_of_open_files(database: RocksDatabase, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hps.databases.rocks_db_engine._LOAD_FILES", 3)
+    monkeypatch.setattr("hps.databases.rocks_db.engine._LOAD_FILES", 3)
     database.open_table(TAG, DIM)
     keys = distinct_keys(2000)
     family = database._engine.family(TAG)
@@ -311,7 +311,7 @@ def test_a_long_load_merges_before_it_runs_out_of_open_files(database: RocksData
 
 
 def test_a_small_table_is_merged_into_files_for_several_threads(database: RocksDatabase, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hps.databases.rocks_db_engine._FILE_BYTES", (16 << 10, 256 << 20))
+    monkeypatch.setattr("hps.databases.rocks_db.engine._FILE_BYTES", (16 << 10, 256 << 20))
     database.open_table(TAG, DIM)
     keys = distinct_keys(40_000)
     for part in np.array_split(keys, 4):

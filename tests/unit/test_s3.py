@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from hps.config_tiers import ModelSourceConfig
+from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelFileNotFoundError
 from hps.filesystems import s3_writer
 from hps.filesystems.s3 import S3FileSystem

@@ -3,7 +3,7 @@ import threading
 import pytest
 
 from hps.errors import DatabaseTimeoutError
-from hps.table_fence import TableFence
+from hps.lookup.fences import TableFence
 
 
 def test_fill_after_a_read_of_an_unmodified_table_is_allowed():

@@ -12,22 +12,23 @@ import numpy as np
 import pytest
 
 from hps.cache.base import Segment
-from hps.cache.numpy_cache import NumpyCache
-from hps.database_chain import DatabaseChain
+from hps.cache.cpu.cache import NumpyCache
 from hps.databases.base import Database, LoadRecord, TableStats
-from hps.databases.hash_map import HashMapDatabase
-from hps.databases.rocks_db import RocksDatabase
+from hps.databases.hash_map.database import HashMapDatabase
+from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import DatabaseError, ModelFileError, ModelFileNotFoundError, TableWidthError
 from hps.filesystems.base import FileStatus
 from hps.filesystems.local import LocalFileSystem
-from hps.loading import DatabaseLoad, load_table
+from hps.lookup.chain import DatabaseChain
+from hps.lookup.refresh import RefreshReport, refresh
 from hps.metrics import Metrics
-from hps.model_files import open_sparse_model
-from hps.model_writer import write_sparse_model
+from hps.models.files import open_sparse_model
+from hps.models.loading import DatabaseLoad, load_table
+from hps.models.sample import sample_vectors
+from hps.models.warm_up import warm_up
+from hps.models.writer import write_sparse_model
 from hps.registry import IMPLEMENTATIONS
-from hps.sample_model import sample_vectors
 from hps.types import FloatArray, KeyArray, TableSpec
-from hps.warmup import RefreshReport, refresh, warm_up
 from tests.faulty_database import FaultyDatabase
 from tests.memory_database import MemoryDatabase
 
@@ -123,9 +124,9 @@ def readers() -> list[str]:
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Many chunks of few rows; and no reader may be left when a test ends."""
-    monkeypatch.setattr("hps.model_files.CHUNK_BYTES", CHUNK_ROWS * (8 + 4 * DIM))
-    monkeypatch.setattr("hps.warmup.CHUNK_BYTES", CHUNK_ROWS * (8 + 4 * DIM))
-    monkeypatch.setattr("hps.loading.CHUNK_BYTES", CHUNK_ROWS * (8 + 4 * DIM))
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", CHUNK_ROWS * (8 + 4 * DIM))
+    monkeypatch.setattr("hps.lookup.refresh._CHUNK_BYTES", CHUNK_ROWS * (8 + 4 * DIM))
+    monkeypatch.setattr("hps.models.loading.CHUNK_BYTES", CHUNK_ROWS * (8 + 4 * DIM))
     yield
     assert readers() == []
 
@@ -222,7 +223,7 @@ def test_the_last_of_a_key_that_stands_twice_is_kept(tmp_path: Path) -> None:
 
 def test_memory_is_bounded_whatever_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 chunks of 1 MB pass through; three buffers and little else may be held."""
-    monkeypatch.setattr("hps.model_files.CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 1 << 20)
     rows = 64 * (1 << 20) // (8 + 4 * DIM)
     (tmp_path / "key").write_bytes(b"\0" * 8 * rows)
     (tmp_path / "emb_vector").write_bytes(b"\0" * 4 * DIM * rows)
@@ -505,7 +506,7 @@ def test_a_read_that_never_ends_is_given_up(source: str, monkeypatch: pytest.Mon
             super().read_into(path, offset, buffer, version)
 
     monkeypatch.setattr("hps.filesystems.local.LocalFileSystem", StuckFileSystem)
-    monkeypatch.setattr("hps.read_ahead._READ_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("hps.models.read_ahead._READ_TIMEOUT_S", 0.05)
     try:
         with pytest.raises(ModelFileError, match=r"rows from 0 on did not come in"):
             load_table(TABLE, source, [MemoryDatabase()])
@@ -726,6 +727,6 @@ def test_a_table_that_never_rests_is_erased_rather_than_left_old(
         return count
 
     monkeypatch.setattr(chain, "fetch", modified_meanwhile)
-    monkeypatch.setattr("hps.warmup.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("hps.lookup.refresh.time.sleep", lambda seconds: None)
     assert refresh(cache, 0, TABLE, chain, 1.0) == RefreshReport(updated=0, erased=500)
     assert not lookup(cache, keys)[1].any()

@@ -1,0 +1,236 @@
+"""The numba kernels of the NumPy embedding cache: what a query or a modification does to the sets of `numpy_sets`.
+
+`state` is one row of int64 counters a table; `lines` and `vectors` are its sets.
+"""
+
+import numpy as np
+from numba import njit
+
+from hps.cache.cpu.atomics import (
+    copy_bytes,
+    fetch_add,
+    load_i64,
+    load_i64_acquire,
+    load_u8,
+    load_u16_acquire,
+    prefetch,
+    store_i64,
+    store_u8,
+    store_u16_release,
+)
+from hps.cache.cpu.sets import (
+    CLOCK,
+    EPOCHS_A_CALL,
+    EVICTIONS,
+    INSERTS,
+    LINE_BYTES,
+    RESIDENT,
+    WAYS,
+    WRAPS,
+    address_of,
+    epoch_at,
+    find,
+    give_back_changed,
+    line_of,
+    probation_at,
+    read,
+    rows_of,
+    take,
+    touch,
+    unchanged,
+    victim,
+)
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
+
+_BLOCK = 32
+_CACHE_LINE = 64
+_PREFETCHED_BYTES = 512
+
+
+@njit(nogil=True, cache=True)
+def query(
+    lines: IndexArray,  # (sets, 16) int64
+    vectors: FloatArray,  # (rows, dim) float32
+    state: IndexArray,  # (STATE_WORDS,) int64
+    keys: KeyArray,  # (n,) int64
+    out: FloatArray,  # (n, dim) float32
+    found: BoolArray,  # (n,) bool, or empty
+    missing: IndexArray,  # (at least n,) int64
+) -> int:
+    """Copy hits to `out`, write the positions of the others to `missing`; returns their number, or -1 for wrong shapes.
+
+    Works on blocks of keys in three passes (sets, then slots, then vectors), each of which prefetches for the next.
+    """
+    n, dim, sets = keys.size, vectors.shape[1], lines.shape[0]
+    if out.shape[0] != n or out.shape[1] != dim or missing.size < n or (found.size != 0 and found.size != n):
+        return -1
+    if address_of(keys) % 8 != 0 or address_of(out) % 4 != 0:
+        return -1
+    if sets == 0:
+        for i in range(n):
+            missing[i] = i
+        for i in range(found.size):
+            found[i] = False
+        return n
+    epoch = epoch_at(fetch_add(address_of(state) + 8 * CLOCK, min(n, EPOCHS_A_CALL * WAYS * sets)), sets)
+    base, vectors_at, out_at, wraps_at = address_of(lines), address_of(vectors), address_of(out), address_of(state) + 8 * WRAPS
+    row_bytes = 4 * dim
+    ahead = min(row_bytes, _PREFETCHED_BYTES)
+    block_lines, block_versions, block_slots, block_rows = np.empty((4, _BLOCK), np.int64)
+    misses = 0
+    for start in range(0, n, _BLOCK):
+        count = min(_BLOCK, n - start)
+        for i in range(count):
+            line = line_of(keys[start + i], base, sets)
+            prefetch(line)
+            prefetch(line + _CACHE_LINE)
+            block_lines[i] = line
+        wraps = load_i64_acquire(wraps_at)
+        for i in range(count):
+            line = block_lines[i]
+            block_versions[i] = load_u16_acquire(line)
+            slot = find(line, keys[start + i])
+            block_slots[i] = slot
+            if slot >= 0:
+                row = rows_of(line, base, vectors_at, row_bytes) + slot * row_bytes
+                block_rows[i] = row
+                for byte in range(0, ahead, _CACHE_LINE):
+                    prefetch(row + byte)
+        for i in range(count):
+            line, slot = block_lines[i], block_slots[i]
+            target = out_at + (start + i) * row_bytes
+            if slot >= 0:
+                copy_bytes(target, block_rows[i], row_bytes)
+            if not unchanged(line, block_versions[i], wraps_at, wraps):
+                rows = rows_of(line, base, vectors_at, row_bytes)
+                slot = read(line, keys[start + i], rows, row_bytes, wraps_at, target)
+            if slot >= 0:
+                touch(line, slot, epoch)
+            else:
+                missing[misses] = start + i
+                misses += 1
+            if found.size != 0:
+                found[start + i] = slot >= 0
+    return misses
+
+
+@njit(cache=True)
+def _prefetch_rows(
+    keys: KeyArray, start: int, stop: int, base: int, sets: int, vectors_at: int, row_bytes: int, epoch: int
+) -> None:
+    """Prefetch what `write` will touch: an owned set waits for earlier stores, so their rows had better be near."""
+    for i in range(start, stop):
+        line = line_of(keys[i], base, sets)
+        prefetch(line)
+        prefetch(line + _CACHE_LINE)
+    for i in range(start, stop):
+        line = line_of(keys[i], base, sets)
+        slot = find(line, keys[i])
+        if slot < 0:
+            slot = victim(line, epoch)
+        row = rows_of(line, base, vectors_at, row_bytes) + slot * row_bytes
+        for byte in range(0, min(row_bytes, _PREFETCHED_BYTES), _CACHE_LINE):
+            prefetch(row + byte)
+
+
+@njit(nogil=True, cache=True)
+def write(
+    lines: IndexArray,  # (sets, 16) int64
+    vectors: FloatArray,  # (rows, dim) float32
+    state: IndexArray,  # (STATE_WORDS,) int64
+    keys: KeyArray,  # (n,) int64
+    values: FloatArray,  # (n, dim) float32
+    chosen: BoolArray,  # (n,) bool, or empty for all
+    replace: bool,
+    admit: bool,
+) -> None:
+    """Write vectors of the chosen keys: `replace` those of resident keys, `admit` keys that are not resident.
+
+    Keys that this leaves alone are first looked for without owning their set.
+    """
+    n, row_bytes, sets = keys.size, 4 * vectors.shape[1], lines.shape[0]
+    if sets == 0:
+        return
+    base, vectors_at, values_at, wraps_at = (
+        address_of(lines),
+        address_of(vectors),
+        address_of(values),
+        address_of(state) + 8 * WRAPS,
+    )
+    epoch = epoch_at(load_i64(address_of(state) + 8 * CLOCK), sets)
+    probation = probation_at(epoch)
+    admitted, evicted = 0, 0
+    for i in range(n):
+        if i % _BLOCK == 0:
+            _prefetch_rows(keys, i, min(i + _BLOCK, n), base, sets, vectors_at, row_bytes, epoch)
+        if chosen.size != 0 and not chosen[i]:
+            continue
+        key = keys[i]
+        line = line_of(key, base, sets)
+        rows = rows_of(line, base, vectors_at, row_bytes)
+        if not (replace and admit):
+            slot = read(line, key, rows, row_bytes, wraps_at, 0)
+            if (slot >= 0 and not replace) or (slot == -1 and not admit):
+                continue
+        version = take(line)
+        slot = find(line, key)
+        if (slot >= 0 and not replace) or (slot < 0 and not admit):
+            store_u16_release(line, version)
+            continue
+        if slot < 0:
+            slot = victim(line, epoch)
+            evicted += load_u8(line + 2 + slot) != 0
+            admitted += 1
+            store_i64(line + 16 + 8 * slot, key)
+            store_u8(line + 2 + slot, probation)
+        copy_bytes(rows + slot * row_bytes, values_at + i * row_bytes, row_bytes)
+        give_back_changed(line, version, wraps_at)
+    fetch_add(address_of(state) + 8 * INSERTS, admitted)
+    fetch_add(address_of(state) + 8 * EVICTIONS, evicted)
+    fetch_add(address_of(state) + 8 * RESIDENT, admitted - evicted)
+
+
+@njit(nogil=True, cache=True)
+def erase(
+    lines: IndexArray,  # (sets, 16) int64
+    state: IndexArray,  # (STATE_WORDS,) int64
+    keys: KeyArray,  # (n,) int64
+) -> None:
+    """Empty the slots of resident keys."""
+    sets = lines.shape[0]
+    if sets == 0:
+        return
+    base, wraps_at = address_of(lines), address_of(state) + 8 * WRAPS
+    erased = 0
+    for i in range(keys.size):
+        line = line_of(keys[i], base, sets)
+        if read(line, keys[i], 0, 0, wraps_at, 0) == -1:
+            continue
+        version = take(line)
+        slot = find(line, keys[i])
+        if slot < 0:
+            store_u16_release(line, version)
+            continue
+        store_u8(line + 2 + slot, 0)
+        give_back_changed(line, version, wraps_at)
+        erased += 1
+    fetch_add(address_of(state) + 8 * RESIDENT, -erased)
+
+
+@njit(nogil=True, cache=True)
+def dump(
+    lines: IndexArray,  # (sets, 16) int64
+    out: KeyArray,  # (14 * sets,) int64
+) -> int:
+    """Write the resident keys to `out`; returns their number. Each set is as it was at one moment."""
+    base = address_of(lines)
+    count = 0
+    for index in range(lines.shape[0]):
+        line = base + index * LINE_BYTES
+        version = take(line)
+        for slot in range(WAYS):
+            if load_u8(line + 2 + slot) != 0:
+                out[count] = load_i64(line + 16 + 8 * slot)
+                count += 1
+        store_u16_release(line, version)
+    return count

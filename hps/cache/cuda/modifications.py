@@ -1,0 +1,219 @@
+"""What changes the tables of a device cache: in which order, and how host arrays get there."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import cupy
+import numpy as np
+from cupy_backends.cuda.api import runtime
+
+from hps.cache.cuda import kernels
+from hps.cache.cuda.device import Arguments, DeviceBuffer, PinnedBuffer, copy_to_device, copy_to_host, kernels_of, launch
+from hps.cache.cuda.kernels import Kernel
+from hps.cache.cuda.tables import Table
+from hps.types import KeyArray
+
+_MAPPED_BYTES = 1 << 18  # up to here, kernels read host arrays from pinned memory: a copy of its own costs more
+_STAGED_BYTES = 1 << 24
+_COPIED_AT_ONCE = 1 << 22  # bytes that one thread copies into pinned memory
+_COPY_THREADS = 4  # 17 GB/s each; the link takes 55
+_DUMPED_PAIRS = 1 << 20  # at a time
+
+
+class _Stage:
+    """One of two places through which host arrays pass on their way to the device."""
+
+    def __init__(self) -> None:
+        self.host = PinnedBuffer()
+        self.device = DeviceBuffer()
+        self.done = cupy.cuda.Event(disable_timing=True)
+
+
+class Modifications:
+    """Runs inserts, updates, erases and dumps of one cache. *Thread-safe.*
+
+    What changes a table runs on the device in the order in which it was launched, whatever its stream, and a query that
+    begins later sees it.
+    """
+
+    def __init__(self, device_id: int) -> None:
+        self._kernels = kernels_of(device_id)
+        self._inserts: dict[tuple[int, int], int] = {}  # handles, by unit and width
+        self._ordering = threading.Lock()
+        self._last = cupy.cuda.Event(disable_timing=True)
+        self._pending = False  # the last change may still be running
+        self._staging = threading.Lock()  # of the stream and the memory below
+        self._own = cupy.cuda.Stream(non_blocking=True)
+        self._stream = int(self._own.ptr)
+        self._stages = (_Stage(), _Stage())
+        self._insert = Arguments(kernels.TABLE.size + kernels.INSERT_TAIL.size)
+        self._erase = Arguments(kernels.TABLE.size + kernels.ERASE_TAIL.size)
+        self._dump = Arguments(kernels.TABLE.size + kernels.DUMP_TAIL.size)
+        self._dumped = DeviceBuffer()
+        self._copiers: ThreadPoolExecutor | None = None
+
+    @contextmanager
+    def ordered(self, stream: int) -> Iterator[None]:
+        """Let what the block launches on `stream` run after all earlier changes, and before all later ones."""
+        with self._ordering:
+            if self._pending:
+                runtime.streamWaitEvent(stream, self._last.ptr)
+            yield
+            runtime.eventRecord(self._last.ptr, stream)
+            self._pending = True
+
+    def show(self, stream: int) -> None:
+        """Let what is launched on `stream` from now on see all changes that were launched."""
+        if self._pending:
+            with self._ordering:
+                if runtime.eventQuery(self._last.ptr) == 0:
+                    self._pending = False
+                else:
+                    runtime.streamWaitEvent(stream, self._last.ptr)
+
+    def launch_insert(
+        self,
+        table: Table,
+        keys: int,
+        vectors: int,
+        chosen: int,
+        n: int,
+        mode: int,
+        arguments: Arguments,
+        stream: int,
+    ) -> None:
+        """Launch an insertion of n vectors that the device can read at these addresses; `arguments` belong to the caller."""
+        dim = table.spec.dim
+        unit = kernels.unit_of(dim, vectors)
+        handle = self._inserts.get((unit, dim))
+        if handle is None:
+            handle = self._inserts[unit, dim] = self._kernels.handle(kernels.insert_kernel(unit, dim))
+        arguments.bytes[: kernels.TABLE.size] = table.packed
+        arguments.pack(kernels.INSERT_TAIL, kernels.TABLE.size, keys, vectors, chosen, n, mode)
+        with self.ordered(stream):
+            launch(handle, kernels.tile_blocks(n), kernels.THREADS, arguments, stream)
+
+    def insert(self, table: Table, keys: np.ndarray, vectors: np.ndarray, mode: int) -> None:
+        """Insert host arrays, in chunks whose copies overlap; wait for the end."""
+        row_bytes = 4 * table.spec.dim
+        step = max(1, _STAGED_BYTES // (8 + row_bytes))
+        with self._staging:
+            for nth, start in enumerate(range(0, keys.size, step)):
+                stage = self._stages[nth % 2]
+                part, rows = keys[start : start + step], vectors[start : start + step]
+                if nth >= 2:
+                    runtime.eventSynchronize(stage.done.ptr)
+                keys_at, vectors_at = self._stage(stage, part, rows)
+                self.launch_insert(table, keys_at, vectors_at, 0, part.size, mode, self._insert, self._stream)
+                runtime.eventRecord(stage.done.ptr, self._stream)
+            runtime.streamSynchronize(self._stream)
+
+    def insert_on_device(self, table: Table, keys: int, vectors: int, n: int, mode: int, streams: set[int]) -> None:
+        """Insert arrays in device memory, after the work of their producers' streams; wait for the end."""
+        with self._staging:
+            self._follow(streams)
+            self.launch_insert(table, keys, vectors, 0, n, mode, self._insert, self._stream)
+            runtime.streamSynchronize(self._stream)
+
+    def erase(self, table: Table, keys: np.ndarray) -> None:
+        """Erase keys of a host array; wait for the end."""
+        step = _STAGED_BYTES // 8
+        with self._staging:
+            for start in range(0, keys.size, step):
+                part = keys[start : start + step]
+                keys_at, _none = self._stage(self._stages[0], part, None)
+                self._erase.bytes[: kernels.TABLE.size] = table.packed
+                self._erase.pack(kernels.ERASE_TAIL, kernels.TABLE.size, keys_at, part.size)
+                with self.ordered(self._stream):
+                    handle = self._kernels.handle(kernels.ERASE)
+                    launch(handle, kernels.tile_blocks(part.size), kernels.THREADS, self._erase, self._stream)
+                runtime.streamSynchronize(self._stream)
+
+    def dump(self, table: Table) -> KeyArray:
+        """The resident keys of a table."""
+        parts = []
+        count = np.zeros(1, np.uint64)
+        with self._staging:
+            for first in range(0, table.pairs, _DUMPED_PAIRS):
+                pairs = min(_DUMPED_PAIRS, table.pairs - first)
+                count_at = self._dumped.reserve(256 + 8 * 2 * kernels.SLOTS * pairs)
+                self.show(self._stream)
+                runtime.memsetAsync(count_at, 0, 8, self._stream)
+                self._dump.bytes[: kernels.TABLE.size] = table.packed
+                self._dump.pack(kernels.DUMP_TAIL, kernels.TABLE.size, count_at + 256, count_at, first, pairs)
+                handle = self._kernels.handle(kernels.DUMP)
+                launch(handle, kernels.tile_blocks(pairs), kernels.THREADS, self._dump, self._stream)
+                copy_to_host(count, count_at, self._stream)
+                part = np.empty(int(count[0]), np.int64)
+                if part.size:
+                    copy_to_host(part, count_at + 256, self._stream)
+                parts.append(part)
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def counters(self, table: Table) -> tuple[int, int, int]:
+        """Keys admitted, evicted and erased since construction."""
+        values = np.zeros(3, np.uint64)
+        with self._staging:
+            self.show(self._stream)
+            copy_to_host(values, table.counters, self._stream)
+        admitted, evicted, erased = (int(value) for value in values)
+        return admitted, evicted, erased
+
+    def close(self) -> None:
+        """Wait for what runs, and end the threads."""
+        runtime.streamSynchronize(self._stream)
+        if self._copiers is not None:
+            self._copiers.shutdown()
+
+    def needed(self, dims: Sequence[int]) -> list[Kernel]:
+        """What the modifications of tables of these widths launch."""
+        inserts = [kernels.insert_kernel(kernels.unit_of(dim, 16), dim) for dim in set(dims)]
+        return [*inserts, kernels.ERASE, kernels.DUMP]
+
+    def _follow(self, streams: set[int]) -> None:
+        for stream in streams:
+            runtime.eventRecord(self._stages[0].done.ptr, max(stream, 0))
+            runtime.streamWaitEvent(self._stream, self._stages[0].done.ptr)
+
+    def _stage(self, stage: _Stage, keys: np.ndarray, vectors: np.ndarray | None) -> tuple[int, int]:
+        """Where the device finds copies of host arrays."""
+        stage.host.reset()
+        arrays = [keys] if vectors is None else [keys, vectors]
+        pointers = []
+        for array in arrays:
+            if array.nbytes > _MAPPED_BYTES and _is_pinned(array):
+                pointers.append(array.ctypes.data)
+                continue
+            pointer, pinned = stage.host.take(array.nbytes)
+            self._copy(pinned, array)
+            pointers.append(pointer)
+        if sum(array.nbytes for array in arrays) > _MAPPED_BYTES:
+            offset = 0
+            device = stage.device.reserve(sum(array.nbytes for array in arrays) + 512)
+            for nth, array in enumerate(arrays):
+                copy_to_device(device + offset, pointers[nth], array.nbytes, self._stream)
+                pointers[nth] = device + offset
+                offset += -(-array.nbytes // 256) * 256
+        return pointers[0], pointers[-1]
+
+    def _copy(self, pinned: np.ndarray, array: np.ndarray) -> None:
+        source = array.reshape(-1).view(np.uint8)
+        if source.size < 2 * _COPIED_AT_ONCE:
+            np.copyto(pinned, source)
+            return
+        if self._copiers is None:
+            self._copiers = ThreadPoolExecutor(_COPY_THREADS, "hps-copy")
+        starts = range(0, source.size, _COPIED_AT_ONCE)
+
+        def copy(start: int) -> None:
+            np.copyto(pinned[start : start + _COPIED_AT_ONCE], source[start : start + _COPIED_AT_ONCE])
+
+        for done in self._copiers.map(copy, starts):
+            del done
+
+
+def _is_pinned(array: np.ndarray) -> bool:
+    """Whether the device can copy from an array's memory by itself."""
+    return bool(runtime.pointerGetAttributes(array.ctypes.data).type == runtime.memoryTypeHost)

@@ -1,0 +1,116 @@
+"""The device memory of cached tables: how much it is, and what is said when it does not fit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import cupy
+import numpy as np
+from cupy_backends.cuda.api import runtime
+
+from hps.cache.cuda import kernels
+from hps.cache.cuda.device import CUDA_ERRORS
+from hps.errors import ConfigError, DeviceMemoryError
+from hps.types import TableSpec
+
+_COUNTERS = 3  # keys admitted, keys evicted, keys erased
+_MOST_ROWS = 1 << 32  # the kernels number them with 32 bits
+_RESERVE_BYTES = 64 << 20  # left free for the workspaces and the driver
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """The memory of one table; `cuda/embedding_cache.cuh` says what stands where. Freed with its last user.
+
+    Attributes:
+        pairs: of buckets; 0 where nothing is cached.
+        buckets, rows, counters: addresses on the device.
+        packed: the struct that the kernels take.
+        alignment: of the rows, in bytes.
+    """
+
+    spec: TableSpec
+    pairs: int
+    buckets: int
+    rows: int
+    counters: int
+    packed: bytes
+    memory: cupy.cuda.Memory | None
+
+    @property
+    def capacity_rows(self) -> int:
+        return 2 * kernels.SLOTS * self.pairs
+
+    @property
+    def size_bytes(self) -> int:
+        return _size_bytes(self.pairs, self.spec.dim)
+
+
+def allocate(specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> tuple[Table, ...]:
+    """Allocate all tables, empty.
+
+    Raises:
+        DeviceMemoryError: they do not fit the device; the message says who asked for how much and what would fit.
+        ConfigError: a table has more rows than the kernels can number.
+    """
+    pairs = [kernels.pairs_for(rows) for rows in capacity_rows]
+    for spec, count in zip(specs, pairs, strict=True):
+        if 2 * kernels.SLOTS * count >= _MOST_ROWS:
+            problem = f"got {2 * kernels.SLOTS * count:,} rows for table {spec.table_name!r}, wanted less than {_MOST_ROWS:,}"
+            raise ConfigError(f"embedding cache of model {spec.model_name!r}", [problem])
+    sizes = [_size_bytes(count, spec.dim) for count, spec in zip(pairs, specs, strict=True)]
+    free_bytes, _total = runtime.memGetInfo()
+    if sum(sizes) + _RESERVE_BYTES > free_bytes:
+        raise _does_not_fit(specs, pairs, sizes, device_id, free_bytes)
+    try:
+        tables = tuple(_allocate(spec, count) for spec, count in zip(specs, pairs, strict=True))
+        runtime.streamSynchronize(0)  # which filled them
+        return tables
+    except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:
+        if "emory" not in str(error):
+            raise
+        raise _does_not_fit(specs, pairs, sizes, device_id, free_bytes) from error
+
+
+def _bucket_bytes(pairs: int) -> int:
+    return -(-kernels.PAIR_BYTES * pairs // 256) * 256
+
+
+def _row_bytes(pairs: int, dim: int) -> int:
+    return -(-2 * kernels.SLOTS * pairs * 4 * dim // 256) * 256
+
+
+def _size_bytes(pairs: int, dim: int) -> int:
+    return _bucket_bytes(pairs) + _row_bytes(pairs, dim) + 8 * _COUNTERS
+
+
+def _allocate(spec: TableSpec, pairs: int) -> Table:
+    if pairs == 0:
+        return Table(spec, 0, 0, 0, 0, kernels.TABLE.pack(0, 0, 0, 0, 0, 0, spec.dim), None)
+    memory = cupy.cuda.Memory(_size_bytes(pairs, spec.dim))
+    buckets = int(memory.ptr)
+    rows = buckets + _bucket_bytes(pairs)
+    counters = rows + _row_bytes(pairs, spec.dim)
+    zero_pair, filler = kernels.zero_pair(pairs), kernels.zero_filler(pairs)
+    runtime.memset(buckets, 0, _bucket_bytes(pairs))
+    runtime.memset(counters, 0, 8 * _COUNTERS)
+    bucket = np.array([0] + [filler] * kernels.SLOTS, np.int64)
+    pair = np.concatenate([bucket, bucket])
+    runtime.memcpy(buckets + kernels.PAIR_BYTES * zero_pair, pair.ctypes.data, pair.nbytes, runtime.memcpyHostToDevice)
+    packed = kernels.TABLE.pack(buckets, rows, counters, filler, zero_pair, pairs, spec.dim)
+    return Table(spec, pairs, buckets, rows, counters, packed, memory)
+
+
+def _does_not_fit(
+    specs: Sequence[TableSpec], pairs: Sequence[int], sizes: Sequence[int], device_id: int, free_bytes: int
+) -> DeviceMemoryError:
+    asked = ", ".join(
+        f"{size:,} for {2 * kernels.SLOTS * count:,} rows of table {spec.table_name!r} (dim {spec.dim})"
+        for spec, count, size in zip(specs, pairs, sizes, strict=True)
+    )
+    usable = max(0, free_bytes - _RESERVE_BYTES)
+    share = usable / sum(sizes)
+    return DeviceMemoryError(
+        f"allocating the embedding cache of model {specs[0].model_name!r} on CUDA device {device_id}: got {sum(sizes):,} bytes "
+        f"to allocate ({asked}), wanted at most the {usable:,} that are free; a gpucacheper of at most {share:.2g} of the "
+        "present one would fit"
+    )

@@ -1,0 +1,98 @@
+"""`hps import`: tables of other formats to sparse model files."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hps import errors
+from hps.cli import console as terminal
+
+if TYPE_CHECKING:
+    from hps.formats.base import ArrayInfo
+    from hps.models.importing import ImportReport
+
+EXAMPLE = "Example: `hps import item.npz models/item.model --keys ids --vectors embeddings`"
+
+
+def import_command(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A .npz, .npy, .safetensors, .pt, .pth, .bin or .parquet file, or a directory of .npy or .parquet files.",
+            show_default=False,
+        ),
+    ],
+    destination: Annotated[
+        str | None, typer.Argument(metavar="DESTINATION", help="The directory to write, a path or URI.", show_default=False)
+    ] = None,
+    listing: Annotated[bool, typer.Option("--list", help="Print the arrays of SOURCE and write nothing.")] = False,
+    keys: Annotated[
+        str | None, typer.Option(help="Tensor, column or member of the keys (with .npy: a file); else keys, key, ids or id.")
+    ] = None,
+    vectors: Annotated[
+        str | None, typer.Option(help="As --keys; else vectors, embeddings, emb_vector, ..., or the only (n, dim) floats.")
+    ] = None,
+    first_key: Annotated[int | None, typer.Option(help="The keys are row numbers from this one on.")] = None,
+    file_format: Annotated[
+        str | None, typer.Option("--format", help="npy, npz, safetensors, torch or parquet; else by SOURCE's name.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="What 16-bit elements really are, where SOURCE cannot say it: bfloat16 or float16.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace a model that is there.")] = False,
+    config: Annotated[
+        Path | None, typer.Option(metavar="CONFIG", help="A ps.json, whose model_source says how to reach DESTINATION.")
+    ] = None,
+) -> None:
+    """Write the embedding table in SOURCE as a sparse model that CONFIG can name.
+
+    float16, bfloat16 and float64 become float32, all integer keys int64. The table is streamed: its size is limited by no
+    memory. Pickled code in SOURCE is never run.
+    """
+    with terminal.reported():
+        from hps.models.importing import import_model, list_arrays
+
+        if listing:
+            _print_arrays(list_arrays(source, file_format=file_format))
+            return
+        if destination is None:
+            raise errors.InvalidInputError(f"importing {source}: got no DESTINATION, wanted a path or URI to write, or --list")
+        sources = None
+        if config is not None:
+            from hps.configuration.load import load_configuration
+            from hps.models.sources import ModelSources
+
+            sources = ModelSources(load_configuration(config).model_source)
+        with terminal.progress() as progress:
+            report = import_model(
+                source,
+                destination,
+                keys=keys,
+                vectors=vectors,
+                file_format=file_format,
+                dtype=dtype,
+                first_key=first_key,
+                overwrite=overwrite,
+                sources=sources,
+                progress=progress,
+            )
+        _print_report(report, first_key or 0)
+
+
+def _print_arrays(arrays: "list[ArrayInfo]") -> None:
+    width = max((len(info.name) for info in arrays), default=0)
+    for info in arrays:
+        shape = str(info).removeprefix(info.name).strip()
+        typer.echo(f"{info.name:<{width}}  {shape}")
+
+
+def _print_report(report: "ImportReport", first_key: int) -> None:
+    origin = "" if report.dtype == "float32" else f" (from {report.dtype})"
+    keys = f"{report.keys!r}" if report.keys is not None else f"row numbers {first_key} to {first_key + report.rows - 1}"
+    typer.echo(
+        f"{report.destination}: {report.rows:,} rows of {report.dim} float32{origin}, {report.size_bytes / 1e6:,.1f} MB, "
+        f"in {report.seconds:.1f} s; vectors from {report.vectors!r}, keys from {keys}"
+    )
+    typer.echo(f'in a configuration: "sparse_files": ["{report.destination}"], "embedding_vecsize_per_table": [{report.dim}]')

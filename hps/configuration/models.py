@@ -1,0 +1,207 @@
+"""The whole configuration as frozen models; `docs/configuration.md` says what each key means.
+
+Attribute names are the keys of HugeCTR's `ps.json`. Every check is made on a field, with the fields before it at hand, and
+none on a whole object, so that one load reports every problem.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+from pydantic import ConfigDict, Field, ValidationInfo, ValidatorFunctionWrapHandler, field_validator, model_validator
+
+from hps.configuration.fields import (
+    INT32_MAX,
+    Bytes,
+    Flag,
+    Float32,
+    Ignored,
+    ListOf,
+    Name,
+    NonEmptyListOf,
+    NonNegative,
+    Place,
+    Positive,
+    Real,
+    Seconds,
+    Share,
+    Timeout,
+    Token,
+    Whole,
+    choice,
+    notes_of,
+    problem,
+    validate_with,
+)
+from hps.configuration.tiers import ModelSourceConfig, PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
+from hps.types import TableSpec
+
+CacheType: TypeAlias = Annotated[
+    Literal["dynamic", "static", "uvm", "stochastic"],
+    choice("dynamic", "static", "uvm", "stochastic"),
+]
+DeviceChoice: TypeAlias = Annotated[Literal["auto", "cuda", "cpu"], choice("auto", "cuda", "cpu")]
+
+
+class ServiceConfig(Section):
+    """`service`: the HTTP server. HugeCTR has no such object."""
+
+    model_config = ConfigDict(title="service")
+
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    port: Annotated[Whole, Field(ge=0, le=65535)] = 8000
+    bearer_token: Token = ""
+    max_body_bytes: Bytes = 64 << 20
+    max_keys_per_request: Positive = 1_000_000
+    lookup_threads: Annotated[Whole, Field(ge=1, le=1024)] = 8
+    request_timeout_s: Timeout = 10.0
+
+
+_COUNTED = {
+    "embedding_table_names": "name",
+    "embedding_vecsize_per_table": "width",
+    "maxnum_catfeature_query_per_table_per_sample": "maximum",
+    "default_value_for_each_table": "default value",
+}
+
+
+class ModelConfig(Section):
+    """An entry of `models`: the tables of one model and how they are cached."""
+
+    model_config = ConfigDict(title="models[]")
+
+    model: Name
+    sparse_files: NonEmptyListOf[Place]
+    embedding_table_names: ListOf[Name] = Field(
+        default_factory=lambda data: tuple(f"sparse_embedding{i}" for i in range(len(data["sparse_files"])))
+    )
+    embedding_vecsize_per_table: ListOf[Positive]
+    max_batch_size: Positive = 64
+    maxnum_catfeature_query_per_table_per_sample: ListOf[Positive]
+    default_value_for_each_table: ListOf[Float32]
+    deployed_device_list: NonEmptyListOf[NonNegative]
+
+    gpucache: Flag = True
+    gpucacheper: Share = 0.2
+    hit_rate_threshold: Real = 0.9
+    use_static_table: Flag = False
+    embedding_cache_type: CacheType = Field(default="dynamic", validate_default=True)
+    init_ec: Flag = True
+    cache_refresh_percentage_per_iteration: Share = 0.0
+    num_of_worker_buffer_in_pool: Annotated[Whole, Field(ge=1, le=256)] = 1
+    num_of_refresher_buffer_in_pool: NonNegative = 1
+    thread_pool_size: NonNegative = 16
+    refresh_delay: Seconds = 0.0
+    refresh_interval: Seconds = 0.0
+    use_context_stream: Flag = True
+    use_hctr_cache_implementation: Flag = True
+    enable_pagelock: Flag = False
+    fp8_quant: Flag = False
+    fuse_embedding_table: Flag = True
+
+    workspace_timeout_s: Timeout = 1.0
+    insert_queue_length: Annotated[Whole, Field(ge=1, le=65536)] = 64
+
+    dense_file: Ignored = None
+    network_file: Ignored = None
+    label_dim: Ignored = None
+    slot_num: Ignored = None
+    maxnum_des_feature_per_sample: Ignored = None
+    use_mixed_precision: Ignored = None
+    scaler: Ignored = None
+    use_algorithm_search: Ignored = None
+    use_cuda_graph: Ignored = None
+    non_trainable_params_file: Ignored = None
+
+    @property
+    def tables(self) -> tuple[TableSpec, ...]:
+        """The model's tables in the order of their ids."""
+        columns = zip(
+            self.embedding_table_names,
+            self.embedding_vecsize_per_table,
+            self.default_value_for_each_table,
+            self.maxnum_catfeature_query_per_table_per_sample,
+            strict=True,
+        )
+        return tuple(
+            TableSpec(self.model, name, dim, default, self.max_batch_size * maxnum) for name, dim, default, maxnum in columns
+        )
+
+    @field_validator(*_COUNTED, mode="wrap")
+    @classmethod
+    def _one_a_table(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+        files = info.data.get("sparse_files")
+        text = None
+        if files is not None and isinstance(value, list | tuple) and len(value) != len(files):
+            what = _COUNTED[str(info.field_name)]
+            text = f"{len(value)} {what}{'' if len(value) == 1 else 's'} for {len(files)} sparse_files"
+        return validate_with(handler, value, text)
+
+    @field_validator("embedding_table_names", "deployed_device_list", mode="wrap")
+    @classmethod
+    def _without_repetition(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        return validate_with(handler, value, _repeated(value) if isinstance(value, list | tuple) else None)
+
+    @field_validator("maxnum_catfeature_query_per_table_per_sample")
+    @classmethod
+    def _countable(cls, value: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        batch = info.data.get("max_batch_size", 1)
+        if batch * max(value, default=0) > INT32_MAX:
+            keys = batch * max(value)
+            raise problem(
+                f"{max(value)} keys a sample and {batch} samples (max_batch_size) are {keys} keys in one lookup; "
+                f"wanted at most {INT32_MAX}"
+            )
+        return value
+
+    @field_validator("embedding_cache_type")
+    @classmethod
+    def _static_when_forced(cls, value: str, info: ValidationInfo) -> str:
+        return "static" if info.data.get("use_static_table") else value
+
+    @model_validator(mode="after")
+    def _note_what_is_missing(self, info: ValidationInfo) -> Self:
+        warnings = notes_of(info).warnings
+        if self.embedding_cache_type == "stochastic":
+            warnings.append(f"model {self.model}: HugeCTR fills no database for a stochastic cache; wanted dynamic")
+        if self.refresh_interval > 0:
+            warnings.append(f"model {self.model}: refresh_interval is not implemented; call refresh to refresh the cache")
+        warnings.extend(
+            f"model {self.model}: {key} is not implemented; vectors are kept as if it were false"
+            for key in ("enable_pagelock", "fp8_quant")
+            if getattr(self, key)
+        )
+        return self
+
+
+def _repeated(values: Sequence[Any]) -> str | None:
+    """Say which value stands in a list more than once; None where all differ. Values need not be hashable."""
+    seen: dict[str | int, int] = {}
+    for i, value in enumerate(values):
+        if isinstance(value, str | int) and seen.setdefault(value, i) != i:
+            return f"{json.dumps(value)} stands at {seen[value]} and at {i}; wanted each once"
+    return None
+
+
+class Configuration(Section):
+    """A whole configuration, checked. *Immutable.* Made by `load_configuration`."""
+
+    model_config = ConfigDict(title="")
+
+    device: DeviceChoice = "auto"
+    supportlonglong: Flag = True
+    fuse_embedding_table: Flag = False
+    volatile_db: VolatileDbConfig = Field(default_factory=lambda: VolatileDbConfig(type="parallel_hash_map"))
+    persistent_db: PersistentDbConfig = Field(default_factory=PersistentDbConfig)
+    model_source: ModelSourceConfig = Field(default_factory=ModelSourceConfig)
+    update_source: UpdateSourceConfig = Field(default_factory=UpdateSourceConfig)
+    service: ServiceConfig = Field(default_factory=ServiceConfig)
+    models: NonEmptyListOf[ModelConfig]
+
+    @field_validator("models", mode="wrap")
+    @classmethod
+    def _names_differ(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        text = None
+        if isinstance(value, list | tuple):
+            text = _repeated([one.get("model") if isinstance(one, dict) else getattr(one, "model", None) for one in value])
+        return validate_with(handler, value, text and f"the name {text}")

@@ -1,0 +1,234 @@
+"""The configuration of the host tiers and of what feeds them: databases, `model_source`, `update_source`."""
+
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from hps.configuration.fields import (
+    INT32_MAX,
+    UINT64_MAX,
+    Bytes,
+    Expression,
+    Flag,
+    ListOf,
+    NonNegative,
+    Older,
+    Positive,
+    Secret,
+    Share,
+    Timeout,
+    Whole,
+    check_addresses,
+    check_place,
+    choice,
+    notes_of,
+    problem,
+)
+
+_DATABASES = (
+    "disabled|disable|none",
+    "hash_map|hashmap|hash|map",
+    "parallel_hash_map|parallel_hashmap|parallel_hash|parallel_map",
+    "multi_process_hash_map|multi_process_hashmap|multi_process_hash|multi_process_map",
+    "redis_cluster|redis",
+    "rocks_db|rocksdb|rocks",
+)
+_NOT_PERSISTENT = "it is a volatile database and belongs in volatile_db; wanted rocks_db or disabled"
+_NOT_VOLATILE = "it is a persistent database and belongs in persistent_db; wanted hash_map, redis_cluster or disabled"
+_NO_SHARED_MEMORY = "it is not implemented; use redis_cluster to share vectors between processes, else hash_map"
+
+VolatileDbType: TypeAlias = Annotated[
+    Literal["disabled", "hash_map", "parallel_hash_map", "redis_cluster"],
+    choice(
+        *_DATABASES,
+        refused={"multi_process_hash_map": _NO_SHARED_MEMORY, "rocks_db": _NOT_VOLATILE},
+    ),
+]
+PersistentDbType: TypeAlias = Annotated[
+    Literal["disabled", "rocks_db"],
+    choice(
+        *_DATABASES,
+        refused=dict.fromkeys(("hash_map", "parallel_hash_map", "multi_process_hash_map", "redis_cluster"), _NOT_PERSISTENT),
+    ),
+]
+OverflowPolicy: TypeAlias = Annotated[
+    Literal["evict_random", "evict_least_used", "evict_oldest"],
+    choice("evict_random|random", "evict_least_used|least_used", "evict_oldest|oldest"),
+]
+UpdateSourceType: TypeAlias = Annotated[
+    Literal["null", "kafka_message_queue"],
+    choice("null|none", "kafka_message_queue|kafka_mq|kafka"),
+]
+
+
+class Section(BaseModel):
+    """An object of the configuration. *Immutable.* The title is its place, for log lines."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    older_keys: ClassVar[frozenset[str]] = frozenset()
+    """Keys that HugeCTR had until 4.1, read as its later ones."""
+
+    @classmethod
+    def ignored_keys(cls) -> frozenset[str]:
+        """Keys that are accepted and mean nothing here."""
+        return frozenset(key for key, field in cls.model_fields.items() if field.deprecated) - cls.older_keys
+
+    @model_validator(mode="after")
+    def _note_keys(self, info: ValidationInfo) -> Self:
+        notes = notes_of(info)
+        title = self.model_config["title"]
+        notes.ignored.update(f"{title}.{key}" for key in self.model_fields_set & self.ignored_keys())
+        notes.older.update(f"{title}.{key}" for key in self.model_fields_set & self.older_keys)
+        if not self.model_fields_set & {"type", "backend"} and "type" in type(self).model_fields:
+            notes.warnings.append(f"{title} names no type and is disabled; write a type, or leave {title} out")
+        return self
+
+
+def _batch_size(data: dict[str, Any]) -> int:
+    """HugeCTR 4.1 had a size for reading and one for writing: the smaller of them stands for both."""
+    older = [data[key] for key in ("max_get_batch_size", "max_set_batch_size") if data[key] is not None]
+    return min(older, default=65536)
+
+
+class VolatileDbConfig(Section):
+    """`volatile_db`: the tier in memory."""
+
+    model_config = ConfigDict(title="volatile_db")
+    older_keys = frozenset({"max_get_batch_size", "max_set_batch_size", "refresh_time_after_fetch"})
+
+    type: VolatileDbType = "disabled"
+    address: str = "127.0.0.1:7000"
+    user_name: str = "default"
+    password: Secret = ""
+    num_partitions: Annotated[Whole, Field(ge=1, le=65536)] = Field(default_factory=lambda: min(16, os.cpu_count() or 1))
+    allocation_rate: Bytes = 256 << 20
+    shared_memory_size: Bytes = 16 << 30
+    shared_memory_name: str = "hctr_mp_hash_map_database"
+    shared_memory_auto_remove: Flag = True
+    # HugeCTR's default is 5, and it aborts where that is more than num_partitions, as on any machine of four cores.
+    num_node_connections: Positive = Field(default_factory=lambda data: min(5, data["num_partitions"]))
+    max_get_batch_size: Older[Positive] = None
+    max_set_batch_size: Older[Positive] = None
+    max_batch_size: Positive = Field(default_factory=_batch_size)
+    enable_tls: Flag = False
+    tls_ca_certificate: str = "cacertbundle.crt"
+    tls_client_certificate: str = "client_cert.pem"
+    tls_client_key: str = "client_key.pem"
+    tls_server_name_identification: str = "redis.localhost"
+    refresh_time_after_fetch: Older[Flag] = None
+    overflow_margin: Annotated[Whole, Field(ge=1, le=UINT64_MAX)] = UINT64_MAX
+    overflow_policy: OverflowPolicy = "evict_random"
+    overflow_resolution_target: Share = 0.8
+    initialize_after_startup: Flag = True
+    initial_cache_rate: Share = 1.0
+    cache_missed_embeddings: Flag = False
+    update_filters: ListOf[Expression] = ("^hps_.+$",)
+
+    # What the chosen type does not use is not judged: HugeCTR's users have files in which it is empty.
+
+    @field_validator("address")
+    @classmethod
+    def _reachable(cls, value: str, info: ValidationInfo) -> str:
+        return check_addresses(value) if info.data.get("type") == "redis_cluster" else value
+
+    @field_validator("tls_ca_certificate", "tls_client_certificate", "tls_client_key")
+    @classmethod
+    def _openable(cls, value: str, info: ValidationInfo) -> str:
+        return check_place(value) if info.data.get("enable_tls") else value
+
+    @field_validator("num_node_connections")
+    @classmethod
+    def _not_more_than_partitions(cls, value: int, info: ValidationInfo) -> int:
+        partitions = info.data.get("num_partitions")
+        if info.data.get("type") == "redis_cluster" and partitions is not None and value > partitions:
+            raise problem(f"{value} connections for {partitions} num_partitions; wanted at most one a partition")
+        return value
+
+
+class PersistentDbConfig(Section):
+    """`persistent_db`: the tier on disk, which holds everything."""
+
+    model_config = ConfigDict(title="persistent_db")
+    older_keys = frozenset({"max_get_batch_size", "max_set_batch_size"})
+
+    backend: Older[PersistentDbType] = None
+    type: PersistentDbType = Field(default_factory=lambda data: data["backend"] or "disabled")
+    path: str = Field(default_factory=lambda: str(Path(tempfile.gettempdir(), "rocksdb")))
+    num_threads: Annotated[Whole, Field(ge=1, le=1024)] = 16
+    read_only: Flag = False
+    max_get_batch_size: Older[Positive] = None
+    max_set_batch_size: Older[Positive] = None
+    max_batch_size: Positive = Field(default_factory=_batch_size)
+    initialize_after_startup: Flag = Field(default_factory=lambda data: not data["read_only"])
+    update_filters: ListOf[Expression] = ("^hps_.+$",)
+
+    @field_validator("type")
+    @classmethod
+    def _agrees_with_backend(cls, value: str, info: ValidationInfo) -> str:
+        backend = info.data.get("backend")
+        if backend is not None and backend != value:
+            raise problem(f'got "{value}" here and "{backend}" as backend, which is the same key; write one of them')
+        return value
+
+    @field_validator("path")
+    @classmethod
+    def _openable(cls, value: str, info: ValidationInfo) -> str:
+        return check_place(value) if info.data.get("type") == "rocks_db" else value
+
+    @field_validator("initialize_after_startup")
+    @classmethod
+    def _not_read_only(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("read_only"):
+            raise problem("a read_only database cannot be filled at startup; set this to false, or read_only to false")
+        return value
+
+
+class ModelSourceConfig(Section):
+    """`model_source`: how model files are read from HDFS, S3 and GCS. HugeCTR has no such object."""
+
+    model_config = ConfigDict(title="model_source")
+
+    timeout_s: Timeout = 10.0
+    deadline_s: Timeout = 60.0
+    max_attempts: Annotated[Whole, Field(ge=1, le=100)] = 5
+    parallel_reads: Annotated[Whole, Field(ge=1, le=64)] = 8
+    s3_endpoint_url: str = ""
+    gcs_endpoint_url: str = ""
+
+    @field_validator("s3_endpoint_url", "gcs_endpoint_url")
+    @classmethod
+    def _reachable(cls, value: str) -> str:
+        if value and not re.match(r"https?://[^/\s]+", value):
+            raise problem("wanted https://host or http://host, with a port if need be, or nothing")
+        return value
+
+
+class UpdateSourceConfig(Section):
+    """`update_source`: where online updates come from."""
+
+    model_config = ConfigDict(title="update_source")
+
+    type: UpdateSourceType = "null"
+    brokers: str = "127.0.0.1:9092"
+    metadata_refresh_interval_ms: Annotated[Whole, Field(ge=10, le=INT32_MAX)] = 30_000
+    receive_buffer_size: Annotated[Whole, Field(ge=1024, le=INT32_MAX)] = 262_144
+    poll_timeout_ms: Positive = 500
+    max_batch_size: Positive = 8192
+    failure_backoff_ms: NonNegative = 50
+    max_commit_interval: Positive = 32
+
+    @field_validator("brokers")
+    @classmethod
+    def _reachable(cls, value: str, info: ValidationInfo) -> str:
+        return check_addresses(value) if info.data.get("type") == "kafka_message_queue" else value
+
+    @model_validator(mode="after")
+    def _note_what_is_missing(self, info: ValidationInfo) -> Self:
+        if self.type != "null":
+            notes_of(info).warnings.append(f"update_source {self.type} is not implemented: no online update is consumed")
+        return self

@@ -1,0 +1,212 @@
+"""How a partition of the hash map stays within `overflow_margin`, exactly.
+
+A batch is planned before any of it is entered. Where a partition would come to hold more than the margin, rows that are
+not of the batch are evicted, until, with the batch, `overflow_resolution_target` of the margin is left, or the batch alone
+where that is more. Of a batch that has more keys of one partition than the margin, the last ones enter (a key counts
+where it occurs last) and nothing else stays. So a partition never holds more than the margin, at no moment; a batch
+never evicts its own rows; and what is evicted is what had to go, by the policy, and no more.
+
+`evict_oldest` goes by the last access (fetch or insert), `evict_least_used` by the number of accesses, which is halved for
+the rows that survive, so that old fame fades; ties, and `evict_random`, are drawn at random. Each eviction walks the whole
+table once or twice; with a target of 0.8 that is once for 0.2 of the margin in new keys.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from hps.databases.hash_map.atomics import load_relaxed, load_relaxed_u32, lowest_bit, store_relaxed_u32
+from hps.databases.hash_map.layout import (
+    COUNT,
+    KEEP,
+    SEGMENTS,
+    STAMP,
+    U1,
+    USED_ROWS,
+    bucket_at,
+    buckets_in,
+    key_of,
+    mask_of,
+    row_of,
+    search,
+    stamp_of,
+    unlink,
+)
+from hps.databases.hash_map.signatures import BITS, COUNTERS, FLAGS, INTEGER, KEYS, LAYOUT, NOTHING, SCORES, kernel
+from hps.hashing import mix
+from hps.types import BoolArray, KeyArray
+
+Policy = Literal["evict_random", "evict_least_used", "evict_oldest"]
+ACCESS: Final[dict[Policy, int]] = {"evict_random": KEEP, "evict_least_used": COUNT, "evict_oldest": STAMP}
+"""What each policy wants to know of an access to a row."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_U6, _U63 = np.uint64(6), np.uint64(63)
+
+
+@kernel(NOTHING, LAYOUT, KEYS, INTEGER, FLAGS, COUNTERS, COUNTERS)
+def _plan(layout, keys, margin, kept, batch_rows, new_rows):  # type: ignore[no-untyped-def]
+    """Choose what enters: the last of each key, the last `margin` keys of each partition; count them, and the new ones."""
+    partitions = np.uint64(batch_rows.size)
+    slots = 1
+    while slots < 2 * keys.size:
+        slots *= 2
+    seen = np.full(slots, -1, np.int32)  # positions in `keys`, by hash
+    for position in range(keys.size - 1, -1, -1):
+        key = keys[position]
+        hashed = mix(key)
+        slot = np.int64(hashed & np.uint64(slots - 1))
+        while seen[slot] >= 0 and keys[seen[slot]] != key:
+            slot = (slot + 1) & (slots - 1)
+        if seen[slot] >= 0:
+            continue
+        seen[slot] = position
+        partition = np.int64(hashed % partitions)
+        if batch_rows[partition] < margin:
+            kept[position] = True
+            batch_rows[partition] += 1
+            if not search(layout, hashed, key)[0]:
+                new_rows[partition] += 1
+
+
+@kernel(NOTHING, LAYOUT, KEYS, FLAGS, BITS)
+def _protect(layout, keys, kept, protected):  # type: ignore[no-untyped-def]
+    """Set the bits of the rows that the batch replaces."""
+    for position in range(keys.size):
+        if kept[position]:
+            bucket, entry = search(layout, mix(keys[position]), keys[position])
+            if bucket:
+                row = row_of(bucket, entry)
+                protected[np.int64(row >> _U6)] |= U1 << (row & _U63)
+
+
+@kernel(NOTHING, LAYOUT, BITS, COUNTERS, COUNTERS, SCORES)
+def _gather(layout, protected, excess, ends, scores):  # type: ignore[no-untyped-def]
+    """Write the stamps of the unprotected rows of each partition with an excess, up to that partition's end."""
+    partitions = np.uint64(excess.size)
+    for segment in range(SEGMENTS, layout.size, 2):
+        for position in range(np.int64(buckets_in(layout, segment))):
+            bucket = bucket_at(layout, segment, position)
+            mask = mask_of(load_relaxed(bucket))
+            while mask:
+                entry = lowest_bit(mask)
+                mask &= mask - U1
+                partition = np.int64(mix(key_of(bucket, entry)) % partitions)
+                row = row_of(bucket, entry)
+                if excess[partition] > 0 and not (protected[np.int64(row >> _U6)] >> (row & _U63)) & U1:
+                    ends[partition] -= 1
+                    scores[ends[partition]] = load_relaxed_u32(stamp_of(layout, row))
+
+
+@kernel(NOTHING, LAYOUT, COUNTERS, COUNTERS, COUNTERS, BITS, COUNTERS, COUNTERS, COUNTERS, COUNTERS, BITS)
+def _evict(  # type: ignore[no-untyped-def]
+    layout, counters, segment_rows, partition_rows, protected, excess, limits, tied, tied_excess, random
+):
+    """Remove excess[p] unprotected rows of each partition p, and count it down to what could not be removed.
+
+    Args:
+        limits: (partitions,) rows of a smaller score go; -1 where scores do not count. Counts of those that stay are halved
+            where limits[p] >= 0 and `random[1]` is 1.
+        tied: (partitions,) unprotected rows whose score is the limit, all of them where scores do not count.
+        tied_excess: (partitions,) how many of those go.
+        random: (2,) the state of the generator, and whether to halve.
+    """
+    partitions = np.uint64(excess.size)
+    for segment in range(SEGMENTS, layout.size, 2):
+        for position in range(np.int64(buckets_in(layout, segment))):
+            bucket = bucket_at(layout, segment, position)
+            mask = mask_of(load_relaxed(bucket))
+            while mask:
+                entry = lowest_bit(mask)
+                mask &= mask - U1
+                hashed = mix(key_of(bucket, entry))
+                partition = np.int64(hashed % partitions)
+                limit = limits[partition]
+                row = row_of(bucket, entry)
+                score = np.int64(load_relaxed_u32(stamp_of(layout, row))) if limit >= 0 else limit
+                if excess[partition] > 0 and score <= limit and not (protected[np.int64(row >> _U6)] >> (row & _U63)) & U1:
+                    goes = score < limit
+                    if not goes and tied[partition] > 0:  # selection sampling: each of those tied is as likely to go
+                        random[0] += _GOLDEN
+                        goes = np.int64(mix(np.int64(random[0])) % np.uint64(tied[partition])) < tied_excess[partition]
+                        tied[partition] -= 1
+                        tied_excess[partition] -= goes
+                    if goes:
+                        unlink(layout, counters, segment_rows, hashed, bucket, entry)
+                        excess[partition] -= 1
+                        partition_rows[partition] -= 1
+                        continue
+                if limit >= 0 and random[1]:
+                    store_relaxed_u32(stamp_of(layout, row), np.uint64(score) >> U1)
+
+
+@dataclass(frozen=True, slots=True)
+class OverflowRule:
+    """What `overflow_margin`, `overflow_policy` and `overflow_resolution_target` say. Immutable.
+
+    Attributes:
+        partitions: partitions of a table, by `hashing.partition_of`.
+        margin: most rows of a partition.
+        target_rows: rows to leave in a partition that would exceed it.
+        policy: which rows go.
+    """
+
+    partitions: int
+    margin: int
+    target_rows: int
+    policy: Policy
+
+    def make_room(
+        self,
+        layout: npt.NDArray[np.uint64],
+        counters: npt.NDArray[np.int64],
+        segment_rows: npt.NDArray[np.int64],  # (segments,)
+        partition_rows: npt.NDArray[np.int64],  # (partitions,)
+        random: npt.NDArray[np.uint64],  # (2,)
+        keys: KeyArray,  # (n,)
+    ) -> BoolArray:  # (n,)
+        """Evict what has to go before a batch enters, as the table's writer; returns which of its positions enter."""
+        kept = np.zeros(keys.size, np.bool_)
+        batch_rows, new_rows = np.zeros((2, self.partitions), np.int64)
+        _plan(layout, keys, self.margin, kept, batch_rows, new_rows)
+        over = partition_rows + new_rows > self.margin
+        if not over.any():
+            return kept
+        others = partition_rows - (batch_rows - new_rows)
+        excess = np.where(over, others - np.maximum(self.target_rows - batch_rows, 0), 0)
+        protected = np.zeros((int(counters[USED_ROWS]) + 63) // 64, np.uint64)
+        _protect(layout, keys, kept, protected)
+        if self.policy != "evict_random":
+            limits, tied, tied_excess = self._limits(layout, protected, excess, others)
+            before = excess.copy()
+            random[1] = self.policy == "evict_least_used"
+            _evict(layout, counters, segment_rows, partition_rows, protected, excess, limits, tied, tied_excess, random)
+            others -= before - excess
+        if excess.any():  # also rows that were fetched between the choice and the eviction and so escaped it
+            limits = np.full(self.partitions, -1, np.int64)
+            _evict(layout, counters, segment_rows, partition_rows, protected, excess, limits, others, excess.copy(), random)
+        return kept
+
+    def _limits(
+        self,
+        layout: npt.NDArray[np.uint64],
+        protected: npt.NDArray[np.uint64],
+        excess: npt.NDArray[np.int64],
+        others: npt.NDArray[np.int64],
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """For each partition the score of the last row to go, how many rows have it, and how many of those go."""
+        limits, tied, tied_excess = np.full((3, self.partitions), -1, np.int64)
+        ends = np.cumsum(np.where(excess > 0, others, 0))
+        scores = np.empty(ends[-1], np.uint32)
+        starts = ends.copy()
+        _gather(layout, protected, excess, starts, scores)
+        for partition in np.flatnonzero(excess):
+            ordered = scores[starts[partition] : ends[partition]]
+            ordered.partition(excess[partition] - 1)
+            limit = ordered[excess[partition] - 1]
+            limits[partition] = limit
+            tied[partition] = np.count_nonzero(ordered == limit)
+            tied_excess[partition] = excess[partition] - np.count_nonzero(ordered < limit)
+        return limits, tied, tied_excess

@@ -1,0 +1,323 @@
+"""How the hash map lies in memory, and how its readers and its writer go about it.
+
+A bucket is 128 bytes, 128-byte aligned: an 8-byte header (from its low bits: version 32, occupancy mask 16, overflow count
+16), ten int64 keys, ten uint32 row numbers. Entry e exists where bit e of the mask is set, so any int64 is a legal key. A key
+belongs to its home, the bucket that `scale` gives for its mixed bits, or, where that is full, to one after it, around the
+end; each bucket from the home up to there counts the key in its overflow count, so a search ends at the first bucket that
+counts none, and a deletion leaves nothing behind. A count that reached 65,535 stays there (only crafted keys get that far).
+
+A table has one bucket array, or, from 4,096 buckets on, sixteen *segments* by the upper bits of the hash, each an array to
+itself, so that growing takes room for, and time for, a sixteenth. Homes ascend with the hash, whatever the number of
+buckets, which makes a growth two sequential walks, and a hash a cursor for scans that outlives growth.
+
+RACES. One writer at a time, any number of readers, who take no lock. A writer makes the version odd before it changes
+keys, row numbers or a linked vector, and even, two more than before, after; a change of the overflow count alone is one
+store. A reader uses what it read between two equal, even headers and reads again otherwise. So it sees the key's row as
+of the header, then the vector, and the same header still: the whole vector that was current then. The vector of a row
+that no entry names is written freely: whoever still reads it read its entry's header before the entry was removed. A
+segment that was replaced by a larger one is *retired*, every header all ones, before anything else changes: a reader that
+meets one asks the table for its present layout. The memory stays mapped for as long as a reader holds the old one. A
+GPU may read by the same rules, with acquire loads of the header and a fence before it is loaded again, system scope.
+"""
+
+from typing import Final
+
+import numpy as np
+from numba import njit
+
+from hps.databases.hash_map.atomics import (
+    copy_4_bytes,
+    copy_16_bytes,
+    copy_64_bytes,
+    fence_acquire,
+    fence_release,
+    load_acquire,
+    load_relaxed,
+    load_relaxed_u32,
+    lowest_bit,
+    match_keys,
+    store_relaxed,
+    store_relaxed_u32,
+    store_release,
+)
+from hps.hashing import scale
+
+BUCKET_BYTES: Final = 128
+ENTRIES: Final = 10
+
+LOAD_ROWS: Final = 9
+"""Rows a bucket, on average, at which a segment is full: one entry in ten stays free."""
+
+# Positions in `layout`, uint64, immutable: what a reader needs to know of a table.
+SLABS: Final = 0
+"""Address of the table of slab addresses."""
+SLAB_SHIFT: Final = 1
+VECTOR_BYTES: Final = 2
+STAMP_OFFSET: Final = 3
+"""Bytes from the start of a slab to its stamps; 0 where there are none."""
+SEGMENT_BITS: Final = 4
+"""Upper bits of a hash that choose the segment: 2^bits segments."""
+SEGMENTS: Final = 5
+"""From here on the address of each segment, and its number of buckets. A position here stands for the segment."""
+
+# Positions in `counters`, (3,) int64, changed by the writer. The rows of each segment are counted in `segment_rows`.
+ROWS: Final = 0
+USED_ROWS: Final = 1
+"""Row numbers that were ever handed out: the next fresh one."""
+FREE_ROW: Final = 2
+"""First row of the list of freed ones, -1 if none; the first 4 bytes of a freed vector hold the next."""
+
+# How a search ended.
+DONE: Final = 0
+ABSENT: Final = 1
+MOVED: Final = 2
+"""The segment was replaced: go on with the present layout."""
+BUSY: Final = 3
+"""A writer is at this bucket."""
+
+# What an access does to the stamp of a row.
+KEEP: Final = 0
+STAMP: Final = 1
+COUNT: Final = 2
+
+U0, U1, U2, U4, U8, U16, U32, U48, U64 = (np.uint64(value) for value in (0, 1, 2, 4, 8, 16, 32, 48, 64))
+_BUCKET, _KEYS, _ROW_NUMBERS = (np.uint64(value) for value in (BUCKET_BYTES, 8, 88))
+_VERSION = np.uint64(0xFFFFFFFF)
+_FULL = np.uint64((1 << ENTRIES) - 1)
+_OVERFLOW_LIMIT = np.uint64(0xFFFF)
+_RETIRED = np.uint64(0xFFFFFFFFFFFFFFFF)
+_STAMP_LIMIT = np.uint64(0xFFFFFFFF)
+_NO_ROW = np.uint64(0xFFFFFFFF)
+
+
+@njit(inline="always", cache=True)
+def segment_of(layout, hashed):  # type: ignore[no-untyped-def]
+    """The segment of a hash, unsigned: numba indexes arrays by that without a test for a negative."""
+    return np.uint64(SEGMENTS) + (((hashed >> U32) >> (U32 - layout[SEGMENT_BITS])) << U1)
+
+
+@njit(inline="always", cache=True)
+def number_of(segment):  # type: ignore[no-untyped-def]
+    """The number of a segment, from 0."""
+    return np.int64((np.uint64(segment) - np.uint64(SEGMENTS)) >> U1)
+
+
+@njit(inline="always", cache=True)
+def buckets_in(layout, segment):  # type: ignore[no-untyped-def]
+    """How many buckets a segment has."""
+    return layout[np.uint64(segment) + U1]
+
+
+@njit(inline="always", cache=True)
+def bucket_at(layout, segment, position):  # type: ignore[no-untyped-def]
+    """The address of a segment's bucket by its number."""
+    return layout[segment] + np.uint64(position) * _BUCKET
+
+
+@njit(inline="always", cache=True)
+def place_of(layout, segment, hashed):  # type: ignore[no-untyped-def]
+    """The number of a hash's home in its segment."""
+    return scale(hashed << layout[SEGMENT_BITS], np.int64(buckets_in(layout, segment)))
+
+
+@njit(inline="always", cache=True)
+def home_of(layout, segment, hashed):  # type: ignore[no-untyped-def]
+    """The address of the bucket where a search begins."""
+    return bucket_at(layout, segment, place_of(layout, segment, hashed))
+
+
+@njit(inline="always", cache=True)
+def after(layout, segment, bucket):  # type: ignore[no-untyped-def]
+    """The address of the next bucket, around the segment's end."""
+    bucket += _BUCKET
+    return layout[segment] if bucket == bucket_at(layout, segment, buckets_in(layout, segment)) else bucket
+
+
+@njit(inline="always", cache=True)
+def mask_of(header):  # type: ignore[no-untyped-def]
+    """The occupancy mask in a header."""
+    return (header >> U32) & _FULL
+
+
+@njit(inline="always", cache=True)
+def overflow_of(header):  # type: ignore[no-untyped-def]
+    """The overflow count in a header."""
+    return header >> U48
+
+
+@njit(inline="always", cache=True)
+def key_of(bucket, entry):  # type: ignore[no-untyped-def]
+    """The key of an entry."""
+    return np.int64(load_relaxed(bucket + _KEYS + entry * U8))
+
+
+@njit(inline="always", cache=True)
+def row_of(bucket, entry):  # type: ignore[no-untyped-def]
+    """The row number of an entry."""
+    return load_relaxed_u32(bucket + _ROW_NUMBERS + entry * U4)
+
+
+@njit(inline="always", cache=True)
+def _slab_of(layout, row):  # type: ignore[no-untyped-def]
+    return load_relaxed(layout[SLABS] + (row >> layout[SLAB_SHIFT]) * U8)
+
+
+@njit(inline="always", cache=True)
+def _place_in_slab(layout, row):  # type: ignore[no-untyped-def]
+    return row & ((U1 << layout[SLAB_SHIFT]) - U1)
+
+
+@njit(inline="always", cache=True)
+def vector_of(layout, row):  # type: ignore[no-untyped-def]
+    """The address of a row's vector."""
+    return _slab_of(layout, row) + _place_in_slab(layout, row) * layout[VECTOR_BYTES]
+
+
+@njit(inline="always", cache=True)
+def stamp_of(layout, row):  # type: ignore[no-untyped-def]
+    """The address of a row's stamp, where there are stamps."""
+    return _slab_of(layout, row) + layout[STAMP_OFFSET] + _place_in_slab(layout, row) * U4
+
+
+@njit(inline="always", cache=True)
+def copy(target, source, size_bytes):  # type: ignore[no-untyped-def]
+    """Copy a vector, both sides 4-byte aligned. What races is copied as it is; see who checks."""
+    done = U0
+    while done + U64 <= size_bytes:
+        copy_64_bytes(target + done, source + done)
+        done += U64
+    while done + U16 <= size_bytes:
+        copy_16_bytes(target + done, source + done)
+        done += U16
+    while done < size_bytes:
+        copy_4_bytes(target + done, source + done)
+        done += U4
+
+
+@njit(inline="always", cache=True)
+def touch(stamp, access, now):  # type: ignore[no-untyped-def]
+    """Note an access to a row."""
+    # Readers may touch one stamp at the same time: a lost count is of no consequence.
+    if access == STAMP:
+        if load_relaxed_u32(stamp) != now:
+            store_relaxed_u32(stamp, now)
+    elif access == COUNT:
+        count = load_relaxed_u32(stamp)
+        if count != _STAMP_LIMIT:
+            store_relaxed_u32(stamp, count + U1)
+
+
+@njit(cache=True)
+def locate(layout, segment, bucket, key):  # type: ignore[no-untyped-def]
+    """Search from a key's home, beside a writer.
+
+    Returns:
+        (DONE, the key's bucket, that bucket's header, the key's row), or (ABSENT, MOVED or BUSY, ...) and nothing to use.
+        The key was absent at some moment of this call; a busy bucket is best tried again at once.
+    """
+    home = bucket
+    while True:
+        header = load_acquire(bucket)
+        if header & U1:
+            return (MOVED if header == _RETIRED else BUSY), bucket, header, U0
+        hit = match_keys(bucket, key) & mask_of(header)
+        row = row_of(bucket, lowest_bit(hit)) if hit else U0
+        fence_acquire()
+        if load_relaxed(bucket) != header:
+            return BUSY, bucket, header, U0
+        if hit:
+            return DONE, bucket, header, row
+        if overflow_of(header) == U0:
+            return ABSENT, bucket, header, U0
+        bucket = after(layout, segment, bucket)
+        if bucket == home:
+            return ABSENT, bucket, header, U0
+
+
+@njit(cache=True)
+def search(layout, hashed, key):  # type: ignore[no-untyped-def]
+    """Search as the writer: (the key's bucket, its entry), or (0, 0) where it is absent."""
+    segment = segment_of(layout, hashed)
+    home = home_of(layout, segment, hashed)
+    bucket = home
+    while True:
+        header = load_relaxed(bucket)
+        hit = match_keys(bucket, key) & mask_of(header)
+        if hit:
+            return bucket, lowest_bit(hit)
+        bucket = after(layout, segment, bucket)
+        if overflow_of(header) == U0 or bucket == home:
+            return U0, U0
+
+
+@njit(inline="always", cache=True)
+def begin_change(bucket):  # type: ignore[no-untyped-def]
+    """Make the version odd; returns the header as it was."""
+    header = load_relaxed(bucket)
+    store_relaxed(bucket, header | U1)
+    fence_release()
+    return header
+
+
+@njit(inline="always", cache=True)
+def end_change(bucket, header):  # type: ignore[no-untyped-def]
+    """Store a header with a version even and newer than in `header`, which holds the new mask and overflow count."""
+    store_release(bucket, (header & ~_VERSION) | ((header + U2) & _VERSION))
+
+
+@njit(cache=True)
+def link(layout, segment_rows, hashed, key, row):  # type: ignore[no-untyped-def]
+    """Enter an absent key, as the writer; the caller sees to it that some entry of the segment is free."""
+    segment = segment_of(layout, hashed)
+    bucket = home_of(layout, segment, hashed)
+    header = load_relaxed(bucket)
+    while mask_of(header) == _FULL:
+        if overflow_of(header) != _OVERFLOW_LIMIT:
+            end_change(bucket, header + (U1 << U48))
+        bucket = after(layout, segment, bucket)
+        header = load_relaxed(bucket)
+    entry = lowest_bit(~mask_of(header))
+    header = begin_change(bucket)
+    store_relaxed(bucket + _KEYS + entry * U8, np.uint64(key))
+    store_relaxed_u32(bucket + _ROW_NUMBERS + entry * U4, row)
+    end_change(bucket, header | (U1 << (U32 + entry)))
+    segment_rows[number_of(segment)] += 1
+
+
+@njit(cache=True)
+def unlink(layout, counters, segment_rows, hashed, bucket, entry):  # type: ignore[no-untyped-def]
+    """Remove an entry, as the writer, and put its row on the list of free ones."""
+    segment = segment_of(layout, hashed)
+    row = row_of(bucket, entry)
+    header = begin_change(bucket)
+    end_change(bucket, header & ~(U1 << (U32 + entry)))
+    passed = home_of(layout, segment, hashed)
+    while passed != bucket:
+        header = load_relaxed(passed)
+        if overflow_of(header) != _OVERFLOW_LIMIT:
+            end_change(passed, header - (U1 << U48))
+        passed = after(layout, segment, passed)
+    next_free = counters[FREE_ROW]
+    store_relaxed_u32(vector_of(layout, row), _NO_ROW if next_free < 0 else np.uint64(next_free))
+    counters[FREE_ROW] = np.int64(row)
+    counters[ROWS] -= 1
+    segment_rows[number_of(segment)] -= 1
+
+
+@njit(cache=True)
+def take_row(layout, counters):  # type: ignore[no-untyped-def]
+    """Hand out a freed row number, else a fresh one, as the writer."""
+    counters[ROWS] += 1
+    free = counters[FREE_ROW]
+    if free < 0:
+        counters[USED_ROWS] += 1
+        return np.uint64(counters[USED_ROWS] - 1)
+    next_free = load_relaxed_u32(vector_of(layout, np.uint64(free)))
+    counters[FREE_ROW] = -1 if next_free == _NO_ROW else np.int64(next_free)
+    return np.uint64(free)
+
+
+@njit(cache=True)
+def retire_bucket(bucket):  # type: ignore[no-untyped-def]
+    """Send readers of this bucket away, for ever."""
+    store_relaxed(bucket, _RETIRED)

@@ -1,0 +1,236 @@
+"""One table of the hash map: its memory, its one writer at a time, its growth."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hps.databases.base import TableStats
+from hps.databases.hash_map.buckets import Buckets
+from hps.databases.hash_map.eviction import ACCESS, OverflowRule
+from hps.databases.hash_map.fetch import fetch
+from hps.databases.hash_map.kernels import NO_BUCKETS, NO_ROWS, count_present, delete, insert, scan
+from hps.databases.hash_map.layout import BUSY, DONE, KEEP, ROWS, STAMP
+from hps.databases.hash_map.memory import MAX_ROWS, Slabs
+from hps.errors import DatabaseError, DatabaseTimeoutError
+from hps.types import BoolArray, FloatArray, KeyArray
+
+SLICE_ROWS: Final = 16_384
+"""Rows that one insertion or deletion writes before it lets another writer in."""
+_SCAN_ROWS: Final = 4096
+_BACKOFF_S: Final = 50e-6
+_STAMPS_A_SECOND: Final = 16
+_STAMP_LIMIT: Final = 2**32 - 1
+_EVERYTHING: Final = np.empty(0, np.bool_)
+
+
+class Table:
+    """Vectors of one width by key. *Thread-safe.*
+
+    Readers take no lock: they wait only for the bucket that a writer is at, for as long as that takes. Writers wait for one
+    another, and a long one lets others in between its slices.
+
+    A reader holds the buckets that it reads; those that the table has outgrown are unmapped when their last reader has
+    gone. Slabs live as long as the table, which its readers hold too, so that a table can be dropped under them.
+    """
+
+    def __init__(
+        self,
+        tag: str,
+        dim: int,
+        *,
+        allocation_rate: int,
+        initial_buckets: int,
+        batch_rows: int,
+        overflow: OverflowRule | None,
+        timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.dim = dim
+        self._tag = tag
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._opened_at = clock()
+        self._overflow = overflow
+        self._batch_rows = batch_rows
+        self._access = ACCESS[overflow.policy] if overflow else KEEP
+        self._slabs = Slabs(tag, dim * 4, self._access != KEEP, allocation_rate)
+        self._buckets = Buckets.empty(tag, self._slabs, initial_buckets)
+        self._counters: npt.NDArray[np.int64] = np.array([0, 0, -1], np.int64)
+        self._partition_rows: npt.NDArray[np.int64] = np.zeros(overflow.partitions if overflow else 0, np.int64)
+        self._random: npt.NDArray[np.uint64] = np.zeros(2, np.uint64)
+        self._writer = threading.Lock()
+        self._outgrown: Buckets | None = None
+
+    def fetch(
+        self,
+        keys: KeyArray,  # (n,)
+        out: FloatArray,  # (n, dim)
+        found: BoolArray,  # (n,)
+    ) -> int:
+        """Do what `Database.fetch` says."""
+        filled = position = 0
+        now = self._now()
+        deadline = None
+        spare = np.empty(self.dim, np.float32)
+        while True:
+            buckets = self._buckets  # held here while the kernel reads its memory
+            more, position, state = fetch(buckets.layout, keys, out, found, spare, position, self._access, now)
+            filled += more
+            if state == DONE:
+                return int(filled)
+            if state == BUSY:
+                # The writer lost the processor in the middle of a bucket: it needs ours to finish.
+                deadline = deadline or time.monotonic() + self._timeout_s
+                if time.monotonic() > deadline:
+                    raise DatabaseTimeoutError(
+                        f"hash map: fetching {keys.size} keys of table {self._tag!r}: a bucket stayed half-written for "
+                        f"{self._timeout_s} s; the machine is overloaded, or the writing thread was stopped by a debugger"
+                    )
+                time.sleep(_BACKOFF_S)
+
+    def insert(
+        self,
+        keys: KeyArray,  # (n,)
+        vectors: FloatArray,  # (n, dim)
+    ) -> None:
+        """Do what `Database.insert` says, in batches; the overflow rule holds for each."""
+        for start in range(0, keys.size, self._batch_rows):
+            batch = slice(start, start + self._batch_rows)
+            with self._writing(f"inserting {keys.size} keys"):
+                if start == 0:
+                    self._check_row_numbers(keys)
+                self._enter(keys[batch], vectors[batch])
+
+    def delete(self, keys: KeyArray) -> int:
+        """Do what `Database.delete` says."""
+        deleted = 0
+        for start in range(0, keys.size, SLICE_ROWS):
+            with self._writing(f"deleting {keys.size} keys"):
+                deleted += delete(
+                    self._buckets.layout,
+                    self._counters,
+                    self._buckets.segment_rows,
+                    self._partition_rows,
+                    keys[start : start + SLICE_ROWS],
+                )
+        return deleted
+
+    def scan(self, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
+        """Do what `Database.scan` says. Between two steps of the scan, writers write."""
+        cursor, state = np.zeros(1, np.uint64), NO_ROWS
+        room = max(min(chunk_rows, self.rows), _SCAN_ROWS)
+        while state != DONE:
+            keys, vectors = np.empty(room, np.int64), np.empty((room, self.dim), np.float32)
+            with self._writing("scanning"):
+                rows, state = scan(self._buckets.layout, cursor, keys, vectors)
+            if rows == 0:
+                room *= 2
+            for start in range(0, rows, chunk_rows):
+                stop = min(start + chunk_rows, rows)
+                yield keys[start:stop], vectors[start:stop]
+
+    def reserve(self, rows: int) -> None:
+        """Make the bucket array large enough for `rows` at once; growing step by step would move them several times."""
+        with self._writing(f"reserving {rows} rows"):
+            if rows > MAX_ROWS:
+                raise self._too_many(f"reserving {rows} rows")
+            if self._overflow:
+                rows = min(rows, self.capacity_rows)
+            self._replace_buckets(self._buckets.with_room_for(rows))
+
+    @property
+    def rows(self) -> int:
+        """Rows that the table holds."""
+        return int(self._counters[ROWS])
+
+    @property
+    def capacity_rows(self) -> int:
+        """Rows at which it evicts; 2^64 - 1 where it never does."""
+        return self._overflow.partitions * self._overflow.margin if self._overflow else 2**64 - 1
+
+    def stats(self) -> TableStats:
+        """Rows and bytes; the overhead is everything committed beside the vectors: buckets, stamps, rows that are free."""
+        rows, used, _ = self._counters.tolist()
+        vector_bytes = rows * self._slabs.vector_bytes
+        held = self._buckets.size_bytes + self._slabs.committed_bytes(max(used, rows)) + self._partition_rows.nbytes
+        return TableStats(rows, vector_bytes, held - vector_bytes, self.capacity_rows)
+
+    def _now(self) -> int:
+        if self._access != STAMP:
+            return 0
+        return min(int((self._clock() - self._opened_at) * _STAMPS_A_SECOND), _STAMP_LIMIT)
+
+    @contextmanager
+    def _writing(self, doing: str) -> Iterator[None]:
+        """Be the one writer of the table."""
+        if not self._writer.acquire(timeout=self._timeout_s):
+            raise DatabaseTimeoutError(
+                f"hash map: {doing} of table {self._tag!r}: other threads wrote to it for all of {self._timeout_s} s; "
+                "write less at once, or from fewer threads"
+            )
+        try:
+            self._retire_outgrown()
+            yield
+        finally:
+            self._writer.release()
+
+    def _check_row_numbers(self, keys: KeyArray) -> None:
+        if self.rows + keys.size > MAX_ROWS:
+            distinct = np.unique(keys)
+            if self.rows + distinct.size - count_present(self._buckets.layout, distinct) > MAX_ROWS:
+                raise self._too_many(f"inserting {keys.size} keys")
+
+    def _too_many(self, doing: str) -> DatabaseError:
+        return DatabaseError(
+            f"hash map: {doing} of table {self._tag!r}, which holds {self.rows}: it would hold more than {MAX_ROWS} rows, the "
+            "most there can be; nothing was changed. Bound it with overflow_margin, or use a persistent database alone"
+        )
+
+    def _enter(self, keys: KeyArray, vectors: FloatArray) -> None:
+        """Add or replace a batch, as the writer."""
+        kept = _EVERYTHING
+        if self._overflow:
+            kept = self._overflow.make_room(
+                self._buckets.layout,
+                self._counters,
+                self._buckets.segment_rows,
+                self._partition_rows,
+                self._random,
+                keys,
+            )
+        position = 0
+        while True:
+            position, state, segment = insert(
+                self._buckets.layout,
+                self._counters,
+                self._buckets.segment_rows,
+                self._partition_rows,
+                keys,
+                vectors,
+                kept,
+                (position, keys.size),
+                self._slabs.capacity_rows,
+                (self._access, self._now()),
+            )
+            if state == DONE:
+                return
+            if state == NO_BUCKETS:
+                self._replace_buckets(self._buckets.grown(segment))
+            else:
+                self._slabs.extend()
+
+    def _replace_buckets(self, larger: Buckets) -> None:
+        """Let readers go by larger buckets, which hold the same rows, as the writer."""
+        self._outgrown = self._buckets  # should an interrupt end this here, the next writer sends its readers away
+        self._buckets = larger
+        self._retire_outgrown()
+
+    def _retire_outgrown(self) -> None:
+        if self._outgrown is not None:
+            self._outgrown.retire_what_is_not_in(self._buckets)
+        self._outgrown = None

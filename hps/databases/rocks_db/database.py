@@ -1,0 +1,317 @@
+"""The persistent database: every vector of every table, in a RocksDB directory laid out as HugeCTR HPS lays it out.
+
+**Layout** (HugeCTR's, so that either can read what the other wrote): one column family a table, named by its tag; a row is
+the 8 raw little-endian bytes of its key and its raw float32 vector. Our own record of what was loaded is in RocksDB's
+default column family, where HugeCTR keeps nothing.
+
+**Reads** are sorted multi-gets in small batches. There is no block cache unless one is asked for: blocks are not compressed,
+so the kernel's page cache holds the same bytes and gives them back under pressure, and a cache that is smaller than what is
+looked up costs more than it saves (benchmarks/bench_rocks_db.py). Every block read is checked against its checksum;
+memory-mapped reads would be faster, and would kill the process at a truncated file.
+
+**Durability.** `insert` and `delete` return when the write-ahead log is synced to disk, once a call, as HugeCTR's do;
+`load_chunk` when the rows, and then the record that counts them, are. A damaged end of the write-ahead log, as a power
+cut leaves it, is dropped at the next opening.
+
+**Waiting.** RocksDB knows no timeouts: a call takes as long as the disk does. Where it would hold a write back, we wait for
+it instead, at most `write_timeout_s`. Two locks are held while RocksDB works: one a table, which serialises its writers, and
+one that serialises opening and dropping tables. No fetch takes either.
+"""
+
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any, Self
+
+from hps.databases.arguments import check_fetch, check_keys, check_positive, check_rows
+from hps.databases.base import Database, LoadRecord, TableStats
+from hps.databases.rocks_db import directory
+from hps.databases.rocks_db.calls import OpenCalls
+from hps.databases.rocks_db.engine import DEFAULT, Engine
+from hps.databases.rocks_db.record import LoadRecords
+from hps.databases.rocks_db.table import RocksTable, width_of
+from hps.errors import DatabaseError, InvalidInputError, TableWidthError, UnknownTableError
+from hps.types import BoolArray, FloatArray, KeyArray
+
+_log = logging.getLogger(__name__)
+
+
+class RocksDatabase(Database):
+    """Tables of vectors in a RocksDB directory. *Thread-safe.*
+
+    `size` counts a table of up to 131,072 rows and takes RocksDB's estimate of a larger one, in which a row counts again
+    for each time it was replaced since its files were last merged.
+
+    Args:
+        path: the directory; it and its parents are created where they are missing. One process at a time may write to it.
+        num_threads: for flushing and compacting.
+        read_only: serve what is there, beside a process that writes or from a read-only volume, and write nothing. What
+            others write after the opening is not seen.
+        max_batch_size: most rows of one multi-get or write.
+        block_cache_bytes: memory for blocks of the files. Where it holds all that is looked up, fetching is a sixth faster;
+            where it holds a quarter, a fifth slower.
+        write_timeout_s: how long a write waits while the disk does not keep up.
+        close_timeout_s: how long `close` waits for calls that are under way.
+
+    Raises:
+        DatabaseLockedError: another process has it open for writing.
+        DatabaseCorruptError: its files are damaged or incomplete.
+        DatabaseError: the path cannot be opened.
+    """
+
+    kind = "rocks_db"
+    persistent = True
+    load_bytes = 48 << 20  # fewer files to merge: a tenth faster than 16 MB, and 64 MB gain nothing more
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        num_threads: int = 16,
+        read_only: bool = False,
+        max_batch_size: int = 65_536,
+        block_cache_bytes: int = 0,
+        write_timeout_s: float = 30.0,
+        close_timeout_s: float = 30.0,
+    ) -> None:
+        self.path = Path(path).absolute()  # RocksDB would follow the process to another directory
+        self.read_only = read_only
+        self._max_batch_size = max_batch_size
+        self._write_timeout_s = write_timeout_s
+        self._close_timeout_s = close_timeout_s
+        self._calls = OpenCalls(f"the database {self.path}")
+        self._tables_lock = threading.Lock()
+        self._tables: dict[str, RocksTable] = {}
+        self._staged = count()
+        self._seal_lock = threading.Lock()
+        self._seal: directory.Seal | None = None
+        self._view: tempfile.TemporaryDirectory[str] | None = None
+        self._released = False
+        exists = directory.check_directory(self.path, read_only)
+
+        def open_at(place: Path) -> Engine:
+            return Engine(
+                self.path,
+                place,
+                exists=exists,
+                read_only=read_only,
+                num_threads=num_threads,
+                block_cache_bytes=block_cache_bytes,
+                write_timeout_s=write_timeout_s,
+            )
+
+        if read_only:
+            self._view, self._engine = directory.opened_in_view(self.path, open_at)
+        else:
+            self._engine = open_at(self.path)
+        self._records = LoadRecords(self._engine)
+        if read_only:
+            return
+        try:
+            directory.clear_staging(self.path)
+            self._drop_the_rest()
+            self._seal_now()
+        except DatabaseError:
+            self.close()
+            raise
+
+    @classmethod
+    def from_config(cls, config: Any) -> Self:
+        return cls(
+            config.path,
+            num_threads=config.num_threads,
+            read_only=config.read_only,
+            max_batch_size=config.max_batch_size,
+        )
+
+    # -- tables -------------------------------------------------------------------------------------------------------
+
+    def open_table(self, tag: str, dim: int) -> None:
+        check_positive(f"opening table {tag}", "dim", dim)
+        if tag == DEFAULT:
+            raise InvalidInputError(f"opening table {tag}: got the name of RocksDB's own column family, wanted another tag")
+        with self._calls, self._tables_lock:
+            table = self._tables.get(tag)
+            held = table.dim if table else self._width(tag)
+            if held not in (dim, None):
+                raise TableWidthError(
+                    f"opening table {tag} in {self.path}: it holds vectors of {held} floats, wanted {dim}. "
+                    "Correct the configured width, or drop the table and load it again"
+                )
+            if table is None:
+                self._tables[tag] = RocksTable(
+                    self._engine,
+                    self._records,
+                    self.path,
+                    tag,
+                    dim,
+                    self._engine.family(tag),
+                    max_batch_size=self._max_batch_size,
+                    write_timeout_s=self._write_timeout_s,
+                )
+
+    def _width(self, tag: str) -> int | None:
+        family = self._engine.family(tag)
+        if family is not None:
+            return width_of(self._engine, self.path, tag, family)
+        if self.read_only:
+            raise DatabaseError(
+                f"opening table {tag} in {self.path} with read_only: it is not there; there are: "
+                f"{', '.join(sorted(self._engine.names())) or 'none'}. Load it first, without read_only"
+            )
+        self._engine.create(tag)
+        self._seal_now()
+        return None
+
+    def _table(self, tag: str) -> RocksTable:
+        try:
+            return self._tables[tag]
+        except KeyError:
+            opened = ", ".join(list(self._tables)) or "none"
+            raise UnknownTableError(f"table {tag} is not open in {self.path}; open are: {opened}") from None
+
+    def _writable(self, doing: str) -> None:
+        if self.read_only:
+            raise DatabaseError(f"{doing} in {self.path}: it was opened with read_only; open it without, where one may write")
+
+    def tags(self) -> list[str]:
+        with self._calls:
+            return sorted(self._engine.names())
+
+    def drop_table(self, tag: str) -> None:
+        doing = f"dropping table {tag}"
+        with self._calls, self._tables_lock:
+            if tag == DEFAULT or self._engine.family(tag) is None:
+                return
+            self._writable(doing)
+            table = self._tables.get(tag)
+            if table is not None:
+                table.retire(doing)
+                del self._tables[tag]
+            self._records.mark_dropped(tag)  # first: it must never count rows that are gone
+            self._engine.drop(tag)
+            self._records.remove(tag)
+            self._seal_now()
+
+    def _drop_the_rest(self) -> None:
+        """Complete what a kill interrupted: rows that stayed would be taken for those of the next load."""
+        for tag in self._records.dropped():
+            if self._engine.family(tag) is not None:
+                self._engine.drop(tag)
+            self._records.remove(tag)
+
+    def close(self) -> None:
+        self._calls.close(self._close_timeout_s)
+        with self._tables_lock:
+            if self._released:
+                return
+            self._released = True
+            self._tables.clear()
+            self._engine.close()
+            try:
+                self._seal_now()  # RocksDB's last additions, too; who opens it now begins a MANIFEST of its own
+            except DatabaseError as error:
+                _log.warning("%s; it is closed and whole, but damage to its list of files would be seen less well", error)
+            if self._view:
+                self._view.cleanup()
+
+    def _seal_now(self) -> None:
+        if not self.read_only:
+            with self._seal_lock:
+                self._seal = directory.seal(self.path, self._seal)
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def fetch(
+        self,
+        tag: str,
+        keys: KeyArray,  # (n,)
+        out: FloatArray,  # (n, dim)
+        found: BoolArray,  # (n,)
+    ) -> int:
+        doing = f"fetching from table {tag}"
+        with self._calls:
+            table = self._table(tag)
+            check_fetch(doing, keys, out, found, table.dim)
+            return table.fetch(keys, out, found, doing)
+
+    def insert(
+        self,
+        tag: str,
+        keys: KeyArray,  # (n,)
+        vectors: FloatArray,  # (n, dim)
+    ) -> None:
+        doing = f"inserting into table {tag}"
+        with self._calls:
+            table = self._table(tag)
+            self._writable(doing)
+            check_rows(doing, keys, vectors, table.dim)
+            table.insert(keys, vectors, doing)
+
+    def delete(self, tag: str, keys: KeyArray) -> int:
+        doing = f"deleting from table {tag}"
+        with self._calls:
+            table = self._table(tag)
+            self._writable(doing)
+            check_keys(doing, keys)
+            return table.delete(keys, doing)
+
+    def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
+        doing = f"scanning table {tag}"
+        check_positive(doing, "chunk_rows", chunk_rows)
+        with self._calls:
+            return self._chunks(self._table(tag), chunk_rows, doing)
+
+    def _chunks(self, table: RocksTable, chunk_rows: int, doing: str) -> Iterator[tuple[KeyArray, FloatArray]]:
+        start = b""
+        while True:
+            with self._calls:  # not across the yield: a scan that was left half-way must not keep the database open
+                keys, vectors, start = table.chunk(start, chunk_rows, doing)
+            if not keys.size:
+                return
+            yield keys, vectors
+
+    def size(self, tag: str) -> int:
+        with self._calls:
+            return self._table(tag).size(f"counting table {tag}")
+
+    def stats(self, tag: str) -> TableStats:
+        with self._calls:
+            table = self._table(tag)
+            rows = table.size(f"counting table {tag}")
+            vector_bytes = rows * table.dim * 4
+            return TableStats(rows, vector_bytes, max(0, table.held_bytes() - vector_bytes))
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def load_record(self, tag: str) -> LoadRecord | None:
+        with self._calls:
+            self._table(tag)
+            return self._records.get(tag)
+
+    def load_chunk(
+        self,
+        tag: str,
+        keys: KeyArray,  # (n,)
+        vectors: FloatArray,  # (n, dim)
+        record: LoadRecord,
+    ) -> None:
+        doing = f"loading table {tag}"
+        with self._calls:
+            table = self._table(tag)
+            self._writable(doing)
+            check_rows(doing, keys, vectors, table.dim)
+            table.load(keys, vectors, record, self.path / directory.STAGING / f"{next(self._staged)}.sst", doing)
+            self._seal_now()
+
+    def finish_load(self, tag: str) -> None:
+        doing = f"finishing the load of table {tag}"
+        with self._calls:
+            table = self._table(tag)
+            self._writable(doing)
+            table.settle(doing)
+            self._seal_now()

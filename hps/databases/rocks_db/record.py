@@ -1,0 +1,95 @@
+"""How far each table's model files are loaded, kept durably beside the tables."""
+
+import json
+from dataclasses import asdict, replace
+
+from hps.databases.base import LoadRecord
+from hps.databases.rocks_db.engine import DEFAULT, Engine, after
+from hps.errors import DatabaseCorruptError
+
+_PREFIX = b"hps-server/load/"  # in RocksDB's own column family, where HugeCTR keeps nothing
+_DROPPED = LoadRecord("", 0, 1)
+
+
+class LoadRecords:
+    """The records of all tables. *Thread-safe*; who changes a table's record must be alone in that."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def get(self, tag: str) -> LoadRecord | None:
+        """The record of a table, None where there is none.
+
+        Raises:
+            DatabaseCorruptError: what is stored is no record.
+        """
+        doing = f"reading the load record of table {tag}"
+        (data,) = self._engine.get(self._engine.family(DEFAULT), [_key(tag)], doing)
+        if data is None:
+            return None
+        try:
+            fields = json.loads(data)
+            return LoadRecord(
+                str(fields["fingerprint"]),
+                int(fields["rows_done"]),
+                int(fields["rows_total"]),
+                bool(fields.get("modified")),
+                str(fields.get("source", "")),
+                int(fields.get("size_bytes", 0)),
+                str(fields.get("checksum", "")),
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            raise DatabaseCorruptError(
+                f"{doing}: got {data[:100]!r}, which is none; drop the table and load it again"
+            ) from error
+
+    def advance(self, tag: str, record: LoadRecord) -> LoadRecord:
+        """Remember that more of the files is loaded; on disk on return.
+
+        Returns:
+            What is remembered: where the table was modified since this load of it began, the record says so, too.
+        """
+        before = self.get(tag)
+        if before is not None and before.modified and before.fingerprint == record.fingerprint:
+            record = replace(record, modified=True)
+        self._put(tag, record, f"remembering the load of table {tag}")
+        return record
+
+    def mark_modified(self, tag: str) -> None:
+        """Remember that a table no longer equals its files; on disk on return."""
+        record = self.get(tag)
+        if record is not None and not record.modified:
+            self._put(tag, replace(record, modified=True), f"marking table {tag} as modified")
+
+    def mark_dropped(self, tag: str) -> None:
+        """Remember, until `remove`, that a table is being dropped; on disk on return."""
+        self._put(tag, _DROPPED, f"dropping table {tag}")
+
+    def dropped(self) -> list[str]:
+        """The tables that were about to be dropped."""
+        tags, start = [], _PREFIX
+        while fields := self._engine.read(self._engine.family(DEFAULT), start, 1000, "looking for dropped tables"):
+            stored = [key.removeprefix(_PREFIX).decode() for key in fields[::2] if key.startswith(_PREFIX)]
+            tags += [tag for tag in stored if self._is_dropped(tag)]
+            start = after(fields[-2])
+        return tags
+
+    def _is_dropped(self, tag: str) -> bool:
+        try:
+            return self.get(tag) == _DROPPED
+        except DatabaseCorruptError:  # opening the table says so
+            return False
+
+    def remove(self, tag: str) -> None:
+        """Forget a table; on disk on return."""
+        doing = f"forgetting the load of table {tag}"
+        self._engine.remove(DEFAULT, [_key(tag)], doing)
+        self._engine.sync(doing)
+
+    def _put(self, tag: str, record: LoadRecord, doing: str) -> None:
+        self._engine.put(DEFAULT, [_key(tag)], [json.dumps(asdict(record)).encode()], doing)
+        self._engine.sync(doing)
+
+
+def _key(tag: str) -> bytes:
+    return _PREFIX + tag.encode()

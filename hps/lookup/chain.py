@@ -1,0 +1,292 @@
+"""The host tiers as one: ask the volatile database, then the persistent one for what is still missing."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from hps.background import BackgroundQueue
+from hps.databases.base import Database
+from hps.errors import DatabaseError, UnknownTableError
+from hps.lookup.circuit_breaker import CircuitBreaker
+from hps.lookup.fences import TableFence
+from hps.metrics import TIERS, Metrics
+from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
+
+_log = logging.getLogger(__name__)
+_PROMOTION_QUEUE_LENGTH = 64
+
+
+class _Tier:
+    """One database of the chain with its breaker and its place in the metrics. *Thread-safe.*"""
+
+    def __init__(self, database: Database, name: str, metrics: Metrics, breaker: CircuitBreaker) -> None:
+        self.database = database
+        self.name = name
+        self.index = TIERS.index(name)
+        self._breaker = breaker
+        self._metrics = metrics
+        self._seconds = metrics.fetch_seconds.labels(name)
+        self._available = metrics.tier_available.labels(name)
+        self._errors = metrics.tier_errors.labels(name)
+        self._available.set(1)
+
+    def fetch(
+        self, table: TableSpec, keys: KeyArray, out: FloatArray, found: BoolArray, *, open_lost: bool
+    ) -> DatabaseError | None:
+        """Fetch what is missing; an error is returned, counted and remembered by the breaker.
+
+        With `open_lost`, a table that has gone, since a shared database was emptied or another process dropped it, is opened
+        again, empty: a lower tier has the rows.
+        """
+
+        def call() -> None:
+            try:
+                self.database.fetch(table.tag, keys, out, found)
+            except UnknownTableError as error:
+                if not open_lost:
+                    raise
+                _log.warning("%s (%s): %s", self.name, self.database.kind, error)
+                self.database.open_table(table.tag, table.dim)
+                self.database.fetch(table.tag, keys, out, found)
+
+        start = time.perf_counter()
+        error = self.attempt(call)
+        self._seconds.observe(time.perf_counter() - start)
+        return error
+
+    def attempt(self, call: Callable[[], object]) -> DatabaseError | None:
+        """Make a call unless the breaker is open; tell the breaker, the metrics and the caller how it went."""
+        if not self._breaker.allow():
+            return DatabaseError(f"{self.name} ({self.database.kind}) is not asked for a moment after it failed several times")
+        try:
+            call()
+        except UnknownTableError as error:  # dropped under us, by healing or by another process
+            return self._failed(DatabaseError(str(error)))
+        except DatabaseError as error:
+            return self._failed(error)
+        if self._breaker.is_open:
+            _log.info("%s (%s): answers again", self.name, self.database.kind)
+        self._breaker.succeeded()
+        self._available.set(1)
+        return None
+
+    def _failed(self, error: DatabaseError) -> DatabaseError:
+        self._breaker.failed()
+        self._errors.inc()
+        self._available.set(not self._breaker.is_open)
+        _log.warning("%s (%s): %s", self.name, self.database.kind, error)
+        return error
+
+
+class DatabaseChain:
+    """Fetches from the volatile, then from the persistent database. *Thread-safe.*
+
+    The last database is *authoritative*: a key that it does not have is absent. A volatile database that fails is skipped
+    while a persistent one can answer; when the authoritative database fails and keys are still missing, `fetch` raises,
+    since a failure is never reported as an absent key.
+
+    Only vectors that the persistent database really had are promoted, in the background, through the table's fence, so
+    that a promotion never overwrites a newer vector.
+
+    A modification whose write to the volatile database fails would leave an old vector there. The table is then
+    *quarantined*: its volatile rows are not read until they have been dropped.
+
+    Args:
+        volatile: the upper database, or None.
+        persistent: the lower database, or None.
+        metrics: where fetches are counted.
+        promote: `cache_missed_embeddings`, copy persistent hits into the volatile database.
+        breaker: makes the circuit breaker of a tier.
+        modification_timeout_s: how long an insert or delete waits for earlier work on the table.
+    """
+
+    def __init__(
+        self,
+        volatile: Database | None,
+        persistent: Database | None,
+        *,
+        metrics: Metrics,
+        promote: bool = False,
+        breaker: Callable[[], CircuitBreaker] = CircuitBreaker,
+        modification_timeout_s: float = 10.0,
+    ) -> None:
+        self._volatile = _Tier(volatile, "volatile_db", metrics, breaker()) if volatile else None
+        self._persistent = _Tier(persistent, "persistent_db", metrics, breaker()) if persistent else None
+        self._tiers = [tier for tier in (self._volatile, self._persistent) if tier]
+        self._metrics = metrics
+        self._fences: dict[str, TableFence] = {}
+        self._quarantined: dict[str, int] = {}  # tag -> failed writes since it was last emptied
+        self._quarantine_lock = threading.Lock()
+        self._healing = threading.Lock()
+        self._promotions = (
+            BackgroundQueue("promotion", _PROMOTION_QUEUE_LENGTH, 1, metrics) if promote and volatile and persistent else None
+        )
+        self._modification_timeout_s = modification_timeout_s
+
+    @property
+    def databases(self) -> list[Database]:
+        """The databases, the one that is asked first in front."""
+        return [tier.database for tier in self._tiers]
+
+    @property
+    def quarantined(self) -> list[str]:
+        """Tags of the tables whose volatile rows are not read."""
+        return sorted(self._quarantined)
+
+    def open_table(self, table: TableSpec) -> None:
+        """Open a table in every database."""
+        self._fences.setdefault(table.tag, TableFence())
+        for tier in self._tiers:
+            tier.database.open_table(table.tag, table.dim)
+
+    def release_table(self, table: TableSpec) -> None:
+        """Let every database free what only a deployed model needs of a table; what was to be promoted into it is dropped."""
+        if table.tag in self._fences:
+            with self._fences[table.tag].modifying(self._modification_timeout_s):
+                for tier in self._tiers:
+                    tier.database.release_table(table.tag)
+
+    def fence(self, table: TableSpec) -> TableFence:
+        """The fence that fills of upper tiers from this table must pass."""
+        return self._fences[table.tag]
+
+    def fetch(
+        self,
+        table: TableSpec,
+        keys: KeyArray,  # (n,)
+        out: FloatArray,  # (n, dim)
+        found: BoolArray,  # (n,)
+    ) -> int:
+        """Fill the rows of `out` that are not yet `found`, as `Database.fetch` does; rows left are of absent keys.
+
+        Raises:
+            DatabaseError: keys are still missing and the authoritative database did not answer.
+        """
+        token = self._fences[table.tag].token()
+        wanted = before = keys.size - int(np.count_nonzero(found))
+        for tier in self._tiers:
+            if not before:
+                break
+            last = tier is self._tiers[-1]
+            if tier is self._volatile and self._quarantined and not self._heal(table):
+                continue
+            known = found.copy() if tier is self._persistent and self._promotions else None
+            error = tier.fetch(table, keys, out, found, open_lost=not last)
+            after = keys.size - int(np.count_nonzero(found))
+            self._count(table, tier, hits=before - after, misses=0 if error else after)
+            if error and last and after:
+                raise error
+            if known is not None and after < before:
+                self._promote(table, token, keys, out, found & ~known)
+            before = after
+        return wanted - before
+
+    def insert(
+        self,
+        table: TableSpec,
+        keys: KeyArray,  # (n,)
+        vectors: FloatArray,  # (n, dim)
+        then: Callable[[bool], None],
+    ) -> None:
+        """Add or replace vectors in every database, the authoritative one first.
+
+        Args:
+            then: called last, before any fill of an upper tier may go on: with True to update the embedding caches, with
+                False, after a failure, to erase the keys from them.
+
+        Raises:
+            DatabaseError: the authoritative database failed; each of the keys has its old or its new vector.
+        """
+        self._modify(table, keys, lambda database: database.insert(table.tag, keys, vectors), then)
+
+    def delete(self, table: TableSpec, keys: KeyArray, then: Callable[[bool], None]) -> None:
+        """Remove keys from every database, the authoritative one first; `then` as for `insert`.
+
+        Raises:
+            DatabaseError: the authoritative database failed; each of the keys is there or not.
+        """
+        self._modify(table, keys, lambda database: database.delete(table.tag, keys), then)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait for queued promotions; False when that takes longer."""
+        return self._promotions is None or self._promotions.drain(timeout_s)
+
+    def close(self) -> None:
+        """Stop promoting and close the databases."""
+        if self._promotions:
+            self._promotions.close()
+        for tier in self._tiers:
+            tier.database.close()
+
+    def _modify(
+        self, table: TableSpec, keys: KeyArray, write: Callable[[Database], object], then: Callable[[bool], None]
+    ) -> None:
+        with self._fences[table.tag].modifying(self._modification_timeout_s):
+            failure: DatabaseError | None = None
+            if self._tiers:
+                authoritative = self._tiers[-1]
+                failure = authoritative.attempt(lambda: write(authoritative.database))
+            if self._volatile and self._persistent:
+                upper = self._volatile.database
+                # After a failure it is unknown which vectors are below, so those above must go.
+                error = self._volatile.attempt(lambda: upper.delete(table.tag, keys) if failure else write(upper))
+                if error:
+                    self._quarantine(table)
+            then(failure is None)
+            if failure:
+                raise failure
+
+    def _quarantine(self, table: TableSpec) -> None:
+        with self._quarantine_lock:
+            self._quarantined[table.tag] = self._quarantined.get(table.tag, 0) + 1
+        self._metrics.table_quarantined.labels(table.tag).set(1)
+        _log.warning("%s: a write failed; its vectors in the volatile database are not read until they are dropped", table.tag)
+
+    def _heal(self, table: TableSpec) -> bool:
+        """Drop the volatile rows of a quarantined table; returns whether the volatile database may be read."""
+        failures = self._quarantined.get(table.tag)
+        if failures is None or self._volatile is None:
+            return True
+        database = self._volatile.database
+
+        def empty() -> None:
+            database.drop_table(table.tag)
+            database.open_table(table.tag, table.dim)
+
+        if not self._healing.acquire(blocking=False):
+            return False
+        try:
+            if self._volatile.attempt(empty):
+                return False
+            with self._quarantine_lock:
+                if self._quarantined.get(table.tag) != failures:
+                    return False  # another write failed meanwhile
+                del self._quarantined[table.tag]
+        finally:
+            self._healing.release()
+        self._metrics.table_quarantined.labels(table.tag).set(0)
+        _log.info("%s: its vectors in the volatile database were dropped; it is read again", table.tag)
+        return True
+
+    def _promote(self, table: TableSpec, token: int, keys: KeyArray, out: FloatArray, fresh: BoolArray) -> None:
+        if self._promotions is None or self._volatile is None:
+            return
+        volatile, promoted, vectors = self._volatile, keys[fresh], out[fresh]
+
+        def job() -> None:
+            with self._fences[table.tag].filling(token) as allowed:
+                if not allowed or table.tag in self._quarantined:
+                    return
+                if volatile.attempt(lambda: volatile.database.insert(table.tag, promoted, vectors)) is None:
+                    self._metrics.promoted.inc(promoted.size)
+
+        self._promotions.submit(job)
+
+    def _count(self, table: TableSpec, tier: _Tier, hits: int, misses: int) -> None:
+        counters = self._metrics.table(table.model_name, table.table_name)
+        with self._metrics.lock:
+            counters.hits[tier.index] += hits
+            counters.misses[tier.index] += misses

@@ -1,0 +1,131 @@
+"""One fetch for a key that several lookups miss at the same time."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from hps.lookup.fences import TableFence
+from hps.metrics import Metrics
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
+
+Fetch = Callable[[TableSpec, KeyArray, FloatArray, BoolArray], int]
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A fetch that is under way. `landed` is made by the first lookup that joins; then the results are copied for it."""
+
+    keys: KeyArray
+    token: int
+    landed: threading.Event | None = None
+    vectors: FloatArray | None = None
+    found: BoolArray | None = None
+
+
+@dataclass(slots=True)
+class _Join:
+    """The keys that a lookup takes from another one's flight: positions here and there."""
+
+    flight: _Flight
+    here: IndexArray
+    there: IndexArray
+
+
+class FetchCoalescer:
+    """Fetches sorted distinct keys, joining the fetches of other threads for keys that they have under way. *Thread-safe.*
+
+    A fetch that began before a modification of the table is not joined: a lookup that starts after an update returned
+    gets the new vector. A lookup whose leader fails or is late fetches for itself.
+
+    Args:
+        fetch: the database chain's fetch.
+        timeout_s: how long to wait for another lookup's fetch.
+    """
+
+    def __init__(self, fetch: Fetch, metrics: Metrics, timeout_s: float = 2.0) -> None:
+        self._fetch = fetch
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._flights: dict[str, list[_Flight]] = {}
+        self._joined = metrics.coalesced_keys
+
+    def fetch(
+        self,
+        table: TableSpec,
+        fence: TableFence,
+        keys: KeyArray,  # (u,)
+        out: FloatArray,  # (u, dim)
+        found: BoolArray,  # (u,)
+    ) -> None:
+        """Fill `out` and `found` for distinct ascending keys; `found` is all False at the call.
+
+        Raises:
+            DatabaseError: as the database chain's `fetch`.
+        """
+        own, flight, joins = self._take_off(table.tag, fence.token(), fence, keys)
+        try:
+            if own is None:
+                self._fetch(table, keys, out, found)
+            elif own.size:
+                self._fetch_rows(table, own, keys, out, found)
+        except BaseException:
+            self._land(table.tag, flight, None, None, own)
+            raise
+        self._land(table.tag, flight, out, found, own)
+        for join in joins:
+            self._follow(table, join, keys, out, found)
+
+    def _take_off(
+        self, tag: str, token: int, fence: TableFence, keys: KeyArray
+    ) -> tuple[IndexArray | None, _Flight, list[_Join]]:
+        """Join what is under way and register the rest: positions of the rest (None: all), its flight, the joins."""
+        with self._lock:
+            flights = self._flights.setdefault(tag, [])
+            joins: list[_Join] = []
+            own: IndexArray | None = None
+            for other in flights:
+                if not fence.is_current(other.token):
+                    continue
+                candidates = np.arange(keys.size) if own is None else own
+                wanted = keys[candidates]
+                place = np.minimum(np.searchsorted(other.keys, wanted), other.keys.size - 1)
+                shared = other.keys[place] == wanted
+                if shared.any():
+                    other.landed = other.landed or threading.Event()
+                    joins.append(_Join(other, candidates[shared], place[shared]))
+                    own = candidates[~shared]
+            flight = _Flight(keys if own is None else keys[own], token)
+            if flight.keys.size:
+                flights.append(flight)
+        return own, flight, joins
+
+    def _land(self, tag: str, flight: _Flight, out: FloatArray | None, found: BoolArray | None, own: IndexArray | None) -> None:
+        if not flight.keys.size:
+            return
+        with self._lock:
+            self._flights[tag].remove(flight)
+        # Nobody can join any more, so whether somebody waits is settled.
+        if flight.landed:
+            if out is not None and found is not None:
+                rows: IndexArray | slice = slice(None) if own is None else own
+                flight.vectors, flight.found = np.array(out[rows]), np.array(found[rows])
+            flight.landed.set()
+
+    def _follow(self, table: TableSpec, join: _Join, keys: KeyArray, out: FloatArray, found: BoolArray) -> None:
+        flight = join.flight
+        landed = flight.landed is not None and flight.landed.wait(self._timeout_s)
+        if landed and flight.vectors is not None and flight.found is not None:
+            out[join.here] = flight.vectors[join.there]
+            found[join.here] = flight.found[join.there]
+            self._joined.inc(join.here.size)
+        else:
+            self._fetch_rows(table, join.here, keys, out, found)
+
+    def _fetch_rows(self, table: TableSpec, rows: IndexArray, keys: KeyArray, out: FloatArray, found: BoolArray) -> None:
+        vectors = np.empty((rows.size, table.dim), np.float32)
+        have = np.zeros(rows.size, np.bool_)
+        self._fetch(table, keys[rows], vectors, have)
+        out[rows] = vectors
+        found[rows] = have

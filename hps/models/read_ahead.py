@@ -1,0 +1,59 @@
+"""Reads a sparse model ahead of whoever inserts it, within a few chunks of memory."""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+
+import numpy as np
+
+from hps.errors import ModelFileError
+from hps.models.files import SparseModel
+from hps.types import FloatArray, KeyArray
+
+_READ_TIMEOUT_S = 600.0  # of one chunk, far beyond what a file system's own timeouts allow
+
+
+Allocate = Callable[..., np.ndarray]
+
+
+def read_ahead(
+    model: SparseModel, ranges: Iterable[tuple[int, int]], allocate: Allocate = np.empty
+) -> Generator[tuple[int, KeyArray, FloatArray], None, None]:
+    """Yield (first row, keys, vectors) of each range of rows, none longer than a chunk, while threads read the next ones.
+
+    A chunk is read in the parts that its file system is good at, several of them at a time, into `model.chunks_ahead` + 1
+    buffers of at most CHUNK_BYTES. The arrays are lent: they are filled anew once the next chunk is asked for. Closing the
+    generator ends the reading.
+
+    Args:
+        model: the files.
+        ranges: of rows.
+        allocate: makes the arrays, by shape and dtype: `EmbeddingCache.host_buffer` where they go to a cache.
+    """
+    length = min(model.chunk_rows, model.rows)
+    free = deque(
+        (allocate((length,), np.int64), allocate((length, model.dim), np.float32)) for _ in range(model.chunks_ahead + 1)
+    )
+    pending: deque[tuple[int, int, tuple[KeyArray, FloatArray], list[Future[None]]]] = deque()
+    remaining = iter(ranges)
+    pool = ThreadPoolExecutor(model.parallel_reads, thread_name_prefix="hps-model-reader")
+    stuck = False
+    try:
+        while True:
+            while free and (bounds := next(remaining, None)) is not None:
+                start, count = bounds[0], bounds[1] - bounds[0]
+                buffer = free.popleft()
+                parts = model.parts(start, buffer[0][:count], buffer[1][:count])
+                pending.append((start, count, buffer, [pool.submit(model.read_part, part) for part in parts]))
+            if not pending:
+                return
+            start, count, buffer, reading = pending.popleft()
+            done, late = wait(reading, _READ_TIMEOUT_S, FIRST_EXCEPTION)
+            for part in done:
+                part.result()
+            if stuck := bool(late):
+                raise ModelFileError(f"reading {model.place}: rows from {start} on did not come in {_READ_TIMEOUT_S:.0f} s")
+            yield start, buffer[0][:count], buffer[1][:count]
+            free.append(buffer)
+    finally:
+        pool.shutdown(wait=not stuck, cancel_futures=True)

@@ -1,0 +1,82 @@
+"""The file systems that models come from, found by path or URI."""
+
+import os
+import re
+import threading
+from urllib.parse import urlsplit
+
+from hps.configuration.tiers import ModelSourceConfig
+from hps.errors import ConfigError, ModelFileError
+from hps.filesystems.base import FileSystem
+from hps.registry import IMPLEMENTATIONS, implementation
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # two letters at least: C:\models is a path
+
+# The vendors whose files have https addresses; HugeCTR takes these.
+_HTTPS_HOSTS = {
+    "amazonaws.com": "s3",
+    "amazonaws.com.cn": "s3",
+    "storage.googleapis.com": "gs",
+    "storage.cloud.google.com": "gs",
+}
+
+
+class ModelSources:
+    """Finds the file system of a path or URI by its scheme alone. *Thread-safe.* Each is made once, at first use.
+
+    Args:
+        settings: timeouts, attempts and addresses of the remote ones.
+    """
+
+    def __init__(self, settings: ModelSourceConfig | None = None) -> None:
+        self._settings = settings or ModelSourceConfig()
+        self._filesystems: dict[str, FileSystem] = {}
+        self._making = threading.Lock()
+
+    def locate(self, source: str) -> tuple[FileSystem, str]:
+        """The file system of a directory, and the directory's place as that file system takes it.
+
+        What stands before the first colon is a scheme when it looks like one of two letters or more; a local path that exists
+        may have colons all the same.
+
+        Raises:
+            ModelFileError: the scheme is unknown; the message names those known.
+            MissingDependencyError: the scheme's package is not installed.
+        """
+        match = _SCHEME.match(source)
+        scheme = match[1].lower() if match else ""
+        known = IMPLEMENTATIONS["filesystem"]
+        if scheme == "https":
+            scheme = _vendor(source)
+        elif scheme and not (scheme in known and source[len(scheme) :].startswith("://")) and _is_local(source):
+            scheme = ""
+        try:
+            filesystem = self._filesystem(scheme)
+        except ConfigError as error:
+            schemes = ", ".join(f"{name}://" for name in sorted(known) if name)
+            raise ModelFileError(
+                f"opening sparse model {source}: got scheme {scheme!r}, wanted a local path or one of: {schemes}, or the "
+                "https address of an S3 or GCS object"
+            ) from error
+        if filesystem.is_local:
+            return filesystem, source if scheme else os.path.abspath(source)
+        return filesystem, source.rstrip("/")
+
+    def _filesystem(self, scheme: str) -> FileSystem:
+        with self._making:
+            if scheme not in self._filesystems:
+                self._filesystems[scheme] = implementation("filesystem", scheme)(self._settings)
+            return self._filesystems[scheme]
+
+
+def _vendor(source: str) -> str:
+    """The scheme of the vendor whose host an https address names; `https` where it is nobody's."""
+    host = (urlsplit(source).hostname or "").lower()
+    return next((scheme for end, scheme in _HTTPS_HOSTS.items() if host == end or host.endswith(f".{end}")), "https")
+
+
+def _is_local(source: str) -> bool:
+    try:
+        return os.path.exists(source)
+    except ValueError:  # an embedded NUL
+        return False

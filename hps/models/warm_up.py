@@ -1,0 +1,100 @@
+"""Fill an embedding cache from model files."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import closing
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from hps.cache.base import EmbeddingCache
+from hps.hashing import mix
+from hps.models.files import SparseModel
+from hps.models.read_ahead import read_ahead
+from hps.types import FloatArray, KeyArray, TableSpec
+
+_log = logging.getLogger(__name__)
+
+_MIN_STEP_ROWS = 64  # HugeCTR's least step of a warm-up: one of its sets
+
+
+def warm_up(
+    cache: EmbeddingCache, table_index: int, table: TableSpec, sparse_model: SparseModel, fraction_per_iteration: float
+) -> int:
+    """Fill one table of an embedding cache with the first rows of its model files, reading ahead of the insertion.
+
+    Args:
+        cache: the cache of one device.
+        table_index: the table's place in `cache.tables`.
+        table: the same table.
+        sparse_model: its files.
+        fraction_per_iteration: `cache_refresh_percentage_per_iteration`: the share of the capacity that one step, with its
+            log line, fills; 1.0 is everything in one step. It bounds no memory: a step is read in chunks. At 0 nothing is
+            done.
+
+    Returns:
+        How many rows were inserted: those of the files, or the capacity if it is less.
+
+    Raises:
+        ModelFileError: the files cannot be read, or changed since they were opened.
+    """
+    capacity = cache.stats(table_index).capacity_rows
+    rows = min(capacity, sparse_model.rows)
+    if rows == 0 or fraction_per_iteration <= 0:
+        return 0
+    step = _step_rows(capacity, fraction_per_iteration)
+    _log.info('EC initialization for model: "%s", num_tables: %d', table.model_name, len(cache.tables))
+    _log.info("EC initialization on device: %d for %s", cache.device_id, table.tag)
+    _log.info(  # word for word HugeCTR's
+        "Initialize the embedding cache by by inserting the same size model file with embedding cache from beginning"
+    )
+    sparse_model.verify()
+    with closing(read_ahead(sparse_model, _pieces(rows, step, sparse_model.chunk_rows), cache.host_buffer)) as chunks:
+        for start, keys, vectors in chunks:
+            if start % step == 0:
+                count = min(step, rows - start)
+                _log.info(
+                    "Initialize the embedding table %d for iteration %d with number of %d keys.",
+                    table_index,
+                    start // step,
+                    count,
+                )
+            cache.insert(table_index, *_last_of_each(keys, vectors))
+    return rows
+
+
+def _step_rows(capacity_rows: int, fraction: float) -> int:
+    return max(_MIN_STEP_ROWS, int(capacity_rows * min(fraction, 1.0)))
+
+
+def _pieces(rows: int, step: int, chunk_rows: int) -> Iterator[tuple[int, int]]:
+    """Cut [0, rows) at every multiple of `step`, and between those so that no piece is longer than `chunk_rows`."""
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        for low in range(start, stop, chunk_rows):
+            yield low, min(low + chunk_rows, stop)
+
+
+def _last_of_each(keys: KeyArray, vectors: FloatArray) -> tuple[KeyArray, FloatArray]:
+    """Drop all but the last row of each key: where a key stands twice, a cache may keep either, the databases keep the last."""
+    if keys.size < 2 or np.all(keys[1:] > keys[:-1]):
+        return keys, vectors
+    if not _any_twice(keys, np.full(1 << (2 * keys.size).bit_length(), -1, np.int32)):
+        return keys, vectors
+    distinct, index = np.unique(keys[::-1], return_index=True)
+    return distinct, vectors[keys.size - 1 - index]
+
+
+@njit(nogil=True, cache=True)
+def _any_twice(keys: KeyArray, table: npt.NDArray[np.int32]) -> bool:
+    """Tell whether a key stands twice; a sort would take as long as the insertion. `table` is at most half full."""
+    mask = np.uint64(table.size - 1)
+    for i in range(keys.size):
+        slot = mix(keys[i]) & mask
+        while table[slot] >= 0:
+            if keys[table[slot]] == keys[i]:
+                return True
+            slot = (slot + np.uint64(1)) & mask
+        table[slot] = i
+    return False

@@ -129,7 +129,9 @@ def run(report: Report, quick: bool) -> None:
             stop.set()
             for client in clients:
                 client.join(30)
-            report.about = {"samples_s_mb_connections": samples, "errors": [error for c in clients for error in c.errors][:20]}
+            report.about = {"errors": [error for c in clients for error in c.errors][:20]}
+    for second, resident_mb, connections in samples:
+        report.add({"work": "sample", "second": second}, {"resident_mb": resident_mb, "redis_connections": connections})
     third = len(samples) // 3
     middle, last = (sorted(mb for _, mb, _ in part)[third // 2] for part in (samples[third : 2 * third], samples[2 * third :]))
     figures = {

@@ -121,10 +121,10 @@ class Report:
 
     def add(self, axes: dict[str, Any], figures: dict[str, Any]) -> None:
         """Record one measurement: the named axes it was taken at, and its figures (units in their names)."""
-        self.rows.append({"axes": axes, "figures": figures})
+        self.rows.append({"axes": axes, "figures": {name: _rounded(value) for name, value in figures.items()}})
 
     def write(self, directory: Path = RESULTS) -> Path:
-        """Write `<directory>/<name>.json`."""
+        """Write `<directory>/<name>.json`, one row a line."""
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{self.name}.json"
         content = {
@@ -133,9 +133,10 @@ class Report:
             "seed": self.seed,
             "machine": machine(),
             "about": self.about,
-            "rows": self.rows,
         }
-        path.write_text(json.dumps(content, indent=2) + "\n")
+        head = json.dumps(content, indent=2)[: -len("\n}")]
+        rows = ",\n".join(f"    {json.dumps(row)}" for row in self.rows)
+        path.write_text(f'{head},\n  "rows": [\n{rows}\n  ]\n}}\n')
         return path
 
     def show(self) -> None:
@@ -148,6 +149,11 @@ class Report:
             cells = {**row["axes"], **row["figures"]}
             table.add_row(*(_cell(cells.get(column)) for column in columns))
         Console(width=200).print(table)
+
+
+def _rounded(value: Any) -> Any:
+    """Five significant digits: no measurement here is better than that."""
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def _cell(value: Any) -> str:

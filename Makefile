@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 CONFIG ?= configs/minimal.json
 
-.PHONY: help install dev serve test test-gpu check lint types imports format bench wheel clean
+.PHONY: help install dev serve test test-gpu check lint types imports format bench docs wheel clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -60,6 +60,10 @@ format: dev      ## put the code into its form
 
 bench: dev       ## benchmarks of the host tiers and HTTP: make bench NAMES="hash_map http"
 	$(BIN)/python -m benchmarks $(NAMES)
+
+docs: dev        ## write the pages that are made from docstrings and results
+	$(BIN)/python docs/python_api.py
+	$(BIN)/python -m benchmarks.figures
 
 wheel: dev       ## build the wheel into dist/
 	$(BIN)/python -m build --wheel

@@ -10,7 +10,7 @@ _M1 = np.uint64(0xA24BAED4963EE407)
 _M2 = np.uint64(0x9FB21C651E98DF25)
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def mix(key: np.int64) -> np.uint64:
     """Mix a key into 64 well-spread bits; for use inside numba kernels.
 
@@ -25,7 +25,7 @@ def mix(key: np.int64) -> np.uint64:
     return x ^ (x >> np.uint64(28))
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def scale(hashed: np.uint64, n: np.int64) -> np.int64:
     """Map 64 mixed bits evenly to [0, n), n < 2^32: the upper 32 bits times n, without a division."""
     return np.int64(((hashed >> np.uint64(32)) * np.uint64(n)) >> np.uint64(32))

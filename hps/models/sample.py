@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 import numpy as np
-from numba import njit
+from numba import float32, int64, void
 
 from hps.hashing import mix
+from hps.numba_kernels import compile_kernels, kernel, read_only
 from hps.types import FloatArray, KeyArray
 
 _CHUNK_BYTES = 16 << 20
@@ -23,7 +24,8 @@ def sample_vectors(
     `(mix(mix(k ^ mix(seed)) + j * 0x9E3779B97F4A7C15) >> 40) / 2^23 - 1`.
     """
     out = np.empty((keys.size, dim), np.float32)
-    _fill_samples(keys, np.int64(seed), out)
+    compile_kernels()
+    _fill_samples(np.ascontiguousarray(keys, np.int64), seed, out)
     return out
 
 
@@ -35,9 +37,9 @@ def sample_chunks(rows: int, dim: int, seed: int = 0) -> Iterator[tuple[KeyArray
         yield keys, sample_vectors(keys, dim, seed)
 
 
-@njit(nogil=True, cache=True)
-def _fill_samples(keys: KeyArray, seed: np.int64, out: FloatArray) -> None:
-    start = mix(seed)
+@kernel(void, read_only(int64[::1]), int64, float32[:, ::1])
+def _fill_samples(keys: KeyArray, seed: int, out: FloatArray) -> None:
+    start = mix(np.int64(seed))
     for i in range(keys.size):
         row = mix(np.int64(np.uint64(keys[i]) ^ start))
         for j in range(out.shape[1]):

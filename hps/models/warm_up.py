@@ -6,12 +6,13 @@ from contextlib import closing
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+from numba import boolean, int32, int64
 
 from hps.cache.base import EmbeddingCache
 from hps.hashing import mix
 from hps.models.files import SparseModel
 from hps.models.read_ahead import read_ahead
+from hps.numba_kernels import compile_kernels, kernel, read_only
 from hps.types import FloatArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ def warm_up(
     _log.info(  # word for word HugeCTR's
         "Initialize the embedding cache by by inserting the same size model file with embedding cache from beginning"
     )
+    compile_kernels()
     sparse_model.verify()
     with closing(read_ahead(sparse_model, _pieces(rows, step, sparse_model.chunk_rows), cache.host_buffer)) as chunks:
         for start, keys, vectors in chunks:
@@ -86,7 +88,7 @@ def _last_of_each(keys: KeyArray, vectors: FloatArray) -> tuple[KeyArray, FloatA
     return distinct, vectors[keys.size - 1 - index]
 
 
-@njit(nogil=True, cache=True)
+@kernel(boolean, read_only(int64[::1]), int32[::1])
 def _any_twice(keys: KeyArray, table: npt.NDArray[np.int32]) -> bool:
     """Tell whether a key stands twice; a sort would take as long as the insertion. `table` is at most half full."""
     mask = np.uint64(table.size - 1)

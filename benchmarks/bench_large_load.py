@@ -77,7 +77,7 @@ with hps.HPS(path) as server:
     deployment = server.model("large")
     tiers = readers = 0
     for database in deployment.chain.databases:
-        if database.persistent:
+        if isinstance(database, RocksDatabase):
             family = database._engine.family("hps_et.large.table")
             readers = database._engine.figure(family, "estimate-table-readers-mem")
         else:

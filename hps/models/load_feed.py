@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hps.databases.base import Database, LoadRecord
+from hps.databases.base import Database, LoadRecord, PersistentDatabase
 from hps.types import FloatArray, KeyArray
 
 _MOST_ROWS = 1 << 20  # sorting them takes 25 bytes a row
@@ -25,7 +25,9 @@ class LoadFeed:
     def __init__(self, database: Database, tag: str, dim: int, record: LoadRecord, last_row: int) -> None:
         self._database, self._tag = database, tag
         self._record, self._last_row = record, last_row
-        rows = min(database.load_bytes // (8 + 4 * dim), _MOST_ROWS, last_row - record.rows_done)
+        self._remembers = isinstance(database, PersistentDatabase)
+        load_bytes = database.load_bytes if isinstance(database, PersistentDatabase) else 0
+        rows = min(load_bytes // (8 + 4 * dim), _MOST_ROWS, last_row - record.rows_done)
         self._keys, self._vectors = np.empty(rows, np.int64), np.empty((rows, dim), np.float32)
         self._held = 0
 
@@ -48,7 +50,7 @@ class LoadFeed:
             return
         if self._held + keys.size > self._keys.size:
             self._flush()
-        checksum = extended(self._record.checksum, keys, vectors) if self._database.persistent else ""
+        checksum = extended(self._record.checksum, keys, vectors) if self._remembers else ""
         self._record = replace(self._record, rows_done=start + rows.start + keys.size, checksum=checksum)
         if keys.size > self._keys.size:
             self._database.load_chunk(self._tag, keys, vectors, self._record)

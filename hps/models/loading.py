@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hps.databases.base import Database, LoadRecord
+from hps.databases.base import Database, InProcessDatabase, LoadRecord, PersistentDatabase, SharedDatabase
 from hps.errors import DatabaseError
 from hps.models.files import CHUNK_BYTES, SparseModel, open_sparse_model
 from hps.models.load_feed import LoadFeed, extended
@@ -107,14 +107,14 @@ def load_table(
     for database in databases:
         database.open_table(table.tag, table.dim)
     records = [None if force else _record(table, database, model) for database in databases]
-    authority = next((database for database in (*databases, *keep) if database.persistent), None)
+    authority = next((database for database in (*databases, *keep) if isinstance(database, PersistentDatabase)), None)
     kept = authority in keep
     differs = authority is not None and (kept or not force) and _differs(authority.load_record(table.tag), model, kept=kept)
     if not all(_holds(record, model) for record in records):
         model.verify()  # before a database loses what it has
     loads = [
         DatabaseLoad(database.kind, 0, 0)
-        if differs and not database.persistent
+        if differs and not isinstance(database, PersistentDatabase)
         else _prepare(table, database, record, model, initial_cache_rate, force=force)
         for database, record in zip(databases, records, strict=True)
     ]
@@ -123,12 +123,14 @@ def load_table(
     ]:
         _feed(table, model, targets, progress)
     loads = [
-        _await(table, database, load, model, progress) if load.elsewhere else load
+        _await(table, database, load, model, progress) if isinstance(database, SharedDatabase) and load.elsewhere else load
         for database, load in zip(databases, loads, strict=True)
     ]
     if authority is not None and differs:
         loads = [
-            load if database.persistent else _copy(table, authority, database, initial_cache_rate, progress)
+            load
+            if isinstance(database, PersistentDatabase)
+            else _copy(table, authority, database, initial_cache_rate, progress)
             for database, load in zip(databases, loads, strict=True)
         ]
     for database, load in zip(databases, loads, strict=True):
@@ -145,6 +147,8 @@ def _differs(record: LoadRecord | None, model: SparseModel, *, kept: bool) -> bo
 
 def _record(table: TableSpec, database: Database, model: SparseModel) -> LoadRecord | None:
     """What a database holds; local files that only were copied or touched since it was loaded are found to be the same."""
+    if not isinstance(database, PersistentDatabase):
+        return None
     record = database.load_record(table.tag)
     if record is None or not record.complete or not record.checksum or record.fingerprint == model.fingerprint:
         return record
@@ -211,13 +215,15 @@ def _prepare(
 ) -> DatabaseLoad:
     """Decide which rows a database still needs; empty it when what it holds is of other files."""
     if record is None:
-        if database.persistent:
-            if force:
-                _empty(table, database)
+        if force and not isinstance(database, SharedDatabase):
+            _empty(table, database)
+        if isinstance(database, PersistentDatabase):
             return DatabaseLoad(database.kind, 0, model.rows)
         rows = round(initial_cache_rate * min(model.rows, database.stats(table.tag).capacity_rows))
-        first = database.claim_load(table.tag, model.fingerprint, rows, afresh=force)
-        database.open_table(table.tag, table.dim)
+        first: int | None = 0
+        if isinstance(database, SharedDatabase):
+            first = database.claim_load(table.tag, model.fingerprint, rows, afresh=force)
+            database.open_table(table.tag, table.dim)
         return DatabaseLoad(database.kind, first or 0, rows, elsewhere=first is None)
     same = record.fingerprint == model.fingerprint and 0 <= record.rows_done <= record.rows_total == model.rows
     if same and (record.complete or not record.modified):  # what was updated half-way is neither these files nor whole
@@ -250,7 +256,8 @@ def _feed(
     if progress:
         progress.start(table.tag, last - first, (last - first) * model.row_bytes)
     for database, load in targets:
-        database.reserve(table.tag, load.last_row)
+        if isinstance(database, InProcessDatabase):
+            database.reserve(table.tag, load.last_row)
     feeds = [_begun(table, model, database, load) for database, load in targets]
     with closing(read_ahead(model, _ranges(model, first, last))) as chunks:
         for start, keys, vectors in chunks:
@@ -269,12 +276,13 @@ def _feed(
 
 
 def _begun(table: TableSpec, model: SparseModel, database: Database, load: DatabaseLoad) -> LoadFeed:
-    before = database.load_record(table.tag) if load.first_row else None  # an interrupted load left its checksum
-    checksum = before.checksum if before else ""
+    persistent = isinstance(database, PersistentDatabase)
+    before = database.load_record(table.tag) if isinstance(database, PersistentDatabase) and load.first_row else None
+    checksum = before.checksum if before else ""  # of an interrupted load
     record = LoadRecord(
         model.fingerprint, load.first_row, model.rows, source=model.place, size_bytes=model.size_bytes, checksum=checksum
     )
-    if database.persistent and not load.first_row:
+    if persistent and not load.first_row:
         _remember(table, database, record)  # so that a start that keeps what is there refuses it until it is whole
     return LoadFeed(database, table.tag, table.dim, record, load.last_row)
 
@@ -284,7 +292,7 @@ def _remember(table: TableSpec, database: Database, record: LoadRecord) -> None:
 
 
 def _await(
-    table: TableSpec, database: Database, load: DatabaseLoad, model: SparseModel, progress: Progress | None
+    table: TableSpec, database: SharedDatabase, load: DatabaseLoad, model: SparseModel, progress: Progress | None
 ) -> DatabaseLoad:
     """Wait until another process has loaded a shared database, or do what is left when it dies: its claim then runs out."""
     _log.info("Table: %s; another process is loading %s; waiting for it.", table.tag, database.kind)
@@ -304,7 +312,7 @@ def _await(
 
 def _check_kept(table: TableSpec, database: Database) -> None:
     database.open_table(table.tag, table.dim)
-    record = database.load_record(table.tag)
+    record = database.load_record(table.tag) if isinstance(database, PersistentDatabase) else None
     if record is not None and not record.complete:
         raise DatabaseError(
             f"keeping table {table.tag} in {database.kind} as it is (initialize_after_startup false): it holds "
@@ -315,7 +323,7 @@ def _check_kept(table: TableSpec, database: Database) -> None:
 
 def _log_loaded(table: TableSpec, database: Database, load: DatabaseLoad, model: SparseModel) -> None:
     """HugeCTR's lines, which its users look for. A volatile database's load record stays None."""
-    if database.persistent or database.load_record(table.tag) is not None:
+    if isinstance(database, PersistentDatabase):
         how = "complete" if load.rows else "all were there"
         _log.info("Table: %s; cached %d embeddings in persistent database (%s); %s.", table.tag, model.rows, database.kind, how)
         return

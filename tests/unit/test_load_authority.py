@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hps.databases.base import LoadRecord
+from hps.databases.base import LoadRecord, PersistentDatabase
 from hps.models.files import open_sparse_model
 from hps.models.loading import load_table
 from hps.models.writer import write_sparse_model
@@ -17,10 +17,8 @@ KEYS = np.arange(10, dtype=np.int64)
 VECTORS = np.repeat(KEYS[:, None], 2, 1).astype(np.float32)
 
 
-class Recording(MemoryDatabase):
+class Recording(MemoryDatabase, PersistentDatabase):
     """A memory database that remembers its loads and whether it was modified since."""
-
-    persistent = True
 
     def __init__(self):
         super().__init__()

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import hps
 from hps.cli.app import app
-from hps.databases.base import Database, LoadRecord
+from hps.databases.base import Database, LoadRecord, PersistentDatabase
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.redis.database import RedisDatabase
 from hps.databases.rocks_db.database import RocksDatabase
@@ -216,14 +216,12 @@ def test_a_half_loaded_table_is_never_taken_for_the_same_files(source: str, rock
 # -- checksums and batches -----------------------------------------------------------------------------------------------
 
 
-class Remembering(MemoryDatabase):
+class Remembering(MemoryDatabase, PersistentDatabase):
     """A persistent memory database that takes batches of some rows, and fails at one of them."""
-
-    persistent = True
 
     def __init__(self, batch_rows: int = 0, fail_at: int = ROWS + 1) -> None:
         super().__init__()
-        self.load_bytes = batch_rows * (8 + 4 * DIM)  # type: ignore[misc]
+        self.load_bytes = batch_rows * (8 + 4 * DIM)
         self.fail_at = fail_at
         self.record: LoadRecord | None = None
         self.batches: list[int] = []

@@ -13,7 +13,7 @@ import pytest
 
 from hps.cache.base import Segment
 from hps.cache.cpu.cache import NumpyCache
-from hps.databases.base import Database, LoadRecord, TableStats
+from hps.databases.base import Database, LoadRecord, PersistentDatabase, TableStats
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import DatabaseError, ModelFileError, ModelFileNotFoundError, TableWidthError
@@ -39,11 +39,10 @@ TABLE = TableSpec("shop", "item", DIM, 0.0, 10_000)
 TAG = TABLE.tag
 
 
-class PersistentMemory(MemoryDatabase):
+class PersistentMemory(MemoryDatabase, PersistentDatabase):
     """A memory database that remembers its loads, as a persistent one does; and what it was told, in order."""
 
     kind = "persistent_memory"
-    persistent = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -7,10 +7,10 @@ import pytest
 
 from hps.databases.base import LoadRecord, PersistentDatabase
 from hps.models.files import open_sparse_model
-from hps.models.loading import load_table
 from hps.models.writer import write_sparse_model
 from hps.types import TableSpec
 from tests.memory_database import MemoryDatabase
+from tests.table_loads import load_table
 
 TABLE = TableSpec("shop", "item", 2, 0.0, 1000)
 KEYS = np.arange(10, dtype=np.int64)

@@ -34,9 +34,9 @@ _START = """
 import json, sys, time
 import numpy as np
 import hps
-import hps.deployment
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.models.sample import sample_vectors
+from hps.models.table_load import TableLoad
 
 path, rows, dim, sample, odd = sys.argv[1], *map(int, sys.argv[2:])
 
@@ -46,7 +46,7 @@ def peak_mb():  # not getrusage's, which begins with the peak of the process tha
 
 imported_mb = peak_mb()
 merge_s, reports = 0.0, []
-finish_load, load_table = RocksDatabase.finish_load, hps.deployment.load_table
+finish_load, run = RocksDatabase.finish_load, TableLoad.run
 
 def timed_finish(self, tag):
     global merge_s
@@ -54,11 +54,11 @@ def timed_finish(self, tag):
     finish_load(self, tag)
     merge_s += time.perf_counter() - start
 
-def kept_report(*arguments, **options):
-    reports.append(load_table(*arguments, **options))
+def kept_report(self):
+    reports.append(run(self))
     return reports[-1]
 
-RocksDatabase.finish_load, hps.deployment.load_table = timed_finish, kept_report
+RocksDatabase.finish_load, TableLoad.run = timed_finish, kept_report
 start = time.perf_counter()
 with hps.HPS(path) as server:
     start_s = time.perf_counter() - start
@@ -77,7 +77,7 @@ with hps.HPS(path) as server:
     deployment = server.model("large")
     tiers = readers = 0
     for database in deployment.chain.databases:
-        if database.persistent:
+        if isinstance(database, RocksDatabase):
             family = database._engine.family("hps_et.large.table")
             readers = database._engine.figure(family, "estimate-table-readers-mem")
         else:

@@ -24,9 +24,9 @@ from hps.cache.cpu.cache import NumpyCache
 from hps.configuration.load import PersistentDbConfig, VolatileDbConfig
 from hps.databases.base import Database, LoadRecord
 from hps.models.files import SparseModel, open_sparse_model
-from hps.models.loading import load_table
 from hps.models.read_ahead import read_ahead
 from hps.models.sample import sample_vectors
+from hps.models.table_load import LoadTargets, TableLoad
 from hps.models.warm_up import warm_up
 from hps.models.writer import write_sparse_model
 from hps.registry import implementation
@@ -79,6 +79,10 @@ def _write(path: Path, rows: int, dim: int, order: str) -> str:
 
 def _table(dim: int) -> TableSpec:
     return TableSpec("bench", "load", dim, 0.0, 1 << 20)
+
+
+def _load(table: TableSpec, source: str, databases: list[Database]) -> None:
+    TableLoad(table, source, LoadTargets(tuple(databases))).run()
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -160,7 +164,7 @@ def _filling(report: Report, source: str, dim: int, order: str, kind: str, direc
 
     def from_files() -> float:
         with _databases(kind, directory) as databases:
-            seconds = _seconds(lambda: load_table(table, source, databases))
+            seconds = _seconds(lambda: _load(table, source, databases))
             for database in databases:
                 _check(database, table, model.rows, order)
         return seconds
@@ -288,10 +292,10 @@ def _measure_memory(source: str, kind: str, directory: Path) -> None:
     with tempfile.TemporaryDirectory(dir=directory) as small:
         _write(Path(small) / "m", 1000, 32, "random")
         with _databases(kind, directory) if kind != "nothing" else _nothing() as databases:
-            load_table(TableSpec("bench", "small", 32, 0.0, 1000), f"{small}/m", databases)
+            _load(TableSpec("bench", "small", 32, 0.0, 1000), f"{small}/m", databases)
             Path("/proc/self/clear_refs").write_text("5")  # begin a new peak
             before = _status_bytes("VmRSS:")
-            seconds = _seconds(lambda: load_table(_table(32), source, databases))
+            seconds = _seconds(lambda: _load(_table(32), source, databases))
             peak = _status_bytes("VmHWM:")
             stats = databases[0].stats(_table(32).tag)
             own = stats.vector_bytes + max(stats.overhead_bytes, 0) if kind == "hash_map" else 0

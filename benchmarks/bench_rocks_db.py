@@ -25,7 +25,7 @@ import rocksdict
 from benchmarks.harness import Report, power_law_keys
 from hps.databases.base import LoadRecord
 from hps.databases.rocks_db.database import RocksDatabase
-from hps.models.load_feed import LoadFeed
+from hps.models.table_load import LoadFeed
 
 TAG = "hps_et.bench.item"
 CHUNK_BYTES = 16 << 20  # of a model file's chunk

@@ -19,8 +19,8 @@ from hps.lookup.direct_session import DirectSession
 from hps.lookup.refresh import refresh
 from hps.lookup.session import LookupSession, SessionSettings
 from hps.metrics import Metrics
-from hps.models.loading import LoadReport, load_table
 from hps.models.sources import ModelSources
+from hps.models.table_load import LoadReport, LoadTargets, TableLoad
 from hps.models.warm_up import warm_up
 from hps.progress import Progress
 from hps.registry import implementation
@@ -31,27 +31,6 @@ _log = logging.getLogger(__name__)
 _STATIC_LOAD = 0.7
 """How full a static cache on a GPU is. Sets are then rarely too small for their keys; the few vectors that find no place stay
 in the databases, which hold every row."""
-
-
-@dataclass(frozen=True)
-class LoadTargets:
-    """Which databases are initialised from model files, and how. Immutable.
-
-    Attributes:
-        load: databases to fill.
-        keep: databases that use what they have (`initialize_after_startup: false`, `read_only`).
-        initial_cache_rate: the share of a volatile database to fill.
-        int32_keys: refuse keys that 32-bit serving cannot have (`supportlonglong: false`).
-        sources: where model files come from.
-        force: load what is there all the same.
-    """
-
-    load: tuple[Database, ...] = ()
-    keep: tuple[Database, ...] = ()
-    initial_cache_rate: float = 1.0
-    int32_keys: bool = False
-    sources: ModelSources = field(default_factory=ModelSources)
-    force: bool = False
 
 
 @dataclass(frozen=True)
@@ -264,19 +243,7 @@ def _load_tables(
     reports = []
     for table, source in zip(config.tables, config.sparse_files, strict=True):
         chain.open_table(table)
-        reports.append(
-            load_table(
-                table,
-                source,
-                targets.load,
-                progress=progress,
-                keep=targets.keep,
-                initial_cache_rate=targets.initial_cache_rate,
-                int32_keys=targets.int32_keys,
-                sources=targets.sources,
-                force=targets.force,
-            )
-        )
+        reports.append(TableLoad(table, source, targets, progress).run())
     return reports
 
 
@@ -299,7 +266,7 @@ def _cache_class(device: str) -> type[EmbeddingCache]:
     return found
 
 
-def open_host_tiers(configuration: Configuration, metrics: Metrics) -> tuple[DatabaseChain, LoadTargets]:
+def open_databases(configuration: Configuration, metrics: Metrics) -> tuple[DatabaseChain, LoadTargets]:
     """Open the volatile and the persistent database.
 
     Returns:

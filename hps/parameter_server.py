@@ -13,7 +13,7 @@ import numpy as np
 from hps.cache.base import Segment
 from hps.configuration.hugectr_structs import ParameterServerConfig
 from hps.configuration.load import Configuration, ModelConfig, load_configuration
-from hps.deployment import Deployment, choose_cache, deploy, open_host_tiers
+from hps.deployment import Deployment, choose_cache, deploy, open_databases
 from hps.errors import InvalidInputError, NotReadyError, UnknownModelError
 from hps.lookup.caller_tensors import concatenated_segments, cuda_segments, keys_of, output_of, segments_of
 from hps.lookup.coalescing import FetchCoalescer
@@ -57,7 +57,7 @@ class HPS:
         self._deployments: dict[str, Deployment] = {}
         self._changing = threading.Lock()  # deploying or undeploying
         self._closed = False
-        self._chain, self._targets = open_host_tiers(self.config, self.metrics)
+        self._chain, self._targets = open_databases(self.config, self.metrics)
         self._coalescer = FetchCoalescer(self._chain.fetch, self.metrics)
         if not self._chain.databases:
             _log.warning("no database is configured: keys that the embedding cache does not hold get the default vector")

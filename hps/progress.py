@@ -26,6 +26,14 @@ class Progress(Protocol):
         """All rows of the table are in the databases."""
 
 
+class NoProgress:
+    """A progress that ignores what it is told."""
+
+    def start(self, tag: str, rows: int, size_bytes: int) -> None: ...
+    def advance(self, tag: str, rows: int) -> None: ...
+    def finish(self, tag: str) -> None: ...
+
+
 @runtime_checkable
 class FailureProgress(Progress, Protocol):
     """A progress that wants to know, too, when a table that was started will not be finished."""

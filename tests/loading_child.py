@@ -16,7 +16,7 @@ from hps.databases.rocks_db import engine as rocks_db_engine
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.databases.rocks_db.record import LoadRecords
 from hps.models import files as model_files
-from hps.models import loading
+from hps.models import table_load
 
 CHUNK_ROWS, BATCH_ROWS, UNMERGED_FILES = 2000, 4000, 5
 STEPS = {
@@ -69,7 +69,7 @@ def main(program: str, config: str, dim: int, moment: Moment) -> None:
         moment.at = record.rows_done - keys.size
         real(self, tag, keys, vectors, record)
 
-    model_files.CHUNK_BYTES = loading.CHUNK_BYTES = CHUNK_ROWS * (8 + 4 * dim)
+    model_files.CHUNK_BYTES = table_load.CHUNK_BYTES = CHUNK_ROWS * (8 + 4 * dim)
     rocks_db_engine._LOAD_FILES = UNMERGED_FILES
     RocksDatabase.load_chunk = load_chunk  # type: ignore[method-assign]
     RocksDatabase.load_bytes = BATCH_ROWS * (8 + 4 * dim)

@@ -237,23 +237,20 @@ def _load_model(
     force: bool,
 ) -> list[str]:
     """Load the tables of one model; returns what to say of it."""
-    from hps.models.loading import load_table
+    from hps.models.table_load import LoadTargets, TableLoad
 
     if model.embedding_cache_type in _NO_TABLES:
         return [f"{model.model}: embedding_cache_type {model.embedding_cache_type} uses no database"]
+    targets = LoadTargets(
+        load=tuple(databases),
+        initial_cache_rate=configuration.volatile_db.initial_cache_rate,
+        int32_keys=not configuration.supportlonglong,
+        sources=sources,
+        force=force,
+    )
     lines = []
     for table, source in zip(model.tables, model.sparse_files, strict=True):
-        report = load_table(
-            table,
-            source,
-            databases,
-            progress=progress,
-            initial_cache_rate=configuration.volatile_db.initial_cache_rate,
-            int32_keys=not configuration.supportlonglong,
-            sources=sources,
-            force=force,
-        )
-        lines += terminal.loaded_lines(report)
+        lines += terminal.loaded_lines(TableLoad(table, source, targets, progress).run())
     return lines
 
 

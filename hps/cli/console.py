@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
     from hps.configuration.load import Configuration
-    from hps.models.loading import DatabaseLoad, LoadReport
+    from hps.models.table_load import DatabaseLoad, LoadReport
     from hps.progress import Progress
     from hps.types import FloatArray
 

@@ -1,26 +1,36 @@
-"""The contract of a database tier: what the volatile and the persistent database both do."""
+"""The contract of a database tier, volatile or persistent.
+
+`Database` is what every tier does. Three subclasses add what only some of them can do; the loader asks for them:
+
+- `InProcessDatabase`: its tables are in the memory of this process and end with it (the hash map).
+- `SharedDatabase`: several processes share its tables, and one of them loads each (Redis).
+- `PersistentDatabase`: it holds every row, and remembers which model files they came from (RocksDB).
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Final, Self
 
 from hps.types import BoolArray, FloatArray, KeyArray
+
+UNBOUNDED_ROWS: Final = 2**64 - 1
+"""The capacity of a table that never evicts; HugeCTR's default `overflow_margin`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRecord:
-    """How far a table holds the rows of a model. Immutable.
+    """How much of a model a table holds. *Immutable.*
 
     Attributes:
         fingerprint: identifies the model files (place, sizes, versions); two loads of the same files have the same one.
         rows_done: leading rows of the files that the table holds.
         rows_total: rows of the files.
-        modified: the table was modified since, by `insert` or `delete`: it no longer equals the files.
+        modified: whether `insert` or `delete` has modified the table since: it no longer equals the files.
         source: path or URI of the files, for people.
-        size_bytes: of both files together; 0 where it is not known.
-        checksum: CRC-32 of the keys that were loaded, in the order of the files, and that of their vectors, each in eight
-            hexadecimal digits; empty where it is not known.
+        size_bytes: size of both files together; 0 if unknown.
+        checksum: CRC-32 of the loaded keys, in the order of the files, then that of their vectors, eight hexadecimal digits
+            each; empty if unknown.
     """
 
     fingerprint: str
@@ -38,38 +48,32 @@ class LoadRecord:
 
 @dataclass(frozen=True, slots=True)
 class TableStats:
-    """Size of one table.
+    """Size of one table. *Immutable.*
 
     Attributes:
         rows: vectors that it holds.
-        vector_bytes: what they take.
-        overhead_bytes: what is held beside the vectors, -1 where the engine cannot say.
-        capacity_rows: rows at which it evicts (overflow_margin x num_partitions); 2^64 - 1, as in HugeCTR, where it never does.
+        vector_bytes: memory or disk that they take.
+        overhead_bytes: what it takes beside the vectors, -1 if the engine cannot say.
+        capacity_rows: rows at which it evicts (overflow_margin x num_partitions), or `UNBOUNDED_ROWS`.
     """
 
     rows: int
     vector_bytes: int
     overhead_bytes: int
-    capacity_rows: int = 2**64 - 1
+    capacity_rows: int = UNBOUNDED_ROWS
 
 
 class Database(ABC):
     """A key-value store of embedding tables, each addressed by its tag. *Thread-safe.*
 
-    Arrays in, arrays out: no call loops over keys in Python. Keys are any int64. Where one batch holds a key twice, the
-    last one wins. A key that is not there is no error; a database that cannot answer raises `DatabaseError` (or a
-    subclass) and has then answered nothing: a failure is never reported as an absent key. Every wait is bounded by a
-    timeout. A call for a tag that was never opened raises `UnknownTableError`; one after `close` raises `NotReadyError`.
+    Arrays in, arrays out: no call loops over keys in Python. Keys are any int64. If a batch holds a key twice, the last one
+    wins. An absent key is not an error; a database that cannot answer raises `DatabaseError` (or a subclass), so that a
+    failure is never reported as an absent key. Every wait has a timeout. A call with a tag that was never opened raises
+    `UnknownTableError`; a call after `close` raises `NotReadyError`.
     """
 
     kind: ClassVar[str]
     """The configuration value that selects this database, e.g. `rocks_db`."""
-
-    persistent: ClassVar[bool] = False
-    """Whether it holds every row and remembers, by `load_record`, what was loaded: True for a persistent database."""
-
-    load_bytes: ClassVar[int] = 0
-    """Keys and vectors that a `load_chunk` is best called with; 0 where it does not matter."""
 
     @classmethod
     @abstractmethod
@@ -82,7 +86,7 @@ class Database(ABC):
 
     @abstractmethod
     def open_table(self, tag: str, dim: int) -> None:
-        """Make a table ready for use, created empty where it does not exist. Opening an open table changes nothing.
+        """Make a table ready for use, and create it empty if it does not exist. Opening an open table changes nothing.
 
         Raises:
             TableWidthError: the table exists with vectors of another width.
@@ -98,19 +102,19 @@ class Database(ABC):
     ) -> int:
         """Fill the rows of `out` that are not yet `found`, and mark them.
 
-        Rows whose `found` is already True, and rows whose key is not in the table, are left as they are.
+        Rows that are already marked, and rows whose key is not in the table, are left as they are.
 
         Args:
             keys: (n,) int64, C-contiguous, in host memory; read only. Duplicates are allowed.
-            out: (n, dim) float32, C-contiguous, in host memory; written only where a vector is found.
+            out: (n, dim) float32, C-contiguous, in host memory; only rows whose vector is found are written.
             found: (n,) bool, C-contiguous, in host memory; set to True where a vector is found, never to False.
 
         Returns:
             How many rows this call filled.
 
         Raises:
-            DatabaseError: the database failed; `out` and `found` may be partly filled, and every row that is marked
-                as found then holds its whole vector.
+            DatabaseError: the database failed. `out` and `found` may be partly filled; every row that is marked as found
+                holds its whole vector.
         """
 
     @abstractmethod
@@ -124,18 +128,18 @@ class Database(ABC):
 
     @abstractmethod
     def delete(self, tag: str, keys: KeyArray) -> int:
-        """Remove keys; returns how many distinct keys were there, -1 where the engine cannot say cheaply."""
+        """Remove keys; returns how many distinct ones were there, -1 if the engine cannot say cheaply."""
 
     @abstractmethod
     def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
-        """Yield all rows once, in chunks of at most `chunk_rows`, in unspecified order, as arrays the caller owns.
+        """Yield every row once, in chunks of at most `chunk_rows`, in unspecified order, as arrays that the caller owns.
 
-        Rows that are inserted or deleted while the scan runs may or may not be seen; no vector is torn.
+        The scan may or may not see rows that are inserted or deleted while it runs; no vector is torn.
         """
 
     @abstractmethod
     def size(self, tag: str) -> int:
-        """Number of rows of a table; an estimate where the engine counts lazily."""
+        """Count the rows of a table; an estimate if the engine counts lazily."""
 
     @abstractmethod
     def stats(self, tag: str) -> TableStats:
@@ -147,54 +151,67 @@ class Database(ABC):
 
     @abstractmethod
     def drop_table(self, tag: str) -> None:
-        """Remove a table, its rows and its load record. Dropping a table that does not exist changes nothing."""
+        """Remove a table with its rows and its load record. Dropping a table that does not exist changes nothing."""
 
     @abstractmethod
     def close(self) -> None:
         """Release the engine. Closing twice changes nothing."""
 
-    def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, afresh: bool = False) -> int | None:
-        """Ask which rows of a model to load into a table, before `load_chunk`, where `load_record` is None.
+    def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
+        """Insert one chunk of a model in bulk; `record` says what the table holds once it is done."""
+        self.insert(tag, keys, vectors)
 
-        A database that several processes share lets one of them load a table at a time, remembers what it has loaded, and
-        empties a table that holds another model. Whoever gets a claim loads the rows in their order and then calls
-        `finish_load`; if it dies, another may claim what is left after a while.
+    def finish_load(self, tag: str) -> None:  # noqa: B027 - optional
+        """Let the engine settle (flush, compact, give up a lease). Called once, after the last `load_chunk` of a table."""
+
+
+class InProcessDatabase(Database):
+    """A volatile database in the memory of this process. A table that no deployed model uses is dropped."""
+
+    @abstractmethod
+    def reserve(self, tag: str, rows: int) -> None:
+        """Make room for `rows` in all, so that loading them need not grow the table step by step."""
+
+
+class SharedDatabase(Database):
+    """A volatile database that several processes share. It lets one of them load a table at a time."""
+
+    @abstractmethod
+    def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, afresh: bool = False) -> int | None:
+        """Ask for the right to load a table, before the first `load_chunk`.
+
+        The database remembers what it has loaded, and empties a table that holds another model. Who gets the claim loads the
+        rows in their order and then calls `finish_load`. If that process dies, another may claim the rest after a while.
 
         Args:
             tag: of an open table.
             fingerprint: identifies the model files.
             rows: how many of their leading rows the table is to hold.
             wait_s: how long to wait while another process loads.
-            afresh: empty the table and load it again, whatever it holds. It must be opened again then.
+            afresh: empty the table first, whatever it holds. The caller must then open it again.
 
         Returns:
-            The first row that is still needed, `rows` where the table has them all; None when another process is loading
+            The first row that is still needed, `rows` if the table has them all; None if another process is still loading
             them after `wait_s`.
         """
-        if afresh:
-            self.drop_table(tag)
-        return 0
 
+
+class PersistentDatabase(Database):
+    """A database that holds every row, and remembers which model files they came from."""
+
+    load_bytes: int = 0
+    """Bytes of keys and vectors in a `load_chunk` that the engine takes best; 0 if any size will do."""
+
+    @abstractmethod
     def load_record(self, tag: str) -> LoadRecord | None:
-        """What is known of the model files in a table; None where nothing is, as in any volatile database.
+        """What is known of the model files in a table; None if nothing is.
 
-        A database that keeps records marks one as modified, durably, before the first `insert` or `delete` that follows it.
+        The first `insert` or `delete` after a load marks the record as modified, durably, before it changes a row.
         """
-        return None
 
+    @abstractmethod
     def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
         """Insert one chunk of a model in bulk, then remember `record`, which counts this chunk.
 
-        A process that is killed between the two finds the older record; loading the chunk again changes nothing.
+        A process that is killed between the two leaves the older record; loading the chunk again changes nothing.
         """
-        self.insert(tag, keys, vectors)
-
-    def release_table(self, tag: str) -> None:  # noqa: B027 - optional
-        """Called when no model of this process uses a table any more: a database in its memory drops the table."""
-
-    def reserve(self, tag: str, rows: int) -> None:  # noqa: B027 - optional
-        """Make room for so many rows in all before they are loaded, where that saves growing step by step."""
-
-    def finish_load(self, tag: str) -> None:
-        """Called once after the last `load_chunk` of a table, to let the engine settle (flush, compact)."""
-        return

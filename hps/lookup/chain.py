@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from hps.background import BackgroundQueue
-from hps.databases.base import Database
+from hps.databases.base import Database, InProcessDatabase
 from hps.errors import DatabaseError, UnknownTableError
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.lookup.fences import TableFence
@@ -143,11 +143,12 @@ class DatabaseChain:
             tier.database.open_table(table.tag, table.dim)
 
     def release_table(self, table: TableSpec) -> None:
-        """Let every database free what only a deployed model needs of a table; what was to be promoted into it is dropped."""
+        """Drop a table that no deployed model uses from a database in this process, and what was to be promoted into it."""
         if table.tag in self._fences:
             with self._fences[table.tag].modifying(self._modification_timeout_s):
                 for tier in self._tiers:
-                    tier.database.release_table(table.tag)
+                    if isinstance(tier.database, InProcessDatabase):
+                        tier.database.drop_table(table.tag)
 
     def fence(self, table: TableSpec) -> TableFence:
         """The fence that fills of upper tiers from this table must pass."""

@@ -25,7 +25,7 @@ TABLES = {"user": (16, 1, 10_000), "item": (32, 2, 50_000)}  # dim, seed, rows: 
 HAPROXY = shutil.which("haproxy", path=f"{os.environ['PATH']}:/usr/sbin")
 needs_balancer = pytest.mark.skipif(HAPROXY is None, reason="no haproxy on the PATH")
 needs_isolation = pytest.mark.skipif(not can_isolate(), reason="not root: file systems cannot be made read-only")
-_COMPILE = "import hps.cache.cpu.cache, hps.databases.redis.database, hps.databases.rocks_db.database, hps.models.loading"
+_COMPILE = "import hps.cache.cpu.cache, hps.databases.redis.database, hps.databases.rocks_db.database, hps.models.table_load"
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from hps.errors import ModelFileChangedError, ModelFileError, ModelFileNotFoundE
 from hps.filesystems import gcs_upload
 from hps.filesystems.gcs import GcsFileSystem
 from hps.models.files import open_sparse_model
-from hps.models.loading import load_table
 from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model
 from hps.types import TableSpec
@@ -41,6 +40,7 @@ from tests.misbehaving_proxy import (
     always,
     first,
 )
+from tests.table_loads import load_table, nothing_to_do
 
 pytestmark = pytest.mark.gcs
 
@@ -98,7 +98,7 @@ def test_a_model_is_written_checked_read_and_loaded(server: GcsServer, tmp_path:
             database.fetch(TABLE.tag, keys, out, found)
             assert found.all()
             assert out.tobytes() == vectors.tobytes()
-        assert load_table(TABLE, place, [rocks], sources=sources).nothing_to_do
+        assert nothing_to_do(load_table(TABLE, place, [rocks], sources=sources))
     finally:
         hash_map.close()
         rocks.close()

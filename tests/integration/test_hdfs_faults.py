@@ -22,7 +22,6 @@ from hps.errors import ModelFileChangedError, ModelFileError, ModelFileNotFoundE
 from hps.filesystems.base import FileWriter
 from hps.filesystems.hdfs.file_system import HdfsFileSystem
 from hps.models.files import open_sparse_model
-from hps.models.loading import load_table
 from hps.models.read_ahead import read_ahead
 from hps.models.sample import sample_vectors
 from hps.models.sources import ModelSources
@@ -30,6 +29,7 @@ from hps.models.writer import write_sparse_model
 from hps.types import FloatArray, KeyArray, TableSpec
 from tests.contracts.filesystem_contract import noise
 from tests.hdfs_cluster import HdfsCluster, free_ports, hdfs_cluster, write_hadoop_configuration
+from tests.table_loads import load_table, nothing_to_do
 
 pytestmark = pytest.mark.hdfs
 
@@ -118,7 +118,7 @@ def test_a_model_is_loaded_into_every_tier(model: str, tmp_path: Path) -> None:
             assert database.fetch(TABLE.tag, KEYS, out, found) == ROWS
             np.testing.assert_array_equal(out, VECTORS)
         again = load_table(TABLE, model, [persistent], sources=sources)
-        assert again.nothing_to_do
+        assert nothing_to_do(again)
 
 
 def test_a_model_that_is_replaced_by_one_of_the_same_size_while_it_is_loaded_is_refused(

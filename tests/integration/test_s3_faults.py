@@ -20,7 +20,6 @@ from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import HPSError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.s3 import S3FileSystem
 from hps.models.files import open_sparse_model
-from hps.models.loading import load_table
 from hps.models.sample import sample_chunks, sample_vectors
 from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model
@@ -43,6 +42,7 @@ from tests.misbehaving_proxy import (
     first,
 )
 from tests.s3_server import S3Server, know_only_moto, s3_server
+from tests.table_loads import load_table, nothing_to_do
 
 pytestmark = pytest.mark.s3
 
@@ -176,7 +176,7 @@ def test_a_model_is_written_read_and_loaded_bit_for_bit(
             out, found = np.empty((ROWS, DIM), np.float32), np.zeros(ROWS, bool)
             assert database.fetch(TABLE.tag, keys, out, found) == ROWS
             np.testing.assert_array_equal(out, sample_vectors(keys, DIM, 3))
-        assert load_table(TABLE, f"{root}/item", [persistent], sources=sources).nothing_to_do
+        assert nothing_to_do(load_table(TABLE, f"{root}/item", [persistent], sources=sources))
         write_sparse_model(f"{root}/item", sample_chunks(ROWS, DIM, seed=4), overwrite=True, sources=sources)
         load_table(TABLE, f"{root}/item", [persistent], sources=sources)
         out, found = np.empty((ROWS, DIM), np.float32), np.zeros(ROWS, bool)

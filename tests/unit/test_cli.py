@@ -300,7 +300,7 @@ def test_a_failure_of_the_database_is_code_1(config: Path, monkeypatch: pytest.M
     def fail(*_: Any, **__: Any) -> None:
         raise errors.DatabaseError("writing table: no space left on device")
 
-    monkeypatch.setattr("hps.models.loading.load_table", fail)
+    monkeypatch.setattr("hps.models.table_load.TableLoad.run", fail)
     result = run("load", config)
     assert (result.exit_code, result.stderr) == (1, "error: writing table: no space left on device\n")
 
@@ -309,7 +309,7 @@ def test_a_load_that_is_interrupted_is_code_130(config: Path, monkeypatch: pytes
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hps.models.loading.load_table", interrupt)
+    monkeypatch.setattr("hps.models.table_load.TableLoad.run", interrupt)
     result = run("load", config)
     assert (result.exit_code, result.stderr) == (130, "stopped\n")
 

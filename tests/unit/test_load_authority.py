@@ -5,22 +5,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hps.databases.base import LoadRecord
+from hps.databases.base import LoadRecord, PersistentDatabase
 from hps.models.files import open_sparse_model
-from hps.models.loading import load_table
 from hps.models.writer import write_sparse_model
 from hps.types import TableSpec
 from tests.memory_database import MemoryDatabase
+from tests.table_loads import load_table
 
 TABLE = TableSpec("shop", "item", 2, 0.0, 1000)
 KEYS = np.arange(10, dtype=np.int64)
 VECTORS = np.repeat(KEYS[:, None], 2, 1).astype(np.float32)
 
 
-class Recording(MemoryDatabase):
+class Recording(MemoryDatabase, PersistentDatabase):
     """A memory database that remembers its loads and whether it was modified since."""
-
-    persistent = True
 
     def __init__(self):
         super().__init__()

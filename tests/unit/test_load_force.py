@@ -14,20 +14,20 @@ from typer.testing import CliRunner
 
 import hps
 from hps.cli.app import app
-from hps.databases.base import Database, LoadRecord
+from hps.databases.base import Database, LoadRecord, PersistentDatabase
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.redis.database import RedisDatabase
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.filesystems.local import LocalFileSystem
 from hps.models.files import open_sparse_model
-from hps.models.load_feed import LoadFeed, extended
-from hps.models.loading import load_table
 from hps.models.sample import sample_vectors
+from hps.models.table_load import LoadFeed, extended
 from hps.models.writer import write_sparse_model
 from hps.registry import IMPLEMENTATIONS
 from hps.types import FloatArray, KeyArray, TableSpec
 from tests.memory_database import MemoryDatabase
 from tests.redis_server import RedisServer
+from tests.table_loads import load_table, nothing_to_do
 
 DIM, ROWS, CHUNK_ROWS = 4, 1000, 64
 TABLE = TableSpec("shop", "item", DIM, 0.0, 10_000)
@@ -106,7 +106,7 @@ def test_files_that_were_only_touched_are_not_loaded_again(source: str, rocks: R
     before = record_of(rocks)
     touch(source)
     report = load_table(TABLE, source, [rocks])
-    assert report.nothing_to_do
+    assert nothing_to_do(report)
     assert not report.differs
     assert record_of(rocks) == replace(before, fingerprint=open_sparse_model(source, DIM).fingerprint)
     assert record_of(rocks) != before
@@ -118,12 +118,12 @@ def test_files_that_were_copied_are_not_loaded_again_and_the_record_names_the_co
 ) -> None:
     load_table(TABLE, source, [rocks])
     shutil.copytree(source, tmp_path / "copy")
-    assert load_table(TABLE, str(tmp_path / "copy"), [rocks]).nothing_to_do
+    assert nothing_to_do(load_table(TABLE, str(tmp_path / "copy"), [rocks]))
     assert record_of(rocks).source == str(tmp_path / "copy")
 
 
 def test_files_are_compared_once_and_then_known(source: str, rocks: RocksDatabase, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "hps.models.loading")
+    caplog.set_level("INFO", "hps.models.table_load")
     load_table(TABLE, source, [rocks])
     touch(source)
     for _ in range(2):
@@ -172,7 +172,7 @@ def test_a_record_of_an_older_hps_is_not_compared(source: str, rocks: RocksDatab
     load_table(TABLE, source, [rocks])
     old = replace(record_of(rocks), **unknown)
     rocks.load_chunk(TAG, KEYS[:0], VECTORS[:0], old)
-    assert load_table(TABLE, source, [rocks]).nothing_to_do  # its fingerprint still counts
+    assert nothing_to_do(load_table(TABLE, source, [rocks]))  # its fingerprint still counts
     touch(source)
     assert load_table(TABLE, source, [rocks]).loads[0].rows == ROWS
     assert len(record_of(rocks).checksum) == 16
@@ -195,7 +195,7 @@ def test_files_of_another_machine_are_loaded_rather_than_compared(
     source: str, rocks: RocksDatabase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(IMPLEMENTATIONS["filesystem"], "else", (f"{__name__}:ElsewhereFileSystem", ""))
-    caplog.set_level("INFO", "hps.models.loading")
+    caplog.set_level("INFO", "hps.models.table_load")
     load_table(TABLE, f"else://{source}", [rocks])
     touch(source)
     assert load_table(TABLE, f"else://{source}", [rocks]).loads[0].rows == ROWS
@@ -216,14 +216,12 @@ def test_a_half_loaded_table_is_never_taken_for_the_same_files(source: str, rock
 # -- checksums and batches -----------------------------------------------------------------------------------------------
 
 
-class Remembering(MemoryDatabase):
+class Remembering(MemoryDatabase, PersistentDatabase):
     """A persistent memory database that takes batches of some rows, and fails at one of them."""
-
-    persistent = True
 
     def __init__(self, batch_rows: int = 0, fail_at: int = ROWS + 1) -> None:
         super().__init__()
-        self.load_bytes = batch_rows * (8 + 4 * DIM)  # type: ignore[misc]
+        self.load_bytes = batch_rows * (8 + 4 * DIM)
         self.fail_at = fail_at
         self.record: LoadRecord | None = None
         self.batches: list[int] = []
@@ -266,7 +264,7 @@ def test_an_interrupted_load_has_the_checksum_of_an_uninterrupted_one(
     assert record_of(database).checksum == checksum_of(KEYS, VECTORS)
     assert held(database) == FILES
     touch(source)
-    assert load_table(TABLE, source, [database]).nothing_to_do
+    assert nothing_to_do(load_table(TABLE, source, [database]))
 
 
 @pytest.mark.parametrize("batch_rows", [0, 1, 63, 64, 65, 200, 999, 1000, 5000])
@@ -321,14 +319,14 @@ def test_online_updates_stay_without_force_and_go_with_it(source: str, rocks: Ro
     load_table(TABLE, source, [hash_map, rocks])
     updated = update(rocks)
     update(hash_map)
-    assert load_table(TABLE, source, [rocks]).nothing_to_do
+    assert nothing_to_do(load_table(TABLE, source, [rocks]))
     assert held(rocks) == updated
     report = load_table(TABLE, source, [hash_map, rocks], force=True)
     assert [load.rows for load in report.loads] == [ROWS, ROWS]
     assert not report.differs
     assert held(rocks) == held(hash_map) == FILES
     assert not record_of(rocks).modified
-    assert load_table(TABLE, source, [rocks]).nothing_to_do
+    assert nothing_to_do(load_table(TABLE, source, [rocks]))
 
 
 def test_force_removes_rows_of_unknown_origin(source: str, rocks: RocksDatabase) -> None:

@@ -101,8 +101,6 @@ class TestServer:
         stats = database.stats("hps_et.a.b")
         assert 300 <= stats.rows <= 600
         assert stats.capacity_rows == 600
-        assert not database.persistent
-        assert database.load_record("hps_et.a.b") is None
         with server.client() as client:
             assert client.hlen("hps_et{hps_et.a.b/p2}t") == client.hlen("hps_et{hps_et.a.b/p2}v") > 0
             assert not client.exists("hps_et{hps_et.a.b/p3}v")

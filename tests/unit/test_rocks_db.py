@@ -71,8 +71,6 @@ def database(path: Path) -> Iterator[RocksDatabase]:
 
 
 class TestRocksDatabase(DatabaseContract):
-    keeps_load_records = True
-
     @pytest.fixture
     def database(self, path: Path) -> Iterator[RocksDatabase]:
         database = RocksDatabase(path)
@@ -549,7 +547,7 @@ def test_the_registry_opens_what_the_configuration_says(path: Path):
     config = SimpleNamespace(path=str(path), num_threads=2, read_only=False, max_batch_size=10)
     database = implementation("database", "rocks_db").from_config(config)
     assert isinstance(database, RocksDatabase)
-    assert (database.path, database.kind, database.persistent) == (path, "rocks_db", True)
+    assert (database.path, database.kind) == (path, "rocks_db")
     database.close()
     config.read_only = True
     read_only = RocksDatabase.from_config(config)

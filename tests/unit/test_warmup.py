@@ -13,7 +13,7 @@ import pytest
 
 from hps.cache.base import Segment
 from hps.cache.cpu.cache import NumpyCache
-from hps.databases.base import Database, LoadRecord, TableStats
+from hps.databases.base import Database, LoadRecord, PersistentDatabase, TableStats
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import DatabaseError, ModelFileError, ModelFileNotFoundError, TableWidthError
@@ -23,14 +23,15 @@ from hps.lookup.chain import DatabaseChain
 from hps.lookup.refresh import RefreshReport, refresh
 from hps.metrics import Metrics
 from hps.models.files import open_sparse_model
-from hps.models.loading import DatabaseLoad, load_table
 from hps.models.sample import sample_vectors
+from hps.models.table_load import DatabaseLoad
 from hps.models.warm_up import warm_up
 from hps.models.writer import write_sparse_model
 from hps.registry import IMPLEMENTATIONS
 from hps.types import FloatArray, KeyArray, TableSpec
 from tests.faulty_database import FaultyDatabase
 from tests.memory_database import MemoryDatabase
+from tests.table_loads import load_table, nothing_to_do
 
 DIM = 4
 ROWS = 1000
@@ -39,11 +40,10 @@ TABLE = TableSpec("shop", "item", DIM, 0.0, 10_000)
 TAG = TABLE.tag
 
 
-class PersistentMemory(MemoryDatabase):
+class PersistentMemory(MemoryDatabase, PersistentDatabase):
     """A memory database that remembers its loads, as a persistent one does; and what it was told, in order."""
 
     kind = "persistent_memory"
-    persistent = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Many chunks of few rows; and no reader may be left when a test ends."""
     monkeypatch.setattr("hps.models.files.CHUNK_BYTES", CHUNK_ROWS * (8 + 4 * DIM))
     monkeypatch.setattr("hps.lookup.refresh._CHUNK_BYTES", CHUNK_ROWS * (8 + 4 * DIM))
-    monkeypatch.setattr("hps.models.loading.CHUNK_BYTES", CHUNK_ROWS * (8 + 4 * DIM))
+    monkeypatch.setattr("hps.models.table_load.CHUNK_BYTES", CHUNK_ROWS * (8 + 4 * DIM))
     yield
     assert readers() == []
 
@@ -146,7 +146,7 @@ def test_every_database_gets_every_row_bit_for_bit(source: str) -> None:
     report = load_table(TABLE, source, [volatile, persistent])
     assert held(volatile) == held(persistent) == content(*rows_of(ROWS))
     assert report.loads == (DatabaseLoad("memory", 0, ROWS), DatabaseLoad("persistent_memory", 0, ROWS))
-    assert (report.tag, report.model.rows, report.nothing_to_do) == (TAG, ROWS, False)
+    assert (report.tag, report.model.rows, nothing_to_do(report)) == (TAG, ROWS, False)
     record = persistent.load_record(TAG)
     assert record is not None
     assert (record.fingerprint, record.rows_done, record.complete) == (report.model.fingerprint, ROWS, True)
@@ -249,7 +249,7 @@ def test_a_whole_table_is_skipped(source: str) -> None:
     persistent.told.clear()
     progress = Events()
     report = load_table(TABLE, source, [persistent], progress=progress)
-    assert report.nothing_to_do
+    assert nothing_to_do(report)
     assert report.loads == (DatabaseLoad("persistent_memory", ROWS, ROWS),)
     assert persistent.told == []
     assert progress.events == []
@@ -261,7 +261,7 @@ def test_only_the_volatile_database_is_fed_when_the_persistent_one_is_whole(sour
     persistent.told.clear()
     volatile, progress = MemoryDatabase(), Events()
     report = load_table(TABLE, source, [volatile, persistent], progress=progress)
-    assert not report.nothing_to_do
+    assert not nothing_to_do(report)
     assert held(volatile) == content(*rows_of(ROWS))
     assert persistent.told == []
     assert progress.advanced == ROWS
@@ -403,7 +403,7 @@ def test_a_hash_map_with_a_margin_and_rocksdb_get_theirs(source: str, tmp_path: 
         assert report.loads == (DatabaseLoad("hash_map", 0, 200), DatabaseLoad("rocks_db", 0, ROWS))
         assert held(volatile) == content(keys[:200], vectors[:200])
         assert held(persistent) == content(keys, vectors)
-        assert load_table(TABLE, source, [persistent]).nothing_to_do
+        assert nothing_to_do(load_table(TABLE, source, [persistent]))
     finally:
         volatile.close()
         persistent.close()
@@ -450,7 +450,7 @@ def test_a_load_that_is_stopped_anywhere_is_completed_by_the_next(source: str) -
         persistent.before_chunk = lambda row: None
         load_table(TABLE, source, [persistent])
         assert held(persistent) == content(*rows_of(ROWS))
-        assert load_table(TABLE, source, [persistent]).nothing_to_do
+        assert nothing_to_do(load_table(TABLE, source, [persistent]))
 
 
 def test_a_model_replaced_while_loading_is_never_taken_for_whole(source: str) -> None:
@@ -525,8 +525,7 @@ def test_hugectrs_log_lines_are_kept(source: str, caplog: pytest.LogCaptureFixtu
     load_table(TABLE, source, [BoundedMemory(4000), MemoryDatabase(), PersistentMemory()])
     assert [record.getMessage() for record in caplog.records] == [
         f"Table: {TAG}; cached 1000 / 1000 embeddings in volatile database (bounded_memory); load: 1000 / 4000 (25.00%).",
-        f"Table: {TAG}; cached 1000 / 1000 embeddings in volatile database (memory); "
-        "load: 1000 / 18446744073709551615 (0.00%).",
+        f"Table: {TAG}; cached 1000 / 1000 embeddings in volatile database (memory); load: 1000, unbounded.",
         f"Table: {TAG}; cached 1000 embeddings in persistent database (persistent_memory); complete.",
     ]
 

@@ -6,20 +6,18 @@ from typing import Any, Final, Self, get_args
 
 import numpy as np
 
-from hps.databases.base import Database, TableStats
+from hps.databases.base import InProcessDatabase, TableStats
 from hps.databases.hash_map.eviction import OverflowRule, Policy
 from hps.databases.hash_map.memory import MAX_ROWS
 from hps.databases.hash_map.table import SLICE_ROWS, Table
-from hps.errors import ConfigError, InvalidDtypeError, InvalidInputError, NotReadyError, TableWidthError, UnknownTableError
+from hps.errors import ConfigError, InvalidInputError, NotReadyError, TableWidthError, UnknownTableError
+from hps.input_checks import check_fetch, check_keys, check_positive, check_rows
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _UNBOUNDED: Final = 2**64 - 1
-_INT64: Final = np.dtype(np.int64)
-_FLOAT32: Final = np.dtype(np.float32)
-_BOOL: Final = np.dtype(np.bool_)
 
 
-class HashMapDatabase(Database):
+class HashMapDatabase(InProcessDatabase):
     """A volatile database in process memory (`"type": "hash_map"` or `"parallel_hash_map"`). *Thread-safe.*
 
     Lookups take no lock, release the GIL, and go on beside one writer a table (`hash_map_layout.py` says why no vector is
@@ -105,8 +103,7 @@ class HashMapDatabase(Database):
 
     def open_table(self, tag: str, dim: int) -> None:
         self._check_open()
-        if dim < 1:
-            raise InvalidInputError(f"hash map: opening table {tag!r}: got vectors of {dim} elements, wanted at least 1")
+        check_positive(f"hash map: opening table {tag}", "dim", dim)
         table = self._tables.get(tag)
         if table is None:
             table = self._tables.setdefault(
@@ -129,24 +126,26 @@ class HashMapDatabase(Database):
             )
 
     def fetch(self, tag: str, keys: KeyArray, out: FloatArray, found: BoolArray) -> int:
-        table = self._table(tag)
-        keys = _checked("fetching", tag, "keys", keys, _INT64, (-1,))
-        out = _checked("fetching", tag, "out", out, _FLOAT32, (keys.size, table.dim), written=True)
-        found = _checked("fetching", tag, "found", found, _BOOL, (keys.size,), written=True)
+        table, doing = self._table(tag), f"hash map: fetching from table {tag}"
+        keys, out, found = check_fetch(doing, keys, out, found, table.dim)
+        _aligned(doing, keys, out)
         return table.fetch(keys, out, found)
 
     def insert(self, tag: str, keys: KeyArray, vectors: FloatArray) -> None:
-        table = self._table(tag)
-        keys = _checked("inserting", tag, "keys", keys, _INT64, (-1,))
-        table.insert(keys, _checked("inserting", tag, "vectors", vectors, _FLOAT32, (keys.size, table.dim)))
+        table, doing = self._table(tag), f"hash map: inserting into table {tag}"
+        keys, vectors = check_rows(doing, keys, vectors, table.dim)
+        _aligned(doing, keys, vectors)
+        table.insert(keys, vectors)
 
     def delete(self, tag: str, keys: KeyArray) -> int:
-        return self._table(tag).delete(_checked("deleting", tag, "keys", keys, _INT64, (-1,)))
+        table, doing = self._table(tag), f"hash map: deleting from table {tag}"
+        keys = check_keys(doing, keys)
+        _aligned(doing, keys)
+        return table.delete(keys)
 
     def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         table = self._table(tag)
-        if chunk_rows < 1:
-            raise InvalidInputError(f"hash map: scanning table {tag!r}: got chunks of {chunk_rows} rows, wanted at least 1")
+        check_positive(f"hash map: scanning table {tag}", "chunk_rows", chunk_rows)
         return table.scan(chunk_rows)
 
     def size(self, tag: str) -> int:
@@ -161,10 +160,6 @@ class HashMapDatabase(Database):
 
     def drop_table(self, tag: str) -> None:
         self._check_open()
-        self._tables.pop(tag, None)
-
-    def release_table(self, tag: str) -> None:
-        """Free a table that nobody uses: nobody else can, and the next model of this name must not find its rows."""
         self._tables.pop(tag, None)
 
     def close(self) -> None:
@@ -193,29 +188,8 @@ class HashMapDatabase(Database):
             raise UnknownTableError(f"hash map: there is no table {tag!r}; open_table makes one") from None
 
 
-def _checked(
-    doing: str, tag: str, name: str, array: Any, dtype: np.dtype[Any], shape: tuple[int, ...], *, written: bool = False
-) -> Any:
-    """Return the array as a plain ndarray that a kernel may take, -1 standing for any length."""
-    if not isinstance(array, np.ndarray):
-        got = f"a {type(array).__name__}"
-        error = InvalidInputError
-    elif array.dtype != dtype:
-        got = f"dtype {array.dtype}"
-        error = InvalidDtypeError
-    elif array.shape != shape and (array.ndim != 1 or shape != (-1,)):
-        got = f"shape {array.shape}"
-        error = InvalidInputError
-    elif not (array.flags.c_contiguous and array.flags.aligned):
-        got = f"strides {array.strides} at address {array.ctypes.data:#x}"
-        error = InvalidInputError
-    elif written and not array.flags.writeable:
-        got = "a read-only array"
-        error = InvalidInputError
-    else:
-        return array if type(array) is np.ndarray else np.asarray(array)
-    wanted = "(n,)" if shape == (-1,) else f"{shape}"
-    raise error(
-        f"hash map: {doing} of table {tag!r}: {name}: got {got}, wanted {dtype} of shape {wanted}, C-contiguous, aligned"
-        + (" and writable" if written else "")
-    )
+def _aligned(doing: str, *arrays: np.ndarray) -> None:
+    """Refuse arrays that numba's kernels cannot take."""
+    for array in arrays:
+        if not array.flags.aligned:
+            raise InvalidInputError(f"{doing}: got {array.dtype} values that are not aligned in memory; copy the array")

@@ -9,8 +9,7 @@ from typing import Any, Final, Self, get_args
 import numpy as np
 
 from hps.background import BackgroundQueue
-from hps.databases.arguments import check_fetch, check_keys, check_positive, check_rows
-from hps.databases.base import Database, LoadRecord, TableStats
+from hps.databases.base import LoadRecord, SharedDatabase, TableStats
 from hps.databases.redis.catalog import Catalog
 from hps.databases.redis.connections import Credentials, tls_context
 from hps.databases.redis.dispatch import Dispatcher
@@ -19,6 +18,7 @@ from hps.databases.redis.overflow import Overflow, OverflowRule, Policy
 from hps.databases.redis.table import RedisTable
 from hps.databases.redis.topology import parse_addresses
 from hps.errors import ConfigError, DatabaseError, NotReadyError, UnknownTableError
+from hps.input_checks import check_fetch, check_keys, check_positive, check_rows
 from hps.metrics import Metrics
 from hps.types import BoolArray, FloatArray, KeyArray
 
@@ -28,7 +28,7 @@ _USES_PAUSE_S: Final = 1.0  # after noting them failed
 _USES_WAITING: Final = 64  # batches of found keys whose use is still to be noted; more are not noted
 
 
-class RedisDatabase(Database):
+class RedisDatabase(SharedDatabase):
     """Tables in Redis (`"type": "redis_cluster"` or `"redis"`), laid out as HugeCTR HPS does. *Thread-safe.*
 
     Whether the address is of a server or of a cluster is found out by asking. Nothing waits longer than its timeout: a node

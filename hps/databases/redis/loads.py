@@ -39,7 +39,7 @@ class Loads:
         self._claimed: dict[str, Loaded] = {}
 
     def claim(self, table: RedisTable, fingerprint: str, rows: int, wait_s: float, *, afresh: bool = False) -> int | None:
-        """As `Database.claim_load`."""
+        """As `SharedDatabase.claim_load`."""
         deadline = time.monotonic() + wait_s
         layout = table.layout
         while True:

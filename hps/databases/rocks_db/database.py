@@ -27,20 +27,20 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-from hps.databases.arguments import check_fetch, check_keys, check_positive, check_rows
-from hps.databases.base import Database, LoadRecord, TableStats
+from hps.databases.base import LoadRecord, PersistentDatabase, TableStats
 from hps.databases.rocks_db import directory
 from hps.databases.rocks_db.calls import OpenCalls
 from hps.databases.rocks_db.engine import DEFAULT, Engine
 from hps.databases.rocks_db.record import LoadRecords
 from hps.databases.rocks_db.table import RocksTable, width_of
 from hps.errors import DatabaseError, InvalidInputError, TableWidthError, UnknownTableError
+from hps.input_checks import check_fetch, check_keys, check_positive, check_rows
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _log = logging.getLogger(__name__)
 
 
-class RocksDatabase(Database):
+class RocksDatabase(PersistentDatabase):
     """Tables of vectors in a RocksDB directory. *Thread-safe.*
 
     `size` counts a table of up to 131,072 rows and takes RocksDB's estimate of a larger one, in which a row counts again
@@ -64,7 +64,6 @@ class RocksDatabase(Database):
     """
 
     kind = "rocks_db"
-    persistent = True
     load_bytes = 48 << 20  # fewer files to merge: a tenth faster than 16 MB, and 64 MB gain nothing more
 
     def __init__(

@@ -1,0 +1,394 @@
+"""Loads a table: its model files, read once, into every database that does not hold them yet."""
+
+import logging
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from hps.databases.base import UNBOUNDED_ROWS, Database, InProcessDatabase, LoadRecord, PersistentDatabase, SharedDatabase
+from hps.errors import DatabaseError
+from hps.models.files import CHUNK_BYTES, SparseModel, open_sparse_model
+from hps.models.read_ahead import read_ahead
+from hps.models.sources import ModelSources
+from hps.progress import NoProgress, Progress
+from hps.types import FloatArray, KeyArray, TableSpec
+
+_log = logging.getLogger(__name__)
+
+_LONG_MERGE_S = 5.0  # a merge that takes longer is logged
+_CLAIM_WAIT_S = 1.0  # between two reports of progress while another process loads
+_MOST_BATCH_ROWS = 1 << 20  # sorting them takes 25 bytes a row
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTargets:
+    """Which databases are loaded from model files, and how. *Immutable.*
+
+    Attributes:
+        load: databases to fill.
+        keep: databases that use what they have (`initialize_after_startup: false`, `read_only`).
+        initial_cache_rate: the share of a volatile database's capacity, or of the rows if they are fewer, to load, from the
+            first row on.
+        int32_keys: refuse keys that 32-bit serving cannot have (`supportlonglong: false`).
+        sources: where model files come from.
+        force: empty the databases to be loaded first, whatever they hold.
+    """
+
+    load: tuple[Database, ...] = ()
+    keep: tuple[Database, ...] = ()
+    initial_cache_rate: float = 1.0
+    int32_keys: bool = False
+    sources: ModelSources = field(default_factory=ModelSources)
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseLoad:
+    """What a load gave one database: rows [first_row, last_row) of the files; none if it had them all. *Immutable.*"""
+
+    kind: str
+    first_row: int
+    last_row: int
+    elsewhere: bool = False  # while another process loads them
+
+    @property
+    def rows(self) -> int:
+        return self.last_row - self.first_row
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What `TableLoad` did. *Immutable.*
+
+    Attributes:
+        tag: of the table.
+        model: the files, as they were loaded; `warm_up` from it fills a cache with the same version.
+        seconds: how long the load took.
+        loads: one entry for each of the databases to load, in their order.
+        differs: whether the persistent database has other vectors than the files (it was updated online, or kept as it was).
+            A cache that is warmed up from the files must then be refreshed before it serves.
+    """
+
+    tag: str
+    model: SparseModel
+    seconds: float
+    loads: tuple[DatabaseLoad, ...]
+    differs: bool = False
+
+
+class TableLoad:
+    """Streams the files of a table, once, into every database that does not hold them yet. *One thread, one use.*
+
+    A persistent database is skipped if it holds these very files, continues where an interrupted load of them ended, and is
+    emptied first if it holds another version of them; rows of unknown origin (HugeCTR's) stay and are overwritten key by key.
+    Volatile databases get all rows, up to `initial_cache_rate` of what they can hold. Beside the databases' own memory a load
+    takes a few chunks, however large the model is.
+
+    The persistent database is the authority: if it was modified after its files were loaded, or is kept as it is, the volatile
+    databases are filled from it and not from the files, whose vectors may be old.
+
+    Args:
+        table: the table; it is opened in each database, also in those to keep.
+        source: directory or URI of its sparse model files.
+        targets: the databases, and how they are loaded.
+        progress: told how far the load is, if there is anything to load.
+
+    Raises:
+        ModelFileError: the files are missing or do not fit.
+    """
+
+    def __init__(self, table: TableSpec, source: str, targets: LoadTargets, progress: Progress | None = None) -> None:
+        self._table = table
+        self._tag = table.tag
+        self._targets = targets
+        self._progress = progress or NoProgress()
+        self._model = open_sparse_model(source, table.dim, int32_keys=targets.int32_keys, sources=targets.sources)
+
+    def run(self) -> LoadReport:
+        """Load the databases.
+
+        Raises:
+            ModelFileError: the files changed meanwhile, or cannot be read. A database never takes a part for the whole.
+            DatabaseError: a database failed, or one to keep holds only a part of a model.
+        """
+        started = time.monotonic()
+        databases = self._targets.load
+        for database in self._targets.keep:
+            self._check_kept(database)
+        for database in databases:
+            database.open_table(self._tag, self._table.dim)
+        records = [self._record(database) for database in databases]
+        authority = next((one for one in (*databases, *self._targets.keep) if isinstance(one, PersistentDatabase)), None)
+        differs = authority is not None and self._differs(authority)
+        if not all(self._is_whole(record) for record in records):
+            self._model.verify()  # before a database loses what it has
+        loads = [self._planned(database, record, differs) for database, record in zip(databases, records, strict=True)]
+        self._read_into([(one, load) for one, load in zip(databases, loads, strict=True) if load.rows and not load.elsewhere])
+        for i, database in enumerate(databases):
+            if loads[i].elsewhere and isinstance(database, SharedDatabase):
+                loads[i] = self._awaited(database, loads[i].last_row)
+            elif authority and differs and not isinstance(database, PersistentDatabase):
+                loads[i] = self._copied(authority, database)
+            self._log_loaded(database, loads[i])
+        return LoadReport(self._tag, self._model, time.monotonic() - started, tuple(loads), differs)
+
+    # -- what is there ------------------------------------------------------------------------------------------------
+
+    def _check_kept(self, database: Database) -> None:
+        database.open_table(self._tag, self._table.dim)
+        record = database.load_record(self._tag) if isinstance(database, PersistentDatabase) else None
+        if record is not None and not record.complete:
+            raise DatabaseError(
+                f"keeping table {self._tag} in {database.kind} as it is (initialize_after_startup false): it holds "
+                f"{record.rows_done} of {record.rows_total} rows of a load that was interrupted; "
+                "complete it with `hps load`, or set initialize_after_startup to true"
+            )
+
+    def _record(self, database: Database) -> LoadRecord | None:
+        """What a database is known to hold, if that counts. Local files that were only copied or touched are recognised."""
+        if not isinstance(database, PersistentDatabase) or self._targets.force:
+            return None
+        record, model = database.load_record(self._tag), self._model
+        if record is None or not record.complete or not record.checksum or record.fingerprint == model.fingerprint:
+            return record
+        if not model.is_local or (record.rows_total, record.size_bytes) != (model.rows, model.size_bytes):
+            return record
+        _log.info("Table: %s; the files have another place or time than those in %s; comparing them.", self._tag, database.kind)
+        checksum = ""
+        model.verify()
+        with closing(read_ahead(model, self._ranges(0, model.rows))) as chunks:
+            for _, keys, vectors in chunks:
+                checksum = extended(checksum, keys, vectors)
+        if checksum != record.checksum:
+            return record
+        record = replace(record, fingerprint=model.fingerprint, source=model.place)
+        self._remember(database, record)
+        return record
+
+    def _is_whole(self, record: LoadRecord | None) -> bool:
+        return record is not None and record.complete and record.fingerprint == self._model.fingerprint
+
+    def _differs(self, authority: PersistentDatabase) -> bool:
+        """Whether the persistent database will hold other vectors than the files once it is loaded (or kept)."""
+        record, kept = authority.load_record(self._tag), authority in self._targets.keep
+        if record is None or not self._is_whole(record):
+            return kept
+        return record.modified and (kept or not self._targets.force)
+
+    # -- what is needed -----------------------------------------------------------------------------------------------
+
+    def _planned(self, database: Database, record: LoadRecord | None, differs: bool) -> DatabaseLoad:
+        """Decide which rows of the files a database still needs; empty it if it holds other files."""
+        if isinstance(database, PersistentDatabase):
+            return DatabaseLoad(database.kind, self._first_row(database, record), self._model.rows)
+        if differs:  # it gets its rows from the persistent database
+            return DatabaseLoad(database.kind, 0, 0)
+        rows, first = self._share(database, self._model.rows), 0
+        if isinstance(database, SharedDatabase):
+            claimed = database.claim_load(self._tag, self._model.fingerprint, rows, afresh=self._targets.force)
+            database.open_table(self._tag, self._table.dim)
+            if claimed is None:
+                return DatabaseLoad(database.kind, 0, rows, elsewhere=True)
+            first = claimed
+        elif self._targets.force:
+            self._empty(database)
+        return DatabaseLoad(database.kind, first, rows)
+
+    def _first_row(self, database: PersistentDatabase, record: LoadRecord | None) -> int:
+        if record is None:
+            if self._targets.force:
+                self._empty(database)
+            return 0
+        model = self._model
+        same = record.fingerprint == model.fingerprint and 0 <= record.rows_done <= record.rows_total == model.rows
+        if same and record.complete:
+            return model.rows
+        if same and not record.modified:  # a part that was updated online is neither these files nor whole
+            _log.info(
+                "Table: %s; continuing an interrupted load of %s at row %d of %d.",
+                self._tag,
+                database.kind,
+                record.rows_done,
+                model.rows,
+            )
+            return record.rows_done
+        _log.info("Table: %s; %s holds another state of the model, which is replaced.", self._tag, database.kind)
+        self._empty(database)
+        return 0
+
+    def _empty(self, database: Database) -> None:
+        database.drop_table(self._tag)
+        database.open_table(self._tag, self._table.dim)
+
+    def _share(self, database: Database, rows: int) -> int:
+        """How many of so many rows a volatile database is to hold."""
+        return round(self._targets.initial_cache_rate * min(rows, database.stats(self._tag).capacity_rows))
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def _read_into(self, targets: Sequence[tuple[Database, DatabaseLoad]]) -> None:
+        """Read the files once, from the first row to the last that any of the databases needs."""
+        if not targets:
+            return
+        first, last = min(load.first_row for _, load in targets), max(load.last_row for _, load in targets)
+        self._progress.start(self._tag, last - first, (last - first) * self._model.row_bytes)
+        feeds = [self._feed(database, load) for database, load in targets]
+        with closing(read_ahead(self._model, self._ranges(first, last))) as chunks:
+            for start, keys, vectors in chunks:
+                for feed in feeds:
+                    feed.add(start, keys, vectors)
+                self._progress.advance(self._tag, keys.size)
+        for (database, _), feed in zip(targets, feeds, strict=True):
+            feed.end()
+            started = time.monotonic()
+            database.finish_load(self._tag)
+            if (seconds := time.monotonic() - started) > _LONG_MERGE_S:
+                _log.info("Table: %s; %s merged its rows in %.1f s.", self._tag, database.kind, seconds)
+        self._progress.finish(self._tag)
+
+    def _feed(self, database: Database, load: DatabaseLoad) -> "LoadFeed":
+        model = self._model
+        record = LoadRecord(model.fingerprint, load.first_row, model.rows, source=model.place, size_bytes=model.size_bytes)
+        if isinstance(database, InProcessDatabase):
+            database.reserve(self._tag, load.last_row)
+        elif isinstance(database, PersistentDatabase):
+            before = database.load_record(self._tag) if load.first_row else None
+            if before is not None:  # the interrupted load left the checksum of its rows
+                record = replace(record, checksum=before.checksum)
+            else:
+                self._remember(database, record)  # so that a start that keeps what is there refuses it until it is whole
+        return LoadFeed(database, self._tag, self._table.dim, record, load.last_row)
+
+    def _remember(self, database: PersistentDatabase, record: LoadRecord) -> None:
+        database.load_chunk(self._tag, np.empty(0, np.int64), np.empty((0, self._table.dim), np.float32), record)
+
+    def _ranges(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        step = self._model.chunk_rows
+        return ((start, min(start + step, last)) for start in range(first, last, step))
+
+    def _awaited(self, database: SharedDatabase, rows: int) -> DatabaseLoad:
+        """Wait until another process has loaded a shared database; if it dies, its claim runs out, and we load the rest."""
+        _log.info("Table: %s; another process is loading %s; waiting for it.", self._tag, database.kind)
+        fingerprint = self._model.fingerprint
+        self._progress.start(self._tag, rows, rows * self._model.row_bytes)
+        while (first := database.claim_load(self._tag, fingerprint, rows, wait_s=_CLAIM_WAIT_S)) is None:
+            self._progress.advance(self._tag, 0)  # its rows are unknown to us; but a progress that raises ends the wait
+        self._progress.advance(self._tag, first)
+        self._progress.finish(self._tag)
+        load = DatabaseLoad(database.kind, first, rows)
+        if load.rows:
+            self._read_into([(database, load)])
+        return load
+
+    def _copied(self, authority: Database, database: Database) -> DatabaseLoad:
+        """Fill a volatile database with rows of the persistent one, up to its share of them."""
+        limit = self._share(database, authority.size(self._tag))
+        _log.info(
+            "Table: %s; filling %s from %s, whose vectors are newer than the files or were to be kept.",
+            self._tag,
+            database.kind,
+            authority.kind,
+        )
+        row_bytes, done = self._model.row_bytes, 0
+        self._progress.start(self._tag, limit, limit * row_bytes)
+        for keys, vectors in authority.scan(self._tag, max(1, CHUNK_BYTES // row_bytes)):
+            count = min(keys.size, limit - done)
+            if count <= 0:
+                break
+            database.insert(self._tag, keys[:count], vectors[:count])
+            done += count
+            self._progress.advance(self._tag, count)
+        self._progress.finish(self._tag)
+        return DatabaseLoad(database.kind, 0, done)
+
+    def _log_loaded(self, database: Database, load: DatabaseLoad) -> None:
+        """Log HugeCTR's lines, which its users look for."""
+        rows = self._model.rows
+        if isinstance(database, PersistentDatabase):
+            how = "complete" if load.rows else "all were there"
+            _log.info("Table: %s; cached %d embeddings in persistent database (%s); %s.", self._tag, rows, database.kind, how)
+            return
+        stats = database.stats(self._tag)
+        held = f"{stats.rows}, unbounded"
+        if stats.capacity_rows < UNBOUNDED_ROWS:
+            held = f"{stats.rows} / {stats.capacity_rows} ({100 * stats.rows / max(stats.capacity_rows, 1):.2f}%)"
+        _log.info(
+            "Table: %s; cached %d / %d embeddings in volatile database (%s); load: %s.",
+            self._tag,
+            load.last_row,
+            rows,
+            database.kind,
+            held,
+        )
+
+
+class LoadFeed:
+    """Gathers chunks into batches of the size that a database takes best, and counts them in its load record. *One thread.*
+
+    Args:
+        database: to load; its table is open.
+        tag: of the table.
+        dim: floats of a vector.
+        record: what it holds already: `rows_done` is the first row to load, `checksum` that of the rows before.
+        last_row: the row behind the last to load.
+    """
+
+    def __init__(self, database: Database, tag: str, dim: int, record: LoadRecord, last_row: int) -> None:
+        self._database, self._tag = database, tag
+        self._record, self._last_row = record, last_row
+        self._sums = isinstance(database, PersistentDatabase)  # what others hold is never compared with files
+        batch_bytes = database.load_bytes if isinstance(database, PersistentDatabase) else 0
+        rows = min(batch_bytes // (8 + 4 * dim), _MOST_BATCH_ROWS, last_row - record.rows_done)
+        self._keys, self._vectors = np.empty(rows, np.int64), np.empty((rows, dim), np.float32)
+        self._held = 0
+
+    def add(
+        self,
+        start: int,
+        keys: KeyArray,  # (n,)
+        vectors: FloatArray,  # (n, dim)
+    ) -> None:
+        """Take those rows of a chunk that are still to be loaded. Only after `end` are they surely in the database.
+
+        Args:
+            start: the chunk's first row; chunks come in order, without gaps.
+            keys: (n,) int64, C-contiguous; the caller may change them afterwards.
+            vectors: (n, dim) float32, C-contiguous; the caller may change them afterwards.
+        """
+        rows = slice(max(self._record.rows_done - start, 0), max(self._last_row - start, 0))
+        keys, vectors = keys[rows], vectors[rows]
+        if not keys.size:
+            return
+        if self._held + keys.size > self._keys.size:
+            self._flush()
+        checksum = extended(self._record.checksum, keys, vectors) if self._sums else ""
+        self._record = replace(self._record, rows_done=start + rows.start + keys.size, checksum=checksum)
+        if keys.size > self._keys.size:
+            self._database.load_chunk(self._tag, keys, vectors, self._record)
+            return
+        held = slice(self._held, self._held + keys.size)
+        self._keys[held], self._vectors[held] = keys, vectors
+        self._held = held.stop
+
+    def end(self) -> None:
+        """Load what was gathered, and free its memory."""
+        self._flush()
+        self._keys, self._vectors = self._keys[:0].copy(), self._vectors[:0].copy()
+
+    def _flush(self) -> None:
+        if self._held:
+            self._database.load_chunk(self._tag, self._keys[: self._held], self._vectors[: self._held], self._record)
+            self._held = 0
+
+
+def extended(checksum: str, keys: KeyArray, vectors: FloatArray) -> str:
+    """The checksum of the rows loaded before followed by these rows; it does not depend on how they are cut into chunks.
+
+    zlib's CRC-32 takes 4 GB/s, a load 0.3 GB/s.
+    """
+    before = int(checksum[:8] or "0", 16), int(checksum[8:] or "0", 16)
+    return f"{zlib.crc32(keys.data.cast('B'), before[0]):08x}{zlib.crc32(vectors.data.cast('B'), before[1]):08x}"

@@ -41,7 +41,8 @@ def _measure(checkout: Path, name: str, quick: bool) -> dict[str, tuple[float, b
     for row in rows:
         figure = next((figure for figure in _RATES + _TIMES if figure in row["figures"]), None)
         if figure is not None:
-            measured[json.dumps(row["axes"])] = float(row["figures"][figure]), figure in _RATES
+            axes = {name: round(value, 2) if isinstance(value, float) else value for name, value in row["axes"].items()}
+            measured[json.dumps(axes)] = float(row["figures"][figure]), figure in _RATES
     return measured
 
 

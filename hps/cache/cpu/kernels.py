@@ -4,20 +4,8 @@
 """
 
 import numpy as np
-from numba import njit
+from numba import boolean, float32, int64, njit, void
 
-from hps.cache.cpu.atomics import (
-    copy_bytes,
-    fetch_add,
-    load_i64,
-    load_i64_acquire,
-    load_u8,
-    load_u16_acquire,
-    prefetch,
-    store_i64,
-    store_u8,
-    store_u16_release,
-)
 from hps.cache.cpu.sets import (
     CLOCK,
     EPOCHS_A_CALL,
@@ -40,14 +28,29 @@ from hps.cache.cpu.sets import (
     unchanged,
     victim,
 )
+from hps.numba_atomics import (
+    copy_bytes,
+    fetch_add,
+    load_acquire,
+    load_acquire_u16,
+    load_relaxed,
+    load_relaxed_u8,
+    prefetch,
+    store_relaxed,
+    store_relaxed_u8,
+    store_release_u16,
+)
+from hps.numba_kernels import kernel, read_only
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
 _BLOCK = 32
 _CACHE_LINE = 64
 _PREFETCHED_BYTES = 512
 
+_LINES, _ROWS, _WORDS, _KEYS, _FLAGS = int64[:, ::1], float32[:, ::1], int64[::1], read_only(int64[::1]), boolean[::1]
 
-@njit(nogil=True, cache=True)
+
+@kernel(int64, _LINES, _ROWS, _WORDS, _KEYS, _ROWS, _FLAGS, _WORDS)
 def query(
     lines: IndexArray,  # (sets, 16) int64
     vectors: FloatArray,  # (rows, dim) float32
@@ -85,10 +88,10 @@ def query(
             prefetch(line)
             prefetch(line + _CACHE_LINE)
             block_lines[i] = line
-        wraps = load_i64_acquire(wraps_at)
+        wraps = load_acquire(wraps_at)
         for i in range(count):
             line = block_lines[i]
-            block_versions[i] = load_u16_acquire(line)
+            block_versions[i] = load_acquire_u16(line)
             slot = find(line, keys[start + i])
             block_slots[i] = slot
             if slot >= 0:
@@ -114,7 +117,7 @@ def query(
     return misses
 
 
-@njit(cache=True)
+@njit()
 def _prefetch_rows(
     keys: KeyArray, start: int, stop: int, base: int, sets: int, vectors_at: int, row_bytes: int, epoch: int
 ) -> None:
@@ -133,7 +136,7 @@ def _prefetch_rows(
             prefetch(row + byte)
 
 
-@njit(nogil=True, cache=True)
+@kernel(void, _LINES, _ROWS, _WORDS, _KEYS, read_only(_ROWS), read_only(_FLAGS), boolean, boolean)
 def write(
     lines: IndexArray,  # (sets, 16) int64
     vectors: FloatArray,  # (rows, dim) float32
@@ -157,7 +160,7 @@ def write(
         address_of(values),
         address_of(state) + 8 * WRAPS,
     )
-    epoch = epoch_at(load_i64(address_of(state) + 8 * CLOCK), sets)
+    epoch = epoch_at(load_relaxed(address_of(state) + 8 * CLOCK), sets)
     probation = probation_at(epoch)
     admitted, evicted = 0, 0
     for i in range(n):
@@ -175,14 +178,14 @@ def write(
         version = take(line)
         slot = find(line, key)
         if (slot >= 0 and not replace) or (slot < 0 and not admit):
-            store_u16_release(line, version)
+            store_release_u16(line, version)
             continue
         if slot < 0:
             slot = victim(line, epoch)
-            evicted += load_u8(line + 2 + slot) != 0
+            evicted += load_relaxed_u8(line + 2 + slot) != 0
             admitted += 1
-            store_i64(line + 16 + 8 * slot, key)
-            store_u8(line + 2 + slot, probation)
+            store_relaxed(line + 16 + 8 * slot, key)
+            store_relaxed_u8(line + 2 + slot, probation)
         copy_bytes(rows + slot * row_bytes, values_at + i * row_bytes, row_bytes)
         give_back_changed(line, version, wraps_at)
     fetch_add(address_of(state) + 8 * INSERTS, admitted)
@@ -190,7 +193,7 @@ def write(
     fetch_add(address_of(state) + 8 * RESIDENT, admitted - evicted)
 
 
-@njit(nogil=True, cache=True)
+@kernel(void, _LINES, _WORDS, _KEYS)
 def erase(
     lines: IndexArray,  # (sets, 16) int64
     state: IndexArray,  # (STATE_WORDS,) int64
@@ -209,15 +212,15 @@ def erase(
         version = take(line)
         slot = find(line, keys[i])
         if slot < 0:
-            store_u16_release(line, version)
+            store_release_u16(line, version)
             continue
-        store_u8(line + 2 + slot, 0)
+        store_relaxed_u8(line + 2 + slot, 0)
         give_back_changed(line, version, wraps_at)
         erased += 1
     fetch_add(address_of(state) + 8 * RESIDENT, -erased)
 
 
-@njit(nogil=True, cache=True)
+@kernel(int64, _LINES, _WORDS)
 def dump(
     lines: IndexArray,  # (sets, 16) int64
     out: KeyArray,  # (14 * sets,) int64
@@ -229,8 +232,8 @@ def dump(
         line = base + index * LINE_BYTES
         version = take(line)
         for slot in range(WAYS):
-            if load_u8(line + 2 + slot) != 0:
-                out[count] = load_i64(line + 16 + 8 * slot)
+            if load_relaxed_u8(line + 2 + slot) != 0:
+                out[count] = load_relaxed(line + 16 + 8 * slot)
                 count += 1
-        store_u16_release(line, version)
+        store_release_u16(line, version)
     return count

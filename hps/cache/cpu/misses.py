@@ -1,14 +1,17 @@
 """The numba kernels of the NumPy embedding cache that answer what a query did not find."""
 
 import numpy as np
-from numba import njit
+from numba import boolean, float32, float64, int64, void
 
-from hps.cache.cpu.atomics import copy_bytes
 from hps.hashing import mix
+from hps.numba_atomics import copy_bytes
+from hps.numba_kernels import kernel, read_only
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
+_WORDS, _ROWS, _FLAGS = int64[::1], float32[:, ::1], boolean[::1]
 
-@njit(nogil=True, cache=True)
+
+@kernel(int64, read_only(_WORDS), _WORDS, int64, _WORDS, _WORDS, _WORDS)
 def distinct(
     keys: KeyArray,  # (n,) int64
     missing: IndexArray,  # (at least count,) int64
@@ -38,7 +41,7 @@ def distinct(
     return size
 
 
-@njit(nogil=True, cache=True)
+@kernel(void, _WORDS, _WORDS, _WORDS, _WORDS, int64, _WORDS)
 def rank(
     ascending: KeyArray,  # (u,) int64: the members, sorted
     table: IndexArray,  # (size,) int64
@@ -58,7 +61,7 @@ def rank(
         inverse[i] = ranks[inverse[i]]
 
 
-@njit(nogil=True, cache=True)
+@kernel(void, _WORDS, _WORDS, int64, _ROWS, read_only(_FLAGS), float64, _ROWS, _FLAGS)
 def scatter(
     missing: IndexArray,  # (at least count,) int64
     inverse: IndexArray,  # (at least count,) int64
@@ -82,7 +85,7 @@ def scatter(
             out[position, :] = default
 
 
-@njit(nogil=True, cache=True)
+@kernel(void, _WORDS, int64, float64, _ROWS)
 def fill_default(
     missing: IndexArray,  # (at least count,) int64
     count: int,

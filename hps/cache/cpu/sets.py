@@ -35,24 +35,25 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from hps.cache.cpu.atomics import (
-    compare_and_swap_u8,
-    compare_and_swap_u16,
+from hps.hashing import mix, scale
+from hps.numba_atomics import (
+    compare_and_swap_acquire_u16,
+    compare_and_swap_relaxed_u8,
     copy_bytes,
+    equal_words_16,
     fence_acquire,
     fence_release,
     fetch_add,
-    load_i64,
-    load_i64_acquire,
-    load_u8,
-    load_u16,
-    load_u16_acquire,
-    match_line,
-    store_u16_release,
-    trailing_zeros,
+    load_acquire,
+    load_acquire_u16,
+    load_relaxed,
+    load_relaxed_u8,
+    load_relaxed_u16,
+    lowest_bit,
+    nonzero_bytes_16,
+    store_release_u16,
     yield_processor,
 )
-from hps.hashing import mix, scale
 
 WAYS = 14
 LINE_WORDS = 16
@@ -69,44 +70,44 @@ _EPOCHS = 255
 _AHEAD = 31
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def address_of(array: Any) -> int:
     """Where an array begins, as `atomics` wants it."""
     return int(np.int64(array.ctypes.data))
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def line_of(key: int, lines: int, sets: int) -> int:
     """The address of the set of a key."""
     return lines + int(scale(mix(np.int64(key)), np.int64(sets))) * LINE_BYTES
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def rows_of(line: int, lines: int, vectors: int, row_bytes: int) -> int:
     """The first of the 14 rows of a set."""
     return vectors + ((line - lines) >> 7) * WAYS * row_bytes  # 2^7 bytes a line
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def find(line: int, key: int) -> int:
     """The slot of a resident key, or -1; believed only once the set's version is checked or owned."""
-    matches = match_line(line, key)
-    return trailing_zeros(matches) if matches != 0 else -1
+    matches = (equal_words_16(line, key) & nonzero_bytes_16(line)) >> 2  # the key at 2 + j, its age at 2 + j
+    return lowest_bit(matches) if matches != 0 else -1
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def unchanged(line: int, version: int, wraps_at: int, wraps: int) -> bool:
     """Whether no writer touched the set since its version and the wraps were loaded (acquire, wraps first)."""
     fence_acquire()
-    return (version & 1) == 0 and load_u16_acquire(line) == version and load_i64(wraps_at) == wraps
+    return (version & 1) == 0 and load_acquire_u16(line) == version and load_relaxed(wraps_at) == wraps
 
 
-@njit(cache=True)
+@njit()
 def read(line: int, key: int, rows: int, row_bytes: int, wraps_at: int, target: int) -> int:
     """Copy the vector of a key to `target` unless that is 0; returns its slot, -1 for none, -2 when out of patience."""
     for _ in range(PATIENCE):
-        wraps = load_i64_acquire(wraps_at)
-        version = load_u16_acquire(line)
+        wraps = load_acquire(wraps_at)
+        version = load_acquire_u16(line)
         if version & 1:
             continue
         slot = find(line, key)
@@ -117,32 +118,32 @@ def read(line: int, key: int, rows: int, row_bytes: int, wraps_at: int, target: 
     return -2
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def epoch_at(clock: int, sets: int) -> int:
     """The epoch as an age, 1..255: one epoch is as many queried keys as the table has slots."""
     return (clock // (WAYS * sets)) % _EPOCHS + 1
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def probation_at(epoch: int) -> int:
     """The age of a key that becomes resident in an epoch."""
     return (epoch - 1 - PROBATION + _EPOCHS) % _EPOCHS + 1
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def touch(line: int, slot: int, epoch: int) -> None:
     """Count a hit."""
-    age = load_u8(line + 2 + slot)
+    age = load_relaxed_u8(line + 2 + slot)
     if age != epoch and age != 0:
-        compare_and_swap_u8(line + 2 + slot, age, epoch)
+        compare_and_swap_relaxed_u8(line + 2 + slot, age, epoch)
 
 
-@njit(cache=True)
+@njit()
 def victim(line: int, epoch: int) -> int:
     """An empty slot, else the first of the smallest score."""
     oldest, worst = -1, 0
     for slot in range(WAYS):
-        age = load_u8(line + 2 + slot)
+        age = load_relaxed_u8(line + 2 + slot)
         if age == 0:
             return slot
         behind = epoch - age if epoch >= age else epoch - age + _EPOCHS
@@ -153,13 +154,13 @@ def victim(line: int, epoch: int) -> int:
     return worst
 
 
-@njit(cache=True)
+@njit()
 def take(line: int) -> int:
     """Own a set; returns the even version that it had. Waits for another writer, for the time of one vector's copy."""
     attempts = 0
     while True:
-        version = load_u16(line)
-        if (version & 1) == 0 and compare_and_swap_u16(line, version, version + 1):
+        version = load_relaxed_u16(line)
+        if (version & 1) == 0 and compare_and_swap_acquire_u16(line, version, version + 1):
             fence_release()
             return version
         attempts += 1
@@ -167,10 +168,10 @@ def take(line: int) -> int:
             yield_processor()
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def give_back_changed(line: int, version: int, wraps_at: int) -> None:
     """End owning a set whose keys or vectors changed; one that did not gets its old version back."""
     following = (version + 2) & 0xFFFF
     if following == 0:
         fetch_add(wraps_at, 1)
-    store_u16_release(line, following)
+    store_release_u16(line, following)

@@ -228,7 +228,7 @@ def _copy_of(kind: Any) -> Any:
 
 
 Loader: TypeAlias = Callable[[int], int]
-Storer: TypeAlias = Callable[[int, int], None]
+Storer: TypeAlias = Callable[[int, Any], None]
 Swapper: TypeAlias = Callable[[int, int, int], bool]
 
 # Without a width in its name a function is of 64 bits. "relaxed" is in no order; after "acquire" come later loads and

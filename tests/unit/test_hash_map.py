@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from hps.configuration.tiers import VolatileDbConfig
-from hps.databases.hash_map import buckets as hash_map_buckets
+from hps.databases.hash_map import memory as hash_map_memory
 from hps.databases.hash_map import table as hash_map_table
 from hps.databases.hash_map.database import HashMapDatabase
-from hps.databases.hash_map.fetch import fetch
+from hps.databases.hash_map.kernels import fetch
 from hps.databases.hash_map.layout import DONE, MOVED
 from hps.databases.hash_map.memory import PAGE_BYTES
 from hps.errors import (
@@ -51,7 +51,7 @@ class TestHashMapDatabase(DatabaseContract):
 @pytest.fixture(params=["one array", "segments"])
 def database(request, monkeypatch):
     if request.param == "segments":
-        monkeypatch.setattr(hash_map_buckets, "SEGMENTED_FROM", 2)
+        monkeypatch.setattr(hash_map_memory, "SEGMENTED_FROM", 2)
     database = HashMapDatabase(initial_buckets=1)
     database.open_table(TAG, DIM)
     yield database
@@ -216,7 +216,7 @@ def test_growth_that_was_interrupted_is_finished_by_the_next_writer(database, mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(hash_map_buckets, "retire", interrupted)
+        patched.setattr(hash_map_memory, "retire", interrupted)
         with pytest.raises(KeyboardInterrupt):
             filled(database, distinct_keys(10, seed=5))
     assert database._tables[TAG]._buckets is not old
@@ -481,7 +481,7 @@ def test_a_vector_waits_for_its_check_in_the_callers_memory(dim):
 @pytest.mark.parametrize("segmented_from", [2, 4096])
 def test_no_vector_is_torn_while_rows_move_from_key_to_key(dim, policy, segmented_from, monkeypatch):
     """Keys come, change, go and hand their rows on, in growing buckets, while readers check every vector they get."""
-    monkeypatch.setattr(hash_map_buckets, "SEGMENTED_FROM", segmented_from)
+    monkeypatch.setattr(hash_map_memory, "SEGMENTED_FROM", segmented_from)
     options = {"overflow_margin": 700, "num_partitions": 2, "overflow_policy": policy} if policy else {}
     database = HashMapDatabase(initial_buckets=1, **options)
     database.open_table(TAG, dim)

@@ -7,11 +7,12 @@ from typing import Any, Final, Self, get_args
 import numpy as np
 
 from hps.databases.base import InProcessDatabase, TableStats
-from hps.databases.hash_map.eviction import OverflowRule, Policy
+from hps.databases.hash_map.eviction import HashMapOverflow, Policy
 from hps.databases.hash_map.memory import MAX_ROWS
-from hps.databases.hash_map.table import SLICE_ROWS, Table
+from hps.databases.hash_map.table import SLICE_ROWS, HashMapTable
 from hps.errors import ConfigError, InvalidInputError, NotReadyError, TableWidthError, UnknownTableError
 from hps.input_checks import check_fetch, check_keys, check_positive, check_rows
+from hps.numba_kernels import compile_kernels
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _UNBOUNDED: Final = 2**64 - 1
@@ -78,16 +79,17 @@ class HashMapDatabase(InProcessDatabase):
         ]
         if problems:
             raise ConfigError(self.kind, problems)
-        self._overflow: OverflowRule | None = None
+        compile_kernels()
+        self._overflow: HashMapOverflow | None = None
         if overflow_margin <= MAX_ROWS:  # a larger one cannot be exceeded
             target_rows = round(overflow_margin * overflow_resolution_target)
-            self._overflow = OverflowRule(num_partitions, overflow_margin, target_rows, overflow_policy)
+            self._overflow = HashMapOverflow(num_partitions, overflow_margin, target_rows, overflow_policy)
         self._allocation_rate = allocation_rate
         self._batch_rows = max_batch_size if self._overflow else SLICE_ROWS
         self._timeout_s = timeout_s
         self._initial_buckets = initial_buckets
         self._clock = clock
-        self._tables: dict[str, Table] = {}
+        self._tables: dict[str, HashMapTable] = {}
         self._closed = False
 
     @classmethod
@@ -108,7 +110,7 @@ class HashMapDatabase(InProcessDatabase):
         if table is None:
             table = self._tables.setdefault(
                 tag,
-                Table(
+                HashMapTable(
                     tag,
                     dim,
                     allocation_rate=self._allocation_rate,
@@ -180,7 +182,7 @@ class HashMapDatabase(InProcessDatabase):
         if self._closed:
             raise NotReadyError("hash map: this database is closed; open another")
 
-    def _table(self, tag: str) -> Table:
+    def _table(self, tag: str) -> HashMapTable:
         try:
             return self._tables[tag]
         except KeyError:

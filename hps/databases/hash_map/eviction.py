@@ -16,11 +16,14 @@ from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
+from numba import boolean, int64, uint32, uint64, void
 
-from hps.databases.hash_map.atomics import load_relaxed, load_relaxed_u32, lowest_bit, store_relaxed_u32
 from hps.databases.hash_map.layout import (
     COUNT,
+    COUNTERS,
     KEEP,
+    KEYS,
+    LAYOUT,
     SEGMENTS,
     STAMP,
     U1,
@@ -34,8 +37,9 @@ from hps.databases.hash_map.layout import (
     stamp_of,
     unlink,
 )
-from hps.databases.hash_map.signatures import BITS, COUNTERS, FLAGS, INTEGER, KEYS, LAYOUT, NOTHING, SCORES, kernel
 from hps.hashing import mix
+from hps.numba_atomics import load_relaxed, load_relaxed_u32, lowest_bit, store_relaxed_u32
+from hps.numba_kernels import kernel
 from hps.types import BoolArray, KeyArray
 
 Policy = Literal["evict_random", "evict_least_used", "evict_oldest"]
@@ -46,7 +50,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _U6, _U63 = np.uint64(6), np.uint64(63)
 
 
-@kernel(NOTHING, LAYOUT, KEYS, INTEGER, FLAGS, COUNTERS, COUNTERS)
+@kernel(void, LAYOUT, KEYS, int64, boolean[::1], COUNTERS, COUNTERS)
 def _plan(layout, keys, margin, kept, batch_rows, new_rows):  # type: ignore[no-untyped-def]
     """Choose what enters: the last of each key, the last `margin` keys of each partition; count them, and the new ones."""
     partitions = np.uint64(batch_rows.size)
@@ -71,7 +75,7 @@ def _plan(layout, keys, margin, kept, batch_rows, new_rows):  # type: ignore[no-
                 new_rows[partition] += 1
 
 
-@kernel(NOTHING, LAYOUT, KEYS, FLAGS, BITS)
+@kernel(void, LAYOUT, KEYS, boolean[::1], uint64[::1])
 def _protect(layout, keys, kept, protected):  # type: ignore[no-untyped-def]
     """Set the bits of the rows that the batch replaces."""
     for position in range(keys.size):
@@ -82,7 +86,7 @@ def _protect(layout, keys, kept, protected):  # type: ignore[no-untyped-def]
                 protected[np.int64(row >> _U6)] |= U1 << (row & _U63)
 
 
-@kernel(NOTHING, LAYOUT, BITS, COUNTERS, COUNTERS, SCORES)
+@kernel(void, LAYOUT, uint64[::1], COUNTERS, COUNTERS, uint32[::1])
 def _gather(layout, protected, excess, ends, scores):  # type: ignore[no-untyped-def]
     """Write the stamps of the unprotected rows of each partition with an excess, up to that partition's end."""
     partitions = np.uint64(excess.size)
@@ -100,7 +104,7 @@ def _gather(layout, protected, excess, ends, scores):  # type: ignore[no-untyped
                     scores[ends[partition]] = load_relaxed_u32(stamp_of(layout, row))
 
 
-@kernel(NOTHING, LAYOUT, COUNTERS, COUNTERS, COUNTERS, BITS, COUNTERS, COUNTERS, COUNTERS, COUNTERS, BITS)
+@kernel(void, LAYOUT, COUNTERS, COUNTERS, COUNTERS, uint64[::1], COUNTERS, COUNTERS, COUNTERS, COUNTERS, uint64[::1])
 def _evict(  # type: ignore[no-untyped-def]
     layout, counters, segment_rows, partition_rows, protected, excess, limits, tied, tied_excess, random
 ):
@@ -143,7 +147,7 @@ def _evict(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, slots=True)
-class OverflowRule:
+class HashMapOverflow:
     """What `overflow_margin`, `overflow_policy` and `overflow_resolution_target` say. Immutable.
 
     Attributes:

@@ -20,27 +20,34 @@ meets one asks the table for its present layout. The memory stays mapped for as 
 GPU may read by the same rules, with acquire loads of the header and a fence before it is loaded again, system scope.
 """
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
-from numba import njit
+from numba import int64, njit, uint64
 
-from hps.databases.hash_map.atomics import (
+from hps.hashing import scale
+from hps.numba_atomics import (
     copy_4_bytes,
     copy_16_bytes,
     copy_64_bytes,
+    equal_words_4,
+    equal_words_8,
     fence_acquire,
     fence_release,
     load_acquire,
     load_relaxed,
     load_relaxed_u32,
     lowest_bit,
-    match_keys,
     store_relaxed,
     store_relaxed_u32,
     store_release,
 )
-from hps.hashing import scale
+from hps.numba_kernels import read_only
+
+# The numba types of what kernels take.
+LAYOUT: Final[Any] = uint64[::1]
+COUNTERS: Final[Any] = int64[::1]
+KEYS: Final[Any] = read_only(int64[::1])
 
 BUCKET_BYTES: Final = 128
 ENTRIES: Final = 10
@@ -80,7 +87,7 @@ KEEP: Final = 0
 STAMP: Final = 1
 COUNT: Final = 2
 
-U0, U1, U2, U4, U8, U16, U32, U48, U64 = (np.uint64(value) for value in (0, 1, 2, 4, 8, 16, 32, 48, 64))
+U0, U1, U2, U4, U7, U8, U16, U32, U48, U64 = (np.uint64(value) for value in (0, 1, 2, 4, 7, 8, 16, 32, 48, 64))
 _BUCKET, _KEYS, _ROW_NUMBERS = (np.uint64(value) for value in (BUCKET_BYTES, 8, 88))
 _VERSION = np.uint64(0xFFFFFFFF)
 _FULL = np.uint64((1 << ENTRIES) - 1)
@@ -90,96 +97,103 @@ _STAMP_LIMIT = np.uint64(0xFFFFFFFF)
 _NO_ROW = np.uint64(0xFFFFFFFF)
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def segment_of(layout, hashed):  # type: ignore[no-untyped-def]
     """The segment of a hash, unsigned: numba indexes arrays by that without a test for a negative."""
     return np.uint64(SEGMENTS) + (((hashed >> U32) >> (U32 - layout[SEGMENT_BITS])) << U1)
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def number_of(segment):  # type: ignore[no-untyped-def]
     """The number of a segment, from 0."""
     return np.int64((np.uint64(segment) - np.uint64(SEGMENTS)) >> U1)
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def buckets_in(layout, segment):  # type: ignore[no-untyped-def]
     """How many buckets a segment has."""
     return layout[np.uint64(segment) + U1]
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def bucket_at(layout, segment, position):  # type: ignore[no-untyped-def]
     """The address of a segment's bucket by its number."""
     return layout[segment] + np.uint64(position) * _BUCKET
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def place_of(layout, segment, hashed):  # type: ignore[no-untyped-def]
     """The number of a hash's home in its segment."""
     return scale(hashed << layout[SEGMENT_BITS], np.int64(buckets_in(layout, segment)))
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def home_of(layout, segment, hashed):  # type: ignore[no-untyped-def]
     """The address of the bucket where a search begins."""
     return bucket_at(layout, segment, place_of(layout, segment, hashed))
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def after(layout, segment, bucket):  # type: ignore[no-untyped-def]
     """The address of the next bucket, around the segment's end."""
     bucket += _BUCKET
     return layout[segment] if bucket == bucket_at(layout, segment, buckets_in(layout, segment)) else bucket
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def mask_of(header):  # type: ignore[no-untyped-def]
     """The occupancy mask in a header."""
     return (header >> U32) & _FULL
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def overflow_of(header):  # type: ignore[no-untyped-def]
     """The overflow count in a header."""
     return header >> U48
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def key_of(bucket, entry):  # type: ignore[no-untyped-def]
     """The key of an entry."""
     return np.int64(load_relaxed(bucket + _KEYS + entry * U8))
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
+def match_keys(bucket, key):  # type: ignore[no-untyped-def]
+    """Compare the ten keys of a bucket with `key`: bit e is set where entry e, which may not exist, has it."""
+    # Word 0 is the header, and words 11 and on are row numbers; their bits are dropped.
+    return (equal_words_8(bucket, key) >> U1) | ((equal_words_4(bucket + U64, key) & U7) << U7)
+
+
+@njit(inline="always")
 def row_of(bucket, entry):  # type: ignore[no-untyped-def]
     """The row number of an entry."""
     return load_relaxed_u32(bucket + _ROW_NUMBERS + entry * U4)
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def _slab_of(layout, row):  # type: ignore[no-untyped-def]
     return load_relaxed(layout[SLABS] + (row >> layout[SLAB_SHIFT]) * U8)
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def _place_in_slab(layout, row):  # type: ignore[no-untyped-def]
     return row & ((U1 << layout[SLAB_SHIFT]) - U1)
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def vector_of(layout, row):  # type: ignore[no-untyped-def]
     """The address of a row's vector."""
     return _slab_of(layout, row) + _place_in_slab(layout, row) * layout[VECTOR_BYTES]
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def stamp_of(layout, row):  # type: ignore[no-untyped-def]
     """The address of a row's stamp, where there are stamps."""
     return _slab_of(layout, row) + layout[STAMP_OFFSET] + _place_in_slab(layout, row) * U4
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def copy(target, source, size_bytes):  # type: ignore[no-untyped-def]
     """Copy a vector, both sides 4-byte aligned. What races is copied as it is; see who checks."""
     done = U0
@@ -194,7 +208,7 @@ def copy(target, source, size_bytes):  # type: ignore[no-untyped-def]
         done += U4
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def touch(stamp, access, now):  # type: ignore[no-untyped-def]
     """Note an access to a row."""
     # Readers may touch one stamp at the same time: a lost count is of no consequence.
@@ -207,7 +221,7 @@ def touch(stamp, access, now):  # type: ignore[no-untyped-def]
             store_relaxed_u32(stamp, count + U1)
 
 
-@njit(cache=True)
+@njit()
 def locate(layout, segment, bucket, key):  # type: ignore[no-untyped-def]
     """Search from a key's home, beside a writer.
 
@@ -234,7 +248,7 @@ def locate(layout, segment, bucket, key):  # type: ignore[no-untyped-def]
             return ABSENT, bucket, header, U0
 
 
-@njit(cache=True)
+@njit()
 def search(layout, hashed, key):  # type: ignore[no-untyped-def]
     """Search as the writer: (the key's bucket, its entry), or (0, 0) where it is absent."""
     segment = segment_of(layout, hashed)
@@ -250,7 +264,7 @@ def search(layout, hashed, key):  # type: ignore[no-untyped-def]
             return U0, U0
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def begin_change(bucket):  # type: ignore[no-untyped-def]
     """Make the version odd; returns the header as it was."""
     header = load_relaxed(bucket)
@@ -259,13 +273,13 @@ def begin_change(bucket):  # type: ignore[no-untyped-def]
     return header
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def end_change(bucket, header):  # type: ignore[no-untyped-def]
     """Store a header with a version even and newer than in `header`, which holds the new mask and overflow count."""
     store_release(bucket, (header & ~_VERSION) | ((header + U2) & _VERSION))
 
 
-@njit(cache=True)
+@njit()
 def link(layout, segment_rows, hashed, key, row):  # type: ignore[no-untyped-def]
     """Enter an absent key, as the writer; the caller sees to it that some entry of the segment is free."""
     segment = segment_of(layout, hashed)
@@ -284,7 +298,7 @@ def link(layout, segment_rows, hashed, key, row):  # type: ignore[no-untyped-def
     segment_rows[number_of(segment)] += 1
 
 
-@njit(cache=True)
+@njit()
 def unlink(layout, counters, segment_rows, hashed, bucket, entry):  # type: ignore[no-untyped-def]
     """Remove an entry, as the writer, and put its row on the list of free ones."""
     segment = segment_of(layout, hashed)
@@ -304,7 +318,7 @@ def unlink(layout, counters, segment_rows, hashed, bucket, entry):  # type: igno
     segment_rows[number_of(segment)] -= 1
 
 
-@njit(cache=True)
+@njit()
 def take_row(layout, counters):  # type: ignore[no-untyped-def]
     """Hand out a freed row number, else a fresh one, as the writer."""
     counters[ROWS] += 1
@@ -317,7 +331,7 @@ def take_row(layout, counters):  # type: ignore[no-untyped-def]
     return np.uint64(free)
 
 
-@njit(cache=True)
+@njit()
 def retire_bucket(bucket):  # type: ignore[no-untyped-def]
     """Send readers of this bucket away, for ever."""
     store_relaxed(bucket, _RETIRED)

@@ -10,12 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.databases.base import TableStats
-from hps.databases.hash_map.buckets import Buckets
-from hps.databases.hash_map.eviction import ACCESS, OverflowRule
-from hps.databases.hash_map.fetch import fetch
-from hps.databases.hash_map.kernels import NO_BUCKETS, NO_ROWS, count_present, delete, insert, scan
+from hps.databases.hash_map.eviction import ACCESS, HashMapOverflow
+from hps.databases.hash_map.kernels import NO_BUCKETS, NO_ROWS, count_present, delete, fetch, insert, scan
 from hps.databases.hash_map.layout import BUSY, DONE, KEEP, ROWS, STAMP
-from hps.databases.hash_map.memory import MAX_ROWS, Slabs
+from hps.databases.hash_map.memory import MAX_ROWS, Buckets, Slabs
 from hps.errors import DatabaseError, DatabaseTimeoutError
 from hps.types import BoolArray, FloatArray, KeyArray
 
@@ -28,7 +26,7 @@ _STAMP_LIMIT: Final = 2**32 - 1
 _EVERYTHING: Final = np.empty(0, np.bool_)
 
 
-class Table:
+class HashMapTable:
     """Vectors of one width by key. *Thread-safe.*
 
     Readers take no lock: they wait only for the bucket that a writer is at, for as long as that takes. Writers wait for one
@@ -46,7 +44,7 @@ class Table:
         allocation_rate: int,
         initial_buckets: int,
         batch_rows: int,
-        overflow: OverflowRule | None,
+        overflow: HashMapOverflow | None,
         timeout_s: float,
         clock: Callable[[], float],
     ) -> None:

@@ -7,7 +7,8 @@ import pytest
 from llvmlite import binding
 from numba import boolean, int64, njit, uint64
 
-from hps.databases.hash_map import atomics
+from hps import numba_atomics as atomics
+from hps.databases.hash_map.layout import match_keys
 
 TRIPLE = "aarch64-unknown-linux-gnu"
 
@@ -15,7 +16,7 @@ TRIPLE = "aarch64-unknown-linux-gnu"
 @njit(uint64(uint64, int64))
 def probe(bucket, key):
     header = atomics.load_acquire(bucket)
-    found = atomics.match_keys(bucket, key)
+    found = match_keys(bucket, key)
     atomics.fence_acquire()
     return found if atomics.load_relaxed(bucket) == header else np.uint64(0)
 
@@ -76,7 +77,7 @@ def test_a_key_is_matched_in_its_entry_and_nowhere_else(entry):
     words = np.full(32, 5, np.int64)
     start = (-words.ctypes.data // 8) % 16  # 128-byte aligned
     words[start + 1 + entry] = -7
-    matched = njit(uint64(uint64, int64))(lambda bucket, key: atomics.match_keys(bucket, key))
+    matched = njit(uint64(uint64, int64))(lambda bucket, key: match_keys(bucket, key))
     address = np.uint64(words[start:].ctypes.data)
     assert matched(address, -7) == 1 << entry
     assert matched(address, 5) == 0x3FF & ~(1 << entry)

@@ -65,11 +65,11 @@ from hps.numba_atomics import (
 from hps.numba_kernels import kernel, read_only
 
 NO_BUCKETS: Final = 4
-"""How an insertion ended: a segment is as full as it may get."""
+"""How an insertion ended: a segment is full."""
 NO_ROWS: Final = 5
 """How an insertion ended: no row number is free."""
 _BLOCK = 32
-"""Keys that are hashed, then probed, then copied together, so that their cache misses overlap; 16 to 128 are alike."""
+"""Keys that are hashed together, then probed, then copied, so that their cache misses overlap; 16 to 128 perform alike."""
 _TRIES = 100
 _REGISTER_BYTES = np.uint64(64 * REGISTER_LINES)
 _VECTORS: Any = float32[:, ::1]
@@ -80,7 +80,7 @@ _PAIR, _TRIPLE = _tuple(int64, 2), _tuple(int64, 3)
 
 @njit()
 def _fetch_slowly(layout, key, target, spare, access, now):  # type: ignore[no-untyped-def]
-    """Fetch one key that a writer is at: DONE, ABSENT, MOVED or BUSY; `spare` is the address of room for a vector."""
+    """Fetch one key whose bucket is being changed; returns DONE, ABSENT, MOVED or BUSY. `spare` is where a vector can wait."""
     hashed = mix(key)
     segment = segment_of(layout, hashed)
     for _ in range(_TRIES):
@@ -101,15 +101,15 @@ def _fetch_slowly(layout, key, target, spare, access, now):  # type: ignore[no-u
 
 @kernel(_TRIPLE, LAYOUT, KEYS, _VECTORS, _FLAGS, float32[::1], int64, int64, int64)
 def fetch(layout, keys, out, found, spare_vector, start, access, now):  # type: ignore[no-untyped-def]
-    """Fill the rows of `out` from `start` on that are not found and whose key is there, beside a writer.
+    """Fill the rows of `out`, from `start` on, that are not yet found and whose key is present, beside a writer.
 
-    Nothing is written to a row of `out` but a whole vector. One that does not fit registers waits in `spare_vector`, (dim,),
-    until it is known to be whole. That memory is the caller's: an array that is made here is freed after the last use of
-    its name, which is the taking of its address.
+    Only whole vectors are written to `out`. A vector that does not fit into registers waits in `spare_vector`, (dim,), until
+    it is known to be whole. The caller owns that memory: numba would free an array that is made here after the last use of
+    its name, which is when its address is taken.
 
     Returns:
-        (rows filled, position, state): all keys before `position` are answered; state is DONE, MOVED, or BUSY after many
-        tries, for the caller to let the writer run.
+        (rows filled, position, state): all keys before `position` are answered. The state is DONE, MOVED or, after many
+        tries, BUSY: the caller should then let the writer run.
     """
     stamp_now = np.uint64(now)
     vector_bytes = layout[VECTOR_BYTES]
@@ -179,15 +179,15 @@ def insert(  # type: ignore[no-untyped-def]
     """Add or replace keys, in order.
 
     Args:
-        partition_rows: (partitions,) int64, rows of each partition, kept up to date; (0,) where nobody wants to know.
-        kept: (n,) bool, False for keys to leave out; (0,) for none.
+        partition_rows: (partitions,) int64, rows of each partition, kept up to date; (0,) if nobody needs them.
+        kept: (n,) bool, False for keys to leave out; (0,) to insert all.
         span: first position and the one after the last.
         capacity_rows: rows that have memory.
         use: KEEP, STAMP or COUNT, and the stamp of now.
 
     Returns:
-        (position, state, segment): keys before `position` are in the table; state is DONE, NO_BUCKETS or NO_ROWS; the number
-        of the segment that is full, counted from 0.
+        (position, state, segment): keys before `position` are in the table; the state is DONE, NO_BUCKETS or NO_ROWS; with
+        NO_BUCKETS, the number of the full segment, from 0.
     """
     start, stop = span
     access, now = use[0], np.uint64(use[1])
@@ -233,7 +233,7 @@ def insert(  # type: ignore[no-untyped-def]
 
 @kernel(int64, LAYOUT, COUNTERS, COUNTERS, COUNTERS, KEYS)
 def delete(layout, counters, segment_rows, partition_rows, keys):  # type: ignore[no-untyped-def]
-    """Remove keys; returns how many were there. `partition_rows` as for `insert`."""
+    """Remove keys; returns how many were present. `partition_rows` is as for `insert`."""
     deleted = 0
     for i in range(keys.size):
         key = keys[i]
@@ -249,7 +249,7 @@ def delete(layout, counters, segment_rows, partition_rows, keys):  # type: ignor
 
 @kernel(int64, LAYOUT, KEYS)
 def count_present(layout, keys):  # type: ignore[no-untyped-def]
-    """How many of the keys are in the table."""
+    """Count the keys that are in the table."""
     present = 0
     for i in range(keys.size):
         if search(layout, mix(keys[i]), keys[i])[0]:
@@ -259,7 +259,7 @@ def count_present(layout, keys):  # type: ignore[no-untyped-def]
 
 @kernel(void, LAYOUT, int64, LAYOUT, COUNTERS)
 def rehash(old, number, new, segment_rows):  # type: ignore[no-untyped-def]
-    """Enter all keys of one segment into a layout in which nobody reads its keys yet.
+    """Enter all keys of one segment into a new layout, where nobody reads them yet.
 
     Homes keep their order, so old and new buckets are walked from end to end.
     """
@@ -289,7 +289,7 @@ def count_by_hash(layout, number, counts):  # type: ignore[no-untyped-def]
 
 @kernel(void, LAYOUT, int64)
 def retire(old, number):  # type: ignore[no-untyped-def]
-    """Send the readers of a segment that has been replaced away, before any row or vector changes."""
+    """Send the readers of a replaced segment to the present layout, before any row or vector changes."""
     segment = SEGMENTS + 2 * number
     for position in range(np.int64(old[segment + 1])):
         retire_bucket(bucket_at(old, segment, position))
@@ -298,10 +298,10 @@ def retire(old, number):  # type: ignore[no-untyped-def]
 
 @kernel(_PAIR, LAYOUT, LAYOUT, int64[::1], _VECTORS)
 def scan(layout, cursor, keys, out):  # type: ignore[no-untyped-def]
-    """Copy rows whose hash is at least `cursor[0]`, by ascending home, while they fit, and move the cursor after them.
+    """Copy rows whose hash is at least `cursor[0]`, by ascending home, while they fit, and move the cursor past them.
 
     Returns:
-        (rows copied, state): DONE after the last row; else NO_ROWS, and no rows where those of one home do not fit.
+        (rows copied, state): the state is DONE after the last row, otherwise NO_ROWS; 0 rows if those of one home do not fit.
     """
     bits = layout[SEGMENT_BITS]
     targets = np.uint64(out.ctypes.data)

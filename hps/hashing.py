@@ -11,8 +11,8 @@ _M2 = np.uint64(0x9FB21C651E98DF25)
 def mix(key: np.int64) -> np.uint64:
     """Mix a key into 64 well-spread bits.
 
-    The function is `rrxmrrxmsx_0` (Pelle Evensen, public domain) as HugeCTR HPS 4.2 and later use it: the
-    partition of a key is `mix(key) % partitions`. Rows in a shared Redis are placed by it, so it must not change.
+    The function is `rrxmrrxmsx_0` (Pelle Evensen, public domain) as HugeCTR HPS 4.2 and later use it: the partition
+    of a key is `mix(key) % partitions`. Rows in a shared Redis are placed by it, so it must not change.
     """
     x = np.uint64(key)
     x ^= ((x >> np.uint64(25)) | (x << np.uint64(39))) ^ ((x >> np.uint64(50)) | (x << np.uint64(14)))

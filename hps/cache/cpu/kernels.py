@@ -1,6 +1,6 @@
-"""The numba kernels of the NumPy embedding cache: what a query or a modification does to the sets of `numpy_sets`.
+"""The numba kernels of the NumPy embedding cache: what a query or a modification does to the sets of `sets.py`.
 
-`state` is one row of int64 counters a table; `lines` and `vectors` are its sets.
+`lines` and `vectors` are the sets of a table, and `state` are its counters.
 """
 
 import numpy as np
@@ -60,9 +60,9 @@ def query(
     found: BoolArray,  # (n,) bool, or empty
     missing: IndexArray,  # (at least n,) int64
 ) -> int:
-    """Copy hits to `out`, write the positions of the others to `missing`; returns their number, or -1 for wrong shapes.
+    """Copy hits to `out` and write the positions of misses to `missing`; returns their number, or -1 for wrong shapes.
 
-    Works on blocks of keys in three passes (sets, then slots, then vectors), each of which prefetches for the next.
+    It works on blocks of keys in three passes (sets, slots, vectors), each of which prefetches for the next.
     """
     n, dim, sets = keys.size, vectors.shape[1], lines.shape[0]
     if out.shape[0] != n or out.shape[1] != dim or missing.size < n or (found.size != 0 and found.size != n):
@@ -121,7 +121,7 @@ def query(
 def _prefetch_rows(
     keys: KeyArray, start: int, stop: int, base: int, sets: int, vectors_at: int, row_bytes: int, epoch: int
 ) -> None:
-    """Prefetch what `write` will touch: an owned set waits for earlier stores, so their rows had better be near."""
+    """Prefetch what `write` will touch: owning a set waits for earlier stores, so their rows had better be in the cache."""
     for i in range(start, stop):
         line = line_of(keys[i], base, sets)
         prefetch(line)
@@ -149,7 +149,7 @@ def write(
 ) -> None:
     """Write vectors of the chosen keys: `replace` those of resident keys, `admit` keys that are not resident.
 
-    Keys that this leaves alone are first looked for without owning their set.
+    Unless both are set, keys to leave alone are found without owning their set.
     """
     n, row_bytes, sets = keys.size, 4 * vectors.shape[1], lines.shape[0]
     if sets == 0:

@@ -1,4 +1,4 @@
-"""The numba kernels of the NumPy embedding cache that answer what a query did not find."""
+"""The numba kernels of the NumPy embedding cache that handle the misses of a query."""
 
 import numpy as np
 from numba import boolean, float32, float64, int64, void
@@ -20,10 +20,10 @@ def distinct(
     members: KeyArray,  # (at least count,) int64
     inverse: IndexArray,  # (at least count,) int64
 ) -> int:
-    """Write the distinct keys at the missing positions to `members`, as they appear; returns their number.
+    """Write the distinct keys at the missing positions to `members`, in order of appearance; returns their number.
 
-    `inverse` gets the index in `members` of each missing position's key, and `table` a hash table of these indices, -1
-    where it is empty.
+    `inverse` gets the index in `members` of the key at each missing position. `table` becomes a hash table of these
+    indices, -1 where it is empty.
     """
     wrap = table.size - 1
     table[:] = -1

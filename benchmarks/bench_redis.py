@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import redis
+from numba import njit
 from redis.cluster import ClusterNode, RedisCluster
 
 from benchmarks.harness import Report
@@ -25,7 +26,7 @@ from hps.databases.base import LoadRecord
 from hps.databases.redis.database import RedisDatabase
 from hps.databases.redis.layout import Layout
 from hps.databases.redis.topology import parse_addresses
-from hps.hashing import partition_of
+from hps.hashing import mix
 from hps.types import FloatArray, KeyArray
 from tests.redis_server import RedisClusterServers, RedisServer
 
@@ -235,7 +236,7 @@ class _RawSocket:
                 answered += bytes(self._buffer[:count]).count(b"\n")
 
     def _pieces(self, keys: KeyArray):  # type: ignore[no-untyped-def]
-        parts = partition_of(keys, _PARTITIONS)
+        parts = _partition_of(keys, _PARTITIONS)
         for partition in self._layout.partitions:
             places = np.flatnonzero(parts == partition.index)
             for start in range(0, places.size, _CHUNK):
@@ -243,6 +244,14 @@ class _RawSocket:
 
     def close(self) -> None:
         self._socket.close()
+
+
+@njit
+def _partition_of(keys, partitions):  # type: ignore[no-untyped-def]
+    parts = np.empty(keys.size, np.int64)
+    for i in range(keys.size):
+        parts[i] = mix(keys[i]) % np.uint64(partitions)
+    return parts
 
 
 def _fields(keys: KeyArray) -> np.ndarray:
@@ -265,7 +274,7 @@ class _Peer:
             self._client = redis.Redis(*seed, protocol=2)
 
     def fetch(self, keys: KeyArray) -> tuple[FloatArray, np.ndarray]:
-        parts = partition_of(keys, _PARTITIONS)
+        parts = _partition_of(keys, _PARTITIONS)
         pipeline = (
             self._client.pipeline(transaction=False) if isinstance(self._client, redis.Redis) else self._client.pipeline()
         )
@@ -287,7 +296,7 @@ class _Peer:
         return out, found
 
     def insert(self, keys: KeyArray, vectors: FloatArray) -> None:
-        parts = partition_of(keys, _PARTITIONS)
+        parts = _partition_of(keys, _PARTITIONS)
         width = 4 * self._dim
         for partition in self._layout.partitions:
             place = np.flatnonzero(parts == partition.index)

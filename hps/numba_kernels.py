@@ -31,7 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import llvmlite
 import numba
@@ -39,8 +39,6 @@ from numba import njit
 from numba.core import event
 
 _log = logging.getLogger(__name__)
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _PACKAGE: Final = Path(__file__).parent
 _DEFINES_KERNELS: Final = re.compile(rb"^@(kernel|njit|intrinsic)\b", re.MULTILINE)
@@ -55,7 +53,7 @@ _compiling = threading.Lock()
 _uncompiled: list[tuple[Any, Any]] = []
 
 
-def kernel(returns: Any, *arguments: Any) -> Callable[[_Function], _Function]:
+def kernel(returns: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function a kernel of one signature, which runs without the GIL; `compile_kernels` compiles it.
 
     An argument of any other dtype or layout is a TypeError once it is compiled. Division by zero gives what C gives.
@@ -65,14 +63,14 @@ def kernel(returns: Any, *arguments: Any) -> Callable[[_Function], _Function]:
         arguments: the numba types of its arguments; see `read_only`.
     """
 
-    def decorate(function: _Function) -> _Function:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         with _lock:
             directory = _directory()
             options: Any = {"nogil": True, "error_model": "numpy", "cache": directory is not None}
             own = _config.CACHE_DIR
             _config.CACHE_DIR = str(directory or "")  # numba reads it here; kernels of the caller's keep their place
             try:
-                made = njit(**options)(function)
+                made: Any = njit(**options)(function)
             finally:
                 _config.CACHE_DIR = own
         _uncompiled.append((made, returns(*arguments)))

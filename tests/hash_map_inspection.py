@@ -1,4 +1,4 @@
-"""Reads the memory of a hash map table as hash_map_layout.py describes it, with nothing of the code that wrote it."""
+"""Reads the memory of a hash map table as `hash_map/layout.py` describes it, with nothing of the code that wrote it."""
 
 import ctypes
 from dataclasses import dataclass

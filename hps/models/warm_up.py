@@ -90,7 +90,7 @@ def _last_of_each(keys: KeyArray, vectors: FloatArray) -> tuple[KeyArray, FloatA
 
 @kernel(boolean, read_only(int64[::1]), int32[::1])
 def _any_twice(keys: KeyArray, table: npt.NDArray[np.int32]) -> bool:
-    """Tell whether a key stands twice; a sort would take as long as the insertion. `table` is at most half full."""
+    """Tell whether a key occurs twice; a sort would take as long as the insertion. `table` is at most half full."""
     mask = np.uint64(table.size - 1)
     for i in range(keys.size):
         slot = mix(keys[i]) & mask

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from hps.databases.hash_map import buckets as hash_map_buckets
+from hps.databases.hash_map import memory as hash_map_memory
 from hps.databases.hash_map.database import HashMapDatabase
 from tests.contracts.database_contract import AWKWARD_KEYS, TAG, distinct_keys, fetched, vectors_of
 from tests.hash_map_inspection import colliding_keys, inspect, mixed
@@ -34,7 +34,7 @@ class HashMapMachine(RuleBasedStateMachine):
     @initialize(buckets=st.integers(1, 4), segmented_from=st.sampled_from([1, 5, 4096]), target=tables)
     def open(self, buckets, segmented_from):
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(hash_map_buckets, "SEGMENTED_FROM", segmented_from)
+        self.patch.setattr(hash_map_memory, "SEGMENTED_FROM", segmented_from)
         self.database = HashMapDatabase(initial_buckets=buckets, allocation_rate=1)
         self.model: dict[str, dict[int, int]] = {}
         self.version = 0

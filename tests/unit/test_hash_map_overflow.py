@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from hps.databases.hash_map.database import HashMapDatabase
-from hps.databases.hash_map.eviction import OverflowRule
-from hps.hashing import partition_of
+from hps.databases.hash_map.eviction import HashMapOverflow
 from tests.contracts.database_contract import TAG, distinct_keys, fetched, vectors_of
 from tests.hash_map_inspection import inspect, mixed
 
@@ -134,13 +133,12 @@ def test_an_insertion_beyond_max_batch_size_is_as_many_one_by_one(policy, clock)
 def test_a_partition_evicts_only_its_own_rows():
     database = bounded("evict_random", 100, 0.5, num_partitions=4)
     keys = distinct_keys(2000)
-    partitions = partition_of(keys, 4)
-    np.testing.assert_array_equal(partitions, (mixed(keys) % np.uint64(4)).astype(np.int64))
+    partitions = (mixed(keys) % np.uint64(4)).astype(np.int64)
     for partition in range(4):
         insert(database, keys[partitions == partition][:100])
     insert(database, keys[partitions == 2][100:101])
     left = np.array(sorted(held(database)))
-    np.testing.assert_array_equal(np.bincount(partition_of(left, 4)), [100, 100, 50, 100])
+    np.testing.assert_array_equal(np.bincount((mixed(left) % np.uint64(4)).astype(np.int64)), [100, 100, 50, 100])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -240,14 +238,14 @@ def test_rows_that_are_fetched_while_they_are_chosen_make_no_difference_to_how_m
     database = bounded("evict_least_used", 100, 0.5)
     keys = distinct_keys(101)
     insert(database, keys[:100])
-    choose = OverflowRule._limits
+    choose = HashMapOverflow._limits
 
     def choose_and_fetch(*arguments):
         chosen = choose(*arguments)
         fetch(database, np.repeat(keys[:90], 5))
         return chosen
 
-    monkeypatch.setattr(OverflowRule, "_limits", choose_and_fetch)
+    monkeypatch.setattr(HashMapOverflow, "_limits", choose_and_fetch)
     insert(database, keys[100:])
     assert database.size(TAG) == 50
     assert int(keys[100]) in held(database)

@@ -8,8 +8,8 @@ import pytest
 
 from hps.databases.redis.database import RedisDatabase
 from hps.errors import ConfigError
-from hps.hashing import partition_of
 from tests.contracts.database_contract import distinct_keys, fetched, vectors_of
+from tests.hash_map_inspection import mixed
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.redis
@@ -55,7 +55,7 @@ def put(database, keys, version=0):
 
 def keys_of_partition(index, count, seed=1):
     keys = distinct_keys(count * PARTITIONS * 2, seed)
-    return keys[partition_of(keys, PARTITIONS) == index][:count]
+    return keys[mixed(keys) % np.uint64(PARTITIONS) == index][:count]
 
 
 def age(client, partition, keys, seconds):

@@ -11,8 +11,8 @@ from hps.cache.base import CacheStats, EmbeddingCache, Misses, Segment, TableMis
 from hps.cache.cpu import kernels as numpy_kernels
 from hps.cache.cpu import misses as numpy_misses
 from hps.cache.cpu.sets import EVICTIONS, INSERTS, LINE_WORDS, RESIDENT, STATE_WORDS, WAYS
-from hps.cache.cpu.signatures import compile_kernels
 from hps.errors import DeviceMemoryError, InvalidDtypeError, InvalidInputError, NotReadyError
+from hps.numba_kernels import compile_kernels
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
 _LINE_BYTES = 8 * LINE_WORDS

@@ -1,23 +1,11 @@
-"""The numba kernels of the NumPy embedding cache: what a query or a modification does to the sets of `numpy_sets`.
+"""The numba kernels of the NumPy embedding cache: what a query or a modification does to the sets of `sets.py`.
 
-`state` is one row of int64 counters a table; `lines` and `vectors` are its sets.
+`lines` and `vectors` are the sets of a table, and `state` are its counters.
 """
 
 import numpy as np
-from numba import njit
+from numba import boolean, float32, int64, njit, void
 
-from hps.cache.cpu.atomics import (
-    copy_bytes,
-    fetch_add,
-    load_i64,
-    load_i64_acquire,
-    load_u8,
-    load_u16_acquire,
-    prefetch,
-    store_i64,
-    store_u8,
-    store_u16_release,
-)
 from hps.cache.cpu.sets import (
     CLOCK,
     EPOCHS_A_CALL,
@@ -40,14 +28,29 @@ from hps.cache.cpu.sets import (
     unchanged,
     victim,
 )
+from hps.numba_atomics import (
+    copy_bytes,
+    fetch_add,
+    load_acquire,
+    load_acquire_u16,
+    load_relaxed,
+    load_relaxed_u8,
+    prefetch,
+    store_relaxed,
+    store_relaxed_u8,
+    store_release_u16,
+)
+from hps.numba_kernels import kernel, read_only
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
 _BLOCK = 32
 _CACHE_LINE = 64
 _PREFETCHED_BYTES = 512
 
+_LINES, _ROWS, _WORDS, _KEYS, _FLAGS = int64[:, ::1], float32[:, ::1], int64[::1], read_only(int64[::1]), boolean[::1]
 
-@njit(nogil=True, cache=True)
+
+@kernel(int64, _LINES, _ROWS, _WORDS, _KEYS, _ROWS, _FLAGS, _WORDS)
 def query(
     lines: IndexArray,  # (sets, 16) int64
     vectors: FloatArray,  # (rows, dim) float32
@@ -57,9 +60,9 @@ def query(
     found: BoolArray,  # (n,) bool, or empty
     missing: IndexArray,  # (at least n,) int64
 ) -> int:
-    """Copy hits to `out`, write the positions of the others to `missing`; returns their number, or -1 for wrong shapes.
+    """Copy hits to `out` and write the positions of misses to `missing`; returns their number, or -1 for wrong shapes.
 
-    Works on blocks of keys in three passes (sets, then slots, then vectors), each of which prefetches for the next.
+    It works on blocks of keys in three passes (sets, slots, vectors), each of which prefetches for the next.
     """
     n, dim, sets = keys.size, vectors.shape[1], lines.shape[0]
     if out.shape[0] != n or out.shape[1] != dim or missing.size < n or (found.size != 0 and found.size != n):
@@ -85,10 +88,10 @@ def query(
             prefetch(line)
             prefetch(line + _CACHE_LINE)
             block_lines[i] = line
-        wraps = load_i64_acquire(wraps_at)
+        wraps = load_acquire(wraps_at)
         for i in range(count):
             line = block_lines[i]
-            block_versions[i] = load_u16_acquire(line)
+            block_versions[i] = load_acquire_u16(line)
             slot = find(line, keys[start + i])
             block_slots[i] = slot
             if slot >= 0:
@@ -114,11 +117,11 @@ def query(
     return misses
 
 
-@njit(cache=True)
+@njit()
 def _prefetch_rows(
     keys: KeyArray, start: int, stop: int, base: int, sets: int, vectors_at: int, row_bytes: int, epoch: int
 ) -> None:
-    """Prefetch what `write` will touch: an owned set waits for earlier stores, so their rows had better be near."""
+    """Prefetch what `write` will touch: owning a set waits for earlier stores, so their rows had better be in the cache."""
     for i in range(start, stop):
         line = line_of(keys[i], base, sets)
         prefetch(line)
@@ -133,7 +136,7 @@ def _prefetch_rows(
             prefetch(row + byte)
 
 
-@njit(nogil=True, cache=True)
+@kernel(void, _LINES, _ROWS, _WORDS, _KEYS, read_only(_ROWS), read_only(_FLAGS), boolean, boolean)
 def write(
     lines: IndexArray,  # (sets, 16) int64
     vectors: FloatArray,  # (rows, dim) float32
@@ -146,7 +149,7 @@ def write(
 ) -> None:
     """Write vectors of the chosen keys: `replace` those of resident keys, `admit` keys that are not resident.
 
-    Keys that this leaves alone are first looked for without owning their set.
+    Unless both are set, keys to leave alone are found without owning their set.
     """
     n, row_bytes, sets = keys.size, 4 * vectors.shape[1], lines.shape[0]
     if sets == 0:
@@ -157,7 +160,7 @@ def write(
         address_of(values),
         address_of(state) + 8 * WRAPS,
     )
-    epoch = epoch_at(load_i64(address_of(state) + 8 * CLOCK), sets)
+    epoch = epoch_at(load_relaxed(address_of(state) + 8 * CLOCK), sets)
     probation = probation_at(epoch)
     admitted, evicted = 0, 0
     for i in range(n):
@@ -175,14 +178,14 @@ def write(
         version = take(line)
         slot = find(line, key)
         if (slot >= 0 and not replace) or (slot < 0 and not admit):
-            store_u16_release(line, version)
+            store_release_u16(line, version)
             continue
         if slot < 0:
             slot = victim(line, epoch)
-            evicted += load_u8(line + 2 + slot) != 0
+            evicted += load_relaxed_u8(line + 2 + slot) != 0
             admitted += 1
-            store_i64(line + 16 + 8 * slot, key)
-            store_u8(line + 2 + slot, probation)
+            store_relaxed(line + 16 + 8 * slot, key)
+            store_relaxed_u8(line + 2 + slot, probation)
         copy_bytes(rows + slot * row_bytes, values_at + i * row_bytes, row_bytes)
         give_back_changed(line, version, wraps_at)
     fetch_add(address_of(state) + 8 * INSERTS, admitted)
@@ -190,7 +193,7 @@ def write(
     fetch_add(address_of(state) + 8 * RESIDENT, admitted - evicted)
 
 
-@njit(nogil=True, cache=True)
+@kernel(void, _LINES, _WORDS, _KEYS)
 def erase(
     lines: IndexArray,  # (sets, 16) int64
     state: IndexArray,  # (STATE_WORDS,) int64
@@ -209,15 +212,15 @@ def erase(
         version = take(line)
         slot = find(line, keys[i])
         if slot < 0:
-            store_u16_release(line, version)
+            store_release_u16(line, version)
             continue
-        store_u8(line + 2 + slot, 0)
+        store_relaxed_u8(line + 2 + slot, 0)
         give_back_changed(line, version, wraps_at)
         erased += 1
     fetch_add(address_of(state) + 8 * RESIDENT, -erased)
 
 
-@njit(nogil=True, cache=True)
+@kernel(int64, _LINES, _WORDS)
 def dump(
     lines: IndexArray,  # (sets, 16) int64
     out: KeyArray,  # (14 * sets,) int64
@@ -229,8 +232,8 @@ def dump(
         line = base + index * LINE_BYTES
         version = take(line)
         for slot in range(WAYS):
-            if load_u8(line + 2 + slot) != 0:
-                out[count] = load_i64(line + 16 + 8 * slot)
+            if load_relaxed_u8(line + 2 + slot) != 0:
+                out[count] = load_relaxed(line + 16 + 8 * slot)
                 count += 1
-        store_u16_release(line, version)
+        store_release_u16(line, version)
     return count

@@ -1,14 +1,17 @@
-"""The numba kernels of the NumPy embedding cache that answer what a query did not find."""
+"""The numba kernels of the NumPy embedding cache that handle the misses of a query."""
 
 import numpy as np
-from numba import njit
+from numba import boolean, float32, float64, int64, void
 
-from hps.cache.cpu.atomics import copy_bytes
 from hps.hashing import mix
+from hps.numba_atomics import copy_bytes
+from hps.numba_kernels import kernel, read_only
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
+_WORDS, _ROWS, _FLAGS = int64[::1], float32[:, ::1], boolean[::1]
 
-@njit(nogil=True, cache=True)
+
+@kernel(int64, read_only(_WORDS), _WORDS, int64, _WORDS, _WORDS, _WORDS)
 def distinct(
     keys: KeyArray,  # (n,) int64
     missing: IndexArray,  # (at least count,) int64
@@ -17,10 +20,10 @@ def distinct(
     members: KeyArray,  # (at least count,) int64
     inverse: IndexArray,  # (at least count,) int64
 ) -> int:
-    """Write the distinct keys at the missing positions to `members`, as they appear; returns their number.
+    """Write the distinct keys at the missing positions to `members`, in order of appearance; returns their number.
 
-    `inverse` gets the index in `members` of each missing position's key, and `table` a hash table of these indices, -1
-    where it is empty.
+    `inverse` gets the index in `members` of the key at each missing position. `table` becomes a hash table of these
+    indices, -1 where it is empty.
     """
     wrap = table.size - 1
     table[:] = -1
@@ -38,7 +41,7 @@ def distinct(
     return size
 
 
-@njit(nogil=True, cache=True)
+@kernel(void, _WORDS, _WORDS, _WORDS, _WORDS, int64, _WORDS)
 def rank(
     ascending: KeyArray,  # (u,) int64: the members, sorted
     table: IndexArray,  # (size,) int64
@@ -58,7 +61,7 @@ def rank(
         inverse[i] = ranks[inverse[i]]
 
 
-@njit(nogil=True, cache=True)
+@kernel(void, _WORDS, _WORDS, int64, _ROWS, read_only(_FLAGS), float64, _ROWS, _FLAGS)
 def scatter(
     missing: IndexArray,  # (at least count,) int64
     inverse: IndexArray,  # (at least count,) int64
@@ -82,7 +85,7 @@ def scatter(
             out[position, :] = default
 
 
-@njit(nogil=True, cache=True)
+@kernel(void, _WORDS, int64, float64, _ROWS)
 def fill_default(
     missing: IndexArray,  # (at least count,) int64
     count: int,

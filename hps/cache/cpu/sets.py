@@ -1,33 +1,33 @@
-"""The sets of the NumPy embedding cache: their layout, and how threads read and change them together.
+"""The sets of the NumPy embedding cache: their layout, and how threads read and change them at the same time.
 
 A **set** is 128 bytes, one row of `lines`, aligned to 128, and 14 rows of `vectors`:
 
     bytes 0..1      version, uint16: odd while a writer owns the set, two more after each change
-    bytes 2..15     14 ages, uint8: 0 marks an empty slot, 1..255 the epoch of the last use (see below)
-    bytes 16..127   14 keys, int64; that of an empty slot means nothing
+    bytes 2..15     14 ages, uint8: 0 marks an empty slot, 1..255 is the epoch of the last use (see below)
+    bytes 16..127   14 keys, int64; the key of an empty slot has no meaning
 
-A key belongs to set `scale(mix(key), sets)`. `state` is one row of int64 counters a table (the indices below).
+A key belongs to set `scale(mix(key), sets)`. `state` is an array of int64 counters per table (indices below).
 
 **Why no query returns a torn vector.** A writer takes a set by compare-and-swap of its version from even to odd
 (acquire), issues a release fence, writes, and stores the next even version (release). A reader loads the version
-(acquire), reads, issues an acquire fence, and loads the version again; unless both are the same even number it throws
-away what it read. Had it read any byte of a writer's, then its second load could not be older than that writer's odd
-version: the two fences order the version before the bytes on one side and the bytes before the version on the other
-(H.-J. Boehm, "Can seqlocks get along with programming language memory models?", MSPC 2012). This needs nothing of the
-processor but the fences, so it holds on arm64 as it does on x86-64. To the compiler, what a plain load reads while it is
-written is any value: the keys and ages of a set are loaded as one frozen snapshot (`match_line`), whose worst is a wrong
-slot of the same set, and vectors are copied by memcpy; neither is looked at again once the version has moved. A version
-has 16 bits, so 32,768 changes of one set during one read would look like none: a writer whose version wraps first adds to
-`WRAPS`, which a reader loads before its first and after its second (acquire) load of the version.
+(acquire), reads, issues an acquire fence, and loads the version again. Unless both are the same even number, it throws away
+what it read. If it had read any byte of a writer, its second load could not be older than that writer's odd version: the
+two fences order the version before the bytes on one side, and the bytes before the version on the other (H.-J. Boehm, "Can
+seqlocks get along with programming language memory models?", MSPC 2012). This asks nothing of the processor but the fences,
+so it holds on arm64 as it does on x86-64. To the compiler, a plain load of what is being written gives any value. So keys,
+ages and vectors are read by volatile loads: the worst that a race gives is a wrong slot of the same set or a torn vector,
+and neither is used once the version has moved. A version has 16 bits, so 32,768 changes of one set during one read would
+look like none. Therefore a writer whose version wraps first adds to `WRAPS`, which a reader loads before its first and after
+its second (acquire) load of the version.
 
 **Waiting.** A reader that finds a set owned by a writer for `PATIENCE` attempts (the writer's thread lost its processor)
-reports a miss, which is always a right answer. A writer waits for a writer of the same set, yielding the processor; a
-set is owned for one vector's copy, never across a return to Python.
+reports a miss, which is always a correct answer. A writer waits for another writer of the same set and yields the processor
+meanwhile. A set is owned while one vector is copied, and never across a return to Python.
 
-**Recency.** The score of a slot is its age, in epochs: a hit raises it to the current epoch by compare-and-swap from the
-age that was read, only if it differs, so a slot that was emptied or refilled since is left alone. An insert into a full
-set evicts the smallest score. A new key starts `PROBATION` epochs in the past, so keys that were hit since outrank it.
-Ages count modulo 255; one that is up to `_AHEAD` epochs in the future was written by a thread that saw a newer epoch.
+**Recency.** The score of a slot is its age, in epochs. A hit raises it to the current epoch, if it differs, by a
+compare-and-swap from the age that was read, so that a slot that was emptied or refilled meanwhile is left alone. An insert
+into a full set evicts the smallest score. A new key starts `PROBATION` epochs in the past, so keys that were hit since then
+outrank it. Ages count modulo 255; an age up to `_AHEAD` epochs in the future was written by a thread that saw a newer epoch.
 """
 
 from typing import Any
@@ -35,24 +35,25 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from hps.cache.cpu.atomics import (
-    compare_and_swap_u8,
-    compare_and_swap_u16,
+from hps.hashing import mix, scale
+from hps.numba_atomics import (
+    compare_and_swap_acquire_u16,
+    compare_and_swap_relaxed_u8,
     copy_bytes,
+    equal_words_16,
     fence_acquire,
     fence_release,
     fetch_add,
-    load_i64,
-    load_i64_acquire,
-    load_u8,
-    load_u16,
-    load_u16_acquire,
-    match_line,
-    store_u16_release,
-    trailing_zeros,
+    load_acquire,
+    load_acquire_u16,
+    load_relaxed,
+    load_relaxed_u8,
+    load_relaxed_u16,
+    lowest_bit,
+    nonzero_bytes_16,
+    store_release_u16,
     yield_processor,
 )
-from hps.hashing import mix, scale
 
 WAYS = 14
 LINE_WORDS = 16
@@ -63,50 +64,50 @@ EPOCHS_A_CALL = 5
 
 CLOCK, WRAPS, RESIDENT, INSERTS, EVICTIONS = 0, 8, 16, 17, 18
 STATE_WORDS = 24
-"""Words of `state`: keys asked so far; wraps of set versions; counters. Three cache lines, by who writes how often."""
+"""Words of `state`: keys queried so far, wraps of set versions, counters; a cache line for each, as some change often."""
 
 _EPOCHS = 255
 _AHEAD = 31
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def address_of(array: Any) -> int:
-    """Where an array begins, as `atomics` wants it."""
+    """The address of an array, as `numba_atomics` takes it."""
     return int(np.int64(array.ctypes.data))
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def line_of(key: int, lines: int, sets: int) -> int:
     """The address of the set of a key."""
     return lines + int(scale(mix(np.int64(key)), np.int64(sets))) * LINE_BYTES
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def rows_of(line: int, lines: int, vectors: int, row_bytes: int) -> int:
     """The first of the 14 rows of a set."""
     return vectors + ((line - lines) >> 7) * WAYS * row_bytes  # 2^7 bytes a line
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def find(line: int, key: int) -> int:
-    """The slot of a resident key, or -1; believed only once the set's version is checked or owned."""
-    matches = match_line(line, key)
-    return trailing_zeros(matches) if matches != 0 else -1
+    """The slot of a resident key, or -1. Only to be trusted once the set's version is checked, or if the set is owned."""
+    matches = (equal_words_16(line, key) & nonzero_bytes_16(line)) >> 2  # words and bytes 2 to 15
+    return lowest_bit(matches) if matches != 0 else -1
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def unchanged(line: int, version: int, wraps_at: int, wraps: int) -> bool:
-    """Whether no writer touched the set since its version and the wraps were loaded (acquire, wraps first)."""
+    """Tell whether no writer changed the set since its version and the wraps were loaded (acquire, wraps first)."""
     fence_acquire()
-    return (version & 1) == 0 and load_u16_acquire(line) == version and load_i64(wraps_at) == wraps
+    return (version & 1) == 0 and load_acquire_u16(line) == version and load_relaxed(wraps_at) == wraps
 
 
-@njit(cache=True)
+@njit()
 def read(line: int, key: int, rows: int, row_bytes: int, wraps_at: int, target: int) -> int:
-    """Copy the vector of a key to `target` unless that is 0; returns its slot, -1 for none, -2 when out of patience."""
+    """Copy the vector of a key to `target` unless that is 0; returns its slot, -1 if absent, -2 when out of patience."""
     for _ in range(PATIENCE):
-        wraps = load_i64_acquire(wraps_at)
-        version = load_u16_acquire(line)
+        wraps = load_acquire(wraps_at)
+        version = load_acquire_u16(line)
         if version & 1:
             continue
         slot = find(line, key)
@@ -117,32 +118,32 @@ def read(line: int, key: int, rows: int, row_bytes: int, wraps_at: int, target: 
     return -2
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def epoch_at(clock: int, sets: int) -> int:
-    """The epoch as an age, 1..255: one epoch is as many queried keys as the table has slots."""
+    """The epoch as an age, 1..255; an epoch lasts for as many queried keys as the table has slots."""
     return (clock // (WAYS * sets)) % _EPOCHS + 1
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def probation_at(epoch: int) -> int:
     """The age of a key that becomes resident in an epoch."""
     return (epoch - 1 - PROBATION + _EPOCHS) % _EPOCHS + 1
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def touch(line: int, slot: int, epoch: int) -> None:
     """Count a hit."""
-    age = load_u8(line + 2 + slot)
+    age = load_relaxed_u8(line + 2 + slot)
     if age != epoch and age != 0:
-        compare_and_swap_u8(line + 2 + slot, age, epoch)
+        compare_and_swap_relaxed_u8(line + 2 + slot, age, epoch)
 
 
-@njit(cache=True)
+@njit()
 def victim(line: int, epoch: int) -> int:
-    """An empty slot, else the first of the smallest score."""
+    """An empty slot or, if there is none, the first one of the smallest score."""
     oldest, worst = -1, 0
     for slot in range(WAYS):
-        age = load_u8(line + 2 + slot)
+        age = load_relaxed_u8(line + 2 + slot)
         if age == 0:
             return slot
         behind = epoch - age if epoch >= age else epoch - age + _EPOCHS
@@ -153,13 +154,13 @@ def victim(line: int, epoch: int) -> int:
     return worst
 
 
-@njit(cache=True)
+@njit()
 def take(line: int) -> int:
-    """Own a set; returns the even version that it had. Waits for another writer, for the time of one vector's copy."""
+    """Own a set; returns its even version from before. Waits for another writer, as long as one vector's copy takes."""
     attempts = 0
     while True:
-        version = load_u16(line)
-        if (version & 1) == 0 and compare_and_swap_u16(line, version, version + 1):
+        version = load_relaxed_u16(line)
+        if (version & 1) == 0 and compare_and_swap_acquire_u16(line, version, version + 1):
             fence_release()
             return version
         attempts += 1
@@ -167,10 +168,10 @@ def take(line: int) -> int:
             yield_processor()
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def give_back_changed(line: int, version: int, wraps_at: int) -> None:
-    """End owning a set whose keys or vectors changed; one that did not gets its old version back."""
+    """Stop owning a set whose keys or vectors changed. (A set that did not change gets its old version back.)"""
     following = (version + 2) & 0xFFFF
     if following == 0:
         fetch_add(wraps_at, 1)
-    store_u16_release(line, following)
+    store_release_u16(line, following)

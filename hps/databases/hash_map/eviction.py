@@ -1,14 +1,14 @@
 """How a partition of the hash map stays within `overflow_margin`, exactly.
 
-A batch is planned before any of it is entered. Where a partition would come to hold more than the margin, rows that are
-not of the batch are evicted, until, with the batch, `overflow_resolution_target` of the margin is left, or the batch alone
-where that is more. Of a batch that has more keys of one partition than the margin, the last ones enter (a key counts
-where it occurs last) and nothing else stays. So a partition never holds more than the margin, at no moment; a batch
-never evicts its own rows; and what is evicted is what had to go, by the policy, and no more.
+A batch is planned before any of it is entered. Where a partition would exceed the margin, rows that are not in the batch are
+evicted until the partition, with the batch, holds `overflow_resolution_target` of the margin, or the batch alone if that is
+more. Where a batch has more keys of one partition than the margin, only the last of them are entered (a key counts where it
+occurs last), and no other row stays. So a partition never exceeds the margin at any moment, a batch never evicts its own
+rows, and the policy evicts exactly as many rows as necessary.
 
-`evict_oldest` goes by the last access (fetch or insert), `evict_least_used` by the number of accesses, which is halved for
-the rows that survive, so that old fame fades; ties, and `evict_random`, are drawn at random. Each eviction walks the whole
-table once or twice; with a target of 0.8 that is once for 0.2 of the margin in new keys.
+`evict_oldest` goes by the last access (fetch or insert). `evict_least_used` goes by the number of accesses, which is halved
+for the rows that survive, so that old fame fades. Ties, and `evict_random`, are drawn at random. Each eviction walks the
+whole table once or twice; with a target of 0.8, that happens once per 0.2 of the margin in new keys.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,14 @@ from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
+from numba import boolean, int64, uint32, uint64, void
 
-from hps.databases.hash_map.atomics import load_relaxed, load_relaxed_u32, lowest_bit, store_relaxed_u32
 from hps.databases.hash_map.layout import (
     COUNT,
+    COUNTERS,
     KEEP,
+    KEYS,
+    LAYOUT,
     SEGMENTS,
     STAMP,
     U1,
@@ -34,21 +37,22 @@ from hps.databases.hash_map.layout import (
     stamp_of,
     unlink,
 )
-from hps.databases.hash_map.signatures import BITS, COUNTERS, FLAGS, INTEGER, KEYS, LAYOUT, NOTHING, SCORES, kernel
 from hps.hashing import mix
+from hps.numba_atomics import load_relaxed, load_relaxed_u32, lowest_bit, store_relaxed_u32
+from hps.numba_kernels import kernel
 from hps.types import BoolArray, KeyArray
 
 Policy = Literal["evict_random", "evict_least_used", "evict_oldest"]
 ACCESS: Final[dict[Policy, int]] = {"evict_random": KEEP, "evict_least_used": COUNT, "evict_oldest": STAMP}
-"""What each policy wants to know of an access to a row."""
+"""What each policy records of an access to a row."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _U6, _U63 = np.uint64(6), np.uint64(63)
 
 
-@kernel(NOTHING, LAYOUT, KEYS, INTEGER, FLAGS, COUNTERS, COUNTERS)
+@kernel(void, LAYOUT, KEYS, int64, boolean[::1], COUNTERS, COUNTERS)
 def _plan(layout, keys, margin, kept, batch_rows, new_rows):  # type: ignore[no-untyped-def]
-    """Choose what enters: the last of each key, the last `margin` keys of each partition; count them, and the new ones."""
+    """Choose what is entered: the last of each key, the last `margin` keys of each partition; count those, and new keys."""
     partitions = np.uint64(batch_rows.size)
     slots = 1
     while slots < 2 * keys.size:
@@ -71,9 +75,9 @@ def _plan(layout, keys, margin, kept, batch_rows, new_rows):  # type: ignore[no-
                 new_rows[partition] += 1
 
 
-@kernel(NOTHING, LAYOUT, KEYS, FLAGS, BITS)
+@kernel(void, LAYOUT, KEYS, boolean[::1], uint64[::1])
 def _protect(layout, keys, kept, protected):  # type: ignore[no-untyped-def]
-    """Set the bits of the rows that the batch replaces."""
+    """Set the bits of the rows that the batch will replace."""
     for position in range(keys.size):
         if kept[position]:
             bucket, entry = search(layout, mix(keys[position]), keys[position])
@@ -82,9 +86,9 @@ def _protect(layout, keys, kept, protected):  # type: ignore[no-untyped-def]
                 protected[np.int64(row >> _U6)] |= U1 << (row & _U63)
 
 
-@kernel(NOTHING, LAYOUT, BITS, COUNTERS, COUNTERS, SCORES)
+@kernel(void, LAYOUT, uint64[::1], COUNTERS, COUNTERS, uint32[::1])
 def _gather(layout, protected, excess, ends, scores):  # type: ignore[no-untyped-def]
-    """Write the stamps of the unprotected rows of each partition with an excess, up to that partition's end."""
+    """Write the stamps of the unprotected rows of each partition with an excess, downwards from that partition's end."""
     partitions = np.uint64(excess.size)
     for segment in range(SEGMENTS, layout.size, 2):
         for position in range(np.int64(buckets_in(layout, segment))):
@@ -100,17 +104,17 @@ def _gather(layout, protected, excess, ends, scores):  # type: ignore[no-untyped
                     scores[ends[partition]] = load_relaxed_u32(stamp_of(layout, row))
 
 
-@kernel(NOTHING, LAYOUT, COUNTERS, COUNTERS, COUNTERS, BITS, COUNTERS, COUNTERS, COUNTERS, COUNTERS, BITS)
+@kernel(void, LAYOUT, COUNTERS, COUNTERS, COUNTERS, uint64[::1], COUNTERS, COUNTERS, COUNTERS, COUNTERS, uint64[::1])
 def _evict(  # type: ignore[no-untyped-def]
     layout, counters, segment_rows, partition_rows, protected, excess, limits, tied, tied_excess, random
 ):
     """Remove excess[p] unprotected rows of each partition p, and count it down to what could not be removed.
 
     Args:
-        limits: (partitions,) rows of a smaller score go; -1 where scores do not count. Counts of those that stay are halved
-            where limits[p] >= 0 and `random[1]` is 1.
-        tied: (partitions,) unprotected rows whose score is the limit, all of them where scores do not count.
-        tied_excess: (partitions,) how many of those go.
+        limits: (partitions,) rows of a smaller score are evicted; -1 where scores do not matter. The scores of those that
+            stay are halved where limits[p] >= 0 and `random[1]` is 1.
+        tied: (partitions,) unprotected rows whose score is the limit, or all of them where scores do not matter.
+        tied_excess: (partitions,) how many of those are evicted.
         random: (2,) the state of the generator, and whether to halve.
     """
     partitions = np.uint64(excess.size)
@@ -128,7 +132,7 @@ def _evict(  # type: ignore[no-untyped-def]
                 score = np.int64(load_relaxed_u32(stamp_of(layout, row))) if limit >= 0 else limit
                 if excess[partition] > 0 and score <= limit and not (protected[np.int64(row >> _U6)] >> (row & _U63)) & U1:
                     goes = score < limit
-                    if not goes and tied[partition] > 0:  # selection sampling: each of those tied is as likely to go
+                    if not goes and tied[partition] > 0:  # selection sampling: each of the tied rows is as likely to go
                         random[0] += _GOLDEN
                         goes = np.int64(mix(np.int64(random[0])) % np.uint64(tied[partition])) < tied_excess[partition]
                         tied[partition] -= 1
@@ -143,14 +147,14 @@ def _evict(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, slots=True)
-class OverflowRule:
-    """What `overflow_margin`, `overflow_policy` and `overflow_resolution_target` say. Immutable.
+class HashMapOverflow:
+    """The rule of `overflow_margin`, `overflow_policy` and `overflow_resolution_target`. *Immutable.*
 
     Attributes:
-        partitions: partitions of a table, by `hashing.partition_of`.
+        partitions: partitions of a table; a key is in partition `mix(key) % partitions`.
         margin: most rows of a partition.
-        target_rows: rows to leave in a partition that would exceed it.
-        policy: which rows go.
+        target_rows: rows to leave in a partition that would exceed the margin.
+        policy: which rows to evict.
     """
 
     partitions: int
@@ -167,7 +171,7 @@ class OverflowRule:
         random: npt.NDArray[np.uint64],  # (2,)
         keys: KeyArray,  # (n,)
     ) -> BoolArray:  # (n,)
-        """Evict what has to go before a batch enters, as the table's writer; returns which of its positions enter."""
+        """Evict what must go before a batch is entered, as the table's writer; returns which of its positions to enter."""
         kept = np.zeros(keys.size, np.bool_)
         batch_rows, new_rows = np.zeros((2, self.partitions), np.int64)
         _plan(layout, keys, self.margin, kept, batch_rows, new_rows)
@@ -184,7 +188,7 @@ class OverflowRule:
             random[1] = self.policy == "evict_least_used"
             _evict(layout, counters, segment_rows, partition_rows, protected, excess, limits, tied, tied_excess, random)
             others -= before - excess
-        if excess.any():  # also rows that were fetched between the choice and the eviction and so escaped it
+        if excess.any():  # also for rows that were fetched between the choice and the eviction, and so escaped it
             limits = np.full(self.partitions, -1, np.int64)
             _evict(layout, counters, segment_rows, partition_rows, protected, excess, limits, others, excess.copy(), random)
         return kept
@@ -196,7 +200,7 @@ class OverflowRule:
         excess: npt.NDArray[np.int64],
         others: npt.NDArray[np.int64],
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """For each partition the score of the last row to go, how many rows have it, and how many of those go."""
+        """For each partition: the score of the last row to evict, how many rows have that score, how many of those to evict."""
         limits, tied, tied_excess = np.full((3, self.partitions), -1, np.int64)
         ends = np.cumsum(np.where(excess > 0, others, 0))
         scores = np.empty(ends[-1], np.uint32)

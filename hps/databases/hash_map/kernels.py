@@ -1,18 +1,22 @@
-"""What the hash map's one writer does with many keys at once.
+"""The hash map's kernels: many keys at once, for any number of readers (`fetch`) and for the one writer (all others).
 
-`layout` and `counters` are described in `hash_map_layout.py`, which also says how readers are kept from what changes.
-numba's cache does not notice a change of the modules that this one imports: after one, remove `__pycache__`.
+`layout` and `counters` are described in `layout.py`, which also says why what a reader reads is whole.
 """
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+from numba import boolean, float32, int64, njit, types, void
 
-from hps.databases.hash_map.atomics import fence_release, load_relaxed, lowest_bit, prefetch, store_relaxed_u32
 from hps.databases.hash_map.layout import (
+    ABSENT,
+    BUSY,
+    COUNTERS,
     DONE,
     FREE_ROW,
     KEEP,
+    KEYS,
+    LAYOUT,
     LOAD_ROWS,
     SEGMENT_BITS,
     SEGMENTS,
@@ -32,6 +36,7 @@ from hps.databases.hash_map.layout import (
     home_of,
     key_of,
     link,
+    locate,
     mask_of,
     number_of,
     overflow_of,
@@ -46,45 +51,143 @@ from hps.databases.hash_map.layout import (
     unlink,
     vector_of,
 )
-from hps.databases.hash_map.signatures import (
-    COUNTERS,
-    FLAGS,
-    INTEGER,
-    KEYS,
-    LAYOUT,
-    NOTHING,
-    OUT_KEYS,
-    OUT_VECTORS,
-    PAIR,
-    TRIPLE,
-    VECTORS,
-    kernel,
-)
 from hps.hashing import mix
+from hps.numba_atomics import (
+    REGISTER_LINES,
+    copy_if_unchanged,
+    fence_acquire,
+    fence_release,
+    load_relaxed,
+    lowest_bit,
+    prefetch,
+    store_relaxed_u32,
+)
+from hps.numba_kernels import kernel, read_only
 
 NO_BUCKETS: Final = 4
-"""How an insertion ended: a segment is as full as it may get."""
+"""How an insertion ended: a segment is full."""
 NO_ROWS: Final = 5
 """How an insertion ended: no row number is free."""
 _BLOCK = 32
+"""Keys that are hashed together, then probed, then copied, so that their cache misses overlap; 16 to 128 perform alike."""
+_TRIES = 100
+_REGISTER_BYTES = np.uint64(64 * REGISTER_LINES)
+_VECTORS: Any = float32[:, ::1]
+_FLAGS: Any = boolean[::1]
+_tuple: Any = types.UniTuple
+_PAIR, _TRIPLE = _tuple(int64, 2), _tuple(int64, 3)
 
 
-@kernel(TRIPLE, LAYOUT, COUNTERS, COUNTERS, COUNTERS, KEYS, VECTORS, FLAGS, PAIR, INTEGER, PAIR)
+@njit()
+def _fetch_slowly(layout, key, target, spare, access, now):  # type: ignore[no-untyped-def]
+    """Fetch one key whose bucket is being changed; returns DONE, ABSENT, MOVED or BUSY. `spare` is where a vector can wait."""
+    hashed = mix(key)
+    segment = segment_of(layout, hashed)
+    for _ in range(_TRIES):
+        state, bucket, header, row = locate(layout, segment, home_of(layout, segment, hashed), key)
+        if state == BUSY:
+            continue
+        if state == DONE:
+            copy(spare, vector_of(layout, row), layout[VECTOR_BYTES])
+            fence_acquire()
+            if load_relaxed(bucket) != header:
+                continue
+            copy(target, spare, layout[VECTOR_BYTES])
+            if access != KEEP:
+                touch(stamp_of(layout, row), access, now)
+        return state
+    return BUSY
+
+
+@kernel(_TRIPLE, LAYOUT, KEYS, _VECTORS, _FLAGS, float32[::1], int64, int64, int64)
+def fetch(layout, keys, out, found, spare_vector, start, access, now):  # type: ignore[no-untyped-def]
+    """Fill the rows of `out`, from `start` on, that are not yet found and whose key is present, beside a writer.
+
+    Only whole vectors are written to `out`. A vector that does not fit into registers waits in `spare_vector`, (dim,), until
+    it is known to be whole. The caller owns that memory: numba would free an array that is made here after the last use of
+    its name, which is when its address is taken.
+
+    Returns:
+        (rows filled, position, state): all keys before `position` are answered. The state is DONE, MOVED or, after many
+        tries, BUSY: the caller should then let the writer run.
+    """
+    stamp_now = np.uint64(now)
+    vector_bytes = layout[VECTOR_BYTES]
+    in_registers = vector_bytes % U64 == U0 and vector_bytes <= _REGISTER_BYTES
+    lines = vector_bytes // U64
+    segments, states = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.int64)
+    work = np.empty((3, _BLOCK), np.uint64)  # bucket, header, row
+    spare = np.uint64(spare_vector.ctypes.data)
+    targets = np.uint64(out.ctypes.data)
+    filled = 0
+    while start < keys.size:
+        count = min(_BLOCK, keys.size - start)
+        for i in range(count):
+            hashed = mix(keys[start + i])
+            segments[i] = segment_of(layout, hashed)
+            bucket = home_of(layout, segments[i], hashed)
+            work[0, i] = bucket
+            prefetch(bucket)
+            prefetch(bucket + U64)
+        for i in range(count):
+            if found[start + i]:
+                states[i] = ABSENT
+                continue
+            states[i], work[0, i], work[1, i], work[2, i] = locate(layout, segments[i], work[0, i], keys[start + i])
+            if states[i] == DONE:
+                vector = vector_of(layout, work[2, i])
+                ahead = U0
+                while ahead < vector_bytes:
+                    prefetch(vector + ahead)
+                    ahead += U64
+                if access != KEEP:
+                    prefetch(stamp_of(layout, work[2, i]))
+        for i in range(count):
+            state = states[i]
+            if state == ABSENT:
+                continue
+            target = targets + np.uint64(start + i) * vector_bytes
+            whole = False
+            if state == DONE:
+                vector = vector_of(layout, work[2, i])
+                if in_registers:
+                    whole = copy_if_unchanged(target, vector, lines, work[0, i], work[1, i])
+                else:
+                    copy(spare, vector, vector_bytes)
+                    fence_acquire()
+                    whole = load_relaxed(work[0, i]) == work[1, i]
+                    if whole:
+                        copy(target, spare, vector_bytes)
+                if whole and access != KEEP:
+                    touch(stamp_of(layout, work[2, i]), access, stamp_now)
+            if not whole:
+                state = _fetch_slowly(layout, keys[start + i], target, spare, access, stamp_now)
+                if state == ABSENT:
+                    continue
+                if state != DONE:
+                    return filled, start + i, state
+            found[start + i] = True
+            filled += 1
+        start += count
+    return filled, start, DONE
+
+
+@kernel(_TRIPLE, LAYOUT, COUNTERS, COUNTERS, COUNTERS, KEYS, read_only(_VECTORS), _FLAGS, _PAIR, int64, _PAIR)
 def insert(  # type: ignore[no-untyped-def]
     layout, counters, segment_rows, partition_rows, keys, vectors, kept, span, capacity_rows, use
 ):
     """Add or replace keys, in order.
 
     Args:
-        partition_rows: (partitions,) int64, rows of each partition, kept up to date; (0,) where nobody wants to know.
-        kept: (n,) bool, False for keys to leave out; (0,) for none.
+        partition_rows: (partitions,) int64, rows of each partition, kept up to date; (0,) if nobody needs them.
+        kept: (n,) bool, False for keys to leave out; (0,) to insert all.
         span: first position and the one after the last.
         capacity_rows: rows that have memory.
         use: KEEP, STAMP or COUNT, and the stamp of now.
 
     Returns:
-        (position, state, segment): keys before `position` are in the table; state is DONE, NO_BUCKETS or NO_ROWS; the number
-        of the segment that is full, counted from 0.
+        (position, state, segment): keys before `position` are in the table; the state is DONE, NO_BUCKETS or NO_ROWS; with
+        NO_BUCKETS, the number of the full segment, from 0.
     """
     start, stop = span
     access, now = use[0], np.uint64(use[1])
@@ -128,9 +231,9 @@ def insert(  # type: ignore[no-untyped-def]
     return start, DONE, 0
 
 
-@kernel(INTEGER, LAYOUT, COUNTERS, COUNTERS, COUNTERS, KEYS)
+@kernel(int64, LAYOUT, COUNTERS, COUNTERS, COUNTERS, KEYS)
 def delete(layout, counters, segment_rows, partition_rows, keys):  # type: ignore[no-untyped-def]
-    """Remove keys; returns how many were there. `partition_rows` as for `insert`."""
+    """Remove keys; returns how many were present. `partition_rows` is as for `insert`."""
     deleted = 0
     for i in range(keys.size):
         key = keys[i]
@@ -144,9 +247,9 @@ def delete(layout, counters, segment_rows, partition_rows, keys):  # type: ignor
     return deleted
 
 
-@kernel(INTEGER, LAYOUT, KEYS)
+@kernel(int64, LAYOUT, KEYS)
 def count_present(layout, keys):  # type: ignore[no-untyped-def]
-    """How many of the keys are in the table."""
+    """Count the keys that are in the table."""
     present = 0
     for i in range(keys.size):
         if search(layout, mix(keys[i]), keys[i])[0]:
@@ -154,9 +257,9 @@ def count_present(layout, keys):  # type: ignore[no-untyped-def]
     return present
 
 
-@kernel(NOTHING, LAYOUT, INTEGER, LAYOUT, COUNTERS)
+@kernel(void, LAYOUT, int64, LAYOUT, COUNTERS)
 def rehash(old, number, new, segment_rows):  # type: ignore[no-untyped-def]
-    """Enter all keys of one segment into a layout in which nobody reads its keys yet.
+    """Enter all keys of one segment into a new layout, where nobody reads them yet.
 
     Homes keep their order, so old and new buckets are walked from end to end.
     """
@@ -171,7 +274,7 @@ def rehash(old, number, new, segment_rows):  # type: ignore[no-untyped-def]
             link(new, segment_rows, mix(key), key, row_of(bucket, entry))
 
 
-@kernel(NOTHING, LAYOUT, INTEGER, COUNTERS)
+@kernel(void, LAYOUT, int64, COUNTERS)
 def count_by_hash(layout, number, counts):  # type: ignore[no-untyped-def]
     """Add the rows of one segment to `counts`, (2^bits,), by the upper bits of their hash."""
     segment = SEGMENTS + 2 * number
@@ -184,21 +287,21 @@ def count_by_hash(layout, number, counts):  # type: ignore[no-untyped-def]
             counts[np.int64(((mix(key_of(bucket, entry)) >> U32) * np.uint64(counts.size)) >> U32)] += 1
 
 
-@kernel(NOTHING, LAYOUT, INTEGER)
+@kernel(void, LAYOUT, int64)
 def retire(old, number):  # type: ignore[no-untyped-def]
-    """Send the readers of a segment that has been replaced away, before any row or vector changes."""
+    """Send the readers of a replaced segment to the present layout, before any row or vector changes."""
     segment = SEGMENTS + 2 * number
     for position in range(np.int64(old[segment + 1])):
         retire_bucket(bucket_at(old, segment, position))
     fence_release()
 
 
-@kernel(PAIR, LAYOUT, LAYOUT, OUT_KEYS, OUT_VECTORS)
+@kernel(_PAIR, LAYOUT, LAYOUT, int64[::1], _VECTORS)
 def scan(layout, cursor, keys, out):  # type: ignore[no-untyped-def]
-    """Copy rows whose hash is at least `cursor[0]`, by ascending home, while they fit, and move the cursor after them.
+    """Copy rows whose hash is at least `cursor[0]`, by ascending home, while they fit, and move the cursor past them.
 
     Returns:
-        (rows copied, state): DONE after the last row; else NO_ROWS, and no rows where those of one home do not fit.
+        (rows copied, state): the state is DONE after the last row, otherwise NO_ROWS; 0 rows if those of one home do not fit.
     """
     bits = layout[SEGMENT_BITS]
     targets = np.uint64(out.ctypes.data)

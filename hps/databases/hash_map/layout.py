@@ -1,56 +1,64 @@
-"""How the hash map lies in memory, and how its readers and its writer go about it.
+"""How the hash map lies in memory, and how its readers and its writer use that memory.
 
-A bucket is 128 bytes, 128-byte aligned: an 8-byte header (from its low bits: version 32, occupancy mask 16, overflow count
-16), ten int64 keys, ten uint32 row numbers. Entry e exists where bit e of the mask is set, so any int64 is a legal key. A key
-belongs to its home, the bucket that `scale` gives for its mixed bits, or, where that is full, to one after it, around the
-end; each bucket from the home up to there counts the key in its overflow count, so a search ends at the first bucket that
-counts none, and a deletion leaves nothing behind. A count that reached 65,535 stays there (only crafted keys get that far).
+A bucket is 128 bytes, aligned to 128: an 8-byte header (from its low bits: version 32, occupancy mask 16, overflow count
+16), ten int64 keys, ten uint32 row numbers. Entry e exists where bit e of the mask is set, so any int64 is a legal key. The
+home of a key is the bucket that `scale` gives for its mixed bits. A key lies in its home or, where that is full, in a later
+bucket, around the end. Each bucket that it passed counts it in its overflow count, so a search ends at the first bucket
+whose count is 0, and a deletion leaves no mark behind. A count that reaches 65,535 stays there; only crafted keys get so far.
 
-A table has one bucket array, or, from 4,096 buckets on, sixteen *segments* by the upper bits of the hash, each an array to
-itself, so that growing takes room for, and time for, a sixteenth. Homes ascend with the hash, whatever the number of
-buckets, which makes a growth two sequential walks, and a hash a cursor for scans that outlives growth.
+A table has one array of buckets or, from 4,096 buckets on, sixteen *segments* by the upper bits of the hash, each an array
+of its own, so that growth takes the memory and the time of a sixteenth. Homes ascend with the hash whatever the number of
+buckets. That makes growth two sequential walks, and makes a hash a cursor of a scan that stays valid across growth.
 
-RACES. One writer at a time, any number of readers, who take no lock. A writer makes the version odd before it changes
-keys, row numbers or a linked vector, and even, two more than before, after; a change of the overflow count alone is one
-store. A reader uses what it read between two equal, even headers and reads again otherwise. So it sees the key's row as
-of the header, then the vector, and the same header still: the whole vector that was current then. The vector of a row
-that no entry names is written freely: whoever still reads it read its entry's header before the entry was removed. A
-segment that was replaced by a larger one is *retired*, every header all ones, before anything else changes: a reader that
-meets one asks the table for its present layout. The memory stays mapped for as long as a reader holds the old one. A
-GPU may read by the same rules, with acquire loads of the header and a fence before it is loaded again, system scope.
+RACES. There is one writer at a time and any number of readers, who take no lock. The writer makes the version odd before it
+changes keys, row numbers or a linked vector, and afterwards even, two more than before. A change of the overflow count alone
+is one store. A reader uses what it read between two loads of an equal, even header, and otherwise reads again. So it saw the
+key's row as of that header, then the vector, then the same header: the whole vector that was current at that moment. The
+vector of a row that no entry names is written freely, since whoever still reads it loaded its header before the entry was
+removed. A segment that was replaced by a larger one is *retired* before anything else changes: each of its headers becomes
+all ones, and a reader that meets one asks the table for its present layout. The memory stays mapped while a reader holds the
+old layout. A GPU can read by the same rules, with acquire loads of the header, and a fence of system scope before it loads
+the header again.
 """
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
-from numba import njit
+from numba import int64, njit, uint64
 
-from hps.databases.hash_map.atomics import (
+from hps.hashing import scale
+from hps.numba_atomics import (
     copy_4_bytes,
     copy_16_bytes,
     copy_64_bytes,
+    equal_words_4,
+    equal_words_8,
     fence_acquire,
     fence_release,
     load_acquire,
     load_relaxed,
     load_relaxed_u32,
     lowest_bit,
-    match_keys,
     store_relaxed,
     store_relaxed_u32,
     store_release,
 )
-from hps.hashing import scale
+from hps.numba_kernels import read_only
+
+# The numba types of what kernels take.
+LAYOUT: Final[Any] = uint64[::1]
+COUNTERS: Final[Any] = int64[::1]
+KEYS: Final[Any] = read_only(int64[::1])
 
 BUCKET_BYTES: Final = 128
 ENTRIES: Final = 10
 
 LOAD_ROWS: Final = 9
-"""Rows a bucket, on average, at which a segment is full: one entry in ten stays free."""
+"""Average rows per bucket at which a segment is full: one entry in ten stays free."""
 
-# Positions in `layout`, uint64, immutable: what a reader needs to know of a table.
+# Positions in `layout`, uint64, immutable: what a reader needs to know about a table.
 SLABS: Final = 0
-"""Address of the table of slab addresses."""
+"""Address of the array of slab addresses."""
 SLAB_SHIFT: Final = 1
 VECTOR_BYTES: Final = 2
 STAMP_OFFSET: Final = 3
@@ -58,29 +66,29 @@ STAMP_OFFSET: Final = 3
 SEGMENT_BITS: Final = 4
 """Upper bits of a hash that choose the segment: 2^bits segments."""
 SEGMENTS: Final = 5
-"""From here on the address of each segment, and its number of buckets. A position here stands for the segment."""
+"""From here on, for each segment: its address and its number of buckets. The kernels name a segment by this position."""
 
-# Positions in `counters`, (3,) int64, changed by the writer. The rows of each segment are counted in `segment_rows`.
+# Positions in `counters`, (3,) int64, which the writer changes. `segment_rows` counts the rows of each segment.
 ROWS: Final = 0
 USED_ROWS: Final = 1
-"""Row numbers that were ever handed out: the next fresh one."""
+"""How many row numbers were ever handed out, which is the next fresh one."""
 FREE_ROW: Final = 2
-"""First row of the list of freed ones, -1 if none; the first 4 bytes of a freed vector hold the next."""
+"""First row of the list of freed rows, or -1; the first 4 bytes of a freed vector hold the next one."""
 
 # How a search ended.
 DONE: Final = 0
 ABSENT: Final = 1
 MOVED: Final = 2
-"""The segment was replaced: go on with the present layout."""
+"""The segment was replaced: continue with the present layout."""
 BUSY: Final = 3
-"""A writer is at this bucket."""
+"""A writer is changing this bucket."""
 
 # What an access does to the stamp of a row.
 KEEP: Final = 0
 STAMP: Final = 1
 COUNT: Final = 2
 
-U0, U1, U2, U4, U8, U16, U32, U48, U64 = (np.uint64(value) for value in (0, 1, 2, 4, 8, 16, 32, 48, 64))
+U0, U1, U2, U4, U7, U8, U16, U32, U48, U64 = (np.uint64(value) for value in (0, 1, 2, 4, 7, 8, 16, 32, 48, 64))
 _BUCKET, _KEYS, _ROW_NUMBERS = (np.uint64(value) for value in (BUCKET_BYTES, 8, 88))
 _VERSION = np.uint64(0xFFFFFFFF)
 _FULL = np.uint64((1 << ENTRIES) - 1)
@@ -90,98 +98,105 @@ _STAMP_LIMIT = np.uint64(0xFFFFFFFF)
 _NO_ROW = np.uint64(0xFFFFFFFF)
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def segment_of(layout, hashed):  # type: ignore[no-untyped-def]
-    """The segment of a hash, unsigned: numba indexes arrays by that without a test for a negative."""
+    """The segment of a hash, unsigned, since numba indexes by that without a test for negative numbers."""
     return np.uint64(SEGMENTS) + (((hashed >> U32) >> (U32 - layout[SEGMENT_BITS])) << U1)
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def number_of(segment):  # type: ignore[no-untyped-def]
     """The number of a segment, from 0."""
     return np.int64((np.uint64(segment) - np.uint64(SEGMENTS)) >> U1)
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def buckets_in(layout, segment):  # type: ignore[no-untyped-def]
     """How many buckets a segment has."""
     return layout[np.uint64(segment) + U1]
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def bucket_at(layout, segment, position):  # type: ignore[no-untyped-def]
     """The address of a segment's bucket by its number."""
     return layout[segment] + np.uint64(position) * _BUCKET
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def place_of(layout, segment, hashed):  # type: ignore[no-untyped-def]
     """The number of a hash's home in its segment."""
     return scale(hashed << layout[SEGMENT_BITS], np.int64(buckets_in(layout, segment)))
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def home_of(layout, segment, hashed):  # type: ignore[no-untyped-def]
     """The address of the bucket where a search begins."""
     return bucket_at(layout, segment, place_of(layout, segment, hashed))
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def after(layout, segment, bucket):  # type: ignore[no-untyped-def]
     """The address of the next bucket, around the segment's end."""
     bucket += _BUCKET
     return layout[segment] if bucket == bucket_at(layout, segment, buckets_in(layout, segment)) else bucket
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def mask_of(header):  # type: ignore[no-untyped-def]
     """The occupancy mask in a header."""
     return (header >> U32) & _FULL
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def overflow_of(header):  # type: ignore[no-untyped-def]
     """The overflow count in a header."""
     return header >> U48
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def key_of(bucket, entry):  # type: ignore[no-untyped-def]
     """The key of an entry."""
     return np.int64(load_relaxed(bucket + _KEYS + entry * U8))
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
+def match_keys(bucket, key):  # type: ignore[no-untyped-def]
+    """Compare the ten keys of a bucket with `key`: bit e is set where entry e, which may not exist, has it."""
+    # Word 0 is the header, and words 11 and on are row numbers; their bits are dropped.
+    return (equal_words_8(bucket, key) >> U1) | ((equal_words_4(bucket + U64, key) & U7) << U7)
+
+
+@njit(inline="always")
 def row_of(bucket, entry):  # type: ignore[no-untyped-def]
     """The row number of an entry."""
     return load_relaxed_u32(bucket + _ROW_NUMBERS + entry * U4)
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def _slab_of(layout, row):  # type: ignore[no-untyped-def]
     return load_relaxed(layout[SLABS] + (row >> layout[SLAB_SHIFT]) * U8)
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def _place_in_slab(layout, row):  # type: ignore[no-untyped-def]
     return row & ((U1 << layout[SLAB_SHIFT]) - U1)
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def vector_of(layout, row):  # type: ignore[no-untyped-def]
     """The address of a row's vector."""
     return _slab_of(layout, row) + _place_in_slab(layout, row) * layout[VECTOR_BYTES]
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def stamp_of(layout, row):  # type: ignore[no-untyped-def]
     """The address of a row's stamp, where there are stamps."""
     return _slab_of(layout, row) + layout[STAMP_OFFSET] + _place_in_slab(layout, row) * U4
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def copy(target, source, size_bytes):  # type: ignore[no-untyped-def]
-    """Copy a vector, both sides 4-byte aligned. What races is copied as it is; see who checks."""
+    """Copy a vector, both sides 4-byte aligned. A racing source is copied as it is; the caller checks afterwards."""
     done = U0
     while done + U64 <= size_bytes:
         copy_64_bytes(target + done, source + done)
@@ -194,10 +209,10 @@ def copy(target, source, size_bytes):  # type: ignore[no-untyped-def]
         done += U4
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def touch(stamp, access, now):  # type: ignore[no-untyped-def]
     """Note an access to a row."""
-    # Readers may touch one stamp at the same time: a lost count is of no consequence.
+    # Two readers may touch a stamp at the same time; a lost count does no harm.
     if access == STAMP:
         if load_relaxed_u32(stamp) != now:
             store_relaxed_u32(stamp, now)
@@ -207,13 +222,13 @@ def touch(stamp, access, now):  # type: ignore[no-untyped-def]
             store_relaxed_u32(stamp, count + U1)
 
 
-@njit(cache=True)
+@njit()
 def locate(layout, segment, bucket, key):  # type: ignore[no-untyped-def]
     """Search from a key's home, beside a writer.
 
     Returns:
-        (DONE, the key's bucket, that bucket's header, the key's row), or (ABSENT, MOVED or BUSY, ...) and nothing to use.
-        The key was absent at some moment of this call; a busy bucket is best tried again at once.
+        (DONE, the key's bucket, that bucket's header, the key's row); or ABSENT, MOVED or BUSY, and three values without
+        meaning. An ABSENT key was absent at some moment of this call. A BUSY bucket is best tried again at once.
     """
     home = bucket
     while True:
@@ -234,9 +249,9 @@ def locate(layout, segment, bucket, key):  # type: ignore[no-untyped-def]
             return ABSENT, bucket, header, U0
 
 
-@njit(cache=True)
+@njit()
 def search(layout, hashed, key):  # type: ignore[no-untyped-def]
-    """Search as the writer: (the key's bucket, its entry), or (0, 0) where it is absent."""
+    """Search as the writer; returns (the key's bucket, its entry), or (0, 0) where the key is absent."""
     segment = segment_of(layout, hashed)
     home = home_of(layout, segment, hashed)
     bucket = home
@@ -250,7 +265,7 @@ def search(layout, hashed, key):  # type: ignore[no-untyped-def]
             return U0, U0
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def begin_change(bucket):  # type: ignore[no-untyped-def]
     """Make the version odd; returns the header as it was."""
     header = load_relaxed(bucket)
@@ -259,15 +274,15 @@ def begin_change(bucket):  # type: ignore[no-untyped-def]
     return header
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def end_change(bucket, header):  # type: ignore[no-untyped-def]
-    """Store a header with a version even and newer than in `header`, which holds the new mask and overflow count."""
+    """Store the mask and the overflow count of `header`, with the next even version."""
     store_release(bucket, (header & ~_VERSION) | ((header + U2) & _VERSION))
 
 
-@njit(cache=True)
+@njit()
 def link(layout, segment_rows, hashed, key, row):  # type: ignore[no-untyped-def]
-    """Enter an absent key, as the writer; the caller sees to it that some entry of the segment is free."""
+    """Enter an absent key, as the writer. The caller ensures that an entry of the segment is free."""
     segment = segment_of(layout, hashed)
     bucket = home_of(layout, segment, hashed)
     header = load_relaxed(bucket)
@@ -284,9 +299,9 @@ def link(layout, segment_rows, hashed, key, row):  # type: ignore[no-untyped-def
     segment_rows[number_of(segment)] += 1
 
 
-@njit(cache=True)
+@njit()
 def unlink(layout, counters, segment_rows, hashed, bucket, entry):  # type: ignore[no-untyped-def]
-    """Remove an entry, as the writer, and put its row on the list of free ones."""
+    """Remove an entry, as the writer, and put its row on the list of free rows."""
     segment = segment_of(layout, hashed)
     row = row_of(bucket, entry)
     header = begin_change(bucket)
@@ -304,9 +319,9 @@ def unlink(layout, counters, segment_rows, hashed, bucket, entry):  # type: igno
     segment_rows[number_of(segment)] -= 1
 
 
-@njit(cache=True)
+@njit()
 def take_row(layout, counters):  # type: ignore[no-untyped-def]
-    """Hand out a freed row number, else a fresh one, as the writer."""
+    """Hand out a freed row number or, if there is none, a fresh one, as the writer."""
     counters[ROWS] += 1
     free = counters[FREE_ROW]
     if free < 0:
@@ -317,7 +332,7 @@ def take_row(layout, counters):  # type: ignore[no-untyped-def]
     return np.uint64(free)
 
 
-@njit(cache=True)
+@njit()
 def retire_bucket(bucket):  # type: ignore[no-untyped-def]
-    """Send readers of this bucket away, for ever."""
+    """Send readers of this bucket to the present layout, from now on."""
     store_relaxed(bucket, _RETIRED)

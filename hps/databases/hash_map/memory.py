@@ -1,37 +1,48 @@
-"""Memory of the hash map: page-aligned, committed at first touch, never moved."""
+"""The memory of a hash map table: pages that never move, slabs of vectors, and bucket arrays that grow."""
 
 import mmap
 import sys
+from collections.abc import Sequence
+from math import ceil, sqrt
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from hps.databases.hash_map.kernels import count_by_hash, rehash, retire
+from hps.databases.hash_map.layout import BUCKET_BYTES, LOAD_ROWS
 from hps.errors import DatabaseError
 
 PAGE_BYTES: Final = mmap.PAGESIZE
 HUGE_PAGE_BYTES: Final = 2 << 20
 MAX_ROWS: Final = 2**32 - 2
-"""Most rows of a table: row numbers are uint32, of which two values stay free for readers' own marks."""
+"""Most rows of a table. Row numbers are uint32, and two values stay free for marks."""
 STAMP_BYTES: Final = 4
 
 _HUGE_PAGES_FROM_ROWS = 1 << 20
-"""Rows from which extents are of huge pages (10 to 15 % more keys/s at 8 M rows): the last, part-filled one then costs at
-most 2 bytes a row."""
+"""Rows from which extents use huge pages (10 to 15 % more keys/s at 8 M rows). The last page, filled in part, then costs at
+most 2 bytes per row."""
 _SLAB_BYTES = 1 << 20
 _LEAST_SLAB_ROWS = 1 << 10
 _MOST_SLAB_ROWS = 1 << 16
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
+SEGMENTED_FROM: Final = 4096
+"""Buckets from which a table has segments. Each is several pages by then, so that rounding up to pages costs little."""
+_SEGMENT_BITS: Final = 4
+_GROW_GENTLY_FROM: Final = 512
+_HUGE_FROM_BYTES: Final = 8 * HUGE_PAGE_BYTES
+_IN_PAGE: Final = PAGE_BYTES // BUCKET_BYTES
+
 
 class Pages:
-    """Zeroed private memory that the kernel commits page by page as it is touched. Freed with the last reference.
+    """Zeroed private memory that the system commits page by page as it is touched. Freed with the last reference.
 
-    It is page aligned, so a device may pin and map it.
+    It is page aligned, so that a device can pin and map it.
 
     Attributes:
-        address: of the first byte; a multiple of the page size, of the huge page size if `huge`.
-        size_bytes: bytes from there.
+        address: of the first byte; a multiple of the page size, or of the huge page size if `huge`.
+        size_bytes: bytes from there on.
     """
 
     __slots__ = ("_array", "address", "size_bytes")
@@ -40,11 +51,11 @@ class Pages:
         """Map `size_bytes`.
 
         Args:
-            purpose: what the memory is for, for the message of an error.
+            purpose: what the memory is for; error messages say so.
             huge: ask for huge pages.
 
         Raises:
-            DatabaseError: the system has not so much.
+            DatabaseError: the system refuses that much memory.
         """
         alignment = HUGE_PAGE_BYTES if huge else PAGE_BYTES
         try:
@@ -62,30 +73,31 @@ class Pages:
         start = self._array.ctypes.data
         self.address: int = -(-start // alignment) * alignment
         self.size_bytes = size_bytes
-        whole_bytes = size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES  # the rest would take a whole one, too
+        whole_bytes = size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES  # the rest would take a whole huge page, too
         if huge and whole_bytes and hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 mapped.madvise(mmap.MADV_HUGEPAGE, self.address - start, whole_bytes)
-            except OSError:  # a kernel built without them: small pages do the same, more slowly
+            except OSError:  # the system was built without them; small pages work, more slowly
                 return
 
     def words(self) -> npt.NDArray[np.uint64]:
-        """(size_bytes // 8,) uint64: the memory itself, which the array keeps mapped."""
+        """The memory itself as (size_bytes // 8,) uint64; the array keeps it mapped."""
         start = self.address - self._array.ctypes.data
         return self._array[start : start + self.size_bytes].view(np.uint64)
 
 
 class Slabs:
-    """The vectors of a table, and their stamps where a policy keeps them, by row number. *One writer at a time.*
+    """The vectors of a table by row number, and their stamps where a policy keeps them. *One writer at a time.*
 
-    A slab holds `rows_per_slab`, a power of two: first their vectors, dense, then their stamps. `addresses` holds the
-    address of every slab, so that row r is at `addresses[r >> shift] + (r & (rows_per_slab - 1)) * vector_bytes`. Slabs
-    are mapped by extents of several: one, then as many as there are already, at most `allocation_rate` bytes at once. Since
-    rows are handed out in order and pages are committed at first touch, a table takes what its rows take, to a page.
-    The table of addresses has room for every slab there can ever be, is committed likewise, and so never moves either.
+    A slab holds `rows_per_slab` rows, a power of two: first their vectors, densely, then their stamps. `addresses` points to
+    the addresses of all slabs: row r is at `addresses[r >> shift] + (r & (rows_per_slab - 1)) * vector_bytes`. Slabs are
+    mapped in extents: one slab, then as many as there are already, but at most `allocation_rate` bytes at once. Rows are
+    handed out in order and pages are committed at first touch, so a table takes the memory of its rows, rounded up to a
+    page. The array of addresses has room for every slab that there can ever be, and is committed likewise, so that it never
+    moves either.
 
     Attributes:
-        capacity_rows: rows that have memory; the rows of later slabs do not.
+        capacity_rows: rows that have memory so far.
         stamp_offset: bytes from the start of a slab to its stamps, 0 where there are none.
     """
 
@@ -106,19 +118,19 @@ class Slabs:
 
     @property
     def addresses(self) -> int:
-        """The address of the table of slab addresses: uint64 words."""
+        """The address of the array of slab addresses, uint64."""
         return self._pages.address
 
     def extend(self) -> None:
         """Map one more extent.
 
         Raises:
-            DatabaseError: no memory, or the table has as many rows as row numbers can tell apart.
+            DatabaseError: no memory, or the table has as many rows as there are row numbers.
         """
         slabs = self.capacity_rows // self.rows_per_slab
         more = min(max(slabs, 1), self._slabs_at_once, self._slabs_at_most - slabs)
         if more == 0:
-            raise DatabaseError(f"hash map: table {self._tag!r} is full: it holds {MAX_ROWS} rows, the most there can be")
+            raise DatabaseError(f"hash map: table {self._tag!r} is full: it holds {MAX_ROWS} rows, the most that it can")
         huge = self.capacity_rows >= _HUGE_PAGES_FROM_ROWS
         extent = Pages(more * self.slab_bytes, f"table {self._tag!r}: {more * self.rows_per_slab} more rows", huge)
         self._extents.append(extent)
@@ -126,11 +138,115 @@ class Slabs:
         self.capacity_rows += more * self.rows_per_slab
 
     def committed_bytes(self, rows: int) -> int:
-        """Bytes of the pages that the first `rows` rows have touched, with their stamps and slab addresses, at most."""
+        """At most how many bytes of pages the first `rows` rows have touched, with their stamps and slab addresses."""
         whole, rest = divmod(rows, self.rows_per_slab)
         touched = whole * self.slab_bytes + _to_pages(rest * self.vector_bytes) + _to_pages((whole + 1) * 8)
         stamps = _to_pages(rest * STAMP_BYTES) if self.stamp_offset else 0
         return touched + stamps + (HUGE_PAGE_BYTES if rows > _HUGE_PAGES_FROM_ROWS else 0)
+
+
+class Buckets:
+    """The segments of a table between two growths. `layout` is *immutable*; the writer changes the memory and the counts.
+
+    Attributes:
+        layout: (5 + 2 * segments,) uint64, what kernels need to know, see `layout.py`; valid while this object is held.
+        segment_rows: (segments,) int64, the rows of each; for the writer alone.
+    """
+
+    __slots__ = ("_pages", "_slabs", "_tag", "layout", "segment_rows")
+
+    def __init__(self, tag: str, slabs: Slabs, pages: Sequence[Pages]) -> None:
+        """Describe segments, whose rows the caller has yet to enter."""
+        self._tag = tag
+        self._slabs = slabs
+        self._pages = tuple(pages)
+        bits = len(pages).bit_length() - 1
+        head = [slabs.addresses, slabs.shift, slabs.vector_bytes, slabs.stamp_offset, bits]
+        segments = [word for page in pages for word in (page.address, page.size_bytes // BUCKET_BYTES)]
+        self.layout: npt.NDArray[np.uint64] = np.array(head + segments, np.uint64)
+        self.segment_rows: npt.NDArray[np.int64] = np.zeros(len(pages), np.int64)
+
+    @classmethod
+    def empty(cls, tag: str, slabs: Slabs, count: int) -> "Buckets":
+        """Make `count` buckets, or some more, without rows."""
+        return cls(tag, slabs, [_allocated(tag, part) for part in _parted(count)])
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the pages of all buckets."""
+        return sum(_to_pages(pages.size_bytes) for pages in self._pages)
+
+    def grown(self, number: int) -> "Buckets":
+        """Return the same rows with segment `number` enlarged: by a quarter unless it is small, so that 0.72 of it are in use.
+
+        Raises:
+            DatabaseError: no memory; this object is unharmed.
+        """
+        counts = self._counts()
+        if len(counts) == 1:
+            count = counts[0] * 2 if counts[0] < _GROW_GENTLY_FROM else counts[0] * 5 // 4
+            return self._resized(_parted(count))
+        counts[number] = max(counts[number] * 5 // 4 // _IN_PAGE * _IN_PAGE, counts[number] + _IN_PAGE)
+        return self._resized(counts)
+
+    def with_room_for(self, rows: int) -> "Buckets":
+        """Return buckets that hold `rows` in all, if need be larger ones; segments get some more, as chance is uneven."""
+        counts = self._counts()
+        sizes = _parted(ceil(rows / LOAD_ROWS))
+        if len(sizes) > 1:
+            share = rows / len(sizes)
+            sizes = [_in_pages(ceil((share + 5 * sqrt(share)) / LOAD_ROWS))] * len(sizes)
+        if len(sizes) == len(counts):
+            sizes = [max(pair) for pair in zip(sizes, counts, strict=True)]
+        elif len(sizes) < len(counts):
+            return self
+        return self if sizes == counts else self._resized(sizes)
+
+    def retire_what_is_not_in(self, successor: "Buckets") -> None:
+        """Send the readers of replaced segments to the successor, before the writer changes anything in it."""
+        for number, pages in enumerate(self._pages):
+            if pages not in successor._pages:
+                retire(self.layout, number)
+
+    def _counts(self) -> list[int]:
+        return [pages.size_bytes // BUCKET_BYTES for pages in self._pages]
+
+    def _resized(self, counts: list[int]) -> "Buckets":
+        """Return the same rows in segments of other sizes; segments whose size stays are shared."""
+        old = self._counts()
+        parted = len(counts) != len(old)
+        if parted:  # crafted keys can all belong to one segment
+            rows = np.zeros(len(counts), np.int64)
+            for number in range(len(old)):
+                count_by_hash(self.layout, number, rows)
+            counts = [max(count, _in_pages(own // LOAD_ROWS + 1)) for count, own in zip(counts, rows.tolist(), strict=True)]
+        shared = [not parted and count == old[number] for number, count in enumerate(counts)]
+        pages = [self._pages[i] if shared[i] else _allocated(self._tag, count) for i, count in enumerate(counts)]
+        larger = Buckets(self._tag, self._slabs, pages)
+        for number in range(len(old)):
+            if shared[number]:
+                larger.segment_rows[number] = self.segment_rows[number]
+            else:
+                rehash(self.layout, number, larger.layout, larger.segment_rows)
+        return larger
+
+
+def _allocated(tag: str, count: int) -> Pages:
+    size_bytes = count * BUCKET_BYTES
+    return Pages(size_bytes, f"table {tag!r}: {count} buckets", huge=size_bytes >= _HUGE_FROM_BYTES)
+
+
+def _parted(count: int) -> list[int]:
+    """The sizes of the segments into which `count` buckets, or a few more, are cut."""
+    if count < SEGMENTED_FROM:
+        return [count]
+    segments = 1 << _SEGMENT_BITS
+    return [_in_pages(-(-count // segments))] * segments
+
+
+def _in_pages(count: int) -> int:
+    """Round a number of buckets up to whole pages."""
+    return -(-count // _IN_PAGE) * _IN_PAGE
 
 
 def _to_pages(size_bytes: int) -> int:

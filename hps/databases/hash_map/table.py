@@ -1,4 +1,4 @@
-"""One table of the hash map: its memory, its one writer at a time, its growth."""
+"""One table of the hash map: how callers take turns to write to it, and how it grows."""
 
 import threading
 import time
@@ -9,18 +9,16 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from hps.databases.base import TableStats
-from hps.databases.hash_map.buckets import Buckets
-from hps.databases.hash_map.eviction import ACCESS, OverflowRule
-from hps.databases.hash_map.fetch import fetch
-from hps.databases.hash_map.kernels import NO_BUCKETS, NO_ROWS, count_present, delete, insert, scan
+from hps.databases.base import UNBOUNDED_ROWS, TableStats
+from hps.databases.hash_map.eviction import ACCESS, HashMapOverflow
+from hps.databases.hash_map.kernels import NO_BUCKETS, NO_ROWS, count_present, delete, fetch, insert, scan
 from hps.databases.hash_map.layout import BUSY, DONE, KEEP, ROWS, STAMP
-from hps.databases.hash_map.memory import MAX_ROWS, Slabs
+from hps.databases.hash_map.memory import MAX_ROWS, Buckets, Slabs
 from hps.errors import DatabaseError, DatabaseTimeoutError
 from hps.types import BoolArray, FloatArray, KeyArray
 
 SLICE_ROWS: Final = 16_384
-"""Rows that one insertion or deletion writes before it lets another writer in."""
+"""Rows that an insertion or a deletion writes before it lets another writer in."""
 _SCAN_ROWS: Final = 4096
 _BACKOFF_S: Final = 50e-6
 _STAMPS_A_SECOND: Final = 16
@@ -28,14 +26,14 @@ _STAMP_LIMIT: Final = 2**32 - 1
 _EVERYTHING: Final = np.empty(0, np.bool_)
 
 
-class Table:
+class HashMapTable:
     """Vectors of one width by key. *Thread-safe.*
 
-    Readers take no lock: they wait only for the bucket that a writer is at, for as long as that takes. Writers wait for one
-    another, and a long one lets others in between its slices.
+    Readers take no lock. They wait only while a writer changes the very bucket that they read. Writers wait for one another,
+    and a long call lets others in between its slices.
 
-    A reader holds the buckets that it reads; those that the table has outgrown are unmapped when their last reader has
-    gone. Slabs live as long as the table, which its readers hold too, so that a table can be dropped under them.
+    A reader holds the buckets that it reads: buckets that the table has outgrown are unmapped when their last reader has
+    finished. Slabs live as long as the table, which its readers hold too, so a table can be dropped while it is read.
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class Table:
         allocation_rate: int,
         initial_buckets: int,
         batch_rows: int,
-        overflow: OverflowRule | None,
+        overflow: HashMapOverflow | None,
         timeout_s: float,
         clock: Callable[[], float],
     ) -> None:
@@ -84,7 +82,7 @@ class Table:
             if state == DONE:
                 return int(filled)
             if state == BUSY:
-                # The writer lost the processor in the middle of a bucket: it needs ours to finish.
+                # The writer lost its processor in the middle of a bucket; it may need ours to finish.
                 deadline = deadline or time.monotonic() + self._timeout_s
                 if time.monotonic() > deadline:
                     raise DatabaseTimeoutError(
@@ -98,7 +96,7 @@ class Table:
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
     ) -> None:
-        """Do what `Database.insert` says, in batches; the overflow rule holds for each."""
+        """Do what `Database.insert` says, in batches; the overflow rule applies to each."""
         for start in range(0, keys.size, self._batch_rows):
             batch = slice(start, start + self._batch_rows)
             with self._writing(f"inserting {keys.size} keys"):
@@ -121,7 +119,7 @@ class Table:
         return deleted
 
     def scan(self, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
-        """Do what `Database.scan` says. Between two steps of the scan, writers write."""
+        """Do what `Database.scan` says. Writers write between two steps of the scan."""
         cursor, state = np.zeros(1, np.uint64), NO_ROWS
         room = max(min(chunk_rows, self.rows), _SCAN_ROWS)
         while state != DONE:
@@ -135,7 +133,7 @@ class Table:
                 yield keys[start:stop], vectors[start:stop]
 
     def reserve(self, rows: int) -> None:
-        """Make the bucket array large enough for `rows` at once; growing step by step would move them several times."""
+        """Make the bucket array large enough for `rows` at once; growth step by step would move them several times."""
         with self._writing(f"reserving {rows} rows"):
             if rows > MAX_ROWS:
                 raise self._too_many(f"reserving {rows} rows")
@@ -150,11 +148,11 @@ class Table:
 
     @property
     def capacity_rows(self) -> int:
-        """Rows at which it evicts; 2^64 - 1 where it never does."""
-        return self._overflow.partitions * self._overflow.margin if self._overflow else 2**64 - 1
+        """Rows at which it evicts, or `UNBOUNDED_ROWS`."""
+        return self._overflow.partitions * self._overflow.margin if self._overflow else UNBOUNDED_ROWS
 
     def stats(self) -> TableStats:
-        """Rows and bytes; the overhead is everything committed beside the vectors: buckets, stamps, rows that are free."""
+        """Rows and bytes; the overhead is all that is committed beside the vectors: buckets, stamps, free rows."""
         rows, used, _ = self._counters.tolist()
         vector_bytes = rows * self._slabs.vector_bytes
         held = self._buckets.size_bytes + self._slabs.committed_bytes(max(used, rows)) + self._partition_rows.nbytes
@@ -171,7 +169,7 @@ class Table:
         if not self._writer.acquire(timeout=self._timeout_s):
             raise DatabaseTimeoutError(
                 f"hash map: {doing} of table {self._tag!r}: other threads wrote to it for all of {self._timeout_s} s; "
-                "write less at once, or from fewer threads"
+                "write fewer rows at once, or from fewer threads"
             )
         try:
             self._retire_outgrown()
@@ -188,7 +186,7 @@ class Table:
     def _too_many(self, doing: str) -> DatabaseError:
         return DatabaseError(
             f"hash map: {doing} of table {self._tag!r}, which holds {self.rows}: it would hold more than {MAX_ROWS} rows, the "
-            "most there can be; nothing was changed. Bound it with overflow_margin, or use a persistent database alone"
+            "most that a table can; nothing was changed. Bound it with overflow_margin, or use a persistent database alone"
         )
 
     def _enter(self, keys: KeyArray, vectors: FloatArray) -> None:
@@ -225,8 +223,8 @@ class Table:
                 self._slabs.extend()
 
     def _replace_buckets(self, larger: Buckets) -> None:
-        """Let readers go by larger buckets, which hold the same rows, as the writer."""
-        self._outgrown = self._buckets  # should an interrupt end this here, the next writer sends its readers away
+        """Show readers larger buckets, which hold the same rows, as the writer."""
+        self._outgrown = self._buckets  # if an interrupt ends this here, the next writer retires them
         self._buckets = larger
         self._retire_outgrown()
 

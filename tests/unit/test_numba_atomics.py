@@ -1,13 +1,15 @@
-"""The order of the hash map's loads and stores on arm64, where hardware would reorder them, read off the machine code."""
+"""The order of loads and stores on arm64, where the hardware would reorder them, read off the machine code."""
 
 import re
 
 import numpy as np
 import pytest
 from llvmlite import binding
-from numba import boolean, int64, njit, uint64
+from numba import boolean, int64, njit, uint64, void
 
-from hps.databases.hash_map import atomics
+from hps import numba_atomics as atomics
+from hps.cache.cpu import sets
+from hps.databases.hash_map.layout import match_keys
 
 TRIPLE = "aarch64-unknown-linux-gnu"
 
@@ -15,7 +17,7 @@ TRIPLE = "aarch64-unknown-linux-gnu"
 @njit(uint64(uint64, int64))
 def probe(bucket, key):
     header = atomics.load_acquire(bucket)
-    found = atomics.match_keys(bucket, key)
+    found = match_keys(bucket, key)
     atomics.fence_acquire()
     return found if atomics.load_relaxed(bucket) == header else np.uint64(0)
 
@@ -33,6 +35,21 @@ def write(bucket, key):
     atomics.store_relaxed(bucket + np.uint64(8), key)
     atomics.store_release(bucket, header + np.uint64(2))
     return header
+
+
+@njit(int64(int64, int64, int64))
+def probe_set(line, key, wraps_at):
+    wraps = atomics.load_acquire(wraps_at)
+    version = atomics.load_acquire_u16(line)
+    slot = sets.find(line, key)
+    return slot if sets.unchanged(line, version, wraps_at, wraps) else -2
+
+
+@njit(void(int64, int64, int64))
+def change_set(line, key, wraps_at):
+    version = sets.take(line)
+    atomics.store_relaxed(line + 16, key)
+    sets.give_back_changed(line, version, wraps_at)
 
 
 def arm64(function):
@@ -71,12 +88,42 @@ def test_a_change_lies_between_two_stores_of_the_header():
     assert re.match(r"stlr\tx\d+, \[x2\]", instructions[first + 3])
 
 
+def test_a_set_is_read_between_two_loads_of_its_version_and_of_the_wraps():
+    before, fence, after = "\n".join(arm64(probe_set)).partition("dmb\tishld")
+    assert fence
+    assert re.match(r"ldar\tx\d+, \[x4\]\nldarh\tw\d+, \[x2\]\n", before)
+    assert len(re.findall(r"q\d+, \[x2", before)) == 8 + 1
+    assert re.search(r"ldarh\tw\d+, \[x2\]\nldr\tx\d+, \[x4\]", after)
+    assert not re.search(r"q\d+, \[x2", after)
+
+
+def test_a_set_is_changed_between_the_swap_and_the_store_of_its_version():
+    before, fence, after = "\n".join(arm64(change_set)).partition("dmb\tish\n")
+    assert fence
+    assert re.search(r"ldaxrh\tw\d+, \[(x\d+)\]\nstxrh\tw\d+, w\d+, \[\1\]\n$", before)
+    assert re.match(r"str\tx\d+, \[(x\d+), #16\]\n(.*\n)*stlrh\tw\d+, \[\1\]", after)
+
+
 @pytest.mark.parametrize("entry", range(10))
 def test_a_key_is_matched_in_its_entry_and_nowhere_else(entry):
     words = np.full(32, 5, np.int64)
     start = (-words.ctypes.data // 8) % 16  # 128-byte aligned
     words[start + 1 + entry] = -7
-    matched = njit(uint64(uint64, int64))(lambda bucket, key: atomics.match_keys(bucket, key))
+    matched = njit(uint64(uint64, int64))(lambda bucket, key: match_keys(bucket, key))
     address = np.uint64(words[start:].ctypes.data)
     assert matched(address, -7) == 1 << entry
     assert matched(address, 5) == 0x3FF & ~(1 << entry)
+
+
+@pytest.mark.parametrize("slot", range(14))
+def test_a_key_is_found_in_its_slot_unless_that_is_empty(slot):
+    words = np.full(32, 5, np.int64)
+    start = (-words.ctypes.data // 8) % 16
+    line = words[start : start + 16]
+    ages = line.view(np.uint8)[2:16]
+    ages[:] = 1
+    line[2 + slot] = -7
+    found = njit(int64(int64, int64))(lambda line, key: sets.find(line, key))
+    assert found(line.ctypes.data, -7) == slot
+    ages[slot] = 0
+    assert found(line.ctypes.data, -7) == -1

@@ -101,28 +101,23 @@ def _reading(report: Report, source: str, dim: int) -> None:
     for start, keys, vectors in read_ahead(model, ranges):
         np.testing.assert_array_equal(vectors, sample_vectors(keys, dim, _SEED), err_msg=f"rows from {start}")
 
-    def fresh() -> None:
-        for _ in model.chunks():
-            pass
-
     def ahead() -> None:
         for _ in read_ahead(model, ranges):
             pass
 
-    ways = {"pread": lambda: _pread(model, step), "chunks": fresh, "read_ahead": ahead}
-    seconds = {name: float("inf") for name in ways}
-    for _ in range(_REPEATS):
-        for name, way in ways.items():
-            seconds[name] = min(seconds[name], _seconds(way))
-    for name in ("chunks", "read_ahead"):
-        report.add(
-            {"work": "read", "into": name, "dim": dim, "rows": model.rows},
-            {
-                "gb_per_s": model.size_bytes / seconds[name] / 1e9,
-                "of_limit": seconds["pread"] / seconds[name],
-                "limit": "pread into one buffer",
-            },
-        )
+    times = [(_seconds(ahead), _seconds(lambda: _pread(model, step))) for _ in range(_REPEATS)]
+    ours, limit = (min(column) for column in zip(*times, strict=True))
+    report.add(
+        {"work": "read", "into": "read_ahead", "dim": dim, "rows": model.rows},
+        {"gb_per_s": model.size_bytes / ours / 1e9, "of_limit": limit / ours, "limit": "pread into one buffer"},
+    )
+
+
+def _chunks(model: SparseModel) -> list[tuple[KeyArray, FloatArray]]:
+    """All rows of a model in memory, in chunks."""
+    starts = range(0, model.rows, model.chunk_rows)
+    ranges = [(start, min(start + model.chunk_rows, model.rows)) for start in starts]
+    return [(keys.copy(), vectors.copy()) for _, keys, vectors in read_ahead(model, ranges)]
 
 
 def _pread(model: SparseModel, step: int) -> None:
@@ -160,7 +155,7 @@ def _databases(kind: str, directory: Path) -> Iterator[list[Database]]:
 def _filling(report: Report, source: str, dim: int, order: str, kind: str, directory: Path) -> None:
     table = _table(dim)
     model = open_sparse_model(source, dim)
-    chunks = list(model.chunks())
+    chunks = _chunks(model)
 
     def from_files() -> float:
         with _databases(kind, directory) as databases:
@@ -210,7 +205,7 @@ def _check(database: Database, table: TableSpec, rows: int, order: str) -> None:
 def _warming(report: Report, source: str, dim: int) -> None:
     table = _table(dim)
     model = open_sparse_model(source, dim)
-    chunks = list(model.chunks())
+    chunks = _chunks(model)
 
     def from_files() -> float:
         cache = NumpyCache([table], [model.rows])

@@ -14,7 +14,7 @@ import hps
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.rocks_db import engine as rocks_db_engine
 from hps.databases.rocks_db.database import RocksDatabase
-from hps.databases.rocks_db.record import LoadRecords
+from hps.databases.rocks_db.load_records import LoadRecords
 from hps.models import files as model_files
 from hps.models import table_load
 

@@ -1,4 +1,4 @@
-"""Reads a sparse model ahead of whoever inserts it, within a few chunks of memory."""
+"""Reads a sparse model ahead of its insertion, within a few chunks of memory."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
@@ -21,14 +21,17 @@ def read_ahead(
 ) -> Generator[tuple[int, KeyArray, FloatArray], None, None]:
     """Yield (first row, keys, vectors) of each range of rows, none longer than a chunk, while threads read the next ones.
 
-    A chunk is read in the parts that its file system is good at, several of them at a time, into `model.chunks_ahead` + 1
-    buffers of at most CHUNK_BYTES. The arrays are lent: they are filled anew once the next chunk is asked for. Closing the
-    generator ends the reading.
+    A chunk is read in parts of the size that suits its file system, several at a time, into `model.chunks_ahead` + 1 buffers of
+    at most CHUNK_BYTES. The arrays are lent: they are overwritten once the next chunk is asked for. Closing the generator ends
+    the reading.
 
     Args:
         model: the files.
         ranges: of rows.
-        allocate: makes the arrays, by shape and dtype: `EmbeddingCache.host_buffer` where they go to a cache.
+        allocate: makes the arrays, by shape and dtype; `EmbeddingCache.host_buffer` if they go to a cache.
+
+    Raises:
+        ModelFileError: as in `SparseModel.read_part`, or a chunk took too long. Rows yielded before are of unchanged files.
     """
     length = min(model.chunk_rows, model.rows)
     free = deque(
@@ -52,7 +55,9 @@ def read_ahead(
             for part in done:
                 part.result()
             if stuck := bool(late):
-                raise ModelFileError(f"reading {model.place}: rows from {start} on did not come in {_READ_TIMEOUT_S:.0f} s")
+                raise ModelFileError(
+                    f"reading {model.place}: rows from {start} on did not arrive within {_READ_TIMEOUT_S:.0f} s"
+                )
             yield start, buffer[0][:count], buffer[1][:count]
             free.append(buffer)
     finally:

@@ -1,4 +1,4 @@
-"""Writes sparse model files: to a local directory whole or not at all, to other places so that no half is taken for a whole."""
+"""Writes sparse model files: locally whole or not at all, elsewhere so that no half passes for a whole."""
 
 import ctypes
 import os
@@ -27,23 +27,23 @@ def write_sparse_model(
 ) -> int:
     """Write a sparse model, by its path or URI.
 
-    Locally the files are written to a temporary directory beside the target, synced to disk and renamed, so that a reader finds
-    the old model, the new one or none, whenever this process is stopped. A killed process leaves `.<name>.<random>.tmp` behind.
+    Locally the files are written to a temporary directory beside the target, synced to disk and renamed: whenever this process
+    is stopped, a reader finds the old model, the new one or none. A killed process leaves `.<name>.<random>.tmp` behind.
     Elsewhere each file appears whole, `key` last, and an old `key` is removed first: a reader finds a whole model, or one
     without `key`, which it refuses.
 
     Args:
         directory: where the files go, a path or a URI; parents are made.
         rows: (keys, vectors), or an iterable of such chunks: keys (n,) int64, vectors (n, dim) float32, in host memory. A
-            chunk is done with when the next one is asked for.
+            chunk may be changed once the next one is asked for.
         overwrite: replace a sparse model that is there. A directory that holds anything else is never replaced.
-        sources: the file systems to use; new ones, with their default settings, where they are not given.
+        sources: the file systems to use; by default new ones with default settings.
 
     Returns:
         How many rows were written.
 
     Raises:
-        ModelFileError: something is in the way, the place refused, or there is no row.
+        ModelFileError: something is in the way, the files cannot be written, or there is no row.
         InvalidInputError: a chunk has the wrong shape; `InvalidDtypeError`: or dtype.
     """
     chunks = [rows] if isinstance(rows, tuple) else rows
@@ -90,7 +90,7 @@ def _write_local(target: str, chunks: Iterable[tuple[KeyArray, FloatArray]], ove
             _sync(parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # after an exchange this is the old model
-    except ModelFileError:  # of the rows' source; some of them are OSErrors, too
+    except ModelFileError:  # from the source of the rows; some are OSErrors, too
         raise
     except OSError as error:
         raise ModelFileError(f"writing sparse model {target}: {error.strerror or error}; nothing was changed") from error
@@ -103,7 +103,7 @@ def _check_target(target: str, overwrite: bool) -> None:
     except FileNotFoundError:
         return
     except NotADirectoryError as error:
-        raise ModelFileError(f"writing sparse model {target}: a file is in the way, wanted a directory or nothing") from error
+        raise ModelFileError(f"writing sparse model {target}: a file is in the way, expected a directory or nothing") from error
     _check_names(target, names, overwrite)
 
 
@@ -113,30 +113,30 @@ def _check_names(target: str, names: list[str], overwrite: bool) -> None:
     foreign = sorted(set(names) - {"key", "emb_vector", "meta"})
     if foreign:
         raise ModelFileError(
-            f"writing sparse model {target}: it holds {', '.join(foreign[:8])}, which is no part of a sparse model; "
+            f"writing sparse model {target}: it holds {', '.join(foreign[:8])}, which is not part of a sparse model; "
             "choose another directory"
         )
 
 
 def _check_count(target: str, count: int) -> None:
     if count == 0:
-        raise ModelFileError(f"writing sparse model {target}: got no rows, wanted at least 1")
+        raise ModelFileError(f"writing sparse model {target}: got no rows, expected at least 1")
 
 
 def _checked(chunks: Iterable[tuple[KeyArray, FloatArray]]) -> Iterator[tuple[KeyArray, FloatArray]]:
-    """Pass chunks on that have the right types and one width."""
+    """Pass chunks on, if they have the right types and one width."""
     dim = 0
     for keys, vectors in chunks:
         if keys.dtype != np.int64 or vectors.dtype != np.float32:
             raise InvalidDtypeError(
-                f"writing sparse model: got keys {keys.dtype} and vectors {vectors.dtype}, wanted int64 and float32"
+                f"writing sparse model: got keys {keys.dtype} and vectors {vectors.dtype}, expected int64 and float32"
             )
         if dim == 0 and vectors.ndim == 2:
             dim = vectors.shape[1]
         if keys.ndim != 1 or dim < 1 or vectors.shape != (keys.size, dim):
             raise InvalidInputError(
                 f"writing sparse model: got keys of shape {keys.shape} and vectors of shape {vectors.shape}, "
-                f"wanted (n,) and (n, {max(dim, 1)})"
+                f"expected (n,) and (n, {max(dim, 1)})"
             )
         yield keys, vectors
 
@@ -156,7 +156,7 @@ def _write_files(directory: str, chunks: Iterable[tuple[KeyArray, FloatArray]]) 
 
 
 def _put_in_place(temporary: str, target: str) -> None:
-    """Give the new directory the target's name; what had it, if anything, ends under the temporary name."""
+    """Give the new directory the target's name; a directory that had it gets the temporary name."""
     if not os.path.lexists(target):
         os.rename(temporary, target)
         return

@@ -40,6 +40,7 @@ from tests.misbehaving_proxy import (
     always,
     first,
 )
+from tests.sparse_models import chunks_of
 from tests.table_loads import load_table, nothing_to_do
 
 pytestmark = pytest.mark.gcs
@@ -84,7 +85,7 @@ def test_a_model_is_written_checked_read_and_loaded(server: GcsServer, tmp_path:
     model = open_sparse_model(place, 16, sources=sources)
     parts = model.parts(0, keys[: model.chunk_rows].copy(), vectors[: model.chunk_rows].copy())
     assert len(parts) >= 5
-    read_keys, read_vectors = (np.concatenate(arrays) for arrays in zip(*model.chunks(), strict=True))
+    read_keys, read_vectors = (np.concatenate(arrays) for arrays in zip(*chunks_of(model), strict=True))
     assert read_keys.tobytes() == keys.tobytes()
     assert read_vectors.tobytes() == vectors.tobytes()
 

@@ -29,6 +29,7 @@ from hps.models.writer import write_sparse_model
 from hps.types import FloatArray, KeyArray, TableSpec
 from tests.contracts.filesystem_contract import noise
 from tests.hdfs_cluster import HdfsCluster, free_ports, hdfs_cluster, write_hadoop_configuration
+from tests.sparse_models import chunks_of
 from tests.table_loads import load_table, nothing_to_do
 
 pytestmark = pytest.mark.hdfs
@@ -98,7 +99,7 @@ def test_a_model_that_was_written_is_read_bit_for_bit(cluster: HdfsCluster, root
     assert cluster.get("/models/written/emb_vector") == VECTORS.tobytes()
     opened = open_sparse_model(f"{root}/written", DIM)
     assert opened.rows == ROWS
-    keys, vectors = (np.concatenate(arrays) for arrays in zip(*opened.chunks(7777), strict=True))
+    keys, vectors = (np.concatenate(arrays) for arrays in zip(*chunks_of(opened, 7777), strict=True))
     np.testing.assert_array_equal(keys, KEYS)
     np.testing.assert_array_equal(vectors, VECTORS)
     with pytest.raises(ModelFileError, match="it exists"):
@@ -165,7 +166,11 @@ def put_a_file_there(cluster: HdfsCluster) -> None:
 @pytest.mark.parametrize(
     ("spoil", "kind", "words"),
     [
-        (lambda c: remove(c, ""), ModelFileNotFoundError, "there is no such directory; wanted a directory with the files key"),
+        (
+            lambda c: remove(c, ""),
+            ModelFileNotFoundError,
+            "there is no such directory; expected a directory with the files key",
+        ),
         (lambda c: remove(c, "/emb_vector"), ModelFileNotFoundError, "emb_vector not found; it holds key;"),
         (lambda c: remove(c, "/key"), ModelFileNotFoundError, "key not found; it holds emb_vector;"),
         (lambda c: remove(c, "/key", "/emb_vector"), ModelFileNotFoundError, "it holds nothing"),
@@ -367,10 +372,11 @@ _READS = """
 import sys, numpy
 from hps.configuration.tiers import ModelSourceConfig
 from hps.models.files import open_sparse_model
+from hps.models.read_ahead import read_ahead
 from hps.models.sources import ModelSources
 settings = ModelSourceConfig(timeout_s=float(sys.argv[2]), deadline_s=60, max_attempts=60)
 model = open_sparse_model(sys.argv[1], 16, sources=ModelSources(settings))
-print(sum(int(keys.sum()) for keys, _ in model.chunks()))
+print(sum(int(keys.sum()) for _, keys, _ in read_ahead(model, [(0, model.rows)])))
 """
 
 

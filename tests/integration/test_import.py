@@ -26,6 +26,7 @@ from hps.models.files import open_sparse_model
 from hps.models.importing import import_model, list_arrays
 from hps.models.sources import ModelSources
 from tests.s3_server import S3Server, know_only_moto, s3_server
+from tests.sparse_models import chunks_of
 
 Array = np.ndarray[Any, Any]
 Save = Callable[[Path, Array, Array], Path]
@@ -97,7 +98,7 @@ def run(*arguments: object) -> Result:
 
 
 def opened(place: object, dim: int, sources: ModelSources | None = None) -> tuple[Array, Array]:
-    keys, vectors = zip(*open_sparse_model(str(place), dim, sources=sources).chunks(), strict=True)
+    keys, vectors = zip(*chunks_of(open_sparse_model(str(place), dim, sources=sources)), strict=True)
     return np.concatenate(keys), np.concatenate(vectors)
 
 

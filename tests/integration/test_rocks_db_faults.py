@@ -19,7 +19,7 @@ import pytest
 
 from hps.databases.base import LoadRecord
 from hps.databases.rocks_db.database import RocksDatabase
-from hps.databases.rocks_db.errors import database_error
+from hps.databases.rocks_db.engine import database_error
 from hps.errors import (
     DatabaseCorruptError,
     DatabaseError,
@@ -83,7 +83,7 @@ def test_a_directory_that_another_process_holds_is_refused_at_once_with_the_cure
     """
     with child(code, path, stdin=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == "open\n"
-        with pytest.raises(DatabaseLockedError, match=rf"(?s){path}.*Another process.*fuser.*path of its own.*read_only"):
+        with pytest.raises(DatabaseLockedError, match=rf"(?s){path}.*Another process.*fuser.*another path.*read_only"):
             RocksDatabase(path)
         RocksDatabase(path, read_only=True).close()
         holder.communicate("", timeout=30)

@@ -42,6 +42,7 @@ from tests.misbehaving_proxy import (
     first,
 )
 from tests.s3_server import S3Server, know_only_moto, s3_server
+from tests.sparse_models import chunks_of
 from tests.table_loads import load_table, nothing_to_do
 
 pytestmark = pytest.mark.s3
@@ -163,7 +164,7 @@ def test_a_model_is_written_read_and_loaded_bit_for_bit(
     model = open_sparse_model(f"{root}/item/", DIM, sources=sources)
     assert (model.rows, model.place) == (ROWS, f"{root}/item")
     count = 0
-    for keys, vectors in model.chunks(chunk_rows=7_001):
+    for keys, vectors in chunks_of(model, chunk_rows=7_001):
         np.testing.assert_array_equal(keys, np.arange(count, count + keys.size))
         np.testing.assert_array_equal(vectors, sample_vectors(keys, DIM, 3))
         count += keys.size
@@ -524,7 +525,7 @@ def test_a_model_is_loaded_through_a_store_that_fails_now_and_then(
 @pytest.mark.parametrize(
     ("objects", "message"),
     [
-        ({}, "there is no such directory; wanted a directory with the files key and emb_vector"),
+        ({}, "there is no such directory; expected a directory with the files key and emb_vector"),
         ({"key": 16}, "emb_vector not found; it holds key; wanted"),
         ({"emb_vector": 64}, "key not found; it holds emb_vector; wanted"),
         ({"other": 1}, "key and emb_vector not found; it holds other"),

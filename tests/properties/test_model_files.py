@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hps.errors import ModelFileError
 from hps.models.files import open_sparse_model
 from hps.models.writer import write_sparse_model
+from tests.sparse_models import chunks_of
 
 MAX_BYTES = 400
 sizes = st.integers(0, MAX_BYTES) | st.sampled_from([0, 1, 7, 8, 9, 64, 128, 256])
@@ -64,7 +65,7 @@ def test_a_random_directory_gives_its_rows_or_a_model_file_error(key, vectors, m
         event("fits" if fits else "does not fit")
         try:
             model = open_sparse_model(directory, dim, int32_keys=int32_keys)
-            chunks = list(model.chunks(chunk_rows))
+            chunks = list(chunks_of(model, chunk_rows))
         except ModelFileError:
             assert not fits
             return
@@ -83,7 +84,7 @@ def test_a_model_that_fits_is_read_and_any_other_size_is_refused(data, rows, dim
         put(directory / "key", key)
         put(directory / "emb_vector", vectors)
         start = data.draw(st.integers(0, rows))
-        chunks = list(open_sparse_model(directory, dim).chunks(chunk_rows, start))
+        chunks = list(chunks_of(open_sparse_model(directory, dim), chunk_rows, start))
         assert b"".join(k.tobytes() for k, _ in chunks) == key[8 * start :]
         assert b"".join(v.tobytes() for _, v in chunks) == vectors[4 * dim * start :]
         name = data.draw(st.sampled_from(["key", "emb_vector"]))
@@ -103,7 +104,7 @@ def test_what_is_written_in_chunks_is_read_in_other_chunks(data, dim, pieces, ch
     with scratch() as directory:
         given_rows = [(np.frombuffer(k, np.int64), np.frombuffer(v, np.float32).reshape(-1, dim)) for k, v in raw]
         assert write_sparse_model(directory / "m", given_rows) == sum(pieces)
-        chunks = list(open_sparse_model(directory / "m", dim).chunks(chunk_rows))
+        chunks = list(chunks_of(open_sparse_model(directory / "m", dim), chunk_rows))
         assert b"".join(k.tobytes() for k, _ in chunks) == b"".join(k for k, _ in raw)
         assert b"".join(v.tobytes() for _, v in chunks) == b"".join(v for _, v in raw)
 

@@ -26,6 +26,7 @@ from hps.cli.app import app
 from hps.models.files import open_sparse_model
 from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
+from tests.sparse_models import chunks_of
 
 COMMANDS = ["serve", "load", "import", "lookup", "check-config", "create-model"]
 TABLES = {"user": (300, 4, 1), "item": (500, 8, 2)}  # rows, dim, seed
@@ -143,7 +144,7 @@ def test_create_model_writes_the_sample_vectors_of_its_keys(tmp_path: Path) -> N
     result = run("create-model", tmp_path / "m", "--rows", 1000, "--dim", 6, "--seed", 3)
     assert result.exit_code == 0
     assert result.stdout == f"{tmp_path}/m: 1,000 rows of 6 float32, 0.0 MB, keys 0 to 999\n"
-    ((keys, vectors),) = open_sparse_model(tmp_path / "m", 6).chunks()
+    ((keys, vectors),) = chunks_of(open_sparse_model(tmp_path / "m", 6))
     np.testing.assert_array_equal(keys, np.arange(1000))
     np.testing.assert_array_equal(vectors, sample_vectors(keys, 6, 3))
 
@@ -293,7 +294,7 @@ def test_load_of_a_broken_model_is_code_2(tmp_path: Path, config: Path) -> None:
     os.truncate(tmp_path / "item" / "emb_vector", 100)
     result = run("load", config)
     assert result.exit_code == 2
-    assert "item/emb_vector: got 100 bytes, wanted 16000" in result.stderr
+    assert "item/emb_vector: got 100 bytes, expected 16000" in result.stderr
 
 
 def test_a_failure_of_the_database_is_code_1(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

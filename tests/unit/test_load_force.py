@@ -27,6 +27,7 @@ from hps.registry import IMPLEMENTATIONS
 from hps.types import FloatArray, KeyArray, TableSpec
 from tests.memory_database import MemoryDatabase
 from tests.redis_server import RedisServer
+from tests.sparse_models import chunks_of
 from tests.table_loads import load_table, nothing_to_do
 
 DIM, ROWS, CHUNK_ROWS = 4, 1000, 64
@@ -156,7 +157,7 @@ def test_one_flipped_bit_is_another_version(source: str, rocks: RocksDatabase, n
     report = load_table(TABLE, source, [rocks])
     assert report.loads[0].rows == ROWS
     model = open_sparse_model(source, DIM)
-    assert held(rocks) == content(*next(model.chunks(ROWS)))
+    assert held(rocks) == content(*next(chunks_of(model, ROWS)))
     assert not record_of(rocks).modified
 
 

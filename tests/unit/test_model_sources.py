@@ -17,6 +17,7 @@ from hps.models.sample import sample_chunks, sample_vectors
 from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model
 from hps.registry import IMPLEMENTATIONS
+from tests.sparse_models import chunks_of
 
 DIM = 8
 
@@ -170,7 +171,7 @@ def test_a_remote_model_is_written_and_read_whole(sources: ModelSources, store: 
     model = open_sparse_model("store://models/item", DIM, sources=sources)
     assert (model.rows, model.is_local) == (10_000, False)
     rows = 0
-    for keys, vectors in model.chunks(777):
+    for keys, vectors in chunks_of(model, 777):
         np.testing.assert_array_equal(keys, np.arange(rows, rows + keys.size))
         np.testing.assert_array_equal(vectors, sample_vectors(keys, DIM, 3))
         rows += keys.size
@@ -203,7 +204,7 @@ def test_memory_is_bounded_by_the_parts_that_are_being_read(sources: ModelSource
 def test_a_replaced_remote_model_is_noticed(sources: ModelSources, store: Store) -> None:
     write_sparse_model("store://models/item", sample_chunks(1000, DIM, 3), sources=sources)
     model = open_sparse_model("store://models/item", DIM, sources=sources)
-    chunks = model.chunks(100)
+    chunks = chunks_of(model, 100)
     next(chunks)
     write_sparse_model("store://models/item", sample_chunks(1000, DIM, 4), overwrite=True, sources=sources)
     with pytest.raises(ModelFileChangedError, match="changed while"):

@@ -12,10 +12,9 @@ import pytest
 import rocksdict
 
 from hps.databases.base import Database, LoadRecord
-from hps.databases.rocks_db.calls import OpenCalls
-from hps.databases.rocks_db.database import RocksDatabase
+from hps.databases.rocks_db.database import OpenCalls, RocksDatabase
 from hps.databases.rocks_db.engine import Engine
-from hps.databases.rocks_db.record import LoadRecords
+from hps.databases.rocks_db.load_records import LoadRecords
 from hps.errors import (
     DatabaseCorruptError,
     DatabaseError,
@@ -172,7 +171,9 @@ def test_a_value_of_another_size_is_corrupt_and_its_key_and_table_are_named(path
     database.open_table(TAG, 2)
     keys = np.concatenate([np.arange(500), [999]])
     found = np.zeros(501, np.bool_)
-    with pytest.raises(DatabaseCorruptError, match=rf"(?s){TAG}.*key 77 has a vector of {len(value)} bytes, wanted .* 8 bytes"):
+    with pytest.raises(
+        DatabaseCorruptError, match=rf"(?s){TAG}.*key 77 has a vector of {len(value)} bytes, expected .* 8 bytes"
+    ):
         database.fetch(TAG, keys, np.empty((501, 2), np.float32), found)
     with pytest.raises(DatabaseCorruptError, match=rf"{TAG}.*key 77 "):
         list(database.scan(TAG, 100))
@@ -623,7 +624,7 @@ def test_closing_while_others_read_and_write_ends_them_with_an_error(path: Path)
 def test_closing_waits_for_calls_under_way_but_not_for_ever():
     calls = OpenCalls("the database /x")
     with calls:
-        with pytest.raises(DatabaseTimeoutError, match=r"/x.*1 calls.*0\.01 s"):
+        with pytest.raises(DatabaseTimeoutError, match=r"/x: calls still running after 0\.01 s: 1;"):
             calls.close(0.01)
         with pytest.raises(NotReadyError), calls:
             pass

@@ -508,7 +508,7 @@ def test_a_read_that_never_ends_is_given_up(source: str, monkeypatch: pytest.Mon
     monkeypatch.setattr("hps.filesystems.local.LocalFileSystem", StuckFileSystem)
     monkeypatch.setattr("hps.models.read_ahead._READ_TIMEOUT_S", 0.05)
     try:
-        with pytest.raises(ModelFileError, match=r"rows from 0 on did not come in"):
+        with pytest.raises(ModelFileError, match=r"rows from 0 on did not arrive within"):
             load_table(TABLE, source, [MemoryDatabase()])
     finally:
         gate.set()

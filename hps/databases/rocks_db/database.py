@@ -1,21 +1,21 @@
 """The persistent database: every vector of every table, in a RocksDB directory laid out as HugeCTR HPS lays it out.
 
-**Layout** (HugeCTR's, so that either can read what the other wrote): one column family a table, named by its tag; a row is
-the 8 raw little-endian bytes of its key and its raw float32 vector. Our own record of what was loaded is in RocksDB's
-default column family, where HugeCTR keeps nothing.
+**Layout** (HugeCTR's, so that each can read what the other wrote): one column family a table, named by its tag; a row is the
+8 raw little-endian bytes of its key and its raw float32 vector. Our own record of what was loaded is in RocksDB's default
+column family, where HugeCTR keeps nothing.
 
 **Reads** are sorted multi-gets in small batches. There is no block cache unless one is asked for: blocks are not compressed,
-so the kernel's page cache holds the same bytes and gives them back under pressure, and a cache that is smaller than what is
-looked up costs more than it saves (benchmarks/bench_rocks_db.py). Every block read is checked against its checksum;
-memory-mapped reads would be faster, and would kill the process at a truncated file.
+so the kernel's page cache holds the same bytes and gives them back under pressure, and a cache that is smaller than the rows
+in use costs more than it saves (benchmarks/bench_rocks_db.py). Every block that is read is checked against its checksum;
+memory-mapped reads would be faster, but a truncated file would then kill the process.
 
-**Durability.** `insert` and `delete` return when the write-ahead log is synced to disk, once a call, as HugeCTR's do;
-`load_chunk` when the rows, and then the record that counts them, are. A damaged end of the write-ahead log, as a power
-cut leaves it, is dropped at the next opening.
+**Durability.** `insert` and `delete` return once the write-ahead log is synced to disk, which they do once a call, as HugeCTR
+does; `load_chunk` returns once the rows, and then the record that counts them, are on disk. A damaged end of the write-ahead
+log, as a power cut leaves it, is dropped at the next opening.
 
-**Waiting.** RocksDB knows no timeouts: a call takes as long as the disk does. Where it would hold a write back, we wait for
-it instead, at most `write_timeout_s`. Two locks are held while RocksDB works: one a table, which serialises its writers, and
-one that serialises opening and dropping tables. No fetch takes either.
+**Waiting.** RocksDB knows no timeouts: a call takes as long as the disk does. Where RocksDB would hold a write back, we wait
+instead, at most `write_timeout_s`. Two locks are held while RocksDB works: one a table, which serialises its writers, and one
+that serialises opening and dropping tables. No fetch takes either.
 """
 
 import logging
@@ -25,16 +25,16 @@ import threading
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 from hps.databases.base import LoadRecord, PersistentDatabase, TableStats
 from hps.databases.rocks_db import directory
-from hps.databases.rocks_db.calls import OpenCalls
 from hps.databases.rocks_db.engine import DEFAULT, Engine
-from hps.databases.rocks_db.record import LoadRecords
+from hps.databases.rocks_db.load_records import LoadRecords
 from hps.databases.rocks_db.table import RocksTable, width_of
-from hps.errors import DatabaseError, InvalidInputError, TableWidthError, UnknownTableError
-from hps.input_checks import check_fetch, check_keys, check_positive, check_rows
+from hps.errors import DatabaseError, DatabaseTimeoutError, InvalidInputError, NotReadyError, TableWidthError, UnknownTableError
+from hps.input_checks import check_positive
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _log = logging.getLogger(__name__)
@@ -43,17 +43,17 @@ _log = logging.getLogger(__name__)
 class RocksDatabase(PersistentDatabase):
     """Tables of vectors in a RocksDB directory. *Thread-safe.*
 
-    `size` counts a table of up to 131,072 rows and takes RocksDB's estimate of a larger one, in which a row counts again
-    for each time it was replaced since its files were last merged.
+    `size` counts a table of up to 131,072 rows and returns RocksDB's estimate for a larger one, which counts a row again for
+    each time it was replaced since its files were last merged.
 
     Args:
-        path: the directory; it and its parents are created where they are missing. One process at a time may write to it.
+        path: the directory; it and its parents are created if they are missing. One process at a time may write to it.
         num_threads: for flushing and compacting.
-        read_only: serve what is there, beside a process that writes or from a read-only volume, and write nothing. What
-            others write after the opening is not seen.
+        read_only: serve what is there and write nothing: beside a process that writes, or from a read-only volume. What others
+            write after the opening is not seen.
         max_batch_size: most rows of one multi-get or write.
-        block_cache_bytes: memory for blocks of the files. Where it holds all that is looked up, fetching is a sixth faster;
-            where it holds a quarter, a fifth slower.
+        block_cache_bytes: memory for blocks of the files. If it holds all that is looked up, fetching is a sixth faster; if it
+            holds a quarter, a fifth slower.
         write_timeout_s: how long a write waits while the disk does not keep up.
         close_timeout_s: how long `close` waits for calls that are under way.
 
@@ -132,31 +132,28 @@ class RocksDatabase(PersistentDatabase):
     def open_table(self, tag: str, dim: int) -> None:
         check_positive(f"opening table {tag}", "dim", dim)
         if tag == DEFAULT:
-            raise InvalidInputError(f"opening table {tag}: got the name of RocksDB's own column family, wanted another tag")
+            raise InvalidInputError(f"opening table {tag}: got the name of RocksDB's own column family, expected another tag")
         with self._calls, self._tables_lock:
             table = self._tables.get(tag)
             held = table.dim if table else self._width(tag)
             if held not in (dim, None):
                 raise TableWidthError(
-                    f"opening table {tag} in {self.path}: it holds vectors of {held} floats, wanted {dim}. "
+                    f"opening table {tag} in {self.path}: it holds vectors of {held} floats, expected {dim}. "
                     "Correct the configured width, or drop the table and load it again"
                 )
             if table is None:
                 self._tables[tag] = RocksTable(
                     self._engine,
                     self._records,
-                    self.path,
                     tag,
                     dim,
-                    self._engine.family(tag),
                     max_batch_size=self._max_batch_size,
                     write_timeout_s=self._write_timeout_s,
                 )
 
     def _width(self, tag: str) -> int | None:
-        family = self._engine.family(tag)
-        if family is not None:
-            return width_of(self._engine, self.path, tag, family)
+        if self._engine.family(tag) is not None:
+            return width_of(self._engine, tag)
         if self.read_only:
             raise DatabaseError(
                 f"opening table {tag} in {self.path} with read_only: it is not there; there are: "
@@ -173,31 +170,25 @@ class RocksDatabase(PersistentDatabase):
             opened = ", ".join(list(self._tables)) or "none"
             raise UnknownTableError(f"table {tag} is not open in {self.path}; open are: {opened}") from None
 
-    def _writable(self, doing: str) -> None:
-        if self.read_only:
-            raise DatabaseError(f"{doing} in {self.path}: it was opened with read_only; open it without, where one may write")
-
     def tags(self) -> list[str]:
         with self._calls:
             return sorted(self._engine.names())
 
     def drop_table(self, tag: str) -> None:
-        doing = f"dropping table {tag}"
         with self._calls, self._tables_lock:
             if tag == DEFAULT or self._engine.family(tag) is None:
                 return
-            self._writable(doing)
-            table = self._tables.get(tag)
-            if table is not None:
-                table.retire(doing)
+            self._engine.check_writable(f"dropping table {tag}")
+            if tag in self._tables:
+                self._tables[tag].retire()
                 del self._tables[tag]
-            self._records.mark_dropped(tag)  # first: it must never count rows that are gone
+            self._records.mark_dropped(tag)  # first: the record must never count rows that are gone
             self._engine.drop(tag)
             self._records.remove(tag)
             self._seal_now()
 
     def _drop_the_rest(self) -> None:
-        """Complete what a kill interrupted: rows that stayed would be taken for those of the next load."""
+        """Complete the drops that a kill interrupted: rows that stayed would pass for those of the next load."""
         for tag in self._records.dropped():
             if self._engine.family(tag) is not None:
                 self._engine.drop(tag)
@@ -212,9 +203,9 @@ class RocksDatabase(PersistentDatabase):
             self._tables.clear()
             self._engine.close()
             try:
-                self._seal_now()  # RocksDB's last additions, too; who opens it now begins a MANIFEST of its own
+                self._seal_now()  # with RocksDB's last additions; whoever opens it next begins a new MANIFEST
             except DatabaseError as error:
-                _log.warning("%s; it is closed and whole, but damage to its list of files would be seen less well", error)
+                _log.warning("%s; it is closed and whole, but later damage to its list of files may go unnoticed", error)
             if self._view:
                 self._view.cleanup()
 
@@ -232,11 +223,8 @@ class RocksDatabase(PersistentDatabase):
         out: FloatArray,  # (n, dim)
         found: BoolArray,  # (n,)
     ) -> int:
-        doing = f"fetching from table {tag}"
         with self._calls:
-            table = self._table(tag)
-            check_fetch(doing, keys, out, found, table.dim)
-            return table.fetch(keys, out, found, doing)
+            return self._table(tag).fetch(keys, out, found)
 
     def insert(
         self,
@@ -244,20 +232,12 @@ class RocksDatabase(PersistentDatabase):
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
     ) -> None:
-        doing = f"inserting into table {tag}"
         with self._calls:
-            table = self._table(tag)
-            self._writable(doing)
-            check_rows(doing, keys, vectors, table.dim)
-            table.insert(keys, vectors, doing)
+            self._table(tag).insert(keys, vectors)
 
     def delete(self, tag: str, keys: KeyArray) -> int:
-        doing = f"deleting from table {tag}"
         with self._calls:
-            table = self._table(tag)
-            self._writable(doing)
-            check_keys(doing, keys)
-            return table.delete(keys, doing)
+            return self._table(tag).delete(keys)
 
     def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         doing = f"scanning table {tag}"
@@ -268,7 +248,7 @@ class RocksDatabase(PersistentDatabase):
     def _chunks(self, table: RocksTable, chunk_rows: int, doing: str) -> Iterator[tuple[KeyArray, FloatArray]]:
         start = b""
         while True:
-            with self._calls:  # not across the yield: a scan that was left half-way must not keep the database open
+            with self._calls:  # not across the yield: an unfinished scan must not keep the database open
                 keys, vectors, start = table.chunk(start, chunk_rows, doing)
             if not keys.size:
                 return
@@ -276,12 +256,12 @@ class RocksDatabase(PersistentDatabase):
 
     def size(self, tag: str) -> int:
         with self._calls:
-            return self._table(tag).size(f"counting table {tag}")
+            return self._table(tag).size()
 
     def stats(self, tag: str) -> TableStats:
         with self._calls:
             table = self._table(tag)
-            rows = table.size(f"counting table {tag}")
+            rows = table.size()
             vector_bytes = rows * table.dim * 4
             return TableStats(rows, vector_bytes, max(0, table.held_bytes() - vector_bytes))
 
@@ -299,18 +279,51 @@ class RocksDatabase(PersistentDatabase):
         vectors: FloatArray,  # (n, dim)
         record: LoadRecord,
     ) -> None:
-        doing = f"loading table {tag}"
         with self._calls:
-            table = self._table(tag)
-            self._writable(doing)
-            check_rows(doing, keys, vectors, table.dim)
-            table.load(keys, vectors, record, self.path / directory.STAGING / f"{next(self._staged)}.sst", doing)
+            self._table(tag).load(keys, vectors, record, self.path / directory.STAGING / f"{next(self._staged)}.sst")
             self._seal_now()
 
     def finish_load(self, tag: str) -> None:
-        doing = f"finishing the load of table {tag}"
         with self._calls:
-            table = self._table(tag)
-            self._writable(doing)
-            table.settle(doing)
+            self._table(tag).settle()
             self._seal_now()
+
+
+class OpenCalls:
+    """Counts the calls under way, so that the database is closed only when nothing reads it any more. *Thread-safe.*
+
+    Each call of the engine is made inside `with calls:`; `close` waits for those under way and refuses new ones.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._changed = threading.Condition()
+        self._under_way = 0
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        with self._changed:
+            if self._closed:
+                raise NotReadyError(f"{self._what} is closed; open it again to use it")
+            self._under_way += 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._changed:
+            self._under_way -= 1
+            if not self._under_way:
+                self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        """Refuse new calls, then wait for those under way.
+
+        Raises:
+            DatabaseTimeoutError: some have not ended. New ones stay refused, and `close` may be called again.
+        """
+        with self._changed:
+            self._closed = True
+            if not self._changed.wait_for(lambda: not self._under_way, timeout_s):
+                raise DatabaseTimeoutError(
+                    f"closing {self._what}: calls still running after {timeout_s:g} s: {self._under_way}; close it again when "
+                    "they have ended"
+                )

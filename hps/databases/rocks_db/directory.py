@@ -1,12 +1,12 @@
-"""The directory of a RocksDB database, looked at from outside: what RocksDB itself does not notice or would not leave alone.
+"""The directory of a RocksDB database, seen from outside: damage that RocksDB does not notice, and views to read it through.
 
 **A MANIFEST cut short.** RocksDB's list of its files is append-only, and a list that ends early is, to RocksDB, simply an
-older one: it opens, every later row is absent, and the files of those rows are deleted. So we remember how long the list
-was and its checksum ("seal" it), and compare before opening. A list of another name (RocksDB starts a new one at each
-opening, and HugeCTR may have written here meanwhile) is not compared.
+older one: it opens, every later row is absent, and the files of those rows are deleted. So we remember the length and the
+checksum of the list ("seal" it), and compare them before opening. A list of another name is not compared: RocksDB starts a
+new one at each opening, and HugeCTR may have written here meanwhile.
 
-**Read-only opening.** The binding writes its log and settings into the directory even then, and fails where it cannot.
-So it is shown a directory of links to the files instead, which also serves from a read-only volume.
+**Read-only opening.** Even then the binding writes its log and settings into the directory, and fails if it cannot. So it is
+shown a directory of links to the files instead, which also works on a read-only volume.
 """
 
 import json
@@ -22,7 +22,7 @@ from typing import TypeVar
 from hps.errors import DatabaseCorruptError, DatabaseError
 
 STAGING = "hps-ingest"
-"""Subdirectory of the tables being loaded: on the database's file system, so that they can be moved into it."""
+"""Subdirectory for files being loaded: on the database's file system, so that they can be moved into it."""
 _SEAL = "hps-manifest.json"
 _CURRENT = "CURRENT"
 _NOT_LINKED = frozenset({_CURRENT, "LOCK", "LOG", "rocksdict-config.json", _SEAL})
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """How far a MANIFEST was known to reach. Immutable."""
+    """How far a MANIFEST was known to reach. *Immutable.*"""
 
     manifest: str
     size_bytes: int
@@ -42,18 +42,18 @@ class Seal:
 
 
 def check_directory(path: Path, read_only: bool) -> bool:
-    """Look at a directory before RocksDB does, and make it unless `read_only`; returns whether it holds a database.
+    """Check a directory before RocksDB opens it, and make it unless `read_only`; returns whether it holds a database.
 
     Raises:
-        DatabaseError: it is no directory, or holds nothing that could be opened to read only.
-        DatabaseCorruptError: files of a database are there, but not those that it begins with, or these were cut short.
+        DatabaseError: it is not a directory, or holds no database although `read_only` needs one.
+        DatabaseCorruptError: a database is there, but its first file is missing, or its list of files was cut short.
     """
     try:
         if not read_only:
             path.mkdir(parents=True, exist_ok=True)
         names = os.listdir(path) if path.exists() else []
     except OSError as error:
-        raise DatabaseError(f"opening the database {path}: {error}; wanted a directory that this process may use") from error
+        raise DatabaseError(f"opening the database {path}: {error}; expected a directory that this process may use") from error
     if _CURRENT in names:
         _check_seal(path)
         return True
@@ -92,7 +92,7 @@ def seal(path: Path, previous: Seal | None) -> Seal | None:
             fresh.write_text(json.dumps(asdict(current)) + "\n")
             fresh.replace(path / _SEAL)
     except FileNotFoundError:
-        return None  # RocksDB has just replaced its MANIFEST; the next seal is of the new one
+        return None  # RocksDB has just replaced its MANIFEST; the next seal covers the new one
     except OSError as error:
         raise DatabaseError(f"sealing the database {path}: {error}") from error
     return current
@@ -123,7 +123,7 @@ def _check_seal(path: Path) -> None:
 
 
 def clear_staging(path: Path) -> None:
-    """Make an empty directory for tables being loaded; what a killed process left there is removed."""
+    """Make an empty directory for files being loaded, without what a killed process left there."""
     staging = path / STAGING
     try:
         if staging.exists():
@@ -142,24 +142,25 @@ def opened_in_view(path: Path, open_at: Callable[[Path], T]) -> "tuple[tempfile.
     Raises:
         DatabaseError: what `open_at` raised last.
     """
-    for attempts_left in range(_VIEW_ATTEMPTS, 0, -1):
+    attempts = 0
+    while True:
+        attempts += 1
         view = tempfile.TemporaryDirectory(prefix="hps-rocks-db-", ignore_cleanup_errors=True)
         try:
             _link_files(path, view.name)
             return view, open_at(Path(view.name))
         except DatabaseCorruptError:
             view.cleanup()
-            if attempts_left == 1:  # before, a process that writes may have replaced files since they were listed
+            if attempts == _VIEW_ATTEMPTS:  # a process that writes may replace files after we listed them
                 raise
         except BaseException:
             view.cleanup()
             raise
-    raise DatabaseError(f"opening the database {path} with read_only: no attempt was made")
 
 
 def _link_files(path: Path, view: str) -> None:
     try:
-        # Copied, and first: a link would follow a writer on to a MANIFEST that has no link.
+        # Copied, and first: a link would follow a writer to a new MANIFEST, which has no link here.
         shutil.copyfile(path / _CURRENT, Path(view, _CURRENT))
         for entry in os.scandir(path):
             if entry.name not in _NOT_LINKED and not entry.name.startswith("LOG.") and entry.is_file():

@@ -1,12 +1,13 @@
-"""RocksDB through rocksdict's raw mode, which no other module imports: bytes in, bytes out, typed errors, bounded waits.
+"""RocksDB through rocksdict's raw mode: bytes in, bytes out, typed errors, bounded waits. No other module imports rocksdict.
 
-What the binding does not say and this module minds (each seen with rocksdict 0.3.29):
+What the binding does not document and this module takes care of (each seen with rocksdict 0.3.29):
 
 - `write`, `ingest_external_file` and every `SstFileWriter` call hold the interpreter lock; multi-gets, `flush`, `flush_wal`
-  and `compact_range` do not. So a write must never wait inside RocksDB, and an ingest has nothing left to flush.
-- An iterator that meets a damaged block ends as it does at the last row; only `RdictIter.status` tells.
+  and `compact_range` do not. So a write must never wait inside RocksDB, and an ingest must find nothing left to flush.
+- An iterator that meets a damaged block ends as if it had reached the last row; only `RdictIter.status` tells.
 - Iterators keep the database open, and its directory locked, until they are freed. None outlives a call here.
 - `compact_range` reports no error; RocksDB counts it as a background error.
+- Errors are bare `Exception`s with the engine's text.
 """
 
 import logging
@@ -14,14 +15,14 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import rocksdict
 
-from hps.databases.rocks_db.errors import EngineErrors, WriteStalledError
-from hps.errors import DatabaseError
+from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseLockedError, DatabaseTimeoutError
 
 _log = logging.getLogger(__name__)
 
@@ -33,8 +34,8 @@ DEFAULT = "default"
 
 _BLOCK_BYTES = 2048
 _LOAD_FILES = 256  # ingested files that may lie side by side: below the usual limit of 1024 open files
-_MERGE_READ_BYTES = 64 << 10  # read ahead, of each of these files, in each of these threads
-_MERGE_THREADS = 4  # also where there are fewer cores: each waits for the disk half of its time
+_MERGE_READ_BYTES = 64 << 10  # read ahead, of each of these files, in each merging thread
+_MERGE_THREADS = 4  # even on fewer cores: each waits for the disk half of its time
 _MERGE_PARTS = 16
 _FILE_BYTES = (16 << 20, 256 << 20)  # of a merged file, least and most: few open files, however large the table
 _WRITE_BUFFERS_BYTES = 128 << 20  # of all tables together
@@ -43,16 +44,16 @@ _SIDE_BY_SIDE = "num-files-at-level0"
 
 
 class Engine:
-    """One open RocksDB. *Thread-safe*, but for `close`, which must be the last call, alone.
+    """One open RocksDB. *Thread-safe*, except that `close` must be the last call.
 
     Args:
         path: the directory, as errors name it.
         place: the directory to open: the same one, or a view of it.
         exists: whether a database is there.
-        read_only: open it without the lock of its directory.
+        read_only: open it without locking its directory.
         num_threads: for flushing and compacting.
-        block_cache_bytes: 0 for none.
-        write_timeout_s: how long a write may be held back.
+        block_cache_bytes: 0 for no cache.
+        write_timeout_s: how long RocksDB may hold a write back.
     """
 
     def __init__(
@@ -66,7 +67,8 @@ class Engine:
         block_cache_bytes: int,
         write_timeout_s: float,
     ) -> None:
-        self._path = path
+        self.path = path
+        self.read_only = read_only
         self._write_timeout_s = write_timeout_s
         self._options = _options(num_threads, block_cache_bytes)
         self._refuse = rocksdict.WriteOptions()
@@ -79,31 +81,38 @@ class Engine:
             self._db: Any = rocksdict.Rdict(str(place), self._options, dict.fromkeys(names, self._options), access)
             self._families: dict[str, Family] = {name: self._db.get_column_family(name) for name in names}
 
-    def _errors(self, doing: str) -> EngineErrors:
-        return EngineErrors(doing, self._path)
+    @contextmanager
+    def _errors(self, doing: str) -> Iterator[None]:
+        """Turn the engine's bare exceptions into typed ones."""
+        try:
+            yield
+        except Exception as error:
+            if type(error) is Exception or isinstance(error, OSError):
+                raise database_error(str(error), doing, self.path) from error
+            raise
 
     def names(self) -> list[str]:
-        """The column families, but for RocksDB's own."""
+        """The column families, without RocksDB's own."""
         return [name for name in list(self._families) if name != DEFAULT]
 
     def family(self, name: str) -> Family | None:
-        """A column family, None where there is none of this name."""
+        """A column family; None if there is none of this name."""
         return self._families.get(name)
 
     def create(self, name: str) -> Family:
-        """Add a column family. Callers see to it that one thread at a time creates or drops."""
+        """Add a column family. Only one thread at a time may create or drop."""
         with self._errors(f"creating table {name}"):
             family = self._families[name] = self._db.create_column_family(name, self._options)
         return family
 
     def drop(self, name: str) -> None:
-        """Remove a column family; who still reads it may go on."""
+        """Remove a column family; calls that still read it may go on."""
         with self._errors(f"dropping table {name}"):
             self._db.drop_column_family(name)
         del self._families[name]
 
     def close(self) -> None:
-        """Release the directory. What is in memory only is in the write-ahead log, too, so nothing is lost if this fails."""
+        """Release the directory. Nothing is lost if this fails: the write-ahead log holds what is not yet in files."""
         while self._families:
             _, family = self._families.popitem()
             self._close(family)
@@ -114,22 +123,22 @@ class Engine:
             with self._errors("closing the database"):
                 database.close()
         except DatabaseError as error:
-            _log.warning("%s; it is closed, and its write-ahead log is read at the next opening", error)
+            _log.warning("%s; it is closed, and the next opening reads its write-ahead log", error)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def get(self, family: Family, keys: list[bytes], doing: str) -> list[bytes | None]:
-        """The values of keys in RocksDB's order, None where there is none. Lets other threads run."""
+        """The values of keys, which come in RocksDB's order; None for an absent key. Other threads can run meanwhile."""
         with self._errors(doing):
             values: list[bytes | None] = family.get(keys)
         return values
 
     def read(self, family: Family, start: bytes, rows: int, doing: str) -> list[bytes]:
-        """Key, value, key, value, ... of at most `rows` rows from `start` on; fewer only where the table ends."""
+        """Key, value, key, value, ... of at most `rows` rows from `start` on; fewer only at the end of the table."""
         return self._iterate(lambda at: chain.from_iterable(family.items(from_key=at)), 2, family, start, rows, doing)
 
     def read_keys(self, family: Family, start: bytes, rows: int, doing: str) -> list[bytes]:
-        """Keys of at most `rows` rows from `start` on; fewer only where the table ends."""
+        """Keys of at most `rows` rows from `start` on; fewer only at the end of the table."""
         return self._iterate(lambda at: family.keys(from_key=at), 1, family, start, rows, doing)
 
     def _iterate(
@@ -156,18 +165,27 @@ class Engine:
             del probe  # an error's traceback would keep it, and it the database, alive
 
     def figure(self, family: Family, name: str) -> int:
-        """An integer property of a column family, such as `estimate-num-keys`; 0 where RocksDB does not know it."""
+        """An integer property of a column family, such as `estimate-num-keys`; 0 if RocksDB does not know it."""
         with self._errors("reading properties"):
             return int(family.property_value(f"rocksdb.{name}") or 0)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
+    def check_writable(self, doing: str) -> None:
+        """Refuse to write if the database was opened with read_only.
+
+        Raises:
+            DatabaseError: it was.
+        """
+        if self.read_only:
+            raise DatabaseError(f"{doing} in {self.path}: it was opened with read_only; open it without, where one may write")
+
     def put(self, name: str, keys: list[bytes], values: list[bytes], doing: str) -> None:
-        """Add or replace rows, all at once; of equal keys the last counts. On disk after `sync`."""
+        """Add or replace rows, all at once; the last of equal keys counts. They are on disk after `sync`."""
         self._write(name, lambda batch: map(batch.__setitem__, keys, values), doing)
 
     def remove(self, name: str, keys: list[bytes], doing: str) -> None:
-        """Remove rows, all at once. On disk after `sync`."""
+        """Remove rows, all at once. The removal is on disk after `sync`."""
         self._write(name, lambda batch: map(batch.__delitem__, keys), doing)
 
     def _write(self, name: str, fill: Callable[[Any], Iterator[None]], doing: str) -> None:
@@ -187,14 +205,14 @@ class Engine:
             time.sleep(_STALL_POLL_S)
 
     def sync(self, doing: str) -> None:
-        """Return when every write before is on disk."""
+        """Return when every earlier write is on disk."""
         with self._errors(doing):
             self._db.flush_wal(True)
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def begin_load(self, family: Family, doing: str) -> None:
-        """Let files lie side by side until `settle`: merging them all the while would write every row many times."""
+        """Let files lie side by side until `settle`: merging them during the load would write every row many times."""
         self._merge_by_itself(family, False, doing)
 
     def stage(self, pieces: Iterable[tuple[list[bytes], list[bytes]]], staged: Path, doing: str) -> None:
@@ -212,7 +230,7 @@ class Engine:
             writer.finish()
 
     def ingest(self, family: Family, staged: Path, doing: str) -> None:
-        """Add or replace the rows of a staged file, which is moved into the database; on disk on return."""
+        """Add or replace the rows of a staged file, which is moved into the database. They are on disk on return."""
         if self.figure(family, _SIDE_BY_SIDE) >= _LOAD_FILES:
             self._merge(family, doing)
         with self._errors(doing):
@@ -220,10 +238,10 @@ class Engine:
             family.ingest_external_file([str(staged)], self._move)
 
     def settle(self, family: Family, doing: str) -> None:
-        """Merge what was ingested, so that a read looks at one file; then merge as it grows, as usual.
+        """Merge what was ingested, so that a read looks at one file, and let RocksDB merge by itself again.
 
         Raises:
-            DatabaseError: the merge failed. The rows are all there.
+            DatabaseError: the merge failed. All rows are there.
         """
         with self._errors(doing):
             family.flush()
@@ -232,29 +250,84 @@ class Engine:
         self._merge_by_itself(family, True, doing)
 
     def _merge(self, family: Family, doing: str) -> None:
-        wanted, free = self.figure(family, "live-sst-files-size"), shutil.disk_usage(self._path).free
-        if free < wanted:
-            _log.warning("%s in %s: not merged, so reads are slow: %d bytes free, wanted %d", doing, self._path, free, wanted)
+        needed, free = self.figure(family, "live-sst-files-size"), shutil.disk_usage(self.path).free
+        if free < needed:
+            _log.warning(
+                "%s in %s: its files are not merged, so reads are slow: %d bytes free, %d needed",
+                doing,
+                self.path,
+                free,
+                needed,
+            )
             return
         options = rocksdict.CompactOptions()
         options.set_exclusive_manual_compaction(False)
         failures = self.figure(family, "background-errors")
         least, most = _FILE_BYTES
         with self._errors(doing):
-            # A thread merges no less than one file's worth: with files as large as usual, one would merge a small table alone.
-            family.set_options({"target_file_size_base": str(max(least, min(wanted // _MERGE_PARTS, most)))})
+            # A thread merges at least one file: were the files of the usual size, one thread would merge a small table alone.
+            family.set_options({"target_file_size_base": str(max(least, min(needed // _MERGE_PARTS, most)))})
             family.compact_range(None, None, options)
             family.set_options({"target_file_size_base": str(most)})
         if self.figure(family, "background-errors") > failures:
-            raise DatabaseError(f"{doing} in {self._path}: merging its files failed; the newest LOG there says why")
+            raise DatabaseError(f"{doing} in {self.path}: merging its files failed; the newest LOG there says why")
 
     def _merge_by_itself(self, family: Family, on: bool, doing: str) -> None:
         with self._errors(doing):
             family.set_options({"disable_auto_compactions": "false" if on else "true"})
 
 
+class WriteStalledError(DatabaseTimeoutError):
+    """The engine takes no writes until it has written out what it holds in memory."""
+
+
+_MEANINGS: tuple[tuple[tuple[str, ...], type[DatabaseError], str], ...] = (
+    (
+        ("lock hold by current process", "While lock file"),
+        DatabaseLockedError,
+        "Another process (or another part of this one) has the directory open: stop it (`fuser {path}/LOCK` names it), give "
+        "this one another path, or open it with read_only",
+    ),
+    (
+        ("No space left on device", "File too large", "Disk quota exceeded"),
+        DatabaseError,
+        "The disk is full; the rows that were there can still be read. Make room, then open it again",
+    ),
+    (("Write stall",), WriteStalledError, "The disk does not keep up with the writes; write less, or use a faster disk"),
+    (("Too many open files",), DatabaseError, "Raise the limit of open files (`ulimit -n`)"),
+    (
+        (
+            "Permission denied",
+            "Operation not permitted",
+            "Read-only file system",
+            "Not a directory",
+            "File exists",
+            "File name too long",
+        ),
+        DatabaseError,
+        "It must be a directory that this process may write to, or be opened with read_only",
+    ),
+    (
+        ("Corruption", "No such file or directory"),  # RocksDB names only files that it has written
+        DatabaseCorruptError,
+        "Files are damaged or missing, so nothing is answered from there. Restore the directory from a backup, or remove it "
+        "and load the models again",
+    ),
+)
+"""What the engine's messages contain, the error that they become, and what to do."""
+
+
+def database_error(message: str, doing: str, path: Path) -> DatabaseError:
+    """The typed error for a message of the engine: what was being done, what went wrong, what to do."""
+    text = f"{doing} in {path}: {' '.join(message.split())}"
+    for phrases, kind, cure in _MEANINGS:
+        if any(phrase in message for phrase in phrases):
+            return kind(f"{text}. {cure.format(path=path)}")
+    return DatabaseError(text)
+
+
 def after(key: bytes) -> bytes:
-    """The first possible key behind `key`."""
+    """The first possible key after `key`."""
     return key + b"\0"
 
 
@@ -283,7 +356,7 @@ def _options(num_threads: int, block_cache_bytes: int) -> "rocksdict.Options":
     options.set_target_file_size_base(_FILE_BYTES[1])
     options.set_db_write_buffer_size(_WRITE_BUFFERS_BYTES)
     options.set_max_total_wal_size(2 * _WRITE_BUFFERS_BYTES)
-    # Files that lie side by side make reads slower; holding back writes would not help those reads.
+    # Files that lie side by side slow reads down; holding back writes would not help those reads.
     options.set_level_zero_slowdown_writes_trigger(1 << 20)
     options.set_level_zero_stop_writes_trigger(1 << 20)
     options.set_soft_pending_compaction_bytes_limit(0)

@@ -1,31 +1,34 @@
-"""One table of the persistent database: arrays above, lists of bytes below."""
+"""One table of the persistent database: arrays above, lists of bytes below.
+
+A row is HugeCTR's: the key is the 8 raw little-endian bytes of an int64, the value the raw little-endian float32 vector.
+RocksDB compares keys byte by byte, so its order is that of the key's bytes read as one big-endian number.
+
+The engine takes and gives lists of `bytes`. C code makes and joins them (`tolist`, `join`, `map`), never a Python loop. But C
+code that runs over a list does not release the interpreter lock either, so the table works in pieces of `piece_rows`, between
+which other threads can run.
+"""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import compress, repeat
+from operator import is_not
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from hps.databases.base import LoadRecord
-from hps.databases.rocks_db.engine import Engine, Family, after
-from hps.databases.rocks_db.record import LoadRecords
-from hps.databases.rocks_db.rows import (
-    KEY_BYTES,
-    WrongSizeError,
-    engine_order,
-    key_list,
-    last_of_each,
-    piece_rows,
-    present,
-    rows_of,
-    vector_list,
-    vectors_of,
-)
+from hps.databases.rocks_db.engine import Engine, after
+from hps.databases.rocks_db.load_records import LoadRecords
 from hps.errors import DatabaseCorruptError, DatabaseTimeoutError, UnknownTableError
-from hps.types import BoolArray, FloatArray, KeyArray
+from hps.input_checks import check_fetch, check_keys, check_rows
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
+_KEY_BYTES = 8
+_PIECE_ROWS = 4096  # about a millisecond of engine calls
+_PIECE_BYTES = 1 << 20
 _FETCH_ROWS = 2048  # a multi-get allocates for all its keys at once; a tenth faster than with 10,000
 _EXACT_ROWS = 1 << 17  # a table is counted up to here, which takes some 50 ms
 
@@ -33,124 +36,63 @@ _EXACT_ROWS = 1 << 17  # a table is counted up to here, which takes some 50 ms
 class RocksTable:
     """Rows of one column family. *Thread-safe.*
 
-    One lock serialises writers, so that a load and its record are not mistaken for unmodified. It is held while they write;
-    readers never take it.
+    One lock serialises writers, so that a load and its record are not mistaken for unmodified. Writers hold it while they
+    write; readers never take it.
 
     Args:
-        engine: RocksDB.
-        records: what is loaded.
-        path: of the database, for messages.
+        engine: RocksDB; it has the column family.
+        records: the load records of all tables.
         tag: of the table.
         dim: floats of a vector.
-        family: its column family.
         max_batch_size: most rows of one multi-get or write.
         write_timeout_s: how long a writer waits for another.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        records: LoadRecords,
-        path: Path,
-        tag: str,
-        dim: int,
-        family: Family,
-        *,
-        max_batch_size: int,
-        write_timeout_s: float,
+        self, engine: Engine, records: LoadRecords, tag: str, dim: int, *, max_batch_size: int, write_timeout_s: float
     ) -> None:
         self.tag = tag
         self.dim = dim
         self._engine = engine
         self._records = records
-        self._path = path
-        self._family = family
+        self._family = engine.family(tag)
         self._writing = threading.Lock()
         self._write_timeout_s = write_timeout_s
         self._loading = False  # until `settle`, files lie side by side
         self._dropped = False
         self._marked = False  # its record, if any, says that it was modified
-        self._piece_rows = piece_rows(dim)
+        self._piece_rows = max(1, min(_PIECE_ROWS, _PIECE_BYTES // (_KEY_BYTES + 4 * dim)))
         self._fetch_rows = min(max_batch_size, _FETCH_ROWS)
         self._write_rows = min(max_batch_size, self._piece_rows)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
 
     def fetch(
         self,
         keys: KeyArray,  # (n,)
         out: FloatArray,  # (n, dim)
         found: BoolArray,  # (n,)
-        doing: str,
     ) -> int:
         """Fill the rows of `out` that are not yet `found`, and mark them; see `Database.fetch`."""
-        wanted = np.flatnonzero(~found)
-        wanted = wanted[engine_order(keys[wanted])]
+        doing = f"fetching from table {self.tag}"
+        keys, out, found = check_fetch(doing, keys, out, found, self.dim)
+        missing = np.flatnonzero(~found)
+        missing = missing[np.argsort(_ranks(keys[missing]))]
         filled = 0
-        for start in range(0, wanted.size, self._fetch_rows):
-            rows = wanted[start : start + self._fetch_rows]
-            batch = key_list(keys[rows])
+        for start in range(0, missing.size, self._fetch_rows):
+            rows = missing[start : start + self._fetch_rows]
+            batch = _key_list(keys[rows])
             values = self._engine.get(self._family, batch, doing)
             try:
-                vectors, there = vectors_of(values, self.dim)
-            except WrongSizeError as error:
-                raise self._damaged(batch[error.row], error) from None
+                vectors, there = _joined(values, self.dim)
+            except _WrongSizeError as error:
+                raise self._damaged(batch[error.row], error) from error
             if there is not None:
                 rows = rows[there]
             out[rows] = vectors
             found[rows] = True
             filled += rows.size
         return filled
-
-    def insert(
-        self,
-        keys: KeyArray,  # (n,)
-        vectors: FloatArray,  # (n, dim)
-        doing: str,
-    ) -> None:
-        """Add or replace rows; on disk on return."""
-        with self._alone(doing):
-            self._mark_modified()
-            for start in range(0, keys.size, self._write_rows):
-                rows = slice(start, start + self._write_rows)
-                self._engine.put(self.tag, key_list(keys[rows]), vector_list(vectors[rows]), doing)
-            self._engine.sync(doing)
-
-    def delete(self, keys: KeyArray, doing: str) -> int:
-        """Remove rows; returns how many there were. On disk on return."""
-        distinct = keys[last_of_each(keys)]
-        deleted = 0
-        with self._alone(doing):
-            self._mark_modified()
-            for start in range(0, distinct.size, self._write_rows):
-                batch = key_list(distinct[start : start + self._write_rows])
-                # To mark absent keys as deleted would make every later read slower.
-                batch = present(batch, self._engine.get(self._family, batch, doing))
-                self._engine.remove(self.tag, batch, doing)
-                deleted += len(batch)
-            self._engine.sync(doing)
-        return deleted
-
-    @contextmanager
-    def _alone(self, doing: str) -> Iterator[None]:
-        if not self._writing.acquire(timeout=self._write_timeout_s):
-            raise DatabaseTimeoutError(
-                f"{doing} in {self._path}: another write to the table did not end within {self._write_timeout_s:g} s; try again"
-            )
-        try:
-            if self._dropped:
-                raise UnknownTableError(f"{doing} in {self._path}: the table was dropped meanwhile; open it again")
-            yield
-        finally:
-            self._writing.release()
-
-    def retire(self, doing: str) -> None:
-        """Refuse writes from now on: RocksDB knows the table by its name, and another may soon have that."""
-        with self._alone(doing):
-            self._dropped = True
-
-    def _mark_modified(self) -> None:
-        if not self._marked:
-            self._records.mark_modified(self.tag)
-            self._marked = True
 
     def chunk(self, start: bytes, rows: int, doing: str) -> tuple[KeyArray, FloatArray, bytes]:
         """Read up to `rows` rows from the engine's key `start` on, and say where the next chunk starts."""
@@ -160,31 +102,71 @@ class RocksTable:
             if not flat:
                 break
             try:
-                pieces.append(rows_of(flat, self.dim))
-            except WrongSizeError as error:
-                raise self._damaged(flat[2 * error.row], error) from None
+                pieces.append(_split_rows(flat, self.dim))
+            except _WrongSizeError as error:
+                raise self._damaged(flat[2 * error.row], error) from error
             start = after(flat[-2])
             rows -= len(flat) // 2
         return np.concatenate([keys for keys, _ in pieces]), np.concatenate([vectors for _, vectors in pieces]), start
 
-    def size(self, doing: str) -> int:
+    def size(self) -> int:
         """Count the rows of a small table; estimate those of a large one."""
         estimate = self._engine.figure(self._family, "estimate-num-keys")
         if estimate > _EXACT_ROWS:
             return estimate
         rows, start = 0, b""
         while rows <= _EXACT_ROWS:
-            keys = self._engine.read_keys(self._family, start, self._piece_rows, doing)
+            keys = self._engine.read_keys(self._family, start, self._piece_rows, f"counting table {self.tag}")
             if not keys:
                 return rows
             rows, start = rows + len(keys), after(keys[-1])
         return max(rows, estimate)
 
     def held_bytes(self) -> int:
-        """Bytes of its files and of what is not yet written to them."""
-        return self._engine.figure(self._family, "live-sst-files-size") + self._engine.figure(
-            self._family, "cur-size-all-mem-tables"
+        """Bytes of its files and of the rows that are not yet in files."""
+        figures = ("live-sst-files-size", "cur-size-all-mem-tables")
+        return sum(self._engine.figure(self._family, figure) for figure in figures)
+
+    def _damaged(self, key: bytes, error: "_WrongSizeError") -> DatabaseCorruptError:
+        name = int.from_bytes(key, "little", signed=True) if len(key) == _KEY_BYTES else f"0x{key.hex()}"
+        return DatabaseCorruptError(
+            f"reading table {self.tag} in {self._engine.path}: the row of key {name} has {error.got}, expected "
+            f"{error.expected}. Something else wrote it: insert the key again, or drop the table and load it again"
         )
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def insert(
+        self,
+        keys: KeyArray,  # (n,)
+        vectors: FloatArray,  # (n, dim)
+    ) -> None:
+        """Add or replace rows; they are on disk on return."""
+        doing = f"inserting into table {self.tag}"
+        keys, vectors = check_rows(doing, keys, vectors, self.dim)
+        with self._alone(doing):
+            self._mark_modified()
+            for start in range(0, keys.size, self._write_rows):
+                rows = slice(start, start + self._write_rows)
+                self._engine.put(self.tag, _key_list(keys[rows]), _vector_list(vectors[rows]), doing)
+            self._engine.sync(doing)
+
+    def delete(self, keys: KeyArray) -> int:
+        """Remove rows and count them; the removal is on disk on return."""
+        doing = f"deleting from table {self.tag}"
+        keys = check_keys(doing, keys)
+        distinct = keys[_last_of_each(keys)]
+        deleted = 0
+        with self._alone(doing):
+            self._mark_modified()
+            for start in range(0, distinct.size, self._write_rows):
+                batch = _key_list(distinct[start : start + self._write_rows])
+                # A mark for the deletion of an absent key would slow every later read down.
+                batch = list(compress(batch, _are_there(self._engine.get(self._family, batch, doing))))
+                self._engine.remove(self.tag, batch, doing)
+                deleted += len(batch)
+            self._engine.sync(doing)
+        return deleted
 
     def load(
         self,
@@ -192,9 +174,10 @@ class RocksTable:
         vectors: FloatArray,  # (n, dim)
         record: LoadRecord,
         staged: Path,
-        doing: str,
     ) -> None:
         """Add or replace rows in bulk, by way of the file `staged`, then remember `record`; both are on disk on return."""
+        doing = f"loading table {self.tag}"
+        keys, vectors = check_rows(doing, keys, vectors, self.dim)
         with self._alone(doing):
             if keys.size:
                 if not self._loading:
@@ -204,7 +187,7 @@ class RocksTable:
                     self._engine.stage(self._sorted_pieces(keys, vectors), staged, doing)
                     before = self._records.get(self.tag)
                     if before is None or before.fingerprint != record.fingerprint:
-                        # Rows without a record would be taken for HugeCTR's, and whole.
+                        # Without a record the rows would pass for HugeCTR's, and for a whole table.
                         nothing = replace(record, rows_done=0, rows_total=max(1, record.rows_total), checksum="")
                         self._records.advance(self.tag, nothing)
                     self._engine.ingest(self._family, staged, doing)
@@ -212,43 +195,146 @@ class RocksTable:
                     staged.unlink(missing_ok=True)
             self._marked = self._records.advance(self.tag, record).modified
 
-    def _sorted_pieces(self, keys: KeyArray, vectors: FloatArray) -> Iterator[tuple[list[bytes], list[bytes]]]:
-        order = last_of_each(keys)
-        for start in range(0, order.size, self._piece_rows):
-            rows = order[start : start + self._piece_rows]
-            yield key_list(keys[rows]), vector_list(vectors[rows])
-
-    def settle(self, doing: str) -> None:
+    def settle(self) -> None:
         """Merge what was ingested. Writers need not wait: what they add is merged in its turn."""
+        doing = f"finishing the load of table {self.tag}"
+        self._engine.check_writable(doing)
         self._engine.settle(self._family, doing)
         self._loading = False
 
-    def _damaged(self, key: bytes, error: WrongSizeError) -> DatabaseCorruptError:
-        name = int.from_bytes(key, "little", signed=True) if len(key) == KEY_BYTES else f"0x{key.hex()}"
-        return DatabaseCorruptError(
-            f"reading table {self.tag} in {self._path}: the row of key {name} has {error.got}, wanted {error.wanted}. "
-            "Something else wrote it: insert the key again, or drop the table and load it again"
-        )
+    def retire(self) -> None:
+        """Refuse writes from now on: RocksDB knows the table by its name, which another table may soon have."""
+        with self._alone(f"dropping table {self.tag}"):
+            self._dropped = True
+
+    @contextmanager
+    def _alone(self, doing: str) -> Iterator[None]:
+        self._engine.check_writable(doing)
+        if not self._writing.acquire(timeout=self._write_timeout_s):
+            raise DatabaseTimeoutError(
+                f"{doing} in {self._engine.path}: another write to the table did not end within {self._write_timeout_s:g} s; "
+                "try again"
+            )
+        try:
+            if self._dropped:
+                raise UnknownTableError(f"{doing} in {self._engine.path}: the table was dropped meanwhile; open it again")
+            yield
+        finally:
+            self._writing.release()
+
+    def _mark_modified(self) -> None:
+        if not self._marked:
+            self._records.mark_modified(self.tag)
+            self._marked = True
+
+    def _sorted_pieces(self, keys: KeyArray, vectors: FloatArray) -> Iterator[tuple[list[bytes], list[bytes]]]:
+        order = _last_of_each(keys)
+        for start in range(0, order.size, self._piece_rows):
+            rows = order[start : start + self._piece_rows]
+            yield _key_list(keys[rows]), _vector_list(vectors[rows])
 
 
-def width_of(
-    engine: Engine,
-    path: Path,
-    tag: str,
-    family: Family,
-) -> int | None:
-    """The width of the vectors that a column family holds, None while it holds none.
+def width_of(engine: Engine, tag: str) -> int | None:
+    """The width of the vectors in a table that exists, None while it holds none.
 
     Raises:
-        DatabaseCorruptError: its first row is none of ours.
+        DatabaseCorruptError: its first row is not one of ours.
     """
-    first = engine.read(family, b"", 1, f"opening table {tag}")
+    first = engine.read(engine.family(tag), b"", 1, f"opening table {tag}")
     if not first:
         return None
     key, value = first
-    if len(key) != KEY_BYTES or len(value) % 4 or not value:
+    if len(key) != _KEY_BYTES or len(value) % 4 or not value:
         raise DatabaseCorruptError(
-            f"opening table {tag} in {path}: its first row has a key of {len(key)} bytes and a value of {len(value)}, wanted "
-            f"{KEY_BYTES} and a multiple of 4. Drop the table and load it again (as a table of 32-bit keys must be, too)"
+            f"opening table {tag} in {engine.path}: its first row has a key of {len(key)} bytes and a value of {len(value)}, "
+            f"expected {_KEY_BYTES} and a multiple of 4. Drop the table and load it again (a table of 32-bit keys, too)"
         )
     return len(value) // 4
+
+
+# -- rows as bytes and as arrays ---------------------------------------------------------------------------------------
+
+
+class _WrongSizeError(Exception):
+    """A row does not have the size of the table's rows. `row` is its index within the call."""
+
+    def __init__(self, row: int, what: str, got: int, expected: int) -> None:
+        super().__init__(row, what, got, expected)
+        self.row = row
+        self.got = f"{what} of {got} bytes"
+        self.expected = f"{what} of {expected} bytes"
+
+
+def _ranks(keys: KeyArray) -> npt.NDArray[np.uint64]:
+    """Numbers, (n,), in whose order RocksDB has the keys."""
+    ranks: npt.NDArray[np.uint64] = keys.astype("<i8", copy=False).view(">u8").astype(np.uint64)
+    return ranks
+
+
+def _last_of_each(keys: KeyArray) -> IndexArray:
+    """Indices, (m,), of the last row of each distinct key, in RocksDB's order."""
+    ranks = _ranks(keys)
+    order: IndexArray = np.argsort(ranks)  # several times faster than a stable sort, which only duplicates need
+    ranked = ranks[order]
+    repeats = ranked[1:] == ranked[:-1]
+    if repeats.any():
+        order = np.argsort(ranks, kind="stable")[np.append(~repeats, True)]
+    return order
+
+
+def _key_list(keys: KeyArray) -> list[bytes]:
+    encoded: list[bytes] = keys.astype("<i8", copy=False).view("V8").tolist()
+    return encoded
+
+
+def _vector_list(
+    vectors: FloatArray,  # (n, dim)
+) -> list[bytes]:
+    little = vectors.astype("<f4", copy=False)
+    encoded: list[bytes] = little.view(f"V{little.shape[1] * 4}").ravel().tolist()
+    return encoded
+
+
+def _are_there(values: Sequence[bytes | None]) -> Iterator[bool]:
+    return map(is_not, values, repeat(None))
+
+
+def _joined(values: Sequence[bytes | None], dim: int) -> tuple[FloatArray, BoolArray | None]:
+    """Join what a multi-get returned: one value a key, None for an absent key.
+
+    Returns:
+        The vectors of the keys that are there, (m, dim), read only; and which those are, (n,), or None for all of them.
+
+    Raises:
+        _WrongSizeError: a value is no vector of this width.
+    """
+    there = None
+    present: Sequence[bytes | None] = values
+    try:
+        sizes = set(map(len, values))  # type: ignore[arg-type]
+    except TypeError:  # None has no length: a key is absent
+        there = np.fromiter(_are_there(values), np.bool_, len(values))
+        present = list(compress(values, there))
+        sizes = set(map(len, present))  # type: ignore[arg-type]
+    if not sizes <= {4 * dim}:
+        row = next(i for i, value in enumerate(values) if value is not None and len(value) != 4 * dim)
+        raise _WrongSizeError(row, "a vector", len(values[row] or b""), 4 * dim)
+    joined = np.frombuffer(b"".join(present), "<f4").reshape(-1, dim)  # type: ignore[arg-type]
+    return joined.astype(np.float32, copy=False), there
+
+
+def _split_rows(flat: Sequence[bytes], dim: int) -> tuple[KeyArray, FloatArray]:
+    """Join what an iterator returned: key, value, key, value, ...
+
+    Returns:
+        The keys, (n,), and their vectors, (n, dim); read only and strided.
+
+    Raises:
+        _WrongSizeError: a key does not have 8 bytes, or a value is no vector of this width.
+    """
+    for what, fields, size in (("a key", flat[::2], _KEY_BYTES), ("a vector", flat[1::2], 4 * dim)):
+        if not set(map(len, fields)) <= {size}:
+            row = next(i for i, field in enumerate(fields) if len(field) != size)
+            raise _WrongSizeError(row, what, len(fields[row]), size)
+    rows = np.frombuffer(b"".join(flat), np.dtype([("key", "<i8"), ("vector", "<f4", (dim,))]))
+    return rows["key"].astype(np.int64, copy=False), rows["vector"].astype(np.float32, copy=False)

@@ -12,16 +12,16 @@ _DROPPED = LoadRecord("", 0, 1)
 
 
 class LoadRecords:
-    """The records of all tables. *Thread-safe*; who changes a table's record must be alone in that."""
+    """The records of all tables. *Thread-safe*, except that only one thread at a time may change the record of a table."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def get(self, tag: str) -> LoadRecord | None:
-        """The record of a table, None where there is none.
+        """The record of a table; None if there is none.
 
         Raises:
-            DatabaseCorruptError: what is stored is no record.
+            DatabaseCorruptError: what is stored is not a record.
         """
         doing = f"reading the load record of table {tag}"
         (data,) = self._engine.get(self._engine.family(DEFAULT), [_key(tag)], doing)
@@ -40,14 +40,14 @@ class LoadRecords:
             )
         except (ValueError, TypeError, KeyError) as error:
             raise DatabaseCorruptError(
-                f"{doing}: got {data[:100]!r}, which is none; drop the table and load it again"
+                f"{doing}: got {data[:100]!r}, expected a load record; drop the table and load it again"
             ) from error
 
     def advance(self, tag: str, record: LoadRecord) -> LoadRecord:
         """Remember that more of the files is loaded; on disk on return.
 
         Returns:
-            What is remembered: where the table was modified since this load of it began, the record says so, too.
+            What is remembered: if the table was modified since this load began, the record says so, too.
         """
         before = self.get(tag)
         if before is not None and before.modified and before.fingerprint == record.fingerprint:
@@ -66,7 +66,7 @@ class LoadRecords:
         self._put(tag, _DROPPED, f"dropping table {tag}")
 
     def dropped(self) -> list[str]:
-        """The tables that were about to be dropped."""
+        """Tags of the tables whose drop was interrupted."""
         tags, start = [], _PREFIX
         while fields := self._engine.read(self._engine.family(DEFAULT), start, 1000, "looking for dropped tables"):
             stored = [key.removeprefix(_PREFIX).decode() for key in fields[::2] if key.startswith(_PREFIX)]
@@ -77,7 +77,7 @@ class LoadRecords:
     def _is_dropped(self, tag: str) -> bool:
         try:
             return self.get(tag) == _DROPPED
-        except DatabaseCorruptError:  # opening the table says so
+        except DatabaseCorruptError:  # opening the table will say so
             return False
 
     def remove(self, tag: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from cupy_backends.cuda.api import driver, runtime
 
 from benchmarks.harness import Report, time_calls
-from hps.cache.base import Segment
+from hps.tensors.segments import Segment
 from hps.cache.cuda import kernels
 from hps.cache.cuda.cache import CupyCache
 from hps.cache.cuda.device import kernels_of

@@ -14,7 +14,7 @@ from numba import njit
 from torch.utils.dlpack import to_dlpack
 
 from benchmarks.harness import Report, power_law_keys, time_calls
-from hps.cache.base import Segment
+from hps.tensors.segments import Segment
 from hps.cache.cpu.cache import NumpyCache
 from hps.hashing import mix, scale
 from hps.tensors.dlpack import as_keys, as_output

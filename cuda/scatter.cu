@@ -30,7 +30,7 @@ struct Scatter {
 
 constexpr u32 TILE = 8;
 
-static_assert(sizeof(Scatter) == 64, "hps/cache/kernels.py packs this");
+static_assert(sizeof(Scatter) == 64, "hps/cache/cuda/kernels.py packs this");
 
 extern "C" __global__ void __launch_bounds__(HPS_THREADS) scatter(const __grid_constant__ Scatter request) {
     const u32 member = threadIdx.x % TILE;

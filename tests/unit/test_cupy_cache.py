@@ -445,12 +445,11 @@ class TestMemory:
         import cupy
 
         cache = create(spec(512), 4_500_000)
-        contract = TestCupyCacheOnCupyArrays()
+        contract, pairs = TestCupyCacheOnCupyArrays(), cache.memory.open[0].pairs
         for seed in range(4):
             keys = distinct_keys(200_000, seed=seed)
-            part = keys[np.fromiter((kernels.home_of(int(k), cache.memory.open[0].pairs) > 640_000 for k in keys), bool, keys.size)][
-                :4000
-            ]
+            homes = np.fromiter((kernels.home_of(int(key), pairs) for key in keys), np.int64, keys.size)
+            part = keys[homes > 640_000][:4000]
             cache.insert(0, part, vectors_of(part, 512))
             out, found = contract.query(cache, part)
             assert found.mean() > 0.99

@@ -80,15 +80,3 @@ def scatter(
                 found[position] = True
         else:
             out[position, :] = default
-
-
-@njit(nogil=True, cache=True)
-def fill_default(
-    missing: IndexArray,  # (at least count,) int64
-    count: int,
-    default: float,
-    out: FloatArray,  # (n, dim) float32
-) -> None:
-    """Write the default vector to every missing position."""
-    for i in range(count):
-        out[missing[i], :] = default

@@ -25,7 +25,6 @@ _SIGNATURES = (
     (numpy_misses.distinct, int64(_READ_WORDS, _WORDS, int64, _WORDS, _WORDS, _WORDS)),
     (numpy_misses.rank, void(_WORDS, _WORDS, _WORDS, _WORDS, int64, _WORDS)),
     (numpy_misses.scatter, void(_WORDS, _WORDS, int64, _ROWS, _READ_MASK, float64, _ROWS, _MASK)),
-    (numpy_misses.fill_default, void(_WORDS, int64, float64, _ROWS)),
 )
 _compiling = threading.Lock()
 

@@ -24,7 +24,6 @@ from typing import ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from hps.errors import InvalidDtypeError, InvalidInputError
 from hps.tensors.segments import Segment
 from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
 
@@ -191,50 +190,3 @@ class EmbeddingCache(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free the device memory. Closing twice changes nothing."""
-
-
-def check_array(
-    array: np.ndarray, dtype: npt.DTypeLike, shape: tuple[int, ...], what: str, *, aligned: bool = True, writable: bool = False
-) -> None:
-    """Check a host array that a kernel is to read or write.
-
-    Raises:
-        InvalidDtypeError: it has another dtype.
-        InvalidInputError: it has another shape, or is not C-contiguous, `aligned` or `writable`.
-    """
-    if array.dtype != dtype:
-        raise InvalidDtypeError(f"{what}: got dtype {array.dtype}, expected {np.dtype(dtype)}")
-    flags = array.flags
-    if array.shape != shape or not flags.c_contiguous or (aligned and not flags.aligned) or (writable and not flags.writeable):
-        state = ("" if flags.aligned else ", not aligned") + ("" if flags.writeable else ", read-only")
-        raise InvalidInputError(
-            f"{what}: got shape {array.shape}, strides {array.strides}{state}; expected shape {shape}, C-contiguous"
-            f"{', aligned' if aligned else ''}{', writable' if writable else ''}; pass a copy"
-        )
-
-
-def check_rows(table: TableSpec, keys: np.ndarray, vectors: np.ndarray | None, doing: str) -> None:
-    """Check the host arrays of a modification: keys (n,) int64 and, unless they are to be erased, vectors (n, dim) float32.
-
-    Raises:
-        InvalidDtypeError, InvalidInputError: as `check_array`.
-    """
-    check_array(keys, np.int64, (keys.size,), f"{doing} the cached table {table.tag}: keys")
-    if vectors is not None:
-        check_array(vectors, np.float32, (keys.size, table.dim), f"{doing} the cached table {table.tag}: vectors")
-
-
-def check_segment(table: TableSpec, segment: Segment, n: int) -> None:
-    """Check those arrays of a segment of n keys that are in host memory; a query takes keys that are not aligned.
-
-    Raises:
-        InvalidDtypeError, InvalidInputError: as `check_array`.
-    """
-    keys, out, found = segment.keys, segment.out, segment.found
-    what = f"querying the cached table {table.tag}"
-    if isinstance(keys, np.ndarray):
-        check_array(keys, np.int64, (n,), f"{what}: keys", aligned=False)
-    if isinstance(out, np.ndarray):
-        check_array(out, np.float32, (n, table.dim), f"{what}: out", writable=True)
-    if isinstance(found, np.ndarray):
-        check_array(found, np.bool_, (n,), f"{what}: found", writable=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hps.errors import InvalidDtypeError, InvalidInputError
 from hps.tensors.dlpack import adopt, as_keys, as_output, host_keys, host_output
@@ -202,6 +203,56 @@ def refuse_repeated_tables(segments: Sequence[Segment], specs: Sequence[TableSpe
     """
     if len({segment.table for segment in segments}) != len(segments):
         raise InvalidInputError(f"looking up model {specs[0].model_name!r}: a table is named twice; name each once")
+
+
+def check_segment(table: TableSpec, segment: Segment, n: int) -> None:
+    """Check those arrays of a segment of n keys that are in host memory; a query takes keys that are not aligned.
+
+    Raises:
+        InvalidDtypeError, InvalidInputError: a kernel would misread one of them.
+    """
+    keys, out, found = segment.keys, segment.out, segment.found
+    if isinstance(keys, np.ndarray):
+        _check_array("querying", table, "keys", keys, np.int64, (n,), aligned=False)
+    if isinstance(out, np.ndarray):
+        _check_array("querying", table, "out", out, np.float32, (n, table.dim), writable=True)
+    if isinstance(found, np.ndarray):
+        _check_array("querying", table, "found", found, np.bool_, (n,), writable=True)
+
+
+def check_rows(table: TableSpec, keys: np.ndarray, vectors: np.ndarray | None, doing: str) -> None:
+    """Check the host arrays of a modification: keys (n,) int64 and, unless they are to be erased, vectors (n, dim) float32.
+
+    Raises:
+        InvalidDtypeError, InvalidInputError: a kernel would misread one of them.
+    """
+    _check_array(doing, table, "keys", keys, np.int64, (keys.size,))
+    if vectors is not None:
+        _check_array(doing, table, "vectors", vectors, np.float32, (keys.size, table.dim))
+
+
+def _check_array(
+    doing: str,
+    table: TableSpec,
+    name: str,
+    array: np.ndarray,
+    dtype: npt.DTypeLike,
+    shape: tuple[int, ...],
+    *,
+    aligned: bool = True,
+    writable: bool = False,
+) -> None:
+    flags = array.flags
+    if array.dtype != dtype:
+        raise InvalidDtypeError(
+            f"{doing} the cached table {table.tag}: {name}: got dtype {array.dtype}, expected {np.dtype(dtype)}"
+        )
+    if array.shape != shape or not flags.c_contiguous or (aligned and not flags.aligned) or (writable and not flags.writeable):
+        state = ("" if flags.aligned else ", not aligned") + ("" if flags.writeable else ", read-only")
+        raise InvalidInputError(
+            f"{doing} the cached table {table.tag}: {name}: got shape {array.shape}, strides {array.strides}{state}; expected "
+            f"shape {shape}, C-contiguous{', aligned' if aligned else ''}{', writable' if writable else ''}; pass a copy"
+        )
 
 
 def _keys_of(keys: Any, on_cuda: bool) -> tuple[Any, int]:

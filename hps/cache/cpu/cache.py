@@ -7,13 +7,13 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from hps.cache.base import CacheLookup, CacheStats, EmbeddingCache, MissedKeys, check_rows, check_segment
+from hps.cache.base import CacheLookup, CacheStats, EmbeddingCache, MissedKeys
 from hps.cache.cpu import kernels as numpy_kernels
 from hps.cache.cpu import misses as numpy_misses
 from hps.cache.cpu.sets import EVICTIONS, INSERTS, LINE_WORDS, RESIDENT, STATE_WORDS, WAYS
 from hps.cache.cpu.signatures import compile_kernels
 from hps.errors import DeviceMemoryError, InvalidInputError, NotReadyError
-from hps.tensors.segments import Segment
+from hps.tensors.segments import Segment, check_rows, check_segment
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
 _LINE_BYTES = 8 * LINE_WORDS

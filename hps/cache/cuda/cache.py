@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from cupy_backends.cuda.api import runtime
 
-from hps.cache.base import CacheStats, EmbeddingCache, check_rows
+from hps.cache.base import CacheStats, EmbeddingCache
 from hps.cache.cuda import kernels
 from hps.cache.cuda.device import CUDA_ERRORS, compile_all, device_call, on_device
 from hps.cache.cuda.lookup import CupyLookup, LookupKernels
@@ -17,6 +17,7 @@ from hps.cache.cuda.modifications import Modifications
 from hps.cache.cuda.tables import TableMemory, allocate
 from hps.cache.cuda.tensors import TensorReader
 from hps.errors import DeviceError
+from hps.tensors.segments import check_rows
 from hps.types import FloatArray, KeyArray, TableSpec
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import cupy
 import numpy as np
 
-from hps.cache.base import check_segment
 from hps.cache.cuda.device import PinnedBuffer, stream_of
 from hps.errors import InvalidDtypeError, InvalidInputError
 from hps.tensors.dlpack import (
@@ -21,7 +20,7 @@ from hps.tensors.dlpack import (
     check_output,
     work_stream_of,
 )
-from hps.tensors.segments import Segment, Stretch
+from hps.tensors.segments import Segment, Stretch, check_segment
 from hps.types import TableSpec
 
 UNKNOWN_STREAM = -1

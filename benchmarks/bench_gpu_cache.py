@@ -6,8 +6,7 @@ graph of one launch, from its launch until the host knows that it is done. Score
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cupy
@@ -16,11 +15,10 @@ import torch
 from cupy_backends.cuda.api import driver, runtime
 
 from benchmarks.harness import Report, time_calls
-from hps.cache.base import Segment
 from hps.cache.cuda import kernels
 from hps.cache.cuda.cache import CupyCache
-from hps.cache.cuda.device import kernels_of
-from hps.cache.cuda.kernels import Kernel
+from hps.cache.cuda.lookup import CupyLookup
+from hps.tensors.segments import Segment
 from hps.types import FloatArray, KeyArray, TableSpec
 
 _ALPHA = 1.05
@@ -44,7 +42,6 @@ gather(const unsigned* slots, const float4* rows, float4* out, unsigned n, unsig
 _VALUE = cupy.ElementwiseKernel(
     "int64 key, int32 column", "float32 value", "value = ((key * 2654435761LL + column * 40503) >> 7) & 0xFFFFFF", "value_of"
 )
-_VARIANTS = {"unchecked": {"CHECK": 0}, "version_alone": {"CHECK": 1}, "fenced": {"FENCE": 1}, "without_scores": {"RECENCY": 0}}
 _PLAIN, _TUNED = (1, "*(p) = (v)"), (2, "__stcs(p, v)")
 
 
@@ -137,7 +134,7 @@ def _kernels(report: Report, rng: np.random.Generator, rows: int, dim: int, quic
 
 def _slots(cache: CupyCache) -> tuple[KeyArray, np.ndarray]:
     """Resident keys of table 0, and the rows that they stand in."""
-    table = cache._open[0]  # type: ignore[index]
+    table = cache.memory.open[0]  # type: ignore[index]
     buckets = np.empty((2 * table.pairs, 8), np.int64)
     runtime.memcpy(buckets.ctypes.data, table.buckets, buckets.nbytes, runtime.memcpyDeviceToHost)
     filler = np.zeros((2 * table.pairs, 1), np.int64)
@@ -150,17 +147,17 @@ def _queries(
     report: Report, rng: np.random.Generator, cache: CupyCache, known: tuple[KeyArray, np.ndarray], n: int, alpha: float
 ) -> None:
     resident, slots = known
-    dim, table = cache.tables[0].dim, cache._open[0]  # type: ignore[index]
+    dim, table = cache.tables[0].dim, cache.memory.open[0]  # type: ignore[index]
     batches = max(8, min(256, (1 << 24) // n))
     picks = [_ranks(rng, n, resident.size, alpha) for _ in range(batches)]
     keys, places = [cupy.asarray(resident[pick]) for pick in picks], [cupy.asarray(slots[pick]) for pick in picks]
     out = cupy.empty((n, dim), cupy.float32)
-    workspace = cache.create_workspace()
+    lookup = cache.create_lookup()
 
     def query(batch: Any) -> Callable[[], None]:
         def launch() -> None:
-            workspace.begin([Segment(0, batch, out)])
-            cache._kernels.query(workspace, workspace.placed)
+            lookup.begin([Segment(0, batch, out)])
+            lookup.launch_query()
 
         return launch
 
@@ -181,8 +178,7 @@ def _queries(
 
     for batch in keys[:4]:
         out.fill(cupy.nan)
-        segments = cache.adopt(workspace, [Segment(0, batch, out)])
-        _check(cache.query(workspace, segments).count == 0 and bool((out == _vectors(batch, dim)).all()))
+        _check(lookup.query([Segment(0, batch, out)]) == 0 and bool((out == _vectors(batch, dim)).all()))
     out.fill(cupy.nan)
     gather(places[0], _PLAIN)()
     _check(bool((out == _vectors(keys[0], dim)).all()))
@@ -201,10 +197,6 @@ def _queries(
         "torch_index_select_mkeys_per_s": n / _index_select(table.rows, places, out) / 1e6,
         "writing_scores_of_gather": plain[0] / _writing_scores(cache, query, keys),
     }
-    if n >= 1 << 20:  # what the parts of it cost
-        for name, constants in _VARIANTS.items():
-            with _variant(cache, constants):
-                figures[f"{name}_of_gather"] = plain[0] / _back_to_back([query(batch) for batch in keys])
     report.add({"work": "query", "dim": dim, "batch": n, "alpha": alpha, "resident": resident.size}, figures)
 
 
@@ -214,20 +206,6 @@ def _ranks(rng: np.random.Generator, n: int, rows: int, alpha: float) -> np.ndar
         return rng.integers(0, rows, n)
     g = 1.0 - alpha
     return np.minimum(((rng.random(n) * (float(rows) ** g - 1.0) + 1.0) ** (1.0 / g)).astype(np.int64), rows - 1)
-
-
-@contextmanager
-def _variant(cache: CupyCache, constants: dict[str, int]) -> Iterator[None]:
-    """Let queries of one segment be launched with other constants."""
-    kept = dict(cache._kernels._queries)
-    for unit, widest, segments in kept:
-        kernel = kernels.query_kernel(unit, widest, segments)
-        changed = Kernel(kernel.name, kernel.file, kernel.constants + tuple(constants.items()))
-        cache._kernels._queries[unit, widest, segments] = kernels_of(0).handle(changed)
-    try:
-        yield
-    finally:
-        cache._kernels._queries.update(kept)
 
 
 _compiled: dict[tuple[int, str], tuple[int, int, Any]] = {}
@@ -263,7 +241,7 @@ def _index_select(rows: int, places: list[Any], out: Any) -> float:
 
 def _writing_scores(cache: CupyCache, query: Callable[[Any], Callable[[], None]], keys: list[Any]) -> float:
     """Seconds of a query after all scores were reset, so that every hit writes one."""
-    table = cache._open[0]  # type: ignore[index]
+    table = cache.memory.open[0]  # type: ignore[index]
     memory = cupy.cuda.UnownedMemory(table.buckets, 128 * table.pairs, None, 0)
     headers = cupy.ndarray((2 * table.pairs, 8), np.int64, cupy.cuda.MemoryPointer(memory, 0))[:, 0]
     seconds = []
@@ -280,15 +258,15 @@ def _writing_scores(cache: CupyCache, query: Callable[[Any], Callable[[], None]]
 
 
 def _inserts(report: Report, rng: np.random.Generator, cache: CupyCache, n: int) -> None:
-    dim, table = cache.tables[0].dim, cache._open[0]  # type: ignore[index]
-    workspace, resident = cache.create_workspace(), cache.dump(0)
+    dim, table = cache.tables[0].dim, cache.memory.open[0]  # type: ignore[index]
+    lookup, resident = cache.create_lookup(), cache.dump(0)
 
     def insert(keys: Any, vectors: Any) -> Callable[[], None]:
         def launch() -> None:
             stream = cupy.cuda.get_current_stream().ptr
-            cache._modifications._pending = False  # nothing runs, and an event of before cannot be captured
-            arguments = (keys.data.ptr, vectors.data.ptr, 0, n, 3, workspace.insert_arguments, stream)
-            cache._modifications.launch_insert(table, *arguments)
+            lookup.changes.pending = False  # nothing runs, and an event of before cannot be captured
+            arguments = (keys.data.ptr, vectors.data.ptr, 0, n, 3, lookup.insert_arguments, stream)
+            lookup.changes.launch_insert(table, *arguments)
 
         return launch
 
@@ -299,11 +277,10 @@ def _inserts(report: Report, rng: np.random.Generator, cache: CupyCache, n: int)
         before = cache.stats(0)
         if kind == "resident":
             seconds = _back_to_back([insert(*pair) for pair in zip(keys, vectors, strict=True)])
-            cache._modifications._last = cupy.cuda.Event(disable_timing=True)  # the old one belongs to the graph
-            cache._modifications._pending = False
+            lookup.changes._last = cupy.cuda.Event(disable_timing=True)  # the old one belongs to the graph
+            lookup.changes.pending = False
             out = cupy.empty((n, dim), cupy.float32)
-            segments = cache.adopt(workspace, [Segment(0, keys[-1], out)])
-            _check(cache.query(workspace, segments).count == 0 and bool((out == vectors[-1]).all()))
+            _check(lookup.query([Segment(0, keys[-1], out)]) == 0 and bool((out == vectors[-1]).all()))
         else:
             start, stop = cupy.cuda.Event(), cupy.cuda.Event()
             start.record()
@@ -319,11 +296,11 @@ def _inserts(report: Report, rng: np.random.Generator, cache: CupyCache, n: int)
 
 
 def _calls(report: Report, rng: np.random.Generator, quick: bool) -> None:
-    """Adopt, query and finish of resident keys, from Python: what the cache costs a lookup."""
+    """Query and finish of resident keys, from Python: what the cache costs a lookup."""
     for tables, n, dim in [(1, 4096, 32), (1, 4096, 128), (26, 1024, 16)]:
         specs = [_table(f"t{i}", dim) for i in range(tables)]
         cache = CupyCache.create(specs, [1000 if quick else 100_000] * tables, 0)
-        workspace = cache.create_workspace()
+        lookup = cache.create_lookup()
         rotation: dict[str, list[list[Segment]]] = {"torch": [], "host": []}
         for table in range(tables):
             keys = np.arange(cache.stats(table).capacity_rows // 2)
@@ -336,7 +313,7 @@ def _calls(report: Report, rng: np.random.Generator, quick: bool) -> None:
             )
         for place, segments in rotation.items():
             axes = {"work": f"cache calls, {place} tensors", "tables": tables, "batch": n, "dim": dim}
-            report.add(axes, _time_lookups(cache, workspace, segments))
+            report.add(axes, _time_lookups(lookup, dim, segments))
         cache.close()
     indices, table = torch.randint(0, 100_000, (4096,), device="cuda"), torch.empty(100_000, 32, device="cuda")
 
@@ -347,15 +324,14 @@ def _calls(report: Report, rng: np.random.Generator, quick: bool) -> None:
     report.add({"work": "torch index_select + sync", "tables": 1, "batch": 4096, "dim": 32}, time_calls(select, 2000).as_dict())
 
 
-def _time_lookups(cache: CupyCache, workspace: Any, rotation: list[list[Segment]]) -> dict[str, float]:
+def _time_lookups(lookup: CupyLookup, dim: int, rotation: list[list[Segment]]) -> dict[str, float]:
     def call(i: int) -> int:
-        adopted = cache.adopt(workspace, rotation[i % 8])
-        misses = cache.query(workspace, adopted)
-        cache.finish(workspace, adopted)
-        return misses.count
+        missing = lookup.query(rotation[i % 8])
+        lookup.finish()
+        return missing
 
     _check(all(call(i) == 0 for i in range(8)))
-    _check(all(_right(segment, cache.tables[segment.table].dim) for segment in rotation[7]))
+    _check(all(_right(segment, dim) for segment in rotation[7]))
     return time_calls(call, 2000).as_dict()
 
 
@@ -370,7 +346,7 @@ def _misses(report: Report, rng: np.random.Generator, quick: bool) -> None:
     cache = CupyCache.create([_table("item", dim)], [1 << 22], 0)  # so large that nothing is evicted
     keys = np.arange(400_000)
     cache.insert(0, keys, _vectors(cupy.asarray(keys), dim).get())
-    resident, workspace = cache.dump(0), cache.create_workspace()
+    resident, lookup = cache.dump(0), cache.create_lookup()
     out = torch.empty(n, dim, device="cuda")
     calls = 20 if quick else 1000
     batches = []
@@ -380,15 +356,14 @@ def _misses(report: Report, rng: np.random.Generator, quick: bool) -> None:
     fresh = iter(batches)
 
     def call(_i: int) -> None:
-        segments = cache.adopt(workspace, [Segment(0, next(fresh), out)])
-        misses = cache.query(workspace, segments)
-        for missed in cache.unique(workspace, misses):
+        lookup.query([Segment(0, next(fresh), out)])
+        for missed in lookup.unique():
             found = np.ones(missed.keys.size, np.bool_)
-            cache.fetch_buffer(workspace, missed)[:, 0] = missed.keys
-            cache.stage(workspace, missed, 0, missed.keys.size)
-            cache.scatter(workspace, missed, found)
-            cache.insert_fetched(workspace, missed, found)
-        cache.finish(workspace, segments)
+            missed.buffer()[:, 0] = missed.keys
+            missed.stage(0, missed.keys.size)
+            missed.scatter(found)
+            missed.insert(found)
+        lookup.finish()
         torch.cuda.current_stream().synchronize()
 
     timing = time_calls(call, calls)
@@ -429,24 +404,23 @@ def _hit_rate(report: Report, rng: np.random.Generator, rows: int, batches: int)
     """Traffic fills a cache of a tenth of the rows: each batch's misses are inserted. The last quarter is counted."""
     n, dim, capacity = 1 << 16, 1, rows // 10
     cache = CupyCache.create([_table("item", dim)], [capacity], 0)
-    workspace, out = cache.create_workspace(), cupy.empty((n, dim), cupy.float32)
+    lookup, out = cache.create_lookup(), cupy.empty((n, dim), cupy.float32)
     ids = cupy.asarray(rng.permutation(rows))
     hits = asked = 0
     random = cupy.random.default_rng(7)
     g = 1.0 - _ALPHA
     for batch in range(batches):
         ranks = ((random.random(n) * (float(rows) ** g - 1.0) + 1.0) ** (1.0 / g)).astype(cupy.int64)
-        segments = cache.adopt(workspace, [Segment(0, ids[cupy.minimum(ranks, rows - 1)], out)])
-        misses = cache.query(workspace, segments)
-        for missed in cache.unique(workspace, misses):
+        missing = lookup.query([Segment(0, ids[cupy.minimum(ranks, rows - 1)], out)])
+        for missed in lookup.unique():
             found = np.ones(missed.keys.size, np.bool_)
-            cache.fetch_buffer(workspace, missed)[...] = 0
-            cache.stage(workspace, missed, 0, missed.keys.size)
-            cache.scatter(workspace, missed, found)
-            cache.insert_fetched(workspace, missed, found)
-        cache.finish(workspace, segments)
+            missed.buffer()[...] = 0
+            missed.stage(0, missed.keys.size)
+            missed.scatter(found)
+            missed.insert(found)
+        lookup.finish()
         if batch >= batches * 3 // 4:
-            hits += n - misses.count
+            hits += n - missing
             asked += n
     ideal = (float(capacity) ** g - 1.0) / (float(rows) ** g - 1.0)
     figures = {"hit_rate": hits / asked, "ideal_hit_rate": ideal, "of_ideal": hits / asked / ideal, "keys_before": batches * n}

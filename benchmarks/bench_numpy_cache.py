@@ -14,10 +14,10 @@ from numba import njit
 from torch.utils.dlpack import to_dlpack
 
 from benchmarks.harness import Report, power_law_keys, time_calls
-from hps.cache.base import Segment
 from hps.cache.cpu.cache import NumpyCache
 from hps.hashing import mix, scale
 from hps.tensors.dlpack import as_keys, as_output
+from hps.tensors.segments import Segment
 from hps.types import FloatArray, KeyArray, TableSpec
 
 _ALPHA = 1.05
@@ -61,16 +61,16 @@ def _batches(rng: np.random.Generator, resident: KeyArray, n: int, alpha: float)
 def _queries(report: Report, rng: np.random.Generator, rows: int, n: int, dim: int, alpha: float) -> None:
     cache, resident = _filled(rng, rows, dim)
     batches = _batches(rng, resident, n, alpha)
-    workspace, out = cache.create_workspace(), np.empty((n, dim), np.float32)
+    lookup, out = cache.create_lookup(), np.empty((n, dim), np.float32)
     segments = [[Segment(0, keys, out)] for keys in batches]
     calls = 400 if n < 10_000 else 12
 
-    def query(i: int) -> Any:
-        return cache.query(workspace, cache.adopt(workspace, segments[i % _ROTATION]))
+    def query(i: int) -> int:
+        return lookup.query(segments[i % _ROTATION])
 
     for i, keys in enumerate(batches):
         out.fill(np.nan)
-        _check(query(i).count == 0 and np.array_equal(out, _vectors(keys, dim)))
+        _check(query(i) == 0 and np.array_equal(out, _vectors(keys, dim)))
     rank = np.argsort(resident)
     places = [rank[np.searchsorted(resident, keys, sorter=rank)] for keys in batches]
     known = _vectors(resident, dim)
@@ -90,15 +90,15 @@ def _many_tables(report: Report, rng: np.random.Generator, rows: int) -> None:
     for table in range(tables):
         keys = rng.permutation(4 * rows)[:rows]
         cache.insert(table, keys, _vectors(keys, dim))
-    workspace = cache.create_workspace()
+    lookup = cache.create_lookup()
     rotation = [
         [Segment(table, rng.choice(cache.dump(table), n), np.empty((n, dim), np.float32)) for table in range(tables)]
         for _ in range(_ROTATION)
     ]
     for segments in rotation:
-        _check(cache.query(workspace, segments).count == 0)
+        _check(lookup.query(segments) == 0)
         _check(all(np.array_equal(segment.out, _vectors(segment.keys, dim)) for segment in segments))
-    timing = time_calls(lambda i: cache.query(workspace, cache.adopt(workspace, rotation[i % _ROTATION])), 500)
+    timing = time_calls(lambda i: lookup.query(rotation[i % _ROTATION]), 500)
     report.add({"work": "query of 26 tables", "rows": rows, "batch": tables * n, "dim": dim, "alpha": 0.0}, timing.as_dict())
 
 
@@ -107,10 +107,10 @@ def _while_writing(report: Report, rng: np.random.Generator, rows: int) -> None:
     n, dim = 10_000, 32
     cache, resident = _filled(rng, rows, dim)
     batches = _batches(rng, resident, n, 0.0)
-    workspace, out = cache.create_workspace(), np.empty((n, dim), np.float32)
+    lookup, out = cache.create_lookup(), np.empty((n, dim), np.float32)
 
     def query(i: int) -> None:
-        cache.query(workspace, [Segment(0, batches[i % _ROTATION], out)])
+        lookup.query([Segment(0, batches[i % _ROTATION], out)])
 
     quiet = time_calls(query, 300)
     done, updated, vectors = threading.Event(), 0, _vectors(resident, dim)
@@ -153,20 +153,19 @@ def _misses(report: Report, rng: np.random.Generator) -> None:
         cache, resident = _filled(rng, 200_000, dim)
         absent = rng.integers(1 << 40, 1 << 60, missing)
         keys = rng.permutation(np.concatenate([rng.choice(resident, n - missing), rng.choice(absent, missing)]))
-        workspace, out = cache.create_workspace(), np.empty((n, dim), np.float32)
-        misses = cache.query(workspace, [Segment(0, keys, out)])
-        _check(misses.count == missing)
+        lookup, out = cache.create_lookup(), np.empty((n, dim), np.float32)
+        _check(lookup.query([Segment(0, keys, out)]) == missing)
 
         def answer(_: int) -> None:
-            for missed in cache.unique(workspace, misses):  # noqa: B023
-                cache.scatter(workspace, missed, np.ones(missed.keys.size, np.bool_))  # noqa: B023
+            for missed in lookup.unique():  # noqa: B023
+                missed.scatter(np.ones(missed.keys.size, np.bool_))
 
-        (missed,) = cache.unique(workspace, misses)
+        (missed,) = lookup.unique()
         _check(np.array_equal(missed.keys, np.setdiff1d(keys, resident)))
-        cache.fetch_buffer(workspace, missed)[:] = _vectors(missed.keys, dim)
+        missed.buffer()[:] = _vectors(missed.keys, dim)
         answer(0)
         _check(np.array_equal(out, _vectors(keys, dim)))
-        for work, call in (("unique", lambda _: cache.unique(workspace, misses)), ("unique and scatter", answer)):  # noqa: B023
+        for work, call in (("unique", lambda _: lookup.unique()), ("unique and scatter", answer)):  # noqa: B023
             report.add({"work": work, "batch": n, "missing": missing, "dim": dim}, time_calls(call, 300).as_dict())
 
 
@@ -191,20 +190,19 @@ def _hit_rate(report: Report, rng: np.random.Generator, rows: int) -> None:
     batch, calls = 4096, 4 * rows // 4096
     cache = NumpyCache.create([TableSpec("bench", "item", 1, 0.0, batch)], [rows // 10], 0)
     capacity = cache.stats(0).capacity_rows
-    workspace, out = cache.create_workspace(), np.empty((batch, 1), np.float32)
+    lookup, out = cache.create_lookup(), np.empty((batch, 1), np.float32)
     tags, used, clock = np.zeros((capacity // 14, 14), np.int64), np.zeros((capacity // 14, 14), np.int64), 0
     ideal = ((capacity + 1.0) ** (1 - _ALPHA) - 1) / (rows ** (1 - _ALPHA) - 1)
     for phase in ("warm-up", "after warm-up", "after all keys changed"):
         keys = power_law_keys(rng, calls * batch, rows, _ALPHA) + (1 << 40) * (phase == "after all keys changed")
         missing = 0
         for start in range(0, keys.size, batch):
-            misses = cache.query(workspace, [Segment(0, keys[start : start + batch], out)])
-            missing += misses.count
-            for missed in cache.unique(workspace, misses):
-                cache.fetch_buffer(workspace, missed)[:] = _vectors(missed.keys, 1)
+            missing += lookup.query([Segment(0, keys[start : start + batch], out)])
+            for missed in lookup.unique():
+                missed.buffer()[:] = _vectors(missed.keys, 1)
                 found = np.ones(missed.keys.size, np.bool_)
-                cache.scatter(workspace, missed, found)
-                cache.insert_fetched(workspace, missed, found)
+                missed.scatter(found)
+                missed.insert(found)
             _check(np.array_equal(out, _vectors(keys[start : start + batch], 1)))
         lru, clock = _lru_hits(keys, clock, tags, used)
         hit_rate = 1 - missing / keys.size

@@ -22,7 +22,7 @@ struct Dump {
     u32 n;
 };
 
-static_assert(sizeof(Table) == 48 && sizeof(Dump) == 72, "hps/cache/kernels.py packs these");
+static_assert(sizeof(Table) == 48 && sizeof(Dump) == 72, "hps/cache/cuda/kernels.py packs these");
 extern "C" __global__ void __launch_bounds__(HPS_THREADS) dump(const __grid_constant__ Dump request) {
     const Table& table = request.table;
     const u32 lane = threadIdx.x % 32, member = lane % PAIR_PARTS;

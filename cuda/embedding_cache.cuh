@@ -1,4 +1,4 @@
-// Layout and memory operations of the embedding cache, pasted into every kernel (hps/cache/kernels.py).
+// Layout and memory operations of the embedding cache, pasted into every kernel (hps/cache/cuda/kernels.py).
 //
 // A table is an array of PAIRS of BUCKETS, and one row of vectors a slot. A pair is 128 bytes, aligned; a bucket is 64:
 //     bytes 0..1     version, uint16: odd while a writer owns the bucket, the next even number after each change

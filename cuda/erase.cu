@@ -20,7 +20,7 @@ struct Erase {
     u32 padding;
 };
 
-static_assert(sizeof(Table) == 48 && sizeof(Erase) == 64, "hps/cache/kernels.py packs these");
+static_assert(sizeof(Table) == 48 && sizeof(Erase) == 64, "hps/cache/cuda/kernels.py packs these");
 
 extern "C" __global__ void __launch_bounds__(HPS_THREADS) erase(const __grid_constant__ Erase request) {
     const Table& table = request.table;

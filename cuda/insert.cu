@@ -40,7 +40,7 @@ struct Insert {
     u32 mode;  // REPLACE | ADMIT
 };
 
-static_assert(sizeof(Table) == 48 && sizeof(Insert) == 80, "hps/cache/kernels.py packs these");
+static_assert(sizeof(Table) == 48 && sizeof(Insert) == 80, "hps/cache/cuda/kernels.py packs these");
 
 // How good a slot is to admit a key to, the smaller the better: an empty one at home, an empty one next door, or one whose key
 // would be evicted: at home by its score, next door never.

@@ -43,15 +43,6 @@
 #ifndef HPS_PATIENCE
 #define HPS_PATIENCE 1024
 #endif
-#ifndef HPS_RECENCY
-#define HPS_RECENCY 1  // 0: hits leave scores alone (to measure what they cost)
-#endif
-#ifndef HPS_CHECK
-#define HPS_CHECK 2  // 0: no check, 1: the version alone (to measure what they cost)
-#endif
-#ifndef HPS_FENCE
-#define HPS_FENCE 0  // 1: a fence orders the second look, too (to measure what it costs: it asks every slice of the L2)
-#endif
 
 struct Segment {
     const i64* keys;
@@ -78,7 +69,7 @@ struct Query {
     u16 zero;  // always 0, which the compiler does not know
 };
 
-static_assert(sizeof(Segment) == 64 && sizeof(Query) == 64 * HPS_SEGMENTS + 40, "hps/cache/kernels.py packs these");
+static_assert(sizeof(Segment) == 64 && sizeof(Query) == 64 * HPS_SEGMENTS + 40, "hps/cache/cuda/kernels.py packs these");
 
 constexpr u32 WARPS = HPS_THREADS / 32;
 constexpr u32 PASS = 8;              // keys of a pass
@@ -175,10 +166,10 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
                 word = header;
             }
         }
-        const bool owned = HPS_CHECK != 0 && word & 1;  // by a writer
+        const bool owned = word & 1;  // by a writer
         const bool copies = slot >= 0 && !owned;
         bool retry = slot >= 0 && owned;
-        if (HPS_RECENCY && copies && member == 0 && score_of(part.y, slot) != TOP_SCORE) {
+        if (copies && member == 0 && score_of(part.y, slot) != TOP_SCORE) {
             atomicOr(scores_at(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS), TOP_SCORE << (4 * slot));
         }
 
@@ -211,11 +202,10 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
             }
             if (!HPS_LONG_ROWS) break;
         }
-        if (HPS_FENCE) fence();
         const u32 late = __any_sync(FULL_WARP, copied & request.zero);  // 0, once all rows are here
 
         bool same = true;
-        if (copies && member < HPS_CHECK) {  // member 0 reads the version again, member 1 the key
+        if (copies && member < 2) {  // member 0 reads the version again, member 1 the key
             const u32 word_of = member == 0 ? 0 : 1 + slot;
             const u64 again = load_word(reinterpret_cast<const u64*>(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS) +
                                         word_of + late);

@@ -7,7 +7,7 @@
 //             launched; tiles past a ragged end have no position.
 // INVARIANTS  Positions are distinct. `found` becomes 1 at positions whose vector was fetched and 0 at the others.
 // RACES       None.
-// TWIN        hps.cache.cpu.misses.scatter, hps.cache.cpu.misses.fill_default
+// TWIN        hps.cache.cpu.misses.scatter
 
 #include "embedding_cache.cuh"
 
@@ -30,7 +30,7 @@ struct Scatter {
 
 constexpr u32 TILE = 8;
 
-static_assert(sizeof(Scatter) == 64, "hps/cache/kernels.py packs this");
+static_assert(sizeof(Scatter) == 64, "hps/cache/cuda/kernels.py packs this");
 
 extern "C" __global__ void __launch_bounds__(HPS_THREADS) scatter(const __grid_constant__ Scatter request) {
     const u32 member = threadIdx.x % TILE;

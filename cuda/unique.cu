@@ -41,7 +41,7 @@ struct Unique {
     UniqueSegment segments[HPS_SEGMENTS];
 };
 
-static_assert(sizeof(Unique) == 48 + 8 * HPS_SEGMENTS, "hps/cache/kernels.py packs this");
+static_assert(sizeof(Unique) == 48 + 8 * HPS_SEGMENTS, "hps/cache/cuda/kernels.py packs this");
 
 // The sum of `value` over the threads before this one; `total` is the sum over the block.
 __device__ __forceinline__ u32 sum_before(u32 value, u32& total) {
@@ -127,7 +127,7 @@ struct RankSorted {
     u32 padding;
 };
 
-static_assert(sizeof(RankSorted) == 56, "hps/cache/kernels.py packs this");
+static_assert(sizeof(RankSorted) == 56, "hps/cache/cuda/kernels.py packs this");
 
 __device__ __forceinline__ bool begins(const RankSorted& request, u32 i, i64 key) {
     return i == 0 || request.keys[request.order[i - 1]] != key;

@@ -15,9 +15,8 @@ from hps.databases.base import Database
 from hps.errors import DatabaseError, InvalidInputError, UnknownDeviceError, UnknownTableError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
-from hps.lookup.direct_session import DirectSession
 from hps.lookup.refresh import refresh
-from hps.lookup.session import LookupSession, SessionSettings
+from hps.lookup.session import CachedSession, DirectSession, Session, SessionSettings
 from hps.metrics import Metrics
 from hps.models.sources import ModelSources
 from hps.models.table_load import LoadReport, LoadTargets, TableLoad
@@ -48,7 +47,7 @@ class Deployment:
 
     config: ModelConfig
     tables: tuple[TableSpec, ...]
-    sessions: dict[int, LookupSession | DirectSession]
+    sessions: dict[int, Session]
     chain: DatabaseChain
     owns_chain: bool = False
     indices: dict[str | int, int] = field(init=False, repr=False)
@@ -67,7 +66,7 @@ class Deployment:
         """The embedding caches, each once."""
         return [session.cache for session in dict.fromkeys(self.sessions.values()) if session.cache is not None]
 
-    def session(self, device_id: int | None) -> LookupSession | DirectSession:
+    def session(self, device_id: int | None) -> Session:
         """The session of a device; of the first device for None.
 
         Raises:
@@ -79,7 +78,7 @@ class Deployment:
             return self.sessions[device_id]
         except KeyError:
             raise UnknownDeviceError(
-                f"looking up model {self.config.model!r}: got device {device_id!r}, wanted one of its deployed_device_list "
+                f"looking up model {self.config.model!r}: got device {device_id!r}, expected one of its deployed_device_list "
                 f"{list(self.sessions)}"
             ) from None
 
@@ -89,10 +88,10 @@ class Deployment:
         Raises:
             UnknownTableError: the model has no such table.
         """
-        index = self.indices.get(table) if isinstance(table, str | int | np.integer) else None
+        index = self.indices.get(table) if isinstance(table, (str, int, np.integer)) else None
         if index is None or isinstance(table, bool):
             known = ", ".join(f"{index} ({spec.table_name})" for index, spec in enumerate(self.tables))
-            raise UnknownTableError(f"looking up model {self.config.model!r}: got table {table!r}, wanted one of {known}")
+            raise UnknownTableError(f"looking up model {self.config.model!r}: got table {table!r}, expected one of {known}")
         return index
 
     def insert(self, index: int, keys: KeyArray, vectors: FloatArray) -> None:
@@ -100,7 +99,7 @@ class Deployment:
         table = self.tables[index]
         if vectors.shape != (keys.size, table.dim):
             raise InvalidInputError(
-                f"inserting into {table.tag}: got vectors of shape {vectors.shape}, wanted {(keys.size, table.dim)}"
+                f"inserting into {table.tag}: got vectors of shape {vectors.shape}, expected {(keys.size, table.dim)}"
             )
 
         def apply(written: bool) -> None:
@@ -122,7 +121,7 @@ class Deployment:
         self.chain.delete(self.tables[index], keys, apply)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for queued insertions; False when that takes longer."""
+        """Wait for queued insertions; False when the timeout comes first."""
         return all(session.drain(timeout_s) for session in dict.fromkeys(self.sessions.values()))
 
     def close(self) -> None:
@@ -203,7 +202,7 @@ def _cached_sessions(
     coalescer: FetchCoalescer,
     metrics: Metrics,
     reports: Sequence[LoadReport],
-) -> dict[int, LookupSession | DirectSession]:
+) -> dict[int, Session]:
     """Build and warm the cache of every device; on the CPU all device ids share one."""
     settings = SessionSettings(
         hit_rate_threshold=config.hit_rate_threshold,
@@ -217,14 +216,14 @@ def _cached_sessions(
     if not config.gpucache:
         share = fraction = 0.0
     capacities = [math.ceil(share * report.model.rows) for report in reports]
-    sessions: dict[int, LookupSession | DirectSession] = {}
+    sessions: dict[int, Session] = {}
     try:
         for device_id in config.deployed_device_list:
             if cache_class.device == "cpu" and sessions:
                 sessions[device_id] = next(iter(sessions.values()))
                 continue
             cache = cache_class.create(config.tables, capacities, device_id)
-            sessions[device_id] = LookupSession(config.tables, cache, chain, coalescer, settings, metrics)
+            sessions[device_id] = CachedSession(config.tables, cache, chain, coalescer, settings, metrics)
             for index, (table, report) in enumerate(zip(config.tables, reports, strict=True)):
                 warm_up(cache, index, table, report.model, fraction)
                 if report.differs:
@@ -257,7 +256,7 @@ def _deploy_resident(config: ModelConfig, targets: LoadTargets, metrics: Metrics
         chain.close()
         raise
     session = DirectSession(config.tables, chain, metrics)
-    sessions: dict[int, LookupSession | DirectSession] = dict.fromkeys(config.deployed_device_list, session)
+    sessions: dict[int, Session] = dict.fromkeys(config.deployed_device_list, session)
     return Deployment(config, config.tables, sessions, chain, owns_chain=True)
 
 

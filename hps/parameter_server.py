@@ -10,17 +10,22 @@ from typing import Any, Literal, Self, overload
 
 import numpy as np
 
-from hps.cache.base import Segment
 from hps.configuration.hugectr_structs import ParameterServerConfig
 from hps.configuration.load import Configuration, ModelConfig, load_configuration
 from hps.deployment import Deployment, choose_cache, deploy, open_databases
 from hps.errors import InvalidInputError, NotReadyError, UnknownModelError
-from hps.lookup.caller_tensors import concatenated_segments, cuda_segments, keys_of, output_of, segments_of
 from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.refresh import refresh
 from hps.metrics import Metrics
 from hps.progress import Progress
-from hps.tensors.host_keys import as_host_keys
+from hps.tensors.segments import (
+    Segment,
+    as_host_keys,
+    concatenated_segments,
+    named_segments,
+    refuse_repeated_tables,
+    tensor_segment,
+)
 from hps.types import BoolArray, FloatArray
 
 _log = logging.getLogger(__name__)
@@ -33,7 +38,7 @@ class HPS:
 
     Args:
         config: path of a `ps.json`, its content as a dict, a `ParameterServerConfig`, or a `Configuration`.
-        progress: told how far the loading is.
+        progress: hears how far the loading is.
         force: load the models' files even where a database holds them already; its online updates are lost.
         deploy_models: put the configured models into service; without it, `deploy` does it one by one.
 
@@ -119,10 +124,12 @@ class HPS:
             DatabaseError: keys are missing and the database that holds everything did not answer.
         """
         deployment = self.model(model_name)
-        segment = _host_segment(deployment, deployment.table_index(table_id), keys, with_found=return_found)
-        deployment.session(device_id).lookup([segment])
-        vectors: FloatArray = segment.out
-        return (vectors, np.asarray(segment.found)) if return_found else vectors
+        index = deployment.table_index(table_id)
+        flat = as_host_keys(keys)
+        vectors: FloatArray = np.empty((flat.size, deployment.tables[index].dim), np.float32)
+        found = np.empty(flat.size, np.bool_) if return_found else None
+        deployment.session(device_id).lookup([Segment(index, flat, vectors, found)])
+        return vectors if found is None else (vectors, found)
 
     def lookup_tables(
         self,
@@ -151,12 +158,15 @@ class HPS:
         """
         deployment = self.model(model_name)
         session = deployment.session(device_id)
-        segments = None if out is None or return_found else cuda_segments(tables, out, deployment.indices, session.cache)
-        if segments is None:
-            segments = segments_of(
-                tables, out, deployment.table_index, deployment.tables, session.cache, with_found=return_found
-            )
-            _distinct_tables(deployment, segments)
+        segments = named_segments(
+            tables,
+            out,
+            deployment.table_index,
+            deployment.indices,
+            deployment.tables,
+            on_cuda=session.on_cuda,
+            with_found=return_found,
+        )
         session.lookup(segments)
         vectors = dict(zip(tables, (segment.out for segment in segments), strict=True)) if out is None else dict(out)
         if return_found:
@@ -189,16 +199,15 @@ class HPS:
             None, or with `return_found` (n,) bool in host memory.
 
         Raises:
-            As `lookup`; InvalidDtypeError and InvalidInputError name what was got and what is wanted.
+            As `lookup`; InvalidDtypeError and InvalidInputError say what was got and what is expected.
         """
         deployment = self.model(model_name)
         index = deployment.table_index(table_id)
         session = deployment.session(device_id)
-        flat, n = keys_of(keys, session.cache)
-        out = output_of(out_tensor, n, deployment.tables[index].dim, session.cache)
-        found = np.empty(n, np.bool_) if return_found else None
-        session.lookup([Segment(index, flat, out, found, n=n)])
-        return found
+        dim = deployment.tables[index].dim
+        segment = tensor_segment(index, dim, keys, out_tensor, on_cuda=session.on_cuda, with_found=return_found)
+        session.lookup([segment])
+        return segment.found
 
     def lookup_concatenated(
         self,
@@ -231,21 +240,22 @@ class HPS:
         deployment = self.model(model_name)
         session = deployment.session(device_id)
         found = np.empty(max(sum(counts), 0), np.bool_) if return_found else None
-        session.lookup(concatenated_segments(keys, counts, out_tensor, deployment.tables, session.cache, found))
+        segments = concatenated_segments(keys, counts, out_tensor, deployment.tables, on_cuda=session.on_cuda, found=found)
+        session.lookup(segments)
         return found
 
     def lookup_segments(self, model_name: str, segments: Sequence[Segment], device_id: int | None = None) -> None:
-        """Look up several tables straight into the caller's arrays, for callers that own the layout (the HTTP service).
+        """Look up several tables straight into arrays of the caller's own layout; for the HTTP service.
 
         Args:
-            segments: at most one a table, with keys (n,) int64, out (n, dim) float32 and, if wanted, found (n,) bool: host
-                arrays, C-contiguous.
+            segments: at most one for each table, with keys (n,) int64, out (n, dim) float32 and, optionally, found (n,)
+                bool: host arrays, C-contiguous.
 
         Raises:
             As `lookup_tables`.
         """
         deployment = self.model(model_name)
-        _distinct_tables(deployment, segments)
+        refuse_repeated_tables(segments, deployment.tables)
         deployment.session(device_id).lookup(segments)
 
     def insert(self, keys: Any, vectors: FloatArray, model_name: str, table_id: int | str) -> None:
@@ -275,7 +285,7 @@ class HPS:
 
         Args:
             model: its configuration.
-            progress: told how far the loading is.
+            progress: hears how far the loading is.
             force: load its files even where a database holds them already; its online updates are lost.
 
         Raises:
@@ -317,7 +327,7 @@ class HPS:
                 refresh(cache, index, table, deployment.chain, deployment.config.cache_refresh_percentage_per_iteration)
 
     def drain(self, timeout_s: float = 10.0) -> bool:
-        """Wait until background insertions and promotions are done; False when that takes longer."""
+        """Wait until background insertions and promotions are done; False when the timeout comes first."""
         return all([*(deployment.drain(timeout_s) for deployment in self._deployments.values()), self._chain.drain(timeout_s)])
 
     def close(self) -> None:
@@ -336,14 +346,3 @@ class HPS:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
-
-
-def _distinct_tables(deployment: Deployment, segments: Sequence[Segment]) -> None:
-    if len({segment.table for segment in segments}) != len(segments):
-        raise InvalidInputError(f"looking up model {deployment.config.model!r}: a table is named twice; name each once")
-
-
-def _host_segment(deployment: Deployment, index: int, keys: Any, *, with_found: bool) -> Segment:
-    flat = as_host_keys(keys)
-    out = np.empty((flat.size, deployment.tables[index].dim), np.float32)
-    return Segment(index, flat, out, np.empty(flat.size, np.bool_) if with_found else None)

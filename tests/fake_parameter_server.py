@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hps.cache.base import Segment
 from hps.errors import UnknownModelError
 from hps.metrics import Metrics
+from hps.tensors.segments import Segment
 from hps.types import TableSpec
 
 

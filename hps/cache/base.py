@@ -1,103 +1,31 @@
 """The contract of an embedding cache, obeyed by the CuPy cache and by its NumPy twin.
 
-A lookup is a handful of verbs on one workspace, in this order (`lookup_session.py` is the only caller):
+A lookup is an object with a handful of verbs, in this order (`lookup/session.py` is the only caller):
 
-    segments = cache.adopt(workspace, segments)        keys and outputs are on the device
-    misses   = cache.query(workspace, segments)        hits are in their places; misses are compacted
-    for missed in cache.unique(workspace, misses):     one entry a table that misses: distinct keys, on the host
-        buffer = cache.fetch_buffer(workspace, missed)     host memory (pinned with CUDA) for the fetched vectors
+    lookup = cache.create_lookup()              once; it is used for one lookup after another
+
+    missing = lookup.query(segments)            hits are in their places; the number of keys that are not resident
+    for missed in lookup.unique():              one for each table that misses: its distinct keys, on the host
+        buffer = missed.buffer()                    host memory (pinned with CUDA) for the fetched vectors
         ... fetch rows [start, stop) into buffer ...
-        cache.stage(workspace, missed, start, stop)        their copy to the device begins
-        cache.scatter(workspace, missed, found)            fetched or default vectors to every missing position
-        cache.insert_fetched(workspace, missed, found)
-    cache.finish(workspace, segments)                  outputs are with the caller
+        missed.stage(start, stop)                   their copy to the device begins
+        missed.scatter(found)                       fetched or default vectors to every missing position
+        missed.insert(found)                        the fetched vectors become resident
+    lookup.finish()                             outputs are with the caller
 
-A table that is answered asynchronously gets `scatter` with nothing found, and its distinct keys go to the background.
-`fill_default` does the same for all tables of a lookup without bringing their keys to the host.
+A table that is answered asynchronously gets only `scatter`, with nothing found; its distinct keys go to the background.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
-
-
-class Stretch:
-    """Consecutive elements of a tensor that several segments share; a CUDA cache reads the tensor once for all of them.
-
-    Attributes:
-        tensor: keys or output of a whole lookup, not adopted yet.
-        start, size: the stretch, in elements.
-        total: elements that the tensor must have: exactly so many keys, at least so many of an output.
-    """
-
-    __slots__ = ("size", "start", "tensor", "total")
-
-    def __init__(self, tensor: DeviceArray, start: int, size: int, total: int) -> None:
-        self.tensor = tensor
-        self.start = start
-        self.size = size
-        self.total = total
-
-
-@dataclass(slots=True)
-class Segment:
-    """The keys of one table within a lookup, and where their vectors go.
-
-    Attributes:
-        table: index of the table within the model. A lookup has at most one segment a table.
-        keys: (n,) int64, C-contiguous; read only. n may be 0.
-        out: (n, dim) float32, C-contiguous; every row is written by the time `finish` returns.
-        found: (n,) bool or None; set to True for keys that a tier answered, False for those that got the default.
-        n: number of keys; given where `keys` is a tensor of any shape that is yet to be adopted.
-    """
-
-    table: int
-    keys: DeviceArray  # (n,)
-    out: DeviceArray  # (n, dim)
-    found: DeviceArray | None = None  # (n,)
-    n: int = -1
-
-    def __post_init__(self) -> None:
-        if self.n < 0:
-            self.n = len(self.keys)
-
-
-@dataclass(slots=True)
-class Misses:
-    """What a query did not find.
-
-    Attributes:
-        counts: for each segment of the query, how many of its keys (duplicates counted) were not resident.
-        state: the implementation's own compacted list; belongs to the workspace until its next query.
-    """
-
-    counts: list[int]
-    state: Any = None
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-
-@dataclass(slots=True)
-class TableMisses:
-    """The distinct missing keys of one segment.
-
-    Attributes:
-        segment: the segment they belong to.
-        keys: (u,) int64 in host memory, distinct, ascending; read only. Owned by the caller: it outlives the workspace.
-        state: the implementation's own positions and inverse; belongs to the workspace until its next query.
-    """
-
-    segment: Segment
-    keys: KeyArray  # (u,)
-    state: Any = field(default=None, repr=False)
+from hps.tensors.segments import Segment
+from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +39,84 @@ class CacheStats:
     size_bytes: int
 
 
-class Workspace:
-    """Scratch memory (and the stream) of one lookup at a time. *One per thread.* Made by `create_workspace`."""
+class MissedKeys(ABC):
+    """The distinct missing keys of one segment. Its verbs can be called until the next query of its lookup.
+
+    Attributes:
+        segment: the segment that the keys belong to.
+        keys: (u,) int64 in host memory, distinct, ascending; read only. Owned by the caller: they outlive the lookup.
+    """
+
+    __slots__ = ("keys", "segment")
+
+    segment: Segment
+    keys: KeyArray  # (u,)
+
+    @abstractmethod
+    def buffer(self) -> FloatArray:
+        """Host memory for the vectors of `keys`: (u, dim) float32, pinned with CUDA; content unspecified. Ask for it once."""
+
+    @abstractmethod
+    def stage(self, start: int, stop: int) -> None:
+        """Rows [start, stop) of the buffer are written: begin to move them to the device. They must not change again."""
+
+    @abstractmethod
+    def scatter(self, found: BoolArray) -> None:
+        """Write every missing position of the segment: the fetched vector where `found`, else the default vector.
+
+        Args:
+            found: (u,) bool in host memory, for `keys`; the segment's own mask becomes True at their positions.
+        """
+
+    @abstractmethod
+    def insert(self, found: BoolArray) -> None:
+        """Insert the fetched vectors whose `found` is True; keys that have become resident meanwhile are left alone.
+
+        Absent keys are never made resident.
+        """
+
+
+class CacheLookup(ABC):
+    """One lookup at a time, with the scratch memory and the stream that it needs. *One per thread.*
+
+    Made by `EmbeddingCache.create_lookup`, and used for one lookup after another: it grows to the largest that it served.
+
+    Attributes:
+        counts: for each segment of the last query that missed any key, how many of its keys (duplicates counted) missed.
+    """
+
+    __slots__ = ("counts",)
+
+    counts: list[int]
+
+    @abstractmethod
+    def query(self, segments: Sequence[Segment]) -> int:
+        """Copy resident vectors to their rows of `out`, and list the other keys. Duplicate keys are allowed.
+
+        Runs after the producers of keys and outputs. Rows of `out` that missed are unspecified until they are scattered.
+        `found`, where given, is True for hits and False for misses. The order of the misses is unspecified.
+
+        Args:
+            segments: at most one for each table. Keys and outputs that are on the device already are not copied.
+
+        Returns:
+            How many keys (duplicates counted) are not resident.
+
+        Raises:
+            InvalidDtypeError, InvalidInputError: an array has another dtype, layout or place; nothing was written.
+        """
+
+    @abstractmethod
+    def unique(self) -> Sequence[MissedKeys]:
+        """Bring the misses of the last query to the host, each key of a table once; only for tables that missed a key."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Bring the outputs to where the caller expects them; a consumer that starts afterwards sees them complete."""
 
 
 class EmbeddingCache(ABC):
-    """The vectors of one model's tables that are resident on one device. *Thread-safe*, given a workspace a caller.
+    """The vectors of one model's tables that are resident on one device. *Thread-safe*; its lookups are not.
 
     Set-associative per table; a key's set comes from a 64-bit mixing hash, so strided keys spread. Every int64 is a legal
     key. A table never holds more than its capacity; a full set evicts its smallest score, which a use raises and of which a
@@ -154,52 +154,8 @@ class EmbeddingCache(ABC):
         """
 
     @abstractmethod
-    def create_workspace(self) -> Workspace:
-        """Allocate scratch for lookups of up to `max_keys` keys of every table at once."""
-
-    @abstractmethod
-    def adopt(self, workspace: Workspace, segments: Sequence[Segment]) -> Sequence[Segment]:
-        """Bring keys and outputs onto the device, without a copy where they already are, after their producer's work."""
-
-    @abstractmethod
-    def query(self, workspace: Workspace, segments: Sequence[Segment]) -> Misses:
-        """Copy resident vectors to their rows of `out`; list the rest. Duplicate keys are allowed.
-
-        Rows of `out` that missed are left unspecified. `found`, where given, is True for hits and False for misses.
-        Which order the misses have is unspecified.
-        """
-
-    @abstractmethod
-    def unique(self, workspace: Workspace, misses: Misses) -> list[TableMisses]:
-        """Bring the misses to the host, each key of a table once. Segments without a miss are left out."""
-
-    @abstractmethod
-    def fetch_buffer(self, workspace: Workspace, missed: TableMisses) -> FloatArray:
-        """Host memory for the vectors of `missed.keys`: (u, dim) float32, pinned with CUDA; content unspecified."""
-
-    @abstractmethod
-    def stage(self, workspace: Workspace, missed: TableMisses, start: int, stop: int) -> None:
-        """Rows [start, stop) of the fetch buffer are written: begin to move them to the device. Rows must not change."""
-
-    @abstractmethod
-    def scatter(self, workspace: Workspace, missed: TableMisses, found: BoolArray) -> None:
-        """Write every missing position of the segment: the fetched vector where `found`, else the default vector.
-
-        Args:
-            found: (u,) bool in host memory, for `missed.keys`; the segment's own mask becomes True at their positions.
-        """
-
-    @abstractmethod
-    def insert_fetched(self, workspace: Workspace, missed: TableMisses, found: BoolArray) -> None:
-        """Insert the fetched vectors whose `found` is True. Absent keys are never made resident."""
-
-    @abstractmethod
-    def fill_default(self, workspace: Workspace, misses: Misses) -> None:
-        """Write the default vector to every missing position of every segment."""
-
-    @abstractmethod
-    def finish(self, workspace: Workspace, segments: Sequence[Segment]) -> None:
-        """Bring the outputs to where the caller wanted them; when it returns, a consumer sees them complete."""
+    def create_lookup(self) -> CacheLookup:
+        """Allocate what one lookup at a time needs."""
 
     def host_buffer(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
         """Host memory that `insert` reads fastest (pinned with CUDA), for bulk work; content unspecified."""

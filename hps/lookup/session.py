@@ -1,24 +1,62 @@
 """The hot path: the lookups of one model on one device."""
 
 import logging
+import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+from prometheus_client import Counter
 
 from hps.background import BackgroundQueue
-from hps.cache.base import EmbeddingCache, Misses, Segment, TableMisses, Workspace
+from hps.cache.base import CacheLookup, EmbeddingCache, MissedKeys
+from hps.errors import NotReadyError, TooManyKeysError, WorkspaceTimeoutError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
-from hps.lookup.key_limits import refuse_too_many_keys
-from hps.lookup.workspaces import WorkspacePool
 from hps.metrics import Metrics
+from hps.tensors.segments import Segment
 from hps.types import BoolArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
 _STAGE_ROWS = 16_384  # vectors fetched before their copy to the device begins; the next chunk is fetched meanwhile
+
+
+class Session(Protocol):
+    """What answers the lookups of one model on one device. *Thread-safe.*"""
+
+    @property
+    def tables(self) -> tuple[TableSpec, ...]:
+        """The model's tables, in the order of their ids."""
+
+    @property
+    def cache(self) -> EmbeddingCache | None:
+        """The embedding cache of the device; None where lookups go to the databases directly."""
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether keys and outputs may be in CUDA memory."""
+
+    def lookup(self, segments: Sequence[Segment]) -> None:
+        """Write the vector of every key to its row of `out`, and `found` where it is given.
+
+        Args:
+            segments: at most one for each table, made by `hps.tensors.segments`.
+
+        Raises:
+            TooManyKeysError: a segment has more keys than the table's `max_keys`.
+            WorkspaceTimeoutError: as many lookups as there are workspaces were running, until the timeout.
+            NotReadyError: the session is closed.
+            DatabaseError: keys are missing and the authoritative database did not answer; `out` is then unspecified.
+        """
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait for queued insertions; False when the timeout comes first."""
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Refuse new lookups, let running ones and queued insertions end, and free the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +66,8 @@ class SessionSettings:
     Attributes:
         hit_rate_threshold: a table whose hit rate in a lookup is at or above it is answered at once, with defaults for
             its missing keys, which are fetched in the background. Above 1, every lookup is complete.
-        workspaces: lookups that may run at once.
-        workspace_timeout_s: how long a lookup waits for a workspace.
+        workspaces: how many lookups may run at once.
+        workspace_timeout_s: how long a lookup waits for one of them to end.
         insert_queue_length: batches of missing keys that may wait for background insertion.
     """
 
@@ -39,7 +77,7 @@ class SessionSettings:
     insert_queue_length: int = 64
 
 
-class LookupSession:
+class CachedSession:
     """Answers lookups from the embedding cache, then the databases, then the default vector. *Thread-safe.*
 
     Args:
@@ -60,6 +98,7 @@ class LookupSession:
     ) -> None:
         self.tables = tuple(tables)
         self.cache = cache
+        self.on_cuda = cache.device == "cuda"
         self._chain = chain
         self._coalescer = coalescer
         self._threshold = settings.hit_rate_threshold
@@ -68,12 +107,11 @@ class LookupSession:
         model = self.tables[0].model_name
         self._counters = [metrics.table(table.model_name, table.table_name) for table in self.tables]
         self._seconds = metrics.lookup_seconds.labels(model)
-        owner = f"model {model!r} on device {cache.device_id}"
-        self._workspaces = WorkspacePool(
-            cache.create_workspace,
+        self._lookups = _LookupPool(
+            cache.create_lookup,
             settings.workspaces,
             settings.workspace_timeout_s,
-            owner,
+            f"model {model!r} on device {cache.device_id}",
             metrics.workspace_timeouts.labels(model),
         )
         self._inserts = BackgroundQueue("insertion", settings.insert_queue_length, 1, metrics)
@@ -81,73 +119,66 @@ class LookupSession:
         self._pending = [np.empty(0, np.int64) for _ in self.tables]  # ascending: queued or being inserted
 
     def lookup(self, segments: Sequence[Segment]) -> None:
-        """Write the vector of every key to its row of `out`, and `found` where asked.
-
-        Args:
-            segments: at most one a table; checked and adopted by the caller (dtype, layout, place).
-
-        Raises:
-            TooManyKeysError: a segment has more keys than the table's `max_keys`.
-            WorkspaceTimeoutError: all workspaces stayed busy.
-            DatabaseError: keys are missing and the authoritative database did not answer; `out` is then unspecified.
-        """
+        """Write the vector of every key to its row of `out`. See `Session.lookup`."""
         start = time.perf_counter()
-        refuse_too_many_keys(self.tables, self._max_keys, segments)
-        with self._workspaces.take() as workspace:
-            local = self.cache.adopt(workspace, segments)
-            misses = self.cache.query(workspace, local)
-            missing = misses.count
-            if missing:
-                self._answer_misses(workspace, local, misses)
-            self.cache.finish(workspace, local)
-        self._count(segments, misses.counts if missing else None)
+        _refuse_too_many_keys(self.tables, self._max_keys, segments)
+        lookup = self._lookups.take()
+        try:
+            missing = lookup.query(segments)
+            counts = lookup.counts if missing else None
+            if counts:
+                self._answer_misses(lookup, segments, counts)
+            lookup.finish()
+        finally:
+            self._lookups.give_back(lookup)
+        self._count(segments, counts)
         self._seconds.observe(time.perf_counter() - start)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for queued insertions; False when that takes longer."""
+        """Wait for queued insertions; False when the timeout comes first."""
         return self._inserts.drain(timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Refuse new lookups, let running ones and queued insertions end, and free the cache."""
-        if not self._workspaces.close(timeout_s):
+        if not self._lookups.close(timeout_s):
             model = self.tables[0].model_name
-            _log.warning("model %r: lookups still run after %g s; its cache is left to them", model, timeout_s)
+            _log.warning("model %r: lookups still run after %g s; they keep its cache", model, timeout_s)
             return
         self._inserts.close()
         self.cache.close()
 
-    def _answer_misses(self, workspace: Workspace, segments: Sequence[Segment], misses: Misses) -> None:
+    def _answer_misses(self, lookup: CacheLookup, segments: Sequence[Segment], counts: Sequence[int]) -> None:
         deferred = {
             segment.table
-            for segment, missing in zip(segments, misses.counts, strict=True)
+            for segment, missing in zip(segments, counts, strict=True)
             if missing and 1.0 - missing / segment.n >= self._threshold
         }
-        for missed in self.cache.unique(workspace, misses):
+        for missed in lookup.unique():
             if missed.segment.table in deferred:
-                self.cache.scatter(workspace, missed, np.zeros(missed.keys.size, np.bool_))
+                missed.scatter(np.zeros(missed.keys.size, np.bool_))
                 self._insert_later(missed.segment.table, missed.keys)
             else:
-                self._fetch_now(workspace, missed)
+                self._fetch_now(missed)
         if deferred:
             with self._metrics.lock:
-                for segment, missing in zip(segments, misses.counts, strict=True):
+                for segment, missing in zip(segments, counts, strict=True):
                     if segment.table in deferred:
                         self._counters[segment.table].deferred += missing
 
-    def _fetch_now(self, workspace: Workspace, missed: TableMisses) -> None:
-        table = self.tables[missed.segment.table]
+    def _fetch_now(self, missed: MissedKeys) -> None:
+        table, keys = self.tables[missed.segment.table], missed.keys
         fence = self._chain.fence(table)
         token = fence.token()
-        buffer = self.cache.fetch_buffer(workspace, missed)
-        found = np.zeros(missed.keys.size, np.bool_)
-        for start in range(0, missed.keys.size, _STAGE_ROWS):
-            rows = slice(start, min(start + _STAGE_ROWS, missed.keys.size))
-            self._coalescer.fetch(table, fence, missed.keys[rows], buffer[rows], found[rows])
-            self.cache.stage(workspace, missed, rows.start, rows.stop)
-        self.cache.scatter(workspace, missed, found)
+        buffer = missed.buffer()
+        found = np.zeros(keys.size, np.bool_)
+        for start in range(0, keys.size, _STAGE_ROWS):
+            rows = slice(start, min(start + _STAGE_ROWS, keys.size))
+            self._coalescer.fetch(table, fence, keys[rows], buffer[rows], found[rows])
+            missed.stage(rows.start, rows.stop)
+        missed.scatter(found)
         with fence.filling(token) as allowed:
             if allowed:
-                self.cache.insert_fetched(workspace, missed, found)
+                missed.insert(found)
         self._count_defaults(missed.segment.table, found)
 
     def _insert_later(self, table_index: int, keys: KeyArray) -> None:
@@ -181,7 +212,7 @@ class LookupSession:
             self._pending[table_index] = pending[~_contained(keys, pending)]
 
     def _count(self, segments: Sequence[Segment], missing_counts: Sequence[int] | None) -> None:
-        """Count the keys of a lookup; None where none was missing, which is the quicker way for many tables."""
+        """Count the keys of a lookup. `missing_counts` is None where no key was missing: that is quicker for many tables."""
         every = self._counters
         with self._metrics.lock:
             for segment in segments:
@@ -201,8 +232,121 @@ class LookupSession:
                 self._counters[table_index].defaults += absent
 
 
+class DirectSession:
+    """Answers lookups from the databases, then the default vector. *Thread-safe.* Keys and outputs are in host memory.
+
+    For models without embedding cache. The databases answer duplicate keys and write the vectors straight to the output, so
+    keys are not made unique first.
+
+    Args:
+        tables: the model's tables, in the order of their ids.
+        chain: the host tiers.
+    """
+
+    def __init__(self, tables: Sequence[TableSpec], chain: DatabaseChain, metrics: Metrics) -> None:
+        self.tables = tuple(tables)
+        self.cache: EmbeddingCache | None = None
+        self.on_cuda = False
+        self._chain = chain
+        self._metrics = metrics
+        self._max_keys = [table.max_keys for table in self.tables]
+        self._counters = [metrics.table(table.model_name, table.table_name) for table in self.tables]
+        self._seconds = metrics.lookup_seconds.labels(self.tables[0].model_name)
+
+    def lookup(self, segments: Sequence[Segment]) -> None:
+        """Write the vector of every key to its row of `out`. See `Session.lookup`."""
+        start = time.perf_counter()
+        _refuse_too_many_keys(self.tables, self._max_keys, segments)
+        for segment in segments:
+            table = self.tables[segment.table]
+            found = np.zeros(segment.n, np.bool_) if segment.found is None else segment.found
+            found[...] = False
+            absent = found.size - self._chain.fetch(table, segment.keys, segment.out, found)
+            if absent:
+                segment.out[~found] = table.default_value
+            with self._metrics.lock:
+                counters = self._counters[segment.table]
+                counters.keys += found.size
+                counters.defaults += absent
+        self._seconds.observe(time.perf_counter() - start)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Return True: nothing runs in the background."""
+        return True
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Do nothing: there is nothing to release."""
+
+
+class _LookupPool:
+    """Bounds how many lookups run at once. *Thread-safe.* A lookup that waits for its turn ends with an error, never in a spin.
+
+    Args:
+        create: allocates a lookup; called `size` times now, so that no call has to.
+        size: how many may run at once.
+        timeout_s: how long a call waits for one.
+        owner: what the error message calls this pool.
+        timeouts: counts the calls that waited in vain.
+    """
+
+    def __init__(self, create: Callable[[], CacheLookup], size: int, timeout_s: float, owner: str, timeouts: Counter) -> None:
+        self._size = size
+        self._timeout_s = timeout_s
+        self._owner = owner
+        self._timeouts = timeouts
+        self._closed = False
+        self._free: queue.SimpleQueue[CacheLookup] = queue.SimpleQueue()
+        for _ in range(size):
+            self._free.put(create())
+
+    def take(self) -> CacheLookup:
+        """Take a lookup, which the caller must give back.
+
+        Raises:
+            WorkspaceTimeoutError: all of them stayed busy for `timeout_s`.
+            NotReadyError: the pool was closed.
+        """
+        try:
+            return self._free.get(timeout=self._timeout_s)
+        except queue.Empty:
+            if self._closed:
+                raise NotReadyError(f"{self._owner}: was undeployed") from None
+            self._timeouts.inc()
+            raise WorkspaceTimeoutError(
+                f"{self._owner}: all {self._size} lookup workspaces stayed busy for {self._timeout_s:g} s; "
+                "raise num_of_worker_buffer_in_pool or send fewer lookups at once"
+            ) from None
+
+    def give_back(self, lookup: CacheLookup) -> None:
+        """Let the next caller have a lookup."""
+        self._free.put(lookup)
+
+    def close(self, timeout_s: float) -> bool:
+        """Take all lookups away for good; False when some were still running after `timeout_s`."""
+        self._closed = True
+        deadline = time.monotonic() + timeout_s
+        for _ in range(self._size):
+            try:
+                self._free.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return False
+        self._size = 0
+        return True
+
+
+def _refuse_too_many_keys(tables: Sequence[TableSpec], max_keys: Sequence[int], segments: Sequence[Segment]) -> None:
+    for segment in segments:
+        if segment.n > max_keys[segment.table]:
+            table = tables[segment.table]
+            raise TooManyKeysError(
+                f"looking up table {table.table_name!r} of model {table.model_name!r}: got {segment.n} keys, "
+                f"expected at most {table.max_keys} (max_batch_size x maxnum_catfeature_query_per_table_per_sample); "
+                "send fewer or raise them"
+            )
+
+
 def _contained(ascending: KeyArray, keys: KeyArray) -> BoolArray:
-    """Which of `keys` stand in `ascending`."""
+    """Which of `keys` are in `ascending`."""
     if not ascending.size:
         return np.zeros(keys.size, np.bool_)
     place = np.minimum(np.searchsorted(ascending, keys), ascending.size - 1)

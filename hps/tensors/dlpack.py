@@ -1,17 +1,178 @@
-"""Adopts tensors of other frameworks through DLPack (https://dmlc.github.io/dlpack), without copying them."""
+"""Adopts tensors of other frameworks through DLPack (https://dmlc.github.io/dlpack), without copying them.
 
+Reads DLPack's C structs from capsules, and through the C exchange table of a tensor type. Nothing is consumed: a capsule
+keeps its name and its deleter, so the owner of a bare one can use it again, as HugeCTR's users do, and one that an object
+made for us releases the tensor when it is collected.
+"""
+
+import ctypes
+import math
+import struct
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
 from hps.errors import InvalidDtypeError, InvalidInputError
-from hps.tensors.dlpack_structs import CAPSULE, MAX_VERSION, read_capsule, read_object
-from hps.tensors.tensor_view import BOOL, COMPLEX, CPU, CUDA, CUDA_MANAGED, FLOAT, INT, UINT, TensorView
 from hps.types import FloatArray, KeyArray
 
-__all__ = ["TensorView", "adopt", "as_keys", "as_output", "check_keys", "check_output"]
+CPU, CUDA, CUDA_HOST, ROCM, CUDA_MANAGED = 1, 2, 3, 10, 13
+_DEVICES = {CPU: "CPU", CUDA: "CUDA", CUDA_HOST: "CUDAHost", ROCM: "ROCm", CUDA_MANAGED: "CUDAManaged"}
 
-_NUMPY_CODES = {"i": INT, "u": UINT, "f": FLOAT, "c": COMPLEX, "b": BOOL}
+INT, UINT, FLOAT, BFLOAT, COMPLEX, BOOL = 0, 1, 2, 4, 5, 6
+_KINDS = {INT: "int", UINT: "uint", FLOAT: "float", BFLOAT: "bfloat", COMPLEX: "complex", BOOL: "bool"}
+_WIDTHS = {INT: (8, 16, 32, 64), UINT: (8, 16, 32, 64), FLOAT: (16, 32, 64), COMPLEX: (64, 128), BOOL: (8,)}
+_LETTERS = {INT: "i", UINT: "u", FLOAT: "f", COMPLEX: "c", BOOL: "b"}
+_TYPESTRS = {(code, bits, 1): f"={_LETTERS[code]}{bits // 8}" for code, widths in _WIDTHS.items() for bits in widths}
+_HOST = frozenset({CPU, CUDA_HOST})
+NUMPY_CODES = {"i": INT, "u": UINT, "f": FLOAT, "c": COMPLEX, "b": BOOL}
+
+MAX_VERSION = (1, 0)
+
+# struct DLTensor {void* data; DLDevice {int32 type, id}; int32 ndim; DLDataType {uint8 code, bits; uint16 lanes};
+#                  int64* shape; int64* strides; uint64 byte_offset}
+# struct DLManagedTensor {DLTensor; ...}
+# struct DLManagedTensorVersioned {DLPackVersion {uint32 major, minor}; void* ctx; void* deleter; uint64 flags; DLTensor}
+# struct DLPackExchangeAPI {DLPackVersion; void* previous; void* allocator, *from_object, *to_object, *borrow, *work_stream}
+_TENSOR = struct.Struct("=QiiiBBHQQQ")
+_VERSIONED = struct.Struct("=IIQQQ" + _TENSOR.format[1:])
+_EXCHANGE = struct.Struct("=IIQQQQQQ")
+_TENSOR_BYTES, _VERSIONED_BYTES = (ctypes.c_char * _TENSOR.size), (ctypes.c_char * _VERSIONED.size)
+_EXCHANGE_BYTES = ctypes.c_char * _EXCHANGE.size
+_MAJOR = 1
+_READ_ONLY = 1
+_MOST_DIMENSIONS = 64
+_INTEGERS = [(struct.Struct(f"={count}q"), ctypes.c_char * (8 * count)) for count in range(_MOST_DIMENSIONS + 1)]
+
+CAPSULE: Any = type(np.empty(0).__dlpack__())
+_capsule_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_FromObject = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(ctypes.c_void_p))
+_WorkStream = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
+_Deleter = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+_deleters: dict[int, Callable[[int], None]] = {}
+_exchanges: dict[type, tuple[Callable[..., int], Callable[..., int]] | None] = {}
+
+
+class TensorView:
+    """A tensor of another framework, in place. *Immutable*; `owner` keeps the memory alive.
+
+    Attributes:
+        pointer: address of the first element, byte offset included; 0 only where there is no element.
+        shape: as the producer has it.
+        strides: in elements; None for C-contiguous.
+        code, bits, lanes: of the element type (`DLDataType`).
+        device_type, device_id: `DLDevice`.
+        read_only: the producer forbids writing. Capsules without a version cannot say so.
+        producer_stream: the CUDA stream that the producer works on; the caller must order its own work after it. None where
+            the memory is not CUDA's, or where the producer has ordered its work itself.
+        owner: what was adopted. A bare capsule no longer keeps the memory alive once someone else consumes it.
+    """
+
+    __slots__ = (
+        "bits",
+        "code",
+        "device_id",
+        "device_type",
+        "lanes",
+        "owner",
+        "pointer",
+        "producer_stream",
+        "read_only",
+        "shape",
+        "strides",
+    )
+
+    def __init__(
+        self,
+        pointer: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None,
+        dtype: tuple[int, int, int],
+        device: tuple[int, int],
+        read_only: bool,
+        owner: Any,
+    ) -> None:
+        self.pointer = pointer
+        self.shape = shape
+        self.strides = strides
+        self.code, self.bits, self.lanes = dtype
+        self.device_type, self.device_id = device
+        self.read_only = read_only
+        self.producer_stream: int | None = None
+        self.owner = owner
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def dtype_name(self) -> str:
+        """The element type as people write it, e.g. `float32`."""
+        kind = _KINDS.get(self.code)
+        name = f"dtype code {self.code} of {self.bits} bits" if kind is None else f"{kind}{self.bits}"
+        return "bool" if name == "bool8" else name if self.lanes == 1 else f"{name}x{self.lanes}"
+
+    @property
+    def device_name(self) -> str:
+        """The device as people write it, e.g. `CUDA device 0`."""
+        return f"{_DEVICES.get(self.device_type, f'type {self.device_type}')} device {self.device_id}"
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the CPU may read and write the memory: pageable, or pinned by CUDA."""
+        return self.device_type in _HOST
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements follow each other in C order."""
+        strides, shape = self.strides, self.shape
+        if strides is None:
+            return True
+        step = 1
+        for axis in range(len(shape) - 1, -1, -1):
+            if shape[axis] != 1 and strides[axis] != step:
+                return 0 in shape
+            step *= shape[axis]
+        return True
+
+    def numpy(self) -> np.ndarray:
+        """The tensor as an array over the same memory, writable unless it is read-only.
+
+        Raises:
+            InvalidInputError: it is not in host memory.
+            InvalidDtypeError: NumPy has no such element type.
+        """
+        return self.reshaped(self.shape, self.strides)
+
+    def reshaped(self, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> np.ndarray:
+        """As `numpy`, but with another shape (and strides in elements), which the caller has checked against the size."""
+        if self.device_type not in _HOST:
+            raise InvalidInputError(f"reading a tensor as an array: got it on {self.device_name}, expected host memory")
+        typestr = _TYPESTRS.get((self.code, self.bits, self.lanes))
+        if typestr is None:
+            raise InvalidDtypeError(f"reading a tensor as an array: NumPy has no {self.dtype_name}")
+        if not self.pointer:
+            return np.empty(shape, typestr)
+        memory = _Memory()
+        memory.owner = self.owner
+        interface = {"version": 3, "data": (self.pointer, self.read_only), "shape": shape, "typestr": typestr}
+        if strides is not None:
+            interface["strides"] = tuple([stride * (self.bits // 8) for stride in strides])
+        memory.__array_interface__ = interface
+        return np.asarray(memory)
+
+
+class _Memory:
+    """What NumPy makes an array of, and then keeps alive."""
+
+    __slots__ = ("__array_interface__", "owner")
+
+    owner: Any
+    __array_interface__: dict[str, Any]
 
 
 def adopt(tensor: Any, stream: int | None = None, what: str = "tensor") -> TensorView:
@@ -19,13 +180,13 @@ def adopt(tensor: Any, stream: int | None = None, what: str = "tensor") -> Tenso
 
     Args:
         tensor: an object with `__dlpack__` (NumPy, torch, CuPy, JAX), or a capsule of DLPack, with or without version.
-        stream: the CUDA stream that will use the tensor, as DLPack numbers it. A producer of CUDA memory is asked to order
-            its own work before, unless it tells `producer_stream`: ordering is then left to the caller. A bare capsule says
-            nothing of streams.
+        stream: the CUDA stream that will use the tensor, as DLPack numbers it. A producer of CUDA memory orders its own
+            work before that stream, unless it reports a `producer_stream`: then the caller has to. A bare capsule says
+            nothing about streams.
         what: names the tensor in errors.
 
     Raises:
-        InvalidInputError: it is no tensor, cannot be exported, or its capsule was consumed by someone else.
+        InvalidInputError: it is not a tensor, it cannot be exported, or its capsule has been consumed already.
     """
     if isinstance(tensor, np.ndarray):
         return _of_numpy(tensor, what)
@@ -52,7 +213,11 @@ def as_keys(keys: Any, what: str = "keys") -> KeyArray:
     if array is not None and array.dtype == np.int64 and array.flags.c_contiguous and array.flags.aligned:
         flat: KeyArray = array if array.ndim == 1 else array.reshape(-1)
         return flat
-    view = adopt(keys, None, what)
+    return host_keys(adopt(keys, None, what), what)
+
+
+def host_keys(view: TensorView, what: str = "keys") -> KeyArray:
+    """As `as_keys`, of a tensor that was adopted."""
     check_keys(view, what)
     _check_host(view, what)
     given = view.reshaped((view.size,))
@@ -79,14 +244,18 @@ def as_output(out: Any, rows: int, dim: int, what: str = "output") -> FloatArray
         if flags.c_contiguous and flags.writeable and flags.aligned:
             fits: FloatArray = array if array.shape == (rows, dim) else array.reshape(-1)[: rows * dim].reshape(rows, dim)
             return fits
-    view = adopt(out, None, what)
+    return host_output(adopt(out, None, what), rows, dim, what)
+
+
+def host_output(view: TensorView, rows: int, dim: int, what: str = "output") -> FloatArray:  # (rows, dim)
+    """As `as_output`, of a tensor that was adopted."""
     check_output(view, rows, dim, what)
     _check_host(view, what)
     return view.reshaped((rows, dim))
 
 
 def _array(tensor: Any) -> np.ndarray | None:
-    """A tensor in host memory as NumPy reads it, the fastest way; None where it takes `adopt` to read it or to say why not."""
+    """A tensor in host memory as NumPy reads it, which is the fastest way; None where only `adopt` can read or refuse it."""
     if type(tensor) is np.ndarray:
         return tensor
     if type(tensor) is CAPSULE:
@@ -105,7 +274,7 @@ def check_keys(view: TensorView, what: str = "keys") -> None:
     """
     if view.code != INT or view.bits not in (32, 64) or view.lanes != 1:
         hint = "; view the same bits as int64" if (view.code, view.bits) == (UINT, 64) else "; convert them"
-        raise InvalidDtypeError(f"adopting {what}: got {view.dtype_name}, wanted int64 (or int32, which is widened){hint}")
+        raise InvalidDtypeError(f"adopting {what}: got {view.dtype_name}, expected int64 (or int32, which is widened){hint}")
     if not view.contiguous:
         _fail_layout(view, what)
 
@@ -117,14 +286,14 @@ def check_output(view: TensorView, rows: int, dim: int, what: str = "output") ->
         InvalidDtypeError, InvalidInputError: it cannot.
     """
     if (view.code, view.bits, view.lanes) != (FLOAT, 32, 1):
-        raise InvalidDtypeError(f"adopting {what}: got {view.dtype_name}, wanted float32; allocate it as float32")
+        raise InvalidDtypeError(f"adopting {what}: got {view.dtype_name}, expected float32; allocate it as float32")
     if not view.contiguous:
         _fail_layout(view, what)
     if view.read_only:
-        raise InvalidInputError(f"adopting {what}: got a read-only tensor, wanted a writable one; pass a copy")
+        raise InvalidInputError(f"adopting {what}: got a read-only tensor, expected a writable one; pass a copy")
     if view.size < rows * dim:
         raise InvalidInputError(
-            f"adopting {what}: got shape {view.shape} with {view.size} elements, wanted at least {rows * dim} for {rows} "
+            f"adopting {what}: got shape {view.shape} with {view.size} elements, expected at least {rows * dim} for {rows} "
             f"vectors of {dim}; allocate it larger"
         )
     if view.pointer % 4:
@@ -133,19 +302,22 @@ def check_output(view: TensorView, rows: int, dim: int, what: str = "output") ->
 
 def _check_host(view: TensorView, what: str) -> None:
     if not view.on_host:
-        raise InvalidInputError(f"adopting {what}: got a tensor on {view.device_name}, wanted host memory; copy it to the CPU")
+        raise InvalidInputError(
+            f"adopting {what}: got a tensor on {view.device_name}, expected host memory; copy it to the CPU"
+        )
 
 
 def _fail_layout(view: TensorView, what: str) -> NoReturn:
     raise InvalidInputError(
-        f"adopting {what}: got shape {view.shape} with strides {view.strides}, wanted a C-contiguous tensor; make it contiguous"
+        f"adopting {what}: got shape {view.shape} with strides {view.strides}, expected a C-contiguous tensor; make it "
+        "contiguous"
     )
 
 
 def _of_numpy(array: np.ndarray, what: str) -> TensorView:
-    code = _NUMPY_CODES.get(array.dtype.kind)
+    code = NUMPY_CODES.get(array.dtype.kind)
     if code is None or not array.dtype.isnative:
-        raise InvalidDtypeError(f"adopting {what}: got dtype {array.dtype.str}, wanted numbers in native byte order")
+        raise InvalidDtypeError(f"adopting {what}: got dtype {array.dtype.str}, expected numbers in native byte order")
     strides: tuple[int, ...] | None = None
     if not array.flags.c_contiguous:
         if any(stride % array.itemsize for stride in array.strides):
@@ -161,8 +333,8 @@ def _exported(tensor: Any, stream: int | None, what: str) -> Any:
         export = tensor.__dlpack__
     except AttributeError:
         raise InvalidInputError(
-            f"adopting {what}: got {type(tensor).__name__}, wanted a tensor that speaks DLPack (NumPy, torch, CuPy, JAX) or a "
-            "capsule of one"
+            f"adopting {what}: got {type(tensor).__name__}, expected a tensor that speaks DLPack (NumPy, torch, CuPy, JAX) "
+            "or a capsule of one"
         ) from None
     arguments: dict[str, Any] = {}
     try:
@@ -179,3 +351,113 @@ def _exported(tensor: Any, stream: int | None, what: str) -> Any:
             f"adopting {what}: {type(tensor).__name__}.__dlpack__ gave {type(capsule).__name__}, no capsule"
         )
     return capsule
+
+
+def read_capsule(capsule: Any, what: str) -> TensorView:
+    """Read the tensor of a capsule, with or without version; the view keeps the capsule alive.
+
+    Raises:
+        InvalidInputError: the capsule is another library's, consumed, of another major version, or damaged.
+    """
+    name = _capsule_name(capsule)
+    if name == b"dltensor":
+        raw = _TENSOR.unpack_from(_TENSOR_BYTES.from_address(_capsule_pointer(capsule, name)))
+        return _view(raw, False, capsule, what)
+    if name == b"dltensor_versioned":
+        return _read_versioned(_capsule_pointer(capsule, name), capsule, what)
+    if name in (b"used_dltensor", b"used_dltensor_versioned"):
+        raise InvalidInputError(f"adopting {what}: got a capsule that was consumed already; export the tensor again")
+    raise InvalidInputError(f"adopting {what}: got a capsule named {name!r}, expected one of DLPack ('dltensor')")
+
+
+def read_object(tensor: Any, what: str) -> TensorView | None:
+    """Read a tensor through its type's `__dlpack_c_exchange_api__`; None where the type has none that we understand.
+
+    The view keeps the tensor alive. CUDA memory comes with the producer's stream, unordered.
+    """
+    kind = type(tensor)
+    try:
+        exchange = _exchanges[kind]
+    except KeyError:
+        exchange = _exchanges[kind] = _exchange_of(kind)
+    if exchange is None or getattr(tensor, "requires_grad", False):  # `__dlpack__` refuses it, the table does not
+        return None
+    from_object, work_stream = exchange
+    made = ctypes.c_void_p()
+    try:
+        from_object(tensor, made)
+    except (BufferError, RuntimeError, TypeError, ValueError):
+        return None  # `__dlpack__` says why
+    managed = made.value or 0
+    try:
+        view = _read_versioned(managed, tensor, what)
+    finally:
+        _delete(managed)
+    if view.device_type in (CUDA, CUDA_MANAGED):
+        stream = ctypes.c_void_p()
+        work_stream(view.device_type, view.device_id, stream)
+        view.producer_stream = stream.value or 0
+    return view
+
+
+def work_stream_of(kind: type) -> Callable[[int], int] | None:
+    """How to ask a framework for the CUDA stream that it works on; None where its tensor type publishes no exchange table.
+
+    Returns:
+        A function of a CUDA device's id that returns the address of the calling thread's current stream there.
+    """
+    exchange = _exchange_of(kind)
+    if exchange is None:
+        return None
+    ask = exchange[1]
+
+    def work_stream(device_id: int) -> int:
+        stream = ctypes.c_void_p()
+        ask(CUDA, device_id, stream)
+        return stream.value or 0
+
+    return work_stream
+
+
+def _exchange_of(kind: type) -> tuple[Callable[..., int], Callable[..., int]] | None:
+    capsule = vars(kind).get("__dlpack_c_exchange_api__")  # not a base class's: a subclass may be no plain tensor
+    if type(capsule) is not CAPSULE or _capsule_name(capsule) != b"dlpack_exchange_api":
+        return None
+    address = _capsule_pointer(capsule, b"dlpack_exchange_api")
+    while address:
+        major, _, previous, _, from_object, _, _, work_stream = _EXCHANGE.unpack_from(_EXCHANGE_BYTES.from_address(address))
+        if major == _MAJOR:
+            return _FromObject(from_object), _WorkStream(work_stream)
+        address = previous
+    return None
+
+
+def _delete(managed: int) -> None:
+    address = _VERSIONED.unpack_from(_VERSIONED_BYTES.from_address(managed))[3]
+    if not address:
+        return
+    try:
+        delete = _deleters[address]
+    except KeyError:
+        delete = _deleters[address] = _Deleter(address)
+    delete(managed)
+
+
+def _read_versioned(address: int, owner: Any, what: str) -> TensorView:
+    raw = _VERSIONED.unpack_from(_VERSIONED_BYTES.from_address(address))
+    if raw[0] != _MAJOR:
+        raise InvalidInputError(f"adopting {what}: got a tensor of DLPack {raw[0]}.{raw[1]}, expected {_MAJOR}.x")
+    return _view(raw[5:], bool(raw[4] & _READ_ONLY), owner, what)
+
+
+def _view(raw: Sequence[int], read_only: bool, owner: Any, what: str) -> TensorView:
+    pointer, device_type, device_id, dimensions, code, bits, lanes, shape_at, strides_at, offset = raw
+    if not 0 <= dimensions <= _MOST_DIMENSIONS or (dimensions and not shape_at):
+        raise InvalidInputError(f"adopting {what}: got a tensor of {dimensions} dimensions; its description is damaged")
+    integers, array = _INTEGERS[dimensions]
+    shape = integers.unpack_from(array.from_address(shape_at)) if dimensions else ()
+    strides = integers.unpack_from(array.from_address(strides_at)) if strides_at and dimensions else None
+    if (shape and min(shape) < 0) or (not pointer and 0 not in shape):
+        raise InvalidInputError(f"adopting {what}: got shape {shape} at address {pointer:#x}; its description is damaged")
+    start = pointer + offset if pointer else 0
+    return TensorView(start, shape, strides, (code, bits, lanes), (device_type, device_id), read_only, owner)

@@ -21,8 +21,9 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from hps.cache.base import EmbeddingCache, Misses, Segment, Workspace
+from hps.cache.base import CacheLookup, EmbeddingCache
 from hps.errors import InvalidDtypeError, InvalidInputError, NotReadyError
+from hps.tensors.segments import Segment
 from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
 
 INT64 = np.iinfo(np.int64)
@@ -106,39 +107,39 @@ class CacheContract:
         return Segment(table, self.to_device(keys), self.to_device(out), found)
 
     def query(
-        self, cache: EmbeddingCache, keys: KeyArray, table: int = 0, workspace: Workspace | None = None
+        self, cache: EmbeddingCache, keys: KeyArray, table: int = 0, lookup: CacheLookup | None = None
     ) -> tuple[FloatArray, BoolArray]:
         """Query one table; returns what `out` and `found` hold then."""
-        workspace = workspace or cache.create_workspace()
-        segments = cache.adopt(workspace, [self.segment(cache, table, keys)])
-        misses = cache.query(workspace, segments)
-        cache.finish(workspace, segments)
-        found = self.to_host(segments[0].found)
-        assert misses.counts == [keys.size - np.count_nonzero(found)]
-        return self.to_host(segments[0].out), found
+        lookup, segment = lookup or cache.create_lookup(), self.segment(cache, table, keys)
+        missing = lookup.query([segment])
+        lookup.finish()
+        found = self.to_host(segment.found)
+        assert missing == keys.size - np.count_nonzero(found)
+        assert lookup.counts == [missing]
+        return self.to_host(segment.out), found
 
     def resident(self, cache: EmbeddingCache, keys: KeyArray, table: int = 0) -> BoolArray:
         return np.isin(keys, np.array(list(self.raw_rows(cache, table)), np.int64))
 
     def lookup(
-        self, cache: EmbeddingCache, segments: Sequence[Segment], known: KeyArray, workspace: Workspace | None = None
-    ) -> Misses:
-        """A whole synchronous lookup; the database below holds version 1 of the `known` keys."""
-        workspace = workspace or cache.create_workspace()
-        segments = cache.adopt(workspace, segments)
-        misses = cache.query(workspace, segments)
-        for missed in cache.unique(workspace, misses):
-            buffer = cache.fetch_buffer(workspace, missed)
+        self, cache: EmbeddingCache, segments: Sequence[Segment], known: KeyArray, lookup: CacheLookup | None = None
+    ) -> list[int]:
+        """A whole synchronous lookup; the database below holds version 1 of the `known` keys. Returns the misses of each."""
+        lookup = lookup or cache.create_lookup()
+        missing = lookup.query(segments)
+        assert missing == sum(lookup.counts)
+        for missed in lookup.unique():
+            buffer = missed.buffer()
             found = np.isin(missed.keys, known)
             half = missed.keys.size // 2
             vectors = vectors_of(missed.keys, buffer.shape[1], 1)
             for start, stop in ((0, half), (half, missed.keys.size)):
                 buffer[start:stop][found[start:stop]] = vectors[start:stop][found[start:stop]]
-                cache.stage(workspace, missed, start, stop)
-            cache.scatter(workspace, missed, found)
-            cache.insert_fetched(workspace, missed, found)
-        cache.finish(workspace, segments)
-        return misses
+                missed.stage(start, stop)
+            missed.scatter(found)
+            missed.insert(found)
+        lookup.finish()
+        return lookup.counts
 
     def pass_epoch(self, cache: EmbeddingCache, table: int = 0) -> None:
         """Query as many absent keys as the table has slots: whatever is used next was used later than all before."""
@@ -184,22 +185,21 @@ class CacheContract:
         asked = np.random.default_rng(3).choice(keys, 3000)
         cache.insert(0, keys[:10], vectors_of(keys[:10], 8))
         segment = self.segment(cache, 0, asked)
-        misses = self.lookup(cache, [segment], keys)
-        assert misses.count == np.count_nonzero(np.isin(asked, keys[10:]))
+        assert self.lookup(cache, [segment], keys) == [np.count_nonzero(np.isin(asked, keys[10:]))]
         expected = vectors_of(asked, 8, np.isin(asked, keys[10:]))
         np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(expected))
         assert self.to_host(segment.found).all()
 
-    def test_missing_keys_are_listed_once_ascending_and_outlive_the_workspace(self, create: Create):
+    def test_missing_keys_are_listed_once_ascending_and_outlive_the_lookup(self, create: Create):
         cache, keys = create([spec(4, "a"), spec(4, "b")], [1000, 1000]), distinct_keys(300)
         asked = np.concatenate([keys, keys[:50], keys[100:200]])
-        workspace = cache.create_workspace()
-        segments = cache.adopt(workspace, [self.segment(cache, 1, asked, with_found=False)])
-        (missed,) = cache.unique(workspace, cache.query(workspace, segments))
+        lookup = cache.create_lookup()
+        lookup.query([self.segment(cache, 1, asked, with_found=False)])
+        (missed,) = lookup.unique()
         assert missed.segment.table == 1
         assert missed.keys.dtype == np.int64
-        others = cache.adopt(workspace, [self.segment(cache, 1, distinct_keys(500, seed=9))])
-        cache.unique(workspace, cache.query(workspace, others))
+        lookup.query([self.segment(cache, 1, distinct_keys(500, seed=9))])
+        lookup.unique()
         np.testing.assert_array_equal(missed.keys, np.sort(keys))
 
     @pytest.mark.parametrize("missing", [1, 2, 40, 3000])
@@ -209,8 +209,7 @@ class CacheContract:
         was_resident = self.resident(cache, keys)
         asked = np.random.default_rng(4).permutation(np.arange(keys.size))
         segment = self.segment(cache, 0, keys[asked])
-        misses = self.lookup(cache, [segment], keys)
-        assert misses.count == np.count_nonzero(~was_resident)
+        assert self.lookup(cache, [segment], keys) == [np.count_nonzero(~was_resident)]
         expected = vectors_of(keys, 16, ~was_resident)[asked]
         np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(expected))
         out, found = self.query(cache, keys)
@@ -236,26 +235,26 @@ class CacheContract:
         cache, keys = create(spec(4), 1000), distinct_keys(90)
         cache.insert(0, keys[:30], vectors_of(keys[:30], 4))
         segment = self.segment(cache, 0, keys, with_found=False)
-        assert self.lookup(cache, [segment], keys[:60]).count == 60
+        assert self.lookup(cache, [segment], keys[:60]) == [60]
         out = self.to_host(segment.out)
         np.testing.assert_array_equal(bits(out[:60]), bits(vectors_of(keys[:60], 4, np.arange(60) >= 30)))
         assert (out[60:] == DEFAULT).all()
 
-    def test_fill_default_answers_all_misses_and_leaves_hits(self, create: Create):
+    def test_scattering_nothing_found_answers_all_misses_and_leaves_hits(self, create: Create):
         cache = create([spec(4, "a"), spec(9, "b")], [1000, 1000])
         keys = distinct_keys(80)
         cache.insert(1, keys[:50], vectors_of(keys[:50], 9))
-        workspace = cache.create_workspace()
-        segments = cache.adopt(workspace, [self.segment(cache, 1, keys), self.segment(cache, 0, keys)])
-        misses = cache.query(workspace, segments)
-        cache.fill_default(workspace, misses)
-        cache.finish(workspace, segments)
+        lookup, segments = cache.create_lookup(), [self.segment(cache, 1, keys), self.segment(cache, 0, keys)]
+        assert lookup.query(segments) == 110
+        for missed in lookup.unique():
+            missed.scatter(np.zeros(missed.keys.size, np.bool_))
+        lookup.finish()
         out = self.to_host(segments[0].out)
         np.testing.assert_array_equal(bits(out[:50]), bits(vectors_of(keys[:50], 9)))
         assert (out[50:] == DEFAULT).all()
         assert (self.to_host(segments[1].out) == DEFAULT).all()
         np.testing.assert_array_equal(self.to_host(segments[0].found), np.arange(80) < 50)
-        assert misses.counts == [30, 80]
+        assert lookup.counts == [30, 80]
         assert set(self.raw_rows(cache, 1)) == set(keys[:50].tolist())
 
     def test_one_lookup_serves_tables_of_different_widths_in_any_order(self, create: Create):
@@ -266,8 +265,8 @@ class CacheContract:
             cache.insert(table, keys[table][:5], vectors_of(keys[table][:5], dim))
         order = [4, 0, 5, 2, 1]
         segments = [self.segment(cache, table, keys[table]) for table in order]
-        misses = self.lookup(cache, segments, np.concatenate(keys))
-        assert misses.counts == [keys[table].size - 5 for table in order]
+        counts = self.lookup(cache, segments, np.concatenate(keys))
+        assert counts == [keys[table].size - 5 for table in order]
         for table, segment in zip(order, segments, strict=True):
             expected = vectors_of(keys[table], dims[table], np.arange(keys[table].size) >= 5)
             np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(expected))
@@ -282,24 +281,23 @@ class CacheContract:
     def test_no_keys_are_a_whole_lookup(self, create: Create):
         cache, keys = create([spec(4, "a"), spec(5, "b")], [500, 500]), distinct_keys(9)
         none = np.empty(0, np.int64)
-        workspace = cache.create_workspace()
-        assert cache.query(workspace, cache.adopt(workspace, [])).counts == []
+        assert cache.create_lookup().query([]) == 0
         empty, other = self.segment(cache, 0, none), self.segment(cache, 1, keys)
-        assert self.lookup(cache, [empty, other], keys).counts == [0, 9]
-        assert self.lookup(cache, [self.segment(cache, 0, none)], keys).count == 0
+        assert self.lookup(cache, [empty, other], keys) == [0, 9]
+        assert self.lookup(cache, [self.segment(cache, 0, none)], keys) == [0]
         np.testing.assert_array_equal(bits(self.to_host(other.out)), bits(vectors_of(keys, 5, 1)))
         cache.insert(0, none, np.empty((0, 4), np.float32))
         cache.update(0, none, np.empty((0, 4), np.float32))
         cache.erase(0, none)
         assert cache.dump(0).size == 0
 
-    def test_a_workspace_serves_one_lookup_after_another(self, create: Create):
+    def test_a_lookup_serves_one_request_after_another(self, create: Create):
         cache = create([spec(4, "a"), spec(6, "b")], [4000, 4000])
-        workspace = cache.create_workspace()
+        lookup = cache.create_lookup()
         for n in (3, 700, 20, 1500, 1):
             keys = distinct_keys(n, seed=n)
             segments = [self.segment(cache, 1, keys), self.segment(cache, 0, keys)]
-            self.lookup(cache, segments, keys, workspace)
+            self.lookup(cache, segments, keys, lookup)
             np.testing.assert_array_equal(bits(self.to_host(segments[0].out)), bits(vectors_of(keys, 6, 1)))
             np.testing.assert_array_equal(bits(self.to_host(segments[1].out)), bits(vectors_of(keys, 4, 1)))
 
@@ -408,8 +406,8 @@ class CacheContract:
         cache.update(0, keys, vectors_of(keys, 4))
         cache.erase(0, keys[:3])
         segment = self.segment(cache, 0, keys)
-        assert self.lookup(cache, [segment], keys).count == 50
-        assert self.lookup(cache, [segment], keys).count == 50
+        assert self.lookup(cache, [segment], keys) == [50]
+        assert self.lookup(cache, [segment], keys) == [50]
         np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(vectors_of(keys, 4, 1)))
         assert cache.dump(0).size == 0
         assert cache.stats(0).capacity_rows == cache.stats(0).resident_rows == 0
@@ -490,11 +488,11 @@ class CacheContract:
 
     def test_a_closed_cache_says_so(self, create: Create):
         cache, keys = create(spec(4), 100), distinct_keys(5)
-        workspace, segment = cache.create_workspace(), self.segment(cache, 0, keys)
+        lookup, segment = cache.create_lookup(), self.segment(cache, 0, keys)
         cache.close()
         cache.close()
         with pytest.raises(NotReadyError):
-            cache.query(workspace, [segment])
+            lookup.query([segment])
         with pytest.raises(NotReadyError):
             cache.insert(0, keys, vectors_of(keys, 4))
 
@@ -531,12 +529,12 @@ class CacheContract:
 
         def read(index: int) -> int:
             rng = np.random.default_rng(100 + index)
-            workspace = cache.create_workspace()
+            lookup = cache.create_lookup()
             checked = 0
             for _ in range(self.stress_queries):
                 asked = np.minimum(rng.zipf(1.3, 5000) - 1, keys.size - 1)
                 oldest = complete[asked]
-                out, found = self.query(cache, keys[asked], workspace=workspace)
+                out, found = self.query(cache, keys[asked], lookup=lookup)
                 newest = begun[asked]
                 versions = out[found, 0].astype(np.int64)
                 expected = vectors_of(keys[asked][found], dim, versions)

@@ -72,5 +72,5 @@ def test_an_output_that_is_too_small_and_counts_that_do_not_add_up_are_refused(s
     keys = torch.zeros(8, dtype=torch.int64).cuda()
     with pytest.raises(hps.InvalidInputError, match="out"):
         server.lookup_concatenated(keys, (2, 2, 2, 2), torch.zeros(2 * sum(DIMS) - 1).cuda(), "m")
-    with pytest.raises(hps.InvalidInputError, match="got 8 keys, wanted the 9"):
+    with pytest.raises(hps.InvalidInputError, match="got 8 keys, expected 9"):
         server.lookup_concatenated(keys, (2, 2, 2, 3), torch.zeros(2000).cuda(), "m")

@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from hps.cache.base import EmbeddingCache, Segment
+from hps.cache.base import EmbeddingCache
 from hps.cache.cpu.cache import NumpyCache
+from hps.tensors.segments import Segment
 from hps.types import BoolArray, FloatArray, KeyArray
 from tests.contracts.cache_contract import AWKWARD_KEYS, DEFAULT, bits, spec, vectors_of
 
@@ -34,7 +35,7 @@ class TwoCaches(RuleBasedStateMachine):
         self.caches: list[EmbeddingCache] = [
             cache_class.create([spec(dim), spec(3, "other")], [CAPACITY, 100], 0) for cache_class in (NumpyCache, CupyCache)
         ]
-        self.workspaces = [cache.create_workspace() for cache in self.caches]
+        self.lookups = [cache.create_lookup() for cache in self.caches]
         self.model: dict[int, int] = {}
 
     def teardown(self) -> None:
@@ -44,23 +45,22 @@ class TwoCaches(RuleBasedStateMachine):
     def _query(self, index: int, keys: KeyArray, known: KeyArray | None) -> tuple[FloatArray, BoolArray]:
         import cupy
 
-        cache, workspace = self.caches[index], self.workspaces[index]
+        lookup = self.lookups[index]
         place = self.to_device if index else np.array
         segment = Segment(
             0, place(keys), place(np.full((keys.size, self.dim), np.nan, np.float32)), place(np.zeros(keys.size, bool))
         )
-        segments = cache.adopt(workspace, [segment])
-        misses = cache.query(workspace, segments)
-        if known is None:
-            cache.fill_default(workspace, misses)
-        else:
-            for missed in cache.unique(workspace, misses):
-                found = np.isin(missed.keys, known)
-                cache.fetch_buffer(workspace, missed)[...] = vectors_of(missed.keys, self.dim, self.version)
-                cache.stage(workspace, missed, 0, missed.keys.size)
-                cache.scatter(workspace, missed, found)
-                cache.insert_fetched(workspace, missed, found)
-        cache.finish(workspace, segments)
+        lookup.query([segment])
+        for missed in lookup.unique():
+            if known is None:
+                missed.scatter(np.zeros(missed.keys.size, np.bool_))
+                continue
+            found = np.isin(missed.keys, known)
+            missed.buffer()[...] = vectors_of(missed.keys, self.dim, self.version)
+            missed.stage(0, missed.keys.size)
+            missed.scatter(found)
+            missed.insert(found)
+        lookup.finish()
         return cupy.asnumpy(segment.out), cupy.asnumpy(segment.found)
 
     @rule(keys=CHOICES)

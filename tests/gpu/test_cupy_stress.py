@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.cache.base import Segment
+from hps.tensors.segments import Segment
 from tests.contracts.cache_contract import spec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -72,15 +72,14 @@ def test_no_vector_is_torn_stale_or_anothers_on_several_streams(dim: int, capaci
             keys, owners = cupy.asarray(keys_host), cupy.asarray(owner)
             expected = vectors_on_device(keys, dim, 0)
             is_generation = cupy.arange(dim) % 3 == 2
-            workspace = cache.create_workspace()
+            lookup = cache.create_lookup()
             asked = 0
             while not done.is_set() or asked < 20:
                 asked += 1
                 out, found = cupy.full((keys.size, dim), cupy.nan, cupy.float32), cupy.zeros(keys.size, cupy.bool_)
                 oldest = cupy.asarray(complete.copy())[owners]
-                segments = cache.adopt(workspace, [Segment(0, keys, out, found)])
-                cache.query(workspace, segments)
-                cache.finish(workspace, segments)
+                lookup.query([Segment(0, keys, out, found)])
+                lookup.finish()
                 newest = cupy.asarray(begun.copy())[owners]
                 generation = out[:, 2]
                 whole = cupy.where(is_generation, generation[:, None], expected) == out

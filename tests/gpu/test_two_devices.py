@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import hps
-from hps.cache.base import Segment
 from hps.errors import InvalidInputError
+from hps.tensors.segments import Segment
 from tests.contracts.cache_contract import bits, distinct_keys, spec, vectors_of
 
 pytestmark = pytest.mark.gpu
@@ -38,14 +38,12 @@ def test_each_device_answers_from_its_own_cache(caches: list[Any]):
 
     def ask(device: int) -> np.ndarray:
         cache = caches[device]
-        workspace = cache.create_workspace()
+        lookup = cache.create_lookup()
         with cupy.cuda.Device(device):
             for _ in range(50):
                 out = cupy.full((1000, 16), cupy.nan, cupy.float32)
-                segments = cache.adopt(workspace, [Segment(0, cupy.asarray(keys), out)])
-                missed = cache.query(workspace, segments).count
-                cache.finish(workspace, segments)
-                assert missed < 10
+                assert lookup.query([Segment(0, cupy.asarray(keys), out)]) < 10
+                lookup.finish()
             return out.get()
 
     with ThreadPoolExecutor(2) as pool:
@@ -62,11 +60,9 @@ def test_calls_leave_the_current_device_alone(caches: list[Any]):
         with cupy.cuda.Device(current):
             for cache in caches:
                 cache.insert(0, keys, vectors_of(keys, 16))
-                workspace = cache.create_workspace()
-                out = np.empty((10, 16), np.float32)
-                segments = cache.adopt(workspace, [Segment(0, keys, out)])
-                assert cache.query(workspace, segments).count == 0
-                cache.finish(workspace, segments)
+                lookup, out = cache.create_lookup(), np.empty((10, 16), np.float32)
+                assert lookup.query([Segment(0, keys, out)]) == 0
+                lookup.finish()
                 np.testing.assert_array_equal(bits(out), bits(vectors_of(keys, 16)))
                 assert cupy.cuda.runtime.getDevice() == current
 
@@ -76,9 +72,8 @@ def test_tensors_of_another_device_are_refused(caches: list[Any]):
 
     with cupy.cuda.Device(1):
         keys, out = cupy.zeros(10, cupy.int64), cupy.zeros((10, 16), cupy.float32)
-    workspace = caches[0].create_workspace()
-    with pytest.raises(InvalidInputError, match="on CUDA device 0"):
-        caches[0].adopt(workspace, [Segment(0, keys, out)])
+    with pytest.raises(InvalidInputError, match="on CUDA device 1, expected one on CUDA device 0"):
+        caches[0].create_lookup().query([Segment(0, keys, out)])
 
 
 def test_server_has_a_cache_on_every_deployed_device(caches: list[Any], tmp_path):

@@ -167,10 +167,10 @@ def test_lookup_concatenated_answers_all_tables_from_one_run_of_keys(server, cou
 @pytest.mark.parametrize(
     ("counts", "floats", "message"),
     [
-        ((3,), 99, "wanted 2 of them"),
-        ((3, 2, 1), 99, "wanted 2 of them"),
+        ((3,), 99, "expected 2 of them"),
+        ((3, 2, 1), 99, "expected 2 of them"),
         ((7, -1), 99, "none negative"),
-        ((3, 4), 99, "got 6 keys, wanted the 7"),
+        ((3, 4), 99, "got 6 keys, expected 7"),
         ((3, 3), 3 * sum(DIMS.values()) - 1, "output"),
     ],
 )

@@ -31,7 +31,7 @@ class CacheMachine(RuleBasedStateMachine):
     def start(self, capacities: tuple[int, ...]) -> None:
         tables = [TableSpec("shop", f"t{dim}", dim, DEFAULT, 1000) for dim in DIMS]
         self.cache = self.contract.cache_class.create(tables, capacities, 0)
-        self.workspace = self.cache.create_workspace()
+        self.lookup = self.cache.create_lookup()
         self.known: list[dict[int, int]] = [{} for _ in DIMS]  # key -> version of the vector it has where it is resident
         self.overflowed = [False] * len(DIMS)  # whether more keys than a set holds were ever there at once
         self.version = 0
@@ -80,41 +80,42 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def look_up(self, requests: list[tuple[int, KeyArray]], present: set[int], with_found: bool, answer: str) -> None:
         """Query tables at once; then fetch the `present` keys from below, or fill in defaults, or do nothing more."""
-        cache, workspace = self.cache, self.workspace
+        cache, lookup = self.cache, self.lookup
         segments = [self.contract.segment(cache, table, keys, with_found=True) for table, keys in requests]
         if not with_found:
             for segment in segments:
                 segment.found = None
-        segments = list(cache.adopt(workspace, segments))
         resident = [set(cache.dump(table).tolist()) for table, _keys in requests]
-        misses = cache.query(workspace, segments)
+        missing = lookup.query(segments)
         hit = [np.isin(keys, list(held)) for (_table, keys), held in zip(requests, resident, strict=True)]
-        assert misses.counts == [int(np.count_nonzero(~row)) for row in hit]
+        assert lookup.counts == [int(np.count_nonzero(~row)) for row in hit]
+        assert missing == sum(lookup.counts)
         expected = [vectors_of(keys, DIMS[table], self.versions(table, keys)) for table, keys in requests]
         answered = [row.copy() for row in hit]
         if answer == "fetch":
-            missing = {table: index for index, (table, _keys) in enumerate(requests) if not hit[index].all()}
-            for missed in cache.unique(workspace, misses):
-                index = missing.pop(missed.segment.table)
+            places = {table: index for index, (table, _keys) in enumerate(requests) if not hit[index].all()}
+            for missed in lookup.unique():
+                index = places.pop(missed.segment.table)
                 table, keys = requests[index]
                 np.testing.assert_array_equal(missed.keys, np.unique(keys[~hit[index]]))
                 found = np.isin(missed.keys, list(present))
-                cache.fetch_buffer(workspace, missed)[:] = self.next_vectors(table, missed.keys)
-                cache.stage(workspace, missed, 0, missed.keys.size)
-                cache.scatter(workspace, missed, found)
-                cache.insert_fetched(workspace, missed, found)
+                missed.buffer()[:] = self.next_vectors(table, missed.keys)
+                missed.stage(0, missed.keys.size)
+                missed.scatter(found)
+                missed.insert(found)
                 self.known[table].update(dict.fromkeys(missed.keys[found].tolist(), self.version))
                 self.overflowed[table] |= len(self.known[table]) > self.contract.ways
                 answered[index] = hit[index] | np.isin(keys, list(present))
                 fetched = answered[index] & ~hit[index]
                 expected[index][fetched] = vectors_of(keys, DIMS[table], self.version)[fetched]
                 expected[index][~answered[index]] = DEFAULT
-            assert not missing
+            assert not places
         elif answer == "default":
-            cache.fill_default(workspace, misses)
+            for missed in lookup.unique():
+                missed.scatter(np.zeros(missed.keys.size, np.bool_))
             for row, rows in zip(hit, expected, strict=True):
                 rows[~row] = DEFAULT
-        cache.finish(workspace, segments)
+        lookup.finish()
         for segment, row, was_answered, rows in zip(segments, hit, answered, expected, strict=True):
             compared = row if answer == "nothing" else slice(None)
             np.testing.assert_array_equal(bits(self.contract.to_host(segment.out)[compared]), bits(rows[compared]))

@@ -16,7 +16,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hps.cache.base import Segment
 from hps.cache.cpu.cache import NumpyCache
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.rocks_db.database import RocksDatabase
@@ -25,8 +24,9 @@ from hps.lookup.chain import DatabaseChain
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.refresh import refresh
-from hps.lookup.session import LookupSession, SessionSettings
+from hps.lookup.session import CachedSession, SessionSettings
 from hps.metrics import Metrics
+from hps.tensors.segments import Segment
 from hps.types import TableSpec
 from tests.faulty_database import FaultyDatabase
 from tests.memory_database import MemoryDatabase
@@ -67,7 +67,7 @@ class Hierarchy(RuleBasedStateMachine):
             self.chain.open_table(table)
         coalescer = FetchCoalescer(self.chain.fetch, self.metrics)
         self.sessions = [
-            LookupSession(
+            CachedSession(
                 TABLES,
                 NumpyCache.create(TABLES, [capacity, capacity], 0),
                 self.chain,

@@ -5,9 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.cache.base import EmbeddingCache, Segment
+from hps.cache.base import EmbeddingCache
 from hps.cache.cuda import kernels
 from hps.errors import DeviceError, DeviceMemoryError, InvalidDtypeError, InvalidInputError
+from hps.tensors.segments import Segment
 from hps.types import KeyArray
 from tests.contracts.cache_contract import DEFAULT, CacheContract, Create, bits, distinct_keys, spec, vectors_of
 
@@ -17,7 +18,7 @@ SLOTS = kernels.SLOTS
 
 def keys_at_home(cache: EmbeddingCache, bucket: int, count: int, seed: int = 1) -> KeyArray:
     """Different keys whose home is one bucket of table 0."""
-    pairs = cache._open[0].pairs
+    pairs = cache.memory.open[0].pairs
     candidates = distinct_keys(count * 2 * pairs * 8 + 200, seed)
     home = np.fromiter((kernels.home_of(int(key), pairs) for key in candidates), np.int64, candidates.size)
     keys = candidates[home == bucket][:count]
@@ -37,7 +38,7 @@ class CupyContract(CacheContract):
     def raw_rows(self, cache: EmbeddingCache, table: int) -> dict[int, bytes]:
         import cupy
 
-        memory = cache._open[table]
+        memory = cache.memory.open[table]
         cupy.cuda.Device().synchronize()
         if not memory.pairs:
             return {}
@@ -203,7 +204,7 @@ class TestBuckets:
 
     def test_the_filler_of_a_pair_is_a_key_like_any_other(self, create: Create, contract: CupyContract):
         cache = create(spec(2), 1000)
-        filler = kernels.zero_filler(cache._open[0].pairs)
+        filler = kernels.zero_filler(cache.memory.open[0].pairs)
         keys = np.array([0, filler], np.int64)
         for present in (keys[:1], keys[1:], keys):
             _out, found = contract.query(cache, keys)
@@ -217,11 +218,11 @@ class TestBuckets:
         cache = create(spec(4), 28)
         key = keys_at_home(cache, 0, 1)
         cache.insert(0, key, vectors_of(key, 4))
-        before = _copy(cache._open[0].buckets, 8, np.int64)
+        before = _copy(cache.memory.open[0].buckets, 8, np.int64)
         contract.query(cache, key)
-        once = _copy(cache._open[0].buckets, 8, np.int64)
+        once = _copy(cache.memory.open[0].buckets, 8, np.int64)
         contract.query(cache, key)
-        np.testing.assert_array_equal(_copy(cache._open[0].buckets, 8, np.int64), once)
+        np.testing.assert_array_equal(_copy(cache.memory.open[0].buckets, 8, np.int64), once)
         assert before[0] >> 32 == 1
         assert once[0] >> 32 == 15
         np.testing.assert_array_equal(before[1:], once[1:])
@@ -229,19 +230,19 @@ class TestBuckets:
     def test_calls_that_change_nothing_leave_versions_alone(self, create: Create, contract: CupyContract):
         cache, keys = create(spec(4), 28), distinct_keys(8)
         cache.insert(0, keys[:4], vectors_of(keys[:4], 4))
-        before = _copy(cache._open[0].buckets, 32, np.int64)
+        before = _copy(cache.memory.open[0].buckets, 32, np.int64)
         cache.update(0, keys[4:], vectors_of(keys[4:], 4))
         cache.erase(0, keys[4:])
         cache.dump(0)
         contract.query(cache, keys[4:])
-        np.testing.assert_array_equal(_copy(cache._open[0].buckets, 32, np.int64), before)
+        np.testing.assert_array_equal(_copy(cache.memory.open[0].buckets, 32, np.int64), before)
 
     def test_a_version_that_wraps_goes_on(self, create: Create, contract: CupyContract):
         import cupy
 
         cache = create(spec(4), 28)
         key = keys_at_home(cache, 0, 1)
-        memory = cache._open[0]
+        memory = cache.memory.open[0]
         words = cupy.ndarray((1,), np.uint16, cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(memory.buckets, 128, memory), 0))
         words[0] = 0xFFFC
         for version in range(4):
@@ -257,7 +258,7 @@ class TestBuckets:
         cache = create(spec(4), 28)
         keys = keys_at_home(cache, 0, 3)
         cache.insert(0, keys, vectors_of(keys, 4))
-        memory = cache._open[0]
+        memory = cache.memory.open[0]
         words = cupy.ndarray((1,), np.uint16, cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(memory.buckets, 128, memory), 0))
         words[0] |= 1
         _out, found = contract.query(cache, keys)
@@ -281,7 +282,7 @@ class TestLookups:
         contract = TestCupyCacheOnCupyArrays()
         segment = contract.segment(cache, 0, keys)
         known = keys[::2]
-        assert contract.lookup(cache, [segment], known).count == misses
+        assert contract.lookup(cache, [segment], known) == [misses]
         expected = vectors_of(keys, 4, 1)
         expected[~np.isin(keys, known)] = DEFAULT
         np.testing.assert_array_equal(bits(segment.out.get()), bits(expected))
@@ -296,7 +297,7 @@ class TestLookups:
         for index, dim in enumerate(dims):
             cache.insert(index, keys[index][:4], vectors_of(keys[index][:4], dim))
         segments = [contract.segment(cache, index, keys[index]) for index in range(count)]
-        assert contract.lookup(cache, segments, np.concatenate(keys)).counts == [1 + index for index in range(count)]
+        assert contract.lookup(cache, segments, np.concatenate(keys)) == [1 + index for index in range(count)]
         for index, segment in enumerate(segments):
             expected = vectors_of(keys[index], dims[index], np.arange(keys[index].size) >= 4)
             np.testing.assert_array_equal(bits(segment.out.get()), bits(expected))
@@ -310,9 +311,7 @@ class TestLookups:
         cache.insert(0, keys, vectors_of(keys, dim))
         memory = cupy.full(300 * dim + 8, cupy.nan, cupy.float32)
         out = memory[shift : shift + 300 * dim].reshape(300, dim)
-        workspace = cache.create_workspace()
-        segments = cache.adopt(workspace, [Segment(0, cupy.asarray(keys), out)])
-        assert cache.query(workspace, segments).count == 0
+        assert cache.create_lookup().query([Segment(0, cupy.asarray(keys), out)]) == 0
         np.testing.assert_array_equal(bits(out.get()), bits(vectors_of(keys, dim)))
         assert cupy.isnan(memory[:shift]).all()
         assert cupy.isnan(memory[shift + 300 * dim :]).all()
@@ -339,15 +338,15 @@ class TestLookups:
         cache.insert(0, keys, vectors_of(keys, 16))
         resident = torch.from_numpy(np.sort(cache.dump(0))).cuda()
         stream = torch.cuda.Stream()
-        workspace = cache.create_workspace()
+        lookup = cache.create_lookup()
         for _ in range(20):
             with torch.cuda.stream(stream):
                 out = torch.full((resident.numel(), 16), torch.nan, device="cuda")
                 asked = torch.zeros_like(resident)
                 torch.cuda._sleep(2_000_000)
                 asked.copy_(resident)
-                cache.query(workspace, cache.adopt(workspace, [Segment(0, asked, out)]))
-                cache.finish(workspace, [])
+                lookup.query([Segment(0, asked, out)])
+                lookup.finish()
                 total = out.double().sum()  # on the stream, after the lookup
             assert total.item() == vectors_of(np.sort(cache.dump(0)), 16).astype(np.float64).sum()
 
@@ -363,10 +362,9 @@ class TestLookups:
             torch.cuda._sleep(2_000_000)
             asked = torch.from_numpy(resident).cuda(non_blocking=True)
             out = cupy.full((resident.size, 16), cupy.nan, cupy.float32)
-            workspace = cache.create_workspace()
-            segments = cache.adopt(workspace, [Segment(0, asked, out)])
-            assert cache.query(workspace, segments).count == 0
-            cache.finish(workspace, segments)
+            lookup = cache.create_lookup()
+            assert lookup.query([Segment(0, asked, out)]) == 0
+            lookup.finish()
             np.testing.assert_array_equal(bits(out.get()), bits(vectors_of(resident, 16)))
 
     def test_int32_keys_are_widened(self, create: Create):
@@ -374,16 +372,15 @@ class TestLookups:
         cache, keys = create(spec(4), 1000), np.arange(-50, 50)
         cache.insert(0, keys, vectors_of(keys, 4))
         out = torch.empty(100, 4, device="cuda")
-        workspace = cache.create_workspace()
-        segments = cache.adopt(workspace, [Segment(0, torch.arange(-50, 50, dtype=torch.int32, device="cuda"), out)])
-        assert cache.query(workspace, segments).count == 0
+        asked = torch.arange(-50, 50, dtype=torch.int32, device="cuda")
+        assert cache.create_lookup().query([Segment(0, asked, out)]) == 0
         np.testing.assert_array_equal(bits(out.cpu().numpy()), bits(vectors_of(keys, 4)))
 
     def test_tensors_that_do_not_fit_are_refused_before_any_launch(self, create: Create):
         import cupy
 
         cache = create(spec(4), 1000)
-        workspace = cache.create_workspace()
+        lookup = cache.create_lookup()
         keys, out = cupy.zeros(10, cupy.int64), cupy.zeros((10, 4), cupy.float32)
         for bad_keys, bad_out, error in [
             (keys.astype(cupy.uint64), out, InvalidDtypeError),
@@ -396,10 +393,9 @@ class TestLookups:
             (keys, None, InvalidInputError),
             ("keys", out, InvalidInputError),
         ]:
-            with pytest.raises(error, match="wanted"):
-                cache.adopt(workspace, [Segment(0, bad_keys, bad_out)])
-        segments = cache.adopt(workspace, [Segment(0, keys, out)])
-        assert cache.query(workspace, segments).count == 10
+            with pytest.raises(error, match="expected"):
+                lookup.query([Segment(0, bad_keys, bad_out)])
+        assert lookup.query([Segment(0, keys, out)]) == 10
 
     def test_device_arrays_can_be_inserted(self, create: Create):
         import cupy
@@ -449,12 +445,11 @@ class TestMemory:
         import cupy
 
         cache = create(spec(512), 4_500_000)
-        contract = TestCupyCacheOnCupyArrays()
+        contract, pairs = TestCupyCacheOnCupyArrays(), cache.memory.open[0].pairs
         for seed in range(4):
             keys = distinct_keys(200_000, seed=seed)
-            part = keys[np.fromiter((kernels.home_of(int(k), cache._open[0].pairs) > 640_000 for k in keys), bool, keys.size)][
-                :4000
-            ]
+            homes = np.fromiter((kernels.home_of(int(key), pairs) for key in keys), np.int64, keys.size)
+            part = keys[homes > 640_000][:4000]
             cache.insert(0, part, vectors_of(part, 512))
             out, found = contract.query(cache, part)
             assert found.mean() > 0.99
@@ -472,17 +467,17 @@ class TestFailure:
         script = """
 import numpy as np, cupy
 from hps.cache.cuda.cache import CupyCache
-from hps.cache.base import Segment
 from hps.errors import DeviceError
+from hps.tensors.segments import Segment
 from hps.types import TableSpec
 cache = CupyCache.create([TableSpec("m", "t", 4, 0.0, 1000)], [1000], 0)
-workspace = cache.create_workspace()
+lookup = cache.create_lookup()
 assert cache.healthy
 out = cupy.zeros((100, 4), np.float32)
 wild = cupy.ndarray((100,), np.int64, cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(8 << 40, 800, None, 0), 0))
 for attempt in range(2):
     try:
-        cache.query(workspace, cache.adopt(workspace, [Segment(0, wild, out)]))
+        lookup.query([Segment(0, wild, out)])
     except DeviceError as error:
         print(attempt, cache.healthy, error)
 try:

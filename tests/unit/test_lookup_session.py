@@ -3,14 +3,14 @@ import threading
 import numpy as np
 import pytest
 
-from hps.cache.base import Segment
 from hps.cache.cpu.cache import NumpyCache
 from hps.errors import DatabaseError, NotReadyError, TooManyKeysError, WorkspaceTimeoutError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.lookup.coalescing import FetchCoalescer
-from hps.lookup.session import LookupSession, SessionSettings
+from hps.lookup.session import CachedSession, SessionSettings
 from hps.metrics import Metrics
+from hps.tensors.segments import Segment
 from hps.types import TableSpec
 from tests.faulty_database import FaultyDatabase, fetched_keys
 from tests.memory_database import MemoryDatabase
@@ -39,7 +39,7 @@ class Served:
         self.coalescer = FetchCoalescer(self.chain.fetch, self.metrics)
         settings = SessionSettings(**{"hit_rate_threshold": 1.1, "workspace_timeout_s": 5.0, **settings})
         self.cache = NumpyCache.create(TABLES, [capacity, capacity], 0)
-        self.session = LookupSession(TABLES, self.cache, self.chain, self.coalescer, settings, self.metrics)
+        self.session = CachedSession(TABLES, self.cache, self.chain, self.coalescer, settings, self.metrics)
 
     def lookup(self, requests, session=None):
         segments = []
@@ -110,7 +110,7 @@ def test_lookup_without_keys_is_answered_empty(serve):
 
 def test_more_keys_than_configured_are_refused_before_anything_is_asked(serve):
     served = serve()
-    with pytest.raises(TooManyKeysError, match=r"table 'b' of model 'model': got 51 keys, wanted at most 50"):
+    with pytest.raises(TooManyKeysError, match=r"table 'b' of model 'model': got 51 keys, expected at most 50"):
         served.lookup({0: [1], 1: np.zeros(51)})
     assert served.database.fetched == []
 
@@ -222,7 +222,7 @@ def test_vector_that_was_read_before_an_update_does_not_become_resident(serve):
 
 def test_two_sessions_fetch_a_key_that_both_miss_once(serve):
     served = serve()
-    other = LookupSession(
+    other = CachedSession(
         TABLES,
         NumpyCache.create(TABLES, [100, 100], 1),
         served.chain,

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from hps.cache.base import EmbeddingCache, Segment
+from hps.cache.base import EmbeddingCache
 from hps.cache.cpu.cache import NumpyCache
 from hps.cache.cpu.sets import WAYS, WRAPS
 from hps.errors import DeviceMemoryError, InvalidInputError
-from tests.contracts.cache_contract import DEFAULT, CacheContract, distinct_keys, spec, vectors_of
+from hps.tensors.segments import Segment
+from tests.contracts.cache_contract import CacheContract, distinct_keys, spec, vectors_of
 
 
 class TestNumpyCache(CacheContract):
@@ -57,24 +58,21 @@ class TestSets:
             cache.insert(0, key, vectors_of(key, 4, count))
             assert version[0] == (0xFFFC + 2 * (count + 1)) % (1 << 16)
             assert memory.state[WRAPS] == (count >= 1)
-        workspace, out = cache.create_workspace(), np.empty((5, 4), np.float32)
-        assert cache.query(workspace, [Segment(0, keys, out)]).count == 0
+        out = np.empty((5, 4), np.float32)
+        assert cache.create_lookup().query([Segment(0, keys, out)]) == 0
         np.testing.assert_array_equal(out, vectors_of(keys, 4, np.arange(5)))
 
     def test_a_query_does_not_wait_for_a_set_that_a_writer_keeps(self, cache: NumpyCache):
         keys = distinct_keys(3)
         cache.insert(0, keys, vectors_of(keys, 4))
         version = cache._open[0].lines.view(np.uint16)[:, 0]
-        workspace = cache.create_workspace()
+        lookup = cache.create_lookup()
         segment = Segment(0, keys, np.empty((3, 4), np.float32), np.ones(3, np.bool_))
         version[0] += 1
-        misses = cache.query(workspace, [segment])
-        assert misses.count == 3
+        assert lookup.query([segment]) == 3
         assert not segment.found.any()
-        cache.fill_default(workspace, misses)
-        assert (segment.out == DEFAULT).all()
         version[0] += 1
-        assert cache.query(workspace, [segment]).count == 0
+        assert lookup.query([segment]) == 0
 
     def test_calls_that_change_nothing_leave_versions_alone(self, cache: NumpyCache):
         keys = distinct_keys(8)
@@ -83,17 +81,17 @@ class TestSets:
         cache.update(0, keys[4:], vectors_of(keys[4:], 4))
         cache.erase(0, keys[4:])
         cache.dump(0)
-        cache.query(cache.create_workspace(), [Segment(0, keys[4:], np.empty((4, 4), np.float32))])
+        cache.create_lookup().query([Segment(0, keys[4:], np.empty((4, 4), np.float32))])
         np.testing.assert_array_equal(cache._open[0].lines, before)
 
     def test_recency_is_written_once_an_epoch(self, cache: NumpyCache):
         keys = distinct_keys(WAYS)
         cache.insert(0, keys, vectors_of(keys, 4))
         ages = cache._open[0].lines.view(np.uint8)[0, 2:16]
-        workspace, out = cache.create_workspace(), np.empty((1, 4), np.float32)
+        lookup, out = cache.create_lookup(), np.empty((1, 4), np.float32)
         seen = []
         for _ in range(3 * WAYS):
-            cache.query(workspace, [Segment(0, keys[:1], out)])
+            lookup.query([Segment(0, keys[:1], out)])
             seen.append(int(ages[0]))
         first = seen[0]
         assert seen == [first] * WAYS + [first + 1] * WAYS + [first + 2] * WAYS
@@ -104,11 +102,11 @@ class TestSets:
         keys = distinct_keys(WAYS + 40)
         old, new = keys[:WAYS], keys[WAYS:]
         cache.insert(0, old, vectors_of(old, 4))
-        workspace = cache.create_workspace()
+        lookup = cache.create_lookup()
         absent = distinct_keys(WAYS, seed=7)
         for epoch in range(600):
-            cache.query(workspace, [Segment(0, old[1:], np.empty((WAYS - 1, 4), np.float32))])
-            cache.query(workspace, [Segment(0, absent, np.empty((WAYS, 4), np.float32))])
+            lookup.query([Segment(0, old[1:], np.empty((WAYS - 1, 4), np.float32))])
+            lookup.query([Segment(0, absent, np.empty((WAYS, 4), np.float32))])
             if epoch % 20 == 19:
                 key = new[epoch // 20, None]
                 cache.insert(0, key, vectors_of(key, 4))
@@ -149,15 +147,16 @@ class TestArrays:
         ],
     )
     def test_segments_that_do_not_fit_are_refused_before_anything_is_written(self, cache: NumpyCache, segment: Segment):
-        with pytest.raises(InvalidInputError, match=r"hps_et\.shop\.item.*wanted C-contiguous, aligned keys int64"):
-            cache.query(cache.create_workspace(), [segment])
+        with pytest.raises(
+            InvalidInputError, match=r"querying the cached table hps_et\.shop\.item: (keys|out|found): got .*expected"
+        ):
+            cache.create_lookup().query([segment])
 
     def test_keys_that_are_not_aligned_are_copied(self, cache: NumpyCache):
         keys = np.frombuffer(b"\0" + distinct_keys(6).tobytes(), np.int64, 6, 1)
         cache.insert(0, distinct_keys(6), vectors_of(distinct_keys(6), 4))
         out = np.empty((6, 4), np.float32)
-        workspace = cache.create_workspace()
-        assert cache.query(workspace, cache.adopt(workspace, [Segment(0, keys, out)])).count == 0
+        assert cache.create_lookup().query([Segment(0, keys, out)]) == 0
         np.testing.assert_array_equal(out, vectors_of(distinct_keys(6), 4))
 
     def test_strided_modifications_are_refused(self, cache: NumpyCache):

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.cache.base import Segment
 from hps.cache.cpu.cache import NumpyCache
 from hps.databases.base import Database, LoadRecord, PersistentDatabase, TableStats
 from hps.databases.hash_map.database import HashMapDatabase
@@ -28,6 +27,7 @@ from hps.models.table_load import DatabaseLoad
 from hps.models.warm_up import warm_up
 from hps.models.writer import write_sparse_model
 from hps.registry import IMPLEMENTATIONS
+from hps.tensors.segments import Segment
 from hps.types import FloatArray, KeyArray, TableSpec
 from tests.faulty_database import FaultyDatabase
 from tests.memory_database import MemoryDatabase
@@ -534,9 +534,8 @@ def test_hugectrs_log_lines_are_kept(source: str, caplog: pytest.LogCaptureFixtu
 
 
 def lookup(cache: NumpyCache, keys: KeyArray) -> tuple[FloatArray, np.ndarray]:
-    workspace = cache.create_workspace()
     out, found = np.empty((keys.size, DIM), np.float32), np.zeros(keys.size, np.bool_)
-    cache.query(workspace, [Segment(0, keys, out, found)])
+    cache.create_lookup().query([Segment(0, keys, out, found)])
     return out, found
 
 

@@ -83,15 +83,3 @@ def scatter(
                 found[position] = True
         else:
             out[position, :] = default
-
-
-@kernel(void, _WORDS, int64, float64, _ROWS)
-def fill_default(
-    missing: IndexArray,  # (at least count,) int64
-    count: int,
-    default: float,
-    out: FloatArray,  # (n, dim) float32
-) -> None:
-    """Write the default vector to every missing position."""
-    for i in range(count):
-        out[missing[i], :] = default

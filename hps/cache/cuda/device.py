@@ -1,4 +1,4 @@
-"""One CUDA device as the embedding cache uses it: errors, memory of fixed and of growing size, compiled kernels, launches.
+"""One CUDA device as the embedding cache uses it: calls and their errors, growing memory, compiled kernels, launches.
 
 Pointers are integers, and the runtime's and driver's functions are called as they are: a launch costs 3 us this way, and
 twice that through `cupy.RawKernel` and `cupy.ndarray`.
@@ -6,11 +6,11 @@ twice that through `cupy.RawKernel` and `cupy.ndarray`.
 
 import ctypes
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from functools import cache, update_wrapper
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 import cupy
 import numpy as np
@@ -19,7 +19,10 @@ from cupy_backends.cuda.api import driver, runtime
 from hps.cache.cuda.kernels import Kernel, KernelCache
 
 CUDA_ERRORS = (runtime.CUDARuntimeError, driver.CUDADriverError, cupy.cuda.compiler.CompileException)
-"""What a failed CUDA call raises. `cupy.cuda.memory.OutOfMemoryError` is none of them."""
+"""What a failed CUDA call raises. `cupy.cuda.memory.OutOfMemoryError` is not among them."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _ALIGNMENT = 256
 _OPTIONS = ("-std=c++17",)
@@ -30,12 +33,53 @@ _HOST_TO_DEVICE = runtime.memcpyHostToDevice
 def on_device(device_id: int) -> Iterator[None]:
     """Make a device the thread's current one, and the thread's own again afterwards."""
     previous = runtime.getDevice()
-    runtime.setDevice(device_id)  # also where it is current already: a new thread's first call makes the context
+    runtime.setDevice(device_id)  # even where it is current already: a new thread's first call makes the context
     try:
         yield
     finally:
         if previous != device_id:
             runtime.setDevice(previous)
+
+
+class DeviceOwner(Protocol):
+    """What knows its device, and what to make of CUDA's errors."""
+
+    device_id: int
+
+    def fail(self, doing: str, error: Exception) -> NoReturn:
+        """Raise one of our errors in place of CUDA's."""
+
+
+class OnDevice(Protocol):
+    """What has methods that `device_call` decorates."""
+
+    @property
+    def memory(self) -> DeviceOwner:
+        """The owner of the device memory that the methods work on."""
+
+
+D = TypeVar("D", bound=OnDevice)
+
+
+def device_call(doing: str) -> Callable[[Callable[Concatenate[D, P], R]], Callable[Concatenate[D, P], R]]:
+    """Run a method with its device current, and turn CUDA's errors into ours; `doing` begins their messages."""
+
+    def decorate(method: Callable[Concatenate[D, P], R]) -> Callable[Concatenate[D, P], R]:
+        def call(self: D, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            device, previous = self.memory.device_id, runtime.getDevice()
+            try:
+                runtime.setDevice(device)  # even where it is current: a thread's first call binds the context
+                return method(self, *args, **kwargs)
+            except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:
+                self.memory.fail(doing, error)
+            finally:
+                if previous != device:
+                    runtime.setDevice(previous)
+
+        update_wrapper(call, method)
+        return call
+
+    return decorate
 
 
 class DeviceBuffer:
@@ -113,7 +157,7 @@ def _grown(size_bytes: int) -> int:
 
 
 class ForeignStream:
-    """A stream of someone else's, as CuPy wants to be told of it; for `with stream_of(pointer):`."""
+    """A stream that CuPy did not make, in the form that CuPy accepts; for `with stream_of(pointer):`."""
 
     __slots__ = ("_pointer",)
 
@@ -165,7 +209,7 @@ def kernels_of(device_id: int) -> KernelCache:
 
 
 def compile_all(device_id: int, kernels: list[Kernel]) -> None:
-    """Compile what is not compiled yet, several at once: each takes a second, the first time on a machine."""
+    """Compile what is not compiled yet, several kernels at once: each takes a second the first time on a machine."""
     with ThreadPoolExecutor(8) as compilers:
         list(compilers.map(kernels_of(device_id).handle, dict.fromkeys(kernels)))
 

@@ -12,7 +12,7 @@ from cupy_backends.cuda.api import runtime
 from hps.cache.cuda import kernels
 from hps.cache.cuda.device import Arguments, DeviceBuffer, PinnedBuffer, copy_to_device, copy_to_host, kernels_of, launch
 from hps.cache.cuda.kernels import Kernel
-from hps.cache.cuda.tables import Table
+from hps.cache.cuda.tables import DeviceTable
 from hps.types import KeyArray
 
 _MAPPED_BYTES = 1 << 18  # up to here, kernels read host arrays from pinned memory: a copy of its own costs more
@@ -34,8 +34,11 @@ class _Stage:
 class Modifications:
     """Runs inserts, updates, erases and dumps of one cache. *Thread-safe.*
 
-    What changes a table runs on the device in the order in which it was launched, whatever its stream, and a query that
-    begins later sees it.
+    Changes to a table run on the device in the order in which they were launched, whatever their streams. A query that
+    begins later sees them.
+
+    Attributes:
+        pending: the last change may still be running.
     """
 
     def __init__(self, device_id: int) -> None:
@@ -43,7 +46,7 @@ class Modifications:
         self._inserts: dict[tuple[int, int], int] = {}  # handles, by unit and width
         self._ordering = threading.Lock()
         self._last = cupy.cuda.Event(disable_timing=True)
-        self._pending = False  # the last change may still be running
+        self.pending = False
         self._staging = threading.Lock()  # of the stream and the memory below
         self._own = cupy.cuda.Stream(non_blocking=True)
         self._stream = int(self._own.ptr)
@@ -58,24 +61,23 @@ class Modifications:
     def ordered(self, stream: int) -> Iterator[None]:
         """Let what the block launches on `stream` run after all earlier changes, and before all later ones."""
         with self._ordering:
-            if self._pending:
+            if self.pending:
                 runtime.streamWaitEvent(stream, self._last.ptr)
             yield
             runtime.eventRecord(self._last.ptr, stream)
-            self._pending = True
+            self.pending = True
 
     def show(self, stream: int) -> None:
-        """Let what is launched on `stream` from now on see all changes that were launched."""
-        if self._pending:
-            with self._ordering:
-                if runtime.eventQuery(self._last.ptr) == 0:
-                    self._pending = False
-                else:
-                    runtime.streamWaitEvent(stream, self._last.ptr)
+        """Let what is launched on `stream` from now on see all changes that were launched, while some are `pending`."""
+        with self._ordering:
+            if runtime.eventQuery(self._last.ptr) == 0:
+                self.pending = False
+            else:
+                runtime.streamWaitEvent(stream, self._last.ptr)
 
     def launch_insert(
         self,
-        table: Table,
+        table: DeviceTable,
         keys: int,
         vectors: int,
         chosen: int,
@@ -95,7 +97,7 @@ class Modifications:
         with self.ordered(stream):
             launch(handle, kernels.tile_blocks(n), kernels.THREADS, arguments, stream)
 
-    def insert(self, table: Table, keys: np.ndarray, vectors: np.ndarray, mode: int) -> None:
+    def insert(self, table: DeviceTable, keys: np.ndarray, vectors: np.ndarray, mode: int) -> None:
         """Insert host arrays, in chunks whose copies overlap; wait for the end."""
         row_bytes = 4 * table.spec.dim
         step = max(1, _STAGED_BYTES // (8 + row_bytes))
@@ -110,14 +112,14 @@ class Modifications:
                 runtime.eventRecord(stage.done.ptr, self._stream)
             runtime.streamSynchronize(self._stream)
 
-    def insert_on_device(self, table: Table, keys: int, vectors: int, n: int, mode: int, streams: set[int]) -> None:
+    def insert_on_device(self, table: DeviceTable, keys: int, vectors: int, n: int, mode: int, streams: set[int]) -> None:
         """Insert arrays in device memory, after the work of their producers' streams; wait for the end."""
         with self._staging:
             self._follow(streams)
             self.launch_insert(table, keys, vectors, 0, n, mode, self._insert, self._stream)
             runtime.streamSynchronize(self._stream)
 
-    def erase(self, table: Table, keys: np.ndarray) -> None:
+    def erase(self, table: DeviceTable, keys: np.ndarray) -> None:
         """Erase keys of a host array; wait for the end."""
         step = _STAGED_BYTES // 8
         with self._staging:
@@ -131,7 +133,7 @@ class Modifications:
                     launch(handle, kernels.tile_blocks(part.size), kernels.THREADS, self._erase, self._stream)
                 runtime.streamSynchronize(self._stream)
 
-    def dump(self, table: Table) -> KeyArray:
+    def dump(self, table: DeviceTable) -> KeyArray:
         """The resident keys of a table."""
         parts = []
         count = np.zeros(1, np.uint64)
@@ -139,7 +141,8 @@ class Modifications:
             for first in range(0, table.pairs, _DUMPED_PAIRS):
                 pairs = min(_DUMPED_PAIRS, table.pairs - first)
                 count_at = self._dumped.reserve(256 + 8 * 2 * kernels.SLOTS * pairs)
-                self.show(self._stream)
+                if self.pending:
+                    self.show(self._stream)
                 runtime.memsetAsync(count_at, 0, 8, self._stream)
                 self._dump.bytes[: kernels.TABLE.size] = table.packed
                 self._dump.pack(kernels.DUMP_TAIL, kernels.TABLE.size, count_at + 256, count_at, first, pairs)
@@ -152,11 +155,12 @@ class Modifications:
                 parts.append(part)
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
-    def counters(self, table: Table) -> tuple[int, int, int]:
+    def counters(self, table: DeviceTable) -> tuple[int, int, int]:
         """Keys admitted, evicted and erased since construction."""
         values = np.zeros(3, np.uint64)
         with self._staging:
-            self.show(self._stream)
+            if self.pending:
+                self.show(self._stream)
             copy_to_host(values, table.counters, self._stream)
         admitted, evicted, erased = (int(value) for value in values)
         return admitted, evicted, erased

@@ -1,7 +1,8 @@
-"""The device memory of cached tables: how much it is, and what is said when it does not fit."""
+"""The device memory of cached tables: how much it is, what is said when it does not fit, and whether it can be used."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import cupy
 import numpy as np
@@ -9,16 +10,17 @@ from cupy_backends.cuda.api import runtime
 
 from hps.cache.cuda import kernels
 from hps.cache.cuda.device import CUDA_ERRORS
-from hps.errors import ConfigError, DeviceMemoryError
+from hps.errors import ConfigError, DeviceError, DeviceMemoryError, NotReadyError
 from hps.types import TableSpec
 
+_OUT_OF_MEMORY = "cudaErrorMemoryAllocation"
 _COUNTERS = 3  # keys admitted, keys evicted, keys erased
 _MOST_ROWS = 1 << 32  # the kernels number them with 32 bits
-_RESERVE_BYTES = 64 << 20  # left free for the workspaces and the driver
+_RESERVE_BYTES = 64 << 20  # left free for the lookups and the driver
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Table:
+class DeviceTable:
     """The memory of one table; `cuda/embedding_cache.cuh` says what stands where. Freed with its last user.
 
     Attributes:
@@ -45,7 +47,54 @@ class Table:
         return _size_bytes(self.pairs, self.spec.dim)
 
 
-def allocate(specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> tuple[Table, ...]:
+class TableMemory:
+    """The tables of one model on one device, until they are closed or CUDA fails. *Thread-safe.*
+
+    Attributes:
+        specs: the tables, in the order of their ids.
+        open: their memory; None once it is closed.
+        error: the CUDA error that left the device in no state to go on; None while there was none.
+    """
+
+    __slots__ = ("device_id", "error", "open", "specs")
+
+    def __init__(self, specs: Sequence[TableSpec], device_id: int) -> None:
+        self.specs = tuple(specs)
+        self.device_id = device_id
+        self.open: tuple[DeviceTable, ...] | None = None
+        self.error: str | None = None
+
+    def tables(self) -> tuple[DeviceTable, ...]:
+        """The tables, which a caller keeps for as long as it works on them.
+
+        Raises:
+            DeviceError: CUDA failed before.
+            NotReadyError: the cache is closed.
+        """
+        if self.error is not None:
+            raise DeviceError(f"using the embedding cache of CUDA device {self.device_id}: it failed before ({self.error})")
+        tables = self.open
+        if tables is None:
+            raise NotReadyError("using an embedding cache that is closed")
+        return tables
+
+    def fail(self, doing: str, error: Exception) -> NoReturn:
+        """Raise our error for one of CUDA's, and remember one that the device does not recover from."""
+        where = f"{doing} (embedding cache of CUDA device {self.device_id})"
+        if isinstance(error, cupy.cuda.memory.OutOfMemoryError) or _OUT_OF_MEMORY in str(error):
+            raise DeviceMemoryError(
+                f"{where}: the device has no memory left ({error}); lower gpucacheper, max_batch_size or "
+                "num_of_worker_buffer_in_pool"
+            ) from error
+        try:
+            runtime.memGetInfo()  # a context that is lost refuses every call
+        except CUDA_ERRORS:
+            self.error = str(error)
+            raise DeviceError(f"{where}: {error}; the process has to be restarted") from error
+        raise DeviceError(f"{where}: {error}") from error
+
+
+def allocate(specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> tuple[DeviceTable, ...]:
     """Allocate all tables, empty.
 
     Raises:
@@ -55,7 +104,7 @@ def allocate(specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_id
     pairs = [kernels.pairs_for(rows) for rows in capacity_rows]
     for spec, count in zip(specs, pairs, strict=True):
         if 2 * kernels.SLOTS * count >= _MOST_ROWS:
-            problem = f"got {2 * kernels.SLOTS * count:,} rows for table {spec.table_name!r}, wanted less than {_MOST_ROWS:,}"
+            problem = f"got {2 * kernels.SLOTS * count:,} rows for table {spec.table_name!r}, expected less than {_MOST_ROWS:,}"
             raise ConfigError(f"embedding cache of model {spec.model_name!r}", [problem])
     sizes = [_size_bytes(count, spec.dim) for count, spec in zip(pairs, specs, strict=True)]
     free_bytes, _total = runtime.memGetInfo()
@@ -83,9 +132,9 @@ def _size_bytes(pairs: int, dim: int) -> int:
     return _bucket_bytes(pairs) + _row_bytes(pairs, dim) + 8 * _COUNTERS
 
 
-def _allocate(spec: TableSpec, pairs: int) -> Table:
+def _allocate(spec: TableSpec, pairs: int) -> DeviceTable:
     if pairs == 0:
-        return Table(spec, 0, 0, 0, 0, kernels.TABLE.pack(0, 0, 0, 0, 0, 0, spec.dim), None)
+        return DeviceTable(spec, 0, 0, 0, 0, kernels.TABLE.pack(0, 0, 0, 0, 0, 0, spec.dim), None)
     memory = cupy.cuda.Memory(_size_bytes(pairs, spec.dim))
     buckets = int(memory.ptr)
     rows = buckets + _bucket_bytes(pairs)
@@ -97,7 +146,7 @@ def _allocate(spec: TableSpec, pairs: int) -> Table:
     pair = np.concatenate([bucket, bucket])
     runtime.memcpy(buckets + kernels.PAIR_BYTES * zero_pair, pair.ctypes.data, pair.nbytes, runtime.memcpyHostToDevice)
     packed = kernels.TABLE.pack(buckets, rows, counters, filler, zero_pair, pairs, spec.dim)
-    return Table(spec, pairs, buckets, rows, counters, packed, memory)
+    return DeviceTable(spec, pairs, buckets, rows, counters, packed, memory)
 
 
 def _does_not_fit(
@@ -111,6 +160,6 @@ def _does_not_fit(
     share = usable / sum(sizes)
     return DeviceMemoryError(
         f"allocating the embedding cache of model {specs[0].model_name!r} on CUDA device {device_id}: got {sum(sizes):,} bytes "
-        f"to allocate ({asked}), wanted at most the {usable:,} that are free; a gpucacheper of at most {share:.2g} of the "
+        f"to allocate ({asked}), expected at most the {usable:,} that are free; a gpucacheper of at most {share:.2g} of the "
         "present one would fit"
     )

@@ -1,27 +1,61 @@
-"""Where the device finds a tensor: torch's, CuPy's, or any that speaks DLPack."""
+"""Where the device finds a segment: torch's tensors, CuPy's, any that speaks DLPack; NumPy's arrays through mapped memory."""
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import cupy
 import numpy as np
 
-from hps.cache.base import Stretch
-from hps.cache.cuda.device import stream_of
+from hps.cache.cuda.device import PinnedBuffer, stream_of
 from hps.errors import InvalidDtypeError, InvalidInputError
-from hps.tensors.dlpack import adopt
-from hps.tensors.tensor_view import CUDA, CUDA_MANAGED, TensorView
+from hps.tensors.dlpack import (
+    BOOL,
+    CUDA,
+    CUDA_MANAGED,
+    NUMPY_CODES,
+    TensorView,
+    adopt,
+    check_keys,
+    check_output,
+    work_stream_of,
+)
+from hps.tensors.segments import Segment, Stretch, check_segment
+from hps.types import TableSpec
 
-INT64, FLOAT32, BOOL = np.dtype(np.int64), np.dtype(np.float32), np.dtype(np.bool_)
 UNKNOWN_STREAM = -1
 """Stands for a consumer whose stream nobody knows; its producer was ordered before the legacy default stream."""
 _LEGACY_STREAM = 1  # as DLPack numbers it
-_CODES = {INT64: (0, 64), FLOAT32: (2, 32), BOOL: (6, 8)}
-_INT32_CODE = (0, 32)
+
+
+class PlacedSegment:
+    """Where the device finds a segment. Belongs to its lookup until the next query.
+
+    Attributes:
+        segment: as it was given.
+        table: its table.
+        n: how many keys it has.
+        keys, out, found: addresses on the device, or in mapped host memory; `found` is 0 where there is no mask.
+        missing: place of its first miss in the lookup's lists.
+        host_out, host_found: mapped memory that is to be copied to the caller's host memory at the end.
+    """
+
+    __slots__ = ("found", "host_found", "host_out", "keys", "missing", "n", "out", "segment", "table")
+
+    def __init__(self, segment: Segment, missing: int) -> None:
+        self.segment = segment
+        self.table = segment.table
+        self.missing = missing
+        self.found = 0
+        self.host_out: np.ndarray | None = None
+        self.host_found: np.ndarray | None = None
+        self.n: int
+        self.keys: int
+        self.out: int
 
 
 class TensorReader:
-    """Reads the tensors of one lookup after the other. *One per thread.*
+    """Finds the tensors of one lookup after the other. *One per thread.*
 
     torch's tensors are asked directly, which takes 0.6 us each; through DLPack it is ten times that.
 
@@ -38,16 +72,16 @@ class TensorReader:
         "_shared_keys",
         "_shared_out",
         "_tensor",
-        "_torch",
+        "_torch_stream",
         "streams",
     )
 
     def __init__(self, device_id: int) -> None:
         self._device_id = device_id
-        self._torch: Any = None
-        self._tensor: Any = None
+        self._tensor: Any = None  # torch.Tensor, once torch has been imported, and what goes with it
         self._int64: Any = None
         self._float32: Any = None
+        self._torch_stream: Callable[[int], int]
         self._seen_torch = False
         self._keep: list[Any] = []  # what must live until the lookup has ended
         self._shared_keys: tuple[Any, int] = (None, 0)  # the tensor that the last stretches were of, and its address
@@ -60,9 +94,35 @@ class TensorReader:
         self.streams = set()
         self._keep = []
         self._shared_keys = self._shared_out = (None, 0)
-        if self._torch is None and "torch" in sys.modules:
-            self._torch = torch = sys.modules["torch"]
-            self._tensor, self._int64, self._float32 = torch.Tensor, torch.int64, torch.float32
+        if self._tensor is None and "torch" in sys.modules:
+            torch = sys.modules["torch"]
+            self._int64, self._float32 = torch.int64, torch.float32
+            self._torch_stream = work_stream_of(torch.Tensor) or (lambda device: torch.cuda.current_stream(device).cuda_stream)
+            self._tensor = torch.Tensor
+
+    def place(self, place: PlacedSegment, table: TableSpec, host: PinnedBuffer) -> None:
+        """Find a segment any part of which may be in host memory, from where keys go to mapped memory of `host`."""
+        segment = place.segment
+        keys, out, found = segment.keys, segment.out, segment.found
+        if isinstance(keys, np.ndarray):
+            n = keys.size
+            check_segment(table, segment, n)
+            place.keys, pinned = host.take(keys.nbytes)
+            np.copyto(pinned.view(np.int64), keys)
+        else:
+            place.keys, n = self.keys(keys)
+            check_segment(table, segment, n)
+        place.n = n
+        if isinstance(out, np.ndarray):
+            place.out, pinned = host.take(4 * n * table.dim)
+            place.host_out = pinned.view(np.float32).reshape(n, table.dim)
+        else:
+            place.out = self.output(out, n, table.dim)
+        if isinstance(found, np.ndarray):
+            place.found, pinned = host.take(n)
+            place.host_found = pinned.view(np.bool_)
+        elif found is not None:
+            place.found = self._mask(found, n)
 
     def keys(self, tensor: Any) -> tuple[int, int]:
         """Address and number of keys: int64 (int32 is widened), C-contiguous, of any shape."""
@@ -77,10 +137,13 @@ class TensorReader:
             if not self._seen_torch:
                 self._see_torch()
             return tensor.data_ptr(), tensor.numel()
-        return self._read(tensor, INT64, 0, "keys")
+        view = self._view(tensor, "keys")
+        check_keys(view)
+        self._follow(view, "keys")
+        return (view.pointer if view.bits == 64 else self._widened(view)), view.size
 
-    def output(self, tensor: Any, size: int) -> int:
-        """Address of `size` float32 elements, to be written (or, for an insertion, read)."""
+    def output(self, tensor: Any, rows: int, dim: int) -> int:
+        """Address of rows x dim float32 elements, to be written (or, for an insertion, read)."""
         if type(tensor) is Stretch:
             return self._stretch_of_output(tensor)
         if (
@@ -88,73 +151,76 @@ class TensorReader:
             and tensor.dtype is self._float32
             and tensor.get_device() == self._device_id
             and tensor.is_contiguous()
-            and tensor.numel() >= size
+            and tensor.numel() >= rows * dim
             and not tensor.requires_grad
         ):
             if not self._seen_torch:
                 self._see_torch()
             pointer: int = tensor.data_ptr()
             return pointer
-        return self._read(tensor, FLOAT32, size, "out")[0]
+        view = self._view(tensor, "output")
+        check_output(view, rows, dim)
+        self._follow(view, "output")
+        return view.pointer
 
-    def mask(self, tensor: Any, size: int) -> int:
+    def _mask(self, tensor: Any, size: int) -> int:
         """Address of `size` booleans, to be written."""
-        return self._read(tensor, BOOL, size, "found")[0]
+        view = self._view(tensor, "found")
+        if (view.code, view.bits, view.lanes) != (BOOL, 8, 1):
+            raise InvalidDtypeError(f"adopting found: got {view.dtype_name}, expected bool")
+        if not view.contiguous or view.read_only or view.size < size:
+            raise InvalidInputError(
+                f"adopting found: got shape {view.shape} with strides {view.strides}, expected a writable, C-contiguous tensor "
+                f"of at least {size} elements"
+            )
+        self._follow(view, "found")
+        return view.pointer
 
     def _stretch_of_keys(self, stretch: Stretch) -> int:
         tensor, address = self._shared_keys
         if tensor is not stretch.tensor:
-            address, size = self.keys(stretch.tensor)
-            if size != stretch.total:
-                raise InvalidInputError(
-                    f"querying an embedding cache: got {size} keys, wanted the {stretch.total} that the counts add up to"
-                )
+            address, _size = self.keys(stretch.tensor)
             self._shared_keys = (stretch.tensor, address)
         return address + 8 * stretch.start
 
     def _stretch_of_output(self, stretch: Stretch) -> int:
         tensor, address = self._shared_out
         if tensor is not stretch.tensor:
-            address = self.output(stretch.tensor, stretch.total)
+            address = self.output(stretch.tensor, stretch.total, 1)
             self._shared_out = (stretch.tensor, address)
         return address + 4 * stretch.start
 
     def _see_torch(self) -> None:
         self._seen_torch = True
-        self.streams.add(self._torch._C._cuda_getCurrentRawStream(self._device_id))
+        self.streams.add(self._torch_stream(self._device_id))
 
-    def _read(self, tensor: Any, dtype: np.dtype, least: int, what: str) -> tuple[int, int]:
-        if isinstance(tensor, cupy.ndarray):
-            return self._of_cupy(tensor, dtype, least, what)
-        view = tensor if isinstance(tensor, TensorView) else adopt(tensor, _LEGACY_STREAM, what)
+    def _view(self, tensor: Any, what: str) -> TensorView:
+        if isinstance(tensor, TensorView):
+            return tensor
+        if not isinstance(tensor, cupy.ndarray):
+            return adopt(tensor, _LEGACY_STREAM, what)
+        dtype = (NUMPY_CODES.get(tensor.dtype.kind, -1), 8 * tensor.dtype.itemsize, 1)
+        strides = None
+        if not tensor.flags.c_contiguous:
+            strides = tuple([stride // tensor.dtype.itemsize for stride in tensor.strides])
+        view = TensorView(int(tensor.data.ptr), tensor.shape, strides, dtype, (CUDA, tensor.device.id), False, tensor)
+        view.producer_stream = int(cupy.cuda.get_current_stream(self._device_id).ptr)
+        return view
+
+    def _follow(self, view: TensorView, what: str) -> None:
+        """Check that a tensor is on this device, keep it, and note the stream of its producer."""
+        if view.device_type != CUDA_MANAGED and (view.device_type, view.device_id) != (CUDA, self._device_id):
+            raise InvalidInputError(
+                f"adopting {what}: got a tensor on {view.device_name}, expected one on CUDA device {self._device_id} or an "
+                "array of NumPy's"
+            )
         self._keep.append(view)
-        got = f"{view.dtype_name} of shape {view.shape} on {view.device_name}"
-        here = view.device_type == CUDA_MANAGED or (view.device_type == CUDA and view.device_id == self._device_id)
-        if not here or not view.contiguous or view.size < least or (view.read_only and dtype is not INT64):
-            raise InvalidInputError(self._wanted(what, got, dtype, least))
         self.streams.add(UNKNOWN_STREAM if view.producer_stream is None else view.producer_stream)
-        if (view.code, view.bits) == _CODES[dtype] and view.lanes == 1:
-            return view.pointer, view.size
-        if dtype != INT64 or (view.code, view.bits) != _INT32_CODE:
-            raise InvalidDtypeError(self._wanted(what, got, dtype, least))
+
+    def _widened(self, view: TensorView) -> int:
+        """Address of int32 keys as int64."""
         with stream_of(view.producer_stream or 0):
             memory = cupy.cuda.UnownedMemory(view.pointer, 4 * view.size, view, self._device_id)
             wide = cupy.ndarray((view.size,), np.int32, cupy.cuda.MemoryPointer(memory, 0)).astype(np.int64)
         self._keep.append(wide)
-        return int(wide.data.ptr), view.size
-
-    def _of_cupy(self, array: Any, dtype: np.dtype, least: int, what: str) -> tuple[int, int]:
-        if array.dtype != dtype:
-            raise InvalidDtypeError(self._wanted(what, f"CuPy {array.dtype} of shape {array.shape}", dtype, least))
-        if not array.flags.c_contiguous or array.size < least or array.device.id != self._device_id:
-            got = f"CuPy {array.dtype} of shape {array.shape}, strides {array.strides} on device {array.device.id}"
-            raise InvalidInputError(self._wanted(what, got, dtype, least))
-        self.streams.add(int(cupy.cuda.get_current_stream(self._device_id).ptr))
-        return int(array.data.ptr), int(array.size)
-
-    def _wanted(self, what: str, got: str, dtype: np.dtype, least: int) -> str:
-        size = f"at least {least} elements, " if least else ""
-        return (
-            f"querying an embedding cache: got {what}: {got}; wanted {dtype}, {size}C-contiguous, on CUDA device "
-            f"{self._device_id} (or in host memory){'' if what == 'keys' else ', writable'}"
-        )
+        return int(wide.data.ptr)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from hps.cache.base import Segment
+from hps.tensors.segments import Segment
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _ALIGNMENT = 16  # bytes, of the vectors of an answer

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import orjson
 
-from hps.cache.base import Segment
 from hps.errors import InvalidInputError
 from hps.service.protocol.json_values import int64_array, kind_of, parse_object
 from hps.service.protocol.model_tables import ServedModel, check_counts
+from hps.tensors.segments import Segment
 
 _EXAMPLE = '{"tables": {"<table>": [1, 2, 3]}}'
 

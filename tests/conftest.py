@@ -54,6 +54,12 @@ _NEEDS = {
 
 
 @pytest.fixture(autouse=True)
+def _no_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HPS_BEARER_TOKEN", raising=False)
+    monkeypatch.delenv("HPS_REDIS_PASSWORD", raising=False)
+
+
+@pytest.fixture(autouse=True)
 def _logging_left_as_it_was() -> Iterator[None]:
     """A command that runs within a test sets up logging for a process of its own."""
     root = logging.getLogger()

@@ -18,7 +18,7 @@ from hps.configuration.load import (
     VolatileDbConfig,
     load_configuration,
 )
-from hps.configuration.struct_conversion import PYTHON_NAMES
+from hps.configuration.hugectr_structs import PYTHON_NAMES
 from hps.configuration.tiers import Section
 
 ROOT = Path(__file__).parents[2]

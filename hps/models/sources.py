@@ -56,7 +56,7 @@ class ModelSources:
         if not is_registered("filesystem", scheme):
             schemes = ", ".join(f"{name}://" for name in sorted(names("filesystem")) if name)
             raise ModelFileError(
-                f"opening sparse model {source}: got scheme {scheme!r}, expected a local path or one of: {schemes}, or the "
+                f"opening sparse model {source}: got scheme {scheme!r}, wanted a local path or one of: {schemes}, or the "
                 "https address of an S3 or GCS object"
             )
         filesystem = self._filesystem(scheme)

@@ -115,6 +115,12 @@ def is_registered(kind: str, name: str) -> bool:
     return name in IMPLEMENTATIONS[kind] or name in other_names(kind)
 
 
+def section_of(database: type) -> str:
+    """The section of the configuration that may select a class of databases."""
+    persistent = issubclass(database, _attribute("hps.databases.base:PersistentDatabase"))
+    return "persistent_db" if persistent else "volatile_db"
+
+
 @cache
 def _entry_points(kind: str, path: tuple[str, ...]) -> dict[str, list[EntryPoint]]:
     """Entry points of a kind by name; `path` is sys.path, so that a changed one is read again."""

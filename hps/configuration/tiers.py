@@ -39,7 +39,7 @@ from hps.configuration.fields import (
     notices_of,
     problem,
 )
-from hps.registry import IMPLEMENTATIONS
+from hps.registry import IMPLEMENTATIONS, section_of
 
 _MULTI_PROCESS = "multi_process_hash_map|multi_process_hashmap|multi_process_hash|multi_process_map"
 _NO_SHARED_MEMORY = "it is not implemented; use redis_cluster to share vectors between processes, otherwise hash_map"
@@ -59,13 +59,12 @@ def _spelling(section: str) -> BeforeValidator:
 
 
 def _placed(section: str) -> AfterValidator:
-    """The same for the database of another package, whose class says whether it is persistent."""
+    """The same for the database of another package, whose class says where it belongs."""
 
     def check(value: str) -> str:
         found = class_of_other_package("database", value)
-        if found is not None and found.persistent != (section == "persistent_db"):
-            home = "persistent_db" if found.persistent else "volatile_db"
-            raise problem(f'got "{value}": this type belongs in {home}')
+        if found is not None and section_of(found) != section:
+            raise problem(f'got "{value}": this type belongs in {section_of(found)}')
         return value
 
     return AfterValidator(check)

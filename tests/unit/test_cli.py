@@ -142,7 +142,7 @@ def test_wrong_usage_is_code_2(arguments: list[str]) -> None:
 def test_create_model_writes_the_sample_vectors_of_its_keys(tmp_path: Path) -> None:
     result = run("create-model", tmp_path / "m", "--rows", 1000, "--dim", 6, "--seed", 3)
     assert result.exit_code == 0
-    assert result.stdout == f"{tmp_path}/m: 1,000 rows of 6 float32, 0.0 MB, keys 0 to 999\n"
+    assert result.stdout == f"{tmp_path}/m: 1,000 rows of 6 float32, 32.0 kB, keys 0 to 999\n"
     ((keys, vectors),) = open_sparse_model(tmp_path / "m", 6).chunks()
     np.testing.assert_array_equal(keys, np.arange(1000))
     np.testing.assert_array_equal(vectors, sample_vectors(keys, 6, 3))
@@ -276,8 +276,8 @@ def test_load_passes_over_models_that_use_no_database(tmp_path: Path, content: d
 @pytest.mark.parametrize(
     ("persistent_db", "message"),
     [
-        ({"type": "disabled"}, "persistent_db: got none, wanted"),
-        ({"type": "rocks_db", "path": "x", "read_only": True}, "persistent_db.read_only: got true, wanted false"),
+        ({"type": "disabled"}, "persistent_db: got none, expected"),
+        ({"type": "rocks_db", "path": "x", "read_only": True}, "persistent_db.read_only: got true, expected false"),
     ],
 )
 def test_load_needs_a_database_that_it_may_fill(
@@ -424,8 +424,8 @@ def test_lookup_prints_json_that_names_each_float32(config: Path) -> None:
         (["shopp", "item", "1"], "model 'shopp': it is not in the configuration, which has: shop"),
         (["shop", "itm", "1"], "'itm'"),
         (["shop", "7", "1"], "'7'"),
-        (["shop", "item", str(2**63)], f"got '{2**63}', wanted 64-bit integers"),
-        (["shop", "item", "one"], "got 'one', wanted 64-bit integers"),
+        (["shop", "item", str(2**63)], f"got '{2**63}', expected 64-bit integers"),
+        (["shop", "item", "one"], "got 'one', expected 64-bit integers"),
         (["shop", "item", "1", "--jsn"], "got '--jsn'"),
         (["shop", "item"], "KEY"),
     ],
@@ -456,7 +456,7 @@ def test_lookup_beside_a_server_says_how_to_ask_it(config: Path) -> None:
 def test_serve_refuses_a_log_level_that_is_none(config: Path) -> None:
     result = run("serve", config, "--log-level", "loud")
     assert result.exit_code == 2
-    assert "got 'loud', wanted critical, error, warning, info or debug" in result.stderr
+    assert "got 'loud', expected critical, error, warning, info or debug" in result.stderr
 
 
 def test_serve_says_when_its_port_is_taken(config: Path) -> None:

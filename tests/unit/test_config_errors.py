@@ -247,7 +247,9 @@ def test_models_of_one_name_are_named() -> None:
 
 def test_more_keys_in_one_lookup_than_can_be_counted_are_refused() -> None:
     [problem] = problems(document({"max_batch_size": 2**20, "maxnum_catfeature_query_per_table_per_sample": [1, 2048]}))
-    assert problem.startswith("models[0].maxnum_catfeature_query_per_table_per_sample: got 2048 keys a sample and 1048576 samples")
+    assert problem.startswith(
+        "models[0].maxnum_catfeature_query_per_table_per_sample: got 2048 keys a sample and 1048576 samples"
+    )
 
 
 def test_a_read_only_database_that_is_to_be_filled_is_refused() -> None:

@@ -60,10 +60,7 @@ def test_dockerfile_pleases_hadolint():
 
 
 def test_haproxy_takes_its_configuration():
-    haproxy = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin")
-    if haproxy is None:
-        pytest.skip("no haproxy: install haproxy (Debian)")
-    run(haproxy, "-c", "-f", "haproxy.cfg")
+    run(program("haproxy", "haproxy (Debian)"), "-c", "-f", "haproxy.cfg")
 
 
 def test_prometheus_takes_its_configuration_and_the_alerts_fire_when_they_should():

@@ -64,7 +64,7 @@ def main() -> None:
         nodes = [(host, int(port)) for host, _, port in (word.rpartition(":") for word in given.words[1:])]
         create_cluster(nodes, given.cluster_replicas)
         return
-    print(ask(given.host, given.port, *given.words))
+    print(ask(given.host, given.port, *given.words))  # noqa: T201 - like redis-cli, on standard output
 
 
 if __name__ == "__main__":

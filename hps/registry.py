@@ -1,57 +1,161 @@
-"""Implementations by the configuration value that selects them; imported on first use.
+"""Implementations by the configuration value that selects them, each imported when it is first used.
 
-A new tier, file system or cache is one new file and one line here.
+Ours stand in `IMPLEMENTATIONS`. Any installed package adds its own through entry points, one group a kind:
+
+    [project.entry-points."hps.databases"]
+    my_store = "my_package.store:MyDatabase"
+
+Entry points are read only when a name is not one of ours: never by `import hps`, never by a lookup. Ours win over an entry
+point of the same name. The group `hps.update_sources` is reserved. docs/extending.md shows a whole package.
 """
 
+import inspect
+import sys
+from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
-from typing import Any
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, NamedTuple
 
 from hps.errors import ConfigError, MissingDependencyError
 
-# kind -> name -> (module:attribute, what to install when its import fails)
-IMPLEMENTATIONS: dict[str, dict[str, tuple[str, str]]] = {
+_CORE = "pip install hps-server"
+
+
+class Ours(NamedTuple):
+    """An implementation of this package.
+
+    Attributes:
+        target: `module:attribute`.
+        hint: what to install when importing it fails.
+        section: of a database: the section of the configuration that may select it.
+        spellings: other spellings of the configuration value, HugeCTR's among them.
+    """
+
+    target: str
+    hint: str = _CORE
+    section: str = ""
+    spellings: tuple[str, ...] = ()
+
+
+IMPLEMENTATIONS: dict[str, dict[str, Ours]] = {
     "cache": {
-        "cpu": ("hps.cache.cpu.cache:NumpyCache", "pip install hps-server"),
-        "cuda": ("hps.cache.cuda.cache:CupyCache", "pip install 'hps-server[cuda13]' (or [cuda12])"),
+        "cuda": Ours("hps.cache.cuda.cache:CupyCache", "pip install 'hps-server[cuda13]' (or [cuda12])"),
+        "cpu": Ours("hps.cache.cpu.cache:NumpyCache"),
     },
     "database": {
-        "hash_map": ("hps.databases.hash_map.database:HashMapDatabase", "pip install hps-server"),
-        "parallel_hash_map": ("hps.databases.hash_map.database:HashMapDatabase", "pip install hps-server"),
-        "redis_cluster": ("hps.databases.redis.database:RedisDatabase", "pip install hps-server"),
-        "rocks_db": ("hps.databases.rocks_db.database:RocksDatabase", "pip install hps-server"),
+        "hash_map": Ours("hps.databases.hash_map.database:HashMapDatabase", _CORE, "volatile_db", ("hashmap", "hash", "map")),
+        "parallel_hash_map": Ours(
+            "hps.databases.hash_map.database:HashMapDatabase",
+            _CORE,
+            "volatile_db",
+            ("parallel_hashmap", "parallel_hash", "parallel_map"),
+        ),
+        "redis_cluster": Ours("hps.databases.redis.database:RedisDatabase", _CORE, "volatile_db", ("redis",)),
+        "rocks_db": Ours("hps.databases.rocks_db.database:RocksDatabase", _CORE, "persistent_db", ("rocksdb", "rocks")),
     },
     "filesystem": {
-        "": ("hps.filesystems.local:LocalFileSystem", "pip install hps-server"),
-        "file": ("hps.filesystems.local:LocalFileSystem", "pip install hps-server"),
-        "hdfs": ("hps.filesystems.hdfs.file_system:HdfsFileSystem", "pip install 'hps-server[hdfs]'"),
-        "s3": ("hps.filesystems.s3:S3FileSystem", "pip install hps-server"),
-        "s3a": ("hps.filesystems.s3:S3FileSystem", "pip install hps-server"),
-        "gs": ("hps.filesystems.gcs:GcsFileSystem", "pip install 'hps-server[gcs]'"),
+        "": Ours("hps.filesystems.local:LocalFileSystem"),
+        "file": Ours("hps.filesystems.local:LocalFileSystem"),
+        "hdfs": Ours("hps.filesystems.hdfs.file_system:HdfsFileSystem", "pip install 'hps-server[hdfs]'"),
+        "s3": Ours("hps.filesystems.s3:S3FileSystem"),
+        "s3a": Ours("hps.filesystems.s3:S3FileSystem"),
+        "gs": Ours("hps.filesystems.gcs:GcsFileSystem", "pip install 'hps-server[gcs]'"),
     },
     "format": {
-        "npy": ("hps.formats.numpy_files:NpyFiles", "pip install hps-server"),
-        "npz": ("hps.formats.numpy_files:NpzArchive", "pip install hps-server"),
-        "safetensors": ("hps.formats.safetensors_file:SafetensorsFile", "pip install hps-server"),
-        "torch": ("hps.formats.torch_state:TorchState", "pip install torch"),
-        "parquet": ("hps.formats.parquet:ParquetFiles", "pip install 'hps-server[import]'"),
+        "npy": Ours("hps.formats.numpy_files:NpyFiles"),
+        "npz": Ours("hps.formats.numpy_files:NpzArchive"),
+        "safetensors": Ours("hps.formats.safetensors_file:SafetensorsFile"),
+        "torch": Ours("hps.formats.torch_state:TorchState", "pip install torch"),
+        "parquet": Ours("hps.formats.parquet:ParquetFiles", "pip install 'hps-server[import]'"),
     },
+}
+_BASES = {
+    "cache": "hps.cache.base:EmbeddingCache",
+    "database": "hps.databases.base:Database",
+    "filesystem": "hps.filesystems.base:FileSystem",
+    "format": "hps.formats.base:ArraySource",
 }
 
 
 def implementation(kind: str, name: str) -> Any:
     """Import and return the class that `name` selects.
 
+    Args:
+        kind: a key of `IMPLEMENTATIONS`.
+        name: the configuration value.
+
     Raises:
-        ConfigError: nothing of this name is registered; the message lists what is.
-        MissingDependencyError: its package is not installed; the message says how to install it.
+        ConfigError: nothing of this name is registered, and the message lists what is; or the package that registers it
+            offers no usable class.
+        MissingDependencyError: the class cannot be imported; the message says what to install.
     """
+    ours = IMPLEMENTATIONS[kind].get(name)
+    if ours is None:
+        return _of_other_package(kind, name)
+    target, hint, *_ = ours
     try:
-        target, hint = IMPLEMENTATIONS[kind][name]
-    except KeyError:
-        known = ", ".join(sorted(name for name in IMPLEMENTATIONS[kind] if name))
-        raise ConfigError(kind, [f"got {name!r}, wanted one of: {known}"]) from None
-    module, attribute = target.split(":")
-    try:
-        return getattr(import_module(module), attribute)
+        return _attribute(target)
     except ImportError as error:
         raise MissingDependencyError(f"{kind} {name!r} needs a package that is not installed ({error}): {hint}") from error
+
+
+def names(kind: str) -> list[str]:
+    """All names that `implementation` takes: ours, then those of other packages."""
+    return [*IMPLEMENTATIONS[kind], *other_names(kind)]
+
+
+def other_names(kind: str) -> list[str]:
+    """The names that other packages have registered, sorted."""
+    return sorted(_entry_points(kind, tuple(sys.path)).keys() - IMPLEMENTATIONS[kind].keys())
+
+
+def is_registered(kind: str, name: str) -> bool:
+    """Whether `implementation` takes this name. Reads no entry points when the name is one of ours."""
+    return name in IMPLEMENTATIONS[kind] or name in other_names(kind)
+
+
+def section_of(database: type) -> str:
+    """The section of the configuration that may select a class of databases."""
+    persistent = issubclass(database, _attribute("hps.databases.base:PersistentDatabase"))
+    return "persistent_db" if persistent else "volatile_db"
+
+
+@cache
+def _entry_points(kind: str, path: tuple[str, ...]) -> dict[str, list[EntryPoint]]:
+    """Entry points of a kind by name; `path` is sys.path, so that a changed one is read again."""
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=f"hps.{kind}s"):
+        found.setdefault(point.name, []).append(point)
+    return found
+
+
+def _of_other_package(kind: str, name: str) -> Any:
+    points = _entry_points(kind, tuple(sys.path)).get(name, [])
+    packages = " and ".join(f"{point.dist.name} {point.dist.version}" for point in points if point.dist)
+    if not points:
+        known = sorted(one for one in names(kind) if one)
+        near = get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(kind, [f"got {name!r}, expected one of: {', '.join(known)}{hint}"])
+    if len(points) > 1:
+        raise ConfigError(kind, [f"{name!r} is registered by {packages}; uninstall all but one"])
+    place = f"{kind} {name!r} of the package {packages} ({points[0].value})"
+    try:
+        found = points[0].load()
+    except ImportError as error:
+        raise MissingDependencyError(f"{place} cannot be imported: {error}; install what the package needs") from error
+    except Exception as error:
+        raise ConfigError(place, [f"cannot be imported: {error!r}; install a version that works"]) from error
+    base = _attribute(_BASES[kind])
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(place, [f"got {found!r}, expected a subclass of {_BASES[kind]}"])
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+        raise ConfigError(place, [f"it lacks methods of {base.__name__}: {missing}; install a version that has them"])
+    return found
+
+
+def _attribute(target: str) -> Any:
+    module, attribute = target.split(":")
+    return getattr(import_module(module), attribute)

@@ -7,7 +7,6 @@ this process may, services have a read-only root file system and no capabilities
 """
 
 import contextlib
-import ctypes
 import os
 import re
 import shlex
@@ -19,10 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.child_processes import own_signals
 from tests.compose_file import Compose, seconds
+from tests.redis_server import server_program
 
 HEALTHY_S = 120.0
-_libc = ctypes.CDLL(None, use_errno=True)
 _WITHOUT_CAPABILITIES = "setpriv --no-new-privs --inh-caps=-all --bounding-set=-all --pdeathsig KILL --"
 
 
@@ -47,7 +47,9 @@ class Stack:
             networks = service.get("networks")
             for settings in networks.values() if isinstance(networks, dict) else ():
                 self.names.update(dict.fromkeys(settings.get("aliases", ()), self.addresses[name]))
-        directory.mkdir(parents=True, exist_ok=True)
+        self._stand_ins = directory / "bin"
+        self._stand_ins.mkdir(parents=True)
+        _lay_out_redis(self._stand_ins)
 
     def __enter__(self) -> "Stack":
         return self
@@ -83,7 +85,7 @@ class Stack:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=own_signals,
             )
 
     def stop(self, name: str) -> int:
@@ -177,7 +179,7 @@ class Stack:
     def _environment(self, name: str) -> dict[str, str]:
         variables = self.compose.stage(name).environment | self.compose.services[name].get("environment", {})
         # Programs come from this machine: the virtual environment of the tests stands in for the image's.
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:{self._stand_ins}"
         return {key: self.translate(name, str(value)) for key, value in variables.items()} | {"PATH": path}
 
     def _paths(self, name: str) -> dict[str, Path]:
@@ -242,5 +244,11 @@ def _mount_point(path: Path) -> str:
     return str(path)
 
 
-def _die_with_parent() -> None:
-    _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a test run that is killed leaves nothing behind
+def _lay_out_redis(directory: Path) -> None:
+    """Where the PATH has no Redis: the server that the other tests use, and our own client."""
+    if not shutil.which("redis-server"):
+        (directory / "redis-server").symlink_to(str(server_program()))
+    if not shutil.which("redis-cli"):
+        client = directory / "redis-cli"
+        client.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {Path(__file__).with_name("redis_cli.py")} "$@"\n')
+        client.chmod(0o755)

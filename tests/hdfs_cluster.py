@@ -8,7 +8,6 @@ The jars come from `.ci/hdfs-jars`. Hadoop 2.7 and 3 speak the same client proto
 """
 
 import atexit
-import ctypes
 import functools
 import http.client
 import importlib.util
@@ -28,8 +27,9 @@ from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit
 from xml.sax.saxutils import escape
 
+from tests.child_processes import own_signals
+
 _START_S = 90.0  # two JVMs on a busy machine; 4 s on an idle one
-_libc = ctypes.CDLL(None, use_errno=True)
 
 _JAVA_OPTIONS = (
     *("-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Djava.net.preferIPv4Stack=true"),
@@ -76,10 +76,6 @@ def free_ports(count: int) -> list[int]:
             probe.close()
 
 
-def _die_with_parent() -> None:
-    _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a test run that is killed leaves no JVM behind
-
-
 class _Node:
     """One JVM with a Hadoop daemon."""
 
@@ -95,7 +91,7 @@ class _Node:
         """From the main thread: the JVM dies with the thread that starts it."""
         with (self.directory / f"{self.main}.log").open("wb") as log:
             self.process = subprocess.Popen(
-                _command(self.directory, self.main), stdout=log, stderr=log, cwd=self.directory, preexec_fn=_die_with_parent
+                _command(self.directory, self.main), stdout=log, stderr=log, cwd=self.directory, preexec_fn=own_signals
             )
 
     def kill(self) -> None:

@@ -1,6 +1,5 @@
 """Real Redis servers and clusters for tests and benchmarks, on free ports, ended with the test that started them."""
 
-import ctypes
 import importlib.util
 import os
 import shutil
@@ -13,9 +12,9 @@ from pathlib import Path
 import redis
 
 from hps.databases.redis.layout import Partition
+from tests.child_processes import own_signals
 
 _START_S = 20.0
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def server_program() -> str | None:
@@ -46,10 +45,6 @@ def free_ports(count: int) -> list[int]:
         for one in held:
             one.close()
     return ports
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a test run that is killed leaves no server behind
 
 
 class RedisServer:
@@ -89,7 +84,7 @@ class RedisServer:
                 [program, "--bind", "127.0.0.1", *ports, "--dir", str(self.directory), *save, *self.arguments],
                 stdout=log,
                 stderr=log,
-                preexec_fn=_die_with_parent,
+                preexec_fn=own_signals,
             )
         if wait:
             self.wait()

@@ -7,11 +7,9 @@ def server(monkeypatch):
 """
 
 import atexit
-import ctypes
 import functools
 import secrets
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -21,8 +19,9 @@ from typing import Any
 import boto3.session
 import pytest
 
+from tests.child_processes import own_signals
+
 _START_S = 60.0  # moto alone takes 2 s to import
-_libc = ctypes.CDLL(None, use_errno=True)
 
 _PROGRAM = """
 import logging, os
@@ -36,10 +35,6 @@ os.environ["MOTO_PORT"] = str(server.port)
 print(server.port, flush=True)
 server.serve_forever()
 """
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a test run that is killed leaves no server behind
 
 
 class S3Server:
@@ -61,7 +56,7 @@ class S3Server:
 
     def start(self) -> "S3Server":
         command = [sys.executable, "-c", _PROGRAM]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=_die_with_parent)
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=own_signals)
         assert self._process.stdout is not None
         deadline = time.monotonic() + _START_S
         ready, _, _ = select.select([self._process.stdout], [], [], _START_S)

@@ -1,13 +1,12 @@
-"""What the command line shows: errors, progress, vectors, tables."""
+"""What all commands share: common arguments, errors and exit codes, log lines and progress bars."""
 
-import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeAlias
 
 import typer
 from rich.console import Console
@@ -19,13 +18,17 @@ from hps.progress import LogProgress, TableProgress, count_text, size_text
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
-    from hps.configuration.load import Configuration
-    from hps.models.table_load import DatabaseLoad, LoadReport
     from hps.progress import Progress
-    from hps.types import FloatArray
 
+ConfigPath: TypeAlias = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="A ps.json, as HugeCTR takes it.", show_default=False)
+]
+Force: TypeAlias = Annotated[
+    bool,
+    typer.Option("--force", help="Load all files again, whatever the databases hold. Online updates of the tables are lost."),
+]
 SERVICE_LOG = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-"""The form of a service's log lines."""
+"""The format of a service's log lines."""
 
 _WRONG_INPUT = (
     errors.ConfigError,
@@ -40,7 +43,7 @@ _WRONG_INPUT = (
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Turn an error into its message and exit code."""
+    """Turn an error into its message on standard error and its exit code."""
     try:
         yield
     except errors.HPSError as error:
@@ -52,11 +55,16 @@ def reported() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-_FIGURES_WIDTH = 68  # of the figures, the shortest bar and the spaces between
+def rows_text(rows: int) -> str:
+    """`1 row`, `50,000 rows`."""
+    return f"{rows:,} row" if rows == 1 else f"{rows:,} rows"
+
+
+_FIGURES_WIDTH = 68  # of the figures, the shortest bar and the spaces between them
 
 
 class _Figures:
-    """What stands beside a bar; written anew whenever the bar is drawn, so that a source that stops is seen."""
+    """The text beside a bar. It is computed whenever the bar is drawn, so that it shows when a source has stopped."""
 
     def __init__(self, table: TableProgress) -> None:
         self.table = table
@@ -69,9 +77,9 @@ class _Figures:
 
 
 class _Bars:
-    """Shows the progress of tables as bars on a terminal: one a table, left there when it has ended.
+    """Shows the progress of tables on a terminal, one bar a table, which stays there when the table is done.
 
-    The display is live only while a table is being loaded, so that what is logged in between stays where it is.
+    The display is live only while a table is loaded, so log lines in between stay where they are.
     """
 
     def __init__(self, console: Console) -> None:
@@ -104,11 +112,11 @@ class _Bars:
         self.stop()
 
     def fail(self, tag: str) -> None:
-        """Leave the bar on the screen as far as it got."""
+        """Leave the unfinished bar on the screen."""
         self.stop()
 
     def stop(self) -> None:
-        """Let the bar that moves, if one does, stay as it is."""
+        """Leave the moving bar, if there is one, as it is."""
         bars, self._bars = self._bars, None
         self._table.end()
         if bars is not None:
@@ -116,7 +124,7 @@ class _Bars:
 
 
 class _ConsoleHandler(logging.Handler):
-    """Writes log lines above the bar that moves."""
+    """Writes log lines above the moving bar."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -138,7 +146,7 @@ def _bars(console: Console, level: str, line: str) -> "Iterator[Progress]":
 
 @contextmanager
 def progress() -> "Iterator[Progress]":
-    """Bars on a terminal; elsewhere log lines, and the log that the work itself writes."""
+    """Set up logging and show progress: as bars and warnings on a terminal, elsewhere as log lines among all others."""
     console = Console(stderr=True)
     if console.is_terminal:
         with _bars(console, "WARNING", "%(levelname)s %(message)s") as bars:
@@ -150,66 +158,19 @@ def progress() -> "Iterator[Progress]":
 
 @contextmanager
 def serving(log_level: str) -> "Iterator[Progress | None]":
-    """Bars among the log lines of a service on a terminal; elsewhere None: the service logs how far it is."""
+    """Set up a service's logging; on a terminal, show bars among the lines. Elsewhere yield None: the service logs progress."""
     console = Console(stderr=True)
     if console.is_terminal:
         with _bars(console, log_level.upper(), SERVICE_LOG) as bars:
             yield bars
         return
+    logging.basicConfig(level=log_level.upper(), format=SERVICE_LOG)
     yield None
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once, whatever its threads wait for. RocksDB recovers as after any other end."""
+    """End the process at once, whatever its threads wait for. RocksDB recovers, as after a kill."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def loaded_lines(report: "LoadReport") -> list[str]:
-    """Say what a load gave each database."""
-    return [_loaded_line(report, load) for load in report.loads]
-
-
-def _loaded_line(report: "LoadReport", load: "DatabaseLoad") -> str:
-    if load.rows == 0:
-        return f"{report.tag}: {load.kind}: complete, nothing to do ({report.model.rows:,} rows)"
-    rate = load.rows / max(report.seconds, 1e-9)
-    return f"{report.tag}: {load.kind}: loaded {load.rows:,} rows in {report.seconds:.1f} s ({rate:,.0f} rows/s)"
-
-
-def print_vectors(
-    model: str, table: str, keys: Sequence[int], vectors: "FloatArray", found: Sequence[bool], as_json: bool
-) -> None:
-    if as_json:
-        rows = [[float(str(element)) for element in row] for row in vectors]  # the shortest digits that name the float32
-        typer.echo(json.dumps({"model": model, "table": table, "keys": keys, "vectors": rows, "found": found}))
-        return
-    for key, row, has in zip(keys, vectors, found, strict=True):
-        elements = ", ".join(str(element) for element in row)
-        typer.echo(f"{key}: [{elements}]" + ("" if has else "  (default vector: no database has this key)"))
-
-
-def print_summary(path: Path, configuration: "Configuration", rows: dict[tuple[str, str], int]) -> None:
-    from rich.table import Table
-
-    summary = Table("model", "table", "id", box=None, pad_edge=False)
-    for column in ("rows", "dim", "MB", "cached rows"):
-        summary.add_column(column, justify="right")
-    for model in configuration.models:
-        for i, table in enumerate(model.tables):
-            count = rows.get((model.model, table.table_name))
-            share = model.gpucacheper if model.gpucache else 0.0
-            figures = (f"{count:,}", f"{count * table.dim * 4 / 1e6:,.1f}", f"{share * count:,.0f}") if count else ("?",) * 3
-            summary.add_row(model.model, table.table_name, str(i), figures[0], str(table.dim), *figures[1:])
-    console = Console(highlight=False)
-    console.width = max(console.width, 120)  # a terminal wraps what a pipe must not cut
-    console.print(summary)
-    persistent, service = configuration.persistent_db, configuration.service
-    where = f" at {persistent.path}" if persistent.type != "disabled" else ""
-    typer.echo(
-        f"device {configuration.device}, volatile_db {configuration.volatile_db.type}, persistent_db {persistent.type}{where}"
-    )
-    typer.echo(f"serves on http://{service.host}:{service.port}")
-    typer.echo(f"{path}: good")

@@ -1,20 +1,74 @@
-"""A configuration before it is checked: read from a file, or copied into dicts, lists and scalars."""
+"""A configuration before it is checked, read from a file or copied from objects, and the report of what is wrong with it.
+
+A report has one line a problem: the path of the key, what was got and what was expected.
+"""
 
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from difflib import get_close_matches
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
-from hps.configuration.report import Location, path_of, shown
+from pydantic import ValidationError
+
 from hps.errors import ConfigError
 
+Location: TypeAlias = tuple[str | int, ...]
+
 _MAX_FILE_BYTES = 64 << 20
+_SECRETS = frozenset({"password", "bearer_token"})
+_KINDS = {
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "a string",
+    "model_type": "an object",
+    "dict_type": "an object",
+    "finite_number": "a finite number",
+    "string_unicode": "a string of valid Unicode",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+    "string_too_short": "at least one character",
+    "expected": "{text}",
+}
+
+
+def path_of(location: Location) -> str:
+    """Write a location as the author of the file would: `models[0].sparse_files[1]`."""
+    text = ""
+    for step in location:
+        if isinstance(step, int):
+            text += f"[{step}]"
+        elif step.isidentifier() and len(step) <= 60:
+            text += f".{step}" if text else step
+        else:
+            text += f"[{shown(step)}]"
+    return text or "top level"
+
+
+def shown(value: Any) -> str:
+    """Write a value as JSON does, cut to a readable length; a container is only named."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, int):
+        return str(value) if value.bit_length() <= 128 else f"a number of {value.bit_length()} bits"
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, str):
+        text = json.dumps(value[:60], ensure_ascii=not value[:60].isprintable())
+        return text if len(value) <= 60 else f"{text}... ({len(value)} characters)"
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list | tuple):
+        return "a list" if value else "an empty list"
+    return f"a Python {type(value).__name__}"
 
 
 class _Object(dict[str, Any]):
-    """A JSON object that remembers which keys stood in it more than once."""
+    """A JSON object that remembers which of its keys stood in the file more than once."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -26,8 +80,8 @@ def read_json(path: str, name: str) -> Any:
     """Read a JSON file.
 
     Args:
-        path: where it is.
-        name: what to call it in a report.
+        path: of the file.
+        name: what a report calls it.
 
     Raises:
         ConfigError: it cannot be read or is not JSON; the message says where and why.
@@ -37,9 +91,9 @@ def read_json(path: str, name: str) -> Any:
             raw = file.read(_MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError(name, [f"file: cannot be read ({reason}); wanted the path of a ps.json"]) from None
+        raise ConfigError(name, [f"file: cannot be read ({reason}); expected the path of a ps.json"]) from None
     if len(raw) > _MAX_FILE_BYTES:
-        raise ConfigError(name, [f"file: longer than {_MAX_FILE_BYTES} bytes; wanted a ps.json"])
+        raise ConfigError(name, [f"file: longer than {_MAX_FILE_BYTES} bytes; expected a ps.json"])
     try:
         return json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_Object)
     except UnicodeDecodeError as error:
@@ -47,7 +101,7 @@ def read_json(path: str, name: str) -> Any:
     except json.JSONDecodeError as error:
         hint = "; JSON has no comments" if error.doc[error.pos : error.pos + 1] in ("/", "#") else ""
         raise ConfigError(name, [f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}{hint}"]) from None
-    except ValueError:  # Python's own bound on the digits of an integer
+    except ValueError:  # Python limits the digits of an integer
         raise ConfigError(name, ["top level: a number in it has thousands of digits"]) from None
 
 
@@ -57,12 +111,12 @@ def plain(
     location: Location = (),
     path: Callable[[Location], str] = path_of,
 ) -> Any:
-    """Copy a document into dicts, lists and scalars: mappings, enums, paths, NumPy's arrays and numbers.
+    """Copy mappings, sequences, enums, paths, and NumPy's arrays and numbers into dicts, lists and scalars.
 
     Args:
-        problems: gets a line for every key that no kind of value can make good.
+        problems: gets a line for every key that stands twice or is no string.
         location: where `value` stands.
-        path: how a location is written.
+        path: writes a location.
 
     Raises:
         RecursionError: it contains itself.
@@ -75,7 +129,7 @@ def plain(
             if isinstance(key, str) and _is_unicode(key):
                 copy[key] = plain(inner, problems, (*location, key), path)
             else:
-                problems.append(f"{path(location)}: got the key {shown(key)}, wanted a string of valid Unicode")
+                problems.append(f"{path(location)}: got the key {shown(key)}, expected a string of valid Unicode")
         return copy
     if isinstance(value, list | tuple):
         return [plain(inner, problems, (*location, i), path) for i, inner in enumerate(value)]
@@ -92,3 +146,59 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:  # half of a surrogate pair
         return False
     return True
+
+
+def problems_of(
+    error: ValidationError,
+    keys: Mapping[str, Collection[str]],
+    other_names: Mapping[str, str],
+    path: Callable[[Location], str] = path_of,
+) -> list[str]:
+    """Turn what pydantic found into lines.
+
+    Args:
+        keys: the known keys of each object of the configuration, by the object's own key (`""`: the top level).
+        other_names: keys by the names that they have in HugeCTR's structs.
+        path: writes a location.
+    """
+    lines = []
+    for detail in error.errors(include_url=False):
+        kind, location, value = detail["type"], detail["loc"], detail["input"]
+        if kind == "default_factory_not_called":  # another detail has the cause
+            continue
+        context = detail.get("ctx", {})
+        got = "a value that is not shown" if location and location[-1] in _SECRETS else shown(value)
+        if kind == "problem":
+            text = context["text"]
+        elif kind == "extra_forbidden":
+            text = _unknown_key(location, keys, other_names)
+        elif kind == "missing":
+            text = "missing; it has no default, so write it"
+        elif kind == "choice":
+            text = f"got {got}, expected one of: {', '.join(context['known'])}{_nearest(value, context['spellings'])}"
+        else:
+            allowed = _KINDS.get(kind)
+            text = f"got {got}, expected {allowed.format(**context)}" if allowed else f"got {got}: {detail['msg']}"
+        lines.append(f"{path(location)}: {text}")
+    return lines
+
+
+def _unknown_key(location: Location, keys: Mapping[str, Collection[str]], other_names: Mapping[str, str]) -> str:
+    """The problem of a key that its object does not know."""
+    key = str(location[-1])
+    section = str(location[0]) if len(location) > 1 else ""
+    here = keys[section]
+    if other_names.get(key) in here:
+        return f"unknown key; it is called {other_names[key]} here"
+    near = get_close_matches(key, here, n=1)
+    if near and near[0] != key:
+        return f"unknown key; did you mean {near[0]}?"
+    homes = [f"an entry of {name}" if name == "models" else name or "the top level" for name in keys if key in keys[name]]
+    if homes:
+        return f"unknown key here; it belongs in {' or '.join(homes)}"
+    return f"unknown key; known are: {', '.join(sorted(here))}"
+
+
+def _nearest(value: Any, spellings: Mapping[str, str]) -> str:
+    near = get_close_matches(value.lower(), spellings, n=1) if isinstance(value, str) else []
+    return f"; did you mean {spellings[near[0]]}?" if near else ""

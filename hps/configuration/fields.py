@@ -9,6 +9,9 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from hps import registry
+from hps.errors import ConfigError, MissingDependencyError
+
 T = TypeVar("T")
 
 INT32_MAX = 2**31 - 1
@@ -17,12 +20,12 @@ FLOAT32_MAX = 3.4028234663852886e38
 
 
 @dataclass(slots=True)
-class Notes:
-    """What one load has to say about a valid configuration, logged when all of it is known. *One per thread.*
+class Notices:
+    """What the reader of a valid configuration should know, collected while it is checked. *One per thread.*
 
     Attributes:
-        quoted: keys whose numbers or booleans stood in quotes.
-        ignored: keys that mean nothing here.
+        quoted: keys whose numbers or booleans stand in quotes.
+        ignored: keys that have no effect here.
         older: keys of HugeCTR 4.1.
         warnings: whole sentences.
     """
@@ -33,19 +36,19 @@ class Notes:
     warnings: list[str] = field(default_factory=list)
 
 
-def notes_of(info: ValidationInfo) -> Notes:
-    """The notes of the load that is going on; of none, when a model is constructed directly."""
-    return info.context if isinstance(info.context, Notes) else Notes()
+def notices_of(info: ValidationInfo) -> Notices:
+    """The notices of the running load; a fresh object, which nobody reads, when a model is constructed directly."""
+    return info.context if isinstance(info.context, Notices) else Notices()
 
 
 def problem(text: str) -> PydanticCustomError:
-    """An error to raise from a validator; the report shows `text` as it is."""
+    """An error for a validator to raise; the report shows `text` as it is."""
     return PydanticCustomError("problem", "{text}", {"text": text})
 
 
-def wanted(text: str) -> PydanticCustomError:
-    """An error to raise from a validator; the report says what was got before `text`."""
-    return PydanticCustomError("wanted", "{text}", {"text": text})
+def expected(text: str) -> PydanticCustomError:
+    """An error for a validator to raise; the report says what it got, then that it expected `text`."""
+    return PydanticCustomError("expected", "{text}", {"text": text})
 
 
 def validate_with(
@@ -53,7 +56,7 @@ def validate_with(
     value: Any,
     text: str | None,
 ) -> T:
-    """Validate `value`, and report the problem `text` (if any) beside whatever else is wrong with the value."""
+    """Validate `value`; report the problem `text`, if there is one, together with whatever else is wrong with the value."""
     if text is None:
         return handler(value)
     found = [InitErrorDetails(type=problem(text), loc=(), input=value)]
@@ -66,7 +69,7 @@ def validate_with(
     raise ValidationError.from_exception_data("", found)
 
 
-# HugeCTR's core parser wants JSON numbers and booleans; the parser of its Triton backend reads them from strings, too.
+# HugeCTR's core parser requires JSON numbers and booleans; the parser of its Triton backend also reads them from strings.
 
 
 def _unquoted(value: Any, read: Callable[[str], Any], info: ValidationInfo) -> Any:
@@ -77,7 +80,7 @@ def _unquoted(value: Any, read: Callable[[str], Any], info: ValidationInfo) -> A
     except ValueError:
         return value
     title = info.config.get("title", "") if info.config else ""
-    notes_of(info).quoted.add(f"{title}.{info.field_name}" if title else str(info.field_name))
+    notices_of(info).quoted.add(f"{title}.{info.field_name}" if title else str(info.field_name))
     return number
 
 
@@ -110,17 +113,17 @@ def _real(value: Any, info: ValidationInfo) -> Any:
 
 
 def _as_tuple(value: Any) -> Any:
-    # pydantic would also take sets, whose order means nothing, and iterators.
+    # pydantic would also accept iterators, and sets, which have no order.
     if isinstance(value, list | tuple):
         return tuple(value)
-    raise wanted("a list")
+    raise expected("a list")
 
 
 def _as_full_tuple(value: Any) -> Any:
-    # Not pydantic's min_length: it also fires when elements are there and are wrong.
+    # pydantic's min_length would also fire when there are elements and all of them are wrong.
     values = _as_tuple(value)
     if not values:
-        raise wanted("at least one element")
+        raise expected("at least one element")
     return values
 
 
@@ -139,27 +142,27 @@ Seconds: TypeAlias = Annotated[Real, Field(ge=0, le=1e9)]
 Timeout: TypeAlias = Annotated[Real, Field(gt=0, le=1e6)]
 Secret: TypeAlias = Annotated[str, Field(repr=False)]
 Ignored: TypeAlias = Annotated[Any, BeforeValidator(lambda _: None), Field(deprecated=True, exclude=True, repr=False)]
-"""A key that is accepted and means nothing here."""
+"""A key that is accepted and has no effect."""
 Older: TypeAlias = Annotated[T | None, Field(deprecated=True, exclude=True, repr=False)]
-"""A key whose value a later key takes over; not to be read by anybody else."""
+"""A key of an older version, whose value a current key takes over. Read the current key."""
 
 
 def _name(value: str) -> str:
     if not re.fullmatch(r"[a-zA-Z0-9_-]{1,120}", value):
-        raise wanted("1 to 120 of the characters a-z A-Z 0-9 _ -")
+        raise expected("1 to 120 of the characters a-z A-Z 0-9 _ -")
     return value
 
 
 def check_place(value: str) -> str:
     """A path or URI that something can be opened at."""
     if not value or "\0" in value:
-        raise wanted("a path or URI that is not empty and has no NUL character")
+        raise expected("a path or URI that is not empty and has no NUL character")
     return value
 
 
 def _token(value: str) -> str:
     if not re.fullmatch(r"[!-~]*", value):
-        raise wanted("visible ASCII characters alone (no space, no line end)")
+        raise expected("only visible ASCII characters (no space, no line end)")
     return value
 
 
@@ -168,14 +171,14 @@ def check_addresses(value: str) -> str:
     for address in re.split("[,;]", value):
         found = re.fullmatch(r"(?:\[[0-9a-fA-F:.]+\]|[^\s:\[\]]+)(?::([0-9]{1,5}))?", address.strip())
         if found is None or not 0 < int(found[1] or 1) < 65536:
-            raise wanted("host[:port], several of them separated by commas")
+            raise expected("host[:port], several of them separated by commas")
     return value
 
 
 def _expression(value: str) -> str:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what re means to do with a pattern some day is no error of today
+            warnings.simplefilter("ignore")  # a pattern that a later Python will read differently is no error today
             re.compile(value)
     except (re.error, OverflowError, RecursionError) as error:
         raise problem(f"not a regular expression: {error}") from None
@@ -188,26 +191,46 @@ Token: TypeAlias = Annotated[Secret, AfterValidator(_token)]
 Expression: TypeAlias = Annotated[str, AfterValidator(_expression)]
 
 
-def choice(*rows: str, refused: Mapping[str, str] | None = None) -> BeforeValidator:
+def choice(*rows: str, refused: Mapping[str, str] | None = None, kind: str = "") -> BeforeValidator:
     """Turn any spelling of an enum value into the canonical one.
 
-    Case, and blanks and hyphens for underscores, are forgiven as HugeCTR's Triton backend does.
+    As in HugeCTR's Triton backend, case does not matter, and blanks and hyphens stand for underscores.
 
     Args:
-        rows: for each value its spellings, separated by `|`, the canonical one first.
-        refused: values that are known and cannot be used here, each with the reason and the cure.
+        rows: the spellings of each value, separated by `|`, the canonical one first.
+        refused: known values that cannot be used here, each with the reason and the cure.
+        kind: of the registry, if any: names that other packages register there are accepted, too.
     """
     canonical = {spelling: row.split("|")[0] for row in rows for spelling in row.split("|")}
     refused = refused or {}
+    allowed = [name for row in rows if (name := row.split("|")[0]) not in refused]
 
     def read(value: Any) -> Any:
         if isinstance(value, str):
-            found = canonical.get(re.sub(r"[\s-]", "_", value.strip().lower()))
+            word = re.sub(r"[\s-]", "_", value.strip().lower())
+            found = canonical.get(word)
             if found is not None and found in refused:
                 raise problem(f'got "{found}": {refused[found]}')
             if found is not None:
                 return found
-        known = [row.split("|")[0] for row in rows if row.split("|")[0] not in refused]
-        raise PydanticCustomError("choice", "one of {known}", {"known": known, "spellings": canonical})
+            if kind and registry.is_registered(kind, word):
+                return word
+        others = registry.other_names(kind) if kind else []
+        spellings = canonical | {name: name for name in others}
+        raise PydanticCustomError("choice", "one of {known}", {"known": [*allowed, *others], "spellings": spellings})
 
     return BeforeValidator(read)
+
+
+def class_of_other_package(kind: str, name: str) -> Any:
+    """Import what another package has registered under `name`; None if the name is one of ours.
+
+    Raises:
+        PydanticCustomError: it cannot be imported; an error for the report.
+    """
+    if name in ("disabled", "auto") or name in registry.IMPLEMENTATIONS[kind]:
+        return None
+    try:
+        return registry.implementation(kind, name)
+    except (ConfigError, MissingDependencyError) as error:
+        raise problem(" ".join(str(error).split())) from error

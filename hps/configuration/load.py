@@ -1,6 +1,7 @@
-"""Read a configuration: a `ps.json` as HugeCTR takes it, its content as a mapping, or HugeCTR's Python structs.
+"""Load a configuration: a `ps.json` as HugeCTR takes it, its content as a mapping, or HugeCTR's Python structs.
 
-This module alone reads configuration files and the environment, and only while a configuration is loaded.
+This is the only module that reads configuration files and the environment, and it does so only while a configuration is
+loaded.
 """
 
 import logging
@@ -10,12 +11,10 @@ from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
-from hps.configuration.document import plain, read_json
-from hps.configuration.fields import Notes
-from hps.configuration.hugectr_structs import ParameterServerConfig
+from hps.configuration.document import Location, path_of, plain, problems_of, read_json, shown
+from hps.configuration.fields import Notices
+from hps.configuration.hugectr_structs import PYTHON_NAMES, ParameterServerConfig, document_of, python_path
 from hps.configuration.models import Configuration, ModelConfig, ServiceConfig
-from hps.configuration.report import Location, path_of, problems_of, shown
-from hps.configuration.struct_conversion import PYTHON_NAMES, document_of, python_path
 from hps.configuration.tiers import ModelSourceConfig, PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
 from hps.errors import ConfigError
 
@@ -28,6 +27,7 @@ __all__ = [
     "UpdateSourceConfig",
     "VolatileDbConfig",
     "load_configuration",
+    "read_configuration",
 ]
 
 Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | ParameterServerConfig | Configuration
@@ -49,10 +49,11 @@ _SECRETS = {("service", "bearer_token"): "HPS_BEARER_TOKEN", ("volatile_db", "pa
 
 
 def load_configuration(source: Source) -> Configuration:
-    """Read and check a configuration.
+    """Read and check a configuration, and log what its reader should know.
 
-    `HPS_BEARER_TOKEN` and `HPS_REDIS_PASSWORD` in the environment, where set and not empty, stand in for the configured
-    `service.bearer_token` and `volatile_db.password`.
+    Where the environment variables `HPS_BEARER_TOKEN` and `HPS_REDIS_PASSWORD` are set and not empty, they replace
+    `service.bearer_token` and `volatile_db.password`. Keys that have no effect and settings that are not implemented are
+    logged by the logger `hps.configuration.load`: set up logging before you call this.
 
     Args:
         source: path of a `ps.json`; its content as a mapping; a `ParameterServerConfig`; or a `Configuration`, which is
@@ -63,6 +64,14 @@ def load_configuration(source: Source) -> Configuration:
     """
     if isinstance(source, Configuration):
         return source
+    configuration, notices = read_configuration(source)
+    for level, text in notices:
+        _log.log(level, "%s", text)
+    return configuration
+
+
+def read_configuration(source: Source) -> tuple[Configuration, list[tuple[int, str]]]:
+    """Do as `load_configuration` does, but return what that logs: the level and the text of each notice."""
     problems: list[str] = []
     path: Callable[[Location], str] = path_of
     document: Any = source
@@ -79,22 +88,21 @@ def load_configuration(source: Source) -> Configuration:
     except RecursionError:
         raise ConfigError(name, ["top level: objects and lists are nested too deeply, or contain themselves"]) from None
     if not isinstance(content, dict):
-        wanted = "an object with the key models" if isinstance(source, str | os.PathLike) else _SOURCES
-        raise ConfigError(name, [f"top level: got {shown(content)}, wanted {wanted}"])
+        expected = "an object with the key models" if isinstance(source, str | os.PathLike) else _SOURCES
+        raise ConfigError(name, [f"top level: got {shown(content)}, expected {expected}"])
     origins = _take_secrets(content)
-    notes = Notes()
+    notices = Notices()
     try:
-        configuration = Configuration.model_validate(content, context=notes)
+        configuration = Configuration.model_validate(content, context=notices)
     except ValidationError as error:
         problems += problems_of(error, _KEYS, PYTHON_NAMES, lambda location: origins.get(location) or path(location))
     if problems:
         raise ConfigError(name, problems)
-    _log_notes(name, notes)
-    return configuration
+    return configuration, [(level, f"{name}: {text}") for level, text in _written(notices)]
 
 
 def _take_secrets(content: dict[str, Any]) -> dict[Location, str]:
-    """Put secrets of the environment into a document; returns what to call their places."""
+    """Put secrets of the environment into a document; return, for each, what a report calls its place."""
     origins: dict[Location, str] = {}
     for (section, key), variable in _SECRETS.items():
         secret = os.environ.get(variable)
@@ -106,13 +114,11 @@ def _take_secrets(content: dict[str, Any]) -> dict[Location, str]:
     return origins
 
 
-def _log_notes(name: str, notes: Notes) -> None:
-    for meaning, keys in (
-        ("keys of HugeCTR's dense part, ignored", notes.ignored),
-        ("keys of HugeCTR up to 4.1, read as docs/configuration.md says", notes.older),
-        ("numbers or booleans in quotes, read without them", notes.quoted),
-    ):
-        if keys:
-            _log.info("%s: %s: %s", name, meaning, ", ".join(sorted(keys)))
-    for warning in notes.warnings:
-        _log.warning("%s: %s", name, warning)
+def _written(notices: Notices) -> list[tuple[int, str]]:
+    keys = (
+        ("these keys of HugeCTR's dense part have no effect", notices.ignored),
+        ("these keys of HugeCTR up to 4.1 are read as docs/configuration.md says", notices.older),
+        ("these numbers or booleans are in quotes and are read without them", notices.quoted),
+    )
+    lines = [(logging.INFO, f"{meaning}: {', '.join(sorted(names))}") for meaning, names in keys if names]
+    return [*lines, *((logging.WARNING, warning) for warning in notices.warnings)]

@@ -1,14 +1,22 @@
 """The whole configuration as frozen models; `docs/configuration.md` says what each key means.
 
-Attribute names are the keys of HugeCTR's `ps.json`. Every check is made on a field, with the fields before it at hand, and
-none on a whole object, so that one load reports every problem.
+Attribute names are the keys of HugeCTR's `ps.json`. Every check is a check of one field, which sees the fields before it;
+none is of a whole object. So one load reports every problem.
 """
 
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import ConfigDict, Field, ValidationInfo, ValidatorFunctionWrapHandler, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from hps.configuration.fields import (
     INT32_MAX,
@@ -29,18 +37,27 @@ from hps.configuration.fields import (
     Token,
     Whole,
     choice,
-    notes_of,
+    class_of_other_package,
+    notices_of,
     problem,
     validate_with,
 )
 from hps.configuration.tiers import ModelSourceConfig, PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
+from hps.registry import IMPLEMENTATIONS
 from hps.types import TableSpec
 
 CacheType: TypeAlias = Annotated[
     Literal["dynamic", "static", "uvm", "stochastic"],
     choice("dynamic", "static", "uvm", "stochastic"),
 ]
-DeviceChoice: TypeAlias = Annotated[Literal["auto", "cuda", "cpu"], choice("auto", "cuda", "cpu")]
+
+
+def _of_device(value: str) -> str:
+    class_of_other_package("cache", value)
+    return value
+
+
+DeviceChoice: TypeAlias = Annotated[str, choice("auto", *IMPLEMENTATIONS["cache"], kind="cache"), AfterValidator(_of_device)]
 
 
 class ServiceConfig(Section):
@@ -149,8 +166,8 @@ class ModelConfig(Section):
         if batch * max(value, default=0) > INT32_MAX:
             keys = batch * max(value)
             raise problem(
-                f"{max(value)} keys a sample and {batch} samples (max_batch_size) are {keys} keys in one lookup; "
-                f"wanted at most {INT32_MAX}"
+                f"got {max(value)} keys a sample and {batch} samples (max_batch_size), {keys} keys in one lookup; "
+                f"expected at most {INT32_MAX}"
             )
         return value
 
@@ -161,13 +178,13 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _note_what_is_missing(self, info: ValidationInfo) -> Self:
-        warnings = notes_of(info).warnings
+        warnings = notices_of(info).warnings
         if self.embedding_cache_type == "stochastic":
-            warnings.append(f"model {self.model}: HugeCTR fills no database for a stochastic cache; wanted dynamic")
+            warnings.append(f"model {self.model}: a stochastic cache fills no database, as in HugeCTR; dynamic does")
         if self.refresh_interval > 0:
-            warnings.append(f"model {self.model}: refresh_interval is not implemented; call refresh to refresh the cache")
+            warnings.append(f"model {self.model}: refresh_interval is not implemented; call refresh() to refresh the cache")
         warnings.extend(
-            f"model {self.model}: {key} is not implemented; vectors are kept as if it were false"
+            f"model {self.model}: {key} is not implemented; it is read as false"
             for key in ("enable_pagelock", "fp8_quant")
             if getattr(self, key)
         )
@@ -175,11 +192,11 @@ class ModelConfig(Section):
 
 
 def _repeated(values: Sequence[Any]) -> str | None:
-    """Say which value stands in a list more than once; None where all differ. Values need not be hashable."""
+    """Say which value stands in a list more than once; None if all differ. Values need not be hashable."""
     seen: dict[str | int, int] = {}
     for i, value in enumerate(values):
         if isinstance(value, str | int) and seen.setdefault(value, i) != i:
-            return f"{json.dumps(value)} stands at {seen[value]} and at {i}; wanted each once"
+            return f"{json.dumps(value)} stands at {seen[value]} and at {i}; expected each once"
     return None
 
 

@@ -6,7 +6,16 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from hps.configuration.fields import (
     INT32_MAX,
@@ -25,36 +34,47 @@ from hps.configuration.fields import (
     check_addresses,
     check_place,
     choice,
-    notes_of,
+    class_of_other_package,
+    expected,
+    notices_of,
     problem,
 )
+from hps.registry import IMPLEMENTATIONS, section_of
 
-_DATABASES = (
-    "disabled|disable|none",
-    "hash_map|hashmap|hash|map",
-    "parallel_hash_map|parallel_hashmap|parallel_hash|parallel_map",
-    "multi_process_hash_map|multi_process_hashmap|multi_process_hash|multi_process_map",
-    "redis_cluster|redis",
-    "rocks_db|rocksdb|rocks",
-)
-_NOT_PERSISTENT = "it is a volatile database and belongs in volatile_db; wanted rocks_db or disabled"
-_NOT_VOLATILE = "it is a persistent database and belongs in persistent_db; wanted hash_map, redis_cluster or disabled"
-_NO_SHARED_MEMORY = "it is not implemented; use redis_cluster to share vectors between processes, else hash_map"
+_MULTI_PROCESS = "multi_process_hash_map|multi_process_hashmap|multi_process_hash|multi_process_map"
+_NO_SHARED_MEMORY = "it is not implemented; use redis_cluster to share vectors between processes, otherwise hash_map"
 
-VolatileDbType: TypeAlias = Annotated[
-    Literal["disabled", "hash_map", "parallel_hash_map", "redis_cluster"],
-    choice(
-        *_DATABASES,
-        refused={"multi_process_hash_map": _NO_SHARED_MEMORY, "rocks_db": _NOT_VOLATILE},
-    ),
-]
-PersistentDbType: TypeAlias = Annotated[
-    Literal["disabled", "rocks_db"],
-    choice(
-        *_DATABASES,
-        refused=dict.fromkeys(("hash_map", "parallel_hash_map", "multi_process_hash_map", "redis_cluster"), _NOT_PERSISTENT),
-    ),
-]
+
+def _spelling(section: str) -> BeforeValidator:
+    """Any spelling of a database type that the registry, or an installed package, has for this section."""
+    ours = IMPLEMENTATIONS["database"]
+    rows = ["disabled|disable|none", *("|".join((name, *one.spellings)) for name, one in ours.items()), _MULTI_PROCESS]
+    usable = ", ".join(["disabled", *(name for name, one in ours.items() if one.section == section)])
+    refused = {
+        name: f"this type belongs in {one.section}; expected one of: {usable}"
+        for name, one in ours.items()
+        if one.section != section
+    }
+    return choice(*rows, refused=refused | {"multi_process_hash_map": _NO_SHARED_MEMORY}, kind="database")
+
+
+def _placed(section: str) -> AfterValidator:
+    """The same for the database of another package, whose class says where it belongs."""
+
+    def check(value: str) -> str:
+        found = class_of_other_package("database", value)
+        if found is not None and section_of(found) != section:
+            raise problem(f'got "{value}": this type belongs in {section_of(found)}')
+        return value
+
+    return AfterValidator(check)
+
+
+VolatileDbType: TypeAlias = Annotated[str, _spelling("volatile_db"), _placed("volatile_db")]
+PersistentDbType: TypeAlias = Annotated[str, _spelling("persistent_db"), _placed("persistent_db")]
+Options: TypeAlias = dict[str, Any]
+"""Settings of another package's database, which its `from_config` checks."""
+
 OverflowPolicy: TypeAlias = Annotated[
     Literal["evict_random", "evict_least_used", "evict_oldest"],
     choice("evict_random|random", "evict_least_used|least_used", "evict_oldest|oldest"),
@@ -66,36 +86,48 @@ UpdateSourceType: TypeAlias = Annotated[
 
 
 class Section(BaseModel):
-    """An object of the configuration. *Immutable.* The title is its place, for log lines."""
+    """An object of the configuration. *Immutable.* Its title says where it stands, for notices."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     older_keys: ClassVar[frozenset[str]] = frozenset()
-    """Keys that HugeCTR had until 4.1, read as its later ones."""
+    """Keys that HugeCTR had until 4.1; each is read as the later key that replaced it."""
 
     @classmethod
     def ignored_keys(cls) -> frozenset[str]:
-        """Keys that are accepted and mean nothing here."""
+        """Keys that are accepted and have no effect."""
         return frozenset(key for key, field in cls.model_fields.items() if field.deprecated) - cls.older_keys
 
     @model_validator(mode="after")
     def _note_keys(self, info: ValidationInfo) -> Self:
-        notes = notes_of(info)
+        notices = notices_of(info)
         title = self.model_config["title"]
-        notes.ignored.update(f"{title}.{key}" for key in self.model_fields_set & self.ignored_keys())
-        notes.older.update(f"{title}.{key}" for key in self.model_fields_set & self.older_keys)
+        notices.ignored.update(f"{title}.{key}" for key in self.model_fields_set & self.ignored_keys())
+        notices.older.update(f"{title}.{key}" for key in self.model_fields_set & self.older_keys)
         if not self.model_fields_set & {"type", "backend"} and "type" in type(self).model_fields:
-            notes.warnings.append(f"{title} names no type and is disabled; write a type, or leave {title} out")
+            notices.warnings.append(f"{title} names no type and is disabled; write a type, or leave {title} out")
         return self
 
 
+class DatabaseConfig(Section):
+    """What both databases have in common."""
+
+    @field_validator("options", check_fields=False)
+    @classmethod
+    def _for_other_packages(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        chosen = info.data.get("type")
+        if value and (chosen == "disabled" or chosen in IMPLEMENTATIONS["database"]):
+            raise problem(f"got options for {chosen}, expected none; only databases of other packages take options")
+        return value
+
+
 def _batch_size(data: dict[str, Any]) -> int:
-    """HugeCTR 4.1 had a size for reading and one for writing: the smaller of them stands for both."""
+    """HugeCTR 4.1 had one size for reading and one for writing; the smaller stands for both."""
     older = [data[key] for key in ("max_get_batch_size", "max_set_batch_size") if data[key] is not None]
     return min(older, default=65536)
 
 
-class VolatileDbConfig(Section):
+class VolatileDbConfig(DatabaseConfig):
     """`volatile_db`: the tier in memory."""
 
     model_config = ConfigDict(title="volatile_db")
@@ -110,7 +142,7 @@ class VolatileDbConfig(Section):
     shared_memory_size: Bytes = 16 << 30
     shared_memory_name: str = "hctr_mp_hash_map_database"
     shared_memory_auto_remove: Flag = True
-    # HugeCTR's default is 5, and it aborts where that is more than num_partitions, as on any machine of four cores.
+    # HugeCTR's default is always 5, and it aborts if num_partitions is less, as on any machine with four cores.
     num_node_connections: Positive = Field(default_factory=lambda data: min(5, data["num_partitions"]))
     max_get_batch_size: Older[Positive] = None
     max_set_batch_size: Older[Positive] = None
@@ -128,8 +160,9 @@ class VolatileDbConfig(Section):
     initial_cache_rate: Share = 1.0
     cache_missed_embeddings: Flag = False
     update_filters: ListOf[Expression] = ("^hps_.+$",)
+    options: Options = Field(default={}, repr=False)
 
-    # What the chosen type does not use is not judged: HugeCTR's users have files in which it is empty.
+    # Settings that the chosen type does not use are not checked: HugeCTR's users have files in which they are empty.
 
     @field_validator("address")
     @classmethod
@@ -146,12 +179,12 @@ class VolatileDbConfig(Section):
     def _not_more_than_partitions(cls, value: int, info: ValidationInfo) -> int:
         partitions = info.data.get("num_partitions")
         if info.data.get("type") == "redis_cluster" and partitions is not None and value > partitions:
-            raise problem(f"{value} connections for {partitions} num_partitions; wanted at most one a partition")
+            raise problem(f"got {value} connections for {partitions} num_partitions, expected at most one a partition")
         return value
 
 
-class PersistentDbConfig(Section):
-    """`persistent_db`: the tier on disk, which holds everything."""
+class PersistentDbConfig(DatabaseConfig):
+    """`persistent_db`: the tier on disk, which holds every row."""
 
     model_config = ConfigDict(title="persistent_db")
     older_keys = frozenset({"max_get_batch_size", "max_set_batch_size"})
@@ -166,13 +199,14 @@ class PersistentDbConfig(Section):
     max_batch_size: Positive = Field(default_factory=_batch_size)
     initialize_after_startup: Flag = Field(default_factory=lambda data: not data["read_only"])
     update_filters: ListOf[Expression] = ("^hps_.+$",)
+    options: Options = Field(default={}, repr=False)
 
     @field_validator("type")
     @classmethod
     def _agrees_with_backend(cls, value: str, info: ValidationInfo) -> str:
         backend = info.data.get("backend")
         if backend is not None and backend != value:
-            raise problem(f'got "{value}" here and "{backend}" as backend, which is the same key; write one of them')
+            raise problem(f'got "{value}" here and "{backend}" as backend, another name of this key; write one of them')
         return value
 
     @field_validator("path")
@@ -204,7 +238,7 @@ class ModelSourceConfig(Section):
     @classmethod
     def _reachable(cls, value: str) -> str:
         if value and not re.match(r"https?://[^/\s]+", value):
-            raise problem("wanted https://host or http://host, with a port if need be, or nothing")
+            raise expected("https://host or http://host, optionally with a port, or an empty string")
         return value
 
 
@@ -230,5 +264,5 @@ class UpdateSourceConfig(Section):
     @model_validator(mode="after")
     def _note_what_is_missing(self, info: ValidationInfo) -> Self:
         if self.type != "null":
-            notes_of(info).warnings.append(f"update_source {self.type} is not implemented: no online update is consumed")
+            notices_of(info).warnings.append(f"update_source {self.type} is not implemented: no online updates are consumed")
         return self

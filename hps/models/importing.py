@@ -18,7 +18,7 @@ from hps.models.files import CHUNK_BYTES
 from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model
 from hps.progress import Progress
-from hps.registry import IMPLEMENTATIONS, implementation
+from hps.registry import implementation, is_registered, names
 from hps.types import FloatArray, KeyArray
 
 FORMATS = {
@@ -146,9 +146,9 @@ def _open(source: str | os.PathLike[str], file_format: str | None) -> ArraySourc
 
 
 def _format_of(path: str, file_format: str | None) -> str:
-    known = ", ".join(IMPLEMENTATIONS["format"])
+    known = ", ".join(names("format"))
     if file_format is not None:
-        if file_format not in IMPLEMENTATIONS["format"]:
+        if not is_registered("format", file_format):
             raise InvalidInputError(f"importing {path}: got format {file_format!r}, wanted one of: {known}")
         return file_format
     if os.path.isdir(path):

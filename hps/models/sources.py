@@ -6,9 +6,9 @@ import threading
 from urllib.parse import urlsplit
 
 from hps.configuration.tiers import ModelSourceConfig
-from hps.errors import ConfigError, ModelFileError
+from hps.errors import ModelFileError
 from hps.filesystems.base import FileSystem
-from hps.registry import IMPLEMENTATIONS, implementation
+from hps.registry import implementation, is_registered, names
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # two letters at least: C:\models is a path
 
@@ -45,19 +45,21 @@ class ModelSources:
         """
         match = _SCHEME.match(source)
         scheme = match[1].lower() if match else ""
-        known = IMPLEMENTATIONS["filesystem"]
         if scheme == "https":
             scheme = _vendor(source)
-        elif scheme and not (scheme in known and source[len(scheme) :].startswith("://")) and _is_local(source):
+        elif (
+            scheme
+            and not (source[len(scheme) :].startswith("://") and is_registered("filesystem", scheme))
+            and _is_local(source)
+        ):
             scheme = ""
-        try:
-            filesystem = self._filesystem(scheme)
-        except ConfigError as error:
-            schemes = ", ".join(f"{name}://" for name in sorted(known) if name)
+        if not is_registered("filesystem", scheme):
+            schemes = ", ".join(f"{name}://" for name in sorted(names("filesystem")) if name)
             raise ModelFileError(
                 f"opening sparse model {source}: got scheme {scheme!r}, wanted a local path or one of: {schemes}, or the "
                 "https address of an S3 or GCS object"
-            ) from error
+            )
+        filesystem = self._filesystem(scheme)
         if filesystem.is_local:
             return filesystem, source if scheme else os.path.abspath(source)
         return filesystem, source.rstrip("/")

@@ -24,9 +24,9 @@ def test_wheel_holds_every_kernel_source(wheel):
     assert sources <= packed
 
 
-def test_wheel_holds_every_module_and_no_tests(wheel):
+def test_wheel_holds_every_module_and_the_mark_of_types_and_no_tests(wheel):
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "hps").rglob("*.py")}
-    assert modules <= set(wheel.namelist())
+    assert modules | {"hps/py.typed"} <= set(wheel.namelist())
     assert not [name for name in wheel.namelist() if name.startswith(("tests/", "benchmarks/", "cuda/"))]
 
 

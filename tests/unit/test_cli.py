@@ -26,6 +26,7 @@ from hps.cli.app import app
 from hps.models.files import open_sparse_model
 from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
+from tests.child_processes import ChildProcesses
 from tests.sparse_models import chunks_of
 
 COMMANDS = ["serve", "load", "import", "lookup", "check-config", "create-model"]
@@ -43,17 +44,6 @@ def run(*arguments: object, **environment: str) -> Result:
 def words(text: str) -> str:
     """Without the lines and frames that depend on the width of the terminal."""
     return re.sub(r"[\s│╭╮╰╯─]+", " ", text)
-
-
-def start(*arguments: object) -> "subprocess.Popen[str]":
-    """Run a command in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "hps", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
 
 
 @pytest.fixture
@@ -143,7 +133,7 @@ def test_wrong_usage_is_code_2(arguments: list[str]) -> None:
 def test_create_model_writes_the_sample_vectors_of_its_keys(tmp_path: Path) -> None:
     result = run("create-model", tmp_path / "m", "--rows", 1000, "--dim", 6, "--seed", 3)
     assert result.exit_code == 0
-    assert result.stdout == f"{tmp_path}/m: 1,000 rows of 6 float32, 0.0 MB, keys 0 to 999\n"
+    assert result.stdout == f"{tmp_path}/m: 1,000 rows of 6 float32, 32.0 kB, keys 0 to 999\n"
     ((keys, vectors),) = chunks_of(open_sparse_model(tmp_path / "m", 6))
     np.testing.assert_array_equal(keys, np.arange(1000))
     np.testing.assert_array_equal(vectors, sample_vectors(keys, 6, 3))
@@ -166,8 +156,8 @@ def test_create_model_refuses_sizes_that_make_no_model(tmp_path: Path, options: 
     assert os.listdir(tmp_path) == []
 
 
-def test_create_model_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
-    process = start("create-model", tmp_path / "m", "--rows", 2_000_000_000, "--dim", 16)
+def test_create_model_that_is_interrupted_leaves_nothing(tmp_path: Path, children: ChildProcesses) -> None:
+    process = children.hps("create-model", tmp_path / "m", "--rows", 2_000_000_000, "--dim", 16)
     deadline = time.monotonic() + 60
     while not os.listdir(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -277,8 +267,8 @@ def test_load_passes_over_models_that_use_no_database(tmp_path: Path, content: d
 @pytest.mark.parametrize(
     ("persistent_db", "message"),
     [
-        ({"type": "disabled"}, "persistent_db: got none, wanted"),
-        ({"type": "rocks_db", "path": "x", "read_only": True}, "persistent_db.read_only: got true, wanted false"),
+        ({"type": "disabled"}, "persistent_db: got none, expected"),
+        ({"type": "rocks_db", "path": "x", "read_only": True}, "persistent_db.read_only: got true, expected false"),
     ],
 )
 def test_load_needs_a_database_that_it_may_fill(
@@ -323,17 +313,13 @@ def plain(output: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
 
 
-def on_a_terminal(*arguments: object, until: str = "no such text", columns: int = 120) -> str:
-    """What a command writes to a real terminal until it ends; once it has written `until`, it gets an interrupt."""
+def on_a_terminal(children: ChildProcesses, *arguments: object, until: str = "no such text", columns: int = 120) -> str:
+    """What a command writes to a real terminal until it ends. It is interrupted once it has written `until`."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hps", *map(str, arguments)],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env={**environment, "TERM": "xterm-256color"},
+    process = children.hps(
+        *arguments, stdin=theirs, stdout=theirs, stderr=theirs, env={**environment, "TERM": "xterm-256color"}
     )
     os.close(theirs)
     output, interrupted, deadline = b"", False, time.monotonic() + 120
@@ -348,29 +334,29 @@ def on_a_terminal(*arguments: object, until: str = "no such text", columns: int 
                 interrupted = True
         assert process.wait(60) == 0
     finally:
-        process.kill()
-        process.wait(60)
         os.close(ours)
     return output.decode()
 
 
-def test_a_terminal_shows_bars_with_bytes_and_rates(config: Path) -> None:
-    output = plain(on_a_terminal("load", config))
+def test_a_terminal_shows_bars_with_bytes_and_rates(config: Path, children: ChildProcesses) -> None:
+    output = plain(on_a_terminal(children, "load", config))
     assert re.search(BAR % ("user", "7.2 kB", "7.2 kB"), output)
     assert re.search(BAR % ("item", "20.0 kB", "20.0 kB"), output)
 
 
-def test_a_narrow_terminal_cuts_names_and_not_figures(tmp_path: Path) -> None:
+def test_a_narrow_terminal_cuts_names_and_not_figures(tmp_path: Path, children: ChildProcesses) -> None:
     path = tmp_path / "a-directory-with-a-long-name" / "item.model"
-    output = plain(on_a_terminal("create-model", path, "--rows", 1000, "--dim", 16, columns=80))
+    output = plain(on_a_terminal(children, "create-model", path, "--rows", 1000, "--dim", 16, columns=80))
     assert re.search(r"…+\w*/?item\.model ━+ 100 % 72\.0 kB of 72\.0 kB .* rows/s +in [\d.]+ s", output)
 
 
-def test_serve_on_a_terminal_shows_bars_among_its_log_lines(tmp_path: Path, content: dict[str, Any]) -> None:
+def test_serve_on_a_terminal_shows_bars_among_its_log_lines(
+    tmp_path: Path, content: dict[str, Any], children: ChildProcesses
+) -> None:
     content["models"].append({**content["models"][0], "model": "other"})
     content["models"].insert(0, {**content["models"][0], "model": "bad", "sparse_files": ["/nowhere/x", "/nowhere/y"]})
     config = write_config(tmp_path, content)
-    output = on_a_terminal("serve", config, "--port", 0, until="ready; try", columns=400)
+    output = on_a_terminal(children, "serve", config, "--port", 0, until="ready; try", columns=400)
     assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 4  # the cursor is back after every table
     lines = [line for line in re.split(r"[\r\n]+", plain(output)) if line]
     finished = [i for i, line in enumerate(lines) if re.search(BAR % ("item", "20.0 kB", "20.0 kB"), line)]
@@ -425,8 +411,8 @@ def test_lookup_prints_json_that_names_each_float32(config: Path) -> None:
         (["shopp", "item", "1"], "model 'shopp': it is not in the configuration, which has: shop"),
         (["shop", "itm", "1"], "'itm'"),
         (["shop", "7", "1"], "'7'"),
-        (["shop", "item", str(2**63)], f"got '{2**63}', wanted 64-bit integers"),
-        (["shop", "item", "one"], "got 'one', wanted 64-bit integers"),
+        (["shop", "item", str(2**63)], f"got '{2**63}', expected 64-bit integers"),
+        (["shop", "item", "one"], "got 'one', expected 64-bit integers"),
         (["shop", "item", "1", "--jsn"], "got '--jsn'"),
         (["shop", "item"], "KEY"),
     ],
@@ -457,7 +443,7 @@ def test_lookup_beside_a_server_says_how_to_ask_it(config: Path) -> None:
 def test_serve_refuses_a_log_level_that_is_none(config: Path) -> None:
     result = run("serve", config, "--log-level", "loud")
     assert result.exit_code == 2
-    assert "got 'loud', wanted critical, error, warning, info or debug" in result.stderr
+    assert "got 'loud', expected critical, error, warning, info or debug" in result.stderr
 
 
 def test_serve_says_when_its_port_is_taken(config: Path) -> None:
@@ -470,16 +456,18 @@ def test_serve_says_when_its_port_is_taken(config: Path) -> None:
     assert f"127.0.0.1:{port}" in result.stderr
 
 
-def test_serve_of_a_broken_model_ends_with_code_2(tmp_path: Path, config: Path) -> None:
+def test_serve_of_a_broken_model_ends_with_code_2(tmp_path: Path, config: Path, children: ChildProcesses) -> None:
     (tmp_path / "item" / "key").unlink()
-    process = start("serve", config, "--port", 0)
+    process = children.hps("serve", config, "--port", 0)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 2
     assert f"error: opening sparse model {tmp_path}/item: key not found" in stderr
     assert "Traceback" not in stderr
 
 
-def test_serve_ends_although_a_source_does_not_answer(tmp_path: Path, content: dict[str, Any]) -> None:
+def test_serve_ends_although_a_source_does_not_answer(
+    tmp_path: Path, content: dict[str, Any], children: ChildProcesses
+) -> None:
     """The thread that reads is one that the interpreter would wait for."""
     content["models"].append({**content["models"][0], "model": "away", "sparse_files": [f"gate://away{tmp_path}/user"] * 2})
     program = (
@@ -488,61 +476,80 @@ def test_serve_ends_although_a_source_does_not_answer(tmp_path: Path, content: d
         "held = gates('away'); held.__enter__()[0].hold_from = 0\n"  # nobody opens it
         "main()"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, "serve", str(write_config(tmp_path, content)), "--port", "0"],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stderr
-        for line in process.stderr:
-            if "hps_et.away.user: 300 rows" in line:
-                break
-        process.send_signal(signal.SIGTERM)
-        rest = process.communicate(timeout=50)[1]  # the gate opens after 60 s
-    finally:
-        process.kill()
-        process.wait(60)
+    process = children.start(sys.executable, "-c", program, "serve", write_config(tmp_path, content), "--port", "0")
+    read_until(process, "hps_et.away.user: 300 rows")
+    process.send_signal(signal.SIGTERM)
+    rest = process.communicate(timeout=50)[1]  # the gate opens after 60 s
     assert process.returncode == 1
     assert "the parameter server was not closed within 1 s" in rest
 
 
+def read_until(process: "subprocess.Popen[str]", pattern: str) -> re.Match[str]:
+    """Read standard error up to the first line that holds `pattern`."""
+    assert process.stderr
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if match := re.search(pattern, line):
+            return match
+    raise AssertionError("".join(seen))
+
+
+def ask(url: str, tables: dict[str, list[int]]) -> dict[str, Any]:
+    with urllib.request.urlopen(url, json.dumps({"tables": tables}).encode(), timeout=30) as response:
+        return json.load(response)["tables"]
+
+
 @pytest.mark.parametrize("force", [False, True])
-def test_serve_loads_again_what_rocksdb_holds_only_when_it_is_forced(config: Path, force: bool) -> None:
+def test_serve_loads_again_what_rocksdb_holds_only_when_it_is_forced(
+    config: Path, children: ChildProcesses, force: bool
+) -> None:
     from hps.parameter_server import HPS
 
     with HPS(config) as server:
         server.insert([7], np.full((1, 8), 70, np.float32), "shop", "item")
-    process = start("serve", config, "--port", 0, *(["--force"] if force else []))
-    try:
-        assert process.stderr
-        url = next(match[1] for line in process.stderr if (match := re.search(r"curl -s (http://\S+)", line)))
-        with urllib.request.urlopen(url, b'{"tables": {"item": [7]}}', timeout=30) as response:
-            (vector,) = json.load(response)["tables"]["item"]
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
-    wanted = sample_vectors(np.array([7]), 8, 2)[0] if force else np.full(8, 70, np.float32)
-    np.testing.assert_array_equal(np.array(vector, np.float32), wanted)
+    process = children.hps("serve", config, "--port", 0, *(["--force"] if force else []))
+    (vector,) = ask(read_until(process, r"curl -s (http://\S+)")[1], {"item": [7]})["item"]
+    expected = sample_vectors(np.array([7]), 8, 2)[0] if force else np.full(8, 70, np.float32)
+    np.testing.assert_array_equal(np.array(vector, np.float32), expected)
 
 
-def test_serve_answers_until_it_is_stopped(config: Path) -> None:
-    process = start("serve", config, "--port", 0)
-    assert process.stderr
-    try:
-        url = body = None
-        seen = []
-        for line in process.stderr:
-            seen.append(line)
-            if match := re.search(r"curl -s (http://\S+) -d '(.*)'", line):
-                url, body = match[1], match[2]
-                break
-        assert url is not None, "".join(seen)
-        assert body is not None
-        with urllib.request.urlopen(url, body.encode(), timeout=30) as response:
-            answer = json.load(response)
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+def test_serve_answers_until_it_is_stopped(config: Path, children: ChildProcesses) -> None:
+    process = children.hps("serve", config, "--port", 0)
+    url, body = read_until(process, r"curl -s (http://\S+) -d '(.*)'").groups()
+    answer = ask(url, json.loads(body)["tables"])
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
     assert process.returncode == 0
-    np.testing.assert_array_equal(np.array(answer["tables"]["user"], np.float32), sample_vectors(np.array([1, 2, 3]), 4, 1))
+    np.testing.assert_array_equal(np.array(answer["user"], np.float32), sample_vectors(np.array([1, 2, 3]), 4, 1))
+
+
+# -- what a configuration says to its reader ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def remarkable(tmp_path: Path, content: dict[str, Any]) -> Path:
+    """A valid configuration with a key that has no effect and a setting that is not implemented."""
+    content["models"][0].update(dense_file="dcn.model", fp8_quant=True)
+    return write_config(tmp_path, content)
+
+
+def test_check_config_prints_notices(remarkable: Path) -> None:
+    first, second, *_ = run("check-config", remarkable).stdout.splitlines()
+    assert first == f"note: {remarkable}: these keys of HugeCTR's dense part have no effect: models[].dense_file"
+    assert second == f"warning: {remarkable}: model shop: fp8_quant is not implemented; it is read as false"
+
+
+def test_serve_logs_notices_in_its_own_format(remarkable: Path, children: ChildProcesses) -> None:
+    process = children.hps("serve", remarkable, "--port", 0)
+    read_until(process, r"^\d{4}-.* INFO hps.configuration.load: .* models\[\].dense_file$")
+    read_until(process, r"^\d{4}-.* WARNING hps.configuration.load: .* fp8_quant is not implemented")
+
+
+@pytest.mark.parametrize("command", [["load"], ["lookup", "shop", "item", "1"]])
+def test_other_commands_log_notices(remarkable: Path, children: ChildProcesses, command: list[str]) -> None:
+    process = children.hps(command[0], remarkable, *command[1:])
+    _, stderr = process.communicate(timeout=120)
+    assert "models[].dense_file" in stderr
+    assert "WARNING" in stderr
+    assert "fp8_quant is not implemented" in stderr

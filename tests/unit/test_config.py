@@ -27,12 +27,6 @@ MODEL = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HPS_BEARER_TOKEN", raising=False)
-    monkeypatch.delenv("HPS_REDIS_PASSWORD", raising=False)
-
-
 def load(model: dict[str, Any] | None = None, **top: Any) -> Configuration:
     return load_configuration({"models": [{**MODEL, **(model or {})}], **copy.deepcopy(top)})
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic_core import PydanticUndefined
 
+from hps.configuration.hugectr_structs import PYTHON_NAMES
 from hps.configuration.load import (
     Configuration,
     ModelConfig,
@@ -18,7 +19,6 @@ from hps.configuration.load import (
     VolatileDbConfig,
     load_configuration,
 )
-from hps.configuration.struct_conversion import PYTHON_NAMES
 from hps.configuration.tiers import Section
 
 ROOT = Path(__file__).parents[2]

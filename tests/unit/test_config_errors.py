@@ -21,12 +21,6 @@ MODEL = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HPS_BEARER_TOKEN", raising=False)
-    monkeypatch.delenv("HPS_REDIS_PASSWORD", raising=False)
-
-
 def problems(source: Any) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load_configuration(source)
@@ -39,120 +33,137 @@ def document(model: dict[str, Any] | None = None, **top: Any) -> dict[str, Any]:
 
 # Rows of one wrong value each: where it stands, the value, the whole problem after the path.
 MODEL_VALUES = [
-    ("model", "", 'got "", wanted 1 to 120 of the characters a-z A-Z 0-9 _ -'),
-    ("model", "a b", 'got "a b", wanted 1 to 120 of the characters a-z A-Z 0-9 _ -'),
-    ("model", "a\n", 'got "a\\n", wanted 1 to 120 of the characters a-z A-Z 0-9 _ -'),
-    ("model", "a" * 121, f'got "{"a" * 60}"... (121 characters), wanted 1 to 120 of the characters a-z A-Z 0-9 _ -'),
-    ("model", None, "got null, wanted a string"),
-    ("sparse_files", [], "got an empty list, wanted at least one element"),
-    ("sparse_files", "models/user", 'got "models/user", wanted a list'),
-    ("sparse_files", {"a": 1}, "got an object, wanted a list"),
-    ("sparse_files", {"models/user"}, "got a Python set, wanted a list"),
-    ("embedding_vecsize_per_table", 16, "got 16, wanted a list"),
+    ("model", "", 'got "", expected 1 to 120 of the characters a-z A-Z 0-9 _ -'),
+    ("model", "a b", 'got "a b", expected 1 to 120 of the characters a-z A-Z 0-9 _ -'),
+    ("model", "a\n", 'got "a\\n", expected 1 to 120 of the characters a-z A-Z 0-9 _ -'),
+    ("model", "a" * 121, f'got "{"a" * 60}"... (121 characters), expected 1 to 120 of the characters a-z A-Z 0-9 _ -'),
+    ("model", None, "got null, expected a string"),
+    ("sparse_files", [], "got an empty list, expected at least one element"),
+    ("sparse_files", "models/user", 'got "models/user", expected a list'),
+    ("sparse_files", {"a": 1}, "got an object, expected a list"),
+    ("sparse_files", {"models/user"}, "got a Python set, expected a list"),
+    ("embedding_vecsize_per_table", 16, "got 16, expected a list"),
     ("embedding_vecsize_per_table", [16, 32, 64], "3 widths for 2 sparse_files"),
     ("embedding_vecsize_per_table", [16], "1 width for 2 sparse_files"),
     ("embedding_table_names", ["user"], "1 name for 2 sparse_files"),
     ("embedding_table_names", [], "0 names for 2 sparse_files"),
-    ("embedding_table_names", ["user", "user"], '"user" stands at 0 and at 1; wanted each once'),
+    ("embedding_table_names", ["user", "user"], '"user" stands at 0 and at 1; expected each once'),
     ("maxnum_catfeature_query_per_table_per_sample", [1], "1 maximum for 2 sparse_files"),
     ("default_value_for_each_table", [0.0], "1 default value for 2 sparse_files"),
     ("default_value_for_each_table", [0.0] * 3, "3 default values for 2 sparse_files"),
-    ("default_value_for_each_table", 0.0, "got 0.0, wanted a list"),
-    ("deployed_device_list", [], "got an empty list, wanted at least one element"),
-    ("deployed_device_list", [1, 0, 1], "1 stands at 0 and at 2; wanted each once"),
-    ("deployed_device_list", 0, "got 0, wanted a list"),
-    ("max_batch_size", 0, "got 0, wanted at least 1"),
-    ("max_batch_size", 2**31, "got 2147483648, wanted at most 2147483647"),
-    ("max_batch_size", 8.5, "got 8.5, wanted a whole number"),
-    ("max_batch_size", True, "got true, wanted a whole number"),
-    ("max_batch_size", "8 samples", 'got "8 samples", wanted a whole number'),
-    ("max_batch_size", "1_000", 'got "1_000", wanted a whole number'),
-    ("max_batch_size", [8], "got a list, wanted a whole number"),
-    ("gpucacheper", 1.5, "got 1.5, wanted at most 1"),
-    ("gpucacheper", -0.1, "got -0.1, wanted at least 0"),
-    ("gpucacheper", float("nan"), "got nan, wanted a finite number"),
-    ("gpucacheper", True, "got true, wanted a number"),
-    ("hit_rate_threshold", float("inf"), "got inf, wanted a finite number"),
-    ("hit_rate_threshold", "high", 'got "high", wanted a number'),
-    ("hit_rate_threshold", 10**400, "got a number of 1329 bits, wanted a number"),
-    ("gpucache", 1, "got 1, wanted true or false"),
-    ("gpucache", "yes", 'got "yes", wanted true or false'),
-    ("cache_refresh_percentage_per_iteration", 10, "got 10, wanted at most 1"),
-    ("num_of_worker_buffer_in_pool", 257, "got 257, wanted at most 256"),
-    ("workspace_timeout_s", 0, "got 0, wanted more than 0"),
-    ("insert_queue_length", 0, "got 0, wanted at least 1"),
-    ("refresh_interval", -1, "got -1, wanted at least 0"),
+    ("default_value_for_each_table", 0.0, "got 0.0, expected a list"),
+    ("deployed_device_list", [], "got an empty list, expected at least one element"),
+    ("deployed_device_list", [1, 0, 1], "1 stands at 0 and at 2; expected each once"),
+    ("deployed_device_list", 0, "got 0, expected a list"),
+    ("max_batch_size", 0, "got 0, expected at least 1"),
+    ("max_batch_size", 2**31, "got 2147483648, expected at most 2147483647"),
+    ("max_batch_size", 8.5, "got 8.5, expected a whole number"),
+    ("max_batch_size", True, "got true, expected a whole number"),
+    ("max_batch_size", "8 samples", 'got "8 samples", expected a whole number'),
+    ("max_batch_size", "1_000", 'got "1_000", expected a whole number'),
+    ("max_batch_size", [8], "got a list, expected a whole number"),
+    ("gpucacheper", 1.5, "got 1.5, expected at most 1"),
+    ("gpucacheper", -0.1, "got -0.1, expected at least 0"),
+    ("gpucacheper", float("nan"), "got nan, expected a finite number"),
+    ("gpucacheper", True, "got true, expected a number"),
+    ("hit_rate_threshold", float("inf"), "got inf, expected a finite number"),
+    ("hit_rate_threshold", "high", 'got "high", expected a number'),
+    ("hit_rate_threshold", 10**400, "got a number of 1329 bits, expected a number"),
+    ("gpucache", 1, "got 1, expected true or false"),
+    ("gpucache", "yes", 'got "yes", expected true or false'),
+    ("cache_refresh_percentage_per_iteration", 10, "got 10, expected at most 1"),
+    ("num_of_worker_buffer_in_pool", 257, "got 257, expected at most 256"),
+    ("workspace_timeout_s", 0, "got 0, expected more than 0"),
+    ("insert_queue_length", 0, "got 0, expected at least 1"),
+    ("refresh_interval", -1, "got -1, expected at least 0"),
     (
         "embedding_cache_type",
         "dynamik",
-        'got "dynamik", wanted one of: dynamic, static, uvm, stochastic; did you mean dynamic?',
+        'got "dynamik", expected one of: dynamic, static, uvm, stochastic; did you mean dynamic?',
     ),
 ]
 TOP_VALUES = [
-    ("device", "gpu", 'got "gpu", wanted one of: auto, cuda, cpu; did you mean cpu?'),
-    ("supportlonglong", 64, "got 64, wanted true or false"),
-    ("volatile_db", [], "got an empty list, wanted an object"),
-    ("volatile_db", None, "got null, wanted an object"),
-    ("models", [], "got an empty list, wanted at least one element"),
-    ("models", {}, "got an object, wanted a list"),
+    ("device", "gpu", 'got "gpu", expected one of: auto, cuda, cpu; did you mean cpu?'),
+    ("supportlonglong", 64, "got 64, expected true or false"),
+    ("volatile_db", [], "got an empty list, expected an object"),
+    ("volatile_db", None, "got null, expected an object"),
+    ("models", [], "got an empty list, expected at least one element"),
+    ("models", {}, "got an object, expected a list"),
     (
         "volatile_db.type",
         "hash_mpa",
-        'got "hash_mpa", wanted one of: disabled, hash_map, parallel_hash_map, redis_cluster; did you mean hash_map?',
+        'got "hash_mpa", expected one of: disabled, hash_map, parallel_hash_map, redis_cluster; did you mean hash_map?',
     ),
     (
         "volatile_db.type",
         "rocksdb",
-        'got "rocks_db": it is a persistent database and belongs in persistent_db; wanted hash_map, redis_cluster or disabled',
+        'got "rocks_db": this type belongs in persistent_db; expected one of: disabled, hash_map, parallel_hash_map, '
+        "redis_cluster",
     ),
     (
         "volatile_db.type",
         "multi_process_map",
         'got "multi_process_hash_map": it is not implemented; use redis_cluster to share vectors between processes, '
-        "else hash_map",
+        "otherwise hash_map",
     ),
-    ("volatile_db.num_partitions", 0, "got 0, wanted at least 1"),
-    ("volatile_db.num_node_connections", 7, "7 connections for 6 num_partitions; wanted at most one a partition"),
-    ("volatile_db.address", "redis:port", 'got "redis:port", wanted host[:port], several of them separated by commas'),
-    ("volatile_db.address", "redis:0", 'got "redis:0", wanted host[:port], several of them separated by commas'),
-    ("volatile_db.address", "", 'got "", wanted host[:port], several of them separated by commas'),
-    ("volatile_db.tls_ca_certificate", "", 'got "", wanted a path or URI that is not empty and has no NUL character'),
-    ("update_source.brokers", "kafka:", 'got "kafka:", wanted host[:port], several of them separated by commas'),
-    ("volatile_db.password", 5, "got a value that is not shown, wanted a string"),
-    ("volatile_db.overflow_margin", 2**64, "got 18446744073709551616, wanted at most 18446744073709551615"),
+    ("volatile_db.num_partitions", 0, "got 0, expected at least 1"),
+    ("volatile_db.num_node_connections", 7, "got 7 connections for 6 num_partitions, expected at most one a partition"),
+    ("volatile_db.address", "redis:port", 'got "redis:port", expected host[:port], several of them separated by commas'),
+    ("volatile_db.address", "redis:0", 'got "redis:0", expected host[:port], several of them separated by commas'),
+    ("volatile_db.address", "", 'got "", expected host[:port], several of them separated by commas'),
+    ("volatile_db.tls_ca_certificate", "", 'got "", expected a path or URI that is not empty and has no NUL character'),
+    ("update_source.brokers", "kafka:", 'got "kafka:", expected host[:port], several of them separated by commas'),
+    ("volatile_db.password", 5, "got a value that is not shown, expected a string"),
+    ("volatile_db.overflow_margin", 2**64, "got 18446744073709551616, expected at most 18446744073709551615"),
     (
         "volatile_db.overflow_policy",
         "evict_eldest",
-        'got "evict_eldest", wanted one of: evict_random, evict_least_used, evict_oldest; did you mean evict_oldest?',
+        'got "evict_eldest", expected one of: evict_random, evict_least_used, evict_oldest; did you mean evict_oldest?',
     ),
-    ("volatile_db.overflow_resolution_target", 80, "got 80, wanted at most 1"),
+    ("volatile_db.overflow_resolution_target", 80, "got 80, expected at most 1"),
     ("volatile_db.update_filters", ["("], "not a regular expression: missing ), unterminated subpattern at position 0"),
-    ("volatile_db.max_get_batch_size", "x", 'got "x", wanted a whole number'),
+    ("volatile_db.max_get_batch_size", "x", 'got "x", expected a whole number'),
     (
         "persistent_db.type",
         "hash_map",
-        'got "hash_map": it is a volatile database and belongs in volatile_db; wanted rocks_db or disabled',
+        'got "hash_map": this type belongs in volatile_db; expected one of: disabled, rocks_db',
     ),
-    ("persistent_db.type", "rock", 'got "rock", wanted one of: disabled, rocks_db; did you mean rocks_db?'),
+    ("persistent_db.type", "rock", 'got "rock", expected one of: disabled, rocks_db; did you mean rocks_db?'),
     (
         "persistent_db.backend",
         "none",
-        'got "rocks_db" here and "disabled" as backend, which is the same key; write one of them',
+        'got "rocks_db" here and "disabled" as backend, another name of this key; write one of them',
     ),
-    ("persistent_db.path", "", 'got "", wanted a path or URI that is not empty and has no NUL character'),
-    ("update_source.type", None, "got null, wanted one of: null, kafka_message_queue"),
-    ("update_source.metadata_refresh_interval_ms", 9, "got 9, wanted at least 10"),
-    ("update_source.receive_buffer_size", 1023, "got 1023, wanted at least 1024"),
-    ("update_source.poll_timeout_ms", 0, "got 0, wanted at least 1"),
-    ("update_source.max_batch_size", 0, "got 0, wanted at least 1"),
-    ("update_source.max_commit_interval", 0, "got 0, wanted at least 1"),
-    ("service.port", 65536, "got 65536, wanted at most 65535"),
-    ("service.host", "", 'got "", wanted at least one character'),
-    ("service.request_timeout_s", 0, "got 0, wanted more than 0"),
+    ("persistent_db.path", "", 'got "", expected a path or URI that is not empty and has no NUL character'),
+    (
+        "volatile_db.options",
+        {"a": 1},
+        "got options for redis_cluster, expected none; only databases of other packages take options",
+    ),
+    ("persistent_db.options", 5, "got 5, expected an object"),
+    (
+        "update_source.type",
+        "kafak",
+        'got "kafak", expected one of: null, kafka_message_queue; did you mean kafka_message_queue?',
+    ),
+    (
+        "model_source.s3_endpoint_url",
+        "minio:9000",
+        'got "minio:9000", expected https://host or http://host, optionally with a port, or an empty string',
+    ),
+    ("update_source.type", None, "got null, expected one of: null, kafka_message_queue"),
+    ("update_source.metadata_refresh_interval_ms", 9, "got 9, expected at least 10"),
+    ("update_source.receive_buffer_size", 1023, "got 1023, expected at least 1024"),
+    ("update_source.poll_timeout_ms", 0, "got 0, expected at least 1"),
+    ("update_source.max_batch_size", 0, "got 0, expected at least 1"),
+    ("update_source.max_commit_interval", 0, "got 0, expected at least 1"),
+    ("service.port", 65536, "got 65536, expected at most 65535"),
+    ("service.host", "", 'got "", expected at least one character'),
+    ("service.request_timeout_s", 0, "got 0, expected more than 0"),
     (
         "service.bearer_token",
         "two words",
-        "got a value that is not shown, wanted visible ASCII characters alone (no space, no line end)",
+        "got a value that is not shown, expected only visible ASCII characters (no space, no line end)",
     ),
 ]
 
@@ -190,11 +201,11 @@ def test_a_wrong_value_elsewhere_is_one_problem(key: str, value: Any, text: str)
 )
 def test_a_missing_key_is_named(key: str) -> None:
     model = {name: value for name, value in MODEL.items() if name != key}
-    assert problems({"models": [model]}) == [f"models[0].{key}: missing; it has no default, write it"]
+    assert problems({"models": [model]}) == [f"models[0].{key}: missing; it has no default, so write it"]
 
 
 def test_missing_models_are_named() -> None:
-    assert problems({}) == ["models: missing; it has no default, write it"]
+    assert problems({}) == ["models: missing; it has no default, so write it"]
 
 
 @pytest.mark.parametrize(
@@ -226,17 +237,19 @@ def test_a_name_of_the_python_structs_is_translated(python: str, json_key: str) 
 
 def test_a_number_that_python_cannot_print_is_described() -> None:
     assert problems(document({"max_batch_size": 10**5000})) == [
-        "models[0].max_batch_size: got a number of 16610 bits, wanted at most 2147483647"
+        "models[0].max_batch_size: got a number of 16610 bits, expected at most 2147483647"
     ]
 
 
 def test_models_of_one_name_are_named() -> None:
-    assert problems({"models": [MODEL, MODEL]}) == ['models: the name "ranker" stands at 0 and at 1; wanted each once']
+    assert problems({"models": [MODEL, MODEL]}) == ['models: the name "ranker" stands at 0 and at 1; expected each once']
 
 
 def test_more_keys_in_one_lookup_than_can_be_counted_are_refused() -> None:
     [problem] = problems(document({"max_batch_size": 2**20, "maxnum_catfeature_query_per_table_per_sample": [1, 2048]}))
-    assert problem.startswith("models[0].maxnum_catfeature_query_per_table_per_sample: 2048 keys a sample and 1048576 samples")
+    assert problem.startswith(
+        "models[0].maxnum_catfeature_query_per_table_per_sample: got 2048 keys a sample and 1048576 samples"
+    )
 
 
 def test_a_read_only_database_that_is_to_be_filled_is_refused() -> None:
@@ -300,9 +313,9 @@ def test_the_message_holds_the_source_and_every_problem(tmp_path: Path) -> None:
         (b'{"model\xff": 1}', "byte 7: not UTF-8 (invalid start byte); save the file as UTF-8"),
         (b"[" * 100_000, "top level: objects and lists are nested too deeply, or contain themselves"),
         (b'{"models": ' + b"1" * 5000 + b"}", "top level: a number in it has thousands of digits"),
-        (b"[]", "top level: got an empty list, wanted an object with the key models"),
-        (b"null", "top level: got null, wanted an object with the key models"),
-        (b'"models"', 'top level: got "models", wanted an object with the key models'),
+        (b"[]", "top level: got an empty list, expected an object with the key models"),
+        (b"null", "top level: got null, expected an object with the key models"),
+        (b'"models"', 'top level: got "models", expected an object with the key models'),
     ],
 )
 def test_a_file_that_holds_no_object_says_where_and_why(tmp_path: Path, content: bytes, text: str) -> None:
@@ -328,17 +341,17 @@ def test_not_a_number_in_a_file_is_refused(tmp_path: Path) -> None:
         json.dumps(document({"gpucacheper": float("nan"), "hit_rate_threshold": 1e300}), indent=1).replace("300", "999")
     )
     assert problems(path) == [
-        "models[0].gpucacheper: got nan, wanted a finite number",
-        "models[0].hit_rate_threshold: got inf, wanted a finite number",
+        "models[0].gpucacheper: got nan, expected a finite number",
+        "models[0].hit_rate_threshold: got inf, expected a finite number",
     ]
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("missing.json", "file: cannot be read (No such file or directory); wanted the path of a ps.json"),
-        ("", "file: cannot be read (Is a directory); wanted the path of a ps.json"),
-        ("nul\0", "file: cannot be read (embedded null byte); wanted the path of a ps.json"),
+        ("missing.json", "file: cannot be read (No such file or directory); expected the path of a ps.json"),
+        ("", "file: cannot be read (Is a directory); expected the path of a ps.json"),
+        ("nul\0", "file: cannot be read (embedded null byte); expected the path of a ps.json"),
     ],
 )
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, name: str, text: str) -> None:
@@ -346,10 +359,10 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, name: str, text: st
 
 
 @pytest.mark.parametrize("source", [None, 5, b"ps.json", ["ps.json"]])
-def test_a_source_of_another_type_says_what_is_wanted(source: Any) -> None:
+def test_a_source_of_another_type_says_what_is_expected(source: Any) -> None:
     [problem] = problems(source)
     assert problem.startswith("top level: got ")
-    assert problem.endswith("wanted the path of a ps.json, a mapping, a ParameterServerConfig or a Configuration")
+    assert problem.endswith("expected the path of a ps.json, a mapping, a ParameterServerConfig or a Configuration")
 
 
 def test_a_mapping_that_contains_itself_is_refused() -> None:
@@ -361,7 +374,7 @@ def test_a_mapping_that_contains_itself_is_refused() -> None:
 def test_keys_that_json_cannot_have_are_refused() -> None:
     found = problems(document({5: 1, "\ud800": 2}, **{"volatile_db": {None: 3, "type": "hash_map"}}))
     assert found == [
-        "models[0]: got the key 5, wanted a string of valid Unicode",
-        'models[0]: got the key "\\ud800", wanted a string of valid Unicode',
-        "volatile_db: got the key null, wanted a string of valid Unicode",
+        "models[0]: got the key 5, expected a string of valid Unicode",
+        'models[0]: got the key "\\ud800", expected a string of valid Unicode',
+        "volatile_db: got the key null, expected a string of valid Unicode",
     ]

@@ -25,12 +25,6 @@ from hps.configuration.load import load_configuration
 from hps.errors import ConfigError
 
 
-@pytest.fixture(autouse=True)
-def _no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HPS_BEARER_TOKEN", raising=False)
-    monkeypatch.delenv("HPS_REDIS_PASSWORD", raising=False)
-
-
 def inference_params(**changes: Any) -> InferenceParams:
     arguments: dict[str, Any] = {
         "model_name": "dcn",
@@ -235,17 +229,17 @@ def test_equal_databases_in_both_places_are_fine() -> None:
         (
             {},
             {"embedding_vec_size": {"dcn": [16, 0]}},
-            'embedding_vec_size["dcn"][1]: got 0, wanted at least 1',
+            'embedding_vec_size["dcn"][1]: got 0, expected at least 1',
         ),
         (
             {},
             {"embedding_vec_size": {}},
-            'embedding_vec_size["dcn"]: missing; it has no default, write it',
+            'embedding_vec_size["dcn"]: missing; it has no default, so write it',
         ),
         (
             {},
             {"emb_table_name": {}},
-            'emb_table_name["dcn"]: missing; wanted the names of this model\'s tables',
+            'emb_table_name["dcn"]: missing; expected the names of this model\'s tables',
         ),
         (
             {},
@@ -272,22 +266,22 @@ def test_equal_databases_in_both_places_are_fine() -> None:
         (
             {"device_id": 3},
             {},
-            "inference_params_array[0].device_id: got 3, wanted one of the deployed_devices",
+            "inference_params_array[0].device_id: got 3, expected one of the deployed_devices",
         ),
         (
             {"deployed_devices": []},
             {},
-            "inference_params_array[0].deployed_devices: got an empty list, wanted at least one element",
+            "inference_params_array[0].deployed_devices: got an empty list, expected at least one element",
         ),
         (
             {"cache_size_percentage": 2},
             {},
-            "inference_params_array[0].cache_size_percentage: got 2, wanted at most 1",
+            "inference_params_array[0].cache_size_percentage: got 2, expected at most 1",
         ),
         (
             {"i64_input_key": "long"},
             {},
-            'inference_params_array[0].i64_input_key: got "long", wanted true or false',
+            'inference_params_array[0].i64_input_key: got "long", expected true or false',
         ),
         (
             {"default_value_for_each_table": [0.0, 0.0, 0.0]},
@@ -297,18 +291,17 @@ def test_equal_databases_in_both_places_are_fine() -> None:
         (
             {},
             {"persistent_db": PersistentDatabaseParams(backend=DatabaseType_t.hash_map)},
-            'persistent_db.backend: got "hash_map": it is a volatile database and belongs in volatile_db; '
-            "wanted rocks_db or disabled",
+            'persistent_db.backend: got "hash_map": this type belongs in volatile_db; expected one of: disabled, rocks_db',
         ),
         (
             {},
             {"volatile_db": PersistentDatabaseParams()},
-            "volatile_db: got a Python PersistentDatabaseParams, wanted a VolatileDatabaseParams",
+            "volatile_db: got a Python PersistentDatabaseParams, expected a VolatileDatabaseParams",
         ),
         (
             {},
             {"inference_params_array": []},
-            "inference_params_array: got an empty list, wanted at least one element",
+            "inference_params_array: got an empty list, expected at least one element",
         ),
     ],
 )
@@ -318,7 +311,7 @@ def test_a_mistake_is_reported_in_the_structs_own_names(params: dict[str, Any], 
 
 def test_key_widths_must_agree() -> None:
     config = server_config(inference_params(), inference_params(model_name="wdl", i64_input_key=False))
-    assert problems(config) == ["inference_params_array[1].i64_input_key: got false, wanted the same value for every model"]
+    assert problems(config) == ["inference_params_array[1].i64_input_key: got false, expected the same value for every model"]
 
 
 def test_a_wrong_array_is_reported() -> None:
@@ -326,4 +319,4 @@ def test_a_wrong_array_is_reported() -> None:
         "inference_params_array: got a Python"
     )
     [problem, *_] = problems(server_config(inference_params_array=[{"model_name": "dcn"}]))
-    assert problem == "inference_params_array[0]: got an object, wanted an InferenceParams"
+    assert problem == "inference_params_array[0]: got an object, expected an InferenceParams"

@@ -1,5 +1,6 @@
 """Addresses, passwords and TLS, against real servers with certificates that the test makes."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -215,6 +216,8 @@ class TestTls:
     @pytest.fixture(scope="class")
     @classmethod
     def directory(cls, tmp_path_factory):
+        if shutil.which("openssl") is None:
+            pytest.skip("no openssl on the PATH, which makes the certificates")
         directory = tmp_path_factory.mktemp("certificates")
         certificate(directory, "ca", "test authority")
         certificate(directory, "server", "redis.localhost", "ca")

@@ -1,0 +1,46 @@
+"""`hps create-model`: write a sample model."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hps.cli import console
+from hps.progress import size_text
+
+if TYPE_CHECKING:
+    from hps.progress import Progress
+
+EXAMPLE = "Example: `hps create-model models/sample/item.model --rows 50000 --dim 32 --seed 1`"
+
+
+def create_model_command(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory to write.", show_default=False)],
+    rows: Annotated[int, typer.Option(min=1, help="How many; the keys are 0 to ROWS - 1.", show_default=False)],
+    dim: Annotated[int, typer.Option(min=1, help="float32 elements of a vector.", show_default=False)],
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Another seed gives other vectors.")] = 0,
+    overwrite: Annotated[bool, typer.Option(help="Replace a model that is there.")] = False,
+) -> None:
+    """Write a sparse model whose vectors can be computed from their keys (hps.models.sample.sample_vectors).
+
+    The directory appears whole or not at all. To serve it, name it in sparse_files of a configuration, and its --dim in
+    embedding_vecsize_per_table.
+    """
+    with console.reported():
+        from hps.models.sample import sample_chunks
+        from hps.models.writer import write_sparse_model
+
+        tag, size_bytes = str(directory), rows * (8 + 4 * dim)
+        with console.progress() as progress:
+            progress.start(tag, rows, size_bytes)
+            write_sparse_model(directory, _counted(sample_chunks(rows, dim, seed), progress, tag), overwrite=overwrite)
+            progress.finish(tag)
+        written = f"{console.rows_text(rows)} of {dim} float32, {size_text(size_bytes)}"
+        typer.echo(f"{directory}: {written}, keys 0 to {rows - 1}")
+
+
+def _counted(chunks: Iterator[Any], progress: "Progress", tag: str) -> Iterator[Any]:
+    for chunk in chunks:
+        yield chunk
+        progress.advance(tag, chunk[0].size)

@@ -1,0 +1,110 @@
+"""`hps load`: fill the databases that outlive this process from the model files."""
+
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from hps import errors
+from hps.cli import console
+
+if TYPE_CHECKING:
+    from hps.configuration.load import Configuration, ModelConfig
+    from hps.databases.base import Database
+    from hps.models.sources import ModelSources
+    from hps.models.table_load import DatabaseLoad, LoadReport
+    from hps.progress import Progress
+
+EXAMPLE = "Example: `hps load configs/minimal.json && hps serve configs/minimal.json`"
+_WITHOUT_DATABASES = ("static", "stochastic")  # kinds of embedding cache
+
+
+def load_command(config: console.ConfigPath, force: console.Force = False) -> None:
+    """Fill the persistent database of CONFIG from the model files, then exit.
+
+    Tables that it holds already are skipped, an interrupted load continues where it stopped, and another version of a model
+    is replaced. Servers that start afterwards have nothing to load into it. A model that cannot be loaded does not stop the
+    others.
+    """
+    with console.reported():
+        lines: list[str] = []
+        failures: list[tuple[str, errors.ModelFileError]] = []
+        with ExitStack() as stack:
+            progress = stack.enter_context(console.progress())
+            from hps.configuration.load import load_configuration
+            from hps.models.sources import ModelSources
+
+            configuration = load_configuration(config)
+            databases = _open_databases(config, configuration, stack)
+            sources = ModelSources(configuration.model_source)
+            for model in configuration.models:
+                try:
+                    lines += _load_model(configuration, model, databases, sources, progress, force)
+                except errors.ModelFileError as error:
+                    failures.append((model.model, error))
+        for line in lines:  # below the bars
+            typer.echo(line)
+        if failures:
+            reasons = "".join(f"\n  {name}: {error}" for name, error in failures)
+            raise type(failures[0][1])(f"models not loaded: {len(failures)} of {len(configuration.models)}{reasons}")
+
+
+def _open_databases(path: Path, configuration: "Configuration", stack: ExitStack) -> "list[Database]":
+    """Open the databases that outlive this process; `stack` closes them."""
+    from hps.databases.base import PersistentDatabase, SharedDatabase
+    from hps.registry import implementation
+
+    persistent = configuration.persistent_db
+    if persistent.type != "disabled" and persistent.read_only:
+        raise errors.ConfigError(str(path), ["persistent_db.read_only: got true, expected false: hps load writes to it"])
+    chosen = [
+        (database, section)
+        for section in (configuration.volatile_db, persistent)
+        if section.type != "disabled"
+        for database in [implementation("database", section.type)]
+        if issubclass(database, PersistentDatabase | SharedDatabase)
+    ]
+    if not chosen:
+        raise errors.ConfigError(
+            str(path),
+            [
+                'persistent_db: got none, expected {"type": "rocks_db", "path": ...}: hps load fills databases that outlive '
+                "it; hps serve fills an in-process volatile_db by itself"
+            ],
+        )
+    return [stack.enter_context(closing(database.from_config(section))) for database, section in chosen]
+
+
+def _load_model(
+    configuration: "Configuration",
+    model: "ModelConfig",
+    databases: "list[Database]",
+    sources: "ModelSources",
+    progress: "Progress",
+    force: bool,
+) -> list[str]:
+    """Load the tables of one model; return the lines to print."""
+    from hps.models.table_load import LoadTargets, TableLoad
+
+    if model.embedding_cache_type in _WITHOUT_DATABASES:
+        return [f"{model.model}: embedding_cache_type {model.embedding_cache_type} uses no database"]
+    targets = LoadTargets(
+        load=tuple(databases),
+        initial_cache_rate=configuration.volatile_db.initial_cache_rate,
+        int32_keys=not configuration.supportlonglong,
+        sources=sources,
+        force=force,
+    )
+    lines = []
+    for table, source in zip(model.tables, model.sparse_files, strict=True):
+        report = TableLoad(table, source, targets, progress).run()
+        lines += [_line(report, load) for load in report.loads]
+    return lines
+
+
+def _line(report: "LoadReport", load: "DatabaseLoad") -> str:
+    if load.rows == 0:
+        return f"{report.tag}: {load.kind}: complete, nothing to do ({console.rows_text(report.model.rows)})"
+    rate = load.rows / max(report.seconds, 1e-9)
+    return f"{report.tag}: {load.kind}: loaded {console.rows_text(load.rows)} in {report.seconds:.1f} s ({rate:,.0f} rows/s)"

@@ -1,0 +1,88 @@
+"""`hps lookup`: print the vectors of keys."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hps import errors
+from hps.cli import console
+
+if TYPE_CHECKING:
+    from hps.configuration.load import Configuration
+    from hps.types import FloatArray
+
+EXAMPLE = "Example: `hps lookup configs/minimal.json sample item 17 42 -5`"
+
+
+def lookup_command(
+    config: console.ConfigPath,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Name of a model in CONFIG.", show_default=False)],
+    table: Annotated[str, typer.Argument(metavar="TABLE", help="Name or number of a table.", show_default=False)],
+    keys: Annotated[list[str], typer.Argument(metavar="KEY", help="Keys; they may be negative.", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print the vectors of KEYs, and which of them got the default vector because no database has them.
+
+    Answers from the persistent database, which is loaded first if necessary; without one, from the model files. Only one
+    process at a time can open a RocksDB: while a server runs, ask the server.
+    """
+    with console.reported():
+        asked = [_key(key) for key in keys]
+        with console.progress() as progress:
+            import numpy as np
+
+            from hps.configuration.load import load_configuration
+            from hps.parameter_server import HPS
+
+            configuration = _without_caches(load_configuration(config), model)
+            tables = configuration.models[0].embedding_table_names
+            name = tables[int(table)] if table not in tables and table.isdecimal() and int(table) < len(tables) else table
+            try:
+                with HPS(configuration, progress=progress) as server:
+                    vectors, found = server.lookup(np.array(asked, np.int64), model, name, return_found=True)
+            except errors.DatabaseLockedError as error:
+                body = shlex.quote(json.dumps({"tables": {name: asked}}))
+                url = f"http://{configuration.service.host}:{configuration.service.port}/v1/models/{model}/lookup"
+                raise errors.DatabaseLockedError(f"{error}\nIf it is a server, ask that: curl -s {url} -d {body}") from error
+        _print_vectors(model, name, asked, vectors, found.tolist(), as_json)
+
+
+def _key(text: str) -> int:
+    try:
+        key = int(text)
+    except ValueError:
+        key = 2**63
+    if not -(2**63) <= key < 2**63:
+        raise errors.InvalidInputError(f"looking up keys: got {text!r}, expected 64-bit integers")
+    return key
+
+
+def _without_caches(configuration: "Configuration", model: str) -> "Configuration":
+    """The same tables for one lookup: one model, no cache, and no volatile database if there is a persistent one."""
+    models = [
+        one.model_copy(update={"gpucache": False, "deployed_device_list": (0,)})
+        for one in configuration.models
+        if one.model == model
+    ]
+    if not models:
+        known = ", ".join(one.model for one in configuration.models)
+        raise errors.UnknownModelError(f"looking up model {model!r}: it is not in the configuration, which has: {known}")
+    changes: dict[str, Any] = {"models": tuple(models), "device": "cpu"}
+    if configuration.persistent_db.type != "disabled":
+        changes["volatile_db"] = configuration.volatile_db.model_copy(update={"type": "disabled"})
+    return configuration.model_copy(update=changes)
+
+
+def _print_vectors(
+    model: str, table: str, keys: Sequence[int], vectors: "FloatArray", found: Sequence[bool], as_json: bool
+) -> None:
+    if as_json:
+        rows = [[float(str(element)) for element in row] for row in vectors]  # the shortest digits that name the float32
+        typer.echo(json.dumps({"model": model, "table": table, "keys": keys, "vectors": rows, "found": found}))
+        return
+    for key, row, has in zip(keys, vectors, found, strict=True):
+        elements = ", ".join(str(element) for element in row)
+        typer.echo(f"{key}: [{elements}]" + ("" if has else "  (default vector: no database has this key)"))

@@ -1,0 +1,44 @@
+"""The README's first screen, followed word for word."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.child_processes import ChildProcesses
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+@pytest.fixture
+def sample(tmp_path: Path) -> Path:
+    """A directory with the configurations of the repository and the models of `make sample`."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    recipes = re.findall(r"^(models/\S+):.*\n\t\$\(BIN\)/hps (create-model) \$@ (.*)$", MAKEFILE, re.MULTILINE)
+    assert len(recipes) == 2
+    for path, command, options in recipes:
+        arguments = [sys.executable, "-m", "hps", command, path, *options.split()]
+        subprocess.run(arguments, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    return tmp_path
+
+
+def test_the_example_in_process_works_beside_the_server_of_make_serve(sample: Path, children: ChildProcesses) -> None:
+    server = children.hps("serve", "configs/minimal.json", "--port", 0, cwd=sample)
+    assert server.stderr
+    assert any("ready; try:" in line for line in server.stderr)
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert code
+    example = children.start(sys.executable, "-c", code[1], cwd=sample)
+    stdout, stderr = example.communicate(timeout=120)
+    assert stdout == code[1].splitlines()[-1].removeprefix("# ") + "\n", stderr
+
+
+def test_commands_are_where_the_makefile_installs_them() -> None:
+    """A fresh clone has `hps` in .venv/bin and nowhere else."""
+    commands = re.findall(r"^    (?:\S+/)?(?:hps|python) .*$", README, re.MULTILINE)
+    assert commands
+    assert [one for one in commands if not one.strip().startswith(".venv/bin/")] == []

@@ -9,7 +9,7 @@ import httpx
 
 from hps.configuration.load import Configuration, load_configuration
 from hps.service.app import Application, create_app
-from hps.service.server import Server, listen, url_of
+from hps.service.server import Server, listen
 
 START_S = 60
 
@@ -25,10 +25,9 @@ class RunningService:
 
     def __init__(self, configuration: Configuration, app: Application) -> None:
         self.app = app
-        self._listener = listen("127.0.0.1", 0)
-        self.url = url_of(self._listener)
-        self._server = Server(app, configuration, self.url)
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]}, daemon=True)
+        self.server = Server(app, configuration, listen("127.0.0.1", 0))
+        self.url = self.server.url
+        self._thread = threading.Thread(target=self.server.run, daemon=True)
         self.client = httpx.Client(base_url=self.url, timeout=30)
 
     @property
@@ -38,18 +37,17 @@ class RunningService:
     @property
     def connections(self) -> int:
         """How many connections the server has."""
-        return len(self._server.server_state.connections)
+        return self.server.connections
 
     def start(self) -> None:
         self._thread.start()
-        wait_until(lambda: self._server.started, "the server has started")
+        wait_until(lambda: self.server.started, "the server has started")
 
     def stop(self) -> bool:
         """Stop as a signal does; False when it takes too long."""
         self.client.close()
-        self._server.should_exit = True
+        self.server.stop()
         self._thread.join(START_S)
-        self._listener.close()
         return not self._thread.is_alive()
 
     def connect(self) -> socket.socket:

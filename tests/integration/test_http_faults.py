@@ -139,7 +139,7 @@ def test_a_declared_length_above_the_limit_is_413_before_the_body_is_read(fake):
         connection.sendall(head(Content_Length=10**18, Expect="100-continue"))
         status, answer = read_answer(connection)
         assert status == 413
-        assert f"Content-Length is {10**18}, wanted at most 1000000" in answer["error"]
+        assert f"Content-Length is {10**18}, expected at most 1000000" in answer["error"]
 
 
 def test_a_client_that_writes_its_whole_body_before_it_reads_gets_the_413(fake):
@@ -159,7 +159,7 @@ def test_bodies_share_a_bound_on_memory(fake):
             connections[8].sendall(head(Content_Length=100_000) + b"x" * 99_999)
             status, answer = read_answer(connections[8])
             assert status == 503
-            assert "the bodies of other requests hold 799992 bytes, wanted at most 800000" in answer["error"]
+            assert "the bodies of other requests hold 799992 bytes, expected at most 800000" in answer["error"]
             assert service.client.post(PATH, content=LOOKUP).status_code == 200  # small ones go on
         finally:
             for connection in connections:
@@ -239,7 +239,7 @@ def test_more_lookups_than_may_wait_are_503_with_retry_after(fake):
         response = service.client.post(PATH, content=LOOKUP)
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
-        assert f"{limit} lookups run or wait, wanted at most {limit}" in response.json()["error"]
+        assert f"{limit} lookups run or wait, expected at most {limit}" in response.json()["error"]
         assert service.client.get("/v2/health/ready").status_code == 200
         release.set()
         assert [read_answer(connection)[0] for connection in connections] == [200] * limit
@@ -313,7 +313,7 @@ def test_stopping_lets_running_lookups_answer_and_refuses_new_ones(fake):
     with running_service(document(), fake) as service, ThreadPoolExecutor(2) as clients:
         running = clients.submit(service.client.post, PATH, content=LOOKUP)
         assert entered.wait(20)
-        service._server.should_exit = True
+        service.server.stop()
         wait_until(lambda: refuses(service), "the service refuses connections")
         release.set()
         assert running.result(20).status_code == 200

@@ -100,12 +100,12 @@ def test_while_it_loads_it_is_live_and_counts_and_is_not_ready(held):
 
 def test_stopping_ends_the_loading(held):
     service, progress = held
-    service._server.should_exit = True
+    service.server.stop()
     wait_until(lambda: service.app.lifecycle.not_ready_reason == "shutting down", "it stops")
     progress.release.set()
     service._thread.join(EXIT_S)
     assert not service._thread.is_alive()
-    assert service.app.lifecycle.opened() is None
+    assert service.app.lifecycle.opened is None
 
 
 def test_what_was_held_open_is_closed_when_the_service_stops(document):

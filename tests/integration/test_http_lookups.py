@@ -198,22 +198,22 @@ def test_concurrent_clients_each_get_their_own_vectors(service):
     [
         ("POST", "/v1/models/nope/lookup", b'{"tables": {"user": [1]}}', {}, 404, "'nope'"),
         ("POST", "/v2/models/nope/infer", b"{}", {}, 404, "'nope'"),
-        ("POST", "/v2/models/ranker/versions/2/infer", b"{}", {}, 404, "got version '2', wanted '1'"),
-        ("POST", "/v1/models/ranker/lookup", b'{"tables": {"nope": [1]}}', {}, 404, "got table 'nope', wanted one of"),
+        ("POST", "/v2/models/ranker/versions/2/infer", b"{}", {}, 404, "got version '2', expected '1'"),
+        ("POST", "/v1/models/ranker/lookup", b'{"tables": {"nope": [1]}}', {}, 404, "got table 'nope', expected a table of"),
         ("POST", "/v1/models/ranker/lookup", b"not json", {}, 400, "not JSON"),
         ("POST", "/v1/models/ranker/lookup", b"", {}, 400, "not JSON"),
         ("POST", "/v1/models/ranker/lookup", b'{"tables": {"user": [1.5]}}', {}, 400, "got a float (1.5) at position 0"),
         ("POST", "/v2/models/ranker/infer", b'{"inputs": []}', {}, 400, "'inputs' is missing or empty"),
         ("POST", "/v2/models/ranker/infer", b"{}", {"inference-header-content-length": "3"}, 400, "within the body of 2"),
-        ("POST", "/v1/models/ranker/lookup", b"x" * 100_001, {}, 413, "wanted at most 100000 (service.max_body_bytes)"),
-        ("POST", "/v1/models/ranker/lookup", iter([b"x" * 60_000, b"y" * 60_000]), {}, 413, "wanted at most 100000"),
+        ("POST", "/v1/models/ranker/lookup", b"x" * 100_001, {}, 413, "expected at most 100000 (service.max_body_bytes)"),
+        ("POST", "/v1/models/ranker/lookup", iter([b"x" * 60_000, b"y" * 60_000]), {}, 413, "expected at most 100000"),
         (
             "POST",
             "/v1/models/ranker/lookup",
             b'{"tables": {"user": [%s1]}}' % (b"1," * 1000),
             {},
             413,
-            "got 1001 keys, wanted at most 1000",
+            "got 1001 keys, expected at most 1000",
         ),
         (
             "POST",
@@ -247,10 +247,10 @@ def test_concurrent_clients_each_get_their_own_vectors(service):
             b"{}",
             {"content-encoding": "br"},
             415,
-            "got Content-Encoding 'br', wanted gzip, deflate",
+            "got Content-Encoding 'br', expected gzip, deflate",
         ),
-        ("GET", "/v1/models/ranker/lookup", b"", {}, 405, "got GET /v1/models/ranker/lookup, wanted POST"),
-        ("POST", "/v2", b"", {}, 405, "got POST /v2, wanted GET"),
+        ("GET", "/v1/models/ranker/lookup", b"", {}, 405, "got GET /v1/models/ranker/lookup, expected POST"),
+        ("POST", "/v2", b"", {}, 405, "got POST /v2, expected GET"),
         ("GET", "/nothing/here", b"", {}, 404, "got GET /nothing/here, which is not served"),
         ("GET", "/v2/models/nope", b"", {}, 404, "'nope'"),
         ("GET", "/v2/models/nope/ready", b"", {}, 404, "'nope'"),
@@ -310,9 +310,9 @@ def test_health_says_ready(client):
 
 
 def metric_of(client, name, **labels):
-    wanted = {f'{key}="{value}"' for key, value in labels.items()}
+    expected = {f'{key}="{value}"' for key, value in labels.items()}
     for line in client.get("/metrics").text.splitlines():
-        if line.startswith((f"{name}{{", f"{name} ")) and all(label in line for label in wanted):
+        if line.startswith((f"{name}{{", f"{name} ")) and all(label in line for label in expected):
             return float(line.rpartition(" ")[2])
     return 0.0
 

@@ -121,7 +121,7 @@ def test_errors_arrive_as_the_client_expects_them(client):
     with pytest.raises(InferenceServerException, match="'nope'") as caught:
         client.infer("nope", [tensor("user", np.array([1]), "INT64", True)])
     assert caught.value.status() == "404"
-    with pytest.raises(InferenceServerException, match="its sum is 5, wanted 1, the number of KEYS") as caught:
+    with pytest.raises(InferenceServerException, match="its sum is 5, expected 1, the number of KEYS") as caught:
         client.infer(
             "ranker",
             [tensor("KEYS", np.array([[1]]), "INT64", True), tensor("NUMKEYS", np.array([[2, 3]], np.int32), "INT32", True)],

@@ -133,7 +133,7 @@ class Server:
                 _log.info("listening on %s; loading %d model%s", self.url, count, "" if count == 1 else "s")
             if self._app.lifecycle.failure is not None:
                 self.stop()
-            elif self._app.lifecycle.settled and not ready:
+            elif not ready and self._app.lifecycle.settled:
                 ready = True
                 self._announce()
             ticks += 1

@@ -1,5 +1,6 @@
 """Slow, broken and greedy clients, stuck and failing lookups: each ends in its own error, and nothing stays behind."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -9,9 +10,11 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from hps.errors import DatabaseTimeoutError, DeviceError, DeviceMemoryError, UnknownDeviceError, WorkspaceTimeoutError
 from hps.service.lookup_threads import MAX_WAITING
+from hps.service.server import _WatchedConnection
 from hps.types import TableSpec
 from tests.fake_parameter_server import FakeParameterServer
 from tests.running_service import running_service, wait_until
@@ -104,6 +107,13 @@ def test_a_body_that_does_not_come_is_408(fake):
         assert closes(connection)
         assert is_idle(service)
         assert service.client.post(PATH, content=LOOKUP).status_code == 200
+
+
+def test_a_body_that_does_not_come_is_408_on_a_route_that_takes_none(fake):
+    with running_service(document(request_timeout_s=0.2), fake) as service, service.connect() as connection:
+        connection.sendall(head("/v2/health/live", Content_Length=100) + b"half")
+        assert read_answer(connection)[0] == 408
+        assert closes(connection)
 
 
 def test_a_client_that_goes_away_in_mid_body_leaves_nothing(fake):
@@ -205,6 +215,20 @@ def test_a_client_that_does_not_read_its_answer_is_dropped(fake):
             pass
         wait_until(lambda: service.connections == 0, "the connection is gone")
         wait_until(lambda: is_idle(service), "its lookups are done")
+
+
+def test_a_connection_that_idles_with_empty_lines_is_dropped(fake):
+    with running_service(document(request_timeout_s=0.3), fake) as service, service.connect() as connection:
+        connection.sendall(head(Content_Length=len(LOOKUP)) + LOOKUP)
+        assert read_answer(connection)[0] == 200
+        connection.sendall(b"\r\n")  # which ends uvicorn's own wait for the next request
+        assert closes(connection)
+
+
+def test_uvicorn_is_extended_only_by_callbacks_of_asyncio_and_httptools():
+    callbacks = {"on_headers_complete", "on_message_complete"}
+    extended = {name for name in vars(_WatchedConnection) if hasattr(HttpToolsProtocol, name) and not name.startswith("__")}
+    assert callbacks < extended <= callbacks | set(dir(asyncio.Protocol))
 
 
 def test_what_is_not_http_is_refused(fake):

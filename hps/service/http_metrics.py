@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -38,14 +38,12 @@ class HTTPMetrics(Collector):
     def __init__(self, pending: Callable[[], float], held_bytes: Callable[[], float], ready: Callable[[], float]) -> None:
         self._counts: dict[tuple[str, int], int] = {}
         self._routes: dict[str, _RouteTimes] = {}
-        self._registry = CollectorRegistry()
-        for name, text, value in (
+        self._gauges = (
             ("hps_http_lookups_pending", "Lookups that run or wait for a thread.", pending),
             ("hps_http_held_body_bytes", "Bytes of large request bodies in memory.", held_bytes),
             ("hps_ready", "1 while lookups are answered, ignoring models that cannot be loaded.", ready),
-        ):
-            Gauge(name, text, registry=self._registry).set_function(value)
-        ProcessCollector(registry=self._registry)
+        )
+        self._process = ProcessCollector(registry=None)
 
     def count(self, route: str, status: int, seconds: float) -> None:
         """Count one request. `route` is a template, never the path of a request, so that its values are few."""
@@ -69,7 +67,8 @@ class HTTPMetrics(Collector):
             below = list(zip([*map(str, _BUCKETS), "+Inf"], accumulate(times.buckets), strict=True))
             seconds.add_metric([route], below, times.seconds)
         yield from (requests, seconds)
-        yield from self._registry.collect()
+        yield from (GaugeMetricFamily(name, text, value()) for name, text, value in self._gauges)
+        yield from self._process.collect()
 
     def expose(self, accept: str, others: Iterable[Collector]) -> tuple[bytes, str]:
         """Write these metrics and those of `others` in the form that the header `accept` prefers.
@@ -77,14 +76,8 @@ class HTTPMetrics(Collector):
         Returns:
             The text and its content type.
         """
+        registry = CollectorRegistry()
+        for collector in (self, *others):
+            registry.register(collector)
         encode, content_type = choose_encoder(accept)
-        return encode(_ChainedCollectors([self, *others])), content_type
-
-
-class _ChainedCollectors(Collector):
-    def __init__(self, parts: list[Collector]) -> None:
-        self._parts = parts
-
-    def collect(self) -> Iterable[Metric]:
-        for part in self._parts:
-            yield from part.collect()
+        return encode(registry), content_type

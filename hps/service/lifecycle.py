@@ -79,8 +79,9 @@ class Lifecycle:
         self.failure: BaseException | None = None
         self._force = force
         self._first_retry_s = first_retry_s
-        self.states = ModelStates(configuration.models if self._owned else (), self._deployed, progress or LogProgress())
         self._stopping = threading.Event()
+        models = configuration.models if self._owned else ()
+        self.states = ModelStates(models, self._deployed, progress or LogProgress(), self._end_when_stopping)
         self._blocked = "not started" if self._owned else ""  # why nothing at all is answered
         self._settled = self._complete = not self._owned
         self._changing = threading.Lock()  # the loading may end while the service stops
@@ -160,6 +161,10 @@ class Lifecycle:
             return not closer.is_alive()
         return self._loader is None or not self._loader.is_alive()
 
+    def _end_when_stopping(self) -> None:
+        if self._stopping.is_set():
+            raise NotReadyError("the service is stopping")
+
     def _deployed(self) -> tuple[str, ...]:
         server = self.opened
         return () if server is None else server.models
@@ -221,7 +226,7 @@ class Lifecycle:
             return None
         self.states.model_started(name)
         try:
-            server.deploy(model, progress=_UntilStopped(self.states, self._stopping), force=self._force)
+            server.deploy(model, progress=self.states, force=self._force)
         except Exception as error:  # noqa: BLE001 - reported as the state of the model; the others go on
             if self._stopping.is_set():
                 _log.info("loading model %s was stopped: %s", name, error)
@@ -263,26 +268,3 @@ def _all_failed(failed: list[_FailedModel]) -> BaseException:
         return first
     causes = "".join(f"\n  {one.model.model}: {one.error}" for one in failed)
     return type(first)(f"none of {len(failed)} models could be loaded:{causes}")
-
-
-class _UntilStopped:
-    """Passes the progress on, and ends the loading when the service stops."""
-
-    def __init__(self, progress: Progress, stopping: threading.Event) -> None:
-        self._progress = progress
-        self._stopping = stopping
-
-    def start(self, tag: str, rows: int, size_bytes: int) -> None:
-        self._check()
-        self._progress.start(tag, rows, size_bytes)
-
-    def advance(self, tag: str, rows: int) -> None:
-        self._progress.advance(tag, rows)
-        self._check()
-
-    def finish(self, tag: str) -> None:
-        self._progress.finish(tag)
-
-    def _check(self) -> None:
-        if self._stopping.is_set():
-            raise NotReadyError("the service is stopping")

@@ -59,6 +59,7 @@ class ModelStates(Collector):
         models: those to be loaded.
         deployed: returns the names of the models in service now.
         listener: gets the same reports about tables.
+        proceed: called at each report about rows; what it raises ends the loading.
         clock: seconds from any start.
     """
 
@@ -67,6 +68,7 @@ class ModelStates(Collector):
         models: Sequence[ModelConfig],
         deployed: Callable[[], Collection[str]],
         listener: Progress,
+        proceed: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._models = {
@@ -75,6 +77,7 @@ class ModelStates(Collector):
         self._tables_by_tag = {tag: model.tables for model in self._models.values() for tag in model.tables}
         self._deployed = deployed
         self._listener = listener
+        self._proceed = proceed
         self._clock = clock
         self._lock = threading.Lock()
 
@@ -82,6 +85,7 @@ class ModelStates(Collector):
 
     def start(self, tag: str, rows: int, size_bytes: int) -> None:
         """A table is about to be read. The tables of its model before it are done, whether or not they had to be read."""
+        self._proceed()
         self._listener.start(tag, rows, size_bytes)
         with self._lock:
             for other, table in self._tables_by_tag[tag].items():
@@ -95,6 +99,7 @@ class ModelStates(Collector):
         self._listener.advance(tag, rows)
         if (load := self._tables_by_tag[tag][tag].load) is not None:
             load.advance(rows)
+        self._proceed()
 
     def finish(self, tag: str) -> None:
         """All rows of a table are in the databases."""

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hps.errors import HPSError, InvalidInputError
-from hps.service.protocol.open_inference import decode_request, parse_header_length
 from hps.service.protocol.json_lookup import decode_lookup, encode_lookup
+from hps.service.protocol.open_inference import decode_request, parse_header_length
 from hps.service.protocol.request_checks import ModelTables
 from hps.types import TableSpec
 

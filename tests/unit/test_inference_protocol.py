@@ -5,8 +5,8 @@ import orjson
 import pytest
 
 from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError, UnknownTableError
-from hps.service.protocol.open_inference import decode_request, parse_header_length
 from hps.service.protocol.json_lookup import decode_lookup, encode_lookup
+from hps.service.protocol.open_inference import decode_request, parse_header_length
 from hps.service.protocol.request_checks import ModelTables
 from hps.types import TableSpec
 
@@ -193,10 +193,18 @@ def test_nan_and_infinity_are_null_in_json_and_whole_in_binary():
             InvalidInputError,
             r"an integer \(-1\), expected .* at least 0",
         ),
-        ({"inputs": [{**json_input("user", [1]), "shape": [2]}]}, InvalidInputError, r"got 1 values, expected 2 for shape \[2\]"),
+        (
+            {"inputs": [{**json_input("user", [1]), "shape": [2]}]},
+            InvalidInputError,
+            r"got 1 values, expected 2 for shape \[2\]",
+        ),
         ({"inputs": [{**json_input("user", [1]), "shape": [2**60]}]}, InvalidInputError, f"got 1 values, expected {2**60}"),
         ({"inputs": [{"name": "user", "datatype": "INT64", "shape": [1]}]}, InvalidInputError, "neither 'data' nor"),
-        ({"inputs": [json_input("user", [1.0])]}, InvalidDtypeError, r"got a float \(1.0\) at position 0, expected 64-bit integers"),
+        (
+            {"inputs": [json_input("user", [1.0])]},
+            InvalidDtypeError,
+            r"got a float \(1.0\) at position 0, expected 64-bit integers",
+        ),
         ({"inputs": [json_input("user", [1, True])]}, InvalidDtypeError, "got a boolean at position 1"),
         ({"inputs": [json_input("user", ["1"])]}, InvalidDtypeError, "got a string at position 0"),
         ({"inputs": [json_input("user", [None])]}, InvalidDtypeError, "got null at position 0"),

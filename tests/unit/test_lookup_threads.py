@@ -5,8 +5,8 @@ import weakref
 
 import pytest
 
-from hps.service.lookup_threads import LookupThreads
 from hps.service.http_answer import RequestError
+from hps.service.lookup_threads import LookupThreads
 
 WAIT_S = 10
 

@@ -163,7 +163,7 @@ class Loads:
     def __init__(self, clock: Clock, listener: Progress | None = None, **tables: list[str]) -> None:
         self.deployed: list[str] = []
         self.listener = listener or Listener()
-        self.progress = ModelStates(models(**tables), lambda: self.deployed, self.listener, clock)
+        self.progress = ModelStates(models(**tables), lambda: self.deployed, self.listener, clock=clock)
 
     def states(self) -> dict[str, tuple[str, int]]:
         return {status.name: (status.state, status.percent) for status in self.progress.models()}

@@ -55,6 +55,29 @@ class RunningService:
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
 
 
+def model_of(name, sources, dims, **more):
+    """A model of a configuration: its tables by name, with their widths, from as many sources."""
+    return {
+        "model": name,
+        "sparse_files": [str(source) for source in sources],
+        "embedding_table_names": list(dims),
+        "embedding_vecsize_per_table": list(dims.values()),
+        "maxnum_catfeature_query_per_table_per_sample": [1] * len(dims),
+        "default_value_for_each_table": [0.0] * len(dims),
+        "deployed_device_list": [0],
+        "max_batch_size": 1000,
+        **more,
+    }
+
+
+def document_of(*models, persistent=None, **more):
+    """A configuration of models on the CPU: a hash map and, given its directory, RocksDB."""
+    document = {"supportlonglong": True, "device": "cpu", "volatile_db": {"type": "hash_map"}, "models": list(models), **more}
+    if persistent is not None:
+        document["persistent_db"] = {"type": "rocks_db", "path": str(persistent)}
+    return document
+
+
 def wait_until(condition, what, timeout_s=START_S):
     """Poll until a condition holds."""
     deadline = time.monotonic() + timeout_s

@@ -17,7 +17,7 @@ from hps.service.lookup_threads import MAX_WAITING
 from hps.service.server import _WatchedConnection
 from hps.types import TableSpec
 from tests.fake_parameter_server import FakeParameterServer
-from tests.running_service import running_service, wait_until
+from tests.running_service import document_of, model_of, running_service, wait_until
 
 LOOKUP = b'{"tables": {"item": [1]}}'
 PATH = "/v1/models/m/lookup"
@@ -26,23 +26,7 @@ BIG = 200_000
 
 def document(**service):
     limits = {"max_body_bytes": 1_000_000, "max_keys_per_request": 1000, "lookup_threads": 2, "request_timeout_s": 20}
-    return {
-        "supportlonglong": True,
-        "device": "cpu",
-        "service": {**limits, **service},
-        "models": [
-            {
-                "model": "m",
-                "sparse_files": ["nowhere"],
-                "embedding_table_names": ["item"],
-                "embedding_vecsize_per_table": [3],
-                "maxnum_catfeature_query_per_table_per_sample": [1],
-                "default_value_for_each_table": [0.0],
-                "deployed_device_list": [0],
-                "max_batch_size": 1000,
-            }
-        ],
-    }
+    return document_of(model_of("m", ["nowhere"], {"item": 3}), service={**limits, **service})
 
 
 @pytest.fixture

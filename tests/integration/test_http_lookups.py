@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hps
-from tests.running_service import running_service
+from tests.running_service import document_of, model_of, running_service
 
 ROWS = 500
 DIMS = {"user": 4, "item": 7}
@@ -22,37 +22,31 @@ def vectors_of(keys, dim):
     return (keys[:, None] * 8 + np.arange(dim)).astype(np.float32)
 
 
+def write_tables(directory):
+    for table, dim in DIMS.items():
+        keys = np.arange(-10, ROWS - 10, dtype=np.int64)
+        hps.write_sparse_model(directory / f"{table}.model", (keys, vectors_of(keys, dim)))
+
+
 def configuration(directory, **service):
-    return {
-        "supportlonglong": True,
-        "device": "cpu",
-        "volatile_db": {"type": "hash_map"},
-        "persistent_db": {"type": "rocks_db", "path": str(directory / "rocksdb")},
-        "service": {"max_body_bytes": 100_000, "max_keys_per_request": 3000, **service},
-        "models": [
-            {
-                "model": "ranker",
-                "sparse_files": [str(directory / f"{table}.model") for table in DIMS],
-                "embedding_table_names": list(DIMS),
-                "embedding_vecsize_per_table": list(DIMS.values()),
-                "maxnum_catfeature_query_per_table_per_sample": [1, 4],
-                "default_value_for_each_table": DEFAULTS,
-                "deployed_device_list": [0],
-                "max_batch_size": 1000,
-                "gpucacheper": 0.3,
-                "hit_rate_threshold": 1.1,
-                "num_of_worker_buffer_in_pool": 4,
-            }
-        ],
-    }
+    model = model_of(
+        "ranker",
+        [directory / f"{table}.model" for table in DIMS],
+        DIMS,
+        default_value_for_each_table=DEFAULTS,
+        maxnum_catfeature_query_per_table_per_sample=[1, 4],
+        gpucacheper=0.3,
+        hit_rate_threshold=1.1,
+        num_of_worker_buffer_in_pool=4,
+    )
+    limits = {"max_body_bytes": 100_000, "max_keys_per_request": 3000, **service}
+    return document_of(model, persistent=directory / "rocksdb", service=limits)
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
-    for table, dim in DIMS.items():
-        keys = np.arange(-10, ROWS - 10, dtype=np.int64)
-        hps.write_sparse_model(directory / f"{table}.model", (keys, vectors_of(keys, dim)))
+    write_tables(directory)
     return directory
 
 

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 import hps
-from tests.running_service import running_service
+from tests.running_service import document_of, model_of, running_service
 
 PACKAGE = Path(hps.__file__).parent
 MOST_FILES, MOST_FILES_OF_THE_SERVICE = 16, 6
@@ -38,25 +38,7 @@ def test_a_lookup_over_http_whose_keys_all_hit_crosses_few_files(called, tmp_pat
     keys = np.arange(100, dtype=np.int64)
     vectors = np.repeat(keys.astype(np.float32)[:, None], 4, axis=1)
     hps.write_sparse_model(tmp_path / "item.model", (keys, vectors))
-    document = {
-        "supportlonglong": True,
-        "device": "cpu",
-        "volatile_db": {"type": "hash_map"},
-        "models": [
-            {
-                "model": "m",
-                "sparse_files": [str(tmp_path / "item.model")],
-                "embedding_table_names": ["item"],
-                "embedding_vecsize_per_table": [4],
-                "maxnum_catfeature_query_per_table_per_sample": [1],
-                "default_value_for_each_table": [0.0],
-                "deployed_device_list": [0],
-                "max_batch_size": 100,
-                "gpucacheper": 1.0,
-                "hit_rate_threshold": 1.1,
-            }
-        ],
-    }
+    document = document_of(model_of("m", [tmp_path / "item.model"], {"item": 4}, gpucacheper=1.0, hit_rate_threshold=1.1))
     tensor = {"name": "item", "datatype": "INT64", "shape": [10], "parameters": {"binary_data_size": 80}}
     text = orjson.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}})
     length = {"Inference-Header-Content-Length": str(len(text))}

@@ -53,7 +53,7 @@ def create_app(
         parameter_server: one that is loaded already; the caller closes it. Without one, the application loads its own in
             the background: liveness and metrics answer at once, lookups of a model when that model is loaded, readiness
             when all are.
-        progress: told how far the loading is; by default it is logged.
+        progress: gets reports of the loading; by default they are logged.
         force: load the models' files even where a database holds them already; its online updates are lost.
     """
     return Application(configuration, Lifecycle(configuration, parameter_server, progress, force=force))

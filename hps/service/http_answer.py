@@ -76,6 +76,6 @@ def error_answer(error: BaseException) -> HTTPAnswer:
     elif isinstance(error, MemoryError):
         message = "not enough memory for the answer; send fewer keys at once"
     else:
-        message = "internal error; the log of the service has more"
+        message = "internal error; the log of the service has the details"
     body: dict[str, Any] = {"error": message}
     return HTTPAnswer(status, headers, (orjson.dumps(body),))

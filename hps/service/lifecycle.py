@@ -1,4 +1,4 @@
-"""The life of the parameter server behind the service: its tiers opened, its models loaded one by one, closed."""
+"""The life of the parameter server behind the service: it opens the tiers, loads one model after the other, and closes."""
 
 import heapq
 import logging
@@ -27,7 +27,7 @@ from hps.service.model_states import ModelStates
 _log = logging.getLogger(__name__)
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 5.0, 300.0
-"""How long after a failure that may pass a model is tried again: doubled at each failure, up to the latter."""
+"""The first and the longest wait before a model is tried again, after a failure that may pass. Each failure doubles it."""
 
 _MAY_PASS = (ModelSourceError, ModelFileChangedError, DatabaseError)
 _STAYS = (DatabaseCorruptError, TableWidthError)
@@ -44,7 +44,7 @@ class _FailedModel:
 
 
 class Lifecycle:
-    """Loads a parameter server without blocking the event loop, says what is ready, closes it. *Thread-safe.*
+    """Loads a parameter server without blocking the event loop, says what is ready, and closes it. *Thread-safe.*
 
     Each model answers as soon as it is loaded. One that cannot be loaded does not stop the others: it is not ready, and is
     tried again when the cause may pass by itself. Loading as a whole fails when the databases cannot be opened, or when no
@@ -53,7 +53,7 @@ class Lifecycle:
     Args:
         configuration: what to load.
         parameter_server: one that is loaded already; it stays open when the service stops.
-        progress: told how far the loading is.
+        progress: gets reports of the loading; by default they are logged.
         force: load the models' files even where a database holds them already; its online updates are lost.
         first_retry_s: how long to wait before a failed model is tried again.
 
@@ -208,7 +208,7 @@ class Lifecycle:
                 self.serving = server
 
     def _try_again(self, server: HPS, failed: list[_FailedModel]) -> None:
-        """Load those whose cause may pass, one at a time as each is due, until there are none or the service stops."""
+        """Try those again whose cause may pass, one at a time as each is due, until all are loaded or the service stops."""
         heapq.heapify(failed)
         while failed and failed[0].due < math.inf:
             if self._stopping.wait(max(0.0, failed[0].due - time.monotonic())):

@@ -39,7 +39,7 @@ def serve(
         host: in place of the configured one.
         port: in place of the configured one; 0 picks a free one, which is logged.
         log_level: of the log on standard error, unless logging is set up already.
-        progress: told how far the loading is; by default it is logged.
+        progress: gets reports of the loading; by default they are logged.
         force: load the models' files even where a database holds them already; its online updates are lost.
 
     Returns:

@@ -300,7 +300,7 @@ def test_a_bug_is_500_without_a_stack_trace_and_logged_with_one(fake, path, capl
     with running_service(document(), fake) as service:
         response = service.client.post(path, content=body)
         assert response.status_code == 500
-        assert response.json() == {"error": "internal error; the log of the service has more"}
+        assert response.json() == {"error": "internal error; the log of the service has the details"}
         assert "ZeroDivisionError: secret detail" in caplog.text
         fake.on_lookup = lambda: None
         assert service.client.post(path, content=body).status_code == 200
@@ -311,7 +311,7 @@ def test_a_bug_of_a_control_route_is_500_without_a_stack_trace(fake, caplog):
     with running_service(document(), fake) as service:
         response = service.client.get("/v2/models/m")
         assert response.status_code == 500
-        assert response.json() == {"error": "internal error; the log of the service has more"}
+        assert response.json() == {"error": "internal error; the log of the service has the details"}
         wait_until(lambda: "ZeroDivisionError" in caplog.text, "the bug is logged")  # after it is answered
 
 

@@ -285,7 +285,7 @@ def test_databases_that_cannot_be_opened_end_the_loading(tmp_path):
         pass
 
 
-def test_models_that_others_deploy_and_undeploy_are_told_as_they_are(tmp_path):
+def test_models_that_others_deploy_and_undeploy_are_reported_as_they_are(tmp_path):
     later, good = tmp_path / "later.model", model("good", write(tmp_path / "good.model"))
     with service_of(document_of(model("later", str(later)), good)) as service:
         settle(service)
@@ -327,7 +327,7 @@ def test_force_holds_until_the_model_is_loaded(tmp_path):
             assert look_up(service, "flaky").json() == {"tables": {"item": [[7, 7, 7]]}}
 
 
-def test_health_is_told_without_a_token(tmp_path):
+def test_health_needs_no_token(tmp_path):
     found = document_of(model("gone", "/nowhere/x"), model("good", write(tmp_path / "good.model")))
     with service_of({**found, "service": {"bearer_token": "secret"}}) as service:
         settle(service)

@@ -2,17 +2,14 @@
 
 Limit of binary tensors: a raw ASGI application that returns the same bytes. Limit of JSON: a bare orjson route that does the
 same parsing and serialising without a check or a thread. All servers run at once under the same uvicorn and are measured in
-turn, round after round; figures are medians of the rounds, ratios are of those. Processor time a request, of the server's
-process alone, is beside them, as it suffers less from whatever else the machine does.
+turn, round after round. Figures are medians of the rounds, and ratios are ratios of medians. The processor time of the server
+for each request stands beside them, as it suffers less from whatever else the machine does.
 
-The load is made by wrk where it is installed, else by a Python process that sends and receives on as many sockets, which
-takes away from what a server could do: the report says which.
+The load comes from one Python process (`http_load.py`), which takes processor time away from the servers where cores are few.
 """
 
 import json
 import os
-import re
-import shutil
 import socket
 import statistics
 import subprocess
@@ -20,9 +17,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ import numpy as np
 import orjson
 
 from benchmarks.harness import Report
-from benchmarks.http_servers import HOPS
+from benchmarks.http_load import load
 from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
 
@@ -38,7 +37,7 @@ _ROWS, _DIM, _KEYS = 100_000, 32, 1_000
 _ROTATION = 8
 _INFER, _LOOKUP = "/v2/models/m/infer", "/v1/models/m/lookup"
 _START_S = 60.0
-_SECONDS = 1  # of load in a round
+_SECONDS = 1.0  # of load in a round
 
 
 @dataclass(frozen=True)
@@ -51,20 +50,10 @@ class _Request:
 
 
 @dataclass(frozen=True)
-class _Load:
-    """What a comparison sends: closed loops on so many connections."""
-
-    form: str
-    request: _Request
-    connections: int
-    directory: Path
-
-
-@dataclass(frozen=True)
 class _Target:
     """A server under load."""
 
-    server: str
+    kind: str
     process: "subprocess.Popen[bytes]"
     port: int
 
@@ -75,24 +64,26 @@ def run(report: Report, quick: bool) -> None:
     rng = np.random.default_rng(report.seed)
     keys = [rng.integers(0, _ROWS, _KEYS) for _ in range(_ROTATION)]
     requests = {"binary": _binary(keys), "json": _json(keys), "curl": _curl(keys)}
-    report.about["load"] = "wrk" if shutil.which("wrk") else "python"
-    report.about["rounds"] = rounds
-    report.about["load_average_before"] = os.getloadavg()[0]
-    report.about["niceness"] = os.nice(0)
-    with tempfile.TemporaryDirectory(prefix="hps-bench-http-") as name:
+    report.about |= {"load": "python", "rounds": rounds, "load_average_before": os.getloadavg()[0], "niceness": os.nice(0)}
+    with (
+        tempfile.TemporaryDirectory(prefix="hps-bench-http-") as name,
+        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as client,
+    ):
         directory = Path(name)
         _write_models(directory)
         with _servers(directory) as targets:
             _check(targets, requests, keys)
             service = ("embedding_cache/own", "hash_map/own")
-            hops = tuple(f"embedding_cache/{hop}" for hop in HOPS if hop != "own")
-            for connections in (4,) if quick else (4, 1, 32):
-                load = _Load("binary", requests["binary"], connections, directory)
-                servers = ("raw", *service, *hops) if connections == 4 else ("raw", *service)
-                _compare(report, load, {server: targets[server] for server in servers}, rounds)
-            for form in ("json", "curl"):
-                load = _Load(form, requests[form], 4, directory)
-                _compare(report, load, {server: targets[server] for server in ("orjson", *service)}, rounds)
+            comparisons = [("binary", 4, ("raw", *service, "embedding_cache/executor"))]
+            if not quick:
+                comparisons += [("binary", 1, ("raw", *service)), ("binary", 32, ("raw", *service))]
+            comparisons += [("json", 4, ("orjson", *service)), ("curl", 4, ("orjson", *service))]
+            for form, connections, servers in comparisons:
+                samples: dict[str, list[dict[str, float]]] = {server: [] for server in servers}
+                for _ in range(rounds):
+                    for server in servers:
+                        samples[server].append(_measure(client, targets[server], requests[form], connections))
+                _add_rows(report, {"form": form, "connections": connections, "batch": _KEYS, "dim": _DIM}, samples)
 
 
 def _binary(keys: list[Any]) -> _Request:
@@ -159,7 +150,8 @@ def _servers(directory: Path) -> Iterator[dict[str, _Target]]:
         "raw": ("raw", directory),
         "orjson": ("orjson", directory),
         "hash_map/own": ("service", directory / "uncached", "own"),
-        **{f"embedding_cache/{hop}": ("service", directory / "cached", hop) for hop in HOPS},
+        "embedding_cache/own": ("service", directory / "cached", "own"),
+        "embedding_cache/executor": ("service", directory / "cached", "executor"),
     }
     targets: dict[str, _Target] = {}
     try:
@@ -187,11 +179,11 @@ def _wait_until_ready(target: _Target) -> None:
     deadline = time.monotonic() + _START_S
     while True:
         if target.process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the server {target.server} on port {target.port} did not get ready")
+            raise RuntimeError(f"the server {target.kind} on port {target.port} did not get ready")
         try:
             with socket.create_connection(("127.0.0.1", target.port), 1) as connection:
                 connection.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-                if target.server != "service" or connection.recv(100).startswith(b"HTTP/1.1 200"):
+                if target.kind != "service" or connection.recv(100).startswith(b"HTTP/1.1 200"):
                     return
         except OSError:
             pass
@@ -199,7 +191,7 @@ def _wait_until_ready(target: _Target) -> None:
 
 
 def _check(targets: dict[str, _Target], requests: dict[str, _Request], keys: list[Any]) -> None:
-    """Every server that looks vectors up answers every body with the right ones."""
+    """Check that every server that looks up vectors answers every body with the right ones."""
     for name, target in targets.items():
         for form, request in requests.items():
             if name == "raw" or (name == "orjson" and form == "binary"):
@@ -228,25 +220,26 @@ def _exchange(port: int, request: _Request, body: bytes) -> tuple[dict[str, str]
     return {name.lower(): value for name, value in response.getheaders()}, answer
 
 
-def _compare(report: Report, load: _Load, targets: dict[str, _Target], rounds: int) -> None:
-    """Measure targets in turn, and add a row for each, with its ratio to the first, the limit."""
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in targets}
-    for _ in range(rounds):
-        for name, target in targets.items():
-            before = _processor_s(target.process.pid)
-            sample = _send(load, target.port)
-            sample["processor_us_per_request"] = 1e6 * (_processor_s(target.process.pid) - before) / sample["requests"]
-            samples[name].append(sample)
+def _measure(client: ProcessPoolExecutor, target: _Target, request: _Request, connections: int) -> dict[str, float]:
+    before = _processor_s(target.process.pid)
+    sample = client.submit(load, target.port, request.path, request.headers, request.bodies, connections, _SECONDS).result(
+        _SECONDS + 30
+    )
+    sample["processor_us_per_request"] = 1e6 * (_processor_s(target.process.pid) - before) / sample["requests"]
+    return sample
+
+
+def _add_rows(report: Report, axes: dict[str, Any], samples: dict[str, list[dict[str, float]]]) -> None:
+    """Add a row of medians for each server, with its ratio to the first, the limit."""
     medians = {
-        name: {figure: statistics.median(sample[figure] for sample in taken) for figure in taken[0]}
-        for name, taken in samples.items()
+        server: {figure: statistics.median(sample[figure] for sample in taken) for figure in taken[0]}
+        for server, taken in samples.items()
     }
     limit = next(iter(medians.values()))["requests_per_s"]
-    for name, figures in medians.items():
-        server, _, hop = name.partition("/")
-        axes = {"form": load.form, "connections": load.connections, "batch": _KEYS, "dim": _DIM, "tier": server}
+    for server, figures in medians.items():
+        tier, _, hop = server.partition("/")
         report.add(
-            {**axes, "hop": hop} if hop else axes,
+            {**axes, "tier": tier, **({"hop": hop} if hop else {})},
             {
                 "requests_per_s": figures["requests_per_s"],
                 "ratio_to_limit": figures["requests_per_s"] / limit,
@@ -261,73 +254,3 @@ def _compare(report: Report, load: _Load, targets: dict[str, _Target], rounds: i
 def _processor_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _send(load: _Load, port: int) -> dict[str, float]:
-    return _send_by_wrk(load, port) if shutil.which("wrk") else _send_by_python(load, port)
-
-
-_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0}
-
-
-def _send_by_wrk(load: _Load, port: int) -> dict[str, float]:
-    request, directory = load.request, load.directory
-    for place, body in enumerate(request.bodies):
-        (directory / f"body{place}").write_bytes(body)
-    headers = "".join(f'wrk.headers["{name}"] = "{value}"\n' for name, value in request.headers.items())
-    script = directory / "load.lua"
-    script.write_text(
-        f"""wrk.method = "POST"
-{headers}local requests, place = {{}}, 0
-init = function()
-  for i = 0, {len(request.bodies) - 1} do
-    local file = io.open("{directory}/body" .. i, "rb")
-    requests[i] = wrk.format(nil, nil, nil, file:read("*a"))
-    file:close()
-  end
-end
-request = function()
-  place = (place + 1) % {len(request.bodies)}
-  return requests[place]
-end
-"""
-    )
-    url = f"http://127.0.0.1:{port}{request.path}"
-    command = ["wrk", "-t1", f"-c{load.connections}", f"-d{_SECONDS}s", "--latency", "-s", str(script), url]
-    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS + 30).stdout
-    if "Non-2xx" in text or "Socket errors" in text:
-        raise RuntimeError(f"{url} failed under load:\n{text}")
-
-    return {
-        "requests": float(_found(r"(\d+) requests in", text)[1]),
-        "requests_per_s": float(_found(r"Requests/sec:\s+([\d.]+)", text)[1]),
-        "p50_s": _percentile(50, text),
-        "p99_s": _percentile(99, text),
-    }
-
-
-def _percentile(percent: int, text: str) -> float:
-    found = _found(rf"\b{percent}%\s+([\d.]+)(us|ms|s|m)\b", text)
-    return float(found[1]) * _UNITS[found[2]]
-
-
-def _found(pattern: str, text: str) -> "re.Match[str]":
-    found = re.search(pattern, text)
-    if found is None:
-        raise RuntimeError(f"wrk did not say {pattern}:\n{text}")
-    return found
-
-
-def _send_by_python(load: _Load, port: int) -> dict[str, float]:
-    """A client process: one thread, `connections` sockets, each with one request under way."""
-    source = Path(__file__).with_name("http_load.py")
-    request = load.request
-    given = {"port": port, "path": request.path, "headers": request.headers}
-    given |= {"connections": load.connections, "seconds": _SECONDS}
-    bodies = [body.hex() for body in request.bodies]
-    text = json.dumps({**given, "bodies": bodies})
-    done = subprocess.run(
-        [sys.executable, str(source)], input=text, capture_output=True, text=True, check=True, timeout=_SECONDS + 30
-    )
-    sample: dict[str, float] = json.loads(done.stdout)
-    return sample

@@ -1,8 +1,8 @@
-"""The servers that `bench_http` measures, each a process: the service, its limits, and the service with other hops.
+"""The servers that `bench_http` measures, each a process: the service, its limits, and the service with another hop.
 
 python -m benchmarks.http_servers raw PORT DIRECTORY          raw ASGI: reads the request, returns DIRECTORY/answer.bin
 python -m benchmarks.http_servers orjson PORT DIRECTORY       raw ASGI: orjson in, numpy take, orjson out, no checks
-python -m benchmarks.http_servers service PORT DIRECTORY HOP  the service of DIRECTORY/ps.json; lookups hop as HOP says
+python -m benchmarks.http_servers service PORT DIRECTORY HOP  the service of DIRECTORY/ps.json; HOP: own threads, or executor
 """
 
 import asyncio
@@ -19,9 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hps.configuration.load import load_configuration
 from hps.service.app import Application, create_app
-from hps.service.server import Server, listen, url_of
-
-HOPS = ("own", "executor", "to_thread", "event_loop")
+from hps.service.server import Server, listen
 
 
 async def _read(receive: Receive) -> bytes:
@@ -69,19 +67,14 @@ def bare_orjson(directory: Path) -> ASGIApp:
     return app
 
 
-def with_hop(app: Application, hop: str, threads: int) -> Application:
-    """Make the service's lookups reach their threads in another way."""
+def on_executor(app: Application, threads: int) -> Application:
+    """Make the service's lookups reach their threads by the standard library's `run_in_executor`."""
     pool = ThreadPoolExecutor(threads)
 
-    async def executor(function: Callable[..., Any], *arguments: Any) -> Any:
+    async def run(function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
-    async def event_loop(function: Callable[..., Any], *arguments: Any) -> Any:
-        return function(*arguments)
-
-    if hop != "own":
-        ways = {"executor": executor, "to_thread": asyncio.to_thread, "event_loop": event_loop}
-        app._threads.run = ways[hop]  # type: ignore[method-assign,assignment]
+    app._threads.run = run  # type: ignore[method-assign,assignment]
     return app
 
 
@@ -89,13 +82,13 @@ def main(kind: str, port: str, directory: str, hop: str = "own") -> None:
     """Serve until a signal."""
     if kind == "service":
         configuration = load_configuration(Path(directory) / "ps.json")
-        listener = listen("127.0.0.1", int(port))
-        app = with_hop(create_app(configuration), hop, configuration.service.lookup_threads)
-        Server(app, configuration, url_of(listener)).run(sockets=[listener])
+        app = create_app(configuration)
+        if hop == "executor":
+            app = on_executor(app, configuration.service.lookup_threads)
+        Server(app, configuration, listen("127.0.0.1", int(port))).run()
         return
-    app = {"raw": raw, "orjson": bare_orjson}[kind](Path(directory))
     uvicorn.run(
-        app,
+        {"raw": raw, "orjson": bare_orjson}[kind](Path(directory)),
         port=int(port),
         loop="uvloop",
         http="httptools",

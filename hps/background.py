@@ -1,4 +1,4 @@
-"""Work that a lookup leaves for later: a bounded queue and the threads that empty it."""
+"""Work that a lookup leaves for later: a bounded queue, and the threads that empty it."""
 
 import logging
 import queue
@@ -15,7 +15,7 @@ _POLL_S = 0.2  # how soon an idle thread notices that the queue was closed
 
 
 class BackgroundQueue:
-    """Runs jobs in the order of arrival on daemon threads; refuses a job when the queue is full. *Thread-safe.*
+    """Runs jobs in the order of arrival on daemon threads, and refuses a job when the queue is full. *Thread-safe.*
 
     Args:
         name: of the work, in thread names, logs and metrics.
@@ -33,7 +33,7 @@ class BackgroundQueue:
             thread.start()
 
     def submit(self, job: Callable[[], None]) -> bool:
-        """Queue a job. Returns False, and counts it as dropped, when the queue is full or closed."""
+        """Queue a job. When the queue is full or closed, count the job as dropped and return False."""
         if not self._closed:
             try:
                 self._jobs.put_nowait(job)
@@ -60,9 +60,9 @@ class BackgroundQueue:
             return
         self._closed = True
         if not self.drain(timeout_s):
-            _log.warning("%s: %d batches were left when closing", self._name, self._jobs.qsize())
+            _log.warning("%s: %d batches were dropped when the queue was closed", self._name, self._jobs.qsize())
             self._discard()
-        with suppress(queue.Full):  # a submit slipped in: the threads then notice within _POLL_S
+        with suppress(queue.Full):  # a job slipped in: the threads then notice within _POLL_S
             self._jobs.put_nowait(None)
         for thread in self._threads:
             thread.join(timeout_s)
@@ -83,7 +83,7 @@ class BackgroundQueue:
                 if self._closed:
                     return
                 continue
-            if job is None:  # closed: tell the next thread, too
+            if job is None:  # closed: pass it on to the next thread
                 with suppress(queue.Full):
                     self._jobs.put_nowait(None)
                 return
@@ -92,7 +92,7 @@ class BackgroundQueue:
             except HPSError as error:
                 self._metrics.background_errors.labels(self._name).inc()
                 _log.warning("%s: %s", self._name, error)
-            except Exception:  # noqa: BLE001 - logged whole; the thread must live on
+            except Exception:  # noqa: BLE001 - logged with its traceback; the thread must live on
                 self._metrics.background_errors.labels(self._name).inc()
                 _log.exception("%s: a job failed", self._name)
             finally:

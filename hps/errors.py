@@ -2,12 +2,12 @@
 
     HPSError
     ├── ConfigError              (ValueError)         a configuration is wrong; carries the whole report
-    ├── MissingDependencyError   (ImportError)        an optional package is needed; says what to install
+    ├── MissingDependencyError   (ImportError)        an optional package is missing; says what to install
     ├── ModelFileError           (ValueError)         sparse model files are missing, cut short or do not fit
     │   ├── ModelFileNotFoundError (FileNotFoundError)
     │   ├── ModelFileChangedError                     they were replaced while they were being read
-    │   └── ModelSourceError     (ConnectionError)    where they are does not answer, or breaks off; may pass
-    ├── InvalidInputError        (ValueError)         keys or outputs of a call are of the wrong kind
+    │   └── ModelSourceError     (ConnectionError)    their host does not answer, or breaks off; may pass
+    ├── InvalidInputError        (ValueError)         keys or outputs of a call, or a request, are of the wrong kind
     │   ├── InvalidDtypeError    (TypeError)
     │   └── TooManyKeysError                          more keys than the model is configured for
     ├── UnknownModelError        (KeyError)
@@ -21,9 +21,10 @@
     │   ├── DatabaseCorruptError
     │   └── TableWidthError      (ValueError)         a table holds vectors of another width
     └── DeviceError              (RuntimeError)       CUDA failed
-        └── DeviceMemoryError    (MemoryError)        a cache does not fit the device
+        └── DeviceMemoryError    (MemoryError)        a cache does not fit into the device's memory
 
-A database error never stands for an absent key: an absent key is answered by the default vector, a failure is raised.
+A database error never stands for an absent key: an absent key gets the default vector, a failure is raised. The HTTP service
+adds one class, `RequestError` in `hps/service/http_answer.py`, which never leaves it.
 """
 
 
@@ -35,7 +36,7 @@ class HPSError(Exception):
 
 
 class ConfigError(HPSError, ValueError):
-    """A configuration is wrong. `problems` holds one line a problem; the message shows all of them."""
+    """A configuration is wrong. `problems` holds one line for each problem; the message shows all of them."""
 
     def __init__(self, source: str, problems: list[str]) -> None:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -49,7 +50,7 @@ class MissingDependencyError(HPSError, ImportError):
 
 
 class ModelFileError(HPSError, ValueError):
-    """Sparse model files cannot be read as the table they are configured for."""
+    """Sparse model files cannot be read as the table that they are configured for."""
 
 
 class ModelFileNotFoundError(ModelFileError, FileNotFoundError):
@@ -61,11 +62,11 @@ class ModelFileChangedError(ModelFileError):
 
 
 class ModelSourceError(ModelFileError, ConnectionError):
-    """The host that holds model files does not answer, answers with an error of its own, or breaks off. It may pass."""
+    """The host of model files does not answer, answers with an error of its own, or breaks off. The error may pass."""
 
 
 class InvalidInputError(HPSError, ValueError):
-    """Keys or outputs of a call have the wrong shape, layout or place."""
+    """Keys or outputs of a call have the wrong shape, layout or place, or a request cannot be read."""
 
 
 class InvalidDtypeError(InvalidInputError, TypeError):
@@ -121,4 +122,4 @@ class DeviceError(HPSError, RuntimeError):
 
 
 class DeviceMemoryError(DeviceError, MemoryError):
-    """The device has not enough memory for an embedding cache."""
+    """The device does not have enough memory for an embedding cache."""

@@ -15,16 +15,16 @@ TIERS = ("embedding_cache", "volatile_db", "persistent_db")
 class TableCounters:
     """Counts of one table since the start. Change them only while holding `Metrics.lock`.
 
-    Plain integers under one lock for a whole batch: a labelled counter of prometheus-client costs 0.65 us each, which a
-    lookup of 26 tables would pay 52 times.
+    The counts are plain integers, and one lock guards those of a whole batch: one labelled counter of prometheus-client costs
+    0.65 us, which a lookup of 26 tables would pay 52 times.
 
     Attributes:
-        keys: keys asked for, duplicates counted.
+        keys: requested keys, including duplicates.
         hits: keys that each tier answered, in the order of `TIERS`. The embedding cache counts duplicates, the databases
             count distinct keys.
         misses: keys that each tier was asked for and did not have.
-        defaults: distinct keys answered by the default vector because no tier has them.
-        deferred: keys answered by the default vector now and fetched in the background (hit rate threshold).
+        defaults: distinct keys that got the default vector because no tier has them.
+        deferred: keys that got the default vector and are fetched in the background (hit rate threshold).
     """
 
     model: str
@@ -59,13 +59,13 @@ class Metrics:
         self.tier_errors = Counter("hps_tier_errors", "Failed calls of a database.", ["tier"], registry=registry)
         self.tier_available = Gauge(
             "hps_tier_available",
-            "1 while a database is asked, 0 while it is skipped after failures.",
+            "1 while a database is used, 0 while it is skipped after failures.",
             ["tier"],
             registry=registry,
         )
         self.table_quarantined = Gauge(
             "hps_table_quarantined",
-            "1 while the volatile database may hold old vectors and is skipped.",
+            "1 while the volatile database is skipped because it may hold outdated vectors.",
             ["tag"],
             registry=registry,
         )
@@ -85,11 +85,11 @@ class Metrics:
             "hps_workspace_timeouts", "Lookups refused because every workspace stayed busy.", ["model"], registry=registry
         )
         self.coalesced_keys = Counter(
-            "hps_coalesced_keys", "Missing keys that joined the fetch of another lookup.", registry=registry
+            "hps_coalesced_keys", "Missing keys that shared the fetch of another lookup.", registry=registry
         )
 
     def table(self, model: str, table: str) -> TableCounters:
-        """The counters of a table, made at the first call."""
+        """The counters of a table, created by the first call."""
         with self.lock:
             key = (model, table)
             if key not in self._tables:
@@ -99,9 +99,9 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Yield the table counters in Prometheus' form."""
         labels = ["model", "table"]
-        keys = CounterMetricFamily("hps_lookup_keys", "Keys asked for.", labels=labels)
+        keys = CounterMetricFamily("hps_lookup_keys", "Requested keys.", labels=labels)
         defaults = CounterMetricFamily("hps_default_keys", "Distinct keys that no tier has.", labels=labels)
-        deferred = CounterMetricFamily("hps_deferred_keys", "Keys given the default now, fetched later.", labels=labels)
+        deferred = CounterMetricFamily("hps_deferred_keys", "Keys that got the default and are fetched later.", labels=labels)
         hits = CounterMetricFamily("hps_hits", "Keys that a tier answered.", labels=[*labels, "tier"])
         misses = CounterMetricFamily("hps_misses", "Keys that a tier did not have.", labels=[*labels, "tier"])
         with self.lock:
@@ -116,5 +116,5 @@ class Metrics:
         yield from (keys, hits, misses, defaults, deferred)
 
     def describe(self) -> Iterable[Metric]:
-        """Say nothing at registration, when there are no tables yet."""
+        """Describe nothing at registration, when there are no tables yet."""
         return []

@@ -9,7 +9,7 @@ import httpx
 
 from hps.configuration.load import Configuration, load_configuration
 from hps.service.app import Application, create_app
-from hps.service.server import Server, listen, url_of
+from hps.service.server import Server, listen
 
 START_S = 60
 
@@ -25,10 +25,9 @@ class RunningService:
 
     def __init__(self, configuration: Configuration, app: Application) -> None:
         self.app = app
-        self._listener = listen("127.0.0.1", 0)
-        self.url = url_of(self._listener)
-        self._server = Server(app, configuration, self.url)
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]}, daemon=True)
+        self.server = Server(app, configuration, listen("127.0.0.1", 0))
+        self.url = self.server.url
+        self._thread = threading.Thread(target=self.server.run, daemon=True)
         self.client = httpx.Client(base_url=self.url, timeout=30)
 
     @property
@@ -38,23 +37,45 @@ class RunningService:
     @property
     def connections(self) -> int:
         """How many connections the server has."""
-        return len(self._server.server_state.connections)
+        return self.server.connections
 
     def start(self) -> None:
         self._thread.start()
-        wait_until(lambda: self._server.started, "the server has started")
+        wait_until(lambda: self.server.started, "the server has started")
 
     def stop(self) -> bool:
         """Stop as a signal does; False when it takes too long."""
         self.client.close()
-        self._server.should_exit = True
+        self.server.stop()
         self._thread.join(START_S)
-        self._listener.close()
         return not self._thread.is_alive()
 
     def connect(self) -> socket.socket:
         """A raw connection."""
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+
+def model_of(name, sources, dims, **more):
+    """A model of a configuration: its tables by name, with their widths, from as many sources."""
+    return {
+        "model": name,
+        "sparse_files": [str(source) for source in sources],
+        "embedding_table_names": list(dims),
+        "embedding_vecsize_per_table": list(dims.values()),
+        "maxnum_catfeature_query_per_table_per_sample": [1] * len(dims),
+        "default_value_for_each_table": [0.0] * len(dims),
+        "deployed_device_list": [0],
+        "max_batch_size": 1000,
+        **more,
+    }
+
+
+def document_of(*models, persistent=None, **more):
+    """A configuration of models on the CPU: a hash map and, given its directory, RocksDB."""
+    document = {"supportlonglong": True, "device": "cpu", "volatile_db": {"type": "hash_map"}, "models": list(models), **more}
+    if persistent is not None:
+        document["persistent_db"] = {"type": "rocks_db", "path": str(persistent)}
+    return document
 
 
 def wait_until(condition, what, timeout_s=START_S):

@@ -1,1 +1,1 @@
-"""HTTP and nothing but HTTP: requests to lookups, and answers from the memory that a lookup wrote."""
+"""The HTTP service: requests become lookups, and answers are sent from the memory that a lookup wrote."""

@@ -1,4 +1,7 @@
-"""The ASGI application: lookups by the shortest way, everything else through FastAPI."""
+"""The ASGI application: lookups take the shortest way, everything else goes through FastAPI.
+
+FastAPI's routing alone would halve the rate of lookups with small bodies.
+"""
 
 import asyncio
 import hmac
@@ -6,76 +9,32 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
+from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
-from hps import __version__
 from hps.configuration.load import Configuration
-from hps.errors import (
-    DatabaseError,
-    DeviceError,
-    DeviceMemoryError,
-    HPSError,
-    InvalidInputError,
-    NotReadyError,
-    TooManyKeysError,
-    UnknownDeviceError,
-    UnknownModelError,
-    UnknownTableError,
-    WorkspaceTimeoutError,
-)
+from hps.errors import DeviceError, DeviceMemoryError, HPSError
 from hps.parameter_server import HPS
 from hps.progress import Progress
-from hps.service.answers import Answer, Header, json_answer
-from hps.service.control_routes import add_routes
+from hps.service.control_routes import control_app
+from hps.service.http_answer import BINARY, JSON, HTTPAnswer, RequestError, error_answer
 from hps.service.http_metrics import DISCONNECTED, HTTPMetrics
 from hps.service.lifecycle import Lifecycle
-from hps.service.lookup_routes import LookupRoutes, Target, target_of
 from hps.service.lookup_threads import LookupThreads
+from hps.service.protocol.json_lookup import decode_lookup, encode_lookup
+from hps.service.protocol.open_inference import decode_request, parse_header_length
+from hps.service.protocol.request_checks import ModelTables
 from hps.service.request_body import BodyReader, ClientDisconnected
-from hps.service.request_errors import (
-    BodyTimeoutError,
-    BodyTooLargeError,
-    LookupTimeoutError,
-    MethodNotAllowedError,
-    OverloadedError,
-    UnauthorizedError,
-    UnknownRouteError,
-    UnsupportedEncodingError,
-)
+from hps.service.schemas import INFER, INFER_VERSION, LOOKUP, VERSION, check_version
 
 _log = logging.getLogger(__name__)
-
-STATUS_OF_ERROR: dict[type[BaseException], int] = {
-    InvalidInputError: 400,
-    UnauthorizedError: 401,
-    UnknownModelError: 404,
-    UnknownTableError: 404,
-    UnknownDeviceError: 404,
-    UnknownRouteError: 404,
-    MethodNotAllowedError: 405,
-    BodyTimeoutError: 408,
-    TooManyKeysError: 413,
-    BodyTooLargeError: 413,
-    UnsupportedEncodingError: 415,
-    NotReadyError: 503,
-    OverloadedError: 503,
-    WorkspaceTimeoutError: 503,
-    DatabaseError: 503,
-    DeviceError: 503,
-    MemoryError: 503,
-    LookupTimeoutError: 504,
-}
-"""The status of every error, by its nearest class; 500 for all others."""
 
 CLOSE_TIMEOUT_S = 10.0
 """How long running lookups, and then the parameter server, may take to end when the service stops."""
 
-_RETRY_AFTER: Header = (b"retry-after", b"1")
 _LINGER_S = 1.0  # for a client that writes its whole body before it reads our error
 _OPEN_PATHS = frozenset({"/v2/health/live", "/v2/health/ready"})
 
@@ -91,13 +50,34 @@ def create_app(
 
     Args:
         configuration: what to load, and the limits in its `service`.
-        parameter_server: one that is loaded already and stays the caller's to close. Without one, it is loaded in the
-            background from start-up on: liveness and metrics answer at once, lookups of a model when that is loaded,
-            readiness when all are.
-        progress: told how far the loading is; by default it is logged.
+        parameter_server: one that is loaded already; the caller closes it. Without one, the application loads its own in
+            the background: liveness and metrics answer at once, lookups of a model when that model is loaded, readiness
+            when all are.
+        progress: gets reports of the loading; by default they are logged.
         force: load the models' files even where a database holds them already; its online updates are lost.
     """
     return Application(configuration, Lifecycle(configuration, parameter_server, progress, force=force))
+
+
+class LookupTarget(NamedTuple):
+    """The lookup route that a path belongs to, and what the path says."""
+
+    route: str
+    model_name: str
+    version: str = VERSION
+
+
+@lru_cache(256)
+def lookup_target(path: str) -> LookupTarget | None:
+    """The lookup route that serves a path; None where another route does."""
+    match path.split("/"):
+        case ["", "v2", "models", model, "infer"]:
+            return LookupTarget(INFER, model)
+        case ["", "v1", "models", model, "lookup"]:
+            return LookupTarget(LOOKUP, model)
+        case ["", "v2", "models", model, "versions", version, "infer"]:
+            return LookupTarget(INFER_VERSION, model, version)
+    return None
 
 
 class Application:
@@ -113,28 +93,16 @@ class Application:
         self.lifecycle = lifecycle
         self.closed = False
         self._token = settings.bearer_token.encode()
+        self._max_keys = settings.max_keys_per_request
+        self._models: dict[LookupTarget, ModelTables] = {}
         self._threads = LookupThreads(settings.lookup_threads, settings.request_timeout_s)
         self._bodies = BodyReader(settings.max_body_bytes, settings.request_timeout_s, self._threads)
-        self._lookups = LookupRoutes(self._threads, settings.max_keys_per_request)
         self._metrics = HTTPMetrics(
             pending=lambda: self._threads.pending,
             held_bytes=lambda: self._bodies.held_bytes,
             ready=lambda: self.lifecycle.settled,
         )
-        self._control = FastAPI(
-            title="hps",
-            version=__version__,
-            description="Vectors of embedding tables by int64 keys: Open Inference Protocol v2, and JSON for curl.",
-            lifespan=self._lifespan,
-            redoc_url=None,
-            exception_handlers={
-                HPSError: self._answer_control,
-                HTTPException: self._answer_control,
-                RequestValidationError: self._answer_control,
-                Exception: self._answer_control,
-            },
-        )
-        add_routes(self._control, lifecycle, self._metrics)
+        self._control = control_app(lifecycle, self._metrics, self._lifespan, self._error_answer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or the lifespan."""
@@ -142,7 +110,7 @@ class Application:
             await self._control(scope, receive, send)
             return
         started = time.perf_counter()
-        target = target_of(scope["path"])
+        target = lookup_target(scope["path"])
         route, status = "unknown" if target is None else target.route, DISCONNECTED
         try:
             if target is None:
@@ -156,36 +124,52 @@ class Application:
         """The OpenAPI document of all routes."""
         return self._control.openapi()
 
-    async def _serve_lookup(self, target: Target, scope: Scope, receive: Receive, send: Send) -> int:
+    async def _serve_lookup(self, target: LookupTarget, scope: Scope, receive: Receive, send: Send) -> int:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         body: bytes | None = None
         try:
             if self._token:
                 self._authorize(headers)
             if scope["method"] != "POST":
-                raise MethodNotAllowedError(f"got {scope['method']} {scope['path'][:300]}, wanted POST", "POST")
-            server = self.lifecycle.server_of(target.model_name)
+                got = f"got {scope['method']} {scope['path'][:300]}"
+                raise RequestError(405, f"{got}, expected POST", (b"allow", b"POST"))
+            server = self.lifecycle.serving or self.lifecycle.server_of(target.model_name)
             body = await self._bodies.read(headers, receive)
             if b"content-encoding" in headers:
                 body = await self._bodies.decompress(headers, body)
-            answer = await self._lookups.answer(server, target, headers, body)
+            answer = await self._look_up(server, target, headers, body)
         except ClientDisconnected:
             return DISCONNECTED
-        except (HPSError, MemoryError) as error:
-            answer = self._error_answer(error)
-        except Exception:  # noqa: BLE001 - logged; the client is told that there was one
-            _log.exception("serving %s %s", scope["method"], target.route)
-            answer = _internal_error()
+        except Exception as error:  # noqa: BLE001 - logged where it is unexpected; the client gets an answer
+            answer = self._error_answer(error, scope)
         finally:
             if body is not None:
                 self._bodies.release(body)
-        if body is None:
-            await answer.send(send, close=True)
-            await _discard_body(receive)
-            await send({"type": "http.response.body"})
-        else:
-            await answer.send(send)
+        await _send(answer, send, unread=receive if body is None else None)
         return answer.status
+
+    async def _look_up(self, server: HPS, target: LookupTarget, headers: Mapping[bytes, bytes], body: bytes) -> HTTPAnswer:
+        """Look up what the body asks for.
+
+        The lookup alone runs on another thread: orjson never releases the interpreter lock, so writing JSON elsewhere would
+        hold up the event loop just as long, and add a fight for the lock.
+        """
+        tables = server.model(target.model_name).tables
+        model = self._models.get(target)
+        if model is None or model.tables is not tables:  # unknown so far, or deployed anew
+            check_version(target.model_name, target.version)
+            model = self._models[target] = ModelTables(target.model_name, tables)
+        if target.route == LOOKUP:
+            segments = decode_lookup(body, model, self._max_keys)
+            await self._threads.run(server.lookup_segments, model.name, segments)
+            return HTTPAnswer(200, [JSON], (encode_lookup(segments, model),))
+        header_length = parse_header_length(headers.get(b"inference-header-content-length"), len(body))
+        inference = decode_request(body, header_length, model, self._max_keys)
+        await self._threads.run(server.lookup_segments, model.name, inference.segments)
+        chunks, length = inference.encode()
+        if length is None:
+            return HTTPAnswer(200, [JSON], chunks)
+        return HTTPAnswer(200, [BINARY, (b"inference-header-content-length", str(length).encode())], chunks)
 
     async def _serve_control(self, scope: Scope, receive: Receive, send: Send) -> tuple[str, int]:
         status = DISCONNECTED
@@ -196,43 +180,34 @@ class Application:
                 status = message["status"]
             await send(message)
 
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        body: bytes | None = None
         try:
             if self._token and scope["path"] not in _OPEN_PATHS:
-                self._authorize(dict(scope["headers"]))
+                self._authorize(headers)
+            body = await self._bodies.read(headers, receive)  # no route has one, but it must not come for ever
+            self._bodies.release(body)
             await self._control(scope, receive, send_and_note)
-        except HPSError as error:
-            await self._error_answer(error).send(send_and_note)
-        except Exception:  # noqa: BLE001 - logged; the client is told that there was one
-            _log.exception("serving %s %s", scope["method"], scope["path"][:300])
-            if status == DISCONNECTED:
-                await _internal_error().send(send_and_note)
+        except ClientDisconnected:
+            pass
+        except Exception as error:  # noqa: BLE001 - logged where it is unexpected; the client gets an answer
+            if status == DISCONNECTED:  # FastAPI raises again what it has answered
+                await _send(self._error_answer(error, scope), send_and_note, unread=receive if body is None else None)
         return getattr(scope.get("route"), "path", "unknown"), status
 
     def _authorize(self, headers: Mapping[bytes, bytes]) -> None:
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self._token):
-            raise UnauthorizedError("the header 'Authorization: Bearer <token>' is missing or has the wrong token")
+            message = "the header 'Authorization: Bearer <token>' is missing or has the wrong token"
+            raise RequestError(401, message, (b"www-authenticate", b"Bearer"))
 
-    def _error_answer(self, error: BaseException) -> Answer:
+    def _error_answer(self, error: Exception, scope: Scope) -> HTTPAnswer:
         if isinstance(error, DeviceError) and not isinstance(error, DeviceMemoryError):
             _log.error("the device failed: %s", error)
             self.lifecycle.fail(f"the device failed; restart the service: {error}")
+        elif not isinstance(error, HPSError | MemoryError):
+            _log.error("serving %s %s failed unexpectedly", scope["method"], scope["path"][:300], exc_info=error)
         return error_answer(error)
-
-    async def _answer_control(self, request: Request, error: Exception) -> Response:
-        """What a control route that raised answers; an unexpected error is raised again by FastAPI, and logged above."""
-        got = f"got {request.method} {request.url.path[:300]}"
-        if isinstance(error, HTTPException):
-            if error.status_code == 405:
-                error = MethodNotAllowedError(f"{got}, wanted GET", "GET")
-            else:
-                error = UnknownRouteError(f"{got}, which is not served; /openapi.json lists what is")
-        elif isinstance(error, RequestValidationError):
-            told = "; ".join(f"{one['loc'][-1]}: {one['msg']}, got {str(one['input'])[:40]!r}" for one in error.errors())
-            error = InvalidInputError(f"{got}: {told}")
-        answer = self._error_answer(error) if isinstance(error, HPSError) else _internal_error()
-        headers = {name.decode(): value.decode() for name, value in answer.headers}
-        return Response(b"".join(answer.chunks), answer.status, headers)
 
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
@@ -248,28 +223,22 @@ class Application:
             self.closed = idle and closed
 
 
-def error_answer(error: BaseException) -> Answer:
-    """The answer to a request that raised `error`: its status, and `{"error": message}` as the protocol has it."""
-    status = next((STATUS_OF_ERROR[kind] for kind in type(error).__mro__ if kind in STATUS_OF_ERROR), 500)
-    headers: list[Header] = []
-    if status == 503:
-        headers.append(_RETRY_AFTER)
-    if isinstance(error, UnauthorizedError):
-        headers.append((b"www-authenticate", b"Bearer"))
-    if isinstance(error, MethodNotAllowedError):
-        headers.append((b"allow", error.allowed.encode()))
-    if isinstance(error, MemoryError) and not isinstance(error, HPSError):
-        return json_answer(status, {"error": "not enough memory for the answer; send fewer keys at once"}, headers)
-    return json_answer(status, {"error": str(error)}, headers)
+async def _send(answer: HTTPAnswer, send: Send, unread: Receive | None = None) -> None:
+    """Send an answer. Its pieces must not change until the client has read them.
 
-
-def _internal_error() -> Answer:
-    return json_answer(500, {"error": "internal error; the log of the service has more"})
-
-
-async def _discard_body(receive: Receive) -> None:
-    """Read on for a moment: to close at once would reset the connection before the client has read the answer."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_LINGER_S):
-            while (await receive()).get("more_body", False):
-                pass
+    Args:
+        unread: has the rest of the request's body, where that was not read: the connection then closes, a moment later.
+    """
+    headers = [*answer.headers, (b"content-length", str(sum(map(len, answer.chunks))).encode())]
+    if unread is not None:
+        headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    last = len(answer.chunks) - 1
+    for place, chunk in enumerate(answer.chunks):
+        await send({"type": "http.response.body", "body": chunk, "more_body": unread is not None or place < last})
+    if unread is not None:  # to close at once would reset the connection before the client has read the answer
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                while (await unread()).get("more_body", False):
+                    pass
+        await send({"type": "http.response.body"})

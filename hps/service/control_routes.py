@@ -1,19 +1,24 @@
 """The routes beside the lookups: health, metadata, metrics and the OpenAPI document. These are FastAPI's."""
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from prometheus_client.registry import Collector
+from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from hps import __version__
 from hps.deployment import Deployment
+from hps.errors import HPSError, InvalidInputError
 from hps.service import schemas
+from hps.service.http_answer import HTTPAnswer, RequestError
 from hps.service.http_metrics import HTTPMetrics
 from hps.service.lifecycle import Lifecycle
-from hps.service.load_progress import ModelStatus
-from hps.service.lookup_routes import VERSION, check_version
 
 _UNREADY: dict[int | str, dict[str, Any]] = {
     400: {"model": schemas.ErrorAnswer, "description": schemas.ERRORS[400]},
@@ -24,8 +29,44 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def add_routes(app: FastAPI, lifecycle: Lifecycle, metrics: HTTPMetrics) -> None:
-    """Add the routes to a FastAPI application; every error they raise is an `HPSError`."""
+def control_app(
+    lifecycle: Lifecycle,
+    metrics: HTTPMetrics,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]],
+    error_answer: Callable[[Exception, Scope], HTTPAnswer],
+) -> FastAPI:
+    """Make the FastAPI application of these routes.
+
+    Args:
+        lifecycle: what the routes report.
+        metrics: what `/metrics` exposes, beside the metrics of the models and of the parameter server.
+        lifespan: entered when the service starts, left when it stops.
+        error_answer: the answer to an error that was raised while the request of a scope was served.
+    """
+
+    async def answer_error(request: Request, error: Exception) -> Response:
+        """FastAPI raises an unexpected error again after this answer."""
+        got = f"got {request.method} {request.url.path[:300]}"
+        if isinstance(error, HTTPException):
+            if error.status_code == 405:
+                error = RequestError(405, f"{got}, expected GET", (b"allow", b"GET"))
+            else:
+                error = RequestError(404, f"{got}, which is not served; /openapi.json lists the routes")
+        elif isinstance(error, RequestValidationError):
+            problems = (f"{one['loc'][-1]}: {one['msg']}, got {str(one['input'])[:40]!r}" for one in error.errors())
+            error = InvalidInputError(f"{got}: {'; '.join(problems)}")
+        answer = error_answer(error, request.scope)
+        headers = {name.decode(): value.decode() for name, value in answer.headers}
+        return Response(b"".join(answer.chunks), answer.status, headers)
+
+    app = FastAPI(
+        title="hps",
+        version=__version__,
+        description="Vectors of embedding tables by int64 keys: Open Inference Protocol v2, and JSON for curl.",
+        lifespan=lifespan,
+        redoc_url=None,
+        exception_handlers=dict.fromkeys((HPSError, HTTPException, RequestValidationError, Exception), answer_error),
+    )
 
     @app.get("/v2/health/live", tags=["health"])
     async def live() -> schemas.Live:
@@ -41,14 +82,14 @@ def add_routes(app: FastAPI, lifecycle: Lifecycle, metrics: HTTPMetrics) -> None
         reason = lifecycle.not_ready_reason
         if not reason:
             return schemas.ServerReady(ready=True)
-        answers = not strict and lifecycle.settled
-        response.status_code = 200 if answers else 503
-        return schemas.ServerReady(ready=answers, reason=reason, models=[_status(one) for one in lifecycle.loads.models()])
+        settled = not strict and lifecycle.settled
+        response.status_code = 200 if settled else 503
+        return schemas.ServerReady(ready=settled, reason=reason, models=lifecycle.states.models())
 
     @app.get("/v2", tags=["metadata"], responses={401: _ERRORS[401]})
     async def server_metadata() -> schemas.ServerMetadata:
         """The server, and the names of its models."""
-        server = lifecycle.opened()
+        server = lifecycle.opened
         models = [] if server is None else list(server.models)
         return schemas.ServerMetadata(name="hps", version=__version__, extensions=["binary_tensor_data"], models=models)
 
@@ -61,7 +102,7 @@ def add_routes(app: FastAPI, lifecycle: Lifecycle, metrics: HTTPMetrics) -> None
     async def model_version_metadata(model: str, version: str) -> schemas.ModelMetadata:
         """A model's inputs, outputs and tables."""
         deployment = lifecycle.server_of(model).model(model)
-        check_version(model, version)
+        schemas.check_version(model, version)
         return _metadata(model, deployment)
 
     @app.get("/v2/models/{model}/ready", tags=["health"], responses=_ERRORS, response_model_exclude_none=True)
@@ -76,14 +117,14 @@ def add_routes(app: FastAPI, lifecycle: Lifecycle, metrics: HTTPMetrics) -> None
     async def model_version_ready(model: str, version: str) -> schemas.ModelReady:
         """Whether lookups of a model are answered."""
         lifecycle.server_of(model).model(model)
-        check_version(model, version)
+        schemas.check_version(model, version)
         return schemas.ModelReady(ready=True, name=model)
 
     @app.get("/metrics", tags=["metrics"], response_class=Response, responses={401: _ERRORS[401]})
     async def prometheus_metrics(request: Request) -> Response:
         """Counters of lookups, tiers and requests, for Prometheus."""
-        server = lifecycle.opened()
-        others: list[Collector] = [lifecycle.loads, *([server.metrics.registry] if server else [])]
+        server = lifecycle.opened
+        others: list[Collector] = [lifecycle.states, *([server.metrics.registry] if server else [])]
         text, content_type = metrics.expose(request.headers.get("accept", ""), others)
         return Response(text, headers={"content-type": content_type})
 
@@ -95,11 +136,12 @@ def add_routes(app: FastAPI, lifecycle: Lifecycle, metrics: HTTPMetrics) -> None
             app.openapi_schema = document
         return app.openapi_schema
 
-    app.openapi = openapi  # type: ignore[method-assign]
+    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's "Extending OpenAPI" has it
+    return app
 
 
 def _drop_validation_errors(document: dict[str, Any]) -> None:
-    """FastAPI describes 422 for every parameter; ours are strings, and errors are `{"error": message}`."""
+    """FastAPI describes a 422 for every parameter; ours are strings, and our errors are `{"error": message}`."""
     for methods in document["paths"].values():
         for operation in methods.values():
             operation["responses"].pop("422", None)
@@ -107,35 +149,11 @@ def _drop_validation_errors(document: dict[str, Any]) -> None:
         document["components"]["schemas"].pop(name, None)
 
 
-def _status(status: ModelStatus) -> schemas.ModelStatus:
-    return schemas.ModelStatus(
-        name=status.name,
-        state=status.state,
-        percent=status.percent,
-        reason=status.reason or None,
-        retry_in_s=status.retry_in_s,
-        tables=[
-            schemas.TableStatus(
-                name=table.name,
-                state=table.state,
-                rows=load.rows if load else None,
-                rows_done=load.rows_done if load else None,
-                size_bytes=load.size_bytes if load else None,
-                bytes_done=load.bytes_done if load else None,
-                rows_per_s=load.rows_per_s if load else None,
-                seconds_left=load.seconds_left if load else None,
-            )
-            for table in status.tables
-            for load in (table.load,)
-        ],
-    )
-
-
 def _metadata(name: str, deployment: Deployment) -> schemas.ModelMetadata:
     tables = deployment.tables
     return schemas.ModelMetadata(
         name=name,
-        versions=[VERSION],
+        versions=[schemas.VERSION],
         platform="hps",
         inputs=[
             schemas.TensorMetadata(name="KEYS", datatype="INT64", shape=[1, -1]),

@@ -1,4 +1,4 @@
-"""The life of the parameter server behind the service: its tiers opened, its models loaded one by one, closed."""
+"""The life of the parameter server behind the service: it opens the tiers, loads one model after the other, and closes."""
 
 import heapq
 import logging
@@ -22,19 +22,19 @@ from hps.errors import (
 )
 from hps.parameter_server import HPS
 from hps.progress import LogProgress, Progress, time_text
-from hps.service.load_progress import LoadProgress
+from hps.service.model_states import ModelStates
 
 _log = logging.getLogger(__name__)
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 5.0, 300.0
-"""How long after a failure that may pass a model is tried again: doubled at each failure, up to the latter."""
+"""The first and the longest wait before a model is tried again, after a failure that may pass. Each failure doubles it."""
 
 _MAY_PASS = (ModelSourceError, ModelFileChangedError, DatabaseError)
 _STAYS = (DatabaseCorruptError, TableWidthError)
 
 
 @dataclass(order=True, slots=True)
-class _Failed:
+class _FailedModel:
     """A model that could not be loaded. Ordered by when it is tried again."""
 
     due: float  # of time.monotonic; infinite: never
@@ -44,7 +44,7 @@ class _Failed:
 
 
 class Lifecycle:
-    """Loads a parameter server without blocking the event loop, says what is ready, closes it. *Thread-safe.*
+    """Loads a parameter server without blocking the event loop, says what is ready, and closes it. *Thread-safe.*
 
     Each model answers as soon as it is loaded. One that cannot be loaded does not stop the others: it is not ready, and is
     tried again when the cause may pass by itself. Loading as a whole fails when the databases cannot be opened, or when no
@@ -53,12 +53,15 @@ class Lifecycle:
     Args:
         configuration: what to load.
         parameter_server: one that is loaded already; it stays open when the service stops.
-        progress: told how far the loading is.
+        progress: gets reports of the loading; by default they are logged.
         force: load the models' files even where a database holds them already; its online updates are lost.
         first_retry_s: how long to wait before a failed model is tried again.
 
     Attributes:
-        loads: how far each model is, for people and for Prometheus.
+        states: the progress of each model, for people and for Prometheus.
+        opened: the parameter server once its databases are open, ready or not: its metrics are worth reading even then.
+        serving: the parameter server while lookups of every model are answered, else None; then `server_of` says why.
+        failure: what ended the loading as a whole, if something did.
     """
 
     def __init__(
@@ -72,15 +75,16 @@ class Lifecycle:
     ) -> None:
         self._configuration = configuration
         self._owned = parameter_server is None
-        self._server = parameter_server
+        self.opened = self.serving = parameter_server
+        self.failure: BaseException | None = None
         self._force = force
         self._first_retry_s = first_retry_s
-        self.loads = LoadProgress(configuration.models if self._owned else (), self._deployed, progress or LogProgress())
         self._stopping = threading.Event()
-        self._blocked = "" if parameter_server else "not started"  # why nothing at all is answered
+        models = configuration.models if self._owned else ()
+        self.states = ModelStates(models, self._deployed, progress or LogProgress(), self._end_when_stopping)
+        self._blocked = "not started" if self._owned else ""  # why nothing at all is answered
         self._settled = self._complete = not self._owned
-        self._failure: BaseException | None = None
-        self._changing = threading.Lock()  # a server may get ready while the service stops
+        self._changing = threading.Lock()  # the loading may end while the service stops
         self._loader: threading.Thread | None = None
 
     @property
@@ -90,18 +94,13 @@ class Lifecycle:
 
     @property
     def settled(self) -> bool:
-        """Whether lookups are answered, of every model but those that failed."""
+        """Whether lookups of every model are answered, except of those that failed."""
         return not self._blocked and (self._settled or self.ready)
 
     @property
     def not_ready_reason(self) -> str:
         """Why lookups of some or all models are not answered; empty when all are."""
-        return self._blocked or ("" if self._complete else self.loads.summary())
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What ended the loading as a whole, if something did."""
-        return self._failure
+        return self._blocked or ("" if self._complete else self.states.summary())
 
     def server(self) -> HPS:
         """The parameter server; models may still be loading.
@@ -109,28 +108,24 @@ class Lifecycle:
         Raises:
             NotReadyError: it is being opened, failed or is closed; the message says which.
         """
-        if self._server is None or self._blocked:
+        if self.opened is None or self._blocked:
             raise NotReadyError(f"the parameter server is not ready: {self._blocked}")
-        return self._server
+        return self.opened
 
     def server_of(self, model_name: str) -> HPS:
-        """The parameter server, for a lookup of a model; that there is such a model is not checked.
+        """The parameter server, for a lookup of a model. Does not check that there is such a model.
 
         Raises:
-            NotReadyError: as `server`, or the model waits, is being loaded or failed; the message says which, and why.
+            NotReadyError: as `server`; or the model waits, is being loaded or failed. The message says which, and why.
         """
         server = self.server()
         if not self._complete:
             try:
                 server.model(model_name)
             except UnknownModelError:
-                if reason := self.loads.reason(model_name):
+                if reason := self.states.reason(model_name):
                     raise NotReadyError(f"model {model_name!r} is not ready: {reason}") from None
         return server
-
-    def opened(self) -> HPS | None:
-        """The parameter server once its databases are open, ready or not: its metrics are worth reading even then."""
-        return self._server
 
     def start(self) -> None:
         """Begin to load."""
@@ -140,15 +135,14 @@ class Lifecycle:
             self._loader.start()
 
     def fail(self, reason: str) -> None:
-        """Stop answering for good, because of something that only a restart heals."""
+        """Stop answering for good, for a reason that only a restart removes."""
         with self._changing:
-            self._blocked = reason
+            self._blocked, self.serving = reason, None
 
     def refuse(self) -> None:
-        """Answer no new lookups: the service stops."""
-        with self._changing:
-            self._stopping.set()
-            self._blocked = "shutting down"
+        """Answer no new lookups: the service is stopping."""
+        self._stopping.set()
+        self.fail("shutting down")
 
     def close(self, timeout_s: float) -> bool:
         """Stop loading and close the parameter server; False when that takes longer. Blocks."""
@@ -159,29 +153,33 @@ class Lifecycle:
         if self._loader:
             self._loader.join(timeout_s)
         with self._changing:
-            server, self._server = self._server, None
-        if server:  # it waits for a model that is being loaded
+            server, self.opened = self.opened, None
+        if server:  # closing waits for a model that is being loaded
             closer = threading.Thread(target=server.close, name="hps-close", daemon=True)
             closer.start()
             closer.join(max(0.0, deadline - time.monotonic()))
             return not closer.is_alive()
         return self._loader is None or not self._loader.is_alive()
 
+    def _end_when_stopping(self) -> None:
+        if self._stopping.is_set():
+            raise NotReadyError("the service is stopping")
+
     def _deployed(self) -> tuple[str, ...]:
-        server = self._server
+        server = self.opened
         return () if server is None else server.models
 
     def _load(self) -> None:
         started = time.monotonic()
         try:
             server = HPS(self._configuration, deploy_models=False)
-        except BaseException as error:  # noqa: BLE001 - a thread's end: `failure` carries it to whoever serves
+        except BaseException as error:  # noqa: BLE001 - the end of a thread: `failure` carries it to the caller of serve
             self._end(error)
             return
         with self._changing:
             stopped = self._stopping.is_set()
             if not stopped:
-                self._server, self._blocked = server, ""
+                self.opened, self._blocked = server, ""
         if stopped:
             server.close()
             return
@@ -191,20 +189,26 @@ class Lifecycle:
         if failed and not server.models:
             self._end(_all_failed(failed))
             with self._changing:
-                self._server = None
+                self.opened = None
             server.close()
             return
         seconds, names = time.monotonic() - started, ", ".join(server.models)
         if failed:
-            _log.warning("ready after %.1f s: %s; not ready: %s", seconds, names, self.loads.summary())
+            _log.warning("ready after %.1f s: %s; not ready: %s", seconds, names, self.states.summary())
         else:
             _log.info("ready after %.1f s: %s", seconds, names)
-        self._complete = not failed
+            self._complete_loading(server)
         self._settled = True
         self._try_again(server, failed)
 
-    def _try_again(self, server: HPS, failed: list[_Failed]) -> None:
-        """Load those whose cause may pass, one at a time as each is due, until there are none or the service stops."""
+    def _complete_loading(self, server: HPS) -> None:
+        with self._changing:
+            self._complete = True
+            if not self._blocked:
+                self.serving = server
+
+    def _try_again(self, server: HPS, failed: list[_FailedModel]) -> None:
+        """Try those again whose cause may pass, one at a time as each is due, until all are loaded or the service stops."""
         heapq.heapify(failed)
         while failed and failed[0].due < math.inf:
             if self._stopping.wait(max(0.0, failed[0].due - time.monotonic())):
@@ -212,35 +216,38 @@ class Lifecycle:
             last = heapq.heappop(failed)
             if again := self._deploy(server, last.model, last.failures):
                 heapq.heappush(failed, again)
-        self._complete = not failed
+        if not failed:
+            self._complete_loading(server)
 
-    def _deploy(self, server: HPS, model: ModelConfig, failures: int = 0) -> _Failed | None:
-        """Load one model and report how that went. What went wrong; None when nothing did or the service stops."""
+    def _deploy(self, server: HPS, model: ModelConfig, failures: int = 0) -> _FailedModel | None:
+        """Load one model and report the outcome. Returns the failure; None when there was none or the service is stopping."""
         name = model.model
         if self._stopping.is_set() or name in server.models:  # somebody else has deployed it
             return None
-        self.loads.model_started(name)
+        self.states.model_started(name)
         try:
-            server.deploy(model, progress=_UntilStopped(self.loads, self._stopping), force=self._force)
+            server.deploy(model, progress=self.states, force=self._force)
         except Exception as error:  # noqa: BLE001 - reported as the state of the model; the others go on
             if self._stopping.is_set():
                 _log.info("loading model %s was stopped: %s", name, error)
                 return None
             return self._report(model, error, failures + 1)
-        _log.info("model %s is ready after %.1f s", name, self.loads.model_ready(name))
+        _log.info("model %s is ready after %.1f s", name, self.states.model_ready(name))
         return None
 
-    def _report(self, model: ModelConfig, error: Exception, failures: int) -> _Failed:
+    def _report(self, model: ModelConfig, error: Exception, failures: int) -> _FailedModel:
         pause = math.inf
         if isinstance(error, _MAY_PASS) and not isinstance(error, _STAYS):
             pause = min(self._first_retry_s * 2.0 ** min(failures - 1, 32), LONGEST_RETRY_S)
             pause *= random.uniform(0.75, 1.0)  # so that replicas that failed together do not come back together
         known = isinstance(error, (HPSError, MemoryError))
-        cause = (str(error) or "not enough memory") if known else "internal error; the log has more"
-        again = f"trying again in {time_text(pause)}" if pause < math.inf else "not tried again: it does not pass by itself"
+        cause = (str(error) or "not enough memory") if known else "internal error; the log has the details"
+        again = (
+            f"trying again in {time_text(pause)}" if pause < math.inf else "not trying again: the cause does not pass by itself"
+        )
         _log.error("loading model %s failed: %s; %s", model.model, cause, again, exc_info=None if known else error)
-        self.loads.model_failed(model.model, cause, pause if pause < math.inf else None)
-        return _Failed(time.monotonic() + pause, model, error, failures)
+        self.states.model_failed(model.model, cause, pause if pause < math.inf else None)
+        return _FailedModel(time.monotonic() + pause, model, error, failures)
 
     def _end(self, error: BaseException) -> None:
         """Report that the loading as a whole failed."""
@@ -248,38 +255,16 @@ class Lifecycle:
             if self._stopping.is_set():
                 _log.info("loading was stopped: %s", error)
                 return
-            self._blocked = f"loading failed: {error if isinstance(error, HPSError) else 'internal error; see the log'}"
-            self._failure = error
-        _log.error("loading failed: %s", error, exc_info=None if isinstance(error, HPSError) else error)
+            known = isinstance(error, HPSError)
+            self._blocked = f"loading failed: {error if known else 'internal error; the log has the details'}"
+            self.failure = error
+        _log.error("loading failed: %s", error, exc_info=None if known else error)
 
 
-def _all_failed(failed: list[_Failed]) -> BaseException:
+def _all_failed(failed: list[_FailedModel]) -> BaseException:
     """What to raise when no model could be loaded."""
     first = failed[0].error
     if len(failed) == 1 or not isinstance(first, HPSError) or isinstance(first, ConfigError):
         return first
-    told = "".join(f"\n  {one.model.model}: {one.error}" for one in failed)
-    return type(first)(f"none of {len(failed)} models could be loaded:{told}")
-
-
-class _UntilStopped:
-    """Passes the progress on, and ends the loading when the service stops."""
-
-    def __init__(self, progress: Progress, stopping: threading.Event) -> None:
-        self._progress = progress
-        self._stopping = stopping
-
-    def start(self, tag: str, rows: int, size_bytes: int) -> None:
-        self._check()
-        self._progress.start(tag, rows, size_bytes)
-
-    def advance(self, tag: str, rows: int) -> None:
-        self._progress.advance(tag, rows)
-        self._check()
-
-    def finish(self, tag: str) -> None:
-        self._progress.finish(tag)
-
-    def _check(self) -> None:
-        if self._stopping.is_set():
-            raise NotReadyError("the service stops")
+    causes = "".join(f"\n  {one.model.model}: {one.error}" for one in failed)
+    return type(first)(f"none of {len(failed)} models could be loaded:{causes}")

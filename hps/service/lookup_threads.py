@@ -1,11 +1,13 @@
 """The threads that lookups run on, so that the event loop never waits for a database.
 
-What is dear is not the work that a hop takes but the hand-over of the interpreter lock, twice a hop: each wakes a sleeping
-thread and is a moment in which nobody runs, together as long as a lookup of a thousand resident keys. So hand-overs are
-shared: the calls of one turn of the event loop are handed over at its end, to one thread while it gets on, and that thread
-tells the event loop of all results once it has nothing left to do. A call that is long does not delay the others by more
-than a tick of a millisecond: calls that wait for that long get further threads, and results are collected that nobody told
-of. A call that comes while a long one runs gets a thread at once.
+The cost of a hop to a thread is not its work but the hand-over of the interpreter lock, twice a hop: each hand-over wakes a
+sleeping thread, and meanwhile nothing runs. The two together take as long as a lookup of a thousand resident keys. So
+hand-overs are shared. The calls of one turn of the event loop are handed over together at its end, to one thread as long as
+that thread keeps up, and it reports all results at once when it has nothing left to do.
+
+A long call delays the others by at most a tick of a millisecond: calls that have waited for a tick get further threads, and
+every tick collects the results that no thread has reported yet. A call that arrives while a long one runs gets a thread at
+once.
 """
 
 import asyncio
@@ -17,16 +19,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hps.service.request_errors import LookupTimeoutError, OverloadedError
+from hps.service.http_answer import RequestError
 
 _T = TypeVar("_T")
 
 MAX_WAITING = 256
-"""Calls that may wait for a thread. At 0.1 ms a lookup the last of them waits for some 25 ms; beyond that, clients are told
-to come back."""
+"""Calls that may wait for a thread. At 0.1 ms a lookup the last of them waits for some 25 ms; further requests are refused."""
 
 _TICK_S = 0.001
-_LONG_S = 0.0005  # a call that runs for so long is not waited for
+_LONG_S = 0.0005  # a call that has run for longer is not waited for
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +45,7 @@ class LookupThreads:
 
     Args:
         threads: calls that run at once.
-        timeout_s: how long a call may take, its waiting included.
+        timeout_s: how long a call may take, including its wait for a thread.
         max_waiting: calls that may wait for a thread.
     """
 
@@ -74,14 +75,16 @@ class LookupThreads:
         return self._pending
 
     async def run(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """Run `function(*arguments)` on a thread and return what it returns, or raise what it raises.
+        """Run `function(*arguments)` on a thread, and return or raise what it does.
 
         Raises:
-            OverloadedError: too many calls wait already.
-            LookupTimeoutError: it did not end in time; the thread goes on with it until it ends.
+            RequestError: 503, too many calls wait already; or 504, it did not end in time. Its thread then runs on until
+                the call ends.
         """
         if self._pending >= self._limit:
-            raise OverloadedError(f"{self._pending} lookups run or wait, wanted at most {self._limit}; send it again later")
+            raise RequestError(
+                503, f"{self._pending} lookups run or wait, expected at most {self._limit}; send the request again later"
+            )
         loop = asyncio.get_running_loop()
         call = _Call(function, arguments, loop.create_future(), time.monotonic())
         self._pending += 1
@@ -96,7 +99,7 @@ class LookupThreads:
         return result
 
     def close(self, timeout_s: float) -> bool:
-        """Let the calls that run or wait end, then the threads; False when that takes longer. Blocks."""
+        """Let the calls that run or wait end, then end the threads. False when that takes longer. Blocks."""
         deadline = time.monotonic() + timeout_s
         self._closing = True
         self._wake(len(self._threads))
@@ -114,7 +117,7 @@ class LookupThreads:
         try:
             for _ in range(count):
                 self._sleepers.pop().release()
-        except IndexError:  # all are awake, and look for waiting calls before they sleep
+        except IndexError:  # all are awake, and they look for waiting calls before they sleep
             pass
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -124,7 +127,7 @@ class LookupThreads:
             del self._unanswered[oldest]
             if not oldest.future.done():
                 text = f"the lookup did not end within {self._timeout_s:g} s (service.request_timeout_s)"
-                oldest.future.set_exception(LookupTimeoutError(text))
+                oldest.future.set_exception(RequestError(504, text))
         with suppress(IndexError):  # a thread took the last one meanwhile
             if self._waiting and now - self._waiting[0].submitted_s > _TICK_S:
                 self._wake(len(self._waiting))
@@ -147,13 +150,14 @@ class LookupThreads:
     def _work(self) -> None:
         turn = threading.Lock()
         turn.acquire()
-        loop: asyncio.AbstractEventLoop | None = None  # to tell of results
+        loop: asyncio.AbstractEventLoop | None = None  # that has results to collect
         while True:
             try:
                 call = self._waiting.popleft()
             except IndexError:
                 if loop is not None:
-                    self._tell(loop)
+                    with suppress(RuntimeError):  # the event loop is closed: nobody waits
+                        loop.call_soon_threadsafe(self._settle)
                     loop = None
                 if self._closing:
                     return
@@ -174,7 +178,3 @@ class LookupThreads:
                     call.error = error
             self._done.append(call)
             del call  # holds its buffers
-
-    def _tell(self, loop: asyncio.AbstractEventLoop) -> None:
-        with suppress(RuntimeError):  # the event loop is closed: nobody waits
-            loop.call_soon_threadsafe(self._settle)

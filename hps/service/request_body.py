@@ -1,4 +1,4 @@
-"""Reads request bodies within limits of size, time and memory held."""
+"""Reads request bodies within limits of size, time and memory."""
 
 import asyncio
 import zlib
@@ -8,8 +8,8 @@ from typing import Any
 from starlette.types import Receive
 
 from hps.errors import InvalidInputError
+from hps.service.http_answer import RequestError
 from hps.service.lookup_threads import LookupThreads
-from hps.service.request_errors import BodyTimeoutError, BodyTooLargeError, OverloadedError, UnsupportedEncodingError
 
 _HELD_BODIES = 8  # full-size bodies that may be in memory at once
 _ENCODINGS = (b"identity", b"gzip", b"deflate")
@@ -18,7 +18,7 @@ _UNCOUNTED_BYTES = 65_536  # smaller bodies are bounded by the number of connect
 
 
 class ClientDisconnected(Exception):
-    """The client went away before its request was complete: nobody is left to be told."""
+    """The client went away before its request was complete: there is nobody to answer."""
 
 
 class BodyReader:
@@ -49,22 +49,18 @@ class BodyReader:
         """Read the whole body, as it was sent. The caller gives it back with `release` when the request is done.
 
         Raises:
-            BodyTooLargeError: it is declared or found to be too large; what is left of it is not read.
-            BodyTimeoutError: it did not arrive in time.
-            OverloadedError: the bodies of other requests fill the memory set aside for bodies.
-            UnsupportedEncodingError: it is compressed in a way that is not understood.
+            RequestError: 408, it did not arrive in time; 413, it is declared or found to be too large, and the rest of it is
+                not read; 415, it is compressed in a way that is not supported; 503, the bodies of other requests fill the
+                memory that is set aside for bodies.
             ClientDisconnected: the client went away.
         """
         declared = headers.get(b"content-length")
         if declared is not None and int(declared) > self._max_bytes:  # the server checked that it is a number
             raise self._too_large(f"Content-Length is {int(declared)}")
         if b"content-encoding" in headers and (encoding := _encoding(headers)) not in _ENCODINGS:
-            raise UnsupportedEncodingError(
-                f"reading the request: got Content-Encoding {encoding.decode('latin-1')[:40]!r}, wanted gzip, deflate or none"
-            )
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("a request body is read by a task of the event loop")
+            got = f"got Content-Encoding {encoding.decode('latin-1')[:40]!r}"
+            raise RequestError(415, f"reading the request: {got}, expected gzip, deflate or none")
+        task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]  # never None within a coroutine
         self._start_clock(task)
         chunks: list[bytes] = []
         size = held = 0
@@ -86,9 +82,8 @@ class BodyReader:
             self._held -= held
             if isinstance(error, asyncio.CancelledError) and self._deadlines[task] == _EXPIRED:
                 task.uncancel()
-                raise BodyTimeoutError(
-                    f"the request body did not arrive within {self._timeout_s:g} s (service.request_timeout_s)"
-                ) from None
+                limit = f"{self._timeout_s:g} s (service.request_timeout_s)"
+                raise RequestError(408, f"the request body did not arrive within {limit}") from None
             raise
         finally:
             del self._deadlines[task]
@@ -98,9 +93,9 @@ class BodyReader:
         """Decompress a body that was read, of a request with a Content-Encoding. The result replaces it, for `release`, too.
 
         Raises:
-            BodyTooLargeError: it decompresses to too much; no more than the limit is ever decompressed.
+            RequestError: 413, it decompresses to more than the limit, which is never passed; 503 and 504, as
+                `LookupThreads.run`.
             InvalidInputError: it is not what the headers say.
-            OverloadedError, LookupTimeoutError: as `LookupThreads.run`.
         """
         if _encoding(headers) == b"identity":
             return body
@@ -116,7 +111,7 @@ class BodyReader:
             self._held -= len(body)
 
     def _start_clock(self, task: "asyncio.Task[Any]") -> None:
-        """Have the task cancelled when its body takes too long; one timer for all, as most bodies are there already."""
+        """Cancel the task when its body takes too long. One timer serves all tasks, since most bodies are there already."""
         loop = asyncio.get_running_loop()
         self._deadlines[task] = loop.time() + self._timeout_s
         if not self._sweeping:
@@ -135,10 +130,8 @@ class BodyReader:
 
     def _hold(self, size: int) -> None:
         if self._held + size > self._max_held:
-            raise OverloadedError(
-                f"reading the request: the bodies of other requests hold {self._held} bytes, wanted at most {self._max_held}; "
-                "send it again later"
-            )
+            held = f"the bodies of other requests hold {self._held} bytes, expected at most {self._max_held}"
+            raise RequestError(503, f"reading the request: {held}; send the request again later")
         self._held += size
 
     def _inflate(self, body: bytes) -> bytes:
@@ -146,7 +139,7 @@ class BodyReader:
         try:
             decompressed = decompressor.decompress(body, self._max_bytes + 1)
         except zlib.error as error:
-            raise InvalidInputError(f"decompressing the request: {error}") from None
+            raise InvalidInputError(f"decompressing the request: {error}") from error
         if len(decompressed) > self._max_bytes:
             raise self._too_large("it decompresses to more")
         if not decompressor.eof or decompressor.unused_data:
@@ -154,10 +147,9 @@ class BodyReader:
             raise InvalidInputError(f"decompressing the request: the compressed stream {found}")
         return decompressed
 
-    def _too_large(self, got: str) -> BodyTooLargeError:
-        return BodyTooLargeError(
-            f"reading the request: {got}, wanted at most {self._max_bytes} (service.max_body_bytes); send fewer keys"
-        )
+    def _too_large(self, got: str) -> RequestError:
+        limit = f"expected at most {self._max_bytes} (service.max_body_bytes)"
+        return RequestError(413, f"reading the request: {got}, {limit}; send fewer keys")
 
 
 def _encoding(headers: Mapping[bytes, bytes]) -> bytes:

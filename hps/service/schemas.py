@@ -1,19 +1,28 @@
-"""What requests and answers look like: the types of the control routes, and the OpenAPI description of the lookups."""
+"""The HTTP interface as it is published: the paths and versions of lookups, and what requests and answers look like."""
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
-from hps.service.lookup_routes import INFER, INFER_VERSION, LOOKUP
+from hps.errors import UnknownModelError
 
+INFER: Final = "/v2/models/{model}/infer"
+INFER_VERSION: Final = "/v2/models/{model}/versions/{version}/infer"
+LOOKUP: Final = "/v1/models/{model}/lookup"
+
+VERSION = "1"
+"""The version that every model has: a parameter server serves one."""
+
+ModelState = Literal["waiting", "loading", "ready", "failed"]
+TableState = Literal["waiting", "loading", "done", "failed"]
 Datatype = Literal["INT64", "INT32", "FP32", "BOOL"]
 
 
 class ErrorAnswer(BaseModel):
     """Why a request was not served."""
 
-    error: str = Field(description="What was being done, what was got, what was wanted.")
+    error: str = Field(description="What was being done, what was got, what was expected.")
 
 
 class Live(BaseModel):
@@ -26,37 +35,41 @@ class Ready(BaseModel):
     """Whether something answers lookups."""
 
     ready: bool
-    reason: str | None = Field(default=None, description="Why not, when not.")
+    reason: str | None = Field(default=None, description="Why not.")
 
 
 class TableStatus(BaseModel):
-    """How far the loading of a table is. Only `name` and `state` where nothing of it had to be read."""
+    """Progress of loading a table. Only `name` and `state` where none of it had to be read."""
 
     name: str
-    state: Literal["waiting", "loading", "done", "failed"]
+    state: TableState
     rows: int | None = None
     rows_done: int | None = None
     size_bytes: int | None = None
     bytes_done: int | None = None
-    rows_per_s: float | None = Field(default=None, description="Of the last seconds.")
-    seconds_left: float | None = Field(default=None, description="At that rate; absent while nothing moves.")
+    rows_per_s: float | None = Field(default=None, description="Over the last seconds.")
+    seconds_left: float | None = Field(default=None, description="At that rate; absent while no rows arrive.")
 
 
 class ModelStatus(BaseModel):
-    """How far the loading of a model is."""
+    """Progress of loading a model."""
 
     name: str
-    state: Literal["waiting", "loading", "ready", "failed"]
-    percent: int = Field(description="Each table counting the same.")
-    reason: str | None = Field(default=None, description="What it waits for, how far it is, or why it failed.")
-    retry_in_s: float | None = Field(default=None, description="When a failed one is tried again; absent when it is not.")
+    state: ModelState
+    percent: int = Field(description="Of its tables, each of which counts the same; 100 once it is ready.")
+    reason: str | None = Field(
+        default=None, description="What it waits for, its progress, or why it failed; absent when it is ready."
+    )
+    retry_in_s: float | None = Field(
+        default=None, description="Time until a failed model is tried again; absent when it is not."
+    )
     tables: list[TableStatus]
 
 
 class ServerReady(Ready):
     """Whether lookups of every model are answered."""
 
-    models: list[ModelStatus] | None = Field(default=None, description="Of every model, unless all are ready.")
+    models: list[ModelStatus] | None = Field(default=None, description="All models; absent when all are ready.")
 
 
 class ModelReady(Ready):
@@ -71,7 +84,7 @@ class ServerMetadata(BaseModel):
     name: str
     version: str
     extensions: list[str]
-    models: list[str] = Field(description="Names of the models in service; those that load, wait or failed are not.")
+    models: list[str] = Field(description="Names of the models in service, without those that wait, load or failed.")
 
 
 class TensorMetadata(BaseModel):
@@ -87,8 +100,10 @@ class TableMetadata(BaseModel):
 
     name: str
     dim: int
-    max_keys: int = Field(description="Most keys of this table in one request.")
-    default_value: float | None = Field(description="Every element of the vector that an absent key gets.")
+    max_keys: int = Field(description="The most keys of this table in one request.")
+    default_value: float | None = Field(
+        description="Every element of the vector that an absent key gets; null where JSON cannot express it."
+    )
 
 
 class ModelMetadata(BaseModel):
@@ -108,15 +123,17 @@ class RequestInput(BaseModel):
     name: str
     datatype: Literal["INT64", "INT32"]
     shape: list[int]
-    parameters: dict[str, Any] | None = Field(default=None, description="`binary_data_size`: bytes in the binary part.")
-    data: list[Any] | None = Field(default=None, description="Integers, flat or nested as the shape; without binary data.")
+    parameters: dict[str, Any] | None = Field(default=None, description="`binary_data_size`: its bytes in the binary part.")
+    data: list[Any] | None = Field(
+        default=None, description="Integers, flat or nested as the shape says; absent with binary data."
+    )
 
 
 class RequestOutput(BaseModel):
-    """An output that is wanted: `OUTPUT0`, `FOUND0`, `<table>` or `<table>.found`."""
+    """A requested output: `OUTPUT0`, `FOUND0`, `<table>` or `<table>.found`."""
 
     name: str
-    parameters: dict[str, Any] | None = Field(default=None, description="`binary_data`: send it as binary data.")
+    parameters: dict[str, Any] | None = Field(default=None, description="`binary_data`: whether to send it as binary data.")
 
 
 class InferenceRequest(BaseModel):
@@ -133,12 +150,12 @@ class InferenceRequest(BaseModel):
         }
     )
 
-    id: str | None = Field(default=None, description="Echoed.")
+    id: str | None = Field(default=None, description="Returned with the answer.")
     parameters: dict[str, Any] | None = Field(
         default=None, description="`binary_data_output`: send all outputs as binary data. `found`: send the found-masks, too."
     )
     inputs: list[RequestInput]
-    outputs: list[RequestOutput] | None = Field(default=None, description="Left out, all vectors.")
+    outputs: list[RequestOutput] | None = Field(default=None, description="Which outputs to send; by default all vectors.")
 
 
 class ResponseOutput(BaseModel):
@@ -147,9 +164,9 @@ class ResponseOutput(BaseModel):
     name: str
     datatype: Literal["FP32", "BOOL"]
     shape: list[int]
-    parameters: dict[str, Any] | None = Field(default=None, description="`binary_data_size`: bytes in the binary part.")
+    parameters: dict[str, Any] | None = Field(default=None, description="`binary_data_size`: its bytes in the binary part.")
     data: list[float | bool | None] | None = Field(
-        default=None, description="Flat, in row-major order; null is a value that JSON cannot write (NaN, infinity)."
+        default=None, description="Flat, in row-major order; null is a value that JSON cannot express (NaN, infinity)."
     )
 
 
@@ -168,14 +185,16 @@ class LookupRequest(BaseModel):
     model_config = ConfigDict(json_schema_extra={"example": {"tables": {"item": [1, 2]}, "found": True}}, extra="forbid")
 
     tables: dict[str, list[int]]
-    found: bool = Field(default=False, description="Also answer which keys some tier had.")
+    found: bool = Field(default=False, description="Also say which keys a tier had.")
 
 
 class LookupResponse(BaseModel):
     """Vectors by table, in the order of the keys."""
 
-    tables: dict[str, list[list[float | None]]] = Field(description="null is a value that JSON cannot write (NaN, infinity).")
-    found: dict[str, list[bool]] | None = Field(default=None, description="Where asked: False for keys that got the default.")
+    tables: dict[str, list[list[float | None]]] = Field(description="null is a value that JSON cannot express (NaN, infinity).")
+    found: dict[str, list[bool]] | None = Field(
+        default=None, description="Where requested: false for keys that got the default vector."
+    )
 
 
 ERRORS = {
@@ -184,9 +203,9 @@ ERRORS = {
     404: "There is no such model, version or table.",
     408: "The body did not arrive in time.",
     413: "The body is too large, or has too many keys.",
-    415: "The body is compressed in a way that is not understood.",
-    500: "A bug; the log has more.",
-    503: "Loading, overloaded, or a database failed. Retry-After says when to come back.",
+    415: "The body is compressed with something other than gzip or deflate.",
+    500: "A bug; the log has the details.",
+    503: "Loading, stopping or overloaded, or a database failed. Retry-After says when to try again.",
     504: "The lookup did not end in time.",
 }
 _REF = "#/components/schemas/"
@@ -195,8 +214,18 @@ _HEADER_LENGTH = {
     "in": "header",
     "required": False,
     "schema": {"type": "integer"},
-    "description": "Bytes of the JSON part, when binary data follow it.",
+    "description": "Bytes of the JSON part, where binary data follow it.",
 }
+
+
+def check_version(model_name: str, version: str) -> None:
+    """Refuse versions that do not exist.
+
+    Raises:
+        UnknownModelError: the model has no such version.
+    """
+    if version != VERSION:
+        raise UnknownModelError(f"model {model_name!r}: got version {version[:40]!r}, expected {VERSION!r}, the only one")
 
 
 def describe_lookups(openapi: dict[str, Any]) -> None:
@@ -206,7 +235,7 @@ def describe_lookups(openapi: dict[str, Any]) -> None:
     openapi.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
     infer = {
         "summary": "Look up keys by the Open Inference Protocol v2",
-        "description": "Binary data, after a JSON part of the length that Inference-Header-Content-Length says, is fastest.",
+        "description": "Binary data is fastest; Inference-Header-Content-Length is the length of the JSON part before it.",
         "requestBody": _content("InferenceRequest", "application/json", "application/octet-stream"),
         "responses": _responses("InferenceResponse", "application/json", "application/octet-stream"),
     }

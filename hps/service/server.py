@@ -1,15 +1,15 @@
 """Runs the service under uvicorn: bound before anything is loaded, strict about slow clients, graceful about signals."""
 
-import contextlib
+import asyncio
 import logging
 import math
 import signal
 import socket
 import time
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import uvicorn
+import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from hps.configuration.load import Configuration, ModelConfig
@@ -19,7 +19,8 @@ from hps.service.app import CLOSE_TIMEOUT_S, Application, create_app
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 2048
-_MAX_HEAD_BYTES = 65_536
+_MAX_HEADER_BYTES = 65_536
+_TICK_S, _TICKS_A_SWEEP = 0.1, 10
 
 
 def serve(
@@ -31,14 +32,14 @@ def serve(
     *,
     force: bool = False,
 ) -> bool:
-    """Serve a configuration over HTTP until SIGTERM or SIGINT. Blocks.
+    """Serve a configuration over HTTP until SIGTERM or SIGINT. Blocks; to be called in the main thread.
 
     Args:
         configuration: what to serve.
         host: in place of the configured one.
         port: in place of the configured one; 0 picks a free one, which is logged.
         log_level: of the log on standard error, unless logging is set up already.
-        progress: told how far the loading is; by default it is logged.
+        progress: gets reports of the loading; by default they are logged.
         force: load the models' files even where a database holds them already; its online updates are lost.
 
     Returns:
@@ -51,26 +52,46 @@ def serve(
     """
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    listener = listen(host or configuration.service.host, configuration.service.port if port is None else port)
-    app = create_app(configuration, progress=progress, force=force)
-    server = Server(app, configuration, url_of(listener))
-    with listener:
-        server.run(sockets=[listener])
+    with listen(host or configuration.service.host, configuration.service.port if port is None else port) as listener:
+        app = create_app(configuration, progress=progress, force=force)
+        server = Server(app, configuration, listener)
+        # uvicorn takes the signals while it runs, and raises them again afterwards: here they end nothing but the server.
+        before = {number: signal.signal(number, lambda *_: server.stop()) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            server.run()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
     if app.lifecycle.failure is not None:
         raise app.lifecycle.failure
     return app.closed
 
 
-class Server(uvicorn.Server):
-    """uvicorn's server, which also says when it is ready, ends when the loading fails, and drops stalled connections."""
+class Server:
+    """Runs an application under uvicorn until it is stopped or its loading fails, and drops stalled connections.
 
-    def __init__(self, app: Application, configuration: Configuration, url: str) -> None:
-        timeout_s = configuration.service.request_timeout_s
-        super().__init__(
+    *One per event loop*; `stop` may be called from any thread.
+
+    Args:
+        app: what to run.
+        configuration: of the application.
+        listener: a socket that listens; the server closes it.
+
+    Attributes:
+        url: where it listens.
+    """
+
+    def __init__(self, app: Application, configuration: Configuration, listener: socket.socket) -> None:
+        self.url = url_of(listener)
+        self._app = app
+        self._configuration = configuration
+        self._listener = listener
+        self._connections: set[_WatchedConnection] = set()
+        self._uvicorn = uvicorn.Server(
             uvicorn.Config(
                 app,
-                loop="uvloop",
-                http=_Protocol,
+                loop="none",
+                http=type("WatchedConnection", (_WatchedConnection,), {"open_connections": self._connections}),
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -81,42 +102,48 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=math.ceil(CLOSE_TIMEOUT_S),
             )
         )
-        self._app = app
-        self._configuration = configuration
-        self._url = url
-        self._stalled = _StalledConnections(timeout_s)
-        self._announced = False
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        _log.info("listening on %s; loading %d models", self._url, len(self._configuration.models))
+    @property
+    def started(self) -> bool:
+        """Whether requests are answered."""
+        return self._uvicorn.started
 
-    async def on_tick(self, counter: int) -> bool:
-        if counter % 10 == 0:
-            self._stalled.drop(self.server_state.connections)
-        if self._app.lifecycle.failure is not None:
-            return True
-        if not self._announced and self._app.lifecycle.settled:
-            self._announced = True
-            self._announce()
-        return await super().on_tick(counter)
+    @property
+    def connections(self) -> int:
+        """How many connections are open."""
+        return len(self._connections)
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """End gracefully on a signal, at once on a second one, and return to the caller instead of dying of the signal."""
-        try:
-            before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not the main thread: whoever runs us handles signals
-            yield
-            return
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def run(self) -> None:
+        """Serve. Blocks until the service has stopped."""
+        uvloop.run(self._serve())
+
+    def stop(self) -> None:
+        """Take no new connections, let running requests end, and stop."""
+        self._uvicorn.should_exit = True
+
+    async def _serve(self) -> None:
+        serving = asyncio.create_task(self._uvicorn.serve([self._listener]))
+        listening = ready = False
+        ticks = 0
+        while not serving.done():
+            await asyncio.wait([serving], timeout=_TICK_S)
+            if self.started and not listening:
+                listening = True
+                count = len(self._configuration.models)
+                _log.info("listening on %s; loading %d model%s", self.url, count, "" if count == 1 else "s")
+            if self._app.lifecycle.failure is not None:
+                self.stop()
+            elif not ready and self._app.lifecycle.settled:
+                ready = True
+                self._announce()
+            ticks += 1
+            if ticks % _TICKS_A_SWEEP == 0:
+                for connection in tuple(self._connections):
+                    connection.abort_if_stalled(self._configuration.service.request_timeout_s)
+        serving.result()
 
     def _announce(self) -> None:
-        server = self._app.lifecycle.opened()
+        server = self._app.lifecycle.opened
         model = next((one for one in self._configuration.models if server and one.model in server.models), None)
         if model is not None:
             _log.info("ready; try: %s", self._example(model))
@@ -124,55 +151,65 @@ class Server(uvicorn.Server):
     def _example(self, model: ModelConfig) -> str:
         token = " -H 'Authorization: Bearer <token>'" if self._configuration.service.bearer_token else ""
         return (
-            f"curl -s{token} {self._url}/v1/models/{model.model}/lookup "
+            f"curl -s{token} {self.url}/v1/models/{model.model}/lookup "
             f"""-d '{{"tables": {{"{model.embedding_table_names[0]}": [1, 2, 3]}}}}'"""
         )
 
 
-class _Protocol(HttpToolsProtocol):
-    """uvicorn's protocol with a bound on the size of a request's head, which the parser itself does not have."""
+class _WatchedConnection(HttpToolsProtocol):
+    """A connection of uvicorn's that ends when its client stalls or sends endless headers, which uvicorn allows.
 
-    _head_bytes = 0
+    A client stalls when the headers of a request are not complete in time, be it the first request or a later one, or when
+    it reads nothing of its answer. Bodies and lookups have timeouts of their own, and uvicorn closes idle connections.
 
-    def data_received(self, data: bytes) -> None:
-        cycle = self.cycle
-        if cycle is not None and not cycle.response_complete:
-            super().data_received(data)
-            return
-        self._head_bytes += len(data)
-        super().data_received(data)
-        if self.cycle is not cycle:
-            self._head_bytes = 0
-        elif self._head_bytes > _MAX_HEAD_BYTES:
-            _log.warning("closing a connection whose request has a head of more than %d bytes", _MAX_HEAD_BYTES)
-            self.transport.abort()
-
-
-class _StalledConnections:
-    """Drops connections on which nothing goes on, which uvicorn keeps for ever. *One per event loop.*
-
-    Those are: no request was ever sent, the head of a request stopped half-way, or the client does not read its answer.
-    Requests in progress have timeouts of their own, and idle kept-alive connections have uvicorn's.
+    It extends uvicorn only in the methods of `asyncio.Protocol` and in the callbacks of httptools' parser.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._since: dict[Any, tuple[int, float]] = {}
+    open_connections: ClassVar[set["_WatchedConnection"]]
 
-    def drop(self, connections: set[Any]) -> None:
-        """Drop those that stalled for longer than the timeout; to be called every second or so."""
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.open_connections.add(self)
+        self._transport = transport
+        self._header_bytes = 0  # of a request whose headers are not complete
+        self._header_since: float | None = time.monotonic()  # None while no headers are expected
+        self._in_body = self._got_headers = False
+        self._unsent, self._unsent_since = 0, 0.0
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.open_connections.discard(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._got_headers = self._in_body
+        super().data_received(data)
+        if self._got_headers:
+            self._header_bytes, self._header_since = 0, None
+            return
+        self._header_bytes += len(data)
+        if self._header_since is None:
+            self._header_since = time.monotonic()
+        if self._header_bytes > _MAX_HEADER_BYTES:
+            _log.warning("closing a connection whose request has more than %d bytes of headers", _MAX_HEADER_BYTES)
+            self._transport.abort()
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._got_headers = self._in_body = True
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_body = False
+
+    def abort_if_stalled(self, timeout_s: float) -> None:
+        """Abort the connection when its client has stalled for longer. To be called about once a second."""
         now = time.monotonic()
-        stalled = {}
-        for connection in connections:
-            idle = connection.cycle is None or connection.cycle.response_complete
-            unsent = connection.transport.get_write_buffer_size()
-            if not unsent and not (idle and connection.timeout_keep_alive_task is None):
-                continue
-            known, since = self._since.get(connection, (unsent, now))
-            stalled[connection] = (unsent, since if known == unsent else now)
-            if now - stalled[connection][1] > self._timeout_s:
-                connection.transport.abort()
-        self._since = stalled
+        unsent = self._transport.get_write_buffer_size()
+        if unsent != self._unsent:
+            self._unsent, self._unsent_since = unsent, now
+        since = self._unsent_since if unsent else self._header_since
+        if since is not None and now - since > timeout_s:
+            self._transport.abort()
 
 
 def listen(host: str, port: int) -> socket.socket:

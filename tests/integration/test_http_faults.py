@@ -1,5 +1,6 @@
 """Slow, broken and greedy clients, stuck and failing lookups: each ends in its own error, and nothing stays behind."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -9,12 +10,14 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from hps.errors import DatabaseTimeoutError, DeviceError, DeviceMemoryError, UnknownDeviceError, WorkspaceTimeoutError
 from hps.service.lookup_threads import MAX_WAITING
+from hps.service.server import _WatchedConnection
 from hps.types import TableSpec
 from tests.fake_parameter_server import FakeParameterServer
-from tests.running_service import running_service, wait_until
+from tests.running_service import document_of, model_of, running_service, wait_until
 
 LOOKUP = b'{"tables": {"item": [1]}}'
 PATH = "/v1/models/m/lookup"
@@ -23,23 +26,7 @@ BIG = 200_000
 
 def document(**service):
     limits = {"max_body_bytes": 1_000_000, "max_keys_per_request": 1000, "lookup_threads": 2, "request_timeout_s": 20}
-    return {
-        "supportlonglong": True,
-        "device": "cpu",
-        "service": {**limits, **service},
-        "models": [
-            {
-                "model": "m",
-                "sparse_files": ["nowhere"],
-                "embedding_table_names": ["item"],
-                "embedding_vecsize_per_table": [3],
-                "maxnum_catfeature_query_per_table_per_sample": [1],
-                "default_value_for_each_table": [0.0],
-                "deployed_device_list": [0],
-                "max_batch_size": 1000,
-            }
-        ],
-    }
+    return document_of(model_of("m", ["nowhere"], {"item": 3}), service={**limits, **service})
 
 
 @pytest.fixture
@@ -106,6 +93,13 @@ def test_a_body_that_does_not_come_is_408(fake):
         assert service.client.post(PATH, content=LOOKUP).status_code == 200
 
 
+def test_a_body_that_does_not_come_is_408_on_a_route_that_takes_none(fake):
+    with running_service(document(request_timeout_s=0.2), fake) as service, service.connect() as connection:
+        connection.sendall(head("/v2/health/live", Content_Length=100) + b"half")
+        assert read_answer(connection)[0] == 408
+        assert closes(connection)
+
+
 def test_a_client_that_goes_away_in_mid_body_leaves_nothing(fake):
     with running_service(document(), fake) as service:
         for framing in ({"Content_Length": BIG}, {"Transfer_Encoding": "chunked"}):
@@ -139,7 +133,7 @@ def test_a_declared_length_above_the_limit_is_413_before_the_body_is_read(fake):
         connection.sendall(head(Content_Length=10**18, Expect="100-continue"))
         status, answer = read_answer(connection)
         assert status == 413
-        assert f"Content-Length is {10**18}, wanted at most 1000000" in answer["error"]
+        assert f"Content-Length is {10**18}, expected at most 1000000" in answer["error"]
 
 
 def test_a_client_that_writes_its_whole_body_before_it_reads_gets_the_413(fake):
@@ -159,7 +153,7 @@ def test_bodies_share_a_bound_on_memory(fake):
             connections[8].sendall(head(Content_Length=100_000) + b"x" * 99_999)
             status, answer = read_answer(connections[8])
             assert status == 503
-            assert "the bodies of other requests hold 799992 bytes, wanted at most 800000" in answer["error"]
+            assert "the bodies of other requests hold 799992 bytes, expected at most 800000" in answer["error"]
             assert service.client.post(PATH, content=LOOKUP).status_code == 200  # small ones go on
         finally:
             for connection in connections:
@@ -207,6 +201,20 @@ def test_a_client_that_does_not_read_its_answer_is_dropped(fake):
         wait_until(lambda: is_idle(service), "its lookups are done")
 
 
+def test_a_connection_that_idles_with_empty_lines_is_dropped(fake):
+    with running_service(document(request_timeout_s=0.3), fake) as service, service.connect() as connection:
+        connection.sendall(head(Content_Length=len(LOOKUP)) + LOOKUP)
+        assert read_answer(connection)[0] == 200
+        connection.sendall(b"\r\n")  # which ends uvicorn's own wait for the next request
+        assert closes(connection)
+
+
+def test_uvicorn_is_extended_only_by_callbacks_of_asyncio_and_httptools():
+    callbacks = {"on_headers_complete", "on_message_complete"}
+    extended = {name for name in vars(_WatchedConnection) if hasattr(HttpToolsProtocol, name) and not name.startswith("__")}
+    assert callbacks < extended <= callbacks | set(dir(asyncio.Protocol))
+
+
 def test_what_is_not_http_is_refused(fake):
     with running_service(document(), fake) as service, service.connect() as connection:
         connection.sendall(b"\x16\x03\x01 this is TLS\r\n\r\n")
@@ -239,7 +247,7 @@ def test_more_lookups_than_may_wait_are_503_with_retry_after(fake):
         response = service.client.post(PATH, content=LOOKUP)
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
-        assert f"{limit} lookups run or wait, wanted at most {limit}" in response.json()["error"]
+        assert f"{limit} lookups run or wait, expected at most {limit}" in response.json()["error"]
         assert service.client.get("/v2/health/ready").status_code == 200
         release.set()
         assert [read_answer(connection)[0] for connection in connections] == [200] * limit
@@ -292,7 +300,7 @@ def test_a_bug_is_500_without_a_stack_trace_and_logged_with_one(fake, path, capl
     with running_service(document(), fake) as service:
         response = service.client.post(path, content=body)
         assert response.status_code == 500
-        assert response.json() == {"error": "internal error; the log of the service has more"}
+        assert response.json() == {"error": "internal error; the log of the service has the details"}
         assert "ZeroDivisionError: secret detail" in caplog.text
         fake.on_lookup = lambda: None
         assert service.client.post(path, content=body).status_code == 200
@@ -303,7 +311,7 @@ def test_a_bug_of_a_control_route_is_500_without_a_stack_trace(fake, caplog):
     with running_service(document(), fake) as service:
         response = service.client.get("/v2/models/m")
         assert response.status_code == 500
-        assert response.json() == {"error": "internal error; the log of the service has more"}
+        assert response.json() == {"error": "internal error; the log of the service has the details"}
         wait_until(lambda: "ZeroDivisionError" in caplog.text, "the bug is logged")  # after it is answered
 
 
@@ -313,7 +321,7 @@ def test_stopping_lets_running_lookups_answer_and_refuses_new_ones(fake):
     with running_service(document(), fake) as service, ThreadPoolExecutor(2) as clients:
         running = clients.submit(service.client.post, PATH, content=LOOKUP)
         assert entered.wait(20)
-        service._server.should_exit = True
+        service.server.stop()
         wait_until(lambda: refuses(service), "the service refuses connections")
         release.set()
         assert running.result(20).status_code == 200

@@ -18,7 +18,7 @@ import hps
 from hps.progress import LogProgress
 from hps.service.app import create_app
 from hps.service.server import listen
-from tests.running_service import RunningService, running_service, wait_until
+from tests.running_service import RunningService, document_of, model_of, running_service, wait_until
 
 EXIT_S = 60
 
@@ -27,24 +27,7 @@ EXIT_S = 60
 def document(tmp_path):
     keys = np.arange(100, dtype=np.int64)
     hps.write_sparse_model(tmp_path / "item.model", (keys, np.repeat(keys.astype(np.float32)[:, None], 3, axis=1)))
-    return {
-        "supportlonglong": True,
-        "device": "cpu",
-        "volatile_db": {"type": "hash_map"},
-        "persistent_db": {"type": "rocks_db", "path": str(tmp_path / "rocksdb")},
-        "models": [
-            {
-                "model": "m",
-                "sparse_files": [str(tmp_path / "item.model")],
-                "embedding_table_names": ["item"],
-                "embedding_vecsize_per_table": [3],
-                "maxnum_catfeature_query_per_table_per_sample": [1],
-                "default_value_for_each_table": [0.0],
-                "deployed_device_list": [0],
-                "max_batch_size": 1000,
-            }
-        ],
-    }
+    return document_of(model_of("m", [tmp_path / "item.model"], {"item": 3}), persistent=tmp_path / "rocksdb")
 
 
 class HeldProgress(LogProgress):
@@ -100,12 +83,12 @@ def test_while_it_loads_it_is_live_and_counts_and_is_not_ready(held):
 
 def test_stopping_ends_the_loading(held):
     service, progress = held
-    service._server.should_exit = True
+    service.server.stop()
     wait_until(lambda: service.app.lifecycle.not_ready_reason == "shutting down", "it stops")
     progress.release.set()
     service._thread.join(EXIT_S)
     assert not service._thread.is_alive()
-    assert service.app.lifecycle.opened() is None
+    assert service.app.lifecycle.opened is None
 
 
 def test_what_was_held_open_is_closed_when_the_service_stops(document):

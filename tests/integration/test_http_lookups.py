@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 import hps
-from tests.running_service import running_service
+from tests.running_service import document_of, model_of, running_service
 
 ROWS = 500
 DIMS = {"user": 4, "item": 7}
 DEFAULTS = [0.5, -2.0]
+LOOKUP, INFER = "/v1/models/ranker/lookup", "/v2/models/ranker/infer"
+GZIP = {"content-encoding": "gzip"}
 
 
 def vectors_of(keys, dim):
@@ -22,37 +24,31 @@ def vectors_of(keys, dim):
     return (keys[:, None] * 8 + np.arange(dim)).astype(np.float32)
 
 
+def write_tables(directory):
+    for table, dim in DIMS.items():
+        keys = np.arange(-10, ROWS - 10, dtype=np.int64)
+        hps.write_sparse_model(directory / f"{table}.model", (keys, vectors_of(keys, dim)))
+
+
 def configuration(directory, **service):
-    return {
-        "supportlonglong": True,
-        "device": "cpu",
-        "volatile_db": {"type": "hash_map"},
-        "persistent_db": {"type": "rocks_db", "path": str(directory / "rocksdb")},
-        "service": {"max_body_bytes": 100_000, "max_keys_per_request": 3000, **service},
-        "models": [
-            {
-                "model": "ranker",
-                "sparse_files": [str(directory / f"{table}.model") for table in DIMS],
-                "embedding_table_names": list(DIMS),
-                "embedding_vecsize_per_table": list(DIMS.values()),
-                "maxnum_catfeature_query_per_table_per_sample": [1, 4],
-                "default_value_for_each_table": DEFAULTS,
-                "deployed_device_list": [0],
-                "max_batch_size": 1000,
-                "gpucacheper": 0.3,
-                "hit_rate_threshold": 1.1,
-                "num_of_worker_buffer_in_pool": 4,
-            }
-        ],
-    }
+    model = model_of(
+        "ranker",
+        [directory / f"{table}.model" for table in DIMS],
+        DIMS,
+        default_value_for_each_table=DEFAULTS,
+        maxnum_catfeature_query_per_table_per_sample=[1, 4],
+        gpucacheper=0.3,
+        hit_rate_threshold=1.1,
+        num_of_worker_buffer_in_pool=4,
+    )
+    limits = {"max_body_bytes": 100_000, "max_keys_per_request": 3000, **service}
+    return document_of(model, persistent=directory / "rocksdb", service=limits)
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
-    for table, dim in DIMS.items():
-        keys = np.arange(-10, ROWS - 10, dtype=np.int64)
-        hps.write_sparse_model(directory / f"{table}.model", (keys, vectors_of(keys, dim)))
+    write_tables(directory)
     return directory
 
 
@@ -67,7 +63,7 @@ def client(service):
     return service.client
 
 
-def post(client, request, tensors=(), path="/v2/models/ranker/infer", **headers):
+def post(client, request, tensors=(), path=INFER, **headers):
     text = json.dumps(request).encode()
     if tensors:
         headers["Inference-Header-Content-Length"] = str(len(text))
@@ -97,9 +93,7 @@ def outputs_of(response):
 
 
 def test_curl_lookup_answers_vectors_defaults_and_masks(client):
-    response = client.post(
-        "/v1/models/ranker/lookup", content=b'{"tables": {"item": [3, 99999, 3], "user": [-10]}, "found": true}'
-    )
+    response = client.post(LOOKUP, content=b'{"tables": {"item": [3, 99999, 3], "user": [-10]}, "found": true}')
     assert response.status_code == 200
     assert response.headers["content-type"] == "application/json"
     answer = response.json()
@@ -112,7 +106,7 @@ def test_curl_lookup_answers_vectors_defaults_and_masks(client):
 
 @pytest.mark.parametrize("binary_in", [False, True])
 @pytest.mark.parametrize("binary_out", [False, True])
-@pytest.mark.parametrize("path", ["/v2/models/ranker/infer", "/v2/models/ranker/versions/1/infer"])
+@pytest.mark.parametrize("path", [INFER, "/v2/models/ranker/versions/1/infer"])
 def test_keys_and_numkeys_are_answered_by_one_flat_output(client, binary_in, binary_out, path):
     keys = np.array([[1, 2, 400, 77_777, 5]], np.int64)
     counts = np.array([[2, 3]], np.int32)
@@ -153,13 +147,13 @@ def test_named_inputs_are_answered_by_table_in_the_form_each_asks_for(client):
 def test_compressed_requests_are_answered(client, encoding):
     compress = {"gzip": gzip.compress, "deflate": zlib.compress}[encoding]
     body = compress(b'{"tables": {"user": [' + b", ".join([b"1"] * 1000) + b"]}}")
-    response = client.post("/v1/models/ranker/lookup", content=body, headers={"content-encoding": encoding})
+    response = client.post(LOOKUP, content=body, headers={"content-encoding": encoding})
     np.testing.assert_array_equal(np.float32(response.json()["tables"]["user"]), np.tile(vectors_of([1], 4), (1000, 1)))
 
 
 def test_chunked_requests_are_answered(client):
     pieces = iter([b'{"tables": {"u', b'ser": [1', b", 2]}}"])
-    response = client.post("/v1/models/ranker/lookup", content=pieces)
+    response = client.post(LOOKUP, content=pieces)
     np.testing.assert_array_equal(np.float32(response.json()["tables"]["user"]), vectors_of([1, 2], 4))
 
 
@@ -198,59 +192,24 @@ def test_concurrent_clients_each_get_their_own_vectors(service):
     [
         ("POST", "/v1/models/nope/lookup", b'{"tables": {"user": [1]}}', {}, 404, "'nope'"),
         ("POST", "/v2/models/nope/infer", b"{}", {}, 404, "'nope'"),
-        ("POST", "/v2/models/ranker/versions/2/infer", b"{}", {}, 404, "got version '2', wanted '1'"),
-        ("POST", "/v1/models/ranker/lookup", b'{"tables": {"nope": [1]}}', {}, 404, "got table 'nope', wanted one of"),
-        ("POST", "/v1/models/ranker/lookup", b"not json", {}, 400, "not JSON"),
-        ("POST", "/v1/models/ranker/lookup", b"", {}, 400, "not JSON"),
-        ("POST", "/v1/models/ranker/lookup", b'{"tables": {"user": [1.5]}}', {}, 400, "got a float (1.5) at position 0"),
-        ("POST", "/v2/models/ranker/infer", b'{"inputs": []}', {}, 400, "'inputs' is missing or empty"),
-        ("POST", "/v2/models/ranker/infer", b"{}", {"inference-header-content-length": "3"}, 400, "within the body of 2"),
-        ("POST", "/v1/models/ranker/lookup", b"x" * 100_001, {}, 413, "wanted at most 100000 (service.max_body_bytes)"),
-        ("POST", "/v1/models/ranker/lookup", iter([b"x" * 60_000, b"y" * 60_000]), {}, 413, "wanted at most 100000"),
-        (
-            "POST",
-            "/v1/models/ranker/lookup",
-            b'{"tables": {"user": [%s1]}}' % (b"1," * 1000),
-            {},
-            413,
-            "got 1001 keys, wanted at most 1000",
-        ),
-        (
-            "POST",
-            "/v1/models/ranker/lookup",
-            b'{"tables": {"item": [%s1]}}' % (b"1," * 3000),
-            {},
-            413,
-            "(service.max_keys_per_request)",
-        ),
-        (
-            "POST",
-            "/v1/models/ranker/lookup",
-            gzip.compress(b" " * 100_001),
-            {"content-encoding": "gzip"},
-            413,
-            "decompresses to more",
-        ),
-        ("POST", "/v1/models/ranker/lookup", gzip.compress(b"{}")[:-9], {"content-encoding": "gzip"}, 400, "cut short"),
-        (
-            "POST",
-            "/v1/models/ranker/lookup",
-            gzip.compress(b"{}") + b"more",
-            {"content-encoding": "gzip"},
-            400,
-            "4 bytes before the body",
-        ),
-        ("POST", "/v1/models/ranker/lookup", b"{}", {"content-encoding": "deflate"}, 400, "decompressing the request"),
-        (
-            "POST",
-            "/v1/models/ranker/lookup",
-            b"{}",
-            {"content-encoding": "br"},
-            415,
-            "got Content-Encoding 'br', wanted gzip, deflate",
-        ),
-        ("GET", "/v1/models/ranker/lookup", b"", {}, 405, "got GET /v1/models/ranker/lookup, wanted POST"),
-        ("POST", "/v2", b"", {}, 405, "got POST /v2, wanted GET"),
+        ("POST", "/v2/models/ranker/versions/2/infer", b"{}", {}, 404, "got version '2', expected '1'"),
+        ("POST", LOOKUP, b'{"tables": {"nope": [1]}}', {}, 404, "got table 'nope', expected a table of"),
+        ("POST", LOOKUP, b"not json", {}, 400, "not JSON"),
+        ("POST", LOOKUP, b"", {}, 400, "not JSON"),
+        ("POST", LOOKUP, b'{"tables": {"user": [1.5]}}', {}, 400, "got a float (1.5) at position 0"),
+        ("POST", INFER, b'{"inputs": []}', {}, 400, "'inputs' is missing or empty"),
+        ("POST", INFER, b"{}", {"inference-header-content-length": "3"}, 400, "within the body of 2"),
+        ("POST", LOOKUP, b"x" * 100_001, {}, 413, "expected at most 100000 (service.max_body_bytes)"),
+        ("POST", LOOKUP, iter([b"x" * 60_000, b"y" * 60_000]), {}, 413, "expected at most 100000"),
+        ("POST", LOOKUP, b'{"tables": {"user": [%s1]}}' % (b"1," * 1000), {}, 413, "got 1001 keys, expected at most 1000"),
+        ("POST", LOOKUP, b'{"tables": {"item": [%s1]}}' % (b"1," * 3000), {}, 413, "(service.max_keys_per_request)"),
+        ("POST", LOOKUP, gzip.compress(b" " * 100_001), GZIP, 413, "decompresses to more"),
+        ("POST", LOOKUP, gzip.compress(b"{}")[:-9], GZIP, 400, "cut short"),
+        ("POST", LOOKUP, gzip.compress(b"{}") + b"more", GZIP, 400, "4 bytes before the body"),
+        ("POST", LOOKUP, b"{}", {"content-encoding": "deflate"}, 400, "decompressing the request"),
+        ("POST", LOOKUP, b"{}", {"content-encoding": "br"}, 415, "got Content-Encoding 'br', expected gzip, deflate"),
+        ("GET", LOOKUP, b"", {}, 405, f"got GET {LOOKUP}, expected POST"),
+        ("POST", "/v2", b"", {}, 405, "got POST /v2, expected GET"),
         ("GET", "/nothing/here", b"", {}, 404, "got GET /nothing/here, which is not served"),
         ("GET", "/v2/models/nope", b"", {}, 404, "'nope'"),
         ("GET", "/v2/models/nope/ready", b"", {}, 404, "'nope'"),
@@ -310,9 +269,9 @@ def test_health_says_ready(client):
 
 
 def metric_of(client, name, **labels):
-    wanted = {f'{key}="{value}"' for key, value in labels.items()}
+    expected = {f'{key}="{value}"' for key, value in labels.items()}
     for line in client.get("/metrics").text.splitlines():
-        if line.startswith((f"{name}{{", f"{name} ")) and all(label in line for label in wanted):
+        if line.startswith((f"{name}{{", f"{name} ")) and all(label in line for label in expected):
             return float(line.rpartition(" ")[2])
     return 0.0
 
@@ -324,8 +283,8 @@ def test_metrics_count_requests_once_and_keys_by_tier(client):
     times = metric_of(client, "hps_http_request_seconds_count", route=route)
     keys = metric_of(client, "hps_lookup_keys_total", model="ranker", table="item")
     for _ in range(5):
-        client.post("/v1/models/ranker/lookup", json=lookup)
-    client.post("/v1/models/ranker/lookup", content=b"wrong")
+        client.post(LOOKUP, json=lookup)
+    client.post(LOOKUP, content=b"wrong")
     assert metric_of(client, "hps_http_requests_total", route=route, status=200) == before + 5
     assert metric_of(client, "hps_http_requests_total", route=route, status=400) == bad + 1
     assert metric_of(client, "hps_http_request_seconds_count", route=route) == times + 6
@@ -362,9 +321,9 @@ def test_a_bearer_token_guards_all_but_health(directory, tmp_path):
                 assert response.status_code == 401, path
                 assert response.headers["www-authenticate"] == "Bearer"
                 assert "s3cret" not in response.text
-            assert client.post("/v1/models/ranker/lookup", json=lookup, headers=headers).status_code == 401
-            assert client.post("/v2/models/ranker/infer", content=b"{}", headers=headers).status_code == 401
+            assert client.post(LOOKUP, json=lookup, headers=headers).status_code == 401
+            assert client.post(INFER, content=b"{}", headers=headers).status_code == 401
         for scheme in ("Bearer", "bearer"):
             headers = {"authorization": f"{scheme} s3cret"}
             assert client.get("/metrics", headers=headers).status_code == 200
-            assert client.post("/v1/models/ranker/lookup", json=lookup, headers=headers).status_code == 200
+            assert client.post(LOOKUP, json=lookup, headers=headers).status_code == 200

@@ -10,23 +10,10 @@ from hps.configuration.load import load_configuration
 from hps.service.app import Application, create_app
 from hps.types import TableSpec
 from tests.fake_parameter_server import FakeParameterServer
-from tests.running_service import running_service
+from tests.running_service import document_of, model_of, running_service
 
 PUBLISHED = Path(__file__).parents[2] / "docs/openapi.json"
-DOCUMENT = {
-    "supportlonglong": True,
-    "models": [
-        {
-            "model": "m",
-            "sparse_files": ["nowhere"],
-            "embedding_table_names": ["item"],
-            "embedding_vecsize_per_table": [3],
-            "maxnum_catfeature_query_per_table_per_sample": [1],
-            "default_value_for_each_table": [0.0],
-            "deployed_device_list": [0],
-        }
-    ],
-}
+DOCUMENT = document_of(model_of("m", ["nowhere"], {"item": 3}))
 
 
 def fake():

@@ -5,41 +5,15 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-import hps
+from tests.integration.test_http_lookups import configuration, vectors_of, write_tables
 from tests.running_service import running_service
-
-DIMS = {"user": 4, "item": 7}
-
-
-def vectors_of(keys, dim):
-    return (np.asarray(keys, np.int64)[:, None] * 8 + np.arange(dim)).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
-    keys = np.arange(500, dtype=np.int64)
-    for table, dim in DIMS.items():
-        hps.write_sparse_model(directory / f"{table}.model", (keys, vectors_of(keys, dim)))
-    document = {
-        "supportlonglong": True,
-        "device": "cpu",
-        "volatile_db": {"type": "hash_map"},
-        "persistent_db": {"type": "rocks_db", "path": str(directory / "rocksdb")},
-        "models": [
-            {
-                "model": "ranker",
-                "sparse_files": [str(directory / f"{table}.model") for table in DIMS],
-                "embedding_table_names": list(DIMS),
-                "embedding_vecsize_per_table": list(DIMS.values()),
-                "maxnum_catfeature_query_per_table_per_sample": [2, 2],
-                "default_value_for_each_table": [0.0, -1.0],
-                "deployed_device_list": [0],
-                "max_batch_size": 1000,
-            }
-        ],
-    }
-    with running_service(document) as service:
+    write_tables(directory)
+    with running_service(configuration(directory)) as service:
         yield service
 
 
@@ -86,7 +60,7 @@ def test_the_shape_of_tritons_hps_backend(client, binary_in, binary_out, compres
         request_compression_algorithm=compression,
         response_compression_algorithm=compression,
     )
-    expected = np.concatenate([vectors_of(users, 4).ravel(), vectors_of(items[:3], 7).ravel(), np.full(7, -1, np.float32)])
+    expected = np.concatenate([vectors_of(users, 4).ravel(), vectors_of(items[:3], 7).ravel(), np.full(7, -2, np.float32)])
     np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), expected)
     assert answer.get_response()["id"] == "7"
     assert answer.get_response()["model_name"] == "ranker"
@@ -101,7 +75,7 @@ def test_one_input_a_table_and_the_found_mask(client, binary_in, binary_out):
     answer = client.infer("ranker", inputs, model_version="1", outputs=outputs)
     np.testing.assert_array_equal(answer.as_numpy("user"), vectors_of(users, 4))
     expected = vectors_of(items.ravel(), 7).reshape(2, 2, 7)
-    expected[0, 1] = -1
+    expected[0, 1] = -2
     np.testing.assert_array_equal(answer.as_numpy("item"), expected)
     np.testing.assert_array_equal(answer.as_numpy("item.found"), [[True, False], [True, True]])
 
@@ -121,7 +95,7 @@ def test_errors_arrive_as_the_client_expects_them(client):
     with pytest.raises(InferenceServerException, match="'nope'") as caught:
         client.infer("nope", [tensor("user", np.array([1]), "INT64", True)])
     assert caught.value.status() == "404"
-    with pytest.raises(InferenceServerException, match="its sum is 5, wanted 1, the number of KEYS") as caught:
+    with pytest.raises(InferenceServerException, match="its sum is 5, expected 1, the number of KEYS") as caught:
         client.infer(
             "ranker",
             [tensor("KEYS", np.array([[1]]), "INT64", True), tensor("NUMKEYS", np.array([[2, 3]], np.int32), "INT32", True)],

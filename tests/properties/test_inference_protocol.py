@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hps.errors import HPSError, InvalidInputError
-from hps.service.protocol.inference import decode_request, parse_header_length
 from hps.service.protocol.json_lookup import decode_lookup, encode_lookup
-from hps.service.protocol.model_tables import ServedModel
+from hps.service.protocol.open_inference import decode_request, parse_header_length
+from hps.service.protocol.request_checks import ModelTables
 from hps.types import TableSpec
 
 MAX_KEYS = 64
-MODEL = ServedModel("m", (TableSpec("m", "user", 2, 0.0, 40), TableSpec("m", "item", 5, 0.5, 40)))
+MODEL = ModelTables("m", (TableSpec("m", "user", 2, 0.0, 40), TableSpec("m", "item", 5, 0.5, 40)))
 NAMES = ["KEYS", "NUMKEYS", "user", "item", "OUTPUT0", "FOUND0", "user.found", "item.found"]
 
 integers = st.one_of(st.integers(-(2**63), 2**64 - 1), st.sampled_from([0, 1, 2, 8, 2**60, 2**63, 2**64 - 1]))

@@ -13,6 +13,7 @@ OWNERS = {
     "fastapi": "hps/service/",
     "starlette": "hps/service/",
     "uvicorn": "hps/service/",
+    "uvloop": "hps/service/",
     "typer": "hps/cli/",
     "boto3": "hps/filesystems/s3",
     "botocore": "hps/filesystems/s3",

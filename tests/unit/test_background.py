@@ -24,7 +24,7 @@ def test_full_queue_refuses_a_job_and_counts_it():
     assert started.wait(10)
     assert jobs.submit(lambda: None)
     assert not jobs.submit(lambda: None)
-    assert metrics.background_dropped.labels("work")._value.get() == 1
+    assert metrics.registry.get_sample_value("hps_background_dropped_batches_total", {"work": "work"}) == 1
     gate.set()
     jobs.close()
 
@@ -42,7 +42,7 @@ def test_failing_job_is_counted_and_the_next_one_runs():
     jobs.submit(lambda: done.append(1))
     assert jobs.drain(10)
     assert done == [1]
-    assert metrics.background_errors.labels("work")._value.get() == 2
+    assert metrics.registry.get_sample_value("hps_background_failed_batches_total", {"work": "work"}) == 2
     jobs.close()
 
 

@@ -5,12 +5,12 @@ import orjson
 import pytest
 
 from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError, UnknownTableError
-from hps.service.protocol.inference import decode_request, parse_header_length
 from hps.service.protocol.json_lookup import decode_lookup, encode_lookup
-from hps.service.protocol.model_tables import ServedModel
+from hps.service.protocol.open_inference import decode_request, parse_header_length
+from hps.service.protocol.request_checks import ModelTables
 from hps.types import TableSpec
 
-MODEL = ServedModel("ranker", (TableSpec("ranker", "user", 2, 0.0, 100), TableSpec("ranker", "item", 3, 0.5, 50)))
+MODEL = ModelTables("ranker", (TableSpec("ranker", "user", 2, 0.0, 100), TableSpec("ranker", "item", 3, 0.5, 50)))
 EXTREMES = [-(2**63), -1, 0, 2**63 - 1]
 
 
@@ -176,13 +176,13 @@ def test_nan_and_infinity_are_null_in_json_and_whole_in_binary():
 @pytest.mark.parametrize(
     ("request_", "error", "says"),
     [
-        ([1], InvalidInputError, "got a list, wanted a JSON object"),
+        ([1], InvalidInputError, "got a list, expected a JSON object"),
         ({}, InvalidInputError, "'inputs' is missing or empty"),
         ({"inputs": []}, InvalidInputError, "'inputs' is missing or empty"),
         ({"inputs": [3]}, InvalidInputError, r"inputs\[0\]"),
         ({"inputs": [{"name": 5}]}, InvalidInputError, r"inputs\[0\].*name"),
-        ({"inputs": [json_input("user", [1], "FP32")]}, InvalidDtypeError, "got datatype 'FP32', wanted INT64"),
-        ({"inputs": [json_input("user", [1], "BYTES")]}, InvalidDtypeError, "wanted INT64"),
+        ({"inputs": [json_input("user", [1], "FP32")]}, InvalidDtypeError, "got datatype 'FP32', expected INT64"),
+        ({"inputs": [json_input("user", [1], "BYTES")]}, InvalidDtypeError, "expected INT64"),
         ({"inputs": [{**json_input("user", [1]), "datatype": None}]}, InvalidDtypeError, "got datatype null"),
         ({"inputs": [{**json_input("user", [1]), "shape": None}]}, InvalidInputError, "got shape null"),
         ({"inputs": [{**json_input("user", [1]), "shape": []}]}, InvalidInputError, "got shape 0 dimensions"),
@@ -191,21 +191,29 @@ def test_nan_and_infinity_are_null_in_json_and_whole_in_binary():
         (
             {"inputs": [{**json_input("user", [1]), "shape": [-1]}]},
             InvalidInputError,
-            r"an integer \(-1\), wanted .* at least 0",
+            r"an integer \(-1\), expected .* at least 0",
         ),
-        ({"inputs": [{**json_input("user", [1]), "shape": [2]}]}, InvalidInputError, r"got 1 values, wanted 2 for shape \[2\]"),
-        ({"inputs": [{**json_input("user", [1]), "shape": [2**60]}]}, InvalidInputError, f"got 1 values, wanted {2**60}"),
+        (
+            {"inputs": [{**json_input("user", [1]), "shape": [2]}]},
+            InvalidInputError,
+            r"got 1 values, expected 2 for shape \[2\]",
+        ),
+        ({"inputs": [{**json_input("user", [1]), "shape": [2**60]}]}, InvalidInputError, f"got 1 values, expected {2**60}"),
         ({"inputs": [{"name": "user", "datatype": "INT64", "shape": [1]}]}, InvalidInputError, "neither 'data' nor"),
-        ({"inputs": [json_input("user", [1.0])]}, InvalidDtypeError, r"got a float \(1.0\) at position 0, wanted integers"),
+        (
+            {"inputs": [json_input("user", [1.0])]},
+            InvalidDtypeError,
+            r"got a float \(1.0\) at position 0, expected 64-bit integers",
+        ),
         ({"inputs": [json_input("user", [1, True])]}, InvalidDtypeError, "got a boolean at position 1"),
         ({"inputs": [json_input("user", ["1"])]}, InvalidDtypeError, "got a string at position 0"),
         ({"inputs": [json_input("user", [None])]}, InvalidDtypeError, "got null at position 0"),
         ({"inputs": [json_input("user", [2**63])]}, InvalidDtypeError, f"got {2**63} at position 0"),
         ({"inputs": [json_input("user", [2**31], "INT32")]}, InvalidDtypeError, "does not fit INT32"),
-        ({"inputs": [{**json_input("user", [1]), "data": {"a": 1}}]}, InvalidDtypeError, "got an object, wanted a list"),
+        ({"inputs": [{**json_input("user", [1]), "data": {"a": 1}}]}, InvalidDtypeError, "got an object, expected a list"),
         ({"inputs": [{**json_input("user", [[1], [2, 3]], shape=[2, 2])}]}, InvalidInputError, "not nested as shape"),
         ({"inputs": [json_input("user", [1]), json_input("user", [2])]}, InvalidInputError, "given twice"),
-        ({"inputs": [json_input("nope", [1])]}, UnknownTableError, "got table 'nope', wanted one of .*: user, item"),
+        ({"inputs": [json_input("nope", [1])]}, UnknownTableError, "got table 'nope', expected a table of .*: user, item"),
         ({"inputs": [json_input("KEYS", [1])]}, InvalidInputError, "got KEYS without NUMKEYS"),
         ({"inputs": [json_input("NUMKEYS", [1], "INT32")]}, InvalidInputError, "got NUMKEYS without KEYS"),
         ({"inputs": [*triton([1], [1, 0])["inputs"], json_input("user", [1])]}, InvalidInputError, "'user' beside KEYS"),
@@ -220,16 +228,16 @@ def test_nan_and_infinity_are_null_in_json_and_whole_in_binary():
             InvalidInputError,
             "Inference-Header-Content-Length",
         ),
-        (triton([1], [1]), InvalidInputError, "got 1 numbers, wanted 2, one a table of model 'ranker': user, item"),
-        (triton([1], [1, 1]), InvalidInputError, "its sum is 2, wanted 1, the number of KEYS"),
-        (triton([1], [2, -1]), InvalidInputError, "got -1, wanted numbers of at least 0"),
-        (triton([1] * 51, [0, 51]), TooManyKeysError, "'item' of model 'ranker': got 51 keys, wanted at most 50"),
-        ({"inputs": [json_input("user", [1] * 101)]}, TooManyKeysError, "got 101 keys, wanted at most 100"),
-        (triton([1], [1, 0], id=5), InvalidInputError, r"'id' is an integer \(5\), wanted a string"),
+        (triton([1], [1]), InvalidInputError, "got 1 numbers, expected 2, one for each table of model 'ranker': user, item"),
+        (triton([1], [1, 1]), InvalidInputError, "its sum is 2, expected 1, the number of KEYS"),
+        (triton([1], [2, -1]), InvalidInputError, "got -1, expected numbers of at least 0"),
+        (triton([1] * 51, [0, 51]), TooManyKeysError, "'item' of model 'ranker': got 51 keys, expected at most 50"),
+        ({"inputs": [json_input("user", [1] * 101)]}, TooManyKeysError, "got 101 keys, expected at most 100"),
+        (triton([1], [1, 0], id=5), InvalidInputError, r"'id' is an integer \(5\), expected a string"),
         (triton([1], [1, 0], parameters=[]), InvalidInputError, "'parameters' is a list"),
         (triton([1], [1, 0], parameters={"found": 1}), InvalidInputError, "'found' is an integer"),
         (triton([1], [1, 0], outputs=[]), InvalidInputError, "'outputs' is empty"),
-        (triton([1], [1, 0], outputs=[{}]), InvalidInputError, r"outputs\[0\]: wanted an object with a 'name'"),
+        (triton([1], [1, 0], outputs=[{}]), InvalidInputError, r"outputs\[0\]: expected an object whose 'name'"),
         (triton([1], [1, 0], outputs=[{"name": "user"}]), InvalidInputError, "'user', which no input of this request answers"),
         (triton([1], [1, 0], outputs=[{"name": "OUTPUT0"}] * 2), InvalidInputError, "named twice"),
         (triton([1], [1, 0], outputs=[{"name": "OUTPUT0", "parameters": 1}]), InvalidInputError, "'parameters' is an integer"),
@@ -240,7 +248,7 @@ def test_nan_and_infinity_are_null_in_json_and_whole_in_binary():
         ),
     ],
 )
-def test_a_wrong_request_is_an_error_that_says_where_and_what_is_wanted(request_, error, says):
+def test_a_wrong_request_is_an_error_that_says_where_and_what_is_expected(request_, error, says):
     with pytest.raises(error, match=says):
         decode(request_)
 
@@ -248,11 +256,11 @@ def test_a_wrong_request_is_an_error_that_says_where_and_what_is_wanted(request_
 @pytest.mark.parametrize(
     ("size", "shape", "data", "says"),
     [
-        (8, [2], b"\0" * 8, "got binary_data_size 8, wanted 16"),
-        (16, [2], b"\0" * 8, "got 8 bytes of binary data, wanted 16; the body is cut short"),
-        (8, [1], b"\0" * 9, "got 9 bytes of binary data, wanted 8; something follows"),
+        (8, [2], b"\0" * 8, "got binary_data_size 8, expected 16"),
+        (16, [2], b"\0" * 8, "got 8 bytes of binary data, expected 16; the body is cut short"),
+        (8, [1], b"\0" * 9, "got 9 bytes of binary data, expected 8; something follows"),
         (2**63, [2**60], b"\0" * 8, "cut short"),
-        (-8, [1], b"\0" * 8, "wanted an integer of at least 0"),
+        (-8, [1], b"\0" * 8, "expected an integer of at least 0"),
         ("8", [1], b"\0" * 8, "'binary_data_size' is a string"),
         (True, [1], b"\0" * 8, "'binary_data_size' is a boolean"),
     ],
@@ -265,7 +273,7 @@ def test_binary_data_that_do_not_fit_are_an_error(size, shape, data, says):
 
 
 def test_a_head_that_was_seen_before_is_answered_for_its_own_keys_and_model():
-    other = ServedModel("other", (TableSpec("other", "item", 1, 0.0, 100), TableSpec("other", "user", 5, 0.0, 100)))
+    other = ModelTables("other", (TableSpec("other", "item", 1, 0.0, 100), TableSpec("other", "user", 5, 0.0, 100)))
     for keys in (np.array([1, 2]), np.array([-7, 9])):
         for model in (MODEL, other):
             inference = decode({"inputs": [binary_input("user", keys)]}, [keys], model)
@@ -283,13 +291,13 @@ def test_data_and_binary_data_together_are_an_error():
 
 
 def test_keys_of_all_tables_together_are_limited():
-    with pytest.raises(TooManyKeysError, match=r"got 7 keys, wanted at most 6 \(service.max_keys_per_request\)"):
+    with pytest.raises(TooManyKeysError, match=r"got 7 keys, expected at most 6 \(service.max_keys_per_request\)"):
         decode(triton([1] * 7, [3, 4]), max_keys=6)
     assert len(decode(triton([1] * 6, [3, 3]), max_keys=6).segments) == 2
 
 
 def test_a_table_may_be_called_keys():
-    model = ServedModel("m", (TableSpec("m", "KEYS", 2, 0.0, 100),))
+    model = ModelTables("m", (TableSpec("m", "KEYS", 2, 0.0, 100),))
     inference = decode({"inputs": [json_input("KEYS", [4])]}, model=model)
     assert inference.segments[0].keys.tolist() == [4]
 
@@ -329,27 +337,27 @@ def test_curl_lookup_answers_vectors_by_table_and_masks_where_asked():
     ("body", "error", "says"),
     [
         (b"", InvalidInputError, "not JSON"),
-        (b"[]", InvalidInputError, "got a list, wanted a JSON object"),
-        (b"{}", InvalidInputError, r"'tables' is null, wanted \{\"tables\""),
+        (b"[]", InvalidInputError, "got a list, expected a JSON object"),
+        (b"{}", InvalidInputError, r"'tables' is null, expected \{\"tables\""),
         (b'{"tables": {}}', InvalidInputError, "an object without tables"),
         (b'{"tables": [1]}', InvalidInputError, "'tables' is a list"),
         (b'{"table": {"item": [1]}}', InvalidInputError, "got the member 'table'"),
         (b'{"tables": {"item": [1]}, "found": 1}', InvalidInputError, "'found' is an integer"),
-        (b'{"tables": {"items": [1]}}', UnknownTableError, "got table 'items', wanted one of .*: user, item"),
-        (b'{"tables": {"item": 1}}', InvalidDtypeError, "table 'item': got an integer .1., wanted a list"),
+        (b'{"tables": {"items": [1]}}', UnknownTableError, "got table 'items', expected a table of .*: user, item"),
+        (b'{"tables": {"item": 1}}', InvalidDtypeError, "table 'item': got an integer .1., expected a list"),
         (b'{"tables": {"item": [1.5]}}', InvalidDtypeError, "got a float .1.5. at position 0"),
         (b'{"tables": {"item": [1, 18446744073709551616]}}', InvalidDtypeError, "got a float .* at position 1"),
         (b'{"tables": {"item": [9223372036854775808]}}', InvalidDtypeError, "got 9223372036854775808 at position 0"),
         (b'{"tables": {"item": [[1]]}}', InvalidDtypeError, "got a list at position 0"),
     ],
 )
-def test_a_wrong_curl_lookup_is_an_error_that_says_what_is_wanted(body, error, says):
+def test_a_wrong_curl_lookup_is_an_error_that_says_what_is_expected(body, error, says):
     with pytest.raises(error, match=says):
         decode_lookup(body, MODEL, 1000)
 
 
 def test_curl_lookup_is_limited_as_the_protocol_is():
-    with pytest.raises(TooManyKeysError, match="got 51 keys, wanted at most 50"):
+    with pytest.raises(TooManyKeysError, match="got 51 keys, expected at most 50"):
         decode_lookup(orjson.dumps({"tables": {"item": [1] * 51}}), MODEL, 1000)
-    with pytest.raises(TooManyKeysError, match="got 4 keys, wanted at most 3"):
+    with pytest.raises(TooManyKeysError, match="got 4 keys, expected at most 3"):
         decode_lookup(orjson.dumps({"tables": {"item": [1] * 4}}), MODEL, 3)

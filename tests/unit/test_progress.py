@@ -8,7 +8,7 @@ import pytest
 
 import hps
 from hps.progress import FailureProgress, LogProgress, Progress, TableProgress, count_text, size_text, time_text
-from hps.service.load_progress import LoadProgress
+from hps.service.model_states import ModelStates
 
 TAG = "hps_et.m.item"
 
@@ -158,12 +158,12 @@ def models(**tables: list[str]) -> Any:
 
 
 class Loads:
-    """A `LoadProgress` with what is around it."""
+    """A `ModelStates` with what is around it."""
 
     def __init__(self, clock: Clock, listener: Progress | None = None, **tables: list[str]) -> None:
         self.deployed: list[str] = []
         self.listener = listener or Listener()
-        self.progress = LoadProgress(models(**tables), lambda: self.deployed, self.listener, clock)
+        self.progress = ModelStates(models(**tables), lambda: self.deployed, self.listener, clock=clock)
 
     def states(self) -> dict[str, tuple[str, int]]:
         return {status.name: (status.state, status.percent) for status in self.progress.models()}
@@ -236,11 +236,11 @@ def test_a_failed_model_says_why_and_when_it_is_tried_again(clock: Clock) -> Non
     assert loads.listener.told[-1] == ("fail", "hps_et.a.x")
     clock.now += 5
     (status, _) = progress.models()
-    assert (status.state, status.reason, status.retry_in_s) == ("failed", "no answer; tried again in 15 s", 15.0)
-    assert progress.reason("a") == "loading failed: no answer; tried again in 15 s"
+    assert (status.state, status.reason, status.retry_in_s) == ("failed", "no answer; next try in 15 s", 15.0)
+    assert progress.reason("a") == "loading failed: no answer; next try in 15 s"
     assert loads.tables("a") == ["failed", "waiting"]
     loads.deployed.append("b")
-    assert progress.summary() == "1 of 2 models failed: a: no answer; tried again in 15 s"
+    assert progress.summary() == "1 of 2 models failed: a: no answer; next try in 15 s"
     assert loads.samples()["hps_load_failures_total", "a"] == 1
     assert loads.samples()["hps_load_seconds", "a"] == 2
 

@@ -1,0 +1,81 @@
+"""What a request is answered with, and the status of every error."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from hps.errors import (
+    DatabaseError,
+    DeviceError,
+    HPSError,
+    InvalidInputError,
+    NotReadyError,
+    TooManyKeysError,
+    UnknownDeviceError,
+    UnknownModelError,
+    UnknownTableError,
+    WorkspaceTimeoutError,
+)
+
+Header = tuple[bytes, bytes]
+JSON: Header = (b"content-type", b"application/json")
+BINARY: Header = (b"content-type", b"application/octet-stream")
+
+STATUS_OF_ERROR: dict[type[BaseException], int] = {
+    InvalidInputError: 400,
+    UnknownModelError: 404,
+    UnknownTableError: 404,
+    UnknownDeviceError: 404,
+    TooManyKeysError: 413,
+    NotReadyError: 503,
+    WorkspaceTimeoutError: 503,
+    DatabaseError: 503,
+    DeviceError: 503,
+    MemoryError: 503,
+}
+"""The status of every error by its nearest class; 500 for all others. A `RequestError` carries its own."""
+
+
+class RequestError(HPSError):
+    """A request cannot be served, for a reason that only HTTP knows.
+
+    Attributes:
+        status: of the answer.
+        headers: further headers of the answer.
+    """
+
+    def __init__(self, status: int, message: str, *headers: Header) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers
+
+
+@dataclass(slots=True)
+class HTTPAnswer:
+    """An answer: its status, its headers without Content-Length, and its body in pieces, which are sent uncopied."""
+
+    status: int
+    headers: list[Header]
+    chunks: Sequence[bytes | memoryview] = field(repr=False)
+
+
+def error_answer(error: BaseException) -> HTTPAnswer:
+    """The answer to a request that raised `error`: its status, and `{"error": message}` as the protocol has it."""
+    headers: list[Header] = [JSON]
+    if isinstance(error, RequestError):
+        status = error.status
+        headers += error.headers
+    else:
+        status = next((STATUS_OF_ERROR[kind] for kind in type(error).__mro__ if kind in STATUS_OF_ERROR), 500)
+    if status == 503:
+        headers.append((b"retry-after", b"1"))
+    if isinstance(error, HPSError):
+        message = str(error)
+    elif isinstance(error, MemoryError):
+        message = "not enough memory for the answer; send fewer keys at once"
+    else:
+        message = "internal error; the log of the service has the details"
+    body: dict[str, Any] = {"error": message}
+    return HTTPAnswer(status, headers, (orjson.dumps(body),))

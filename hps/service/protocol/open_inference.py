@@ -1,0 +1,311 @@
+"""The Open Inference Protocol v2 with binary tensors: from the bytes of a request to a lookup, and to the bytes of its answer.
+
+A request names its keys in one of two ways:
+
+- as Triton's HPS backend does: `KEYS` INT64 [N] or [1, N] holds the keys of table 0, then of table 1, ..., and `NUMKEYS`
+  INT32 [T] or [1, T] says how many belong to each. The answer is one flat `OUTPUT0` FP32 [sum of NUMKEYS[t] x dim[t]] and,
+  where requested, `FOUND0` BOOL [N];
+- one input a table, named as the table is, INT64 of any shape s. The answer is an FP32 output of the same name and of shape
+  s + [dim] and, where requested, `<table>.found` BOOL of shape s.
+
+The found-mask is requested by the request parameter `"found": true`, or by naming it in `outputs`.
+Source: https://github.com/kserve/open-inference-protocol (inference_rest.md) and Triton's extension_binary_data.md.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import orjson
+
+from hps.errors import InvalidDtypeError, InvalidInputError
+from hps.service.protocol.open_inference_header import (
+    CACHED_BYTES,
+    InferenceHeader,
+    InputTensor,
+    cached_header,
+    read_header,
+    reading_input,
+)
+from hps.service.protocol.request_checks import ModelTables, check_counts, int64_array
+from hps.tensors.segments import Segment
+from hps.types import BoolArray, FloatArray, KeyArray
+
+_MAX_LENGTH_DIGITS = 12
+_CACHED_LAYOUTS = 256
+_ALIGNMENT = 16  # bytes, of the vectors in an answer
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRange:
+    """The keys of one table within a request. *Immutable.*
+
+    Attributes:
+        table: its index.
+        dim: its width.
+        source: the position of the input that holds the keys.
+        start, stop: where in that input they are.
+        masked: whether their found-mask is requested.
+    """
+
+    table: int
+    dim: int
+    source: int
+    start: int
+    stop: int
+    masked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """One output: elements [start, start + size) of all vectors (FP32) or of all masks (BOOL). *Immutable.*
+
+    `size` is the product of `shape`.
+    """
+
+    name: str
+    datatype: str
+    shape: list[int]
+    start: int
+    size: int
+    binary: bool
+
+    @property
+    def size_bytes(self) -> int:
+        """Its length as binary data."""
+        return 4 * self.size if self.datatype == "FP32" else self.size
+
+
+class AnswerLayout:
+    """Where in memory an answer is: its JSON part, the vectors of all key ranges, then the requested masks. *Immutable.*
+
+    The JSON part is in that memory, padded with spaces, only where every output is binary: such an answer is sent from one
+    piece of memory, with one write and without a copy. Other answers write their JSON part when the vectors are known.
+
+    Args:
+        members: of the JSON part, beside the outputs.
+        ranges: what is looked up, in the order of its vectors and masks.
+        outputs: what is answered, vectors before masks.
+    """
+
+    def __init__(self, members: dict[str, Any], ranges: Sequence[KeyRange], outputs: Sequence[OutputTensor]) -> None:
+        self.ranges = tuple(ranges)
+        self.outputs = tuple(outputs)
+        self._members = members
+        self.vectors_size = sum(4 * keys.dim * (keys.stop - keys.start) for keys in ranges)
+        masks_size = sum(keys.stop - keys.start for keys in ranges if keys.masked)
+        self.text = b""
+        sent = sum(output.size_bytes for output in outputs)
+        if all(output.binary for output in outputs) and sent == self.vectors_size + masks_size:
+            text = self.describe([None] * len(self.outputs))
+            self.text = text + b" " * (-len(text) % _ALIGNMENT)
+        self.size = len(self.text) + self.vectors_size + masks_size
+
+    def describe(self, values: Sequence[FloatArray | BoolArray | None]) -> bytes:
+        """Write the JSON part; `values` holds the elements of each output, used where it is not binary."""
+        outputs: list[dict[str, Any]] = []
+        for output, data in zip(self.outputs, values, strict=True):
+            tensor: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": output.shape}
+            if output.binary:
+                tensor["parameters"] = {"binary_data_size": output.size_bytes}
+            else:
+                tensor["data"] = data
+            outputs.append(tensor)
+        return orjson.dumps({**self._members, "outputs": outputs}, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+class Inference:
+    """A request that was understood, with room for its answer.
+
+    Args:
+        layout: of the answer.
+        inputs: the arrays that the layout's key ranges refer to.
+
+    Attributes:
+        segments: what to look up; the lookup writes into the memory of the answer.
+    """
+
+    def __init__(self, layout: AnswerLayout, inputs: Sequence[KeyArray]) -> None:
+        self._layout = layout
+        self._memory = np.empty(layout.size, np.uint8)
+        if layout.text:
+            self._memory.data[: len(layout.text)] = layout.text
+        self.segments: list[Segment] = []
+        place, mask_place = len(layout.text), len(layout.text) + layout.vectors_size
+        for keys in layout.ranges:
+            count = keys.stop - keys.start
+            out = np.ndarray((count, keys.dim), np.float32, self._memory, place)
+            segment = Segment(keys.table, inputs[keys.source][keys.start : keys.stop], out)
+            place += 4 * count * keys.dim
+            if keys.masked:
+                segment.found = np.ndarray((count,), np.bool_, self._memory, mask_place)
+                mask_place += count
+            self.segments.append(segment)
+
+    def encode(self) -> tuple[Sequence[bytes | memoryview], int | None]:
+        """Make the body of the answer, once the lookup has written vectors and masks.
+
+        A value that JSON cannot express (NaN, infinities) is null; binary outputs carry it.
+
+        Returns:
+            The body in pieces, which are views of what the lookup wrote; and the length of its JSON part, None where the
+            body is JSON alone.
+        """
+        layout = self._layout
+        if layout.text:
+            return (self._memory.data,), len(layout.text)
+        vectors = self._memory[: layout.vectors_size].view(np.float32)
+        masks = self._memory[layout.vectors_size :].view(np.bool_)
+        values: list[FloatArray | BoolArray] = [
+            (vectors if output.datatype == "FP32" else masks)[output.start : output.start + output.size]
+            for output in layout.outputs
+        ]
+        text = layout.describe(values)
+        binary = [data.view(np.uint8).data for data, output in zip(values, layout.outputs, strict=True) if output.binary]
+        return (text, *binary), len(text) if binary else None
+
+
+def parse_header_length(value: bytes | None, body_size: int) -> int | None:
+    """Read `Inference-Header-Content-Length`.
+
+    Raises:
+        InvalidInputError: it is not a number within the body.
+    """
+    if value is None:
+        return None
+    if not value.isdigit() or len(value) > _MAX_LENGTH_DIGITS or int(value) > body_size:
+        raise InvalidInputError(
+            f"reading the request: got Inference-Header-Content-Length {value[:40].decode('latin-1')!r}, expected a number "
+            f"of bytes within the body of {body_size}"
+        )
+    return int(value)
+
+
+def decode_request(body: bytes, header_length: int | None, model: ModelTables, max_keys: int) -> Inference:
+    """Turn the body of an inference request into a lookup with room for its answer.
+
+    Args:
+        body: the JSON part, then the binary part.
+        header_length: bytes of the JSON part, within the body; None when the body is JSON alone.
+        model: the model that the request names.
+        max_keys: of all tables together.
+
+    Raises:
+        InvalidInputError, InvalidDtypeError: the body is no such request; the message says where, and what was expected.
+        UnknownTableError: an input names no table of the model.
+        TooManyKeysError: more keys than `max_keys` or than a table's `max_keys`.
+    """
+    text = body if header_length is None else body[:header_length]
+    header = (cached_header if len(text) <= CACHED_BYTES else read_header)(text)
+    if len(body) - len(text) != header.binary_size:
+        raise _size_error(header.binary_size, None if header_length is None else len(body) - len(text))
+    inputs = [_values(tensor, body, len(text)) for tensor in header.inputs.values()]
+    counts = tuple(inputs[header.numkeys].tolist()) if header.numkeys is not None else None
+    layout = (_cached_layout if header.cached else _lay_out)(header, counts, model, max_keys)
+    return Inference(layout, inputs)
+
+
+def _size_error(expected: int, got: int | None) -> InvalidInputError:
+    if got is None:
+        return InvalidInputError(
+            "reading the request: an input has binary_data_size, but the request has no binary part; send the length of "
+            "its JSON part in the header Inference-Header-Content-Length"
+        )
+    hint = "the body is cut short" if got < expected else "something follows the last binary input"
+    return InvalidInputError(f"reading the request: got {got} bytes of binary data, expected {expected}; {hint}")
+
+
+def _values(tensor: InputTensor, body: bytes, binary_start: int) -> KeyArray:
+    """The values of an input: (count,) int64, aligned, a copy of its own. The body is long enough."""
+    if tensor.start >= 0:
+        if not tensor.count:
+            return np.empty(0, np.int64)
+        # A copy: the JSON part has any length, so the bytes need not be aligned.
+        return np.frombuffer(body, tensor.dtype, tensor.count, binary_start + tensor.start).astype(np.int64)
+    what = reading_input(tensor.name)
+    values = int64_array(tensor.data, what)
+    if values.size != tensor.count:
+        raise InvalidInputError(f"{what}: got {values.size} values, expected {tensor.count} for shape {tensor.shape}")
+    if tensor.dtype.itemsize == 4 and values.size and not -(2**31) <= values.min() <= values.max() < 2**31:
+        raise InvalidDtypeError(f"{what}: a value does not fit INT32; send INT64")
+    return values
+
+
+def _lay_out(header: InferenceHeader, counts: tuple[int, ...] | None, model: ModelTables, max_keys: int) -> AnswerLayout:
+    """Find the tables of a request, and lay out its answer. `counts` are the values of NUMKEYS, where it has them."""
+    if counts is None:
+        ranges, outputs = _by_table(header, model, max_keys)
+    else:
+        ranges, outputs = _by_numkeys(header, counts, model, max_keys)
+    if header.requested is not None:
+        answered = {output.name for output in outputs}
+        if unknown := [name for name in header.requested if name not in answered]:
+            raise InvalidInputError(f"reading 'outputs': got {unknown[0][:120]!r}, which no input of this request answers")
+    members: dict[str, Any] = {"model_name": model.name, "model_version": "1"}
+    if header.request_id is not None:
+        members["id"] = header.request_id
+    return AnswerLayout(members, ranges, outputs)
+
+
+_cached_layout = lru_cache(_CACHED_LAYOUTS)(_lay_out)
+
+
+def _by_numkeys(
+    header: InferenceHeader, counts: Sequence[int], model: ModelTables, max_keys: int
+) -> tuple[Sequence[KeyRange], Sequence[OutputTensor]]:
+    """KEYS and NUMKEYS, as Triton's HPS backend takes them; that backend checks none of what is checked here."""
+    if len(header.inputs) != 2:
+        extra = next(name for name in header.inputs if name not in ("KEYS", "NUMKEYS"))
+        raise InvalidInputError(f"reading 'inputs': got {extra[:120]!r} beside KEYS and NUMKEYS, expected these two alone")
+    for tensor in header.inputs.values():
+        if len(tensor.shape) > 2 or (len(tensor.shape) == 2 and tensor.shape[0] != 1):
+            raise InvalidInputError(f"{reading_input(tensor.name)}: got shape {tensor.shape}, expected [N] or [1, N]")
+    if len(counts) != len(model.tables):
+        known = ", ".join(table.table_name for table in model.tables)
+        raise InvalidInputError(
+            f"reading input 'NUMKEYS': got {len(counts)} numbers, expected {len(model.tables)}, one for each table of model "
+            f"{model.name!r}: {known}"
+        )
+    if min(counts) < 0:
+        raise InvalidInputError(f"reading input 'NUMKEYS': got {min(counts)}, expected numbers of at least 0")
+    keys = header.inputs["KEYS"].count
+    if sum(counts) != keys:
+        raise InvalidInputError(f"reading input 'NUMKEYS': its sum is {sum(counts)}, expected {keys}, the number of KEYS")
+    floats = check_counts(zip(model.tables, counts, strict=True), max_keys)
+    vectors_binary, mask_binary = header.vectors("OUTPUT0"), header.mask("FOUND0")
+    source = list(header.inputs).index("KEYS")
+    ranges, start = [], 0
+    for index, (table, count) in enumerate(zip(model.tables, counts, strict=True)):
+        ranges.append(KeyRange(index, table.dim, source, start, start + count, mask_binary is not None))
+        start += count
+    outputs = []
+    if vectors_binary is not None:
+        outputs.append(OutputTensor("OUTPUT0", "FP32", [floats], 0, floats, vectors_binary))
+    if mask_binary is not None:
+        outputs.append(OutputTensor("FOUND0", "BOOL", [keys], 0, keys, mask_binary))
+    return ranges, outputs
+
+
+def _by_table(header: InferenceHeader, model: ModelTables, max_keys: int) -> tuple[Sequence[KeyRange], Sequence[OutputTensor]]:
+    """One input a table."""
+    for alone, missing in (("KEYS", "NUMKEYS"), ("NUMKEYS", "KEYS")):
+        if alone in header.inputs and not model.has_table(alone):
+            raise InvalidInputError(f"reading 'inputs': got {alone} without {missing}, expected both, or one input a table")
+    indices = [model.table_index(name, "reading 'inputs'") for name in header.inputs]
+    tensors = list(header.inputs.values())
+    check_counts(((model.tables[index], tensor.count) for index, tensor in zip(indices, tensors, strict=True)), max_keys)
+    ranges, vectors, masks = [], [], []
+    floats = keys = 0
+    for source, (index, tensor) in enumerate(zip(indices, tensors, strict=True)):
+        name, dim, count = tensor.name, model.tables[index].dim, tensor.count
+        vectors_binary, mask_binary = header.vectors(name), header.mask(f"{name}.found")
+        ranges.append(KeyRange(index, dim, source, 0, count, mask_binary is not None))
+        if vectors_binary is not None:
+            vectors.append(OutputTensor(name, "FP32", [*tensor.shape, dim], floats, count * dim, vectors_binary))
+        floats += count * dim
+        if mask_binary is not None:
+            masks.append(OutputTensor(f"{name}.found", "BOOL", tensor.shape, keys, count, mask_binary))
+            keys += count
+    return ranges, vectors + masks

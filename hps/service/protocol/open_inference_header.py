@@ -1,0 +1,219 @@
+"""The JSON part of an inference request, checked by itself before the tensors that may follow it are read.
+
+Where the tensors are binary, it holds only names, datatypes, shapes and options. Clients that send batches of the same sizes
+therefore repeat it: headers are cached, and most requests parse no JSON.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from math import prod
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from hps.errors import InvalidDtypeError, InvalidInputError
+from hps.service.protocol.request_checks import kind_of, parse_object
+
+MAX_RANK = 8
+_CACHED_HEADERS = 256
+CACHED_BYTES = 2048
+"""The longest JSON part that is cached."""
+
+_IntegerDtype: TypeAlias = "np.dtype[np.signedinteger[Any]]"
+_DTYPES: dict[str, _IntegerDtype] = {"INT64": np.dtype("<i8"), "INT32": np.dtype("<i4")}
+
+
+@dataclass(frozen=True, slots=True)
+class InputTensor:
+    """An integer input as the header describes it. *Immutable.*
+
+    Attributes:
+        name, dtype, shape: as the request says.
+        count: the product of the shape.
+        start: where its bytes start in the binary part; -1 where `data` holds its values.
+        data: its values, a flat list that is not checked yet.
+    """
+
+    name: str
+    dtype: _IntegerDtype
+    shape: list[int]
+    count: int
+    start: int
+    data: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InferenceHeader:
+    """A JSON part that is consistent in itself. *Immutable*, and shared by requests; equal only to itself.
+
+    Attributes:
+        request_id: echoed when given.
+        inputs: by name, in the order of the request.
+        binary_size: bytes of binary data that the inputs have together.
+        requested: by output name, whether it is sent as binary data; None where the request names no outputs.
+        found: whether found-masks that `requested` does not name are requested, too.
+        binary: whether outputs that `requested` does not name are sent as binary data.
+        numkeys: the position of NUMKEYS among the inputs, where KEYS is among them, too; else None.
+        cached: whether the same text gives this very object again.
+    """
+
+    request_id: str | None
+    inputs: dict[str, InputTensor]
+    binary_size: int
+    requested: dict[str, bool] | None
+    found: bool
+    binary: bool
+    numkeys: int | None
+    cached: bool
+
+    def vectors(self, name: str) -> bool | None:
+        """Whether this output of vectors is sent as binary data; None when it is not requested."""
+        return self.binary if self.requested is None else self.requested.get(name)
+
+    def mask(self, name: str) -> bool | None:
+        """Whether this found-mask is sent as binary data; None when it is not requested."""
+        if self.requested is not None and name in self.requested:
+            return self.requested[name]
+        return self.binary if self.found else None
+
+
+def read_header(text: bytes) -> InferenceHeader:
+    """Read the JSON part of an inference request, whatever its length.
+
+    Raises:
+        InvalidInputError, InvalidDtypeError: it is not one; the message says where, and what was expected.
+    """
+    request = parse_object(text)
+    request_id = request.get("id")
+    if request_id is not None and type(request_id) is not str:
+        raise InvalidInputError(f"reading the request: 'id' is {kind_of(request_id)}, expected a string")
+    parameters = _parameters(request, "reading the request")
+    binary = _flag(parameters, "binary_data_output", "reading 'parameters'", default=False)
+    found = _flag(parameters, "found", "reading 'parameters'", default=False)
+    inputs, binary_size = _read_inputs(request.get("inputs"))
+    numkeys = list(inputs).index("NUMKEYS") if "NUMKEYS" in inputs and "KEYS" in inputs else None
+    requested = _read_outputs(request.get("outputs"), binary)
+    return InferenceHeader(request_id, inputs, binary_size, requested, found, binary, numkeys, len(text) <= CACHED_BYTES)
+
+
+cached_header = lru_cache(_CACHED_HEADERS)(read_header)
+"""As `read_header`, for texts of at most `CACHED_BYTES`."""
+
+
+def reading_input(name: str) -> str:
+    """How errors name an input."""
+    return f"reading input {name[:120]!r}"
+
+
+def _read_inputs(given: Any) -> tuple[dict[str, InputTensor], int]:
+    if type(given) is not list or not given:
+        raise InvalidInputError("reading the request: 'inputs' is missing or empty, expected a list of tensors")
+    inputs: dict[str, InputTensor] = {}
+    binary_size = 0
+    for one in given:
+        name = one.get("name") if type(one) is dict else None
+        if type(name) is not str:
+            raise InvalidInputError(f"reading inputs[{len(inputs)}]: expected an object whose 'name' is a string")
+        if name in inputs:
+            raise InvalidInputError(f"{reading_input(name)}: it is given twice; name each input once")
+        dtype, shape = _dtype(name, one.get("datatype")), _shape(name, one.get("shape"))
+        count = prod(shape)
+        size = _binary_size(name, one)
+        if size is None:
+            inputs[name] = InputTensor(name, dtype, shape, count, -1, _flat(name, one.get("data"), shape))
+            continue
+        if size != count * dtype.itemsize:
+            raise InvalidInputError(
+                f"{reading_input(name)}: got binary_data_size {size}, expected {count * dtype.itemsize} for shape {shape} "
+                f"of {dtype}"
+            )
+        inputs[name] = InputTensor(name, dtype, shape, count, binary_size, None)
+        binary_size += size
+    return inputs, binary_size
+
+
+def _dtype(name: str, datatype: Any) -> _IntegerDtype:
+    if type(datatype) is not str or datatype not in _DTYPES:
+        got = repr(datatype[:40]) if isinstance(datatype, str) else kind_of(datatype)
+        raise InvalidDtypeError(f"{reading_input(name)}: got datatype {got}, expected INT64 (or INT32)")
+    return _DTYPES[datatype]
+
+
+def _shape(name: str, shape: Any) -> list[int]:
+    if type(shape) is not list or not 0 < len(shape) <= MAX_RANK:
+        got = f"{len(shape)} dimensions" if type(shape) is list else kind_of(shape)
+        raise InvalidInputError(f"{reading_input(name)}: got shape {got}, expected a list of 1 to {MAX_RANK} integers")
+    for width in shape:
+        if type(width) is not int or width < 0:
+            raise InvalidInputError(f"{reading_input(name)}: shape has {kind_of(width)}, expected integers of at least 0")
+    return shape
+
+
+def _binary_size(name: str, given: dict[str, Any]) -> int | None:
+    parameters = _parameters(given, reading_input(name))
+    if "shared_memory_region" in parameters:
+        raise InvalidInputError(
+            f"{reading_input(name)}: shared memory is not supported; send the values as 'data' or as binary data"
+        )
+    size = parameters.get("binary_data_size")
+    if size is None:
+        return None
+    if type(size) is not int or size < 0:
+        raise InvalidInputError(
+            f"{reading_input(name)}: 'binary_data_size' is {kind_of(size)}, expected an integer of at least 0"
+        )
+    if "data" in given:
+        raise InvalidInputError(f"{reading_input(name)}: it has both 'data' and 'binary_data_size', expected one of them")
+    return size
+
+
+def _flat(name: str, data: Any, shape: list[int]) -> Any:
+    """Flatten lists that are nested as the shape says; leave a flat list as it is."""
+    if data is None:
+        raise InvalidInputError(f"{reading_input(name)}: it has neither 'data' nor 'binary_data_size'")
+    for width in shape[1:]:
+        if type(data) is not list or not data or type(data[0]) is not list:
+            break
+        if not {list}.issuperset(map(type, data)) or not {width}.issuperset(map(len, data)):
+            raise InvalidInputError(
+                f"{reading_input(name)}: 'data' is not nested as shape {shape} says; send it flat, in row-major order"
+            )
+        data = list(chain.from_iterable(data))
+    return data
+
+
+def _read_outputs(outputs: Any, binary: bool) -> dict[str, bool] | None:
+    if outputs is None:
+        return None
+    if type(outputs) is not list or not outputs:
+        raise InvalidInputError("reading the request: 'outputs' is empty or not a list; leave it out to get all vectors")
+    requested: dict[str, bool] = {}
+    for output in outputs:
+        what = f"reading outputs[{len(requested)}]"
+        name = output.get("name") if type(output) is dict else None
+        if type(name) is not str:
+            raise InvalidInputError(f"{what}: expected an object whose 'name' is a string")
+        if name in requested:
+            raise InvalidInputError(f"{what}: {name[:120]!r} is named twice; name each output once")
+        parameters = _parameters(output, what)
+        if unsupported := {"classification", "shared_memory_region"} & parameters.keys():
+            raise InvalidInputError(f"{what}: the parameter {min(unsupported)!r} is not supported")
+        requested[name] = _flag(parameters, "binary_data", what, default=binary)
+    return requested
+
+
+def _parameters(given: dict[str, Any], what: str) -> dict[str, Any]:
+    parameters = given.get("parameters")
+    if parameters is None:
+        return {}
+    if type(parameters) is not dict:
+        raise InvalidInputError(f"{what}: 'parameters' is {kind_of(parameters)}, expected an object")
+    return parameters
+
+
+def _flag(parameters: dict[str, Any], name: str, what: str, *, default: bool) -> bool:
+    value = parameters.get(name, default)
+    if type(value) is not bool:
+        raise InvalidInputError(f"{what}: {name!r} is {kind_of(value)}, expected true or false")
+    return value

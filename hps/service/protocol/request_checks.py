@@ -1,0 +1,118 @@
+"""The checks that both kinds of request share: strict JSON values, the tables of the model, the limits on keys."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import orjson
+
+from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError, UnknownTableError
+from hps.types import KeyArray, TableSpec
+
+_KINDS = {bool: "a boolean", float: "a float", str: "a string", list: "a list", dict: "an object", type(None): "null"}
+
+
+def parse_object(text: bytes | memoryview) -> dict[str, Any]:
+    """Parse JSON whose value must be an object.
+
+    Raises:
+        InvalidInputError: it is not JSON, or not an object.
+    """
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InvalidInputError(f"reading the request: it is not JSON: {error}") from error
+    if type(value) is not dict:
+        raise InvalidInputError(f"reading the request: got {kind_of(value)}, expected a JSON object")
+    return value
+
+
+def int64_array(values: Any, what: str) -> KeyArray:
+    """Convert a JSON list to int64. A float, boolean or string is an error: nothing is rounded, truncated or parsed.
+
+    Args:
+        values: a list, as the JSON parser made it.
+        what: how errors name it.
+
+    Raises:
+        InvalidDtypeError: it is not a list, or an element is not a 64-bit integer.
+    """
+    if type(values) is not list:
+        raise InvalidDtypeError(f"{what}: got {kind_of(values)}, expected a list of integers")
+    # numpy would accept true, 1.5 and "1" as integers
+    if not {int}.issuperset(map(type, values)):
+        position, value = next((i, value) for i, value in enumerate(values) if type(value) is not int)
+        raise InvalidDtypeError(f"{what}: got {kind_of(value)} at position {position}, expected 64-bit integers")
+    try:
+        return np.array(values, dtype=np.int64)
+    except OverflowError as error:
+        position, value = next((i, value) for i, value in enumerate(values) if not -(2**63) <= value < 2**63)
+        raise InvalidDtypeError(f"{what}: got {value} at position {position}, expected signed 64-bit integers") from error
+
+
+def kind_of(value: Any) -> str:
+    """Describe a JSON value in an error: its kind and, for a number, the value."""
+    kind = _KINDS.get(type(value), "an integer")
+    return f"{kind} ({value!r})" if isinstance(value, int | float) and not isinstance(value, bool) else kind
+
+
+class ModelTables:
+    """The tables of one model, by name and by index. *Immutable*; equal only to itself.
+
+    Args:
+        name: of the model.
+        tables: at least one, in the order of their ids.
+    """
+
+    def __init__(self, name: str, tables: tuple[TableSpec, ...]) -> None:
+        self.name = name
+        self.tables = tables
+        self._indices = {table.table_name: index for index, table in enumerate(tables)}
+
+    def has_table(self, name: str) -> bool:
+        """Whether the model has a table of this name."""
+        return name in self._indices
+
+    def table_index(self, name: str, what: str) -> int:
+        """The index of a table.
+
+        Raises:
+            UnknownTableError: the model has no such table.
+        """
+        try:
+            return self._indices[name]
+        except KeyError:
+            known = ", ".join(self._indices)
+            raise UnknownTableError(
+                f"{what}: got table {name[:120]!r}, expected a table of model {self.name!r}: {known}"
+            ) from None
+
+
+def check_counts(counts: Iterable[tuple[TableSpec, int]], max_keys: int) -> int:
+    """Refuse more keys than the service or a table accepts, before memory is allocated for their vectors.
+
+    Args:
+        counts: tables, and how many keys the request has for each.
+        max_keys: of all tables together.
+
+    Returns:
+        The number of floats in the vectors of all keys.
+
+    Raises:
+        TooManyKeysError: names the limit that was exceeded.
+    """
+    total = floats = 0
+    for table, count in counts:
+        if count > table.max_keys:
+            raise TooManyKeysError(
+                f"looking up table {table.table_name!r} of model {table.model_name!r}: got {count} keys, expected at most "
+                f"{table.max_keys} (max_batch_size x maxnum_catfeature_query_per_table_per_sample); send fewer at once"
+            )
+        total += count
+        floats += count * table.dim
+    if total > max_keys:
+        raise TooManyKeysError(
+            f"reading the request: got {total} keys, expected at most {max_keys} (service.max_keys_per_request); "
+            "send fewer at once"
+        )
+    return floats

@@ -22,6 +22,7 @@ import contextlib
 import functools
 import hashlib
 import logging
+import math
 import os
 import re
 import shutil
@@ -45,7 +46,7 @@ _DEFINES_KERNELS: Final = re.compile(rb"^@(kernel|njit|intrinsic)\b", re.MULTILI
 _PREFIX: Final = "hps-kernels-"
 _KEPT_DIRECTORIES: Final = 4
 _IN_USE_S: Final = 3600
-_SECONDS_A_KERNEL: Final = 0.6
+_SECONDS_A_KERNEL: Final = 0.4
 
 _config: Any = numba.config
 _lock = threading.Lock()
@@ -113,9 +114,8 @@ class _Announcement(event.Listener):
         if self._started_at is None:
             self._started_at = time.monotonic()
             _log.info(
-                "compiling %d kernels for this machine, which takes about %.0f s; later starts load them from %s",
-                self._kernels,
-                self._kernels * _SECONDS_A_KERNEL,
+                "compiling kernels for this machine, which takes about %d s; later starts load them from %s",
+                math.ceil(self._kernels * _SECONDS_A_KERNEL),
                 _directory() or "nowhere: each start compiles",
             )
 

@@ -142,11 +142,10 @@ def _directory() -> Path | None:
     name = _PREFIX + _fingerprint()
     parents = list(_parents())
     for parent in parents:
-        if _is_writable(parent / name):
-            _prune(parent, name)
+        if _open(parent / name):
             return parent / name
     private = _private_temporary_directory()
-    directory = private / name if private and _is_writable(private / name) else None
+    directory = private / name if private and _open(private / name) else None
     _log.warning(
         "cannot keep compiled kernels in %s; %s. Set NUMBA_CACHE_DIR to a directory that this user can write to",
         " or ".join(str(parent) for parent in parents),
@@ -174,13 +173,15 @@ def _parents() -> Iterator[Path]:
         yield Path.home() / ".cache" / "hps"
 
 
-def _is_writable(directory: Path) -> bool:
+def _open(directory: Path) -> bool:
+    """Make a directory for the machine code of these sources beside those of older ones; False if it cannot be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        os.utime(directory)  # says when it was last used, see `_prune`
+        os.utime(directory)  # tells `_prune` when it was last used
         tempfile.TemporaryFile(dir=directory).close()
     except OSError:
         return False
+    _prune(directory)
     return True
 
 
@@ -197,10 +198,10 @@ def _private_temporary_directory() -> Path | None:
     return directory if private else None
 
 
-def _prune(parent: Path, own: str) -> None:
+def _prune(own: Path) -> None:
     """Remove the machine code of older sources, but for the last few, and for what another process may be writing."""
     with contextlib.suppress(OSError):  # another process does the same
-        others = [path for path in parent.glob(f"{_PREFIX}*") if path.name != own]
+        others = [path for path in own.parent.glob(f"{_PREFIX}*") if path != own]
         others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
         for path in others[_KEPT_DIRECTORIES:]:
             if time.time() - path.stat().st_mtime > _IN_USE_S:

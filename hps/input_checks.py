@@ -66,8 +66,9 @@ def _check(
         raise InvalidDtypeError(f"{doing}: {name}: got {got}, expected a NumPy array of {dtype}")
     if array.ndim != 1 if shape is None else array.shape != shape:
         raise InvalidInputError(f"{doing}: {name}: got shape {array.shape}, expected {shape or '(n,)'}")
-    if not array.flags.c_contiguous:
+    flags = array.flags
+    if not flags.c_contiguous:
         raise InvalidInputError(f"{doing}: {name}: got a strided array, expected a C-contiguous one; use np.ascontiguousarray")
-    if writable and not array.flags.writeable:
+    if writable and not flags.writeable:
         raise InvalidInputError(f"{doing}: {name}: got a read-only array, expected one to write to")
     return array if type(array) is np.ndarray else np.asarray(array)

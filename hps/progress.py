@@ -1,4 +1,4 @@
-"""Tells people how far the loading of tables is."""
+"""Reports how far the loading of tables is."""
 
 import logging
 import threading
@@ -9,18 +9,18 @@ from typing import Protocol, runtime_checkable
 
 _log = logging.getLogger(__name__)
 
-_WINDOW_S = 10.0  # of a rate: short enough to show that a source has stopped
+_WINDOW_S = 10.0  # over which a rate is taken: short enough to show that a source has stopped
 _SAMPLE_S = 0.5
 
 
 class Progress(Protocol):
-    """Is told how far the loading of tables is. Tables are loaded one after the other, by one thread."""
+    """Is told how far the loading of tables is. One thread loads the tables, one after the other."""
 
     def start(self, tag: str, rows: int, size_bytes: int) -> None:
-        """A table is about to be read: so many rows, so many bytes of keys and vectors."""
+        """A table of so many rows, and so many bytes of keys and vectors, is about to be read."""
 
     def advance(self, tag: str, rows: int) -> None:
-        """That many more rows are in the databases."""
+        """So many more rows are in the databases. If this raises, the load ends."""
 
     def finish(self, tag: str) -> None:
         """All rows of the table are in the databases."""
@@ -36,23 +36,23 @@ class NoProgress:
 
 @runtime_checkable
 class FailureProgress(Progress, Protocol):
-    """A progress that wants to know, too, when a table that was started will not be finished."""
+    """A progress that is also told when a table that was started will not be finished."""
 
     def fail(self, tag: str) -> None:
-        """Loading the table has ended before all its rows were in the databases."""
+        """The load has ended before all rows of the table were in the databases."""
 
 
 class TableProgress:
     """How far one table is, and how fast. *Thread-safe.*
 
     Args:
-        rows: to be loaded.
-        size_bytes: of their keys and vectors.
-        clock: seconds from any start.
+        rows: rows to load.
+        size_bytes: size of their keys and vectors.
+        clock: the time in seconds, from any start.
 
     Attributes:
         rows, size_bytes: as given.
-        rows_done: how many are in the databases.
+        rows_done: how many rows are in the databases.
     """
 
     def __init__(self, rows: int, size_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -91,12 +91,12 @@ class TableProgress:
 
     @property
     def seconds(self) -> float:
-        """How long it has taken."""
+        """How long the load has taken."""
         return (self._clock() if self._ended is None else self._ended) - self._started
 
     @property
     def rows_per_s(self) -> float:
-        """Of the last seconds; of all the time that they took once all rows are done or the clock is stopped."""
+        """The rate of the last seconds; of the whole time once all rows are done or the clock has stopped."""
         with self._lock:
             if self._ended is not None or self.rows_done >= self.rows:
                 until = self._moved if self._ended is None else self._ended
@@ -120,19 +120,19 @@ class TableProgress:
 
     @property
     def time_text(self) -> str:
-        """`5 s left`, or what there is to say instead."""
+        """`5 s left`, or what takes its place at the start and at the end."""
         if self._ended is not None:
             return f"in {self.seconds:.1f} s" if self.seconds < 60 else f"in {time_text(self.seconds)}"
         left = self.seconds_left
         if self.rows_done >= self.rows:
-            return "finishing"  # RocksDB merges what it has got
+            return "finishing"  # RocksDB merges its files
         if left is None:
             return "nothing moves" if self.seconds > _WINDOW_S else "starting"
         return f"{time_text(left)} left"
 
 
 class LogProgress:
-    """Logs the start and the end of each table, and every few seconds how far it is."""
+    """Logs the start and the end of each table, and every few seconds how far it is. *One thread.*"""
 
     def __init__(
         self, logger: logging.Logger = _log, interval_s: float = 5.0, clock: Callable[[], float] = time.monotonic
@@ -141,22 +141,22 @@ class LogProgress:
         self._interval_s = interval_s
         self._clock = clock
         self._table = TableProgress(0, 0, clock)
-        self._told = 0.0
+        self._logged_at = 0.0
 
     def start(self, tag: str, rows: int, size_bytes: int) -> None:
         """Log what is about to be loaded."""
         self._table = TableProgress(rows, size_bytes, self._clock)
-        self._told = self._clock()
+        self._logged_at = self._clock()
         self._log.info("%s: %d rows, %s.", tag, rows, size_text(size_bytes))
 
     def advance(self, tag: str, rows: int) -> None:
-        """Log rate and time left, when the last line is old enough."""
+        """Log rate and time left, if the last line is old enough."""
         table = self._table
         table.advance(rows)
         now = self._clock()
-        if now - self._told < self._interval_s or table.rows_done >= table.rows:
+        if now - self._logged_at < self._interval_s or table.rows_done >= table.rows:
             return
-        self._told = now
+        self._logged_at = now
         self._log.info("%s: %d of %d rows, %.0f rows/s, %s.", tag, table.rows_done, table.rows, table.rows_per_s, str(table))
 
     def finish(self, tag: str) -> None:
@@ -168,12 +168,12 @@ class LogProgress:
 
 
 def size_text(size_bytes: float) -> str:
-    """Bytes as people write them: `310 MB`, `2.8 GB`; powers of 1000."""
+    """Format bytes: `310 MB`, `2.8 GB`; powers of 1000."""
     return _scaled(size_bytes, ("B", "kB", "MB", "GB", "TB"))
 
 
 def count_text(count: float) -> str:
-    """A count as people write it: `950`, `1.2 M`."""
+    """Format a count: `950`, `1.2 M`."""
     return _scaled(count, ("", "k", "M", "G", "T")).rstrip()
 
 
@@ -185,7 +185,7 @@ def _scaled(number: float, units: Sequence[str]) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Seconds as people say them: `5 s`, `12 min`, `3.5 h`."""
+    """Format seconds: `5 s`, `12 min`, `3.5 h`."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5970 else f"{seconds / 3600:.1f} h"

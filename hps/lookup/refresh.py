@@ -9,14 +9,14 @@ from hps.cache.base import EmbeddingCache
 from hps.lookup.chain import DatabaseChain
 from hps.types import FloatArray, KeyArray, TableSpec
 
-_ATTEMPTS = 5  # at a chunk of a table that is being modified
+_ATTEMPTS = 5  # to refresh a chunk of a table that is being modified
 _CHUNK_BYTES = 16 * 1024 * 1024  # keys and vectors fetched at once
 _MIN_STEP_ROWS = 64  # the smallest step; HugeCTR's is one of its sets
 
 
 @dataclass(frozen=True, slots=True)
 class RefreshReport:
-    """Resident keys that got their database's current vector, and those erased because no database has them."""
+    """How many resident keys got their current vector, and how many were erased because no database has them. *Immutable.*"""
 
     updated: int
     erased: int
@@ -27,16 +27,16 @@ def refresh(
 ) -> RefreshReport:
     """Give every resident key of one table the vector that the databases have now; erase keys that none has.
 
-    Nothing becomes resident and no recency changes. A vector that is modified meanwhile is never overwritten by an older one:
-    a chunk that was fetched before a modification is fetched again, and erased where that keeps happening.
+    Nothing becomes resident and no recency changes. An older vector never overwrites one that is modified meanwhile: a chunk
+    that was fetched before a modification is fetched again, and after some attempts erased.
 
     Args:
         cache: the cache of one device.
         table_index: the table's place in `cache.tables`.
         table: the same table.
         chain: the databases.
-        fraction_per_iteration: `cache_refresh_percentage_per_iteration`: the share of the capacity to fetch at once, within
-            the memory of a chunk; at 0 a chunk.
+        fraction_per_iteration: `cache_refresh_percentage_per_iteration`: the share of the capacity to fetch at once, at most a
+            chunk; 0 for a chunk.
 
     Raises:
         DatabaseError: the databases failed; keys not yet reached keep their vectors. A failure never erases.
@@ -58,7 +58,7 @@ def _refresh_chunk(
 ) -> int:
     fence = chain.fence(table)
     for attempt in range(_ATTEMPTS):
-        time.sleep(0.01 * attempt)  # the modification that was in the way takes a while
+        time.sleep(0.01 * attempt)  # the modification that interfered takes a while
         token = fence.token()
         found = np.zeros(keys.size, np.bool_)
         chain.fetch(table, keys, out, found)
@@ -67,5 +67,5 @@ def _refresh_chunk(
                 cache.update(table_index, keys[found], out[found])
                 cache.erase(table_index, keys[~found])
                 return int(np.count_nonzero(found))
-    cache.erase(table_index, keys)  # always right: each is fetched again when it is asked for
+    cache.erase(table_index, keys)  # always safe: the next lookup fetches them again
     return 0

@@ -30,9 +30,8 @@ def warm_up(
         table_index: the table's place in `cache.tables`.
         table: the same table.
         sparse_model: its files.
-        fraction_per_iteration: `cache_refresh_percentage_per_iteration`: the share of the capacity that one step, with its
-            log line, fills; 1.0 is everything in one step. It bounds no memory: a step is read in chunks. At 0 nothing is
-            done.
+        fraction_per_iteration: `cache_refresh_percentage_per_iteration`: the share of the capacity that one step fills and
+            logs; 1.0 is everything in one step, 0 no warm-up at all. It bounds no memory: a step is read in chunks.
 
     Returns:
         How many rows were inserted: those of the files, or the capacity if it is less.
@@ -47,7 +46,7 @@ def warm_up(
     step = _step_rows(capacity, fraction_per_iteration)
     _log.info('EC initialization for model: "%s", num_tables: %d', table.model_name, len(cache.tables))
     _log.info("EC initialization on device: %d for %s", cache.device_id, table.tag)
-    _log.info(  # word for word HugeCTR's
+    _log.info(  # HugeCTR's words
         "Initialize the embedding cache by by inserting the same size model file with embedding cache from beginning"
     )
     compile_kernels()
@@ -79,7 +78,7 @@ def _pieces(rows: int, step: int, chunk_rows: int) -> Iterator[tuple[int, int]]:
 
 
 def _last_of_each(keys: KeyArray, vectors: FloatArray) -> tuple[KeyArray, FloatArray]:
-    """Drop all but the last row of each key: where a key stands twice, a cache may keep either, the databases keep the last."""
+    """Drop all but the last row of each key: of two rows with one key, the databases keep the last, a cache may keep either."""
     if keys.size < 2 or np.all(keys[1:] > keys[:-1]):
         return keys, vectors
     if not _any_twice(keys, np.full(1 << (2 * keys.size).bit_length(), -1, np.int32)):
@@ -90,7 +89,7 @@ def _last_of_each(keys: KeyArray, vectors: FloatArray) -> tuple[KeyArray, FloatA
 
 @kernel(boolean, read_only(int64[::1]), int32[::1])
 def _any_twice(keys: KeyArray, table: npt.NDArray[np.int32]) -> bool:
-    """Tell whether a key occurs twice; a sort would take as long as the insertion. `table` is at most half full."""
+    """Whether a key occurs twice. A sort would take as long as the insertion. `table` is at most half full."""
     mask = np.uint64(table.size - 1)
     for i in range(keys.size):
         slot = mix(keys[i]) & mask

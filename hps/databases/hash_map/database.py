@@ -100,19 +100,19 @@ class HashMapDatabase(InProcessDatabase):
     def fetch(self, tag: str, keys: KeyArray, out: FloatArray, found: BoolArray) -> int:
         table, doing = self._table(tag), f"hash map: fetching from table {tag}"
         keys, out, found = check_fetch(doing, keys, out, found, table.dim)
-        _aligned(doing, keys, out)
+        _check_aligned(doing, keys, out)
         return table.fetch(keys, out, found)
 
     def insert(self, tag: str, keys: KeyArray, vectors: FloatArray) -> None:
         table, doing = self._table(tag), f"hash map: inserting into table {tag}"
         keys, vectors = check_rows(doing, keys, vectors, table.dim)
-        _aligned(doing, keys, vectors)
+        _check_aligned(doing, keys, vectors)
         table.insert(keys, vectors)
 
     def delete(self, tag: str, keys: KeyArray) -> int:
         table, doing = self._table(tag), f"hash map: deleting from table {tag}"
         keys = check_keys(doing, keys)
-        _aligned(doing, keys)
+        _check_aligned(doing, keys, keys)
         return table.delete(keys)
 
     def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
@@ -160,8 +160,7 @@ class HashMapDatabase(InProcessDatabase):
             raise UnknownTableError(f"hash map: there is no table {tag!r}; open_table makes one") from None
 
 
-def _aligned(doing: str, *arrays: np.ndarray) -> None:
+def _check_aligned(doing: str, first: np.ndarray, second: np.ndarray) -> None:
     """Refuse arrays that numba's kernels cannot take."""
-    for array in arrays:
-        if not array.flags.aligned:
-            raise InvalidInputError(f"{doing}: got {array.dtype} values that are not aligned in memory; copy the array")
+    if not (first.flags.aligned and second.flags.aligned):
+        raise InvalidInputError(f"{doing}: got an array whose elements are not aligned in memory; copy it")

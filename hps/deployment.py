@@ -140,7 +140,7 @@ def choose_cache(device: str) -> type[EmbeddingCache]:
     """The cache class for a configured `device`; `auto` is CUDA where a GPU and CuPy are there.
 
     Raises:
-        DeviceError, MissingDependencyError: `cuda` is wanted and cannot be had.
+        DeviceError, MissingDependencyError: `cuda` is configured and not available.
     """
     if device != "auto":
         return _cache_class(device)

@@ -1,4 +1,4 @@
-"""The host tiers as one: ask the volatile database, then the persistent one for what is still missing."""
+"""The host tiers as one: asks the volatile database, then the persistent one for what is still missing."""
 
 import logging
 import threading
@@ -36,10 +36,10 @@ class _Tier:
     def fetch(
         self, table: TableSpec, keys: KeyArray, out: FloatArray, found: BoolArray, *, open_lost: bool
     ) -> DatabaseError | None:
-        """Fetch what is missing; an error is returned, counted and remembered by the breaker.
+        """Fetch what is missing. An error is counted, reported to the breaker and returned.
 
-        With `open_lost`, a table that has gone, since a shared database was emptied or another process dropped it, is opened
-        again, empty: a lower tier has the rows.
+        With `open_lost`, a table that is gone, because someone emptied a shared database or dropped the table in it, is opened
+        again, empty: a lower tier has its rows.
         """
 
         def call() -> None:
@@ -58,9 +58,9 @@ class _Tier:
         return error
 
     def attempt(self, call: Callable[[], object]) -> DatabaseError | None:
-        """Make a call unless the breaker is open; tell the breaker, the metrics and the caller how it went."""
+        """Make a call unless the breaker is open; report the outcome to the breaker, the metrics and the caller."""
         if not self._breaker.allow():
-            return DatabaseError(f"{self.name} ({self.database.kind}) is not asked for a moment after it failed several times")
+            return DatabaseError(f"{self.name} ({self.database.kind}) is not asked for a moment: it failed several times")
         try:
             call()
         except UnknownTableError as error:  # dropped under us, by healing or by another process
@@ -85,20 +85,20 @@ class DatabaseChain:
     """Fetches from the volatile, then from the persistent database. *Thread-safe.*
 
     The last database is *authoritative*: a key that it does not have is absent. A volatile database that fails is skipped
-    while a persistent one can answer; when the authoritative database fails and keys are still missing, `fetch` raises,
-    since a failure is never reported as an absent key.
+    as long as a persistent one can answer. When the authoritative database fails and keys are still missing, `fetch` raises:
+    a failure is never reported as an absent key.
 
-    Only vectors that the persistent database really had are promoted, in the background, through the table's fence, so
-    that a promotion never overwrites a newer vector.
+    Only vectors that the persistent database really had are promoted. That happens in the background and through the table's
+    fence, so that a promotion never overwrites a newer vector.
 
-    A modification whose write to the volatile database fails would leave an old vector there. The table is then
+    When a modification fails to write to the volatile database, an old vector may be left there. The table is then
     *quarantined*: its volatile rows are not read until they have been dropped.
 
     Args:
         volatile: the upper database, or None.
         persistent: the lower database, or None.
         metrics: where fetches are counted.
-        promote: `cache_missed_embeddings`, copy persistent hits into the volatile database.
+        promote: copy persistent hits into the volatile database (`cache_missed_embeddings`).
         breaker: makes the circuit breaker of a tier.
         modification_timeout_s: how long an insert or delete waits for earlier work on the table.
     """
@@ -128,7 +128,7 @@ class DatabaseChain:
 
     @property
     def databases(self) -> list[Database]:
-        """The databases, the one that is asked first in front."""
+        """The databases, in the order in which they are asked."""
         return [tier.database for tier in self._tiers]
 
     @property
@@ -151,7 +151,7 @@ class DatabaseChain:
                         tier.database.drop_table(table.tag)
 
     def fence(self, table: TableSpec) -> TableFence:
-        """The fence that fills of upper tiers from this table must pass."""
+        """The fence that must be passed to copy vectors of this table into an upper tier."""
         return self._fences[table.tag]
 
     def fetch(
@@ -161,13 +161,13 @@ class DatabaseChain:
         out: FloatArray,  # (n, dim)
         found: BoolArray,  # (n,)
     ) -> int:
-        """Fill the rows of `out` that are not yet `found`, as `Database.fetch` does; rows left are of absent keys.
+        """Fill the rows of `out` that are not yet `found`, as `Database.fetch` does. The keys of the rows left are absent.
 
         Raises:
             DatabaseError: keys are still missing and the authoritative database did not answer.
         """
         token = self._fences[table.tag].token()
-        wanted = before = keys.size - int(np.count_nonzero(found))
+        missing = before = keys.size - int(np.count_nonzero(found))
         for tier in self._tiers:
             if not before:
                 break
@@ -183,7 +183,7 @@ class DatabaseChain:
             if known is not None and after < before:
                 self._promote(table, token, keys, out, found & ~known)
             before = after
-        return wanted - before
+        return missing - before
 
     def insert(
         self,
@@ -195,8 +195,8 @@ class DatabaseChain:
         """Add or replace vectors in every database, the authoritative one first.
 
         Args:
-            then: called last, before any fill of an upper tier may go on: with True to update the embedding caches, with
-                False, after a failure, to erase the keys from them.
+            then: called last, before any fill of an upper tier may continue: with True to update the embedding caches, or
+                with False, after a failure, to erase the keys from them.
 
         Raises:
             DatabaseError: the authoritative database failed; each of the keys has its old or its new vector.
@@ -212,7 +212,7 @@ class DatabaseChain:
         self._modify(table, keys, lambda database: database.delete(table.tag, keys), then)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for queued promotions; False when that takes longer."""
+        """Wait for queued promotions; False when the timeout comes first."""
         return self._promotions is None or self._promotions.drain(timeout_s)
 
     def close(self) -> None:
@@ -232,7 +232,7 @@ class DatabaseChain:
                 failure = authoritative.attempt(lambda: write(authoritative.database))
             if self._volatile and self._persistent:
                 upper = self._volatile.database
-                # After a failure it is unknown which vectors are below, so those above must go.
+                # After a failure nobody knows which vectors are below, so those above must go.
                 error = self._volatile.attempt(lambda: upper.delete(table.tag, keys) if failure else write(upper))
                 if error:
                     self._quarantine(table)
@@ -244,10 +244,10 @@ class DatabaseChain:
         with self._quarantine_lock:
             self._quarantined[table.tag] = self._quarantined.get(table.tag, 0) + 1
         self._metrics.table_quarantined.labels(table.tag).set(1)
-        _log.warning("%s: a write failed; its vectors in the volatile database are not read until they are dropped", table.tag)
+        _log.warning("%s: a write failed; its vectors in the volatile database are not read until dropped", table.tag)
 
     def _heal(self, table: TableSpec) -> bool:
-        """Drop the volatile rows of a quarantined table; returns whether the volatile database may be read."""
+        """Drop the volatile rows of a table if it is quarantined; returns whether the volatile database may be read."""
         failures = self._quarantined.get(table.tag)
         if failures is None or self._volatile is None:
             return True

@@ -8,12 +8,12 @@ from collections.abc import Callable
 class CircuitBreaker:
     """Closed while calls succeed; open after `failures` in a row; then one probe at a time until one succeeds. *Thread-safe.*
 
-    The caller asks `allow()`, does the call, and reports `succeeded()` or `failed()`.
+    The caller asks `allow()`, makes the call, and reports `succeeded()` or `failed()`.
 
     Args:
-        failures: failures in a row that open it.
+        failures: how many failures in a row open it.
         open_s: how long it stays open before it lets a probe through.
-        clock: seconds that only grow; replaced in tests.
+        clock: seconds that never go back; tests replace it.
     """
 
     def __init__(self, failures: int = 3, open_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -30,7 +30,7 @@ class CircuitBreaker:
         return self._failures >= self._limit
 
     def allow(self) -> bool:
-        """Whether a call may be made now. While open, one caller in every `open_s` may: the probe."""
+        """Whether a call may be made now. While open, one caller every `open_s` seconds may: the probe."""
         if self._failures < self._limit:
             return True
         with self._lock:

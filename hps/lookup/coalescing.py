@@ -1,4 +1,4 @@
-"""One fetch for a key that several lookups miss at the same time."""
+"""Fetches a key once when several lookups miss it at the same time."""
 
 import threading
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Fetch = Callable[[TableSpec, KeyArray, FloatArray, BoolArray], int]
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A fetch that is under way. `landed` is made by the first lookup that joins; then the results are copied for it."""
+    """A fetch that is under way. The first lookup that joins it makes `landed`; only then are the results kept."""
 
     keys: KeyArray
     token: int
@@ -26,7 +26,7 @@ class _Flight:
 
 @dataclass(slots=True)
 class _Join:
-    """The keys that a lookup takes from another one's flight: positions here and there."""
+    """The keys that a lookup takes from another lookup's flight: their positions in both."""
 
     flight: _Flight
     here: IndexArray
@@ -34,10 +34,10 @@ class _Join:
 
 
 class FetchCoalescer:
-    """Fetches sorted distinct keys, joining the fetches of other threads for keys that they have under way. *Thread-safe.*
+    """Fetches sorted distinct keys. Where another thread is fetching a key already, waits for its result. *Thread-safe.*
 
-    A fetch that began before a modification of the table is not joined: a lookup that starts after an update returned
-    gets the new vector. A lookup whose leader fails or is late fetches for itself.
+    A fetch that began before the table was modified is not joined: a lookup that starts after an update has returned gets
+    the new vector. A lookup fetches for itself when the fetch that it joined fails or is late.
 
     Args:
         fetch: the database chain's fetch.
@@ -80,7 +80,7 @@ class FetchCoalescer:
     def _take_off(
         self, tag: str, token: int, fence: TableFence, keys: KeyArray
     ) -> tuple[IndexArray | None, _Flight, list[_Join]]:
-        """Join what is under way and register the rest: positions of the rest (None: all), its flight, the joins."""
+        """Join flights under way and register one for the rest: returns its positions (None: all), it, and the joins."""
         with self._lock:
             flights = self._flights.setdefault(tag, [])
             joins: list[_Join] = []
@@ -89,9 +89,9 @@ class FetchCoalescer:
                 if not fence.is_current(other.token):
                     continue
                 candidates = np.arange(keys.size) if own is None else own
-                wanted = keys[candidates]
-                place = np.minimum(np.searchsorted(other.keys, wanted), other.keys.size - 1)
-                shared = other.keys[place] == wanted
+                own_keys = keys[candidates]
+                place = np.minimum(np.searchsorted(other.keys, own_keys), other.keys.size - 1)
+                shared = other.keys[place] == own_keys
                 if shared.any():
                     other.landed = other.landed or threading.Event()
                     joins.append(_Join(other, candidates[shared], place[shared]))
@@ -106,7 +106,7 @@ class FetchCoalescer:
             return
         with self._lock:
             self._flights[tag].remove(flight)
-        # Nobody can join any more, so whether somebody waits is settled.
+        # From here on nobody can join, so `landed` does not change any more.
         if flight.landed:
             if out is not None and found is not None:
                 rows: IndexArray | slice = slice(None) if own is None else own

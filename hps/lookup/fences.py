@@ -1,4 +1,4 @@
-"""Keeps a vector that was read before a modification from being written over it afterwards."""
+"""Keeps a vector that was read before a modification from overwriting it afterwards."""
 
 import threading
 import time
@@ -11,10 +11,10 @@ from hps.errors import DatabaseTimeoutError
 class TableFence:
     """Orders fills of an upper tier against modifications of a table. *Thread-safe.*
 
-    A *fill* copies vectors from a lower tier to an upper one (promotion, insertion into the embedding cache, refresh). It
-    takes a token before it reads below; it may write above only if the table was not modified since. A *modification*
-    (an online insert, update or delete) waits for the fills that are writing, then keeps new ones out until it is done.
-    Fills never wait: one that is too late is dropped, which costs a later miss and nothing else.
+    A *fill* copies vectors from a lower tier to an upper one: a promotion, an insertion into the embedding cache, a refresh.
+    It takes a token before it reads below, and may write above only if the table has not been modified since. A
+    *modification* (an online insert, update or delete) waits for the fills that are writing, then keeps new ones out until
+    it is done. Fills never wait: a fill that is too late is dropped, which costs a later miss and nothing else.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class TableFence:
         self._modifying = False
 
     def token(self) -> int:
-        """A moment before which nothing may be read by the fill that this token is for; -1 while the table changes."""
+        """A token for a fill that is about to read; -1, which is never current, while the table is being modified."""
         return -1 if self._modifying else self._version
 
     def is_current(self, token: int) -> bool:
@@ -33,7 +33,7 @@ class TableFence:
 
     @contextmanager
     def filling(self, token: int) -> Iterator[bool]:
-        """Yield whether a fill that read after `token` may write now. Does not wait."""
+        """Yield whether a fill that took `token` may write now; it may until the block ends. Does not wait."""
         with self._changed:
             allowed = self.is_current(token)
             self._filling += allowed
@@ -75,5 +75,5 @@ class TableFence:
     def _wait(self, condition: Callable[[], bool], deadline: float) -> None:
         if not self._changed.wait_for(condition, max(0.0, deadline - time.monotonic())):
             raise DatabaseTimeoutError(
-                "modifying a table: earlier work on it did not end in time; nothing was changed, try again"
+                "modifying a table: earlier work on it did not end in time; nothing was modified, try again"
             )

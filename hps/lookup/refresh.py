@@ -1,4 +1,4 @@
-"""Give the resident keys of an embedding cache the vectors that the databases have now."""
+"""Gives the resident keys of an embedding cache the vectors that the databases have now."""
 
 import time
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _MIN_STEP_ROWS = 64  # the smallest step; HugeCTR's is one of its sets
 
 @dataclass(frozen=True, slots=True)
 class RefreshReport:
-    """How many resident keys got their current vector, and how many were erased because no database has them. *Immutable.*"""
+    """How many resident keys got their current vector, and how many were erased because no database has them."""
 
     updated: int
     erased: int
@@ -25,18 +25,18 @@ class RefreshReport:
 def refresh(
     cache: EmbeddingCache, table_index: int, table: TableSpec, chain: DatabaseChain, fraction_per_iteration: float
 ) -> RefreshReport:
-    """Give every resident key of one table the vector that the databases have now; erase keys that none has.
+    """Give every resident key of one table the vector that the databases have now; erase keys that no database has.
 
-    Nothing becomes resident and no recency changes. An older vector never overwrites one that is modified meanwhile: a chunk
-    that was fetched before a modification is fetched again, and after some attempts erased.
+    Nothing becomes resident and no recency changes. A vector that is modified meanwhile is never overwritten by an older one:
+    a chunk that was fetched before a modification is fetched again, and erased if that keeps happening.
 
     Args:
         cache: the cache of one device.
         table_index: the table's place in `cache.tables`.
         table: the same table.
         chain: the databases.
-        fraction_per_iteration: `cache_refresh_percentage_per_iteration`: the share of the capacity to fetch at once, at most a
-            chunk; 0 for a chunk.
+        fraction_per_iteration: the share of the capacity to fetch at once (`cache_refresh_percentage_per_iteration`), at most
+            one chunk of memory; 0 means one chunk.
 
     Raises:
         DatabaseError: the databases failed; keys not yet reached keep their vectors. A failure never erases.
@@ -58,7 +58,7 @@ def _refresh_chunk(
 ) -> int:
     fence = chain.fence(table)
     for attempt in range(_ATTEMPTS):
-        time.sleep(0.01 * attempt)  # the modification that interfered takes a while
+        time.sleep(0.01 * attempt)  # gives the modification that was in the way time to end
         token = fence.token()
         found = np.zeros(keys.size, np.bool_)
         chain.fetch(table, keys, out, found)
@@ -67,5 +67,5 @@ def _refresh_chunk(
                 cache.update(table_index, keys[found], out[found])
                 cache.erase(table_index, keys[~found])
                 return int(np.count_nonzero(found))
-    cache.erase(table_index, keys)  # always safe: the next lookup fetches them again
+    cache.erase(table_index, keys)  # always right: a key is fetched again when it is asked for
     return 0

@@ -17,7 +17,7 @@ from hps.tensors.segments import Segment, check_rows, check_segment
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
 _LINE_BYTES = 8 * LINE_WORDS
-_ALL: BoolArray = np.empty(0, np.bool_)  # to a kernel: every key; no found-mask wanted
+_ALL: BoolArray = np.empty(0, np.bool_)  # tells a kernel: every key; no found-mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,10 +11,10 @@ from cupy_backends.cuda.api import runtime
 
 from hps.cache.base import CacheStats, EmbeddingCache
 from hps.cache.cuda import kernels
-from hps.cache.cuda.device import CUDA_ERRORS, compile_all, device_call, on_device
+from hps.cache.cuda.device import CUDA_ERRORS, compile_all, on_device
 from hps.cache.cuda.lookup import CupyLookup, LookupKernels
 from hps.cache.cuda.modifications import Modifications
-from hps.cache.cuda.tables import TableMemory, allocate
+from hps.cache.cuda.tables import TableMemory, allocate, device_call
 from hps.cache.cuda.tensors import TensorReader
 from hps.errors import DeviceError
 from hps.tensors.segments import check_rows

@@ -1,4 +1,4 @@
-"""One CUDA device as the embedding cache uses it: calls and their errors, growing memory, compiled kernels, launches.
+"""One CUDA device as the embedding cache uses it: memory of fixed and of growing size, compiled kernels, launches.
 
 Pointers are integers, and the runtime's and driver's functions are called as they are: a launch costs 3 us this way, and
 twice that through `cupy.RawKernel` and `cupy.ndarray`.
@@ -6,11 +6,11 @@ twice that through `cupy.RawKernel` and `cupy.ndarray`.
 
 import ctypes
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache, update_wrapper
-from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
+from functools import cache
+from typing import Any
 
 import cupy
 import numpy as np
@@ -20,9 +20,6 @@ from hps.cache.cuda.kernels import Kernel, KernelCache
 
 CUDA_ERRORS = (runtime.CUDARuntimeError, driver.CUDADriverError, cupy.cuda.compiler.CompileException)
 """What a failed CUDA call raises. `cupy.cuda.memory.OutOfMemoryError` is not among them."""
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _ALIGNMENT = 256
 _OPTIONS = ("-std=c++17",)
@@ -39,47 +36,6 @@ def on_device(device_id: int) -> Iterator[None]:
     finally:
         if previous != device_id:
             runtime.setDevice(previous)
-
-
-class DeviceOwner(Protocol):
-    """What knows its device, and what to make of CUDA's errors."""
-
-    device_id: int
-
-    def fail(self, doing: str, error: Exception) -> NoReturn:
-        """Raise one of our errors in place of CUDA's."""
-
-
-class OnDevice(Protocol):
-    """What has methods that `device_call` decorates."""
-
-    @property
-    def memory(self) -> DeviceOwner:
-        """The owner of the device memory that the methods work on."""
-
-
-D = TypeVar("D", bound=OnDevice)
-
-
-def device_call(doing: str) -> Callable[[Callable[Concatenate[D, P], R]], Callable[Concatenate[D, P], R]]:
-    """Run a method with its device current, and turn CUDA's errors into ours; `doing` begins their messages."""
-
-    def decorate(method: Callable[Concatenate[D, P], R]) -> Callable[Concatenate[D, P], R]:
-        def call(self: D, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            device, previous = self.memory.device_id, runtime.getDevice()
-            try:
-                runtime.setDevice(device)  # even where it is current: a thread's first call binds the context
-                return method(self, *args, **kwargs)
-            except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:
-                self.memory.fail(doing, error)
-            finally:
-                if previous != device:
-                    runtime.setDevice(previous)
-
-        update_wrapper(call, method)
-        return call
-
-    return decorate
 
 
 class DeviceBuffer:

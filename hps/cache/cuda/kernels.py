@@ -1,6 +1,6 @@
 """The CUDA kernels of the embedding cache: their source, specialisations, arguments and launch geometry.
 
-Knows nothing of CuPy: whoever can compile passes a function that does. `cuda/*.cu` say what each kernel does.
+Imports no CuPy: `device.py` passes the function that compiles. Each file of `cuda/` says what its kernel does.
 """
 
 import re
@@ -18,12 +18,10 @@ PAIR_BYTES = 128
 """Two buckets: versions, scores and keys."""
 SEGMENTS_AT_ONCE = 32
 """Segments that one launch can take; more need several launches."""
-SORTED_AT_ONCE = 4096
-"""Misses of a segment that `unique` sorts by itself."""
 TOO_MANY = 0xFFFFFFFF
-"""What `unique` says of a segment with more."""
+"""What `unique` reports instead of a count where a segment has more misses than it sorts by itself."""
 REPLACE, ADMIT = 1, 2
-"""What `insert` does: with resident keys, with others."""
+"""What `insert` may do: replace the vectors of resident keys, make other keys resident."""
 
 THREADS = 256
 QUERY_THREADS = 128
@@ -32,9 +30,8 @@ UNIQUE_THREADS = 512
 # The arguments of each kernel, as the structs in cuda/ lay them out (their static_asserts hold the sizes).
 TABLE = struct.Struct("<QQQqIII4x")  # buckets, rows, counters, zero_filler, zero_pair, pairs, dim
 SEGMENT = struct.Struct("<QQQQQIIIIII")  # keys, out, found, buckets, rows, n, pairs, units, first_block, missing, index
-QUERY_TAIL = struct.Struct(
-    "<QQQQIHH"
-)  # missing_keys, missing_positions, missing_counts, any_missing, segment_count, keys_per_warp, 0
+# missing_keys, missing_positions, missing_counts, any_missing, segment_count, keys_per_warp, 0
+QUERY_TAIL = struct.Struct("<QQQQIHH")
 INSERT_TAIL = struct.Struct("<QQQII")  # keys, vectors, chosen, n, mode
 ERASE_TAIL = struct.Struct("<QI4x")  # keys, n
 DUMP_TAIL = struct.Struct("<QQII")  # keys, count, first, n
@@ -49,7 +46,7 @@ _WORD = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One kernel, specialised. Immutable; two that are equal are the same code.
+    """One kernel, specialised. Immutable; two kernels that are equal have the same code.
 
     Attributes:
         name: of the function.

@@ -15,14 +15,13 @@ from hps.cache.cuda.device import (
     PinnedBuffer,
     copy_to_device,
     copy_to_host,
-    device_call,
     kernels_of,
     launch,
     stream_of,
 )
 from hps.cache.cuda.kernels import Kernel
 from hps.cache.cuda.modifications import Modifications
-from hps.cache.cuda.tables import DeviceTable, TableMemory
+from hps.cache.cuda.tables import DeviceTable, TableMemory, device_call
 from hps.cache.cuda.tensors import UNKNOWN_STREAM, PlacedSegment, TensorReader
 from hps.tensors.segments import Segment
 from hps.types import BoolArray, FloatArray, KeyArray

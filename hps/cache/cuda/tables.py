@@ -1,8 +1,9 @@
-"""The device memory of cached tables: how much it is, what is said when it does not fit, and whether it can be used."""
+"""The device memory of cached tables: its size, the error when it does not fit, and calls that work on it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from functools import update_wrapper
+from typing import Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 import cupy
 import numpy as np
@@ -12,6 +13,9 @@ from hps.cache.cuda import kernels
 from hps.cache.cuda.device import CUDA_ERRORS
 from hps.errors import ConfigError, DeviceError, DeviceMemoryError, NotReadyError
 from hps.types import TableSpec
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _OUT_OF_MEMORY = "cudaErrorMemoryAllocation"
 _COUNTERS = 3  # keys admitted, keys evicted, keys erased
@@ -92,6 +96,38 @@ class TableMemory:
             self.error = str(error)
             raise DeviceError(f"{where}: {error}; the process has to be restarted") from error
         raise DeviceError(f"{where}: {error}") from error
+
+
+class HasMemory(Protocol):
+    """What has methods that `device_call` decorates."""
+
+    @property
+    def memory(self) -> TableMemory:
+        """The tables that the methods work on."""
+
+
+M = TypeVar("M", bound=HasMemory)
+
+
+def device_call(doing: str) -> Callable[[Callable[Concatenate[M, P], R]], Callable[Concatenate[M, P], R]]:
+    """Run a method with its device current, and turn CUDA's errors into ours; `doing` begins their messages."""
+
+    def decorate(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
+        def call(self: M, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            device, previous = self.memory.device_id, runtime.getDevice()
+            try:
+                runtime.setDevice(device)  # even where it is current: a thread's first call binds the context
+                return method(self, *args, **kwargs)
+            except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:
+                self.memory.fail(doing, error)
+            finally:
+                if previous != device:
+                    runtime.setDevice(previous)
+
+        update_wrapper(call, method)
+        return call
+
+    return decorate
 
 
 def allocate(specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> tuple[DeviceTable, ...]:

@@ -17,7 +17,6 @@ from hps.errors import ConfigError
 
 Location: TypeAlias = tuple[str | int, ...]
 
-_MAX_FILE_BYTES = 64 << 20
 _SECRETS = frozenset({"password", "bearer_token"})
 _KINDS = {
     "bool_type": "true or false",
@@ -88,21 +87,19 @@ def read_json(path: str, name: str) -> Any:
     """
     try:
         with open(path, "rb") as file:
-            raw = file.read(_MAX_FILE_BYTES + 1)
+            raw = file.read()
     except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError(name, [f"file: cannot be read ({reason}); expected the path of a ps.json"]) from None
-    if len(raw) > _MAX_FILE_BYTES:
-        raise ConfigError(name, [f"file: longer than {_MAX_FILE_BYTES} bytes; expected a ps.json"])
+        raise ConfigError(name, [f"file: cannot be read ({reason}); expected the path of a ps.json"]) from error
     try:
         return json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_Object)
     except UnicodeDecodeError as error:
-        raise ConfigError(name, [f"byte {error.start}: not UTF-8 ({error.reason}); save the file as UTF-8"]) from None
+        raise ConfigError(name, [f"byte {error.start}: not UTF-8 ({error.reason}); save the file as UTF-8"]) from error
     except json.JSONDecodeError as error:
         hint = "; JSON has no comments" if error.doc[error.pos : error.pos + 1] in ("/", "#") else ""
-        raise ConfigError(name, [f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}{hint}"]) from None
-    except ValueError:  # Python limits the digits of an integer
-        raise ConfigError(name, ["top level: a number in it has thousands of digits"]) from None
+        raise ConfigError(name, [f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}{hint}"]) from error
+    except ValueError as error:  # Python limits the digits of an integer
+        raise ConfigError(name, ["top level: a number in it has thousands of digits"]) from error
 
 
 def plain(

@@ -181,7 +181,7 @@ def _expression(value: str) -> str:
             warnings.simplefilter("ignore")  # a pattern that a later Python will read differently is no error today
             re.compile(value)
     except (re.error, OverflowError, RecursionError) as error:
-        raise problem(f"not a regular expression: {error}") from None
+        raise problem(f"not a regular expression: {error}") from error
     return value
 
 

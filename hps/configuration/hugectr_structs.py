@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hps.configuration.document import Location, path_of, plain, shown
+from hps.configuration.models import ModelConfig
 
 
 class DatabaseType_t(Enum):
@@ -115,7 +116,7 @@ _REQUIRED: Any = object()
 
 @dataclass
 class InferenceParams:
-    """One model; an entry of `models` of a `ps.json`. As in HugeCTR three required arguments follow an optional one."""
+    """One model; an entry of `models` of a `ps.json`. As in HugeCTR, three required arguments follow an optional one."""
 
     model_name: str
     max_batchsize: int
@@ -161,14 +162,14 @@ class InferenceParams:
     def __post_init__(self) -> None:
         missing = [argument.name for argument in fields(self) if getattr(self, argument.name) is _REQUIRED]
         if missing:
-            raise TypeError(f"InferenceParams() misses the required arguments {', '.join(missing)}")
+            raise TypeError(f"InferenceParams() lacks the required arguments {', '.join(missing)}")
 
 
 @dataclass
 class ParameterServerConfig:
     """All models and databases of a parameter server. The three dicts are by model name, with one value a table.
 
-    They and the databases given here are the ones that count; an `InferenceParams` that says otherwise is an error.
+    They and the databases given here are the ones that count. An `InferenceParams` that says something else is an error.
     """
 
     emb_table_name: dict[str, list[str]]
@@ -191,7 +192,7 @@ PYTHON_NAMES = {
     "number_of_refresh_buffers_in_pool": "num_of_refresher_buffer_in_pool",
     "deployed_devices": "deployed_device_list",
 }
-"""Arguments of `InferenceParams` that a `ps.json` calls otherwise."""
+"""Arguments of `InferenceParams` that have another name in a `ps.json`."""
 
 _JSON_NAMES = {json: python for python, json in PYTHON_NAMES.items()}
 _TABLE_DICTS = {
@@ -204,24 +205,10 @@ _DATABASES: dict[str, Callable[[], Any]] = {
     "persistent_db": PersistentDatabaseParams,
     "update_source": UpdateSourceParams,
 }
-_DENSE = frozenset(
-    {
-        "dense_model_file",
-        "network_file",
-        "label_dim",
-        "slot_num",
-        "maxnum_des_feature_per_sample",
-        "use_mixed_precision",
-        "scaler",
-        "use_algorithm_search",
-        "use_cuda_graph",
-        "non_trainable_params_file",
-    }
-)
 
 
 def document_of(config: ParameterServerConfig) -> tuple[dict[str, Any], list[str]]:
-    """The document of the same meaning, and what only structs can get wrong, one line a problem."""
+    """The document of the same meaning, and the problems that only structs can have, one line each."""
     problems: list[str] = []
     tables = {key: plain(getattr(config, name), problems, (name,)) for key, name in _TABLE_DICTS.items()}
     models = _models(config, problems)
@@ -238,7 +225,7 @@ def document_of(config: ParameterServerConfig) -> tuple[dict[str, Any], list[str
         document[key] = _database_document(given, problems, key)
         problems.extend(
             f"inference_params_array[{i}].{key}: differs from the {key} of the ParameterServerConfig, which is the one that "
-            "counts; give it there"
+            "counts; set it there"
             for i, model in enumerate(config.inference_params_array if models else [])
             if getattr(model, key) not in (struct(), given)
         )
@@ -246,7 +233,7 @@ def document_of(config: ParameterServerConfig) -> tuple[dict[str, Any], list[str
 
 
 def python_path(config: ParameterServerConfig) -> Callable[[Location], str]:
-    """How to write a location of the document in the structs' names."""
+    """A function that writes a location of the document in the structs' names."""
 
     def path(location: Location) -> str:
         if location == ("supportlonglong",):
@@ -266,7 +253,7 @@ def python_path(config: ParameterServerConfig) -> Callable[[Location], str]:
 
 
 def _models(config: ParameterServerConfig, problems: list[str]) -> list[dict[str, Any]]:
-    """The arguments of every InferenceParams, databases left out; none where one is something else."""
+    """The arguments of every InferenceParams without its databases; nothing if one of them is something else."""
     given: Any = config.inference_params_array
     if not isinstance(given, list | tuple):
         problems.append(f"inference_params_array: got {shown(given)}, expected a list of InferenceParams")
@@ -297,7 +284,7 @@ def _table_problems(tables: dict[str, Any], names: list[Any]) -> Iterator[str]:
         if not isinstance(by_model, dict):
             yield f"{name}: got {shown(by_model)}, expected a dict of model names to lists"
             continue
-        if key == "embedding_table_names":  # the others have no default in a ps.json, and are missed there
+        if key == "embedding_table_names":  # the others have no default in a ps.json: its own check reports them
             for model_name in names:
                 if isinstance(model_name, str) and model_name not in by_model:
                     yield f"{name}[{shown(model_name)}]: missing; expected the names of this model's tables"
@@ -327,21 +314,23 @@ def _of_model(by_model: Any, model: dict[str, Any]) -> Any:
 
 def _model_document(model: dict[str, Any], tables: dict[str, Any]) -> dict[str, Any]:
     document: dict[str, Any] = {}
+    dense = ModelConfig.ignored_keys()
     for name, value in model.items():
+        key = PYTHON_NAMES.get(name, name)
         if name in _TABLE_DICTS:
             if (listed := _of_model(tables[name], model)) is not None:
                 document[name] = listed
-        elif name not in ("device_id", "i64_input_key") and (name not in _DENSE or value not in ("", _MODEL_DEFAULTS[name])):
-            document[PYTHON_NAMES.get(name, name)] = value
+        elif name not in ("device_id", "i64_input_key") and (key not in dense or value not in ("", _MODEL_DEFAULTS[name])):
+            document[key] = value
     values, files = model["default_value_for_each_table"], model["sparse_model_files"]
     if isinstance(values, list) and isinstance(files, list) and len(values) == 1:
-        # HugeCTR's default is [0.0] for any number of tables: it fills up with the first value.
+        # HugeCTR's default is [0.0] for any number of tables; it repeats the first value.
         document["default_value_for_each_table"] = values * len(files)
     return document
 
 
 def _database_document(struct: Any, problems: list[str], key: str) -> dict[str, Any]:
-    """What differs from the defaults, so that a default which follows from another value does so here, too."""
+    """What differs from the defaults, so that a default that follows from another value does so here, too."""
     defaults = {argument.name: _default(argument) for argument in fields(struct)}
     given = _arguments(struct, problems, (key,))
     document = {name: value for name, value in given.items() if value != defaults[name]}

@@ -100,11 +100,6 @@ def test_defaults_of_a_model_are_those_of_hugectrs_json() -> None:
     assert {key: getattr(model, key) for key in expected} == expected
 
 
-def test_supportlonglong_is_true_where_it_is_missing() -> None:
-    assert load().supportlonglong is True
-    assert load(supportlonglong=False).supportlonglong is False
-
-
 def test_tables_hold_what_the_lists_say() -> None:
     model = load({"max_batch_size": 8, "embedding_table_names": ["user", "item"]}).models[0]
     assert model.tables == (TableSpec("ranker", "user", 16, 0.0, 8), TableSpec("ranker", "item", 32, 0.5, 400))
@@ -116,43 +111,6 @@ def test_a_hash_map_is_used_without_volatile_db_and_none_with_an_empty_one(caplo
         assert not caplog.records
         assert load(volatile_db={"num_partitions": 3}).volatile_db.type == "disabled"
     assert "volatile_db names no type and is disabled" in caplog.text
-
-
-def test_without_persistent_db_and_update_source_there_is_none() -> None:
-    configuration = load()
-    assert (configuration.persistent_db.type, configuration.update_source.type) == ("disabled", "null")
-
-
-@pytest.mark.parametrize(
-    ("canonical", "spellings"),
-    [
-        ("disabled", "disabled disable none"),
-        ("hash_map", "hash_map hashmap hash map"),
-        ("parallel_hash_map", "parallel_hash_map parallel_hashmap parallel_hash parallel_map"),
-        ("redis_cluster", "redis_cluster redis Redis-Cluster REDIS"),
-    ],
-)
-def test_every_spelling_of_a_volatile_database_is_read(canonical: str, spellings: str) -> None:
-    assert {load(volatile_db={"type": spelling}).volatile_db.type for spelling in spellings.split()} == {canonical}
-
-
-def test_every_spelling_of_the_other_enums_is_read() -> None:
-    assert {load(persistent_db={"type": s}).persistent_db.type for s in ("rocks_db", "rocksdb", "rocks")} == {"rocks_db"}
-    for canonical, spelling in (
-        ("evict_random", "random"),
-        ("evict_least_used", "least_used"),
-        ("evict_oldest", "oldest"),
-        ("evict_oldest", "Evict Oldest"),
-    ):
-        assert load(volatile_db={"type": "hash_map", "overflow_policy": spelling}).volatile_db.overflow_policy == canonical
-    kafka = {load(update_source={"type": s}).update_source.type for s in ("kafka_message_queue", "kafka_mq", "kafka")}
-    assert kafka == {"kafka_message_queue"}
-    assert load({"embedding_cache_type": "UVM"}).models[0].embedding_cache_type == "uvm"
-
-
-def test_backend_is_another_name_of_the_persistent_type() -> None:
-    assert load(persistent_db={"backend": "rocksdb"}).persistent_db.type == "rocks_db"
-    assert load(persistent_db={"backend": "rocksdb", "type": "rocks_db"}).persistent_db.type == "rocks_db"
 
 
 def test_batch_sizes_of_4_1_stand_for_max_batch_size(caplog: pytest.LogCaptureFixture) -> None:
@@ -193,41 +151,44 @@ def test_numbers_and_booleans_in_quotes_are_read_with_a_log_line(caplog: pytest.
     assert "models[].max_batch_size" in caplog.text
 
 
-def test_a_whole_number_may_be_written_as_a_float() -> None:
-    assert load({"max_batch_size": 1e3}).models[0].max_batch_size == 1000
+# What a document says, where to look, and what must be there.
+READ: list[tuple[dict[str, Any], str, Any]] = [
+    ({}, "supportlonglong", True),
+    ({"supportlonglong": False}, "supportlonglong", False),
+    ({}, "persistent_db.type", "disabled"),
+    ({}, "update_source.type", "null"),
+    ({}, "volatile_db.overflow_margin", 2**64 - 1),  # never evicts
+    # test_config_documentation.py reads every spelling of an enum; these are forgiven.
+    ({"volatile_db": {"type": "Redis-Cluster"}}, "volatile_db.type", "redis_cluster"),
+    ({"volatile_db": {"type": " PARALLEL Hash_map"}}, "volatile_db.type", "parallel_hash_map"),
+    ({"volatile_db": {"overflow_policy": "Evict Oldest"}}, "volatile_db.overflow_policy", "evict_oldest"),
+    ({"persistent_db": {"backend": "rocksdb"}}, "persistent_db.type", "rocks_db"),
+    ({"persistent_db": {"backend": "rocksdb", "type": "rocks_db"}}, "persistent_db.type", "rocks_db"),
+    *(
+        ({"volatile_db": {"type": "redis", "address": address}}, "volatile_db.address", address)
+        for address in ("redis", "10.0.0.1:7000,10.0.0.2:7000", "a:1; b:2", "[::1]:7000")
+    ),
+    ({"volatile_db": {"type": "redis", "num_partitions": 2}}, "volatile_db.num_node_connections", 2),
+    ({"volatile_db": {"type": "redis", "num_partitions": 12}}, "volatile_db.num_node_connections", 5),
+    ({"volatile_db": {"type": "redis", "initialize_after_startup": False}}, "volatile_db.initialize_after_startup", False),
+    ({"persistent_db": {"type": "rocks_db"}}, "persistent_db.initialize_after_startup", True),
+    ({"persistent_db": {"type": "rocks_db", "read_only": True}}, "persistent_db.initialize_after_startup", False),
+    ({"model": {"embedding_cache_type": "UVM"}}, "models.0.embedding_cache_type", "uvm"),
+    ({"model": {"use_static_table": True}}, "models.0.embedding_cache_type", "static"),
+    ({"model": {"use_static_table": True, "embedding_cache_type": "uvm"}}, "models.0.embedding_cache_type", "static"),
+    ({"model": {"max_batch_size": 1e3}}, "models.0.max_batch_size", 1000),
+    ({"model": {"hit_rate_threshold": 1.1}}, "models.0.hit_rate_threshold", 1.1),
+    ({"model": {"hit_rate_threshold": -3}}, "models.0.hit_rate_threshold", -3.0),
+]
 
 
-def test_a_threshold_above_one_and_below_zero_is_allowed() -> None:
-    assert load({"hit_rate_threshold": 1.1}).models[0].hit_rate_threshold == 1.1
-    assert load({"hit_rate_threshold": -3}).models[0].hit_rate_threshold == -3.0
-
-
-def test_use_static_table_forces_the_cache_type() -> None:
-    assert load({"use_static_table": True}).models[0].embedding_cache_type == "static"
-    assert load({"use_static_table": True, "embedding_cache_type": "uvm"}).models[0].embedding_cache_type == "static"
-
-
-def test_node_connections_default_to_what_the_partitions_allow() -> None:
-    assert load(volatile_db={"type": "redis", "num_partitions": 2}).volatile_db.num_node_connections == 2
-    assert load(volatile_db={"type": "redis", "num_partitions": 12}).volatile_db.num_node_connections == 5
-
-
-def test_a_read_only_database_is_not_filled_at_startup() -> None:
-    assert load(persistent_db={"type": "rocks_db", "read_only": True}).persistent_db.initialize_after_startup is False
-    assert load(persistent_db={"type": "rocks_db"}).persistent_db.initialize_after_startup is True
-
-
-def test_initialize_after_startup_is_honoured_from_json() -> None:
-    assert load(volatile_db={"type": "redis", "initialize_after_startup": False}).volatile_db.initialize_after_startup is False
-
-
-def test_the_default_margin_never_evicts() -> None:
-    assert load().volatile_db.overflow_margin == 2**64 - 1
-
-
-@pytest.mark.parametrize("address", ["redis", "10.0.0.1:7000,10.0.0.2:7000", "a:1; b:2", "[::1]:7000"])
-def test_addresses_of_several_servers_are_read(address: str) -> None:
-    assert load(volatile_db={"type": "redis", "address": address}).volatile_db.address == address
+@pytest.mark.parametrize(("document", "place", "expected"), READ)
+def test_a_value_is_read_as_it_is_meant(document: dict[str, Any], place: str, expected: Any) -> None:
+    found: Any = load(**document)
+    for step in place.split("."):
+        found = found[int(step)] if step.isdecimal() else getattr(found, step)
+    assert found == expected
+    assert type(found) is type(expected)
 
 
 def test_reads_files_as_hugectrs_users_have_them() -> None:

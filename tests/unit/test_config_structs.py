@@ -261,7 +261,7 @@ def test_equal_databases_in_both_places_are_fine() -> None:
             {"persistent_db": PersistentDatabaseParams(backend=DatabaseType_t.rocks_db)},
             {},
             "inference_params_array[0].persistent_db: differs from the persistent_db of the ParameterServerConfig, which is "
-            "the one that counts; give it there",
+            "the one that counts; set it there",
         ),
         (
             {"device_id": 3},

@@ -222,7 +222,7 @@ def test_a_bad_row_far_into_the_table_leaves_nothing(save: Save, tmp_path: Path)
 def test_a_key_of_2_to_the_63_is_refused_by_its_row_and_leaves_nothing(save: Save, tmp_path: Path) -> None:
     keys, vectors = np.arange(500, dtype=np.uint64), np.ones((500, 5), np.float32)
     keys[-2:] = 2**63 - 1, 2**63
-    with pytest.raises(ModelFileError, match="row 499 of 'keys' has key 9223372036854775808, wanted keys below"):
+    with pytest.raises(ModelFileError, match="row 499 of 'keys' has key 9223372036854775808, expected keys below"):
         import_model(save(tmp_path, keys, vectors), tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))
 
@@ -308,27 +308,27 @@ def test_sources_that_are_no_table_are_refused_with_the_cure(tmp_path: Path) -> 
     with pytest.raises(ModelFileNotFoundError, match=r"absent\.npz: there is no such file"):
         import_model(tmp_path / "absent.npz", out)
     (tmp_path / "table.csv").touch()
-    with pytest.raises(ModelFileError, match=r"ends in '\.csv', wanted one of: \.npy, \.npz, \.safetensors, .*--format"):
+    with pytest.raises(ModelFileError, match=r"ends in '\.csv', expected one of: \.npy, \.npz, \.safetensors, .*--format"):
         import_model(tmp_path / "table.csv", out)
-    with pytest.raises(InvalidInputError, match="got format 'csv', wanted one of: npy, npz, safetensors, torch, parquet"):
+    with pytest.raises(InvalidInputError, match="got format 'csv', expected one of: npy, npz, safetensors, torch, parquet"):
         import_model(tmp_path / "table.csv", out, file_format="csv")
-    with pytest.raises(InvalidInputError, match="got a remote source, wanted a local path"):
+    with pytest.raises(InvalidInputError, match="got a remote source, expected a local path"):
         import_model("s3://bucket/table.npz", out)
     (tmp_path / "empty").mkdir()
     with pytest.raises(
-        ModelFileError, match=r"wanted a directory of \.npy or of \.parquet files, got a directory without them"
+        ModelFileError, match=r"expected a directory of \.npy or of \.parquet files, got a directory without them"
     ):
         import_model(tmp_path / "empty", out)
     (tmp_path / "dir.npz").mkdir()
     with pytest.raises(ModelFileError, match="got a directory without them"):
         import_model(tmp_path / "dir.npz", out)
-    with pytest.raises(ModelFileError, match="it is a directory, wanted a file"):
+    with pytest.raises(ModelFileError, match="it is a directory, (wanted|expected) a file"):
         import_model(tmp_path / "dir.npz", out, file_format="npz")
     os.mkfifo(tmp_path / "pipe.npz")
     with pytest.raises(ModelFileError, match="not a regular file"):
         import_model(tmp_path / "pipe.npz", out)
     np.savez(tmp_path / "t.npz", keys=np.zeros(2), vectors=np.zeros((2, 2)))
-    with pytest.raises(InvalidDtypeError, match=r"got keys keys \(2,\) float64, wanted integers"):
+    with pytest.raises(InvalidDtypeError, match=r"got keys keys \(2,\) float64, expected integers"):
         import_model(tmp_path / "t.npz", out)
     assert not out.exists()
 
@@ -372,35 +372,41 @@ def test_the_command_ends_with_2_and_one_message_on_wrong_input(table: tuple[Arr
 
 _MEASURE = """
 import sys
-from hps.models.importing import FORMATS, import_model
+from hps.models.importing import import_model
 from hps.registry import implementation
 
-def peak():
-    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) << 10
+def status(name):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) << 10
+
+class Sampling:
+    own = 0
+    def start(self, *_): pass
+    def advance(self, *_): self.own = max(self.own, status("RssAnon"))
+    def finish(self, *_): pass
 
 implementation("format", sys.argv[3])
-before = peak()
-import_model(sys.argv[1], sys.argv[2])
-print(peak() - before)
+own, peak, sampling = status("RssAnon"), status("VmHWM"), Sampling()
+import_model(sys.argv[1], sys.argv[2], progress=sampling)
+print(sampling.own - own, status("VmHWM") - peak)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("save", "name"),
+    ("save", "name", "mapped"),
     [
-        (_npz, "npz"),
-        (_npz_compressed, "npz"),
-        (_pair, "npy"),
-        (_fortran_pair, "npy"),
-        (_safetensors, "safetensors"),
-        (_torch, "torch"),
-        (_torch_transposed, "torch"),
-        (_parquet, "parquet"),
+        (_npz, "npz", False),
+        (_npz_compressed, "npz", False),
+        (_pair, "npy", False),
+        (_fortran_pair, "npy", True),
+        (_safetensors, "safetensors", True),
+        (_torch, "torch", True),
+        (_torch_transposed, "torch", True),
+        (_parquet, "parquet", False),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_memory_stays_far_below_the_size_of_the_table(save: Save, name: str, tmp_path: Path) -> None:
+def test_memory_stays_far_below_the_size_of_the_table(save: Save, name: str, mapped: bool, tmp_path: Path) -> None:
     rows, dim = 1_500_000, 32  # 204 MB
     vectors = np.zeros((rows, dim), np.float32)
     vectors[:, 0] = np.arange(rows)
@@ -409,7 +415,10 @@ def test_memory_stays_far_below_the_size_of_the_table(save: Save, name: str, tmp
     command = [sys.executable, "-c", _MEASURE, str(source), str(tmp_path / "out"), name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert open_sparse_model(tmp_path / "out", dim).rows == rows
-    assert int(done.stdout) < 100 << 20
+    own, peak = map(int, done.stdout.split())
+    assert own < 100 << 20
+    if not mapped:  # else the kernel counts pages of the file, which it drops when memory is short
+        assert peak < 100 << 20
 
 
 @pytest.fixture

@@ -330,7 +330,9 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def _table_name(tables: str, match: re.Match[str]) -> str:
     matched = "_".join(match.groups()) or match[0]
-    return _name(matched if matched[0].isalpha() else tables.partition("*")[0] + matched)
+    if not matched[0].isalpha():  # a number: after the last part of what stands before it
+        matched = re.split(r"(?<=[./])(?=.)", tables.partition("*")[0])[-1] + matched
+    return _name(matched)
 
 
 def _name(text: str) -> str:

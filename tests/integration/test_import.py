@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,12 +19,21 @@ import safetensors.numpy
 import torch
 from typer.testing import CliRunner, Result
 
+import hps
 import hps.models.importing
 from hps.cli.app import app
+from hps.configuration.load import load_configuration
 from hps.configuration.tiers import ModelSourceConfig
-from hps.errors import InvalidDtypeError, InvalidInputError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError
+from hps.errors import (
+    ConfigError,
+    InvalidDtypeError,
+    InvalidInputError,
+    ModelFileChangedError,
+    ModelFileError,
+    ModelFileNotFoundError,
+)
 from hps.models.files import open_sparse_model
-from hps.models.importing import import_model, list_arrays
+from hps.models.importing import import_model, import_tables, list_arrays
 from hps.models.sources import ModelSources
 from tests.s3_server import S3Server, know_only_moto, s3_server
 from tests.sparse_models import chunks_of
@@ -322,7 +332,7 @@ def test_sources_that_are_no_table_are_refused_with_the_cure(tmp_path: Path) -> 
     (tmp_path / "dir.npz").mkdir()
     with pytest.raises(ModelFileError, match="got a directory without them"):
         import_model(tmp_path / "dir.npz", out)
-    with pytest.raises(ModelFileError, match="it is a directory, (wanted|expected) a file"):
+    with pytest.raises(ModelFileError, match="it is a directory"):
         import_model(tmp_path / "dir.npz", out, file_format="npz")
     os.mkfifo(tmp_path / "pipe.npz")
     with pytest.raises(ModelFileError, match="not a regular file"):
@@ -360,6 +370,8 @@ def test_the_command_ends_with_2_and_one_message_on_wrong_input(table: tuple[Arr
         ((source,), "got no DESTINATION"),
         ((source, tmp_path / "out", "--keys", "absent"), "it holds no 'absent'"),
         ((source, tmp_path / "out", "--dtype", "int8"), "got dtype 'int8'"),
+        ((source, tmp_path / "out", "--model", "m"), "--model and --write-config need --tables"),
+        ((source, tmp_path / "out", "--tables", "emb*"), "matches none of: keys, vectors"),
         ((source, "nowhere://x/y"), "got scheme 'nowhere'"),
         ((bad, tmp_path / "out"), "runs no code of a file"),
     ):
@@ -421,6 +433,175 @@ def test_memory_stays_far_below_the_size_of_the_table(save: Save, name: str, map
         assert peak < 100 << 20
 
 
+DLRM = {f"emb_l.{i}.weight": np.random.default_rng(i).random((40 + 9 * i, 4 + i % 3), np.float32) for i in reversed(range(26))}
+"""The embedding weights of a DLRM, as its state_dict names them, not in their order."""
+
+
+def _dlrm_torch(path: Path) -> tuple[object, ...]:
+    state = {name: torch.from_numpy(weight) for name, weight in DLRM.items()}
+    torch.save({"state_dict": {**state, "bot_l.0.weight": torch.zeros(3, 3)}}, path / "dlrm.pt")
+    return path / "dlrm.pt", "--tables", "state_dict.emb_l.*.weight"
+
+
+def _dlrm_safetensors(path: Path) -> tuple[object, ...]:
+    safetensors.numpy.save_file({**DLRM, "bot_l.0.weight": np.zeros((3, 3), np.float32)}, path / "dlrm.safetensors")
+    return path / "dlrm.safetensors", "--tables", "emb_l.*.weight"
+
+
+def _dlrm_npz(path: Path) -> tuple[object, ...]:
+    keys = {name.replace("weight", "ids"): np.arange(len(weight)) for name, weight in DLRM.items()}
+    np.savez(path / "dlrm.npz", **DLRM, **keys)
+    return path / "dlrm.npz", "--tables", "emb_l.*.weight", "--keys", "emb_l.*.ids"
+
+
+def _dlrm_npy(path: Path) -> tuple[object, ...]:
+    (path / "dlrm").mkdir()
+    for name, weight in DLRM.items():
+        np.save(path / "dlrm" / f"{name}.npy", weight)
+    return path / "dlrm", "--tables", "emb_l.*.weight"
+
+
+def _dlrm_parquet(path: Path) -> tuple[object, ...]:
+    (path / "dlrm").mkdir()
+    for name, weight in DLRM.items():
+        _parquet(path, np.arange(len(weight)), weight).rename(path / "dlrm" / f"{name}.parquet")
+    return path / "dlrm", "--tables", "emb_l.*.weight"
+
+
+def _dlrm_parquet_parts(path: Path) -> tuple[object, ...]:
+    for name, weight in DLRM.items():
+        (path / "dlrm" / name).mkdir(parents=True)
+        _parquet(path, np.arange(len(weight)), weight).rename(path / "dlrm" / name / "part-0.parquet")
+    (path / "dlrm" / "_SUCCESS").touch()
+    return path / "dlrm", "--tables", "emb_l.*.weight", "--keys", "keys", "--vectors", "vectors"
+
+
+@pytest.mark.parametrize(
+    "save",
+    [_dlrm_torch, _dlrm_safetensors, _dlrm_npz, _dlrm_npy, _dlrm_parquet, _dlrm_parquet_parts],
+    ids=lambda save: save.__name__,
+)
+def test_all_tables_of_a_checkpoint_are_served_by_the_configuration_that_the_import_writes(
+    save: Callable[[Path], tuple[object, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source, *options = save(tmp_path)
+    done = run("import", source, "out/dlrm-1.0", *options)
+    assert (done.exit_code, done.stdout.splitlines()[-1].split(",")[0]) == (0, "out/dlrm-1.0/ps.json: 26 tables"), done.stderr
+    monkeypatch.chdir("/")
+    config = tmp_path / "out" / "dlrm-1.0" / "ps.json"
+    assert run("check-config", config).exit_code == 0
+    with hps.HPS(config) as server:
+        tables = load_configuration(config).models[0].embedding_table_names
+        assert tables == tuple(f"emb_l_{i}" for i in range(26))
+        for i, table in enumerate(tables):
+            weight = DLRM[f"emb_l.{i}.weight"]
+            vectors, found = server.lookup(np.arange(len(weight) + 1), "dlrm-1_0", table, return_found=True)
+            assert np.array_equal(vectors[:-1], weight)
+            assert found.tolist() == [True] * len(weight) + [False]
+
+
+def _stored(tmp_path: Path, **arrays: Array) -> Path:
+    np.savez(tmp_path / "tables.npz", **arrays)
+    return tmp_path / "tables.npz"
+
+
+ONES = np.ones((3, 2), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("tables", "names", "expected"),
+    [
+        ("emb_*.weight", ["emb_user.weight", "emb_item.weight", "emb_x.bias"], ["item", "user"]),
+        ("*.weight", ["m.emb.10.weight", "m.emb.9.weight"], ["m_emb_9", "m_emb_10"]),
+        ("m.emb.*.weight", ["m.emb.10.weight", "m.emb.9.weight"], ["emb_9", "emb_10"]),
+        ("*", ["user", "item: new"], ["item__new", "user"]),
+        ("m.*.emb.*", ["m.a.emb.1", "m.b.emb.0"], ["a_1", "b_0"]),
+        ("user.weight", ["user.weight", "userxweight", "item.weight"], ["user_weight"]),
+        ("emb*", ["emb", "emb_1"], ["emb", "emb_1"]),
+    ],
+)
+def test_tables_are_named_by_what_the_wildcard_matched(
+    tables: str, names: list[str], expected: list[str], tmp_path: Path
+) -> None:
+    source = _stored(tmp_path, **{name: ONES * i for i, name in enumerate(names)})
+    reports = import_tables(source, tmp_path / "out", tables, model="m")
+    assert [report.destination for report in reports] == [f"{tmp_path}/out/{name}.model" for name in expected]
+    assert load_configuration(tmp_path / "out" / "ps.json").models[0].embedding_table_names == tuple(expected)
+    for report in reports:
+        keys, vectors = opened(report.destination, 2)
+        assert keys.tolist() == [0, 1, 2]
+        assert np.array_equal(vectors, ONES * names.index(report.vectors))
+
+
+def test_keys_of_tables_are_found_by_pattern_shared_or_numbered(tmp_path: Path) -> None:
+    arrays = {
+        "emb_0": ONES,
+        "emb_1": ONES,
+        "emb_0_ids": np.array([5, 6, 7]),
+        "emb_1_ids": np.array([8, 9, 10]),
+        "ids": [1, 2, 3],
+    }
+    source = _stored(tmp_path, **{name: np.array(array) for name, array in arrays.items()})
+    for options, expected in (
+        ({"tables": "emb_*", "keys": "emb_*_ids"}, [[5, 6, 7], [8, 9, 10]]),
+        ({"tables": "emb_?", "keys": "ids"}, None),
+        ({"tables": "emb_1", "keys": "ids"}, [[1, 2, 3]]),
+        ({"tables": "emb_1", "first_key": -1}, [[-1, 0, 1]]),
+    ):
+        if expected is None:
+            with pytest.raises(ModelFileError, match=r"tables 'emb_\?', which matches none of: emb_0, emb_1"):
+                import_tables(source, tmp_path / "out", **options)
+        else:
+            reports = import_tables(source, tmp_path / "out", **options, overwrite=True)
+            assert [opened(report.destination, 2)[0].tolist() for report in reports] == expected
+
+
+def test_tables_that_cannot_be_told_apart_or_are_none_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    source = _stored(tmp_path, **{"a.x": ONES, "a_x": ONES, "b.x": ONES, "flat": np.ones(3), "x" * 130: ONES})
+    for tables, options, error, message in (
+        ("*x", {}, ModelFileError, "'a.x' and 'a_x' would both be table 'a_'"),
+        ("*.x", {"keys": "*.*"}, InvalidInputError, r"expected as many \* in both"),
+        ("*.x", {"keys": "k.*"}, ModelFileError, "it holds no 'k.a'"),
+        ("*.x", {"vectors": "a.x"}, InvalidInputError, "expected one of them"),
+        ("flat", {}, ModelFileError, r"got vectors flat \(3,\) float64, expected shape"),
+        ("none", {}, ModelFileError, "matches none of: a.x, a_x"),
+        ("xxx*", {}, ConfigError, "1 to 120 of the characters"),
+        ("*.x", {"model": "m/n"}, ConfigError, "1 to 120 of the characters"),
+    ):
+        with pytest.raises(error, match=message):
+            import_tables(source, tmp_path / "out", tables, **options)
+    with pytest.raises(InvalidInputError, match="expected --write-config with a local path"):
+        import_tables(source, "s3://bucket/out", "*.x")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_table_that_fails_is_named_and_leaves_no_configuration(tmp_path: Path) -> None:
+    good, bad, out = np.ones((3, 2)), np.full((3, 2), 1e300), tmp_path / "out"
+    import_tables(_stored(tmp_path, a=good, b=good, c=good), out, "*")
+    for overwrite in (True, False):
+        with pytest.raises(ModelFileError, match=r"table 'b' \(1 of 3 are written\): .*tables.npz: row 0 of 'b'"):
+            import_tables(_stored(tmp_path, a=good * 2, b=bad, c=good * 2), out, "*", overwrite=overwrite)
+        assert not (out / "ps.json").exists()  # nothing may serve tables of two checkpoints
+        names = {"a.model", "b.model", "c.model"} if overwrite else {"a.model"}
+        assert set(os.listdir(out)) == names
+        assert np.array_equal(opened(out / "a.model", 2)[1], good * 2)
+        shutil.rmtree(out)
+
+
+def test_no_configuration_and_no_table_is_replaced_unasked(tmp_path: Path) -> None:
+    source, out, config = _stored(tmp_path, a=ONES, b=ONES), tmp_path / "out", tmp_path / "other" / "config.json"
+    import_tables(source, out, "a", write_config=config)
+    content = config.read_bytes()
+    assert os.listdir(out) == ["a.model"]
+    for tables, place in (("*", None), ("b", config)):
+        with pytest.raises(ModelFileError, match=r"(a\.model|config\.json) exists; .* ask to overwrite"):
+            import_tables(source, out, tables, write_config=place)
+    assert (os.listdir(out), config.read_bytes()) == (["a.model"], content)
+    import_tables(source, out, "*", write_config=config, overwrite=True)
+    assert load_configuration(config).models[0].embedding_table_names == ("a", "b")
+
+
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> S3Server:
     know_only_moto(monkeypatch)
@@ -458,6 +639,18 @@ def test_the_command_takes_the_address_of_s3_from_a_configuration(
     result = run("import", _npz(tmp_path, *table), place, "--config", tmp_path / "ps.json")
     assert (result.exit_code, f"{place}: 1,000 rows" in result.stdout) == (0, True), result.stderr
     assert server.get(f"{place}/key") == table[0].tobytes()
+
+
+@pytest.mark.s3
+def test_tables_in_s3_are_served_by_a_local_configuration_that_says_how_to_reach_them(server: S3Server, tmp_path: Path) -> None:
+    place, config = f"s3://{server.new_bucket()}/m", tmp_path / "served.json"
+    model_source = ModelSourceConfig(s3_endpoint_url=server.url)
+    source = _stored(tmp_path, a=ONES, b=ONES * 2)
+    import_tables(source, place, "*", model="m", write_config=config, model_source=model_source)
+    with hps.HPS(config) as served:
+        assert np.array_equal(served.lookup(np.arange(3), "m", "b"), ONES * 2)
+    with pytest.raises(ModelFileError, match=r"s3://.*/m/a\.model exists"):
+        import_tables(source, place, "*", write_config=tmp_path / "2.json", model_source=model_source)
 
 
 @pytest.mark.s3

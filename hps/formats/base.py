@@ -52,6 +52,9 @@ class ArraySource(ABC):
     keys_are_optional: ClassVar[bool] = False
     """Whether tables of this format commonly have no keys; they are row numbers then."""
 
+    is_mapped: ClassVar[bool] = False
+    """Whether files may be mapped into memory. Reading beyond the end of one that was cut short meanwhile kills the process."""
+
     def __init__(self, path: str, files: Sequence[str]) -> None:
         self.path = path
         self.files = files

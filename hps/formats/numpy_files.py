@@ -95,7 +95,12 @@ class _NpyArrays(ArraySource):
 
 
 class NpyFiles(_NpyArrays):
-    """.npy files, each one array with the name of its file without `.npy`, or with its path where that name is taken."""
+    """.npy files, each one array with the name of its file without `.npy`, or with its path where that name is taken.
+
+    Arrays in Fortran order are mapped.
+    """
+
+    is_mapped = True
 
     def __init__(self, path: str, files: Sequence[str]) -> None:
         super().__init__(path, files)

@@ -17,6 +17,7 @@ class SafetensorsFile(ArraySource):
     """A .safetensors file; tensors of 8-bit and smaller floats are listed and not read."""
 
     keys_are_optional = True
+    is_mapped = True
 
     def __init__(self, path: str, files: Sequence[str]) -> None:
         super().__init__(path, files)

@@ -24,6 +24,7 @@ class TorchState(ArraySource):
     """
 
     keys_are_optional = True
+    is_mapped = True
 
     def __init__(self, path: str, files: Sequence[str]) -> None:
         super().__init__(path, files)

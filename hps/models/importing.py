@@ -74,6 +74,7 @@ class _Source:
     versions: dict[str, str]
 
     def verify(self) -> None:
+        """Refuse files that are no longer those that were opened."""
         for path, version in self.versions.items():
             if (now := _FILES.status(path).version) != version:
                 raise changed(path, version, now)
@@ -162,7 +163,7 @@ def import_tables(
         model_source: how to reach the destination; the configuration repeats it.
 
     Returns:
-        One report a table, in the order of the configuration.
+        One report per table, in the order of the configuration.
 
     Raises:
         ModelFileError: as in `import_model`, with the name of the table; or no array matches, two tables have one name, or
@@ -184,7 +185,8 @@ def import_tables(
     with ExitStack() as stack:
         chosen = _chosen(stack, _local(os.fspath(source)), tables, keys, vectors, first_key, file_format, dtype)
         places = {name: f"{directory}/{name}.model" for name in chosen}
-        content = _configuration(model, places, {name: selection for name, (_, selection) in chosen.items()}, model_source)
+        dims = [selection.dim for _, selection in chosen.values()]
+        content = _configuration(model, places, dims, model_source)
         load_configuration(content)
         there = [one for one in places.values() if filesystem.exists(one)] + [config] * _FILES.exists(config)
         if there and not overwrite:
@@ -298,9 +300,7 @@ def _chosen(
         match = (one_per_entry and _match(tables, os.path.splitext(name)[0])) or _match(tables, name)
         if not match:
             continue
-        own_keys = keys
-        for part in match.groups():
-            own_keys = own_keys and own_keys.replace("*", part, 1)
+        own_keys = keys and _filled(keys, match)
         if one_per_entry:
             opened = stack.enter_context(_open(os.path.join(path, name), file_format))
             selection = select(opened.arrays, own_keys, vectors, first_key, dtype)
@@ -322,8 +322,13 @@ def _match(pattern: str, name: str) -> re.Match[str] | None:
     return re.fullmatch("(.*)".join(re.escape(part) for part in pattern.split("*")), name, re.DOTALL)
 
 
+def _filled(pattern: str, match: re.Match[str]) -> str:
+    parts = iter(match.groups())
+    return re.sub(r"\*", lambda _: next(parts), pattern)
+
+
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts numbers within names by their value."""
+    """A sort key that compares numbers within names by their value."""
     parts = re.split(r"(\d+)", name)
     return [(int(part) if i % 2 else 0, part) for i, part in enumerate(parts)]
 
@@ -340,9 +345,8 @@ def _name(text: str) -> str:
 
 
 def _configuration(
-    model: str, places: dict[str, str], selections: dict[str, Selection], model_source: ModelSourceConfig | None
+    model: str, places: dict[str, str], dims: list[int], model_source: ModelSourceConfig | None
 ) -> dict[str, object]:
-    tables = len(places)
     content: dict[str, object] = {
         "supportlonglong": True,
         "volatile_db": {"type": "hash_map"},
@@ -351,9 +355,9 @@ def _configuration(
                 "model": model,
                 "sparse_files": list(places.values()),
                 "embedding_table_names": list(places),
-                "embedding_vecsize_per_table": [selection.dim for selection in selections.values()],
-                "maxnum_catfeature_query_per_table_per_sample": [1] * tables,
-                "default_value_for_each_table": [0.0] * tables,
+                "embedding_vecsize_per_table": dims,
+                "maxnum_catfeature_query_per_table_per_sample": [1] * len(dims),
+                "default_value_for_each_table": [0.0] * len(dims),
                 "deployed_device_list": [0],
                 "max_batch_size": 4096,
                 "gpucache": True,
@@ -396,13 +400,14 @@ def _write(
 
 
 def _rows(opened: _Source, selection: Selection, tag: str, progress: Progress | None) -> Iterator[tuple[KeyArray, FloatArray]]:
-    """The whole table, converted. Ends with an error if the files are no longer those that were opened."""
+    """Yield the whole table, converted. Raises at the end if the files are no longer those that were opened."""
     source, vectors = opened.arrays, selection.vectors.name
     names = [vectors] if selection.keys is None else [vectors, selection.keys.name]
     row, step = 0, max(1, CHUNK_BYTES // (8 + 4 * selection.dim))
     chunks = source.chunks(names, step)
     while True:
-        opened.verify()  # now, too: a read beyond the end of a mapped file would kill the process
+        if source.is_mapped:
+            opened.verify()
         if (blocks := next(chunks, None)) is None:
             break
         out = to_vectors(source.path, vectors, selection.dtype, blocks[0], row)
@@ -415,5 +420,6 @@ def _rows(opened: _Source, selection: Selection, tag: str, progress: Progress | 
         row += keys.size
         if progress:
             progress.advance(tag, keys.size)
+    opened.verify()
     if row != selection.rows:
         raise ModelFileError(f"importing {source.path}: got {row} rows, expected {selection.rows}; it changed meanwhile")

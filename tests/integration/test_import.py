@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import safetensors.numpy
 import torch
@@ -35,6 +33,7 @@ from hps.errors import (
 from hps.models.files import open_sparse_model
 from hps.models.importing import import_model, import_tables, list_arrays
 from hps.models.sources import ModelSources
+from tests import table_files
 from tests.s3_server import S3Server, know_only_moto, s3_server
 from tests.sparse_models import chunks_of
 
@@ -42,49 +41,16 @@ Array = np.ndarray[Any, Any]
 Save = Callable[[Path, Array, Array], Path]
 
 
-def _npz(path: Path, keys: Array, vectors: Array) -> Path:
-    np.savez(path / "table.npz", keys=keys, vectors=vectors)
-    return path / "table.npz"
-
-
-def _npz_compressed(path: Path, keys: Array, vectors: Array) -> Path:
-    np.savez_compressed(path / "table.npz", keys=keys, vectors=vectors)
-    return path / "table.npz"
-
-
-def _pair(path: Path, keys: Array, vectors: Array) -> Path:
-    (path / "table").mkdir()
-    np.save(path / "table" / "keys.npy", keys)
-    np.save(path / "table" / "vectors.npy", vectors)
-    return path / "table"
-
-
-def _fortran_pair(path: Path, keys: Array, vectors: Array) -> Path:
-    return _pair(path, keys, np.asfortranarray(vectors))
-
-
-def _safetensors(path: Path, keys: Array, vectors: Array) -> Path:
-    safetensors.numpy.save_file({"keys": keys, "vectors": vectors}, path / "table.safetensors")
-    return path / "table.safetensors"
-
-
-def _torch(path: Path, keys: Array, vectors: Array) -> Path:
-    torch.save({"keys": torch.from_numpy(keys), "vectors": torch.from_numpy(vectors)}, path / "table.pt")
-    return path / "table.pt"
-
-
-def _torch_transposed(path: Path, keys: Array, vectors: Array) -> Path:
-    return _torch(path, keys, np.asfortranarray(vectors))
-
-
-def _parquet(path: Path, keys: Array, vectors: Array) -> Path:
-    rows, dim = vectors.shape
-    lists = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), dim)
-    pq.write_table(pa.table({"keys": keys, "vectors": lists}), path / "table.parquet", row_group_size=rows)
-    return path / "table.parquet"
-
-
-SAVERS: list[Save] = [_npz, _npz_compressed, _pair, _fortran_pair, _safetensors, _torch, _torch_transposed, _parquet]
+SAVERS: list[Save] = [
+    table_files.save_npz,
+    table_files.save_npz_compressed,
+    table_files.save_pair,
+    table_files.save_pair_fortran,
+    table_files.save_safetensors,
+    table_files.save_torch,
+    table_files.save_torch_transposed,
+    table_files.save_parquet,
+]
 
 
 @pytest.fixture
@@ -126,7 +92,11 @@ def test_a_table_comes_back_bit_for_bit(save: Save, table: tuple[Array, Array], 
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("kind", [np.float16, np.float64, ">f4"])
-@pytest.mark.parametrize("save", [_npz, _npz_compressed, _fortran_pair], ids=lambda save: save.__name__)
+@pytest.mark.parametrize(
+    "save",
+    [table_files.save_npz, table_files.save_npz_compressed, table_files.save_pair_fortran],
+    ids=lambda save: save.__name__,
+)
 def test_other_floats_become_float32(save: Save, kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     vectors = np.random.default_rng(1).random((300, 4)).astype(kind)
     keys = np.arange(300, dtype=">u2")[:, None]
@@ -228,7 +198,11 @@ def test_a_bad_row_far_into_the_table_leaves_nothing(save: Save, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("save", [_npz, _pair, _parquet, _safetensors], ids=lambda save: save.__name__)
+@pytest.mark.parametrize(
+    "save",
+    [table_files.save_npz, table_files.save_pair, table_files.save_parquet, table_files.save_safetensors],
+    ids=lambda save: save.__name__,
+)
 def test_a_key_of_2_to_the_63_is_refused_by_its_row_and_leaves_nothing(save: Save, tmp_path: Path) -> None:
     keys, vectors = np.arange(500, dtype=np.uint64), np.ones((500, 5), np.float32)
     keys[-2:] = 2**63 - 1, 2**63
@@ -275,7 +249,11 @@ def test_a_source_that_is_written_meanwhile_is_noticed(save: Save, table: tuple[
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("save", [_npz, _pair, _safetensors, _torch], ids=lambda save: save.__name__)
+@pytest.mark.parametrize(
+    "save",
+    [table_files.save_npz, table_files.save_pair, table_files.save_safetensors, table_files.save_torch],
+    ids=lambda save: save.__name__,
+)
 def test_a_source_that_is_cut_short_meanwhile_is_an_error_not_a_crash(
     save: Save, table: tuple[Array, Array], tmp_path: Path
 ) -> None:
@@ -288,7 +266,7 @@ def test_a_source_that_is_cut_short_meanwhile_is_an_error_not_a_crash(
 
 @pytest.mark.usefixtures("small_chunks")
 def test_progress_sees_every_row_and_no_model_is_replaced_unasked(table: tuple[Array, Array], tmp_path: Path) -> None:
-    source, told = _npz(tmp_path, *table), _During(lambda: None)
+    source, told = table_files.save_npz(tmp_path, *table), _During(lambda: None)
     import_model(source, tmp_path / "out", progress=told)
     assert told.rows == 1000
     with pytest.raises(ModelFileError, match="it exists"):
@@ -299,7 +277,7 @@ def test_progress_sees_every_row_and_no_model_is_replaced_unasked(table: tuple[A
 def test_a_source_that_is_replaced_after_its_head_was_read_is_noticed(
     table: tuple[Array, Array], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, other = _safetensors(tmp_path, *table), tmp_path / "other"
+    source, other = table_files.save_safetensors(tmp_path, *table), tmp_path / "other"
     other.write_bytes(source.read_bytes())
     select = hps.models.importing.select
 
@@ -344,7 +322,7 @@ def test_sources_that_are_no_table_are_refused_with_the_cure(tmp_path: Path) -> 
 
 
 def test_the_command_lists_and_imports(table: tuple[Array, Array], tmp_path: Path) -> None:
-    source = _torch(tmp_path, *table)
+    source = table_files.save_torch(tmp_path, *table)
     listed = run("import", source, "--list")
     assert listed.exit_code == 0
     assert listed.stdout.splitlines() == ["keys     (1000,) int64", "vectors  (1000, 5) float32"]
@@ -363,7 +341,7 @@ def test_the_command_lists_and_imports(table: tuple[Array, Array], tmp_path: Pat
 
 
 def test_the_command_ends_with_2_and_one_message_on_wrong_input(table: tuple[Array, Array], tmp_path: Path) -> None:
-    source = _npz(tmp_path, *table)
+    source = table_files.save_npz(tmp_path, *table)
     bad = tmp_path / "bad.pt"
     torch.save({"payload": _Payload(tmp_path / "mark")}, bad)
     for arguments, message in (
@@ -407,14 +385,14 @@ print(sampling.own - own, status("VmHWM") - peak)
 @pytest.mark.parametrize(
     ("save", "name", "mapped"),
     [
-        (_npz, "npz", False),
-        (_npz_compressed, "npz", False),
-        (_pair, "npy", False),
-        (_fortran_pair, "npy", True),
-        (_safetensors, "safetensors", True),
-        (_torch, "torch", True),
-        (_torch_transposed, "torch", True),
-        (_parquet, "parquet", False),
+        (table_files.save_npz, "npz", False),
+        (table_files.save_npz_compressed, "npz", False),
+        (table_files.save_pair, "npy", False),
+        (table_files.save_pair_fortran, "npy", True),
+        (table_files.save_safetensors, "safetensors", True),
+        (table_files.save_torch, "torch", True),
+        (table_files.save_torch_transposed, "torch", True),
+        (table_files.save_parquet, "parquet", False),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -464,14 +442,14 @@ def _dlrm_npy(path: Path) -> tuple[object, ...]:
 def _dlrm_parquet(path: Path) -> tuple[object, ...]:
     (path / "dlrm").mkdir()
     for name, weight in DLRM.items():
-        _parquet(path, np.arange(len(weight)), weight).rename(path / "dlrm" / f"{name}.parquet")
+        table_files.save_parquet(path, np.arange(len(weight)), weight).rename(path / "dlrm" / f"{name}.parquet")
     return path / "dlrm", "--tables", "emb_l.*.weight"
 
 
 def _dlrm_parquet_parts(path: Path) -> tuple[object, ...]:
     for name, weight in DLRM.items():
         (path / "dlrm" / name).mkdir(parents=True)
-        _parquet(path, np.arange(len(weight)), weight).rename(path / "dlrm" / name / "part-0.parquet")
+        table_files.save_parquet(path, np.arange(len(weight)), weight).rename(path / "dlrm" / name / "part-0.parquet")
     (path / "dlrm" / "_SUCCESS").touch()
     return path / "dlrm", "--tables", "emb_l.*.weight", "--keys", "keys", "--vectors", "vectors"
 
@@ -613,7 +591,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> S3Server:
 def test_a_table_is_imported_to_s3(server: S3Server, table: tuple[Array, Array], tmp_path: Path) -> None:
     sources = ModelSources(ModelSourceConfig(s3_endpoint_url=server.url))
     place = f"s3://{server.new_bucket()}/models/item"
-    import_model(_safetensors(tmp_path, *table), place, sources=sources)
+    import_model(table_files.save_safetensors(tmp_path, *table), place, sources=sources)
     keys, vectors = opened(place, 5, sources)
     assert np.array_equal(keys, table[0])
     assert vectors.tobytes() == table[1].tobytes()
@@ -636,7 +614,7 @@ def test_the_command_takes_the_address_of_s3_from_a_configuration(
     }
     content = {"models": [model], "model_source": {"s3_endpoint_url": server.url}}
     (tmp_path / "ps.json").write_text(json.dumps(content))
-    result = run("import", _npz(tmp_path, *table), place, "--config", tmp_path / "ps.json")
+    result = run("import", table_files.save_npz(tmp_path, *table), place, "--config", tmp_path / "ps.json")
     assert (result.exit_code, f"{place}: 1,000 rows" in result.stdout) == (0, True), result.stderr
     assert server.get(f"{place}/key") == table[0].tobytes()
 
@@ -659,6 +637,6 @@ def test_a_bad_row_leaves_nothing_in_s3(server: S3Server, tmp_path: Path) -> Non
     keys, bucket = np.array([1] * 200 + [2**63], np.uint64), server.new_bucket()
     sources = ModelSources(ModelSourceConfig(s3_endpoint_url=server.url))
     with pytest.raises(ModelFileError, match="row 200"):
-        import_model(_npz(tmp_path, keys, np.ones((201, 5), np.float32)), f"s3://{bucket}/m", sources=sources)
+        import_model(table_files.save_npz(tmp_path, keys, np.ones((201, 5), np.float32)), f"s3://{bucket}/m", sources=sources)
     assert "Contents" not in server.client.list_objects_v2(Bucket=bucket)
     assert "Uploads" not in server.client.list_multipart_uploads(Bucket=bucket)

@@ -304,7 +304,7 @@ def test_pickled_objects_in_npy_files_are_listed_and_never_loaded(tmp_path: Path
         vector_dtype("x", info, None)
 
 
-@pytest.mark.parametrize("save", [table_files.save_npz, table_files.save_npz_compressed])
+@pytest.mark.parametrize("save", [table_files.save_npz, table_files.save_npz_compressed, table_files.save_npz_fortran])
 def test_a_changed_byte_in_an_npz_member_is_noticed_by_its_checksum(save: Any, tmp_path: Path) -> None:
     vectors = np.random.default_rng(5).random((500, 8), np.float32)
     path = save(tmp_path, np.arange(500), vectors)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar, Self, TypeAlias
 
-import numpy as np
 import numpy.typing as npt
 
 from hps.errors import ModelFileError
@@ -106,8 +105,3 @@ class ArraySource(ABC):
 def damaged(path: str, what: object) -> ModelFileError:
     """The error for a file that cannot be what its name says."""
     return ModelFileError(f"importing {path}: {what}; it is damaged, cut short or of another format: write it again")
-
-
-def dtype_name(dtype: "np.dtype[Any]") -> str:
-    """NumPy's name, the same for both byte orders."""
-    return "structured" if dtype.names else dtype.name

@@ -11,8 +11,6 @@ from hps.types import FloatArray, KeyArray
 VECTOR_DTYPES = {"float32": 4, "float16": 2, BFLOAT16: 2, "float64": 8}
 """The dtypes that become float32, and the bytes of an element."""
 
-KEY_DTYPES = ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8")
-
 _INT64_MAX = np.iinfo(np.int64).max
 
 
@@ -38,16 +36,6 @@ def vector_dtype(path: str, vectors: ArrayInfo, claimed: str | None) -> str:
         hint = "; if its elements are bfloat16 bits, say so with dtype bfloat16" if bits16 else ""
         raise InvalidDtypeError(f"importing {path}: got vectors {vectors}, expected one of: {known}; convert them first{hint}")
     return vectors.dtype
-
-
-def check_key_dtype(path: str, keys: ArrayInfo) -> None:
-    """Refuse keys that are not integers.
-
-    Raises:
-        InvalidDtypeError: they are of another dtype.
-    """
-    if keys.dtype not in KEY_DTYPES:
-        raise InvalidDtypeError(f"importing {path}: got keys {keys}, expected integers of at most 64 bits; convert them first")
 
 
 def to_keys(path: str, name: str, block: AnyArray, row: int) -> KeyArray:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hps.errors import ModelFileError
-from hps.formats.base import AnyArray, ArrayInfo, ArraySource, damaged, dtype_name
+from hps.formats.base import AnyArray, ArrayInfo, ArraySource, damaged
 
 _ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError, ValueError)
 _READ_BYTES = 1 << 16  # at a time: zipfile joins what it unpacks
@@ -88,7 +88,10 @@ class _NpyArrays(ArraySource):
     _arrays: dict[str, _Npy]
 
     def arrays(self) -> list[ArrayInfo]:
-        return [ArrayInfo(name, array.shape, dtype_name(array.dtype)) for name, array in self._arrays.items()]
+        return [
+            ArrayInfo(name, array.shape, "structured" if array.dtype.names else array.dtype.name)
+            for name, array in self._arrays.items()
+        ]
 
     def chunks(self, names: Sequence[str], step: int) -> Iterator[Sequence[AnyArray]]:
         return zip(*(self._arrays[name].blocks(step) for name in names), strict=True)

@@ -1,10 +1,11 @@
 """Finds the keys and the vectors of a table among the arrays of a source."""
 
+import re
 from dataclasses import dataclass
 
-from hps.errors import InvalidInputError, ModelFileError
+from hps.errors import InvalidDtypeError, InvalidInputError, ModelFileError
 from hps.formats.base import ArrayInfo, ArraySource
-from hps.formats.conversion import VECTOR_DTYPES, check_key_dtype, vector_dtype
+from hps.formats.conversion import VECTOR_DTYPES, vector_dtype
 
 CONVENTIONAL_KEYS = ("keys", "key", "ids", "id")
 CONVENTIONAL_VECTORS = ("vectors", "vector", "embeddings", "embedding", "emb_vectors", "emb_vector")
@@ -57,11 +58,24 @@ def select(
             f"importing {source.path}: got keys {keys!r} and first key {first_key}, expected one of them: the first key is for "
             "keys that are row numbers"
         )
-    vector_info = source.array(vectors) if vectors is not None else _find_vectors(source)
-    key_info = source.array(keys) if keys is not None else _find_keys(source, first_key)
+    arrays, key_info = source.arrays(), None
+    if vectors is not None:
+        vector_info = source.array(vectors)
+    else:
+        floats = [info for info in arrays if len(info.shape) == 2 and info.dtype in VECTOR_DTYPES]
+        vector_info = _only(
+            source, "(n, dim) vectors", _named(arrays, CONVENTIONAL_VECTORS) or floats, "name it with --vectors"
+        )
+    if keys is not None:
+        key_info = source.array(keys)
+    elif first_key is None and ((found := _named(arrays, CONVENTIONAL_KEYS)) or not source.keys_are_optional):
+        cure = "name it with --keys, or give --first-key where the keys are row numbers"
+        key_info = _only(source, "keys", found, cure)
     _check_shapes(source, key_info, vector_info)
-    if key_info is not None:
-        check_key_dtype(source.path, key_info)
+    if key_info is not None and not re.fullmatch("u?int(8|16|32|64)", key_info.dtype):
+        raise InvalidDtypeError(
+            f"importing {source.path}: got keys {key_info}, expected integers of at most 64 bits; convert them first"
+        )
     selection = Selection(key_info, vector_info, vector_dtype(source.path, vector_info, dtype), first_key or 0)
     if key_info is None and not -(2**63) <= selection.first_key <= 2**63 - selection.rows:
         raise InvalidInputError(
@@ -70,33 +84,12 @@ def select(
     return selection
 
 
-def _find_vectors(source: ArraySource) -> ArrayInfo:
-    arrays = source.arrays()
-    found = _named(arrays, CONVENTIONAL_VECTORS)
-    if not found:
-        found = [info for info in arrays if len(info.shape) == 2 and info.dtype in VECTOR_DTYPES]
+def _only(source: ArraySource, what: str, found: list[ArrayInfo], cure: str) -> ArrayInfo:
     if len(found) == 1:
         return source.array(found[0].name)
     names = ", ".join(info.name for info in found)
-    got = f"several arrays that may be the vectors ({names})" if found else "no (n, dim) floats"
-    raise ModelFileError(
-        f"importing {source.path}: got {got}, expected one; name it with --vectors; it holds {source.listed()}"
-    )
-
-
-def _find_keys(source: ArraySource, first_key: int | None) -> ArrayInfo | None:
-    if first_key is not None:
-        return None
-    found = _named(source.arrays(), CONVENTIONAL_KEYS)
-    if len(found) == 1:
-        return source.array(found[0].name)
-    if not found and source.keys_are_optional:
-        return None
-    got = f"several arrays that may be the keys ({', '.join(info.name for info in found)})" if found else "no array of keys"
-    raise ModelFileError(
-        f"importing {source.path}: got {got}, expected one; name it with --keys, or give --first-key where the keys are row "
-        f"numbers; it holds {source.listed()}"
-    )
+    got = f"several arrays that may be the {what} ({names})" if found else f"no array of {what}"
+    raise ModelFileError(f"importing {source.path}: got {got}, expected one; {cure}; it holds {source.listed()}")
 
 
 def _named(arrays: list[ArrayInfo], names: tuple[str, ...]) -> list[ArrayInfo]:

@@ -446,6 +446,13 @@ def _dlrm_parquet(path: Path) -> tuple[object, ...]:
     return path / "dlrm", "--tables", "emb_l.*.weight"
 
 
+def _dlrm_npz_files(path: Path) -> tuple[object, ...]:
+    (path / "dlrm").mkdir()
+    for name, weight in DLRM.items():
+        table_files.save_npz(path, np.arange(len(weight)), weight).rename(path / "dlrm" / f"{name}.npz")
+    return path / "dlrm", "--tables", "emb_l.*.weight.npz"
+
+
 def _dlrm_parquet_parts(path: Path) -> tuple[object, ...]:
     for name, weight in DLRM.items():
         (path / "dlrm" / name).mkdir(parents=True)
@@ -456,7 +463,7 @@ def _dlrm_parquet_parts(path: Path) -> tuple[object, ...]:
 
 @pytest.mark.parametrize(
     "save",
-    [_dlrm_torch, _dlrm_safetensors, _dlrm_npz, _dlrm_npy, _dlrm_parquet, _dlrm_parquet_parts],
+    [_dlrm_torch, _dlrm_safetensors, _dlrm_npz, _dlrm_npy, _dlrm_parquet, _dlrm_npz_files, _dlrm_parquet_parts],
     ids=lambda save: save.__name__,
 )
 def test_all_tables_of_a_checkpoint_are_served_by_the_configuration_that_the_import_writes(

@@ -261,8 +261,8 @@ def test_keys_and_vectors_are_found_by_conventional_names(arrays: list[ArrayInfo
     [
         ([_info("vectors", 4, 2)], "no array of keys, expected one; name it with --keys, or give --first-key"),
         ([IDS, _info("key", 4, dtype="int64"), _info("vectors", 4, 2)], r"several arrays that may be the keys \(ids, key\)"),
-        ([IDS, _info("a", 4, 2), _info("b", 4, 2)], r"several arrays that may be the vectors \(a, b\)"),
-        ([IDS], r"no \(n, dim\) floats, expected one; name it with --vectors; it holds ids \(4,\) int64"),
+        ([IDS, _info("a", 4, 2), _info("b", 4, 2)], r"several arrays that may be the \(n, dim\) vectors \(a, b\)"),
+        ([IDS], r"no array of \(n, dim\) vectors, expected one; name it with --vectors; it holds ids \(4,\) int64"),
         ([], "it holds no array"),
         ([IDS, _info("vectors", 8)], r"got vectors vectors \(8,\) float32, expected shape \(n, dim\)"),
         ([IDS, _info("vectors", 4, 2, 2)], r"expected shape \(n, dim\)"),
@@ -487,6 +487,8 @@ def test_a_parquet_column_of_a_dotted_or_repeated_name(tmp_path: Path) -> None:
     [
         ("torch", "hps.formats.torch_state", "torch", "pip install torch"),
         ("pyarrow", "hps.formats.parquet", "parquet", r"hps-server\[import\]"),
+        ("safetensors", "hps.formats.safetensors_files", "safetensors", r"hps-server\[import\]"),
+        ("ml_dtypes", "hps.formats.safetensors_files", "safetensors", r"hps-server\[import\]"),
     ],
 )
 def test_a_missing_package_is_named_with_what_to_install(

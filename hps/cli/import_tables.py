@@ -12,10 +12,7 @@ if TYPE_CHECKING:
     from hps.formats.base import ArrayInfo
     from hps.models.importing import ImportReport
 
-EXAMPLE = (
-    "Examples: `hps import item.npz models/item.model --keys ids --vectors embeddings`; all tables of a checkpoint: "
-    "`hps import dlrm.pt models/dlrm --tables 'emb_l.*.weight' && hps serve models/dlrm/ps.json`"
-)
+EXAMPLE = "Example: `hps import dlrm.pt models/dlrm --tables 'emb_l.*.weight' && hps serve models/dlrm/ps.json`"
 
 
 def import_command(

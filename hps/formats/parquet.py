@@ -22,7 +22,7 @@ class ParquetFiles(ArraySource):
     def __init__(self, path: str, files: Sequence[str]) -> None:
         super().__init__(path, files)
         self._rows = 0
-        for file in reversed(files):  # the first has the say
+        for file in reversed(files):  # the schema is that of the first
             with _open(file) as opened:
                 self._schema = opened.schema_arrow
                 self._rows += opened.metadata.num_rows

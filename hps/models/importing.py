@@ -112,7 +112,7 @@ def import_model(
             (torch, safetensors) and holds where no array of keys is found.
         overwrite: replace a sparse model that is there.
         sources: the file systems to write to; by default new ones with their default settings.
-        progress: is told how far the import is.
+        progress: receives how many rows are written.
 
     Raises:
         ModelFileError: the source cannot be read as a table, it changed meanwhile, or the destination refused.

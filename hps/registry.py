@@ -65,7 +65,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Ours]] = {
     "format": {
         "npy": Ours("hps.formats.numpy_files:NpyFiles"),
         "npz": Ours("hps.formats.numpy_files:NpzArchive"),
-        "safetensors": Ours("hps.formats.safetensors_file:SafetensorsFile"),
+        "safetensors": Ours("hps.formats.safetensors_files:SafetensorsFile", "pip install 'hps-server[import]'"),
         "torch": Ours("hps.formats.torch_state:TorchState", "pip install torch"),
         "parquet": Ours("hps.formats.parquet:ParquetFiles", "pip install 'hps-server[import]'"),
     },

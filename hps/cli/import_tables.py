@@ -1,7 +1,7 @@
 """`hps import`: tables of other formats to sparse model files."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hps.formats.base import ArrayInfo
     from hps.models.importing import ImportReport
 
-EXAMPLE = "Example: `hps import item.npz models/item.model --keys ids --vectors embeddings`"
+EXAMPLE = "Example: `hps import dlrm.pt models/dlrm --tables 'emb_l.*.weight' && hps serve models/dlrm/ps.json`"
 
 
 def import_command(
@@ -28,8 +28,26 @@ def import_command(
         str | None, typer.Argument(metavar="DESTINATION", help="The directory to write, a path or URI.", show_default=False)
     ] = None,
     listing: Annotated[bool, typer.Option("--list", help="Print the arrays of SOURCE and write nothing.")] = False,
+    tables: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Import every array (in a directory without .npy files: every entry) whose name matches, * standing for any "
+            "characters: each as one table below DESTINATION, and a ps.json that serves all of them.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="With --tables: the model's name in the ps.json; else DESTINATION's last part.")
+    ] = None,
+    write_config: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="With --tables: where the ps.json goes; else DESTINATION/ps.json.")
+    ] = None,
     keys: Annotated[
-        str | None, typer.Option(help="Tensor, column or member of the keys (with .npy: a file); else keys, key, ids or id.")
+        str | None,
+        typer.Option(
+            help="Tensor, column or member of the keys (with .npy: a file); else keys, key, ids or id. With --tables: each * "
+            "is what the same * of PATTERN matched; else keys are row numbers."
+        ),
     ] = None,
     vectors: Annotated[
         str | None, typer.Option(help="As --keys; else vectors, embeddings, emb_vector, ..., or the only (n, dim) floats.")
@@ -41,44 +59,52 @@ def import_command(
     dtype: Annotated[
         str | None, typer.Option(help="What 16-bit elements really are, where SOURCE cannot say it: bfloat16 or float16.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace a model that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace models, and a ps.json, that are there.")] = False,
     config: Annotated[
         Path | None, typer.Option(metavar="CONFIG", help="A ps.json, whose model_source says how to reach DESTINATION.")
     ] = None,
 ) -> None:
-    """Write the embedding table in SOURCE as a sparse model that CONFIG can name.
+    """Write the embedding table in SOURCE as a sparse model, or with --tables all of them and a ps.json.
 
-    float16, bfloat16 and float64 become float32, all integer keys int64. The table is streamed: its size is limited by no
-    memory. Pickled code in SOURCE is never run.
+    float16, bfloat16 and float64 become float32, all integer keys int64. Tables are read in chunks, so that they may be larger
+    than memory. Pickled code in SOURCE is never run.
     """
     with terminal.reported():
-        from hps.models.importing import import_model, list_arrays
+        from hps.models.importing import import_model, import_tables, list_arrays
+        from hps.models.sources import ModelSources
 
         if listing:
             _print_arrays(list_arrays(source, file_format=file_format))
             return
         if destination is None:
-            raise errors.InvalidInputError(f"importing {source}: got no DESTINATION, wanted a path or URI to write, or --list")
-        sources = None
+            raise errors.InvalidInputError(f"importing {source}: got no DESTINATION, expected a path or URI, or --list")
+        if tables is None and (model or write_config):
+            raise errors.InvalidInputError(f"importing {source}: --model and --write-config need --tables")
+        model_source = None
         if config is not None:
             from hps.configuration.load import load_configuration
-            from hps.models.sources import ModelSources
 
-            sources = ModelSources(load_configuration(config).model_source)
+            model_source = load_configuration(config).model_source
         with terminal.progress() as progress:
-            report = import_model(
-                source,
-                destination,
-                keys=keys,
-                vectors=vectors,
-                file_format=file_format,
-                dtype=dtype,
-                first_key=first_key,
-                overwrite=overwrite,
-                sources=sources,
-                progress=progress,
-            )
-        _print_report(report, first_key or 0)
+            options: dict[str, Any] = {
+                **{"keys": keys, "vectors": vectors, "file_format": file_format, "dtype": dtype},
+                **{"first_key": first_key, "overwrite": overwrite, "progress": progress},
+            }
+            if tables is None:
+                reports = [import_model(source, destination, sources=ModelSources(model_source), **options)]
+            else:
+                more: dict[str, Any] = {"model": model, "write_config": write_config, "model_source": model_source}
+                reports = import_tables(source, destination, tables, **more, **options)
+        for report in reports:
+            _print_report(report, first_key or 0)
+        if tables is not None:
+            place = write_config or f"{destination.rstrip('/')}/ps.json"
+            size_bytes = sum(report.size_bytes for report in reports)
+            count = "1 table" if len(reports) == 1 else f"{len(reports)} tables"
+            typer.echo(f"{place}: {count}, {size_bytes / 1e6:,.1f} MB; `hps serve {place}` serves them")
+        else:
+            dim = reports[0].dim
+            typer.echo(f'in a configuration: "sparse_files": ["{destination}"], "embedding_vecsize_per_table": [{dim}]')
 
 
 def _print_arrays(arrays: "list[ArrayInfo]") -> None:
@@ -95,4 +121,3 @@ def _print_report(report: "ImportReport", first_key: int) -> None:
         f"{report.destination}: {report.rows:,} rows of {report.dim} float32{origin}, {report.size_bytes / 1e6:,.1f} MB, "
         f"in {report.seconds:.1f} s; vectors from {report.vectors!r}, keys from {keys}"
     )
-    typer.echo(f'in a configuration: "sparse_files": ["{report.destination}"], "embedding_vecsize_per_table": [{report.dim}]')

@@ -1,29 +1,21 @@
 """The contract of a file format that `hps import` reads embedding tables from."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from types import TracebackType
 from typing import Any, ClassVar, Self, TypeAlias
 
-import numpy as np
 import numpy.typing as npt
 
 from hps.errors import ModelFileError
-from hps.filesystems.base import changed
-from hps.filesystems.local import LocalFileSystem
 
 AnyArray: TypeAlias = npt.NDArray[Any]
 
-CONVENTIONAL_KEYS = ("keys", "key", "ids", "id")
-CONVENTIONAL_VECTORS = ("vectors", "vector", "embeddings", "embedding", "emb_vectors", "emb_vector")
 BFLOAT16 = "bfloat16"
-"""A dtype that NumPy lacks: blocks of it are (..) uint16, the upper half of a float32."""
+"""A dtype that NumPy lacks. Blocks of it have any dtype of 16 bits, which are the upper half of a float32."""
 
 _LISTED = 30
-FILES = LocalFileSystem()
-"""Where sources are; its errors name the path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +23,7 @@ class ArrayInfo:
     """One array of a source: a tensor, a column, a member. *Immutable.*
 
     Attributes:
-        name: as the file has it; dotted where it is nested.
+        name: as in the file; dotted where it is nested.
         shape: rows first; -1 where only reading tells.
         dtype: NumPy's name of it or `bfloat16`; the file's own word where neither fits.
     """
@@ -46,62 +38,48 @@ class ArrayInfo:
 
 
 class ArraySource(ABC):
-    """An open file, directory or pair of files that holds named arrays. *One thread.* A context manager.
+    """Open files that hold named arrays. *One thread.* A context manager.
 
     Args:
-        path: a local path.
+        path: what the user named, for messages: a local file or directory.
+        files: the regular files to read, in order; `path` alone unless it is a directory.
 
     Raises of every operation:
-        ModelFileNotFoundError: there is no such file.
-        ModelFileError: it is damaged, cut short or holds what cannot be read; the message names the file.
+        ModelFileError: a file is damaged, cut short or holds what cannot be read; the message names the file.
     """
 
     keys_are_optional: ClassVar[bool] = False
-    """Whether tables commonly lie in this format without keys, which then are row numbers."""
+    """Whether tables of this format commonly have no keys; they are row numbers then."""
 
-    def __init__(self, path: str) -> None:
+    is_mapped: ClassVar[bool] = False
+    """Whether files may be mapped into memory. Reading beyond the end of one that was cut short meanwhile kills the process."""
+
+    def __init__(self, path: str, files: Sequence[str]) -> None:
         self.path = path
-        self._versions: dict[str, str] = {}
-
-    def _look_at(self, path: str) -> int:
-        """Return the size of a file, before anything is read of it; `verify` compares it with what it is now."""
-        status = FILES.status(path)
-        self._versions.setdefault(path, status.version)
-        return status.size_bytes
-
-    def verify(self) -> None:
-        """Check that all files are those that were opened.
-
-        Raises:
-            ModelFileChangedError: one was written or replaced.
-        """
-        for path, version in self._versions.items():
-            if (now := FILES.status(path).version) != version:
-                raise changed(path, version, now)
+        self.files = files
 
     @abstractmethod
     def arrays(self) -> list[ArrayInfo]:
         """All arrays that the source holds, in its order."""
 
     @abstractmethod
-    def chunks(self, keys: str | None, vectors: str, step: int) -> Iterator[tuple[AnyArray | None, AnyArray]]:
-        """Yield the rows in their order, at most `step` at a time, holding no more of them than that.
+    def chunks(self, names: Sequence[str], step: int) -> Iterator[Sequence[AnyArray]]:
+        """Yield the rows of several arrays side by side, in order.
 
         Args:
-            keys: name of the (n,) or (n, 1) array of integers, or None.
-            vectors: name of the (n, dim) array.
-            step: most rows of a chunk; there may be fewer.
+            names: arrays with the same number of rows.
+            step: the most rows of a chunk.
 
         Returns:
-            Blocks of both with the same number of rows and the dtypes of the file. The caller is done with them when it
-            asks for the next.
+            One block per name, all with the same number of rows and each with the dtype of the file. A block is valid until
+            the next is asked for.
         """
 
     def array(self, name: str) -> ArrayInfo:
         """The array of a name.
 
         Raises:
-            ModelFileError: there is none; the message lists those that are.
+            ModelFileError: there is none; the message lists the arrays there are.
         """
         for info in self.arrays():
             if info.name == name:
@@ -114,8 +92,8 @@ class ArraySource(ABC):
         more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
         return "; ".join(found[:_LISTED]) + more or "no array"
 
-    def close(self) -> None:  # noqa: B027 - most hold nothing open
-        """Let go of the files."""
+    def close(self) -> None:  # noqa: B027 - most sources hold nothing open
+        """Close the files."""
 
     def __enter__(self) -> Self:
         return self
@@ -124,24 +102,6 @@ class ArraySource(ABC):
         self.close()
 
 
-class SeparateArrays(ArraySource):
-    """A source that reads each of its arrays by itself."""
-
-    @abstractmethod
-    def blocks(self, name: str, step: int) -> Iterator[AnyArray]:
-        """Yield one array in its order, `step` rows at a time, the last block with what is left."""
-
-    def chunks(self, keys: str | None, vectors: str, step: int) -> Iterator[tuple[AnyArray | None, AnyArray]]:
-        """Read both arrays side by side."""
-        key_blocks: Iterable[AnyArray | None] = repeat(None) if keys is None else self.blocks(keys, step)
-        return zip(key_blocks, self.blocks(vectors, step), strict=False)  # repeat has no end
-
-
-def damaged(path: str, what: str) -> ModelFileError:
+def damaged(path: str, what: object) -> ModelFileError:
     """The error for a file that cannot be what its name says."""
     return ModelFileError(f"importing {path}: {what}; it is damaged, cut short or of another format: write it again")
-
-
-def dtype_name(dtype: "np.dtype[Any]") -> str:
-    """NumPy's name, the same for both byte orders."""
-    return "structured" if dtype.names else dtype.name

@@ -1,19 +1,24 @@
-"""Brings embedding tables of other formats into sparse model files, at any path or URI, in chunks."""
+"""Import embedding tables of other formats as sparse model files, and write the configuration that serves them."""
 
-import dataclasses
+import json
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
+from hps.configuration.load import load_configuration
+from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import InvalidInputError, ModelFileError, ModelFileNotFoundError
-from hps.filesystems.local import local_path
-from hps.formats.base import FILES, ArrayInfo, ArraySource
-from hps.formats.conversion import check_key_dtype, to_keys, to_vectors, vector_dtype
-from hps.formats.selection import Selection, select
+from hps.filesystems.base import changed
+from hps.filesystems.local import LocalFileSystem, local_path
+from hps.formats.base import ArrayInfo, ArraySource
+from hps.formats.conversion import to_keys, to_vectors
+from hps.formats.selection import CONVENTIONAL_KEYS, Selection, select
 from hps.models.files import CHUNK_BYTES
 from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model
@@ -28,15 +33,17 @@ FORMATS = {
 }
 """Formats by the end of a file's name."""
 
+_IN_DIRECTORIES = ("npy", "parquet")  # formats whose files may lie in a directory that is the source
+_FILES = LocalFileSystem()
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ImportReport:
-    """What an import wrote. *Immutable.*
+    """The table that an import wrote. *Immutable.*
 
     Attributes:
-        destination: as it was given.
+        destination: path or URI of the sparse model.
         rows: how many vectors.
         dim: float32 elements of each: the table's `embedding_vecsize_per_table`.
         keys: name of the array that the keys came from, or None where they are row numbers.
@@ -59,6 +66,20 @@ class ImportReport:
         return self.rows * (8 + 4 * self.dim)
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """An open source, and the versions that its files had before they were read."""
+
+    arrays: ArraySource
+    versions: dict[str, str]
+
+    def verify(self) -> None:
+        """Refuse files that are no longer those that were opened."""
+        for path, version in self.versions.items():
+            if (now := _FILES.status(path).version) != version:
+                raise changed(path, version, now)
+
+
 def import_model(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
@@ -72,10 +93,11 @@ def import_model(
     sources: ModelSources | None = None,
     progress: Progress | None = None,
 ) -> ImportReport:
-    """Write the table of a file of another format as sparse model files.
+    """Write one table of a file of another format as sparse model files.
 
-    About 16 MB of it are in memory at a time, whatever its size. The destination appears whole or not at all, as
-    `write_sparse_model` says. Keys may stand twice: the databases then keep the later row. NaN and infinite elements are kept.
+    Chunks of about 16 MB are read, converted and written. The destination appears whole or not at all, as
+    `write_sparse_model` says. Duplicate keys are kept: the databases then keep the later row. NaN and infinite elements are
+    kept.
 
     Args:
         source: a local path, of a file or of a directory of .npy or Parquet files.
@@ -89,37 +111,100 @@ def import_model(
         first_key: the keys are row numbers from this one on. The default, 0, is for formats that commonly have no keys
             (torch, safetensors) and holds where no array of keys is found.
         overwrite: replace a sparse model that is there.
-        sources: the file systems to write to; new ones, with their default settings, where they are not given.
-        progress: is told how far the import is.
+        sources: the file systems to write to; by default new ones with their default settings.
+        progress: receives how many rows are written.
 
     Raises:
-        ModelFileError: the source cannot be read as a table, changed meanwhile, or the destination refused.
-        InvalidInputError: the arguments do not fit each other; `InvalidDtypeError`: an array has a dtype that cannot be taken.
+        ModelFileError: the source cannot be read as a table, it changed meanwhile, or the destination refused.
+        InvalidInputError: the arguments do not fit each other; `InvalidDtypeError`: an array has a dtype that cannot be
+            converted.
         MissingDependencyError: the format's package is not installed.
     """
-    started, target = time.monotonic(), os.fspath(destination)
-    with _open(source, file_format) as opened:
-        selection = select(opened, keys, vectors, first_key)
-        if selection.keys is not None:
-            check_key_dtype(opened.path, selection.keys)
-        kind = vector_dtype(opened.path, selection.vectors, dtype)
-        if kind != "float32":
-            _log.info("%s: converting %s vectors to float32.", opened.path, kind)
-        report = ImportReport(
-            target,
-            selection.rows,
-            selection.dim,
-            selection.keys.name if selection.keys else None,
-            selection.vectors.name,
-            kind,
-            0.0,
-        )
-        if progress:
-            progress.start(target, report.rows, report.size_bytes)
-        write_sparse_model(target, _rows(opened, selection, kind, target, progress), overwrite=overwrite, sources=sources)
-        if progress:
-            progress.finish(target)
-    return dataclasses.replace(report, seconds=time.monotonic() - started)
+    with _open(os.fspath(source), file_format, keys) as opened:
+        selection = select(opened.arrays, keys, vectors, first_key, dtype)
+        return _write(opened, selection, os.fspath(destination), overwrite, sources, progress)
+
+
+def import_tables(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    tables: str,
+    *,
+    model: str | None = None,
+    write_config: str | os.PathLike[str] | None = None,
+    keys: str | None = None,
+    vectors: str | None = None,
+    file_format: str | None = None,
+    dtype: str | None = None,
+    first_key: int | None = None,
+    overwrite: bool = False,
+    model_source: ModelSourceConfig | None = None,
+    progress: Progress | None = None,
+) -> list[ImportReport]:
+    """Write every table of a checkpoint as sparse model files, then the configuration that serves them as one model.
+
+    All tables are found and checked before the first is written, in the natural order of their names (2 before 10), which is
+    the order of their ids. The configuration is written last: after an error there is none, and tables that were finished
+    stay, each whole.
+
+    Args:
+        source: a local path. A file, or a directory of .npy files, holds one table per array that matches. Any other
+            directory holds one table per entry that matches: a file, or a directory of Parquet files.
+        destination: a path or URI; table `t` goes to `t.model` below it.
+        tables: name of the arrays or entries, in which `*` matches any characters. A table is called what `*` matched, after
+            what stands before it if that does not begin with a letter; without `*`, by its whole name.
+        model: name of the model; by default the last part of the destination.
+        write_config: where the configuration goes; by default `ps.json` below a local destination.
+        keys: name of the keys of each table; each `*` in it is what the same `*` matched. By default keys are row numbers,
+            and in a directory with one table per entry what `import_model` finds.
+        vectors: name of the vectors within an entry, as in `import_model`.
+        file_format, dtype, first_key, progress: as in `import_model`.
+        overwrite: replace sparse models and a configuration that are there. The old configuration is removed first.
+        model_source: how to reach the destination; the configuration repeats it.
+
+    Returns:
+        One report per table, in the order of the configuration.
+
+    Raises:
+        ModelFileError: as in `import_model`, with the name of the table; or no array matches, two tables have one name, or
+            something is in the way.
+        InvalidInputError: as in `import_model`.
+        ConfigError: the configuration would be wrong, which the name of the model or of a table can make it.
+        MissingDependencyError: the format's package is not installed.
+    """
+    place = os.fspath(destination)
+    sources = ModelSources(model_source)
+    filesystem, directory = sources.locate(place)
+    if filesystem.is_local:
+        directory = os.path.abspath(local_path(directory))  # the configuration is read from anywhere
+    elif write_config is None:
+        raise InvalidInputError(f"importing to {place}: got a remote place, expected --write-config with a local path, too")
+    config = os.path.join(directory, "ps.json") if write_config is None else os.fspath(write_config)
+    if model is None:
+        model = _name(re.split("[/:]+", directory.rstrip("/"))[-1])
+    with ExitStack() as stack:
+        chosen = _chosen(stack, _local(os.fspath(source)), tables, keys, vectors, first_key, file_format, dtype)
+        places = {name: f"{directory}/{name}.model" for name in chosen}
+        dims = [selection.dim for _, selection in chosen.values()]
+        content = _configuration(model, places, dims, model_source)
+        load_configuration(content)
+        there = [one for one in places.values() if filesystem.exists(one)] + [config] * _FILES.exists(config)
+        if there and not overwrite:
+            raise ModelFileError(f"importing {source}: {there[0]} exists; choose another directory or ask to overwrite it")
+        _FILES.delete(config)
+        reports = []
+        for name, (opened, selection) in chosen.items():
+            try:
+                reports.append(_write(opened, selection, places[name], overwrite, sources, progress))
+            except ModelFileError as error:
+                raise type(error)(f"importing table {name!r} ({len(reports)} of {len(chosen)} are written): {error}") from error
+    writer = _FILES.create(config)
+    try:
+        writer.write(memoryview(json.dumps(content, indent=2).encode() + b"\n"))
+        writer.commit()
+    finally:
+        writer.abort()
+    return reports
 
 
 def list_arrays(source: str | os.PathLike[str], *, file_format: str | None = None) -> list[ArrayInfo]:
@@ -129,60 +214,212 @@ def list_arrays(source: str | os.PathLike[str], *, file_format: str | None = Non
         ModelFileError: it cannot be read.
         MissingDependencyError: the format's package is not installed.
     """
-    with _open(source, file_format) as opened:
-        return opened.arrays()
+    with _open(os.fspath(source), file_format) as opened:
+        return opened.arrays.arrays()
 
 
-def _open(source: str | os.PathLike[str], file_format: str | None) -> ArraySource:
-    place = os.fspath(source)
+@contextmanager
+def _open(place: str, file_format: str | None, keys: str | None = None) -> Iterator[_Source]:
+    path = _local(place)
+    kind = _format_of(path, file_format)
+    files = [path]
+    if kind in _IN_DIRECTORIES and os.path.isdir(path):
+        names = [name for name in _FILES.list(path) if not name.startswith(("_", "."))]  # as Spark's readers do
+        files = [os.path.join(path, name) for name in names if FORMATS.get(os.path.splitext(name)[1]) == kind]
+    elif kind == "npy":
+        folder, own = os.path.split(path)
+        beside = [name for name in _FILES.list(folder or ".") if name != own and name.endswith(".npy")]
+        files += [os.path.join(folder, name) for name in beside if name[:-4].lower() in CONVENTIONAL_KEYS]
+    if kind == "npy" and keys is not None and keys.endswith(".npy") and keys not in files:
+        files.append(keys)
+    versions = {file: _FILES.status(file).version for file in files}
+    arrays: ArraySource = implementation("format", kind)(path, files)
+    with arrays:
+        yield _Source(arrays, versions)
+
+
+def _local(place: str) -> str:
     filesystem, _ = ModelSources().locate(place)
     if not filesystem.is_local:
-        raise InvalidInputError(f"importing {place}: got a remote source, wanted a local path; copy it here first")
+        raise InvalidInputError(f"importing {place}: got a remote source, expected a local path; copy it here first")
     path = local_path(place)
     if not os.path.exists(path):
         raise ModelFileNotFoundError(f"importing {path}: there is no such file or directory")
-    opened: ArraySource = implementation("format", _format_of(path, file_format))(path)
-    return opened
+    return path
 
 
 def _format_of(path: str, file_format: str | None) -> str:
     known = ", ".join(names("format"))
     if file_format is not None:
         if not is_registered("format", file_format):
-            raise InvalidInputError(f"importing {path}: got format {file_format!r}, wanted one of: {known}")
+            raise InvalidInputError(f"importing {path}: got format {file_format!r}, expected one of: {known}")
         return file_format
     if os.path.isdir(path):
-        found = {FORMATS[end] for name in FILES.list(path) if (end := os.path.splitext(name)[1]) in (".npy", ".parquet", ".pq")}
+        found = {FORMATS.get(os.path.splitext(name)[1]) for name in _FILES.list(path)} & set(_IN_DIRECTORIES)
         if len(found) == 1:
-            return found.pop()
+            return str(found.pop())
         got = "both .npy and Parquet files; say which with --format" if found else "a directory without them"
-        raise ModelFileError(f"importing {path}: wanted a directory of .npy or of .parquet files, got {got}")
+        raise ModelFileError(f"importing {path}: expected a directory of .npy or of .parquet files, got {got}")
     end = os.path.splitext(path)[1].lower()
     if end not in FORMATS:
         raise ModelFileError(
-            f"importing {path}: got a name that ends in {end!r}, wanted one of: {', '.join(FORMATS)}; or say the format with "
+            f"importing {path}: got a name that ends in {end!r}, expected one of: {', '.join(FORMATS)}; or say the format with "
             f"--format: {known}"
         )
     return FORMATS[end]
 
 
-def _rows(
-    source: ArraySource, selection: Selection, kind: str, tag: str, progress: Progress | None
-) -> Iterator[tuple[KeyArray, FloatArray]]:
-    """The whole table, converted. Ends with an error if the files are no longer those that were opened."""
-    name = selection.keys.name if selection.keys else None
-    row, step = 0, max(1, CHUNK_BYTES // (8 + 4 * selection.dim))
-    for key_block, block in source.chunks(name, selection.vectors.name, step):
-        vectors = to_vectors(source.path, selection.vectors.name, kind, block, row)
-        if key_block is None:
-            first = selection.first_key + row
-            keys = np.arange(first, first + len(vectors), dtype=np.int64)
+def _chosen(
+    stack: ExitStack,
+    path: str,
+    tables: str,
+    keys: str | None,
+    vectors: str | None,
+    first_key: int | None,
+    file_format: str | None,
+    dtype: str | None,
+) -> dict[str, tuple[_Source, Selection]]:
+    """Find the tables of a checkpoint, by name, in order; `stack` closes what was opened for them."""
+    if keys is not None and keys.count("*") not in (0, tables.count("*")):
+        raise InvalidInputError(f"importing {path}: got tables {tables!r} and keys {keys!r}, expected as many * in both")
+    one_per_entry = (
+        os.path.isdir(path) and file_format != "npy" and not any(name.endswith(".npy") for name in _FILES.list(path))
+    )
+    if one_per_entry:
+        names = [name for name in _FILES.list(path) if not name.startswith(("_", "."))]
+    else:
+        if vectors is not None:
+            raise InvalidInputError(f"importing {path}: got tables {tables!r} and vectors {vectors!r}, expected one of them")
+        opened = stack.enter_context(_open(path, file_format))
+        names = [info.name for info in opened.arrays.arrays()]
+        if keys is not None:
+            names = [name for name in names if not _match(keys, name)]
+    chosen: dict[str, tuple[_Source, Selection]] = {}
+    origins: dict[str, str] = {}
+    for name in sorted(names, key=_natural):
+        match = (one_per_entry and _match(tables, os.path.splitext(name)[0])) or _match(tables, name)
+        if not match:
+            continue
+        own_keys = keys and _filled(keys, match)
+        if one_per_entry:
+            opened = stack.enter_context(_open(os.path.join(path, name), file_format))
+            selection = select(opened.arrays, own_keys, vectors, first_key, dtype)
         else:
-            keys = to_keys(source.path, str(name), key_block, row)
-        yield keys, vectors
+            selection = select(opened.arrays, own_keys, name, first_key if keys else first_key or 0, dtype)
+        table = _table_name(tables, match)
+        if table in chosen:
+            raise ModelFileError(
+                f"importing {path}: {origins[table]!r} and {name!r} would both be table {table!r}; choose --tables so that "
+                "what * matches differs"
+            )
+        origins[table], chosen[table] = name, (opened, selection)
+    if not chosen:
+        raise ModelFileError(f"importing {path}: got tables {tables!r}, which matches none of: {', '.join(names[:30])}")
+    return chosen
+
+
+def _match(pattern: str, name: str) -> re.Match[str] | None:
+    return re.fullmatch("(.*)".join(re.escape(part) for part in pattern.split("*")), name, re.DOTALL)
+
+
+def _filled(pattern: str, match: re.Match[str]) -> str:
+    parts = iter(match.groups())
+    return re.sub(r"\*", lambda _: next(parts), pattern)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A sort key that compares numbers within names by their value."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part) if i % 2 else 0, part) for i, part in enumerate(parts)]
+
+
+def _table_name(tables: str, match: re.Match[str]) -> str:
+    matched = "_".join(match.groups()) or match[0]
+    if not matched[0].isalpha():  # a number: after the last part of what stands before it
+        matched = re.split(r"(?<=[./])(?=.)", tables.partition("*")[0])[-1] + matched
+    return _name(matched)
+
+
+def _name(text: str) -> str:
+    return re.sub("[^a-zA-Z0-9_-]", "_", text)
+
+
+def _configuration(
+    model: str, places: dict[str, str], dims: list[int], model_source: ModelSourceConfig | None
+) -> dict[str, object]:
+    content: dict[str, object] = {
+        "supportlonglong": True,
+        "volatile_db": {"type": "hash_map"},
+        "models": [
+            {
+                "model": model,
+                "sparse_files": list(places.values()),
+                "embedding_table_names": list(places),
+                "embedding_vecsize_per_table": dims,
+                "maxnum_catfeature_query_per_table_per_sample": [1] * len(dims),
+                "default_value_for_each_table": [0.0] * len(dims),
+                "deployed_device_list": [0],
+                "max_batch_size": 4096,
+                "gpucache": True,
+                "gpucacheper": 0.5,
+                "hit_rate_threshold": 1.1,  # never a default vector for a key that a table has
+            }
+        ],
+    }
+    if model_source is not None and (settings := model_source.model_dump(mode="json", exclude_defaults=True)):
+        content["model_source"] = settings
+    return content
+
+
+def _write(
+    opened: _Source,
+    selection: Selection,
+    target: str,
+    overwrite: bool,
+    sources: ModelSources | None,
+    progress: Progress | None,
+) -> ImportReport:
+    """Write one table."""
+    started = time.monotonic()
+    if selection.dtype != "float32":
+        _log.info("%s: converting %s vectors to float32.", opened.arrays.path, selection.dtype)
+    if progress:
+        progress.start(target, selection.rows, selection.rows * (8 + 4 * selection.dim))
+    write_sparse_model(target, _rows(opened, selection, target, progress), overwrite=overwrite, sources=sources)
+    if progress:
+        progress.finish(target)
+    return ImportReport(
+        target,
+        selection.rows,
+        selection.dim,
+        selection.keys.name if selection.keys else None,
+        selection.vectors.name,
+        selection.dtype,
+        time.monotonic() - started,
+    )
+
+
+def _rows(opened: _Source, selection: Selection, tag: str, progress: Progress | None) -> Iterator[tuple[KeyArray, FloatArray]]:
+    """Yield the whole table, converted. Raises at the end if the files are no longer those that were opened."""
+    source, vectors = opened.arrays, selection.vectors.name
+    names = [vectors] if selection.keys is None else [vectors, selection.keys.name]
+    row, step = 0, max(1, CHUNK_BYTES // (8 + 4 * selection.dim))
+    chunks = source.chunks(names, step)
+    while True:
+        if source.is_mapped:
+            opened.verify()
+        if (blocks := next(chunks, None)) is None:
+            break
+        out = to_vectors(source.path, vectors, selection.dtype, blocks[0], row)
+        if selection.keys is None:
+            first = selection.first_key + row
+            keys = np.arange(first, first + len(out), dtype=np.int64)
+        else:
+            keys = to_keys(source.path, selection.keys.name, blocks[1], row)
+        yield keys, out
         row += keys.size
         if progress:
             progress.advance(tag, keys.size)
+    opened.verify()
     if row != selection.rows:
-        raise ModelFileError(f"importing {source.path}: got {row} rows, wanted {selection.rows}; it changed meanwhile")
-    source.verify()
+        raise ModelFileError(f"importing {source.path}: got {row} rows, expected {selection.rows}; it changed meanwhile")

@@ -21,7 +21,8 @@ OWNERS = {
     "google": "hps/filesystems/gcs",
     "torch": "hps/formats/torch_",
     "pyarrow": "hps/formats/parquet",
-    "safetensors": "nobody",
+    "safetensors": "hps/formats/safetensors_",
+    "ml_dtypes": "hps/formats/safetensors_",
 }
 
 

@@ -23,7 +23,7 @@ IMPLEMENTATIONS: dict[str, dict[str, tuple[str, str]]] = {
     "filesystem": {
         "": ("hps.filesystems.local:LocalFileSystem", "pip install hps-server"),
         "file": ("hps.filesystems.local:LocalFileSystem", "pip install hps-server"),
-        "hdfs": ("hps.filesystems.hdfs.file_system:HdfsFileSystem", "pip install 'hps-server[hdfs]'"),
+        "hdfs": ("hps.filesystems.hdfs:HdfsFileSystem", "pip install 'hps-server[hdfs]'"),
         "s3": ("hps.filesystems.s3:S3FileSystem", "pip install hps-server"),
         "s3a": ("hps.filesystems.s3:S3FileSystem", "pip install hps-server"),
         "gs": ("hps.filesystems.gcs:GcsFileSystem", "pip install 'hps-server[gcs]'"),

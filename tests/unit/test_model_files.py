@@ -231,13 +231,13 @@ def a_meta_directory(path: Path) -> None:
     ("damage", "error", "message"),
     [
         (no_directory, ModelFileNotFoundError, "{dir}: there is no such directory; wanted a directory with the files"),
-        (a_file_in_its_place, ModelFileError, "{dir}: it is a file, wanted a directory; wanted a directory with the files key"),
+        (a_file_in_its_place, ModelFileError, "{dir}: it is a file, expected a directory; wanted a directory with the files"),
         (no_key, ModelFileNotFoundError, "{dir}: key not found; it holds emb_vector; wanted a directory with"),
         (no_vectors, ModelFileNotFoundError, "{dir}: emb_vector not found; it holds key; wanted a directory with"),
         (neither, ModelFileNotFoundError, "{dir}: key and emb_vector not found; it holds emb_vector.bin;"),
         (nothing, ModelFileNotFoundError, "{dir}: key and emb_vector not found; it holds nothing;"),
-        (a_key_directory, ModelFileError, "{dir}/key: it is a directory, wanted a file"),
-        (a_vector_directory, ModelFileError, "{dir}/emb_vector: it is a directory, wanted a file"),
+        (a_key_directory, ModelFileError, "{dir}/key: it is a directory, expected a file"),
+        (a_vector_directory, ModelFileError, "{dir}/emb_vector: it is a directory, expected a file"),
         (a_broken_link, ModelFileNotFoundError, "{dir}/key: there is no such file"),
         (empty_key, ModelFileError, "{dir}/key: got 0 bytes, wanted 8 (an int64) for every row"),
         (half_a_key, ModelFileError, "{dir}/key: got 804 bytes, wanted 8 (an int64) for every row"),
@@ -251,7 +251,7 @@ def a_meta_directory(path: Path) -> None:
         (fewer_keys, ModelFileError, "got 1600 bytes, wanted 1584: the 99 keys"),
         (empty_meta, ModelFileError, "{dir}/meta: got 0 bytes, wanted the 800 of {dir}/key; remove it or write it whole"),
         (short_meta, ModelFileError, "{dir}/meta: got 792 bytes, wanted the 800 of"),
-        (a_meta_directory, ModelFileError, "{dir}/meta: it is a directory, wanted a file"),
+        (a_meta_directory, ModelFileError, "{dir}/meta: it is a directory, expected a file"),
     ],
 )  # fmt: skip
 def test_files_that_cannot_be_the_table_are_refused(model_dir: Path, damage: Any, error: type, message: str) -> None:
@@ -290,7 +290,7 @@ def test_a_file_uri_is_a_local_place(model_dir: Path) -> None:
 @pytest.mark.parametrize("source", ["abfs://store/item.model", "ABFS://store", "myscheme:item", "http://host/item.model"])
 def test_an_unknown_scheme_names_those_that_are_known(source: str) -> None:
     scheme = source.partition(":")[0].lower()
-    with pytest.raises(ModelFileError, match=rf"{source}: got scheme '{scheme}', wanted a local path or one of: .*file://"):
+    with pytest.raises(ModelFileError, match=rf"{source}: got scheme '{scheme}', expected a local path or one of: .*file://"):
         open_sparse_model(source, DIM)
 
 

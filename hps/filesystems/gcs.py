@@ -386,8 +386,8 @@ class _GcsWriter(ObjectWriter):
         headers = {"Content-Type": _CONTENT_TYPE} | ({"X-Goog-Hash": f"crc32c={checksum}"} if checksum else {})
         unsure = False
 
-        def put(access: GcsAccess, timeout: tuple[float, float], place: str, body: bytes) -> dict[str, Any] | None:
-            """What the service says of the object once it has these bytes; None before."""
+        def put(access: GcsAccess, timeout: tuple[float, float], place: str, body: bytes) -> tuple[int, dict[str, Any] | None]:
+            """How many bytes the service has, and once these are among them, what it says of the object."""
             answer = access.session.put(
                 f"{access.endpoint}{self._upload}",
                 data=io.BytesIO(body) if body else None,  # sent in pieces, each with the timeout to itself
@@ -396,31 +396,36 @@ class _GcsWriter(ObjectWriter):
                 allow_redirects=False,
             )
             if answer.status_code in (200, 201):
-                made: dict[str, Any] = answer.json()
-                return made
+                return end, answer.json()
             if answer.status_code != _INCOMPLETE:
                 raise RefusedError(response=answer)
             match = re.fullmatch(r"bytes=0-(\d+)", answer.headers.get("Range", ""))
-            self._kept = int(match[1]) + 1 if match else 0
-            if not first <= self._kept <= end:
+            kept = int(match[1]) + 1 if match else 0
+            if not first <= kept <= end:
                 raise ModelFileError(
-                    f"{self._doing}: the service kept {self._kept} bytes, expected {first} to {end}; "
-                    "write it again from the start"
+                    f"{self._doing}: the service kept {kept} bytes, expected {first} to {end}; write it again from the start"
                 )
-            return {} if self._kept == end and not checksum else None
+            return kept, {} if kept == end and not checksum else None
 
-        def attempt(access: GcsAccess, timeout: tuple[float, float]) -> dict[str, Any]:
-            nonlocal unsure
-            made = put(access, timeout, "*", b"") if unsure else None  # how much arrived of what failed
-            unsure = True
+        def go_on(access: GcsAccess, timeout: tuple[float, float]) -> tuple[int, dict[str, Any] | None]:
+            kept, made = put(access, timeout, "*", b"") if unsure else (first, None)  # how much arrived of what failed
             if made is None:
-                made = put(access, timeout, f"{self._kept}-{end - 1}", part[self._kept - first :])
+                return put(access, timeout, f"{kept}-{end - 1}", part[kept - first :])
+            return kept, made
+
+        def attempt(left_s: float) -> dict[str, Any]:
+            nonlocal unsure
+            try:
+                # Noted here: a thread that was left behind must not change it.
+                self._kept, made = self._client.ask("writing", self._address, time.monotonic() + left_s, go_on)
+            finally:
+                unsure = True
             if made is None:
                 raise ModelSourceError(f"{self._doing}: the service kept {self._kept} of {end} bytes")
             return made
 
         try:
-            return self._ask(attempt)
+            return retried(self._settings, attempt)
         except ModelFileNotFoundError as error:
             raise ModelFileError(f"{self._doing}: the service dropped the upload; write it again from the start") from error
 

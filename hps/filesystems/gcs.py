@@ -35,6 +35,7 @@ from hps.filesystems.object_store import (
     ObjectWriter,
     RangeAnswer,
     RangeRefusedError,
+    without_secrets,
 )
 from hps.filesystems.retries import retried, within
 
@@ -49,26 +50,31 @@ _INCOMPLETE = 308
 _NO_SUCH_RANGE = (404, 412, 416)
 
 _FORMS = "gs://bucket/object or https://storage.googleapis.com/bucket/object"
-_HOSTS = ("storage.googleapis.com", "storage.cloud.google.com")
 # https://cloud.google.com/storage/docs/buckets#naming, without what only Google's own reserve.
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
+_BUCKET = r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]"
+_URI = re.compile(
+    rf"(?:(?i:gs)://|(?i:https://storage\.(?:googleapis|cloud\.google)\.com)(?::443)?/)({_BUCKET})(?:/(.*))?"
+    rf"|(?i:https://)((?i:{_BUCKET}))(?i:\.storage\.googleapis\.com)(?::443)?(?:/(.*))?",
+    re.DOTALL,
+)
 
 
 def gcs_address(uri: str) -> ObjectAddress:
     """Take a URI apart. A `gs` URI is literal; percent signs of an `https` address are decoded.
 
     Raises:
-        ModelFileError: it is not the address of an object in GCS.
+        ModelFileError: it is not the address of an object in GCS. The message does not repeat what may be secret.
     """
-    if uri[:5].lower() == "gs://":
-        bucket, _, name = uri[5:].partition("/")
-    else:
-        bucket, name = _https_parts(uri)
-    name = name.rstrip("/")
-    if not _BUCKET.fullmatch(bucket):
+    match = _URI.fullmatch(uri)
+    literal = uri[:5].lower() == "gs://"
+    if match is None or (not literal and ("?" in uri or "#" in uri)):
         raise ModelFileError(
-            f"opening {uri}: got bucket {bucket!r}, expected 3 or more of a-z, 0-9, '-', '_' and '.', as in {_FORMS}"
+            f"opening {without_secrets(uri)}: this is no address of an object in GCS, expected {_FORMS}; signed links are not "
+            "read, and another endpoint is set as model_source.gcs_endpoint_url"
         )
+    bucket, name = match[1] or match[3].lower(), (match[2] or match[4] or "").rstrip("/")
+    if not literal:
+        name = unquote(name, errors="surrogateescape").rstrip("/")
     try:
         name.encode()
     except UnicodeEncodeError as error:
@@ -76,28 +82,6 @@ def gcs_address(uri: str) -> ObjectAddress:
     if name in (".", "..") or re.search(r"[\0\r\n]", name):
         raise ModelFileError(f"opening {uri!r}: got object name {name!r}, which no object can have")
     return ObjectAddress(uri, bucket, name)
-
-
-def _https_parts(uri: str) -> tuple[str, str]:
-    try:
-        parts = urlsplit(uri)
-        host, port = (parts.hostname or "").lower(), parts.port
-    except ValueError as error:
-        raise ModelFileError(f"opening {uri}: it is no address ({error}), expected {_FORMS}") from error
-    if parts.query or parts.fragment:
-        raise ModelFileError(
-            f"opening {uri.partition('?')[0]}: got an address with a query or fragment, expected {_FORMS}; "
-            "signed links are not read"
-        )
-    if parts.scheme.lower() != "https" or port not in (None, 443) or "@" in parts.netloc:
-        raise ModelFileError(f"opening {uri}: expected {_FORMS}; another endpoint is set as model_source.gcs_endpoint_url")
-    path = unquote(parts.path.removeprefix("/"), errors="surrogateescape")
-    if host in _HOSTS:
-        bucket, _, name = path.partition("/")
-        return bucket, name
-    if host.endswith(f".{_HOSTS[0]}"):
-        return host.removesuffix(f".{_HOSTS[0]}"), path
-    raise ModelFileError(f"opening {uri}: got host {host!r}, expected {_FORMS}")
 
 
 class GcsFileSystem(ObjectStore):

@@ -40,6 +40,12 @@ class ObjectAddress:
         return f"{self.key}/" if self.key else ""
 
 
+def without_secrets(uri: str) -> str:
+    """An address as a message may show it: without credentials, and without the query of an https address."""
+    place = re.sub(r"//(?:[^/]*|[^/]*:.*)@", "//...@", uri, flags=re.DOTALL)
+    return re.sub(r"[?#].*", "?...", place, flags=re.DOTALL) if place[:5].lower() == "https" else place
+
+
 class RangeRefusedError(Exception):
     """The store refused a range: the object is gone, has another version, or ends before the range begins."""
 

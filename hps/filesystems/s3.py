@@ -25,6 +25,7 @@ from hps.filesystems.object_store import (
     ObjectWriter,
     RangeAnswer,
     RangeRefusedError,
+    without_secrets,
 )
 from hps.filesystems.retries import retried, within
 from hps.filesystems.s3_errors import FAILURES, error_code, s3_failure
@@ -86,10 +87,7 @@ def s3_address(uri: str) -> ObjectAddress:
 
 
 def _refused(uri: str, why: str) -> ModelFileError:
-    place = re.sub(r"//(?:[^/]*|[^/]*:.*)@", "//...@", uri, flags=re.DOTALL)
-    if place[:5].lower() == "https":
-        place = re.sub(r"[?#].*", "?...", place, flags=re.DOTALL)
-    return ModelFileError(f"opening {place}: {why}; expected {_FORMS}")
+    return ModelFileError(f"opening {without_secrets(uri)}: {why}; expected {_FORMS}")
 
 
 class S3FileSystem(ObjectStore):

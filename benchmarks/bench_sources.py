@@ -231,7 +231,6 @@ def _boto3_alone(client: Any, bucket: str) -> dict[str, Callable[[str], bytes | 
 def _gcs(place: Path) -> Iterator[_Source]:
     from google.auth.credentials import AnonymousCredentials
     from google.cloud import storage
-    from google.cloud.storage import transfer_manager
 
     from tests.gcs_server import GcsServer
 
@@ -240,26 +239,25 @@ def _gcs(place: Path) -> Iterator[_Source]:
         bucket = server.make_bucket()
         client = storage.Client("test", AnonymousCredentials(), client_options={"api_endpoint": server.url})
         stack.callback(client.close)
-        shared = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
 
         def one_stream(uri: str) -> bytes:
             content: bytes = client.bucket(bucket).blob(_name(uri)).download_as_bytes(checksum=None)
             return content
 
-        def transfer(uri: str) -> bytes:
-            target = shared / _name(uri).replace("/", "-")
-            blob = client.bucket(bucket).blob(_name(uri))
-            transfer_manager.download_chunks_concurrently(
-                blob,
-                str(target),
-                chunk_size=_PART,
-                worker_type=transfer_manager.THREAD,
-                max_workers=_THREADS,
-                crc32c_checksum=False,
-            )
-            return target.read_bytes()
+        def ranges(uri: str) -> memoryview:
+            blob = client.bucket(bucket).get_blob(_name(uri))
+            content = np.empty(blob.size, np.uint8)
 
-        peers = {"download_as_bytes": one_stream, "download_chunks_concurrently, 8 threads": transfer}
+            def part(start: int) -> None:
+                end = min(start + _PART, content.size)
+                piece = blob.download_as_bytes(start=start, end=end - 1, checksum=None, single_shot_download=True)
+                content[start:end] = np.frombuffer(piece, np.uint8)
+
+            with ThreadPoolExecutor(_THREADS) as pool:
+                list(pool.map(part, range(0, content.size, _PART)))
+            return content.data
+
+        peers = {"download_as_bytes": one_stream, "download_as_bytes of ranges, 8 threads": ranges}
         yield _Source(f"gs://{bucket}", ModelSourceConfig(gcs_endpoint_url=server.url), peers)
 
 

@@ -57,7 +57,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Ours]] = {
     "filesystem": {
         "": Ours("hps.filesystems.local:LocalFileSystem"),
         "file": Ours("hps.filesystems.local:LocalFileSystem"),
-        "hdfs": Ours("hps.filesystems.hdfs.file_system:HdfsFileSystem", "pip install 'hps-server[hdfs]'"),
+        "hdfs": Ours("hps.filesystems.hdfs:HdfsFileSystem", "pip install 'hps-server[hdfs]'"),
         "s3": Ours("hps.filesystems.s3:S3FileSystem"),
         "s3a": Ours("hps.filesystems.s3:S3FileSystem"),
         "gs": Ours("hps.filesystems.gcs:GcsFileSystem", "pip install 'hps-server[gcs]'"),

@@ -121,6 +121,7 @@ class GcsServer:
 
 @pytest.fixture(scope="session")
 def gcs_server() -> Iterator[GcsServer]:
-    """One for all tests; each makes a bucket of its own."""
-    with GcsServer() as server:
+    """One for all tests; each makes a bucket of its own. The library does not ask for buckets in the background meanwhile."""
+    with pytest.MonkeyPatch.context() as environment, GcsServer() as server:
+        environment.setenv("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
         yield server

@@ -14,7 +14,7 @@ class FileStatus:
 
     Attributes:
         size_bytes: how long it is.
-        version: a text that changes when its content is replaced (modification time, ETag, generation).
+        version: a text that changes when the content is replaced (modification time, ETag, generation).
     """
 
     size_bytes: int
@@ -22,7 +22,7 @@ class FileStatus:
 
 
 class FileWriter(ABC):
-    """A file that is being written. *One thread.* Nobody sees it before `commit`, and then all of it."""
+    """A file that is being written. *One thread.* Nobody sees it before `commit`; then everybody sees all of it."""
 
     @abstractmethod
     def write(self, data: memoryview) -> None:
@@ -34,15 +34,15 @@ class FileWriter(ABC):
 
     @abstractmethod
     def commit(self) -> None:
-        """Give the file its name, in place of one that had it. Once on return, it is durable.
+        """Give the file its name; a file that had the name is replaced. The new one is durable on return.
 
         Raises:
-            ModelFileError: it could not; what had the name before still has it.
+            ModelFileError: this failed; the file that had the name still has it.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Drop what was written, as far as the file system answers. After `commit` it changes nothing. Never raises."""
+        """Drop what was written, if the file system answers. It changes nothing after `commit`, and never raises."""
 
 
 class FileSystem(ABC):
@@ -56,17 +56,17 @@ class FileSystem(ABC):
 
     Raises of every operation:
         ModelFileNotFoundError: there is no such file.
-        ModelFileError: it is there and cannot be used: a directory, no permission. The message names path, cause and cure.
-        ModelSourceError: who holds it did not answer within the deadline, or failed until then.
+        ModelFileError: it exists and cannot be used: a directory, no permission. The message names path, cause and cure.
+        ModelSourceError: its host did not answer within the deadline, or failed until then.
     """
 
     is_local: ClassVar[bool] = False
-    """Whether its files are this machine's, by path."""
+    """Whether its files are on this machine, by path."""
 
     part_bytes: ClassVar[int] = 4 << 20
-    """Longer reads are cut into parts of this size, which are read side by side.
+    """Longer reads are cut into parts of this size, which are read in parallel.
 
-    Parts of 8 MB were up to a third faster from servers on the same machine; with those a load from S3 held 40 MB more.
+    Parts of 8 MB were up to a third faster from servers on the same machine, but a load from S3 held 40 MB more with them.
     """
 
     def __init__(self, settings: ModelSourceConfig | None = None) -> None:
@@ -74,7 +74,7 @@ class FileSystem(ABC):
 
     @property
     def parallel_reads(self) -> int:
-        """How many parts are worth reading at a time."""
+        """How many parts to read at a time."""
         return self.settings.parallel_reads
 
     @abstractmethod
@@ -91,9 +91,9 @@ class FileSystem(ABC):
 
         Args:
             path: of the file.
-            offset: where to begin.
-            buffer: unspecified after an error; nobody writes to it once the call has ended.
-            version: what `status` said: every byte then is of that version.
+            offset: of the first byte.
+            buffer: to fill. Its content is unspecified after an error. Nothing writes to it once the call has ended.
+            version: from `status`. If it is given, every byte is of that version.
 
         Raises:
             ModelFileError: the file ends early.
@@ -113,10 +113,10 @@ class FileSystem(ABC):
         """Remove a file. Removing one that is not there changes nothing."""
 
 
-def changed(path: str, wanted: str, got: str = "") -> ModelFileChangedError:
-    """The error for a file that has another version than the one that is being read."""
+def changed(path: str, expected: str, got: str = "") -> ModelFileChangedError:
+    """The error for a file whose version is not the one that is being read."""
     now = f", now {got}" if got else ""
     return ModelFileChangedError(
-        f"reading {path}: it changed while it was being read (version {wanted}{now}); "
+        f"reading {path}: it changed while it was being read (version {expected}{now}); "
         "load the model again when its writer is done, and write models to a new directory"
     )

@@ -28,7 +28,7 @@ class LocalFileSystem(FileSystem):
         return 4 if (os.cpu_count() or 1) >= 8 else 2
 
     def exists(self, path: str) -> bool:
-        """Tell whether a file or directory is there; a path that may not be looked at is an error, not absent."""
+        """Tell whether a file or directory is there; a path that must not be looked at is an error."""
         try:
             self._stat(path, "looking for")
         except ModelFileNotFoundError:
@@ -40,9 +40,9 @@ class LocalFileSystem(FileSystem):
         return _status_of(path, self._stat(path, "opening"))
 
     def read_into(self, path: str, offset: int, buffer: memoryview, version: str = "") -> None:
-        """Fill `buffer` from byte `offset`. The file is opened anew, so each call sees what now has its name."""
+        """Fill `buffer` from byte `offset`. The file is opened anew: each call sees what has its name now."""
         try:
-            # O_NONBLOCK: a named pipe in place of the file must not block; regular files do not heed it.
+            # O_NONBLOCK: a named pipe in place of the file must not block. It changes nothing for regular files.
             descriptor = os.open(local_path(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise _refusal("opening", path, error) from error
@@ -52,11 +52,11 @@ class LocalFileSystem(FileSystem):
                 count = os.preadv(descriptor, [buffer[done:]], offset + done)
                 if count == 0:
                     raise ModelFileError(
-                        f"reading {path}: it ends at byte {offset + done}, wanted bytes {offset} to {offset + len(buffer)}; "
+                        f"reading {path}: it ends at byte {offset + done}, expected bytes {offset} to {offset + len(buffer)}; "
                         "it was cut short, or is being replaced"
                     )
                 done += count
-            # Afterwards, so that what was written while it was read is seen, too.
+            # Checked last, so that a write during the read is noticed, too.
             if version and (now := _status_of(path, os.fstat(descriptor)).version) != version:
                 raise changed(path, version, now)
         except OSError as error:
@@ -71,7 +71,7 @@ class LocalFileSystem(FileSystem):
         except FileNotFoundError as error:
             raise ModelFileNotFoundError(f"listing {path}: there is no such directory") from error
         except NotADirectoryError as error:
-            raise ModelFileError(f"listing {path}: it is a file, wanted a directory") from error
+            raise ModelFileError(f"listing {path}: it is a file, expected a directory") from error
         except OSError as error:
             raise _refusal("listing", path, error) from error
 
@@ -136,11 +136,11 @@ def _status_of(path: str, status: os.stat_result) -> FileStatus:
     if stat.S_ISREG(status.st_mode):
         return FileStatus(status.st_size, f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}")
     what = "a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
-    raise ModelFileError(f"opening {path}: it is {what}, wanted a file")
+    raise ModelFileError(f"opening {path}: it is {what}, expected a file")
 
 
 def local_path(path: str) -> str:
-    """The path that a `file:` URI names (RFC 8089), percent signs decoded; any other path as it is.
+    """The path that a `file:` URI names (RFC 8089), with percent signs decoded; any other path unchanged.
 
     Raises:
         ModelFileError: the URI names another host, or no file system can hold such a name.
@@ -151,7 +151,7 @@ def local_path(path: str) -> str:
         if place.startswith("//"):
             host, slash, rest = place[2:].partition("/")
             if host not in ("", "localhost") or not slash:
-                raise ModelFileError(f"opening {path}: got host {host!r} in a file URI, wanted file:///absolute/path")
+                raise ModelFileError(f"opening {path}: got host {host!r} in a file URI, expected file:///absolute/path")
             place = "/" + rest
     try:
         if b"\0" not in os.fsencode(place):

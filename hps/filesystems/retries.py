@@ -1,4 +1,4 @@
-"""Tries again what may pass, and bounds what might never answer."""
+"""Repeats what failed for a reason that may pass, and bounds calls that might never answer."""
 
 import logging
 import random
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 def retried(settings: ModelSourceConfig, attempt: Callable[[float], T]) -> T:
-    """Call `attempt` with the seconds that are left, again after a pause whenever it raises `ModelSourceError`.
+    """Call `attempt` with the seconds that are left; after a `ModelSourceError` pause and call it again.
 
     Raises:
-        ModelSourceError: the last one, when attempts or time are used up; it says how many and how long.
+        ModelSourceError: the last one, once attempts or time are used up; it says how many attempts and how long.
     """
     started = time.monotonic()
     deadline = started + settings.deadline_s
@@ -30,7 +30,7 @@ def retried(settings: ModelSourceConfig, attempt: Callable[[float], T]) -> T:
         try:
             return attempt(max(deadline - time.monotonic(), 0.001))
         except ModelSourceError as error:
-            # Full jitter, so that the parts that failed together do not come back together.
+            # Jitter, so that parts that failed together do not come back together.
             pause = random.uniform(0.5, 1.0) * min(_FIRST_PAUSE_S * 2 ** (tried - 1), _LONGEST_PAUSE_S)
             now = time.monotonic()
             if tried >= settings.max_attempts or now + pause >= deadline:
@@ -41,14 +41,14 @@ def retried(settings: ModelSourceConfig, attempt: Callable[[float], T]) -> T:
 
 
 def within(doing: str, seconds: float, call: Callable[[], T]) -> T:
-    """Run a call that has no timeout of its own in a thread, and leave it behind when it takes too long.
+    """Run a call that has no timeout of its own in a thread, and leave the thread behind when it takes too long.
 
-    What it is given must not be used by anybody else afterwards: it may still run.
+    The call may still be running afterwards, so nobody else may use what it was given.
 
     Args:
         doing: for the message, e.g. `reading hdfs://nn/m/key`.
         seconds: how long to wait.
-        call: what to do; what it raises is raised here.
+        call: what to run; what it raises is raised here.
 
     Raises:
         ModelSourceError: no answer in time.
@@ -70,5 +70,5 @@ def within(doing: str, seconds: float, call: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     raise ModelSourceError(
-        f"{doing}: no answer in {seconds:.1f} s; see that the host is right, runs and can be reached from here"
+        f"{doing}: no answer in {seconds:.1f} s; check that the host is right, runs and can be reached from here"
     )

@@ -1,221 +1,368 @@
 """Files in Amazon S3 and in what speaks its protocol (MinIO, Ceph), through boto3."""
 
+import hashlib
 import re
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
+from urllib.parse import unquote
 
+import boto3.session
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
-from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed
-from hps.filesystems.retries import retried
-from hps.filesystems.s3_addresses import S3Address, s3_address, s3_object
-from hps.filesystems.s3_client import S3Client
-from hps.filesystems.s3_errors import error_code
-from hps.filesystems.s3_writer import S3Writer
+from hps.filesystems.base import FileStatus, FileWriter
+from hps.filesystems.object_store import (
+    BodyBrokenError,
+    ObjectAddress,
+    ObjectStore,
+    ObjectWriter,
+    RangeAnswer,
+    RangeRefusedError,
+    without_secrets,
+)
+from hps.filesystems.retries import retried, within
+from hps.filesystems.s3_errors import FAILURES, error_code, s3_failure
 
-_PIECE_BYTES = 1 << 20  # asked of a socket at a time: more than it has at once
-_PAGE_NAMES, _MOST_PAGES = 1000, 100
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_DEFAULT_REGION = "us-east-1"
+_FIRST_PART_BYTES = 8 << 20
+_PARTS_OF_A_SIZE = 1000  # then they double, so that the 10,000 parts that S3 allows hold the 5 TB that it allows
+_NO_SUCH_RANGE = {"PreconditionFailed", "412", "InvalidRange", "416"}
+
+_URI = re.compile(r"(s3a?|https)://([^/]*)/?(.*)", re.IGNORECASE | re.DOTALL)
+_REGION = r"[a-z]{2}(?:-[a-z]+)+-\d+"
+# Today's form, `s3-<region>` of old ones, dual-stack, and no region at all, which was us-east-1.
+_HOST = re.compile(rf"(?:(.+)\.)?s3(?:[.-](?:dualstack\.)?({_REGION}))?\.amazonaws\.com(?:\.cn)?(?::443)?", re.IGNORECASE)
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")  # new ones have 63 characters and no capitals; old ones may
+_FORMS = "s3://bucket/key, https://bucket.s3.region.amazonaws.com/key or https://s3.region.amazonaws.com/bucket/key"
 
 
-@dataclass(slots=True)
-class _Reading:
-    """What is still to be read of a part. *One thread.*"""
+def s3_address(uri: str) -> ObjectAddress:
+    """Take an address apart.
 
-    address: S3Address
-    offset: int
-    rest: memoryview
-    version: str
+    The key of `s3://` is taken as it stands, also `%`, `?` and `#` in it; an https address is percent-decoded.
+
+    Raises:
+        ModelFileError: it is not an address of S3, has no bucket, or carries credentials, a query or a version. The message
+            does not repeat what may be secret.
+    """
+    match = _URI.fullmatch(uri)
+    if match is None:
+        raise _refused(uri, "this is no address of an S3 object")
+    scheme, host, key = match.groups()
+    if "@" in host or (":" in host and "@" in key):  # a secret key may have slashes
+        raise _refused(uri, "it carries credentials, which belong in AWS's configuration or environment")
+    bucket, region = host, ""
+    if scheme.lower() == "https":
+        if "?" in uri or "#" in uri:
+            raise _refused(
+                uri, "it has a query or a fragment; signed links and links to versions are not read (write ? as %3F)"
+            )
+        if (parts := _HOST.fullmatch(host)) is None:
+            raise _refused(uri, f"{host!r} is no host of S3 that is known here")
+        try:
+            key = unquote(key, errors="strict")
+        except UnicodeDecodeError as error:
+            raise _refused(uri, "its percent signs do not decode to UTF-8") from error
+        bucket, region = parts[1], (parts[2] or "").lower()
+        if not bucket:
+            bucket, _, key = key.partition("/")
+    if not bucket:
+        raise _refused(uri, "it names no bucket")
+    if not _BUCKET.fullmatch(bucket):
+        raise _refused(uri, f"no bucket can be called {bucket!r}")
+    try:
+        length = len(key.rstrip("/").encode())
+    except UnicodeEncodeError as error:
+        raise _refused(ascii(uri), "a character of the key has no UTF-8 form") from error
+    if length > 1024:
+        raise _refused(uri, f"the key has {length} bytes, S3's have at most 1024")
+    return ObjectAddress(uri, bucket, key.rstrip("/"), region)
 
 
-class S3FileSystem(FileSystem):
+def _refused(uri: str, why: str) -> ModelFileError:
+    return ModelFileError(f"opening {without_secrets(uri)}: {why}; expected {_FORMS}")
+
+
+class S3FileSystem(ObjectStore):
     """Reads and writes objects by `s3://` or https address. *Thread-safe.*
 
-    A directory is a prefix: it exists as long as an object's key begins with its name and a slash. The version of an object is
-    its ETag, which every read of it demands; a replacement of the same bytes may keep it.
+    The version of an object is its ETag, which every read of it demands; a replacement of the same bytes may keep it.
+    Credentials, profile and, where an address names none, the region come from boto3's standard chain.
     """
+
+    receive_bytes = 1 << 19
 
     def __init__(self, settings: ModelSourceConfig | None = None) -> None:
         super().__init__(settings)
-        self._client = S3Client(self.settings)
-
-    def exists(self, path: str) -> bool:
-        """Tell whether an object or prefix is there. A bucket that is not there is an error, since nothing can be put there."""
-        address = s3_address(path)
-
-        def attempt(left: float) -> bool:
-            deadline = time.monotonic() + left
-            found = address.key and self._head("looking for", address, deadline) is not None
-            return bool(found) or self._is_directory("looking for", address, deadline)
-
-        return retried(self.settings, attempt)
-
-    def status(self, path: str) -> FileStatus:
-        """Size and ETag of an object."""
-        address = s3_object(path, "opening")
-        return retried(self.settings, lambda left: self._status("opening", address, time.monotonic() + left))
-
-    def read_into(self, path: str, offset: int, buffer: memoryview, version: str = "") -> None:
-        """Fill `buffer` from byte `offset`. What broke off is continued where it did, from the same version."""
-        reading = _Reading(s3_object(path, "reading"), offset, buffer, version)
-        if buffer.nbytes:
-            retried(self.settings, lambda left: self._read(reading, left))
-
-    def list(self, path: str) -> list[str]:
-        """Names of the objects and prefixes right below a prefix, sorted; at most 100,000."""
-        address = s3_address(path)
-        return sorted(retried(self.settings, lambda left: self._names(address, time.monotonic() + left)))
+        self._client = _S3Client(self.settings)
+        self._watchdog = _Watchdog()
 
     def create(self, path: str) -> FileWriter:
-        """Begin to write an object: small ones are put at once, larger ones part by part."""
-        return S3Writer(self._client, self.settings, s3_object(path, "writing"))
+        """Begin to write an object."""
+        return _S3Writer(self._client, self.settings, self._object(path, "writing"))
 
-    def delete(self, path: str) -> None:
-        """Remove an object."""
-        address = s3_object(path, "removing")
+    def _address(self, uri: str) -> ObjectAddress:
+        return s3_address(uri)
 
-        def attempt(left: float) -> None:
-            self._client.call("removing", address, time.monotonic() + left, "delete_object", Key=address.key)
-
-        retried(self.settings, attempt)
-
-    def _head(self, doing: str, address: S3Address, deadline: float) -> dict[str, Any] | None:
+    def _find(self, doing: str, address: ObjectAddress, deadline: float) -> FileStatus | None:
         try:
-            return self._client.call(doing, address, deadline, "head_object", Key=address.key)
+            head = self._client.call(doing, address, deadline, "head_object", Key=address.key)
         except ModelFileNotFoundError:
             return None
         except ModelSourceError:
             raise
         except ModelFileError as error:
-            if error_code(error.__cause__).isdigit():  # the answer to HEAD has no body: GET is told the reason
+            if error_code(error.__cause__).isdigit():  # the answer to HEAD has no body: a GET learns the reason
                 answer = self._client.call(doing, address, deadline, "get_object", Key=address.key, Range="bytes=0-0")
                 answer["Body"].close()
             raise
-
-    def _status(self, doing: str, address: S3Address, deadline: float) -> FileStatus:
-        head = self._head(doing, address, deadline)
-        if head is None:
-            raise self._absent(doing, address, deadline)
         if not head.get("ETag") or "ContentLength" not in head:
             raise ModelFileError(
-                f"{doing} {address.uri}: got an answer without size or ETag; see that the endpoint is one of S3"
+                f"{doing} {address.uri}: got an answer without size or ETag; check that the endpoint is one of S3"
             )
         return FileStatus(head["ContentLength"], head["ETag"])
 
-    def _is_directory(self, doing: str, address: S3Address, deadline: float) -> bool:
-        """Whether something is below a prefix; a bucket always is a directory.
+    def _page(self, doing: str, address: ObjectAddress, most: int, token: str, deadline: float) -> tuple[list[str], str]:
+        query: dict[str, Any] = {"Prefix": address.prefix, "Delimiter": "/", "MaxKeys": most}
+        if token:
+            query["ContinuationToken"] = token
+        page = self._client.call(doing, address, deadline, "list_objects_v2", **query)
+        keys = [entry["Key"] for entry in page.get("Contents", ())]
+        prefixes = [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
+        return keys + prefixes, page.get("NextContinuationToken", "")
 
-        Raises:
-            ModelFileNotFoundError: there is no such bucket.
-        """
-        prefix = f"{address.key}/" if address.key else ""
-        page = self._client.call(doing, address, deadline, "list_objects_v2", Prefix=prefix, MaxKeys=1)
-        return not prefix or bool(page.get("Contents"))
-
-    def _absent(self, doing: str, address: S3Address, deadline: float) -> ModelFileError:
-        if self._is_directory(doing, address, deadline):
-            return ModelFileError(f"{doing} {address.uri}: it is a directory (a prefix of objects), wanted an object")
-        return ModelFileNotFoundError(f"{doing} {address.uri}: there is no such object in bucket {address.bucket!r}")
-
-    def _names(self, address: S3Address, deadline: float) -> set[str]:
-        prefix = f"{address.key}/" if address.key else ""
-        names: set[str] = set()
-        query: dict[str, Any] = {"Prefix": prefix, "Delimiter": "/", "MaxKeys": _PAGE_NAMES}
-        for _ in range(_MOST_PAGES):
-            page = self._client.call("listing", address, deadline, "list_objects_v2", **query)
-            names.update(entry["Key"][len(prefix) :] for entry in page.get("Contents", ()))
-            names.update(entry["Prefix"][len(prefix) : -1] for entry in page.get("CommonPrefixes", ()))
-            if not page.get("IsTruncated"):
-                break
-            query["ContinuationToken"] = page["NextContinuationToken"]
-        else:
-            raise ModelFileError(f"listing {address.uri}: it holds more than {len(names)} names, which no model does")
-        if names or not prefix:
-            return names - {""}  # some tools put an empty object where the directory is
-        if self._head("listing", address, deadline) is not None:
-            raise ModelFileError(f"listing {address.uri}: it is an object, wanted a directory (a prefix of objects)")
-        raise ModelFileNotFoundError(f"listing {address.uri}: there is no such directory: no object in it")
-
-    def _read(self, reading: _Reading, left: float) -> None:
-        # Half of what is left, so that a connection that trickles is given up in time for another one.
-        deadline = time.monotonic() + min(left, max(left / 2, self.settings.timeout_s))
-        answer = self._get(reading, deadline)
-        body = answer["Body"]
+    @contextmanager
+    def _range(self, address: ObjectAddress, offset: int, end: int, version: str, deadline: float) -> Iterator[RangeAnswer]:
+        query = {"Key": address.key, "Range": f"bytes={offset}-{end - 1}"} | ({"IfMatch": version} if version else {})
         try:
-            self._check(reading, answer)
-            self._fill(reading, body, deadline)
-        except HTTPError as error:
-            raise _broken_off(reading, type(error).__name__) from error
+            answer = self._client.call("reading", address, deadline, "get_object", **query)
+        except ModelFileError as error:
+            code = error_code(error.__cause__)
+            if isinstance(error, ModelFileNotFoundError) or code in _NO_SUCH_RANGE:
+                raise RangeRefusedError(code) from error
+            raise
+        body = answer["Body"]
+
+        def receive(size: int) -> bytes:
+            if (left_s := deadline - time.monotonic()) < self.settings.timeout_s:
+                _wait_at_most(body, left_s)
+            try:
+                piece: bytes = body.read(size)
+            except (BotoCoreError, HTTPError, OSError) as error:
+                raise BodyBrokenError(type(error).__name__) from error
+            return piece
+
+        try:
+            with self._watchdog.watching(body, deadline):
+                yield RangeAnswer(
+                    answer.get("ETag", ""), answer.get("ContentRange", ""), int(answer.get("ContentLength", 0)), receive
+                )
         finally:
             body.close()
 
-    def _get(self, reading: _Reading, deadline: float) -> dict[str, Any]:
-        address, start, end = reading.address, reading.offset, reading.offset + len(reading.rest)
-        wanted = {"Key": address.key, "Range": f"bytes={start}-{end - 1}"}
-        if reading.version:
-            wanted["IfMatch"] = reading.version
+    def _remove(self, address: ObjectAddress, deadline: float) -> None:
+        self._client.call("removing", address, deadline, "delete_object", Key=address.key)
+
+
+class _Watchdog:
+    """Ends waits for bodies at their deadlines. *Thread-safe.* Its thread runs as long as there are bodies.
+
+    A timeout of a socket bounds the wait for one byte. botocore waits for as many bytes as it is asked for, however slowly they
+    come, so somebody else has to watch the time.
+    """
+
+    _PERIOD_S = 0.1
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._deadlines: dict[Any, float] = {}
+        self._runs = False
+
+    @contextmanager
+    def watching(self, body: Any, deadline: float) -> Iterator[None]:
+        """From the deadline on, let no wait for bytes of a body take longer than a millisecond."""
+        with self._lock:
+            self._deadlines[body] = deadline
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="hps-s3-watchdog", daemon=True).start()
         try:
-            return self._client.call("reading", address, deadline, "get_object", **wanted)
-        except ModelFileNotFoundError as error:
-            raise self._absent("reading", address, deadline) from error
-        except ModelFileError as error:
-            code = error_code(error.__cause__)
-            if code in ("PreconditionFailed", "412"):
-                raise changed(address.uri, reading.version) from error
-            if code in ("InvalidRange", "416"):
-                now = self._status("reading", address, deadline)
-                if reading.version and now.version != reading.version:
-                    raise changed(address.uri, reading.version, now.version) from error
-                raise _too_short(reading, now.size_bytes) from error
-            raise
+            yield
+        finally:
+            with self._lock:
+                del self._deadlines[body]
 
-    def _check(self, reading: _Reading, answer: dict[str, Any]) -> None:
-        """See that the answer is of the version and the range that were asked for, before a byte of it is used."""
-        uri, end = reading.address.uri, reading.offset + len(reading.rest)
-        version = answer.get("ETag", "")
-        if reading.version and version != reading.version:
-            raise changed(uri, reading.version, version)
-        reading.version = version
-        match = _CONTENT_RANGE.fullmatch(answer.get("ContentRange", ""))
-        first, last = (int(match[1]), int(match[2])) if match else (0, int(answer.get("ContentLength", 0)) - 1)
-        if first == reading.offset and last == end - 1:
-            return
-        if match and first == reading.offset and last < end - 1:
-            raise _too_short(reading, last + 1)
-        raise ModelFileError(
-            f"reading {uri}: got bytes {first} to {last + 1}, wanted bytes {reading.offset} to {end}; the server does not "
-            "serve ranges as S3 does"
+    def _run(self) -> None:
+        while True:
+            time.sleep(self._PERIOD_S)
+            with self._lock:
+                if not self._deadlines:
+                    self._runs = False
+                    return
+                late = [body for body, deadline in self._deadlines.items() if deadline < time.monotonic()]
+            for body in late:
+                _wait_at_most(body, 0.0)
+
+
+def _wait_at_most(body: Any, seconds: float) -> None:
+    with suppress(AttributeError, OSError):  # the body has ended meanwhile
+        body.set_socket_timeout(max(seconds, 0.001))
+
+
+class _S3Client:
+    """One boto3 client for each region, made at first use. *Thread-safe.*
+
+    It tries nothing again, and does not follow an answer that says that the bucket is in another region.
+    """
+
+    def __init__(self, settings: ModelSourceConfig) -> None:
+        self._endpoint_url = settings.s3_endpoint_url or None
+        self._config = Config(
+            connect_timeout=settings.timeout_s,
+            read_timeout=settings.timeout_s,
+            max_pool_connections=max(32, 2 * settings.parallel_reads),  # several tables may be loaded at a time
+            retries={"mode": "standard", "total_max_attempts": 1},
+            tcp_keepalive=True,
+            response_checksum_validation="when_required",  # a range has none
+            user_agent_extra="hps",
         )
+        self._clients: dict[str, Any] = {}
 
-    def _fill(self, reading: _Reading, body: Any, deadline: float) -> None:
-        # botocore's own reads end when all that was asked for is there, however slowly it comes; read1 is one call of recv.
-        stream = body._raw_stream
-        while reading.rest:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise _broken_off(reading, "it came too slowly")
-            if left < self.settings.timeout_s:
-                body.set_socket_timeout(left)
-            piece = stream.read1(min(len(reading.rest), _PIECE_BYTES))
-            if not piece:
-                raise _broken_off(reading, "it ended early")
-            reading.rest[: len(piece)] = piece
-            reading.rest = reading.rest[len(piece) :]
-            reading.offset += len(piece)
+    def call(self, doing: str, address: ObjectAddress, deadline: float, operation: str, **parameters: Any) -> dict[str, Any]:
+        """Call a method of the boto3 client, in a thread that is left behind at the deadline.
+
+        The thread bounds what boto3 has no timeout for: name servers, sources of credentials, an answer whose head trickles.
+
+        Args:
+            doing: for messages, e.g. `reading`.
+            address: gives the region and the parameter `Bucket`.
+            deadline: by `time.monotonic`.
+            operation: e.g. `get_object`.
+            parameters: of the operation; a body must not be changed any more, also after an error.
+
+        Raises:
+            ModelSourceError: no answer, or a failure that may pass.
+            ModelFileError: S3 refused; the error of boto3 is its cause.
+        """
+        client: Any = None
+
+        def ask() -> dict[str, Any]:
+            nonlocal client
+            client = self._client(address.region)
+            answer: dict[str, Any] = getattr(client, operation)(Bucket=address.bucket, **parameters)
+            return answer
+
+        try:
+            return within(f"{doing} {address.uri}", max(deadline - time.monotonic(), 0.0), ask)
+        except ModelFileError:
+            raise
+        except FAILURES as error:
+            raise s3_failure(doing, address, client, error) from error
+
+    def _client(self, region: str) -> Any:
+        client = self._clients.get(region)
+        if client is None:
+            # Without a lock, because credentials may come over the network; of two made at once, one is kept. A session of its
+            # own, because sessions are not thread-safe and the default one is the application's.
+            session = boto3.session.Session()
+            client = session.client(
+                "s3",
+                region_name=region or session.region_name or _DEFAULT_REGION,
+                endpoint_url=self._endpoint_url,
+                config=self._config,
+            )
+            client.meta.events.register_first("needs-retry.s3", _raise_refusal)
+            client = self._clients.setdefault(region, client)
+        return client
 
 
-def _broken_off(reading: _Reading, how: str) -> ModelSourceError:
-    return ModelSourceError(
-        f"reading {reading.address.uri}: the body broke off ({how}), {len(reading.rest)} bytes of a part are missing; see the "
-        "network and the store; where they are slow, lower model_source.parallel_reads or raise its deadline_s"
-    )
+def _raise_refusal(response: tuple[Any, dict[str, Any]] | None, operation: Any, **_: Any) -> None:
+    """Raise what S3 refused, before botocore asks another region.
+
+    botocore asks where the bucket is by HeadBucket, whose redirection it follows in the same way: without end, if no answer
+    names the region (seen in 1.44). And whoever reads models from another region than they think pays for every byte.
+    """
+    if response is not None and response[0].status_code >= 300:
+        raise ClientError(response[1], operation.name)
 
 
-def _too_short(reading: _Reading, size: int) -> ModelFileError:
-    return ModelFileError(
-        f"reading {reading.address.uri}: it ends at byte {size}, wanted bytes {reading.offset} to "
-        f"{reading.offset + len(reading.rest)}; it was cut short, or is being replaced"
-    )
+class _S3Writer(ObjectWriter):
+    """An object that is being written to S3. *One thread.*
+
+    A killed process leaves the parts that it has sent, until a lifecycle rule of the bucket (AbortIncompleteMultipartUpload)
+    drops them.
+    """
+
+    def __init__(self, client: _S3Client, settings: ModelSourceConfig, address: ObjectAddress) -> None:
+        super().__init__(settings, address)
+        self._client = client
+        self._upload = ""
+        self._parts: list[dict[str, Any]] = []
+
+    def _part_bytes(self) -> int:
+        return part_bytes(len(self._parts))
+
+    def _send(self, part: bytes) -> None:
+        if not self._upload:
+            self._upload = self._call("create_multipart_upload")["UploadId"]
+        number = len(self._parts) + 1
+        answer = self._call("upload_part", UploadId=self._upload, PartNumber=number, Body=part)
+        self._parts.append({"PartNumber": number, "ETag": answer["ETag"]})
+
+    def _finish(self, part: bytes) -> Callable[[], None]:
+        if self._upload:
+            self._send(part)
+            return partial(self._check, self._complete())
+        return partial(self._check, self._call("put_object", Body=part)["ETag"])
+
+    def _complete(self) -> str:
+        try:
+            answer = self._call("complete_multipart_upload", UploadId=self._upload, MultipartUpload={"Parts": self._parts})
+        except ModelFileError as error:
+            # The answer to an earlier attempt may be lost. It did then what cannot be done again.
+            etag = _etag_of_parts([part["ETag"] for part in self._parts])
+            if error_code(error.__cause__) == "NoSuchUpload" and self._call("head_object")["ETag"] == etag:
+                return etag
+            raise
+        return str(answer["ETag"])
+
+    def _check(self, etag: str) -> None:
+        # The size alone would also be right of an older object; another's ETag means that somebody writes at the same time.
+        head = self._call("head_object")
+        if head["ContentLength"] != self._size_bytes or head["ETag"] != etag:
+            raise ModelFileError(
+                f"writing {self._address.uri}: got an object of {head['ContentLength']} bytes, ETag {head['ETag']}, expected "
+                f"{self._size_bytes} bytes, ETag {etag}; check that nobody else writes it, and write it again"
+            )
+
+    def _cancel(self) -> None:
+        if self._upload:
+            query = {"Key": self._address.key, "UploadId": self._upload}
+            deadline = time.monotonic() + self._settings.timeout_s
+            with suppress(ModelFileError):
+                self._client.call("ending", self._address, deadline, "abort_multipart_upload", **query)
+
+    def _call(self, operation: str, **parameters: Any) -> dict[str, Any]:
+        def attempt(left_s: float) -> dict[str, Any]:
+            deadline = time.monotonic() + left_s
+            return self._client.call("writing", self._address, deadline, operation, Key=self._address.key, **parameters)
+
+        return retried(self._settings, attempt)
+
+
+def part_bytes(number: int) -> int:
+    """How long the part of this number (from 0 on) is, unless it is the last."""
+    return _FIRST_PART_BYTES << (number // _PARTS_OF_A_SIZE)
+
+
+def _etag_of_parts(etags: list[str]) -> str:
+    """The ETag of an object that was put together of parts, unless it is encrypted with a key of its own (SSE-KMS)."""
+    digests = b"".join(bytes.fromhex(digest) for etag in etags if len(digest := etag.strip('"')) == 32)
+    return f'"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(etags)}"'

@@ -1,4 +1,4 @@
-"""What S3 and boto3 refuse, as errors that name the address, the cause and the cure."""
+"""Turns what S3 and boto3 refuse into errors that name the address, the cause and the cure."""
 
 from typing import Any
 
@@ -20,10 +20,10 @@ from botocore.exceptions import ConnectionError as BotoConnectionError
 from botocore.parsers import ResponseParserError
 
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
-from hps.filesystems.s3_addresses import S3Address
+from hps.filesystems.object_store import ObjectAddress
 
 FAILURES = (ClientError, BotoCoreError, ResponseParserError, OSError, ValueError)
-"""Everything that a call of boto3 raises for what is not our own mistake: `s3_failure` turns it into one of ours."""
+"""What a call of boto3 raises, except for mistakes of our own. `s3_failure` turns it into one of our errors."""
 
 _MISSING_CREDENTIALS = (
     NoCredentialsError,
@@ -38,20 +38,20 @@ _TIMEOUTS = (ReadTimeoutError, ConnectTimeoutError)
 _PASSING_CODES = {"InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling"}
 _REGION_CODES = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect", "TemporaryRedirect"}
 _RENEW = "renew them (aws sso login, a new session token, or the role of this machine)"
-_WRONG = "see AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN or the profile, and that they are of this endpoint"
+_WRONG = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN or the profile, and the endpoint"
 _ALLOW = (
-    "grant s3:GetObject on the objects and s3:ListBucket on the bucket (without the latter S3 says the same of an object that "
-    "is not there); to write also s3:PutObject, s3:AbortMultipartUpload and s3:DeleteObject"
+    "grant s3:GetObject on the objects and s3:ListBucket on the bucket (without the latter S3 gives the same answer for an "
+    "object that is not there); to write also s3:PutObject, s3:AbortMultipartUpload and s3:DeleteObject"
 )
 
 # What the codes of S3 mean here: (cause, cure).
 _REFUSALS = {
     "AccessDenied": ("not allowed", _ALLOW),
-    "AllAccessDisabled": ("the bucket is closed to everybody", "ask who owns it"),
-    "AccountProblem": ("there is a problem with the AWS account", "ask who owns it"),
-    "ExpiredToken": ("the credentials are expired", _RENEW),
-    "ExpiredTokenException": ("the credentials are expired", _RENEW),
-    "TokenRefreshRequired": ("the credentials are expired", _RENEW),
+    "AllAccessDisabled": ("the bucket is closed to everybody", "ask its owner"),
+    "AccountProblem": ("there is a problem with the AWS account", "ask its owner"),
+    "ExpiredToken": ("the credentials have expired", _RENEW),
+    "ExpiredTokenException": ("the credentials have expired", _RENEW),
+    "TokenRefreshRequired": ("the credentials have expired", _RENEW),
     "InvalidAccessKeyId": ("S3 does not know the access key", _WRONG),
     "InvalidToken": ("the session token is not valid", _WRONG),
     "SignatureDoesNotMatch": ("the secret access key is wrong", _WRONG),
@@ -59,7 +59,7 @@ _REFUSALS = {
     "RequestExpired": ("this machine's clock differs too much from S3's", "set the clock"),
     "InvalidObjectState": ("the object is archived", "restore it from Glacier first"),
     "EntityTooLarge": ("the object is too large for this store", "cut the table into several"),
-    "NoSuchUpload": ("somebody else ended the upload", "write the model again; see the bucket's lifecycle rules"),
+    "NoSuchUpload": ("somebody else ended the upload", "write the model again; check the bucket's lifecycle rules"),
     "403": ("not allowed", _ALLOW),
 }
 
@@ -69,7 +69,7 @@ def error_code(error: BaseException | None) -> str:
     return str(_details(error).get("Code", "")) if isinstance(error, ClientError) else ""
 
 
-def s3_failure(doing: str, address: S3Address, client: Any, error: Exception) -> ModelFileError:
+def s3_failure(doing: str, address: ObjectAddress, client: Any, error: Exception) -> ModelFileError:
     """Name what is wrong and what to do about it.
 
     Args:
@@ -83,33 +83,39 @@ def s3_failure(doing: str, address: S3Address, client: Any, error: Exception) ->
         return _answered(what, address, client, error)
     if isinstance(error, _MISSING_CREDENTIALS):
         return ModelFileError(
-            f"{what}: AWS credentials are missing or cannot be had ({type(error).__name__}); set AWS_ACCESS_KEY_ID and "
+            f"{what}: AWS credentials are missing or cannot be obtained ({type(error).__name__}); set AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give this machine a role"
         )
     if isinstance(error, SSLError):
         return ModelSourceError(
-            f"{what}: no TLS connection to {_endpoint(client)} (its certificate is not trusted here, or it speaks no TLS); see "
-            "the endpoint and AWS_CA_BUNDLE"
+            f"{what}: no TLS connection to {_endpoint(client)} (its certificate is not trusted here, or it speaks no TLS); "
+            "check the endpoint and AWS_CA_BUNDLE"
         )
     if isinstance(error, _BROKEN):
-        how = "did not answer in time" if isinstance(error, _TIMEOUTS) else f"broke off or cannot be reached ({_kind(error)})"
+        how = (
+            "did not answer in time"
+            if isinstance(error, _TIMEOUTS)
+            else f"broke off or cannot be reached ({type(error).__name__})"
+        )
         return ModelSourceError(
-            f"{what}: {_endpoint(client)} {how}; see that it is right (model_source.s3_endpoint_url, AWS_ENDPOINT_URL), runs "
+            f"{what}: {_endpoint(client)} {how}; check that it is right (model_source.s3_endpoint_url, AWS_ENDPOINT_URL), runs "
             "and can be reached from here"
         )
-    # What is left is of the configuration: an endpoint that is no URL, a region that cannot be one.
-    return ModelFileError(f"{what}: boto3 cannot ask {_endpoint(client)} ({_kind(error)}); see endpoint, region and profile")
+    # What is left are errors of configuration: an endpoint that is no URL, a region that cannot be one.
+    return ModelFileError(
+        f"{what}: boto3 cannot ask {_endpoint(client)} ({type(error).__name__}); check endpoint, region and profile"
+    )
 
 
-def _answered(what: str, address: S3Address, client: Any, error: ClientError) -> ModelFileError:
+def _answered(what: str, address: ObjectAddress, client: Any, error: ClientError) -> ModelFileError:
     code, status = error_code(error), int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     said = " ".join(str(_details(error).get("Message", "")).split())[:200]
     answer = f"HTTP {status} {code}" + (f": {said}" if said else "")
     if status >= 500 or status in (408, 429) or code in _PASSING_CODES:
-        return ModelSourceError(f"{what}: {_endpoint(client)} failed ({answer}); see that it runs and is not overloaded")
+        return ModelSourceError(f"{what}: {_endpoint(client)} failed ({answer}); check that it runs and is not overloaded")
     if code == "NoSuchBucket":
         return ModelFileNotFoundError(
-            f"{what}: there is no bucket {address.bucket!r} at {_endpoint(client)}; see its name, the endpoint and the account"
+            f"{what}: there is no bucket {address.bucket!r} at {_endpoint(client)}; check name, endpoint and account"
         )
     if code in _REGION_CODES or status in (301, 302, 307):
         return ModelFileError(f"{what}: {_region(address, client, error)}")
@@ -119,7 +125,7 @@ def _answered(what: str, address: S3Address, client: Any, error: ClientError) ->
     return ModelFileError(f"{what}: {cause} ({answer}); {cure}")
 
 
-def _region(address: S3Address, client: Any, error: ClientError) -> str:
+def _region(address: ObjectAddress, client: Any, error: ClientError) -> str:
     headers: dict[str, str] = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     theirs = headers.get("x-amz-bucket-region") or str(_details(error).get("Region", ""))
     where = f"is in region {theirs}" if theirs else "is in another region, or not here at all"
@@ -135,7 +141,3 @@ def _details(error: ClientError) -> dict[str, Any]:
 def _endpoint(client: Any) -> str:
     """The host that was asked, without user and password that a URL may hold."""
     return "the endpoint" if client is None else str(client.meta.endpoint_url).rpartition("@")[2].rpartition("://")[2]
-
-
-def _kind(error: Exception) -> str:
-    return type(error).__name__

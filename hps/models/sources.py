@@ -1,4 +1,4 @@
-"""The file systems that models come from, found by path or URI."""
+"""Finds the file system that a path or URI belongs to."""
 
 import os
 import re
@@ -34,13 +34,13 @@ class ModelSources:
         self._making = threading.Lock()
 
     def locate(self, source: str) -> tuple[FileSystem, str]:
-        """The file system of a directory, and the directory's place as that file system takes it.
+        """Give the file system of a directory, and the directory as that file system takes it.
 
-        What stands before the first colon is a scheme when it looks like one of two letters or more; a local path that exists
-        may have colons all the same.
+        What stands before the first colon is a scheme if it has two letters or more. A local path that exists may have
+        colons, too.
 
         Raises:
-            ModelFileError: the scheme is unknown; the message names those known.
+            ModelFileError: the scheme is unknown; the message names the known ones.
             MissingDependencyError: the scheme's package is not installed.
         """
         match = _SCHEME.match(source)
@@ -56,7 +56,7 @@ class ModelSources:
         if not is_registered("filesystem", scheme):
             schemes = ", ".join(f"{name}://" for name in sorted(names("filesystem")) if name)
             raise ModelFileError(
-                f"opening sparse model {source}: got scheme {scheme!r}, wanted a local path or one of: {schemes}, or the "
+                f"opening sparse model {source}: got scheme {scheme!r}, expected a local path or one of: {schemes}, or the "
                 "https address of an S3 or GCS object"
             )
         filesystem = self._filesystem(scheme)
@@ -72,7 +72,7 @@ class ModelSources:
 
 
 def _vendor(source: str) -> str:
-    """The scheme of the vendor whose host an https address names; `https` where it is nobody's."""
+    """The scheme of the vendor whose host an https address names; `https` if it is no known vendor's."""
     host = (urlsplit(source).hostname or "").lower()
     return next((scheme for end, scheme in _HTTPS_HOSTS.items() if host == end or host.endswith(f".{end}")), "https")
 

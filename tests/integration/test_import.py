@@ -310,7 +310,7 @@ def test_sources_that_are_no_table_are_refused_with_the_cure(tmp_path: Path) -> 
     (tmp_path / "dir.npz").mkdir()
     with pytest.raises(ModelFileError, match="got a directory without them"):
         import_model(tmp_path / "dir.npz", out)
-    with pytest.raises(ModelFileError, match="it is a directory"):
+    with pytest.raises(ModelFileError, match="it is a directory, expected a file"):
         import_model(tmp_path / "dir.npz", out, file_format="npz")
     os.mkfifo(tmp_path / "pipe.npz")
     with pytest.raises(ModelFileError, match="not a regular file"):

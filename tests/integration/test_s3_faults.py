@@ -266,11 +266,12 @@ def test_a_body_that_trickles_is_given_up_for_another(proxy: MisbehavingProxy, f
     assert len(proxy.requests) == 2
 
 
-def test_a_stall_in_the_body_is_continued(proxy: MisbehavingProxy, file: str) -> None:
-    proxy.rule = first(1, Trickle(pause_s=600, after_bytes=1000), is_get)
-    filesystem = filesystem_at(proxy.url, timeout_s=2, deadline_s=40)
+def test_a_stall_in_the_body_is_continued(proxy: MisbehavingProxy, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(S3FileSystem, "receive_bytes", 100_000)
+    proxy.rule = first(1, Trickle(pause_s=600, after_bytes=101_000), is_get)
+    filesystem = filesystem_at(proxy.url, timeout_s=1, deadline_s=40)
     assert read(filesystem, file) == noise(SIZE)
-    assert proxy.requests[-1].headers["Range"].startswith("bytes=100")
+    assert proxy.requests[-1].headers["Range"].startswith("bytes=100000-")
 
 
 # -- failures that do not pass -------------------------------------------------------------------------------------
@@ -279,7 +280,7 @@ def test_a_stall_in_the_body_is_continued(proxy: MisbehavingProxy, file: str) ->
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_store_that_fails_for_ever_is_a_source_error(proxy: MisbehavingProxy, file: str, operation: str) -> None:
     proxy.rule = always(Answer(500, b"<Error><Code>InternalError</Code><Message>We are sorry.</Message></Error>"))
-    with pytest.raises(ModelSourceError, match=r"s3://.*127\.0\.0\.1:\d+ failed \(HTTP 500.*see that it runs.*tried 4 times"):
+    with pytest.raises(ModelSourceError, match=r"s3://.*127\.0\.0\.1:\d+ failed \(HTTP 500.*check that it runs.*tried 4 times"):
         OPERATIONS[operation](patient(proxy), file)
     assert len(proxy.requests) == 4
 
@@ -290,7 +291,7 @@ def test_a_store_that_fails_for_ever_is_a_source_error(proxy: MisbehavingProxy, 
 def test_a_read_that_never_succeeds_ends_at_its_deadline(proxy: MisbehavingProxy, file: str, fault: Fault) -> None:
     proxy.rule = always(fault)
     started = time.monotonic()
-    with pytest.raises(ModelSourceError, match=rf"reading {file}: .*; see .*tried"):
+    with pytest.raises(ModelSourceError, match=rf"reading {file}: .*; check .*tried"):
         read(impatient(proxy), file)
     assert time.monotonic() - started < 60  # 3 s; far less than for ever
     assert len(proxy.requests) <= 3
@@ -316,7 +317,7 @@ def test_a_host_that_never_answers_is_given_up(file: str, operation: str) -> Non
     with socket.create_server(("127.0.0.1", 0)) as listener:
         settings = ModelSourceConfig(s3_endpoint_url=f"http://127.0.0.1:{listener.getsockname()[1]}", **IMPATIENT)
         with pytest.raises(
-            ModelSourceError, match=r"s3://.*(did not answer in time|no answer in).*see that (it|the host) is right"
+            ModelSourceError, match=r"s3://.*(did not answer in time|no answer in).*check that (it|the host) is right"
         ):
             OPERATIONS[operation](S3FileSystem(settings), file)
 
@@ -372,7 +373,7 @@ def test_a_refusal_is_told_by_every_operation_at_once(proxy: MisbehavingProxy, f
     filesystem = patient(proxy)
     for answer, message in (
         (refusal(403, "AccessDenied"), "not allowed .*; grant s3:GetObject"),
-        (refusal(400, "ExpiredToken"), "credentials are expired .*; renew them"),
+        (refusal(400, "ExpiredToken"), "credentials have expired .*; renew them"),
         (refusal(301, "PermanentRedirect"), "in another region.*AWS_DEFAULT_REGION"),
     ):
         proxy.requests.clear()
@@ -387,10 +388,10 @@ def test_a_refusal_is_told_by_every_operation_at_once(proxy: MisbehavingProxy, f
     ("answer", "message"),
     [
         (refusal(403, "AccessDenied"), r"not allowed \(HTTP 403 AccessDenied: What AccessDenied says\.\); grant s3:GetObject"),
-        (refusal(403, "InvalidAccessKeyId"), "does not know the access key .*see AWS_ACCESS_KEY_ID"),
+        (refusal(403, "InvalidAccessKeyId"), "does not know the access key .*check AWS_ACCESS_KEY_ID"),
         (refusal(403, "SignatureDoesNotMatch"), "secret access key is wrong .*AWS_SECRET_ACCESS_KEY"),
-        (refusal(400, "ExpiredToken"), "credentials are expired .*ExpiredToken.*renew them"),
-        (refusal(403, "ExpiredToken"), "credentials are expired .*ExpiredToken.*renew them"),
+        (refusal(400, "ExpiredToken"), "credentials have expired .*ExpiredToken.*renew them"),
+        (refusal(403, "ExpiredToken"), "credentials have expired .*ExpiredToken.*renew them"),
         (refusal(403, "RequestTimeTooSkewed"), "clock differs .*set the clock"),
         (
             refusal(301, "PermanentRedirect", "", {"x-amz-bucket-region": "eu-central-1"}),
@@ -443,14 +444,14 @@ def test_what_is_no_s3_is_an_error(proxy: MisbehavingProxy, file: str) -> None:
 
 def test_an_answer_without_the_range_is_refused(proxy: MisbehavingProxy, file: str) -> None:
     proxy.rule = always(Reheaded({"Content-Range": None}, 200), is_get)
-    with pytest.raises(ModelFileError, match=rf"reading {file}: got bytes 0 to 100, wanted bytes 50 to 150; .*ranges"):
+    with pytest.raises(ModelFileError, match=rf"reading {file}: got bytes 0 to 100, expected bytes 50 to 150; .*ranges"):
         read(patient(proxy), file, 50, 100)
     assert read(patient(proxy), file) == noise(SIZE)  # the whole object is the range that was asked for
 
 
 def test_an_answer_of_another_range_is_refused(proxy: MisbehavingProxy, file: str) -> None:
     proxy.rule = always(Reheaded({"Content-Range": f"bytes 51-150/{SIZE}"}), is_get)
-    with pytest.raises(ModelFileError, match="got bytes 51 to 151, wanted bytes 50 to 150"):
+    with pytest.raises(ModelFileError, match="got bytes 51 to 151, expected bytes 50 to 150"):
         read(patient(proxy), file, 50, 100)
 
 
@@ -473,7 +474,7 @@ def test_an_object_that_is_replaced_between_two_pieces_of_a_read_is_a_change(
 
 def test_a_write_that_ends_as_another_object_is_an_error(proxy: MisbehavingProxy, server: S3Server, file: str) -> None:
     proxy.rule = always(Before(lambda: server.put(file, b"another's")), lambda request: request.method == "HEAD")
-    with pytest.raises(ModelFileError, match=rf"writing {file}: got an object of 9 bytes, .*wanted 5 bytes.*nobody else"):
+    with pytest.raises(ModelFileError, match=rf"writing {file}: got an object of 9 bytes, .*expected 5 bytes.*nobody else"):
         write(patient(proxy), file, b"ours.")
 
 
@@ -525,13 +526,13 @@ def test_a_model_is_loaded_through_a_store_that_fails_now_and_then(
 @pytest.mark.parametrize(
     ("objects", "message"),
     [
-        ({}, "there is no such directory; expected a directory with the files key and emb_vector"),
-        ({"key": 16}, "emb_vector not found; it holds key; wanted"),
-        ({"emb_vector": 64}, "key not found; it holds emb_vector; wanted"),
+        ({}, r"there is no such directory; \w+ a directory with the files key and emb_vector"),
+        ({"key": 16}, "emb_vector not found; it holds key; "),
+        ({"emb_vector": 64}, "key not found; it holds emb_vector; "),
         ({"other": 1}, "key and emb_vector not found; it holds other"),
-        ({"key": 16, "emb_vector": 63}, "got 63 bytes, wanted 64"),
-        ({"key": 16, "emb_vector": 128}, "got 128 bytes, wanted 64.*embedding_vecsize_per_table 16"),
-        ({"key": 15, "emb_vector": 64}, r"got 15 bytes, wanted 8 \(an int64\)"),
+        ({"key": 16, "emb_vector": 63}, r"got 63 bytes, \w+ 64"),
+        ({"key": 16, "emb_vector": 128}, r"got 128 bytes, \w+ 64.*embedding_vecsize_per_table 16"),
+        ({"key": 15, "emb_vector": 64}, r"got 15 bytes, \w+ 8 \(an int64\)"),
         ({"key": 0, "emb_vector": 0}, "got 0 bytes"),
         ({"key/0": 16, "emb_vector": 64}, "it is a directory"),
         ({"key": 16, "emb_vector/part": 64}, "it is a directory"),

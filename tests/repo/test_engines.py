@@ -17,7 +17,7 @@ OWNERS = {
     "typer": "hps/cli/",
     "boto3": "hps/filesystems/s3",
     "botocore": "hps/filesystems/s3",
-    "hdfs_native": "hps/filesystems/hdfs/",
+    "hdfs_native": "hps/filesystems/hdfs",
     "google": "hps/filesystems/gcs",
     "torch": "hps/formats/torch_",
     "pyarrow": "hps/formats/parquet",

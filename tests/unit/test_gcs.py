@@ -6,13 +6,12 @@ import uuid
 from pathlib import Path
 
 import pytest
+import requests
 
 from hps.configuration.tiers import ModelSourceConfig
-from hps.errors import ModelFileError, ModelFileNotFoundError
-from hps.filesystems import gcs_access, gcs_upload
-from hps.filesystems.gcs import GcsFileSystem
-from hps.filesystems.gcs_access import find_access
-from hps.filesystems.gcs_address import parse_address
+from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
+from hps.filesystems import gcs
+from hps.filesystems.gcs import GcsFileSystem, gcs_address
 from hps.models.sources import ModelSources
 from tests.contracts.filesystem_contract import FileSystemContract, noise
 from tests.gcs_server import GcsServer
@@ -75,33 +74,35 @@ class TestGcsFileSystem(FileSystemContract):
     ],
 )
 def test_addresses_are_taken_apart(uri: str, bucket: str, name: str) -> None:
-    address = parse_address(uri)
-    assert (address.bucket, address.name) == (bucket, name)
+    address = gcs_address(uri)
+    assert (address.bucket, address.key) == (bucket, name)
 
 
 @pytest.mark.parametrize(
     ("uri", "why"),
     [
-        ("gs://", "bucket ''"),
-        ("gs:///models/key", "bucket ''"),
-        ("gs://My_Bucket/key", "'My_Bucket'"),
-        ("gs://user@bucket/key", "'user@bucket'"),
-        ("gs://bucket:80/key", "'bucket:80'"),
+        ("gs://", "no address"),
+        ("gs:///models/key", "no address"),
+        ("gs://My_Bucket/key", "no address"),
+        ("gs://user@bucket/key", "no address"),
+        ("gs://bucket:80/key", "no address"),
         ("gs://bucket/..", "no object can have"),
         ("gs://bucket/a\nb", "no object can have"),
         ("gs://bucket/\udcff", "Unicode"),
         ("https://storage.googleapis.com/bucket/%FF", "Unicode"),
-        ("https://storage.googleapis.com/", "bucket ''"),
+        ("https://storage.googleapis.com/", "no address"),
         ("https://storage.googleapis.com/bucket/key?X-Goog-Signature=SECRET", "signed links"),
+        ("https://bucket.storage.googleapis.com/key#SECRET", "signed links"),
+        ("https://user:SECRET@storage.googleapis.com/bucket/key?X-Goog-Signature=SECRET", "signed links"),
         ("https://storage.googleapis.com:8443/bucket/key", "gcs_endpoint_url"),
-        ("https://bucket.storage.cloud.google.com/key", "'bucket.storage.cloud.google.com'"),
+        ("https://bucket.storage.cloud.google.com/key", "no address"),
         ("https://storage.googleapis.com:port/bucket/key", "no address"),
         ("http://storage.googleapis.com/bucket/key", "gcs_endpoint_url"),
     ],
 )
 def test_what_is_no_address_is_an_error_that_says_why(uri: str, why: str) -> None:
     with pytest.raises(ModelFileError, match=why) as error:
-        parse_address(uri)
+        gcs_address(uri)
     assert "SECRET" not in str(error.value)
 
 
@@ -144,16 +145,16 @@ def test_a_bucket_is_a_directory(filesystem: GcsFileSystem, server: GcsServer, b
     server.put(f"{root}/model/key", b"x")
     assert filesystem.list(root) == ["model"]
     for operation in (filesystem.status, filesystem.create, filesystem.delete):
-        with pytest.raises(ModelFileError, match=f"{root}: it is a (bucket|directory), wanted a file"):
+        with pytest.raises(ModelFileError, match=f"{root}: it is the bucket .* itself, expected an object"):
             operation(root)
-    with pytest.raises(ModelFileError, match="bucket, wanted a file"):
+    with pytest.raises(ModelFileError, match=r"bucket .* itself, expected an object"):
         filesystem.read_into(root, 0, memoryview(bytearray(1)))
 
 
 def test_a_bucket_that_is_not_there_is_named(filesystem: GcsFileSystem) -> None:
     path = f"gs://absent-{uuid.uuid4().hex}/model/key"
     for operation in (filesystem.exists, filesystem.status, filesystem.list):
-        with pytest.raises(ModelFileNotFoundError, match=rf"{path}: there is no bucket absent-.*create it"):
+        with pytest.raises(ModelFileNotFoundError, match=rf"{path}: there is no bucket 'absent-.*create it"):
             operation(path)
     with pytest.raises(ModelFileNotFoundError, match="there is no bucket"):
         filesystem.read_into(path, 0, memoryview(bytearray(1)))
@@ -177,13 +178,13 @@ def test_the_empty_object_that_stands_for_a_directory_is_one(filesystem: GcsFile
 def test_a_directory_of_many_pages_is_listed_whole(
     filesystem: GcsFileSystem, server: GcsServer, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hps.filesystems.gcs._PAGE_NAMES", 3)
+    monkeypatch.setattr("hps.filesystems.object_store._PAGE_NAMES", 3)
     for i in range(10):
         server.put(f"gs://{bucket}/model/file{i}", b"x")
         server.put(f"gs://{bucket}/model/directory{i}/file", b"x")
     wanted = sorted([f"file{i}" for i in range(10)] + [f"directory{i}" for i in range(10)])
     assert filesystem.list(f"gs://{bucket}/model") == wanted
-    monkeypatch.setattr("hps.filesystems.gcs._MOST_PAGES", 3)
+    monkeypatch.setattr("hps.filesystems.object_store._MOST_PAGES", 3)
     with pytest.raises(ModelFileError, match=r"holds more than \d+ names"):
         filesystem.list(f"gs://{bucket}/model")
 
@@ -195,7 +196,7 @@ CHUNK = 1 << 18
 
 @pytest.fixture
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gcs_upload, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(gcs, "_PART_BYTES", CHUNK)
 
 
 @pytest.mark.usefixtures("_small_chunks")
@@ -286,20 +287,28 @@ def _no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("GOOGLE_APPLICATION_CREDENTIALS", "STORAGE_EMULATOR_HOST"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
-    monkeypatch.setenv("GCE_METADATA_IP", "127.0.0.1:1")
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
 
 
 @pytest.mark.usefixtures("_no_credentials")
-def test_without_credentials_access_is_anonymous_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, gcs_access.__name__):
-        finder = gcs_access.GcsAccessFinder(ModelSourceConfig())
-        accesses = {finder.get(60.0) for _ in range(3)}
-    assert len(accesses) == 1
-    access = accesses.pop()
-    assert access.anonymous
-    assert access.endpoint == "https://storage.googleapis.com"
-    assert access.headers("GET", access.endpoint) == {}
-    assert [record.message for record in caplog.records if record.name == gcs_access.__name__] == [
+def test_without_credentials_access_is_anonymous_and_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filesystem = GcsFileSystem(ModelSourceConfig(timeout_s=20, deadline_s=40, max_attempts=1))
+    asked: list[tuple[str, str | None]] = []
+
+    def send(session: requests.Session, request: requests.PreparedRequest, **_: object) -> requests.Response:
+        asked.append((str(request.url), request.headers.get("Authorization")))
+        raise requests.ConnectionError("nobody is asked by this test")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.INFO, gcs.__name__):
+        patch.setattr(requests.Session, "send", send)
+        for _ in range(3):
+            with pytest.raises(ModelSourceError, match="nobody is asked"):
+                filesystem.status("gs://models/key")
+    assert len(asked) == 3
+    assert all(url.startswith("https://storage.googleapis.com/") and not token for url, token in asked)
+    assert [record.message for record in caplog.records if record.name == gcs.__name__] == [
         "No Google credentials were found: reading GCS without any, which public buckets allow."
     ]
 
@@ -313,5 +322,5 @@ def test_a_key_file_that_cannot_be_used_is_an_error_and_not_anonymous(
         (tmp_path / "key.json").write_text(content)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
     with pytest.raises(ModelFileError, match=r"Google credentials.*key\.json.*GOOGLE_APPLICATION_CREDENTIALS") as error:
-        find_access(ModelSourceConfig(), 60.0)
+        GcsFileSystem().status("gs://models/key")
     assert "SECRET" not in str(error.value)

@@ -8,11 +8,10 @@ import pytest
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileChangedError, ModelFileError, ModelFileNotFoundError, ModelSourceError
-from hps.filesystems.hdfs import connection as hdfs_connection
-from hps.filesystems.hdfs.address import HdfsAddress, parse
-from hps.filesystems.hdfs.errors import UnansweredError, hdfs_failure
-from hps.filesystems.hdfs.file_system import HdfsFileSystem
-from hps.filesystems.hdfs.stream import HdfsStream
+from hps.filesystems import hdfs_connections
+from hps.filesystems.hdfs import HdfsFileSystem, HdfsStream
+from hps.filesystems.hdfs_connections import HdfsAddress, hdfs_address
+from hps.filesystems.hdfs_errors import UnansweredError, hdfs_failure
 from tests.contracts.filesystem_contract import FileSystemContract, noise
 from tests.hdfs_cluster import HdfsCluster, hdfs_cluster
 
@@ -61,14 +60,14 @@ class TestHdfsFileSystem(FileSystemContract):
     ],
 )
 def test_a_uri_names_authority_and_path(uri: str, authority: str, path: str) -> None:
-    assert parse(uri, "opening") == HdfsAddress(uri, authority, path)
+    assert hdfs_address(uri, "opening") == HdfsAddress(uri, authority, path)
 
 
 @pytest.mark.parametrize(
     "uri", ["hdfs://user@host/a", "hdfs://host:port/a", "hdfs://ho st/a", "hdfs://a:1:2/b", "s3://a/b", "/a"]
 )
 def test_a_uri_of_another_form_is_refused_with_the_forms_that_are_known(uri: str) -> None:
-    with pytest.raises(ModelFileError, match="wanted hdfs://host:port/path, hdfs://nameservice/path or hdfs:///path"):
+    with pytest.raises(ModelFileError, match="expected hdfs://host:port/path, hdfs://nameservice/path or hdfs:///path"):
         HdfsFileSystem().status(uri)
 
 
@@ -102,9 +101,9 @@ def test_a_name_that_hdfs_refuses_is_a_model_file_error(root: str, name: str) ->
 def test_a_host_without_a_port_is_a_namenode_at_the_default_port(
     cluster: HdfsCluster, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hdfs_connection, "_DEFAULT_PORT", cluster.port)
+    monkeypatch.setattr(hdfs_connections, "_DEFAULT_PORT", cluster.port)
     cluster.put("/root/key", noise(24))
-    assert hdfs_connection._DEFAULT_PORT != 8020
+    assert hdfs_connections._DEFAULT_PORT != 8020
     assert HdfsFileSystem().status("hdfs://127.0.0.1/root/key").size_bytes == 24
 
 
@@ -133,7 +132,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_noticed(
 
 
 def read_stream(client: object, buffer: bytearray, timeout_s: float) -> None:
-    stream = HdfsStream(client, parse("hdfs://host/key", "reading"), 0, memoryview(buffer), "")
+    stream = HdfsStream(client, hdfs_address("hdfs://host/key", "reading"), 0, memoryview(buffer), "")
     threading.Thread(target=stream.run, daemon=True).start()
     stream.wait(timeout_s, 60)
 
@@ -230,7 +229,7 @@ def test_a_rename_whose_answer_was_lost_is_found_to_be_done(
 ) -> None:
     writer = HdfsFileSystem().create(f"{root}/key")
     writer.write(memoryview(noise(100)))
-    ask_once, lost = hdfs_connection.HdfsConnections.ask_once, []
+    ask_once, lost = hdfs_connections.HdfsConnections.ask_once, []
 
     def is_renamed() -> bool:
         try:
@@ -245,7 +244,7 @@ def test_a_rename_whose_answer_was_lost_is_found_to_be_done(
             raise UnansweredError(doing, address.uri, left_s)
         return answer
 
-    monkeypatch.setattr(hdfs_connection.HdfsConnections, "ask_once", ask_and_lose)
+    monkeypatch.setattr(hdfs_connections.HdfsConnections, "ask_once", ask_and_lose)
     writer.commit()
     assert lost
     assert cluster.get("/root/key") == noise(100)
@@ -261,7 +260,7 @@ _TRACE = "\\n\\tat org.apache.hadoop.hdfs.server.namenode.FSNamesystem.getBlockL
     ("error", "kind", "words"),
     [
         (FileNotFoundError("/a/key"), ModelFileNotFoundError, "no such file"),
-        (FileNotFoundError("Path is not a file: /a\n\tat org.apache.hadoop"), ModelFileError, "a directory, wanted a file"),
+        (FileNotFoundError("Path is not a file: /a\n\tat org.apache.hadoop"), ModelFileError, "a directory, expected a file"),
         (
             RuntimeError(f'RPCError("{_HADOOP}.security.AccessControlException", "Permission denied: user=u{_TRACE}")'),
             ModelFileError,
@@ -326,14 +325,14 @@ def test_what_may_not_pass_is_asked_once() -> None:
         asked.append(1)
         raise RuntimeError(f'RPCError("{_HADOOP}.security.AccessControlException", "Permission denied")')
 
-    connections = hdfs_connection.HdfsConnections(ModelSourceConfig(max_attempts=3))
+    connections = hdfs_connections.HdfsConnections(ModelSourceConfig(max_attempts=3))
     with pytest.raises(ModelFileError, match="Permission denied"):
-        connections.ask("opening", parse("hdfs://127.0.0.1:1/key", "opening"), ask)
+        connections.ask("opening", hdfs_address("hdfs://127.0.0.1:1/key", "opening"), ask)
     assert len(asked) == 1
 
 
 def test_threads_that_get_no_answer_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hdfs_connection, "_MOST_THREADS", 3)
+    monkeypatch.setattr(hdfs_connections, "_MOST_THREADS", 3)
     release, asked = threading.Event(), []
 
     def ask(_client: object) -> str:
@@ -341,8 +340,8 @@ def test_threads_that_get_no_answer_are_bounded(monkeypatch: pytest.MonkeyPatch)
         release.wait(60)
         return "answer"
 
-    connections = hdfs_connection.HdfsConnections(ModelSourceConfig(timeout_s=0.1, deadline_s=20, max_attempts=5))
-    address = parse("hdfs://127.0.0.1:1/key", "opening")
+    connections = hdfs_connections.HdfsConnections(ModelSourceConfig(timeout_s=0.1, deadline_s=20, max_attempts=5))
+    address = hdfs_address("hdfs://127.0.0.1:1/key", "opening")
     with pytest.raises(ModelSourceError, match=r"opening hdfs://127\.0\.0\.1:1/key: no answer .*tried 5 times"):
         connections.ask("opening", address, ask)
     assert len(asked) == 3

@@ -212,7 +212,7 @@ def a_meta_directory(path: Path) -> None:
     ("damage", "error", "message"),
     [
         (no_directory, ModelFileNotFoundError, "{dir}: there is no such directory; expected a directory with the files"),
-        (a_file_in_its_place, ModelFileError, "a directory; expected a directory with the files key and emb_vector"),
+        (a_file_in_its_place, ModelFileError, "expected a directory; expected a directory with the files key and emb_vector"),
         (no_key, ModelFileNotFoundError, "{dir}: key not found; it holds emb_vector; expected a directory with"),
         (no_vectors, ModelFileNotFoundError, "{dir}: emb_vector not found; it holds key; expected a directory with"),
         (neither, ModelFileNotFoundError, "{dir}: key and emb_vector not found; it holds emb_vector.bin;"),
@@ -271,7 +271,7 @@ def test_a_file_uri_is_a_local_place(model_dir: Path) -> None:
 @pytest.mark.parametrize("source", ["abfs://store/item.model", "ABFS://store", "myscheme:item", "http://host/item.model"])
 def test_an_unknown_scheme_names_those_that_are_known(source: str) -> None:
     scheme = source.partition(":")[0].lower()
-    with pytest.raises(ModelFileError, match=rf"{source}: got scheme '{scheme}', wanted a local path or one of: .*file://"):
+    with pytest.raises(ModelFileError, match=rf"{source}: got scheme '{scheme}', expected a local path or one of: .*file://"):
         open_sparse_model(source, DIM)
 
 

@@ -147,7 +147,7 @@ def test_an_unknown_scheme_names_those_known(source: str) -> None:
 
 def test_a_host_that_only_looks_like_a_vendor_is_nobody() -> None:
     for host in ("evilamazonaws.com", "storage.googleapis.com.example.org", "amazonaws.com.example.org"):
-        with pytest.raises(ModelFileError, match="wanted a local path or one of"):
+        with pytest.raises(ModelFileError, match="expected a local path or one of"):
             ModelSources().locate(f"https://{host}/bucket/m")
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelFileNotFoundError
-from hps.filesystems import s3_writer
-from hps.filesystems.s3 import S3FileSystem
+from hps.filesystems.s3 import S3FileSystem, part_bytes
 from tests.contracts.filesystem_contract import FileSystemContract, noise
 from tests.s3_server import S3Server, know_only_moto, s3_server
 
@@ -104,7 +103,7 @@ def test_a_bucket_is_a_directory_also_an_empty_one(server: S3Server, filesystem:
     for root in (f"s3://{bucket}", f"s3://{bucket}/"):
         assert filesystem.exists(root)
         assert filesystem.list(root) == []
-        with pytest.raises(ModelFileError, match=r"bucket .* alone, wanted an object"):
+        with pytest.raises(ModelFileError, match=r"bucket .* itself, expected an object"):
             filesystem.status(root)
     server.put(f"s3://{bucket}/a/b", b"x")
     assert filesystem.list(f"s3://{bucket}") == ["a"]
@@ -123,12 +122,12 @@ def test_a_marker_that_stands_for_a_directory_is_not_listed(server: S3Server, fi
 def test_a_long_directory_is_listed_page_by_page_and_an_endless_one_refused(
     server: S3Server, filesystem: S3FileSystem, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hps.filesystems.s3._PAGE_NAMES", 4)
+    monkeypatch.setattr("hps.filesystems.object_store._PAGE_NAMES", 4)
     names = [f"file-{number}" for number in range(9)]
     for name in names:
         server.put(f"s3://{bucket}/root/{name}", b"")
     assert filesystem.list(f"s3://{bucket}/root") == names
-    monkeypatch.setattr("hps.filesystems.s3._MOST_PAGES", 1)
+    monkeypatch.setattr("hps.filesystems.object_store._MOST_PAGES", 1)
     with pytest.raises(ModelFileError, match=f"s3://{bucket}/root.*more than 4 names"):
         filesystem.list(f"s3://{bucket}/root")
 
@@ -181,7 +180,7 @@ def test_a_long_file_is_sent_in_parts_and_an_abort_leaves_none(server: S3Server,
 
 
 def test_parts_grow_so_that_ten_thousand_hold_five_terabytes() -> None:
-    sizes = [s3_writer.part_bytes(number) for number in range(10_000)]
+    sizes = [part_bytes(number) for number in range(10_000)]
     assert sizes[0] == 8 << 20
     assert sum(sizes) >= 5 << 40
     assert max(sizes) <= 5 << 30

@@ -3,7 +3,8 @@
 import pytest
 
 from hps.errors import ModelFileError
-from hps.filesystems.s3_addresses import S3Address, s3_address, s3_object
+from hps.filesystems.object_store import ObjectAddress
+from hps.filesystems.s3 import S3FileSystem, s3_address
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ from hps.filesystems.s3_addresses import S3Address, s3_address, s3_object
     ],
 )
 def test_bucket_key_and_region_are_found(uri: str, bucket: str, key: str, region: str) -> None:
-    assert s3_address(uri) == S3Address(uri, bucket, key, region)
+    assert s3_address(uri) == ObjectAddress(uri, bucket, key, region)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_what_is_no_address_is_refused_by_its_name(uri: str, why: str) -> None:
         s3_address(uri)
     shown = uri.encode("ascii", "backslashreplace").decode() if "\ud800" in uri else uri
     assert shown in str(raised.value)
-    assert "wanted s3://bucket/key, https://bucket.s3.region.amazonaws.com/key or" in str(raised.value)
+    assert "expected s3://bucket/key, https://bucket.s3.region.amazonaws.com/key or" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -97,5 +98,5 @@ def test_what_may_be_secret_is_not_repeated(uri: str) -> None:
 
 @pytest.mark.parametrize("uri", ["s3://bucket", "s3://bucket//", "https://bucket.s3.us-west-2.amazonaws.com/"])
 def test_an_object_needs_a_key(uri: str) -> None:
-    with pytest.raises(ModelFileError, match=r"opening .*: it names the bucket 'bucket' alone, wanted an object"):
-        s3_object(uri, "opening")
+    with pytest.raises(ModelFileError, match=r"opening .*: it is the bucket 'bucket' itself, expected an object"):
+        S3FileSystem().status(uri)

@@ -1,6 +1,6 @@
-"""What hdfs-native raises, as errors that name the URI, the cause and the cure.
+"""Turns what hdfs-native raises into errors that name the URI, the cause and the cure.
 
-hdfs-native 0.14 raises FileNotFoundError and FileExistsError, OSError for what the network says, and RuntimeError for all
+hdfs-native 0.14 raises FileNotFoundError and FileExistsError, OSError for the network, and RuntimeError for everything
 else. The text of the last is the Rust value, `RPCError("org.apache.hadoop.security.AccessControlException", "Permission ...")`,
 so the classes of Hadoop's exceptions are found in the text; later versions word it differently and keep the class.
 """
@@ -13,7 +13,7 @@ from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
 
 @dataclass(frozen=True, slots=True)
 class _Meaning:
-    """What a failure is, if its text matches `pattern`."""
+    """What a failure means if its text matches `pattern`. *Immutable.*"""
 
     pattern: str
     raises: type[ModelFileError]
@@ -21,17 +21,17 @@ class _Meaning:
     cure: str
 
 
-_ADDRESS = "see that host and port are those of the NameNode's RPC (8020 by default, not its web page), and that it runs"
+_ADDRESS = "check that host and port are those of the NameNode's RPC (8020 by default, not its web page), and that it runs"
 _AUTHENTICATE = (
     "for Kerberos set hadoop.security.authentication in core-site.xml, set HADOOP_CONF_DIR to where it lies, install "
     "libgssapi-krb5-2 and get a ticket (kinit)"
 )
-_DATANODES = "see that the DataNodes run and can be reached from here (dfs.client.use.datanode.hostname)"
+_DATANODES = "check that the DataNodes run and can be reached from here (dfs.client.use.datanode.hostname)"
 
-# In this order; the first that matches counts. The sources: exceptions of org.apache.hadoop (2.7 to 3.4) as the client protocol
+# The first that matches counts. Sources: exceptions of org.apache.hadoop (2.7 to 3.4) as the client protocol
 # carries them, `HdfsError` of hdfs-native 0.14, the texts of getaddrinfo and of Linux's errno.
 _MEANINGS = (
-    _Meaning("Path is not a file|IsADirectoryError", ModelFileError, "it is a directory, wanted a file", "name the file"),
+    _Meaning("Path is not a file|IsADirectoryError", ModelFileError, "it is a directory, expected a file", "name the file"),
     _Meaning(
         "ParentNotDirectoryException|[( ]is not a directory", ModelFileNotFoundError, "there is no such file ({said})", ""
     ),
@@ -61,7 +61,7 @@ _MEANINGS = (
     ),
     _Meaning("RetriableException|ServerTooBusy", ModelSourceError, "the NameNode is not ready ({said})", "wait until it is"),
     # A full block whose predecessor is not reported yet. Hadoop's client waits, hdfs-native 0.14 gives up: its writer is lost.
-    _Meaning("NotReplicatedYet", ModelSourceError, "the DataNodes report blocks too slowly", "see their load"),
+    _Meaning("NotReplicatedYet", ModelSourceError, "the DataNodes report blocks too slowly", "check their load"),
     _Meaning("QuotaExceeded", ModelFileError, "a quota is used up ({said})", "raise it, or remove files"),
     _Meaning("InvalidPath", ModelFileError, "HDFS has no such names ({said})", "leave out `:`, `.` and `..`"),
     _Meaning("PathIsNotEmptyDirectory", ModelFileError, "it is a directory that is not empty", "name a file"),
@@ -89,12 +89,12 @@ _MEANINGS = (
         "write hdfs://host:port/path, or set HADOOP_CONF_DIR to the directory of core-site.xml and hdfs-site.xml",
     ),
     _Meaning("UrlParseError", ModelFileError, "host or port is not valid ({said})", "write hdfs://host:port/path"),
-    _Meaning("XmlParseError", ModelFileError, "Hadoop's configuration cannot be read ({said})", "see HADOOP_CONF_DIR"),
+    _Meaning("XmlParseError", ModelFileError, "Hadoop's configuration cannot be read ({said})", "check HADOOP_CONF_DIR"),
     _Meaning(
         "Name or service not known|No address associated|nodename nor servname",
         ModelFileError,
         "no name server knows the host",
-        "see that it is right, or that HADOOP_CONF_DIR is set where it is meant as a nameservice",
+        "check that it is right; if it is a nameservice, set HADOOP_CONF_DIR",
     ),
     _Meaning("Connection refused", ModelSourceError, "nothing listens there", _ADDRESS),
     _Meaning(
@@ -126,21 +126,21 @@ def hdfs_failure(doing: str, uri: str, error: BaseException) -> ModelFileError:
         return ModelFileNotFoundError(f"{doing} {uri}: there is no such file or directory")
     if isinstance(error, OSError) and not isinstance(error, FileExistsError):
         return ModelSourceError(f"{doing} {uri}: {said}; {_ADDRESS}")
-    return ModelFileError(f"{doing} {uri}: hdfs-native refused ({said}); see the NameNode's log")
+    return ModelFileError(f"{doing} {uri}: hdfs-native refused ({said}); check the log of the NameNode")
 
 
 class UnansweredError(ModelSourceError):
-    """A NameNode or DataNode did not answer, as opposed to: it answered badly."""
+    """A NameNode or DataNode did not answer at all."""
 
     def __init__(self, doing: str, uri: str, seconds: float) -> None:
         super().__init__(
-            f"{doing} {uri}: no answer in {seconds:.1f} s; see that host and port are right, that NameNode and DataNodes run "
+            f"{doing} {uri}: no answer in {seconds:.1f} s; check that host and port are right, that NameNode and DataNodes run "
             "and that they can be reached from here"
         )
 
 
 def _first_line(error: BaseException) -> str:
-    """What it says before a Java stack trace."""
+    """What it says, without a Java stack trace."""
     return re.split(r"\\n|\n", str(error), maxsplit=1)[0]
 
 

@@ -1,16 +1,17 @@
-"""Asks HDFS through hdfs-native, each question within its time."""
+"""Addresses in HDFS, and questions to it through hdfs-native, each within its time."""
 
+import re
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import hdfs_native
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelSourceError
-from hps.filesystems.hdfs.address import HdfsAddress
-from hps.filesystems.hdfs.errors import UnansweredError, hdfs_failure
+from hps.filesystems.hdfs_errors import UnansweredError, hdfs_failure
 from hps.filesystems.retries import retried, within
 
 T = TypeVar("T")
@@ -18,13 +19,55 @@ T = TypeVar("T")
 _DEFAULT_PORT = 8020  # Hadoop 2, and 3 since 3.0.1
 _MOST_THREADS = 128
 
+_URI = re.compile(r"hdfs:(?://([^/]*))?(/.*)?", re.IGNORECASE | re.DOTALL)
+_AUTHORITY = re.compile(r"(?:[^\s/?#@:\[\]%]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
+
+
+@dataclass(frozen=True, slots=True)
+class HdfsAddress:
+    """A file or directory. *Immutable.*
+
+    Attributes:
+        uri: as it was given, for messages.
+        authority: `host:port`, `host`, a nameservice, or empty for fs.defaultFS.
+        path: absolute, without a slash at its end unless it is the root.
+    """
+
+    uri: str
+    authority: str
+    path: str
+
+
+def hdfs_address(uri: str, doing: str) -> HdfsAddress:
+    """Take a URI apart. Its path is literal: percent signs are not decoded, `?` and `#` have no meaning.
+
+    Raises:
+        ModelFileError: it is not a URI of HDFS, or no file can have this name.
+    """
+    match = _URI.fullmatch(uri)
+    if match is None or (match[1] and not _AUTHORITY.fullmatch(match[1])):
+        raise ModelFileError(
+            f"{doing} {uri!r}: expected hdfs://host:port/path, hdfs://nameservice/path or hdfs:///path; "
+            "HADOOP_USER_NAME or a Kerberos ticket names the user"
+        )
+    try:
+        path = match[2] or "/"
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise ModelFileError(f"{doing} {uri!r}: an undecodable character is in the path; no file can have this name") from error
+    if "\0" in path:
+        raise ModelFileError(f"{doing} {uri!r}: a NUL is in the path; no file can have this name")
+    if {".", ".."} & set(path.split("/")):
+        raise ModelFileError(f"{doing} {uri!r}: HDFS has no such names; leave out `.` and `..`")
+    return HdfsAddress(uri, match[1] or "", re.sub("/+", "/", path).rstrip("/") or "/")
+
 
 class HdfsConnections:
-    """One client of hdfs-native an authority, made at first use, and anew after one got no answer. *Thread-safe.*
+    """One client of hdfs-native for each authority, made at first use and again after one got no answer. *Thread-safe.*
 
-    A question to a NameNode that accepts connections and never answers (it is stopped, or its disk hangs) waits for ever in
-    hdfs-native. It is left behind in a thread of its own, which ends when the NameNode goes on or dies; until then no more than
-    `_MOST_THREADS` are begun. (hdfs-native's asynchronous client could be cancelled, but reads at two thirds of the speed, and
+    hdfs-native waits for ever when a NameNode accepts connections and never answers (it is stopped, or its disk hangs). So each
+    question has a thread of its own, which is left behind and ends when the NameNode goes on or dies. There are at most
+    `_MOST_THREADS` of them. (hdfs-native's asynchronous client could be cancelled, but it reads at two thirds of the speed, and
     panics when the first NameNode of a nameservice is down.)
 
     Raises of every question:
@@ -40,11 +83,11 @@ class HdfsConnections:
         self._threads = threading.BoundedSemaphore(_MOST_THREADS)
 
     def ask(self, doing: str, address: HdfsAddress, question: Callable[[Any], T]) -> T:
-        """Ask as often as the settings allow what `question` asks a client of hdfs-native."""
+        """Call `question` with a client of hdfs-native, as often as the settings allow."""
         return retried(self.settings, lambda left_s: self.ask_once(doing, address, left_s, question))
 
     def ask_once(self, doing: str, address: HdfsAddress, left_s: float, question: Callable[[Any], T]) -> T:
-        """Ask, and wait for `left_s`, but no longer than `timeout_s`."""
+        """Call `question` once, and wait for `left_s`, but no longer than `timeout_s`."""
         started = time.monotonic()
         seconds = min(left_s, self.settings.timeout_s)
         client = self.client(doing, address, seconds)
@@ -55,11 +98,11 @@ class HdfsConnections:
         except ModelSourceError as error:
             self.drop(address, client)
             raise UnansweredError(doing, address.uri, seconds) from error
-        except Exception as error:  # hdfs-native's have no class in common
+        except Exception as error:  # those of hdfs-native have no class in common
             raise hdfs_failure(doing, address.uri, error) from error
 
     def counted(self, doing: str, address: HdfsAddress, seconds: float, call: Callable[[], T]) -> Callable[[], T]:
-        """What a thread is to run: the call, as one of `_MOST_THREADS`. It must be run."""
+        """Count a call as one of `_MOST_THREADS` until it ends. The result is what its thread runs; it must be run."""
         if not self._threads.acquire(timeout=seconds):
             raise UnansweredError(doing, address.uri, seconds)
 
@@ -68,7 +111,7 @@ class HdfsConnections:
                 return call()
             except Exception:
                 raise
-            except BaseException as error:  # a panic of Rust's
+            except BaseException as error:  # a panic of Rust
                 raise RuntimeError(f"hdfs-native: {error}") from error
             finally:
                 self._threads.release()
@@ -76,7 +119,7 @@ class HdfsConnections:
         return run
 
     def client(self, doing: str, address: HdfsAddress, seconds: float) -> Any:
-        """The client for who holds a file. It connects when it is asked something."""
+        """The client for an authority. It connects when it is asked something."""
         authority = address.authority
         with self._lock:
             client, shuffle = self._clients.get(authority), authority in self._unanswered
@@ -84,7 +127,7 @@ class HdfsConnections:
             return client
         make = self.counted(doing, address, seconds, lambda: self._make(authority, shuffle=shuffle))
         try:
-            # In a thread: it reads Hadoop's configuration and, where that wants names resolved, asks name servers.
+            # In a thread: it reads the configuration of Hadoop, and may have to ask name servers.
             client = within(f"{doing} {address.uri}", seconds, make)
         except ModelFileError:
             raise
@@ -102,13 +145,13 @@ class HdfsConnections:
 
     def _make(self, authority: str, *, shuffle: bool) -> Any:
         config = {
-            # To go through the NameNodes of a nameservice is left to hdfs-native, to try again is not: it takes minutes.
+            # hdfs-native goes through the NameNodes of a nameservice, but must not repeat that: it would take minutes.
             "dfs.client.failover.max.attempts": "4",
             "dfs.client.failover.sleep.base.millis": "10",
             "dfs.client.failover.sleep.max.millis": "200",
             "dfs.client.socket-timeout": str(max(1, round(self.settings.timeout_s * 1000))),
         }
-        if shuffle:  # the first one of a nameservice may be the one that does not answer
+        if shuffle:  # the first NameNode of a nameservice may be the one that does not answer
             config[f"dfs.client.failover.random.order.{authority}"] = "true"
         try:
             return hdfs_native.Client(f"hdfs://{authority}/", config)

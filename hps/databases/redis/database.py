@@ -11,12 +11,11 @@ import numpy as np
 from hps.background import BackgroundQueue
 from hps.databases.base import LoadRecord, SharedDatabase, TableStats
 from hps.databases.redis.catalog import Catalog
-from hps.databases.redis.connections import Credentials, tls_context
-from hps.databases.redis.dispatch import Dispatcher
-from hps.databases.redis.loads import Loads
-from hps.databases.redis.overflow import Overflow, OverflowRule, Policy
+from hps.databases.redis.connections import tls_context
+from hps.databases.redis.load_leases import LoadLeases
+from hps.databases.redis.nodes import RedisNodes, parse_addresses
+from hps.databases.redis.overflow import Overflow, Policy
 from hps.databases.redis.table import RedisTable
-from hps.databases.redis.topology import parse_addresses
 from hps.errors import ConfigError, DatabaseError, NotReadyError, UnknownTableError
 from hps.input_checks import check_fetch, check_keys, check_positive, check_rows
 from hps.metrics import Metrics
@@ -33,7 +32,7 @@ class RedisDatabase(SharedDatabase):
 
     Whether the address is of a server or of a cluster is found out by asking. Nothing waits longer than its timeout: a node
     that is dead, paused or slow fails the call. Connections are bounded; one that failed is never used again. See
-    `redis_layout.py` for the keys and `docs/redis.md` for what survives which failure.
+    `layout.py` for the keys and `docs/redis.md` for what survives which failure.
     """
 
     kind = "redis_cluster"
@@ -83,30 +82,28 @@ class RedisDatabase(SharedDatabase):
             DatabaseError: no node can be reached, or it refuses us.
         """
         _check_arguments(locals())
-        self._num_partitions = num_partitions
         self._batch = max_batch_size
-        self._dispatcher = Dispatcher(
+        self._nodes = RedisNodes(
             parse_addresses(address),
-            Credentials(user_name, password, tls, tls_server_name),
-            num_node_connections,
-            connect_timeout_s,
-            read_timeout_s,
-            timeout_s,
+            user_name=user_name,
+            password=password,
+            tls=tls,
+            tls_server_name=tls_server_name,
+            connections=num_node_connections,
+            connect_timeout_s=connect_timeout_s,
+            read_timeout_s=read_timeout_s,
+            timeout_s=timeout_s,
         )
+        self._warn_of_eviction(self._nodes.facts)
         target_rows = round(overflow_margin * overflow_resolution_target)
-        self._overflow = Overflow(self._dispatcher, OverflowRule(overflow_margin, target_rows, overflow_policy))
-        self._catalog = Catalog(self._dispatcher, num_partitions)
-        self._loads = Loads(self._dispatcher, self._catalog, lease_s)
+        self._overflow = Overflow(self._nodes, overflow_margin, target_rows, overflow_policy)
+        self._catalog = Catalog(self._nodes, num_partitions)
+        self._leases = LoadLeases(self._nodes, self._catalog, lease_s)
         self._tables: dict[str, RedisTable] = {}
         self._closed = False
         self._uses: BackgroundQueue | None = None
         self._uses_after = 0.0  # none are noted before this time
-        try:
-            self._warn_of_eviction(self._dispatcher.topology().facts)
-        except BaseException:
-            self._dispatcher.close()
-            raise
-        if self._overflow.rule.counts_uses:
+        if self._overflow.notes_uses:
             self._uses = BackgroundQueue("redis_uses", _USES_WAITING, 1, metrics or Metrics())
 
     @classmethod
@@ -131,18 +128,18 @@ class RedisDatabase(SharedDatabase):
     @property
     def clustered(self) -> bool:
         """Whether it is a cluster."""
-        return self._dispatcher.topology().clustered
+        return self._nodes.clustered
 
     @property
     def open_connections(self) -> int:
         """Connections to all nodes, in use or idle."""
-        return self._dispatcher.open_connections
+        return self._nodes.open_connections
 
     def open_table(self, tag: str, dim: int) -> None:
         self._check_open()
         check_positive(f"redis: opening table {tag}", "dim", dim)
         layout, marks = self._catalog.open(tag, dim)
-        self._tables[tag] = RedisTable(layout, marks, self._catalog, self._dispatcher, self._overflow, self._batch)
+        self._tables[tag] = RedisTable(layout, marks, self._catalog, self._nodes, self._overflow, self._batch)
 
     def fetch(self, tag: str, keys: KeyArray, out: FloatArray, found: BoolArray) -> int:
         table = self._table(tag)
@@ -188,16 +185,16 @@ class RedisDatabase(SharedDatabase):
         self._catalog.drop(tag)
 
     def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, afresh: bool = False) -> int | None:
-        return self._loads.claim(self._table(tag), fingerprint, rows, wait_s, afresh=afresh)
+        return self._leases.claim(self._table(tag), fingerprint, rows, wait_s, afresh=afresh)
 
     def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
         table = self._table(tag)
         check_rows(f"redis: loading into table {tag}", keys, vectors, table.layout.dim)
         table.insert(_plain(keys), np.asarray(vectors), same_marks=True)
-        self._loads.note(table, record.rows_done)
+        self._leases.renew(table, record.rows_done)
 
     def finish_load(self, tag: str) -> None:
-        self._loads.end(self._table(tag))
+        self._leases.end(self._table(tag))
 
     def close(self) -> None:
         if self._closed:
@@ -206,7 +203,7 @@ class RedisDatabase(SharedDatabase):
         if self._uses:
             self._uses.close()
         self._tables = {}
-        self._dispatcher.close()
+        self._nodes.close()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until noted uses are in Redis; False when that takes longer."""
@@ -221,9 +218,9 @@ class RedisDatabase(SharedDatabase):
             self._uses_after = time.monotonic() + _USES_PAUSE_S
             raise
 
-    def _warn_of_eviction(self, facts: dict[str, str]) -> None:
+    def _warn_of_eviction(self, facts: dict[str, Any]) -> None:
         policy = facts.get("maxmemory_policy", "")
-        if policy.startswith("allkeys") and facts.get("maxmemory") != "0":
+        if policy.startswith("allkeys") and facts.get("maxmemory") != 0:
             _log.warning(
                 "redis: maxmemory-policy is %s: when Redis is full it evicts whole partitions, whose keys are then taken for "
                 "absent; set it to noeviction, and bound the tables with overflow_margin",
@@ -249,8 +246,8 @@ def _plain(keys: KeyArray) -> KeyArray:
 
 def _check_arguments(given: dict[str, Any]) -> None:
     problems = [
-        f"{name}: got {given[name]!r}, wanted {wanted}"
-        for name, wanted, good in (
+        f"{name}: got {given[name]!r}, expected {expected}"
+        for name, expected, good in (
             ("num_partitions", "1 to 65536", 1 <= given["num_partitions"] <= 65536),
             ("num_node_connections", "at least 1", given["num_node_connections"] >= 1),
             ("max_batch_size", "at least 1", given["max_batch_size"] >= 1),

@@ -54,7 +54,7 @@ class IdleConnections(LifoQueue):  # type: ignore[type-arg]
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Take the connection that was used last, so that surplus ones stay unused."""
         try:
-            return super().get(block, max(0.0, time_left()) if timeout is None else max(0.0, min(timeout, time_left())))
+            return super().get(block, max(0.0, time_left()))
         except Empty:
             raise exceptions.TimeoutError(f"all {self.maxsize} connections stayed busy; raise num_node_connections") from None
 

@@ -20,7 +20,7 @@ from redis.cluster import ClusterNode, NodesManager
 from redis.connection import BlockingConnectionPool
 
 from hps.databases.redis.connections import BulkConnection, IdleConnections, until
-from hps.databases.redis.requests import Call, FetchRows, Request
+from hps.databases.redis.requests import Buffer, Call, FetchRows, Request
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError, NotReadyError
 
 _log = logging.getLogger(__name__)
@@ -317,9 +317,9 @@ class RedisNodes:
             while busy:
                 if self._closed:
                     raise DatabaseError("redis: this database was closed while the call was under way")
-                # First all nodes get work, then one reply of each is read; meanwhile the others go on.
-                while sum(lane.send() for lane in busy):
-                    pass
+                # First all nodes get work, then each is heard in turn; meanwhile the others go on.
+                for lane in busy:
+                    lane.send()
                 for lane in busy:
                     lane.receive()
                 busy = [lane for lane in busy if lane.busy]
@@ -363,10 +363,44 @@ class _Lane:
     def heard(self) -> bool:
         return self._replies.heard
 
-    def send(self) -> bool:
-        """Send one message, as far as the window has room; returns whether there was anything to send."""
-        buffer, at = self._connection.outgoing, 0
-        while self.fault is None and self._queue:
+    def send(self) -> None:
+        """Send as many requests as the window has room for."""
+        buffer = self._connection.outgoing
+        try:
+            while self.fault is None and (size := self._write_message(buffer)):
+                self._connection.send_packed_command([buffer.view[:size]])
+        except (exceptions.RedisError, DatabaseError) as error:
+            self.fault = error
+
+    def receive(self) -> None:
+        """Read replies: one if more is to be sent, else all. A refusal is kept with its request."""
+        try:
+            while self._sent and self.fault is None:
+                request = self._sent[0]
+                if request.asking:
+                    self._read(None)
+                try:
+                    self._read(request)
+                except exceptions.ResponseError as error:
+                    request.error = error
+                self._in_flight -= request.weight
+                self._sent.popleft()
+                if self._queue:
+                    return
+        except (exceptions.RedisError, DatabaseError) as error:
+            self.fault = error
+
+    def release(self, *, keep: bool) -> None:
+        """Give the connection back; it is closed unless it is to be kept and every reply on it has been read."""
+        if not keep or self.fault is not None or self._queue or self._sent:
+            self._connection.disconnect()
+        self._connection.shrink()
+        self.node.redis_connection.connection_pool.release(self._connection)
+
+    def _write_message(self, buffer: Buffer) -> int:
+        """Write the requests of the next message; returns its size, which is 0 where the window or the queue ends."""
+        at = 0
+        while self._queue:
             request = self._queue[0]
             full = self._in_flight and self._in_flight + request.weight > _WINDOW
             if full or (at and at + request.size > _MESSAGE_BYTES):
@@ -378,36 +412,7 @@ class _Lane:
             at = request.write(buffer, at)
             self._in_flight += request.weight
             self._sent.append(self._queue.popleft())
-        if at:
-            try:
-                self._connection.send_packed_command([buffer.view[:at]])
-            except (exceptions.RedisError, DatabaseError) as error:
-                self.fault = error
-        return at > 0 and self.fault is None
-
-    def receive(self) -> None:
-        """Read one reply; what is wrong with it is kept."""
-        if self.fault is not None or not self._sent:
-            return
-        request = self._sent[0]
-        try:
-            if request.asking:
-                self._read(None)
-            self._read(request)
-        except exceptions.ResponseError as error:
-            request.error = error
-        except (exceptions.RedisError, DatabaseError) as error:
-            self.fault = error
-            return
-        self._in_flight -= request.weight
-        self._sent.popleft()
-
-    def release(self, *, keep: bool) -> None:
-        """Give the connection back; it is closed unless it is to be kept and every reply on it has been read."""
-        if not keep or self.fault is not None or self._queue or self._sent:
-            self._connection.disconnect()
-        self._connection.shrink()
-        self.node.redis_connection.connection_pool.release(self._connection)
+        return at
 
     def _read(self, request: Request | None) -> None:
         self._replies.rows = request if isinstance(request, FetchRows) else None

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hps.databases.redis.database import RedisDatabase
-from hps.errors import ConfigError, DatabaseError
+from hps.errors import DatabaseError
 from tests.contracts.database_contract import distinct_keys, fetched, vectors_of
 from tests.hash_map_inspection import mixed
 from tests.redis_server import RedisServer
@@ -223,20 +223,3 @@ def test_uses_that_do_not_fit_into_a_full_redis_are_an_error(opened, client):
             put(database, keys_of_partition(1, 10))
     finally:
         client.config_set("maxmemory", "0")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("num_partitions", 0),
-        ("num_node_connections", 0),
-        ("max_batch_size", 0),
-        ("overflow_margin", 0),
-        ("overflow_policy", "evict_all"),
-        ("overflow_resolution_target", 1.5),
-        ("timeout_s", 0),
-    ],
-)
-def test_settings_out_of_range_are_refused(name, value):
-    with pytest.raises(ConfigError, match=name):
-        RedisDatabase("127.0.0.1:1", **{name: value})

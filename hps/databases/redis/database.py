@@ -4,7 +4,7 @@ import logging
 import ssl
 import time
 from collections.abc import Iterator
-from typing import Any, Final, Self, get_args
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from hps.databases.redis.load_leases import LoadLeases
 from hps.databases.redis.nodes import RedisNodes, parse_addresses
 from hps.databases.redis.overflow import Overflow, Policy
 from hps.databases.redis.table import RedisTable
-from hps.errors import ConfigError, DatabaseError, NotReadyError, UnknownTableError
+from hps.errors import DatabaseError, NotReadyError, UnknownTableError
 from hps.input_checks import check_fetch, check_keys, check_positive, check_rows
 from hps.metrics import Metrics
 from hps.types import BoolArray, FloatArray, KeyArray
@@ -78,10 +78,8 @@ class RedisDatabase(SharedDatabase):
             metrics: where dropped notes of uses are counted.
 
         Raises:
-            ConfigError: an argument is out of range.
             DatabaseError: no node can be reached, or it refuses us.
         """
-        _check_arguments(locals())
         self._batch = max_batch_size
         self._nodes = RedisNodes(
             parse_addresses(address),
@@ -242,24 +240,3 @@ class RedisDatabase(SharedDatabase):
 def _plain(keys: KeyArray) -> KeyArray:
     """Keys as kernels take them: of no subclass, and aligned."""
     return np.require(np.asarray(keys), requirements=["C", "A"])
-
-
-def _check_arguments(given: dict[str, Any]) -> None:
-    problems = [
-        f"{name}: got {given[name]!r}, expected {expected}"
-        for name, expected, good in (
-            ("num_partitions", "1 to 65536", 1 <= given["num_partitions"] <= 65536),
-            ("num_node_connections", "at least 1", given["num_node_connections"] >= 1),
-            ("max_batch_size", "at least 1", given["max_batch_size"] >= 1),
-            ("overflow_margin", "1 to 2^64 - 1", 1 <= given["overflow_margin"] <= _UNBOUNDED),
-            ("overflow_policy", f"one of {get_args(Policy)}", given["overflow_policy"] in get_args(Policy)),
-            ("overflow_resolution_target", "0 to 1", 0 <= given["overflow_resolution_target"] <= 1),
-            *(
-                (name, "more than 0", given[name] > 0)
-                for name in ("connect_timeout_s", "read_timeout_s", "timeout_s", "lease_s")
-            ),
-        )
-        if not good
-    ]
-    if problems:
-        raise ConfigError("volatile_db", problems)

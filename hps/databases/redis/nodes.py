@@ -19,7 +19,7 @@ from redis import Redis, exceptions
 from redis.cluster import ClusterNode, NodesManager
 from redis.connection import BlockingConnectionPool
 
-from hps.databases.redis.connections import BulkConnection, IdleConnections, until
+from hps.databases.redis.connections import BulkConnection, IdleConnections, time_left, until
 from hps.databases.redis.requests import Buffer, Call, FetchRows, Request
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError, NotReadyError
 
@@ -33,6 +33,8 @@ _MESSAGE_BYTES: Final = 64 << 10  # small requests go out together
 _ROUNDS: Final = 16  # of redirections, as many as a slot that is being moved may cause
 _PAUSE_S: Final = 0.01
 _LEAST_REFRESH_S: Final = 0.1  # between two looks at a cluster that is in disorder
+_NO_CLUSTER: Final = (exceptions.RedisError, exceptions.RedisClusterException, IndexError)
+"""What redis-py raises where the nodes of a cluster do not answer, or none serves a slot."""
 _ADVICE: Final = {
     "NOAUTH": "it expects a password: set user_name and password, or HPS_REDIS_PASSWORD",
     "WRONGPASS": "user_name or password is wrong",
@@ -121,7 +123,7 @@ class RedisNodes:
         self._stale = False
         self._closed = False
         with until(time.monotonic() + timeout_s):
-            self._discover(time.monotonic() + timeout_s)
+            self._discover()
 
     @property
     def clustered(self) -> bool:
@@ -155,17 +157,16 @@ class RedisNodes:
         """
         deadline = time.monotonic() + self.timeout_s if deadline is None else deadline
         with until(deadline):
-            self._refresh(deadline)
+            self._refresh()
             at: dict[ClusterNode, list[Request]] = {}
             for request in requests:
                 at.setdefault(self._node_of(request.slot), []).append(request)
-            self._run(at, deadline)
+            self._run(at)
 
     def run_at(self, requests: Mapping[ClusterNode, Request]) -> None:
         """Run one request on each of several nodes; raises as `run` does."""
-        deadline = time.monotonic() + self.timeout_s
-        with until(deadline):
-            self._run({node: [request] for node, request in requests.items()}, deadline)
+        with until(time.monotonic() + self.timeout_s):
+            self._run({node: [request] for node, request in requests.items()})
 
     def close(self) -> None:
         """Close every connection. Calls on other threads fail."""
@@ -183,22 +184,21 @@ class RedisNodes:
 
     # Which node serves what.
 
-    def _discover(self, deadline: float) -> None:
+    def _discover(self) -> None:
         """Ask the nodes that the configuration names, until one says how things are."""
         failures: list[str] = []
         replica: ClusterNode | None = None
         for tried, seed in enumerate(self._seeds):
-            now = time.monotonic()
-            share = (deadline - now) / (len(self._seeds) - tried)  # so that one silent node leaves time for the others
+            share_s = time_left() / (len(self._seeds) - tried)  # so that one silent node leaves time for the others
             try:
-                with until(now + share):
+                with until(time.monotonic() + share_s):
                     facts = seed.redis_connection.info()
             except (exceptions.RedisError, DatabaseError) as error:
                 failures.append(str(_database_error(seed, error)))
                 continue
             self.facts = facts
             if facts.get("cluster_enabled"):
-                self._cluster = _cluster_of([seed, *self._seeds], self._settings)
+                self._cluster = self._find_cluster()
                 return
             if facts.get("role") != "slave":
                 self._server = seed
@@ -208,7 +208,13 @@ class RedisNodes:
             raise DatabaseError(f"redis: none of {len(self._seeds)} nodes could be asked: " + " | ".join(failures))
         self._server = replica
 
-    def _refresh(self, deadline: float) -> None:
+    def _find_cluster(self) -> NodesManager:
+        try:
+            return NodesManager(self._seeds, from_url=True, connection_pool_class=BlockingConnectionPool, **self._settings)
+        except _NO_CLUSTER as error:
+            raise DatabaseError(f"redis: no node says who serves which hash slot ({error}); see CLUSTER SLOTS") from error
+
+    def _refresh(self) -> None:
         """Ask again which nodes there are where something was found wrong, and no other thread does; the old ones serve on."""
         if self._closed:
             raise NotReadyError("redis: this database is closed; open another")
@@ -218,13 +224,14 @@ class RedisNodes:
             return
         try:
             self._stale = False  # what is found wrong from now on is looked at again
-            half = (time.monotonic() + deadline) / 2  # the other half is for the call itself
-            with until(half):
-                if self._cluster:
-                    _initialize(self._cluster, self._addresses, self._failed)
+            with until(time.monotonic() + time_left() / 2):  # the other half is for the call itself
+                if self._cluster:  # the nodes that are known are asked first, and then those of the configuration
+                    self._cluster.initialize(
+                        self._addresses, disconnect_startup_nodes_pools=False, last_failed_node_name=self._failed
+                    )
                 else:
-                    self._discover(half)
-        except (exceptions.RedisError, DatabaseError) as error:
+                    self._discover()
+        except (*_NO_CLUSTER, DatabaseError) as error:
             self._stale = True
             _log.warning("%s; the nodes known before are asked", error)
         finally:
@@ -240,11 +247,11 @@ class RedisNodes:
     def _node_of(self, slot: int) -> ClusterNode:
         if self._cluster is None:
             return self._server
-        try:
-            return self._cluster.get_node_from_slot(slot)
-        except exceptions.SlotNotCoveredError as error:
+        serving = self._cluster.slots_cache.get(slot)  # the master, and its replicas
+        if not serving:
             self._doubt(self._seeds[0])
-            raise DatabaseError(f"redis: no node of the cluster serves hash slot {slot}; see CLUSTER SLOTS") from error
+            raise DatabaseError(f"redis: no node of the cluster serves hash slot {slot}; see CLUSTER SLOTS")
+        return serving[0]
 
     def _redirected(self, cluster: NodesManager, node: ClusterNode, error: exceptions.AskError) -> ClusterNode:
         """The node that a MOVED or an ASK of `node` names; it may be one that serves no slot yet."""
@@ -258,11 +265,11 @@ class RedisNodes:
 
     # Requests and replies.
 
-    def _run(self, at: dict[ClusterNode, list[Request]], deadline: float) -> None:
+    def _run(self, at: dict[ClusterNode, list[Request]]) -> None:
         retried: set[str] = set()
         for rounds in range(_ROUNDS):
             if rounds > 2:  # a slot is being moved, or the nodes do not agree yet
-                time.sleep(min(_PAUSE_S * rounds, max(0.0, deadline - time.monotonic())))
+                time.sleep(min(_PAUSE_S * rounds, max(0.0, time_left())))
             again: dict[ClusterNode, list[Request]] = {}
             failures: list[Exception] = []
             for lane in self._exchange(at, failures):
@@ -420,22 +427,6 @@ class _Lane:
         reply = self._connection.read_response()
         if request is not None:
             request.reply = reply
-
-
-def _cluster_of(seeds: list[ClusterNode], settings: dict[str, Any]) -> NodesManager:
-    """What redis-py knows of the cluster that the first seed belongs to."""
-    try:
-        return NodesManager(seeds, from_url=True, connection_pool_class=BlockingConnectionPool, **settings)
-    except (exceptions.RedisClusterException, IndexError) as error:
-        raise DatabaseError(f"redis: the nodes of the cluster cannot be found out ({error}); see CLUSTER SLOTS") from error
-
-
-def _initialize(cluster: NodesManager, addresses: list[tuple[str, int]], failed: str | None) -> None:
-    """Ask the nodes that are known, and then those of the configuration, which nodes serve which slots."""
-    try:
-        cluster.initialize(addresses, disconnect_startup_nodes_pools=False, last_failed_node_name=failed)
-    except (exceptions.RedisClusterException, IndexError) as error:
-        raise DatabaseError(f"redis: the nodes of the cluster cannot be found out ({error})") from error
 
 
 def _database_error(node: ClusterNode, error: Exception | None) -> DatabaseError:

@@ -29,8 +29,6 @@ _COUNT_BYTES: Final = 16  # of a request's first line
 class Buffer:
     """Bytes to send or bytes that arrived, for kernels and sockets. *One per connection.*"""
 
-    __slots__ = ("array", "bytes", "view")
-
     def __init__(self, size: int) -> None:
         self.bytes = bytearray(size)
         self.view = memoryview(self.bytes)
@@ -56,8 +54,6 @@ class Request(ABC):
         error: the error that Redis replied, or None.
     """
 
-    __slots__ = ("asking", "error", "reply", "size", "slot", "weight")
-
     def __init__(self, slot: int, size: int, weight: int = 0) -> None:
         self.slot = slot
         self.size = size
@@ -73,8 +69,6 @@ class Request(ABC):
 
 class Call(Request):
     """A command of a few words. Its reply is what redis-py's parser makes of it: bytes, int, None or a list of these."""
-
-    __slots__ = ("_packed",)
 
     def __init__(self, slot: int, *words: str | bytes | int) -> None:
         self._packed: bytes = pack_command(words)  # type: ignore[arg-type]
@@ -97,8 +91,6 @@ class _Fields(Request):
         value_bytes: what the value of one key takes in the request, frame included; 0 where it has none.
         reply_bytes: what the reply takes for one key, at most.
     """
-
-    __slots__ = ("_keys", "_order", "_start")
 
     def __init__(
         self, slot: int, words: tuple[Any, ...], keys: KeyArray, order: IndexArray, value_bytes: int = 0, reply_bytes: int = 0
@@ -127,8 +119,6 @@ class SendKeys(_Fields):
         value: of every key; empty where keys have none. The others are those of `_Fields`.
     """
 
-    __slots__ = ("_value",)
-
     def __init__(self, slot: int, words: tuple[Any, ...], keys: KeyArray, order: IndexArray, value: bytes = b"") -> None:
         framed = b"$%d\r\n%b\r\n" % (len(value), value) if value else b""
         self._value: Bytes = np.frombuffer(framed, np.uint8)
@@ -147,8 +137,6 @@ class StoreRows(_Fields):
         header: what precedes a vector in requests and replies.
         rows: (n, 4 dim) uint8. The others are those of `_Fields`.
     """
-
-    __slots__ = ("_header", "_rows")
 
     def __init__(self, slot: int, key: bytes, keys: KeyArray, order: IndexArray, header: Bytes, rows: Bytes) -> None:
         self._header = header
@@ -172,8 +160,6 @@ class FetchRows(_Fields):
     Attributes:
         count: how many keys are asked for.
     """
-
-    __slots__ = ("_found", "_header", "_out", "_state", "count")
 
     def __init__(
         self, slot: int, key: bytes, keys: KeyArray, order: IndexArray, header: Bytes, out: Bytes, found: BoolArray

@@ -22,8 +22,8 @@ from redis.cluster import ClusterNode, RedisCluster
 
 from benchmarks.harness import Report
 from hps.databases.base import LoadRecord
-from hps.databases.redis.database import RedisDatabase
 from hps.databases.redis.codec import group_by_partition
+from hps.databases.redis.database import RedisDatabase
 from hps.databases.redis.layout import Partition, RedisLayout
 from hps.databases.redis.nodes import parse_addresses
 from hps.databases.redis.requests import Buffer, FetchRows, Request, StoreRows

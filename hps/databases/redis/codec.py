@@ -8,16 +8,14 @@ The kernel that reads it never waits for the size that it expects: it reads what
 passes, and says how far it got.
 """
 
-from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from numba import boolean, int64, uint8, uint64
-from numba import njit as _untyped_njit
-from numba import types as _untyped_types
+from numba import boolean, int64, njit, uint8, uint64, void
 
 from hps.hashing import mix
+from hps.numba_kernels import kernel, read_only
 from hps.types import BoolArray, KeyArray
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -36,29 +34,14 @@ _NO_NUMBER: Final = -2
 _LEAST_PLACES: Final = 1024
 _CR, _LF, _DOLLAR, _STAR, _MINUS, _ZERO, _EIGHT, _NINE = (np.uint8(ord(c)) for c in "\r\n$*-089")
 
-types: Any = _untyped_types
-njit: Any = _untyped_njit
-
-# Types of the kernels' arguments. A kernel that only reads an array also takes a read-only one.
-_READ: Any = types.Array(uint8, 1, "C", readonly=True)
-_WRITTEN: Any = types.Array(uint8, 1, "C")
-_READ_ROWS: Any = types.Array(uint8, 2, "C", readonly=True)
-_WRITTEN_ROWS: Any = types.Array(uint8, 2, "C")
-_KEYS: Any = types.Array(int64, 1, "C", readonly=True)
-_INTEGERS: Any = types.Array(int64, 1, "C")
-_FLAGS: Any = types.Array(boolean, 1, "C")
-_READ_FLAGS: Any = types.Array(boolean, 1, "C", readonly=True)
+_BYTES: Any = uint8[::1]
+_READ: Any = read_only(_BYTES)
+_KEYS: Any = read_only(int64[::1])
+_ROWS: Any = uint8[:, ::1]
+_FLAGS: Any = boolean[::1]
 
 
-def kernel(returns: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compile for one signature when imported, so that no lookup waits for a compiler; runs without the GIL."""
-    compiler: Callable[[Callable[..., Any]], Callable[..., Any]] = njit(
-        [returns(*arguments)], nogil=True, cache=True, error_model="numpy"
-    )
-    return compiler
-
-
-@kernel(types.void, _KEYS, _READ_FLAGS, uint64, _INTEGERS, _INTEGERS)
+@kernel(void, _KEYS, read_only(_FLAGS), uint64, int64[::1], int64[::1])
 def group_by_partition(keys, found, partitions, order, offsets):  # type: ignore[no-untyped-def]
     """List the positions of the keys that are not `found` by partition; within a partition they keep their order.
 
@@ -84,7 +67,7 @@ def group_by_partition(keys, found, partitions, order, offsets):  # type: ignore
             place[part[i]] += 1
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def _put_field(key, buffer, at):  # type: ignore[no-untyped-def]
     buffer[at] = _DOLLAR
     buffer[at + np.uint64(1)] = _EIGHT
@@ -97,7 +80,7 @@ def _put_field(key, buffer, at):  # type: ignore[no-untyped-def]
     buffer[at + np.uint64(13)] = _LF
 
 
-@kernel(int64, _KEYS, _KEYS, _READ, _WRITTEN, int64)
+@kernel(int64, _KEYS, _KEYS, _READ, _BYTES, int64)
 def write_fields(keys, order, after, buffer, at):  # type: ignore[no-untyped-def]
     """Write each of `keys[order]` as a field, and constant bytes after it; returns where it stopped."""
     after_size, start = np.uint64(after.size), np.uint64(at)
@@ -110,7 +93,7 @@ def write_fields(keys, order, after, buffer, at):  # type: ignore[no-untyped-def
     return np.int64(start)
 
 
-@kernel(int64, _KEYS, _KEYS, _READ, _READ_ROWS, _WRITTEN, int64)
+@kernel(int64, _KEYS, _KEYS, _READ, read_only(_ROWS), _BYTES, int64)
 def write_rows(keys, order, header, rows, buffer, at):  # type: ignore[no-untyped-def]
     """Write each of `keys[order]` as a field and the bytes of its row as its value; returns where it stopped."""
     # Indices are unsigned, because for a signed one numba tests whether it counts from the end, and then copies byte by byte.
@@ -131,7 +114,7 @@ def write_rows(keys, order, header, rows, buffer, at):  # type: ignore[no-untype
     return np.int64(start)
 
 
-@njit(inline="always", cache=True)
+@njit(inline="always")
 def _number(buffer, at, end):  # type: ignore[no-untyped-def]
     """Read the number of a header line that starts at `at`; returns it and the position after its line.
 
@@ -159,7 +142,7 @@ def _number(buffer, at, end):  # type: ignore[no-untyped-def]
     return 0, _INCOMPLETE if digits <= 19 else _NO_NUMBER
 
 
-@njit(nogil=True, cache=True)
+@njit
 def _miss(buffer, at, end, header_size, width, state):  # type: ignore[no-untyped-def]
     """Pass over a miss. Returns -1 where there is none: the row has not wholly arrived, or `state` says what is wrong."""
     if at >= end:
@@ -182,7 +165,7 @@ def _miss(buffer, at, end, header_size, width, state):  # type: ignore[no-untype
     return -1
 
 
-@kernel(int64, _READ, int64, int64, _INTEGERS, _KEYS, _READ, _WRITTEN_ROWS, _FLAGS)
+@kernel(int64, _READ, int64, int64, int64[::1], _KEYS, _READ, _ROWS, _FLAGS)
 def read_rows(buffer, at, end, state, order, header, out, found):  # type: ignore[no-untyped-def]
     """Read what has arrived of a reply to HMGET into the rows that asked for it.
 
@@ -240,7 +223,7 @@ def read_rows(buffer, at, end, state, order, header, out, found):  # type: ignor
     return np.int64(start)
 
 
-@kernel(int64, _KEYS, _INTEGERS, _FLAGS, _FLAGS)
+@kernel(int64, _KEYS, int64[::1], _FLAGS, _FLAGS)
 def _add_keys(keys, places, taken, new):  # type: ignore[no-untyped-def]
     mask = np.uint64(places.size - 1)
     added = 0

@@ -216,8 +216,6 @@ class RedisNodes:
 
     def _refresh(self) -> None:
         """Ask again which nodes there are where something was found wrong, and no other thread does; the old ones serve on."""
-        if self._closed:
-            raise NotReadyError("redis: this database is closed; open another")
         if not self._stale or time.monotonic() < self._refreshed_at + _LEAST_REFRESH_S:
             return
         if not self._refreshing.acquire(blocking=False):
@@ -266,6 +264,8 @@ class RedisNodes:
     # Requests and replies.
 
     def _run(self, at: dict[ClusterNode, list[Request]]) -> None:
+        if self._closed:
+            raise NotReadyError("redis: this database is closed; open another")
         retried: set[str] = set()
         for rounds in range(_ROUNDS):
             if rounds > 2:  # a slot is being moved, or the nodes do not agree yet

@@ -12,27 +12,28 @@ client and servers share the processor with each other here.
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import redis
-from numba import njit
 from redis.cluster import ClusterNode, RedisCluster
 
 from benchmarks.harness import Report
 from hps.databases.base import LoadRecord
+from hps.databases.redis.codec import group_by_partition
 from hps.databases.redis.database import RedisDatabase
-from hps.databases.redis.layout import Layout
-from hps.databases.redis.topology import parse_addresses
-from hps.hashing import mix
-from hps.types import FloatArray, KeyArray
+from hps.databases.redis.layout import Partition, RedisLayout
+from hps.databases.redis.nodes import parse_addresses
+from hps.databases.redis.requests import Buffer, FetchRows, Request, StoreRows
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 from tests.redis_server import RedisClusterServers, RedisServer
 
 _TAG = "hps_et.bench.table"
 _PARTITIONS = 16
 _CHUNK = 4096
+_WINDOW = 2 << 20
 _LOAD_ROWS = 65_536
 Contestant = Callable[[int], object]
 
@@ -104,9 +105,8 @@ def _fetching(
     raw = None
     if len(servers) == 1:
         raw = _RawSocket(servers[0], dim)
-        requests = [raw.fetch_requests(asked[i]) for i in range(rounds)]
-        replies = [_reply_bytes(requests[i], int((~absent[i]).sum()), dim) for i in range(rounds)]
-        contestants["socket"] = lambda i: raw.exchange(requests[i], replies[i])
+        requests = [raw.fetch_requests(asked[i], absent[i]) for i in range(rounds)]
+        contestants["socket"] = lambda i: raw.exchange(requests[i])
     figures = _take_turns(contestants, rounds, batch, "keys")
     report.add({"work": "fetch", "servers": len(servers), "dim": dim, "batch": batch, "hit_rate": hit_rate}, figures)
     if raw:
@@ -141,7 +141,7 @@ def _loading(
     if len(servers) == 1:
         raw = _RawSocket(servers[0], dim)
         requests = raw.insert_requests(keys[:count], vectors[:count])
-        contestants["socket"] = lambda i: raw.exchange(requests, [6] * len(requests))
+        contestants["socket"] = lambda i: raw.exchange(requests)
 
     def empty() -> None:
         database.drop_table(_TAG)
@@ -180,65 +180,50 @@ def _take_turns(
     return figures
 
 
-def _reply_bytes(requests: list[tuple[bytes, int]], hits: int, dim: int) -> list[int]:
-    rows = sum(count for _, count in requests)
-    frames = sum(len(b"*%d\r\n" % count) for _, count in requests)
-    total = frames + hits * (len(b"$%d\r\n" % (4 * dim)) + 4 * dim + 2) + (rows - hits) * 5
-    return [0] * (len(requests) - 1) + [total]  # only the sum is known beforehand
-
-
 class _RawSocket:
-    """Sends prepared requests, at most two chunks ahead, and counts the bytes that come back."""
+    """Sends the bytes of prepared requests, about as far ahead as a database does, and counts the bytes that come back."""
 
     def __init__(self, server: RedisServer, dim: int) -> None:
-        self._layout = Layout.of(_TAG, dim, _PARTITIONS)
+        self._layout = RedisLayout.of(_TAG, dim, _PARTITIONS)
         self._socket = socket.create_connection(("127.0.0.1", server.port), 10)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._buffer = memoryview(bytearray(1 << 20))
 
-    def fetch_requests(self, keys: KeyArray) -> list[tuple[bytes, int]]:
+    def fetch_requests(self, keys: KeyArray, absent: BoolArray) -> list[tuple[bytes, int]]:
+        """Requests, each with the size of its reply."""
+        header, width = self._layout.header, 4 * self._layout.dim
+        out, found = np.empty((keys.size, width), np.uint8), np.empty(keys.size, np.bool_)
+        requests = []
+        for partition, piece in self._pieces(keys):
+            request = FetchRows(partition.slot, partition.values, keys, piece, header, out, found)
+            misses = int(absent[piece].sum())
+            reply = len(b"*%d\r\n" % piece.size) + 5 * misses + (header.size + width + 2) * (piece.size - misses)
+            requests.append((_bytes_of(request), reply))
+        return requests
+
+    def insert_requests(self, keys: KeyArray, vectors: FloatArray) -> list[tuple[bytes, int]]:
+        """Requests, each with the size of its reply, into an empty table."""
+        rows = vectors.view(np.uint8)
         return [
-            (b"*%d\r\n%b" % (piece.size + 2, partition.get_values) + _fields(keys[piece]).tobytes(), piece.size)
+            (
+                _bytes_of(StoreRows(partition.slot, partition.values, keys, piece, self._layout.header, rows)),
+                len(b":%d\r\n" % piece.size),
+            )
             for partition, piece in self._pieces(keys)
         ]
 
-    def insert_requests(self, keys: KeyArray, vectors: FloatArray) -> list[tuple[bytes, int]]:
-        requests = []
-        for partition, piece in self._pieces(keys):
-            values = vectors[piece].view(np.uint8)
-            head = np.frombuffer(b"$%d\r\n" % values.shape[1], np.uint8)
-            tail = np.frombuffer(b"\r\n", np.uint8)
-            rows = [_fields(keys[piece]), np.tile(head, (piece.size, 1)), values, np.tile(tail, (piece.size, 1))]
-            body = np.hstack(rows).tobytes()
-            requests.append((b"*%d\r\n%b" % (2 * piece.size + 2, partition.set_values) + body, piece.size))
-        return requests
-
-    def exchange(self, requests: list[tuple[bytes, int]], replies: list[int]) -> None:
-        """Send and receive; where a reply's size is 0 it comes with a later one."""
-        if len({size for size in replies if size}) <= 1 and replies[0]:  # numbers: one line each
-            self._lines(requests)
-            return
-        left = replies[-1]
-        ahead = max(1, 2 * _CHUNK // max(1, requests[0][1]))
-        per_request = left // len(requests)
-        for i, (data, _) in enumerate(requests):
+    def exchange(self, requests: list[tuple[bytes, int]]) -> None:
+        owed = 0
+        for data, reply in requests:
             self._socket.sendall(data)
-            owed = (len(requests) - 1 - i + ahead) * per_request if i < len(requests) - 1 else 0
-            while left > max(owed, 0):
-                left -= self._socket.recv_into(self._buffer)
+            owed += reply
+            while owed > _WINDOW:
+                owed -= self._socket.recv_into(self._buffer)
+        while owed:
+            owed -= self._socket.recv_into(self._buffer)
 
-    def _lines(self, requests: list[tuple[bytes, int]]) -> None:
-        answered = 0
-        for i, (data, _) in enumerate(requests):
-            self._socket.sendall(data)
-            while answered < (i if i < len(requests) - 1 else len(requests)):
-                count = self._socket.recv_into(self._buffer)
-                answered += bytes(self._buffer[:count]).count(b"\n")
-
-    def _pieces(self, keys: KeyArray):  # type: ignore[no-untyped-def]
-        parts = _partition_of(keys, _PARTITIONS)
-        for partition in self._layout.partitions:
-            places = np.flatnonzero(parts == partition.index)
+    def _pieces(self, keys: KeyArray) -> Iterator[tuple[Partition, IndexArray]]:
+        for partition, places in zip(self._layout.partitions, _places(keys), strict=True):
             for start in range(0, places.size, _CHUNK):
                 yield partition, places[start : start + _CHUNK]
 
@@ -246,20 +231,16 @@ class _RawSocket:
         self._socket.close()
 
 
-@njit
-def _partition_of(keys, partitions):  # type: ignore[no-untyped-def]
-    parts = np.empty(keys.size, np.int64)
-    for i in range(keys.size):
-        parts[i] = mix(keys[i]) % np.uint64(partitions)
-    return parts
+def _places(keys: KeyArray) -> list[IndexArray]:
+    """The positions of the keys of each partition."""
+    order, offsets = np.empty(keys.size, np.int64), np.empty(_PARTITIONS + 1, np.int64)
+    group_by_partition(keys, np.zeros(keys.size, np.bool_), np.uint64(_PARTITIONS), order, offsets)
+    return np.split(order, offsets[1:-1])
 
 
-def _fields(keys: KeyArray) -> np.ndarray:
-    records = np.empty((keys.size, 14), np.uint8)
-    records[:, :4] = np.frombuffer(b"$8\r\n", np.uint8)
-    records[:, 4:12] = keys.view(np.uint8).reshape(-1, 8)
-    records[:, 12:] = np.frombuffer(b"\r\n", np.uint8)
-    return records
+def _bytes_of(request: Request) -> bytes:
+    buffer = Buffer(request.size)
+    return bytes(buffer.view[: request.write(buffer, 0)])
 
 
 class _Peer:
@@ -267,22 +248,19 @@ class _Peer:
 
     def __init__(self, seed: tuple[str, int], clustered: bool, dim: int) -> None:
         self._dim = dim
-        self._layout = Layout.of(_TAG, dim, _PARTITIONS)
+        self._layout = RedisLayout.of(_TAG, dim, _PARTITIONS)
         if clustered:
             self._client = RedisCluster(startup_nodes=[ClusterNode(*seed)], protocol=2)
         else:
             self._client = redis.Redis(*seed, protocol=2)
 
     def fetch(self, keys: KeyArray) -> tuple[FloatArray, np.ndarray]:
-        parts = _partition_of(keys, _PARTITIONS)
+        places = _places(keys)
         pipeline = (
             self._client.pipeline(transaction=False) if isinstance(self._client, redis.Redis) else self._client.pipeline()
         )
-        places = []
-        for partition in self._layout.partitions:
-            place = np.flatnonzero(parts == partition.index)
+        for partition, place in zip(self._layout.partitions, places, strict=True):
             raw = keys[place].tobytes()
-            places.append(place)
             pipeline.execute_command("HMGET", partition.values, *(raw[i : i + 8] for i in range(0, len(raw), 8)))
         out = np.zeros((keys.size, self._dim), np.float32)
         found = np.zeros(keys.size, np.bool_)
@@ -296,10 +274,8 @@ class _Peer:
         return out, found
 
     def insert(self, keys: KeyArray, vectors: FloatArray) -> None:
-        parts = _partition_of(keys, _PARTITIONS)
         width = 4 * self._dim
-        for partition in self._layout.partitions:
-            place = np.flatnonzero(parts == partition.index)
+        for partition, place in zip(self._layout.partitions, _places(keys), strict=True):
             fields, values = keys[place].tobytes(), vectors[place].tobytes()
             mapping = {fields[8 * i : 8 * i + 8]: values[width * i : width * (i + 1)] for i in range(place.size)}
             self._client.hset(partition.values, mapping=mapping)

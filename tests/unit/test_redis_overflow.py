@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hps.databases.redis.database import RedisDatabase
-from hps.errors import ConfigError
+from hps.errors import DatabaseError
 from tests.contracts.database_contract import distinct_keys, fetched, vectors_of
 from tests.hash_map_inspection import mixed
 from tests.redis_server import RedisServer
@@ -215,18 +215,11 @@ def test_margins_hold_beside_other_writers(opened, client, policy):
     np.testing.assert_array_equal(out[found], vectors_of(keys, DIM)[found])
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("num_partitions", 0),
-        ("num_node_connections", 0),
-        ("max_batch_size", 0),
-        ("overflow_margin", 0),
-        ("overflow_policy", "evict_all"),
-        ("overflow_resolution_target", 1.5),
-        ("timeout_s", 0),
-    ],
-)
-def test_settings_out_of_range_are_refused(name, value):
-    with pytest.raises(ConfigError, match=name):
-        RedisDatabase("127.0.0.1:1", **{name: value})
+def test_uses_that_do_not_fit_into_a_full_redis_are_an_error(opened, client):
+    database = opened("evict_least_used")
+    client.config_set("maxmemory", "1")
+    try:
+        with pytest.raises(DatabaseError, match=r"OOM.*maxmemory"):
+            put(database, keys_of_partition(1, 10))
+    finally:
+        client.config_set("maxmemory", "0")

@@ -1,204 +1,282 @@
-"""Connections to Redis nodes: opened with TLS and a password within a deadline, kept in a bounded pool a node."""
+"""redis-py's connections to one node, with a parser that reads bulk replies and with a deadline for the whole call."""
 
 import os
+import select
 import socket
 import ssl
 import threading
 import time
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple
+from queue import Empty, LifoQueue
+from typing import Any, Final
+from weakref import WeakValueDictionary
 
-from hps.databases.redis.commands import Buffer
-from hps.errors import ConfigError, DatabaseError, DatabaseTimeoutError
+import hiredis
+from redis import exceptions
+from redis.connection import Connection, DefaultParser
+
+from hps.databases.redis.requests import Buffer, FetchRows
+from hps.errors import ConfigError, DatabaseError
 
 _RECEIVE_BYTES: Final = 256 << 10
 _SEND_BYTES: Final = 256 << 10
-_KEPT_BYTES: Final = 4 << 20  # a larger buffer, of a rare large reply or vector, is let go after the call
+_KEPT_BYTES: Final = 4 << 20  # a larger buffer, of a rare large reply or vector, is released after the call
+_LEAST_S: Final = 0.001  # a timeout of 0 would mean a socket that does not block
+_MINUS: Final = ord("-")
+_MORE: Final = object()  # the reply has not wholly arrived
+
+_call = threading.local()
 
 
-class Node(NamedTuple):
-    """Where a Redis process listens."""
+@contextmanager
+def until(deadline: float) -> Iterator[None]:
+    """Let everything that this thread does with connections end at a deadline, on the monotonic clock, or before."""
+    outer = getattr(_call, "deadline", float("inf"))
+    _call.deadline = min(deadline, outer)
+    try:
+        yield
+    finally:
+        _call.deadline = outer
 
-    host: str
-    port: int
 
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+def time_left() -> float:
+    """Seconds until the deadline of this thread's call."""
+    deadline: float = getattr(_call, "deadline", float("inf"))
+    return deadline - time.monotonic()
 
 
-@dataclass(frozen=True)
-class Credentials:
-    """How to connect. Immutable.
+class IdleConnections(LifoQueue):  # type: ignore[type-arg]
+    """What a pool of redis-py waits for; here no longer than the call may take. *Thread-safe.*"""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """Take the connection that was used last, so that surplus ones stay unused."""
+        try:
+            return super().get(block, max(0.0, time_left()))
+        except Empty:
+            raise exceptions.TimeoutError(f"all {self.maxsize} connections stayed busy; raise num_node_connections") from None
+
+
+class ReplyParser:
+    """The parser of one connection: hiredis for most replies, the bulk codec for vectors. *One per connection.*
+
+    Both read from one buffer, so that replies of either kind may follow each other.
+
+    Args:
+        read_timeout_s: how long the node may be silent while it owes a reply.
 
     Attributes:
-        user_name: of the ACL; `default` or empty stands for Redis' default user.
-        password: empty where none is asked for.
-        tls: None for plain connections.
-        server_name: the name that the certificate must be for; it is also sent (SNI).
+        rows: the request whose reply comes next, if that brings vectors.
+        last: whether no other reply is to follow the next one.
+        heard: whether any byte has arrived since this was set to False.
+        waiting_since: when the node was last heard or sent to, on the monotonic clock.
     """
 
-    user_name: str = "default"
-    password: str = field(default="", repr=False)
-    tls: ssl.SSLContext | None = None
-    server_name: str = ""
+    def __init__(self, read_timeout_s: float) -> None:
+        self.rows: FetchRows | None = None
+        self.last = True
+        self.heard = False
+        self.waiting_since = 0.0
+        self._read_timeout_s = read_timeout_s
+        self._socket: socket.socket | None = None
+        self._reader: Any = None
+        self._buffer = Buffer(_RECEIVE_BYTES)
+        self._start = self._end = 0  # bytes that have arrived and are not yet read
 
+    def on_connect(self, connection: "BulkConnection") -> None:
+        """As redis-py's parsers do: begin with a new socket."""
+        self._socket = connection.socket
+        self._reader = hiredis.Reader(exceptions.InvalidResponse, DefaultParser.parse_error, notEnoughData=_MORE)
+        self._start = self._end = 0
 
-class Connection:
-    """An open connection that does not block, with what has arrived on it. *One per thread.*
+    def on_disconnect(self) -> None:
+        """As redis-py's parsers do. A call on another thread may be reading; its next wait then fails."""
+        self._socket = None
 
-    Attributes:
-        node: the other end.
-        reused: whether it has been idle since it was opened, and may have been ended by the server meanwhile.
-        received: bytes that have arrived; [start, end) of them are not yet read.
-        outgoing: where requests are written before they are sent.
-    """
-
-    __slots__ = ("_socket", "end", "node", "outgoing", "received", "reused", "start")
-
-    def __init__(self, node: Node, connected: socket.socket) -> None:
-        connected.setblocking(False)
-        self.node = node
-        self.reused = False
-        self._socket = connected
-        self.received = Buffer(_RECEIVE_BYTES)
-        self.start = self.end = 0
-        self.outgoing = Buffer(_SEND_BYTES)
-
-    def fileno(self) -> int:
-        """The descriptor to poll."""
-        return self._socket.fileno()
-
-    def send(self, data: memoryview) -> int:
-        """Send what the system takes now; returns how many bytes that was.
-
-        Raises:
-            OSError: the connection is broken.
-        """
-        try:
-            return self._socket.send(data)
-        except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
-            return 0
-
-    def receive(self) -> bool:
-        """Take what has arrived; returns whether more may be there.
-
-        Raises:
-            OSError: the connection is broken, or the other end closed it.
-        """
-        if self.start == self.end:
-            self.start = self.end = 0
-        elif self.start and self.received.array.size - self.end < self.received.array.size // 2:
-            self.received.array[: self.end - self.start] = self.received.array[self.start : self.end]  # they may overlap
-            self.end -= self.start
-            self.start = 0
-        if self.end == self.received.array.size:
-            self.received.grow(self.end + 1, self.end)
-        room = self.received.array.size - self.end
-        try:
-            count = self._socket.recv_into(self.received.view[self.end :], room)
-        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+    def can_read(self, timeout: float = 0) -> bool:
+        """Whether a connection that owes no reply has one, or was ended; redis-py's pool then opens it again."""
+        if self._socket is None:
             return False
-        if count == 0:
-            raise ConnectionResetError("it closed the connection")
-        self.end += count
-        return count == room or isinstance(self._socket, ssl.SSLSocket)
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return self._start < self._end or bool(poll.poll(1000 * timeout))
+
+    def read_response(self, **_: object) -> Any:
+        """Read the next reply; an error of Redis is returned, as redis-py expects it, or raised where it ends the connection.
+
+        Raises:
+            redis.TimeoutError: the node was silent for too long, or the call's deadline has passed.
+            redis.ConnectionError: the connection ended, or Redis says that it cannot be used.
+            redis.InvalidResponse: the bytes are no reply, or more than one arrived.
+            DatabaseError: the reply does not bring the vectors that `rows` asked for.
+        """
+        if self._start == self._end:
+            self._receive()
+        rows = self.rows
+        refused = self._buffer.bytes[self._start] == _MINUS
+        reply = self._read_any() if rows is None or refused else self._read_rows(rows)
+        if self.last and (self._start < self._end or self._reader.has_data()):
+            raise exceptions.InvalidResponse("it sent bytes that nobody asked for")
+        if isinstance(reply, exceptions.ConnectionError):
+            raise reply
+        return reply
 
     def shrink(self) -> None:
-        """Let large buffers go; nothing may be in them."""
-        if self.received.array.size > _KEPT_BYTES:
-            self.received = Buffer(_RECEIVE_BYTES)
-        if self.outgoing.array.size > _KEPT_BYTES:
+        """Release a large buffer; nothing may be in it."""
+        if len(self._buffer.bytes) > _KEPT_BYTES:
+            self._buffer = Buffer(_RECEIVE_BYTES)
+
+    def _read_rows(self, rows: FetchRows) -> Any:
+        while True:
+            self._start = rows.read(self._buffer.array, self._start, self._end)
+            if rows.reply is not None:
+                return rows.reply
+            self._receive()
+
+    def _read_any(self) -> Any:
+        reply: Any = _MORE
+        while reply is _MORE:
+            if self._start == self._end:
+                self._receive()
+            stop = self._end
+            if not self.last:  # hiredis must not take bytes of the next reply; every reply ends with a line
+                stop = self._buffer.bytes.find(b"\n", self._start, self._end) + 1 or self._end
+            self._reader.feed(self._buffer.bytes, self._start, stop - self._start)
+            self._start = stop
+            reply = self._reader.gets()
+        return reply
+
+    def _receive(self) -> None:
+        """Wait for bytes and append them to the buffer."""
+        buffer, kept = self._buffer, self._end - self._start
+        if self._start and (kept == 0 or len(buffer.bytes) - self._end < len(buffer.bytes) // 2):
+            buffer.bytes[:kept] = buffer.bytes[self._start : self._end]
+            self._start, self._end = 0, kept
+        if self._end == len(buffer.bytes):
+            buffer.grow(self._end + 1, self._end)
+        connected = self._socket
+        if connected is None:
+            raise exceptions.ConnectionError("it was closed here")
+        silent_s = time.monotonic() - self.waiting_since
+        connected.settimeout(max(_LEAST_S, min(self._read_timeout_s - silent_s, time_left())))
+        try:
+            count = connected.recv_into(buffer.view[self._end :])
+        except TimeoutError as error:
+            if time_left() <= 0:
+                raise exceptions.TimeoutError("it had not answered everything when the time for the call was over") from error
+            raise exceptions.TimeoutError(f"it was silent for {self._read_timeout_s:.3g} s while it owed a reply") from error
+        if count == 0:
+            raise exceptions.ConnectionError("it closed the connection")
+        self._end += count
+        self.heard = True
+        self.waiting_since = time.monotonic()
+
+
+class BulkConnection(Connection):
+    """A connection of redis-py whose replies a `ReplyParser` reads and whose every wait ends with the call. *One per thread.*
+
+    redis-py cannot check a certificate for another name than the address, and the system's resolver has no timeout: so the
+    socket is made here, in the method that redis-py's own kinds of connection override.
+
+    Args:
+        tls: None for plain connections.
+        server_name: the name that the server's certificate must be for; sent as SNI.
+        family: where the connection is entered, for as long as it lives.
+        settings: redis-py's.
+
+    Attributes:
+        replies: the parser.
+        outgoing: where requests are written before they are sent.
+        socket: the open socket, or None.
+    """
+
+    def __init__(
+        self,
+        *,
+        tls: ssl.SSLContext | None,
+        server_name: str,
+        family: "WeakValueDictionary[int, BulkConnection]",
+        **settings: Any,
+    ) -> None:
+        self.replies = ReplyParser(settings["socket_timeout"])
+        self.outgoing = Buffer(_SEND_BYTES)
+        self.socket: socket.socket | None = None
+        self._tls = tls
+        self._server_name = server_name
+        self._timeouts_s = (settings["socket_connect_timeout"], settings["socket_timeout"])
+        super().__init__(parser_class=lambda socket_read_size: self.replies, **settings)  # type: ignore[no-untyped-call]
+        family[id(self)] = self
+
+    def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        """As redis-py does, within the time that is left."""
+        if self.socket is not None:
+            self.socket.settimeout(max(_LEAST_S, min(self._timeouts_s[1], time_left())))
+        super().send_packed_command(command, check_health)  # type: ignore[no-untyped-call]
+        self.replies.waiting_since = time.monotonic()
+
+    def shrink(self) -> None:
+        """Release large buffers; nothing may be in them."""
+        self.replies.shrink()
+        if len(self.outgoing.bytes) > _KEPT_BYTES:
             self.outgoing = Buffer(_SEND_BYTES)
 
-    def close(self) -> None:
-        """Close it, whatever is under way."""
-        with suppress(OSError):
-            self._socket.close()
-
-
-def connect(node: Node, credentials: Credentials, timeout_s: float) -> Connection:
-    """Open a connection, with TLS where `credentials` want it; who is connecting has not been said yet.
-
-    Raises:
-        DatabaseTimeoutError: it took longer than `timeout_s`.
-        DatabaseError: nothing listens there, or TLS failed.
-    """
-    deadline = time.monotonic() + timeout_s
-    plain: socket.socket | None = None
-    try:
-        plain = _dial(node, deadline)
-        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if credentials.tls is None:
-            return Connection(node, plain)
-        plain.settimeout(max(0.001, deadline - time.monotonic()))
-        return Connection(node, credentials.tls.wrap_socket(plain, server_hostname=credentials.server_name or None))
-    except TimeoutError as error:
-        _close(plain)
-        raise DatabaseTimeoutError(f"redis {node}: connecting took longer than {timeout_s:.3g} s; is it there?") from error
-    except ssl.SSLCertVerificationError as error:
-        _close(plain)
-        raise DatabaseError(
-            f"redis {node}: its certificate was refused ({error.verify_message}); wanted one for the name "
-            f"{credentials.server_name!r} (tls_server_name_identification) that tls_ca_certificate vouches for"
-        ) from error
-    except OSError as error:
-        _close(plain)
-        what = "TLS failed" if isinstance(error, ssl.SSLError) else "connecting failed"
-        raise DatabaseError(f"redis {node}: {what} ({error}); see that it runs there and that enable_tls fits") from error
-    except BaseException:
-        _close(plain)
-        raise
-
-
-def _dial(node: Node, deadline: float) -> socket.socket:
-    failure: OSError = OSError(f"the name {node.host} has no address")
-    for family, kind, protocol, _, address in _resolve(node, deadline):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        dialled = socket.socket(family, kind, protocol)
+    def _connect(self) -> socket.socket:
+        timeout_s = max(_LEAST_S, min(self._timeouts_s[0], time_left()))
+        deadline = time.monotonic() + timeout_s
         try:
-            dialled.settimeout(left)
-            dialled.connect(address)
+            plain = self._dial(deadline)
+            self.socket = plain if self._tls is None else self._encrypt(self._tls, plain, deadline)
+        except TimeoutError as error:
+            raise exceptions.TimeoutError(f"connecting took longer than {timeout_s:.3g} s; is it there?") from error
+        except ssl.SSLCertVerificationError as error:
+            raise DatabaseError(
+                f"its certificate was refused ({error.verify_message}); expected one for the name "
+                f"{self._server_name!r} (tls_server_name_identification), vouched for by tls_ca_certificate"
+            ) from error
         except OSError as error:
-            dialled.close()
-            failure = error
-        else:
-            return dialled
-    raise failure
+            what = "TLS failed" if isinstance(error, ssl.SSLError) else "connecting failed"
+            raise DatabaseError(f"{what} ({error}); see that it runs there and that enable_tls is right") from error
+        return self.socket
+
+    def _dial(self, deadline: float) -> socket.socket:
+        name = self.host
+        failure: OSError = OSError(f"the name {name} has no address")
+        for *_, address in _resolve(name, self.port, deadline):
+            self.host = address[0]
+            self.socket_connect_timeout = max(_LEAST_S, deadline - time.monotonic())
+            try:
+                plain: socket.socket = super()._connect()  # type: ignore[no-untyped-call]
+            except OSError as error:
+                failure = error
+            else:
+                return plain
+            finally:
+                self.host = name
+        raise failure
+
+    def _encrypt(self, tls: ssl.SSLContext, plain: socket.socket, deadline: float) -> ssl.SSLSocket:
+        try:
+            plain.settimeout(max(_LEAST_S, deadline - time.monotonic()))
+            return tls.wrap_socket(plain, server_hostname=self._server_name or None)
+        except BaseException:
+            plain.close()
+            raise
 
 
-def _resolve(node: Node, deadline: float) -> list[tuple[int, int, int, str, tuple[object, ...]]]:
-    """Look a name up in a thread of its own, since the system's resolver has no timeout."""
-    try:
-        return socket.getaddrinfo(node.host, node.port, 0, socket.SOCK_STREAM, 0, socket.AI_NUMERICHOST)  # type: ignore[return-value]
-    except socket.gaierror:
-        pass  # a name
-    found: list[list[tuple[int, int, int, str, tuple[object, ...]]]] = []
-    failed: list[OSError] = []
+def _resolve(name: str, port: int, deadline: float) -> list[Any]:
+    """Look a name up on a thread of its own, since the system's resolver has no timeout."""
+    addresses: Future[list[Any]] = Future()
 
     def look_up() -> None:
         try:
-            found.append(socket.getaddrinfo(node.host, node.port, 0, socket.SOCK_STREAM))  # type: ignore[arg-type]
+            addresses.set_result(socket.getaddrinfo(name, port, 0, socket.SOCK_STREAM))
         except OSError as error:
-            failed.append(error)
+            addresses.set_exception(error)
 
-    thread = threading.Thread(target=look_up, name="hps-redis-resolve", daemon=True)
-    thread.start()
-    thread.join(max(0.0, deadline - time.monotonic()))
-    if failed:
-        raise failed[0]
-    if not found:
-        raise TimeoutError
-    return found[0]
-
-
-def _close(plain: socket.socket | None) -> None:
-    if plain is not None:
-        plain.close()
+    threading.Thread(target=look_up, name="hps-redis-resolve", daemon=True).start()
+    return addresses.result(max(0.0, deadline - time.monotonic()))
 
 
 def tls_context(ca_certificate: str, client_certificate: str, client_key: str) -> ssl.SSLContext:
@@ -206,7 +284,7 @@ def tls_context(ca_certificate: str, client_certificate: str, client_key: str) -
 
     Args:
         ca_certificate: file, or directory, of the authorities that vouch for the servers.
-        client_certificate: file; none is shown where neither it nor the key exists.
+        client_certificate: file; we show none where neither it nor the key exists.
         client_key: file.
 
     Raises:
@@ -221,7 +299,7 @@ def tls_context(ca_certificate: str, client_certificate: str, client_key: str) -
             capath=os.fspath(authorities) if authorities.is_dir() else None,
         )
     except (OSError, ssl.SSLError) as error:
-        problems.append(f"tls_ca_certificate: {ca_certificate}: {error}; wanted a PEM file or a directory of them")
+        problems.append(f"tls_ca_certificate: {ca_certificate}: {error}; expected a PEM file or a directory of them")
     if Path(client_certificate).exists() or Path(client_key).exists():
         try:
             context.load_cert_chain(client_certificate, client_key)

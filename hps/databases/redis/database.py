@@ -4,28 +4,26 @@ import logging
 import ssl
 import time
 from collections.abc import Iterator
-from typing import Any, Final, Self, get_args
-
-import numpy as np
+from typing import Any, Final, Self
 
 from hps.background import BackgroundQueue
 from hps.databases.base import LoadRecord, SharedDatabase, TableStats
 from hps.databases.redis.catalog import Catalog
-from hps.databases.redis.connections import Credentials, tls_context
-from hps.databases.redis.dispatch import Dispatcher
-from hps.databases.redis.loads import Loads
-from hps.databases.redis.overflow import Overflow, OverflowRule, Policy
+from hps.databases.redis.connections import tls_context
+from hps.databases.redis.load_leases import LoadLeases
+from hps.databases.redis.nodes import RedisNodes, parse_addresses
+from hps.databases.redis.overflow import Overflow, Policy
 from hps.databases.redis.table import RedisTable
-from hps.databases.redis.topology import parse_addresses
-from hps.errors import ConfigError, DatabaseError, NotReadyError, UnknownTableError
+from hps.errors import DatabaseError, UnknownTableError
 from hps.input_checks import check_fetch, check_keys, check_positive, check_rows
 from hps.metrics import Metrics
+from hps.numba_kernels import compile_kernels
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _log = logging.getLogger(__name__)
 _UNBOUNDED: Final = 2**64 - 1
 _USES_PAUSE_S: Final = 1.0  # after noting them failed
-_USES_WAITING: Final = 64  # batches of found keys whose use is still to be noted; more are not noted
+_USES_WAITING: Final = 64  # batches of found keys that may wait for a note of their use; more are dropped
 
 
 class RedisDatabase(SharedDatabase):
@@ -33,7 +31,7 @@ class RedisDatabase(SharedDatabase):
 
     Whether the address is of a server or of a cluster is found out by asking. Nothing waits longer than its timeout: a node
     that is dead, paused or slow fails the call. Connections are bounded; one that failed is never used again. See
-    `redis_layout.py` for the keys and `docs/redis.md` for what survives which failure.
+    `layout.py` for the keys and `docs/redis.md` for what survives which failure.
     """
 
     kind = "redis_cluster"
@@ -63,50 +61,46 @@ class RedisDatabase(SharedDatabase):
         Args:
             address: `host[:port]` of the server, or of some nodes of the cluster, separated by `,` or `;`.
             user_name: of an ACL user; `default` for Redis' own.
-            password: empty where none is asked for.
+            password: empty where Redis expects none.
             num_partitions: hashes that a table is cut into; must be what a table was written with.
             num_node_connections: most connections to one node.
-            max_batch_size: keys that one timeout is for; a call with more has several.
+            max_batch_size: most keys that share one timeout; a call with more has several.
             tls: None for plain connections.
             tls_server_name: the name that the servers' certificates must be for; sent as SNI.
             overflow_margin: most rows of a partition.
-            overflow_policy: which rows go when there are more.
-            overflow_resolution_target: share of the margin to leave then.
+            overflow_policy: which rows are evicted when there are more.
+            overflow_resolution_target: share of the margin to leave when evicting.
             connect_timeout_s: for opening a connection.
             read_timeout_s: how long a node may be silent while it owes a reply.
-            timeout_s: for a call of up to `max_batch_size` keys, whatever happens.
+            timeout_s: for a whole call of up to `max_batch_size` keys.
             lease_s: how long a process that loads a model may be silent before another takes over.
-            metrics: where dropped notes of uses are counted.
+            metrics: counts the notes of uses that were dropped.
 
         Raises:
-            ConfigError: an argument is out of range.
             DatabaseError: no node can be reached, or it refuses us.
         """
-        _check_arguments(locals())
-        self._num_partitions = num_partitions
+        compile_kernels()
         self._batch = max_batch_size
-        self._dispatcher = Dispatcher(
+        self._nodes = RedisNodes(
             parse_addresses(address),
-            Credentials(user_name, password, tls, tls_server_name),
-            num_node_connections,
-            connect_timeout_s,
-            read_timeout_s,
-            timeout_s,
+            user_name=user_name,
+            password=password,
+            tls=tls,
+            tls_server_name=tls_server_name,
+            connections=num_node_connections,
+            connect_timeout_s=connect_timeout_s,
+            read_timeout_s=read_timeout_s,
+            timeout_s=timeout_s,
         )
+        self._warn_of_eviction(self._nodes.facts)
         target_rows = round(overflow_margin * overflow_resolution_target)
-        self._overflow = Overflow(self._dispatcher, OverflowRule(overflow_margin, target_rows, overflow_policy))
-        self._catalog = Catalog(self._dispatcher, num_partitions)
-        self._loads = Loads(self._dispatcher, self._catalog, lease_s)
+        self._overflow = Overflow(self._nodes, overflow_margin, target_rows, overflow_policy)
+        self._catalog = Catalog(self._nodes, num_partitions)
+        self._leases = LoadLeases(self._nodes, self._catalog, lease_s)
         self._tables: dict[str, RedisTable] = {}
-        self._closed = False
         self._uses: BackgroundQueue | None = None
         self._uses_after = 0.0  # none are noted before this time
-        try:
-            self._warn_of_eviction(self._dispatcher.topology().facts)
-        except BaseException:
-            self._dispatcher.close()
-            raise
-        if self._overflow.rule.counts_uses:
+        if self._overflow.notes_uses:
             self._uses = BackgroundQueue("redis_uses", _USES_WAITING, 1, metrics or Metrics())
 
     @classmethod
@@ -131,23 +125,21 @@ class RedisDatabase(SharedDatabase):
     @property
     def clustered(self) -> bool:
         """Whether it is a cluster."""
-        return self._dispatcher.topology().clustered
+        return self._nodes.clustered
 
     @property
     def open_connections(self) -> int:
         """Connections to all nodes, in use or idle."""
-        return self._dispatcher.open_connections
+        return self._nodes.open_connections
 
     def open_table(self, tag: str, dim: int) -> None:
-        self._check_open()
         check_positive(f"redis: opening table {tag}", "dim", dim)
         layout, marks = self._catalog.open(tag, dim)
-        self._tables[tag] = RedisTable(layout, marks, self._catalog, self._dispatcher, self._overflow, self._batch)
+        self._tables[tag] = RedisTable(layout, marks, self._catalog, self._nodes, self._overflow, self._batch)
 
     def fetch(self, tag: str, keys: KeyArray, out: FloatArray, found: BoolArray) -> int:
         table = self._table(tag)
-        check_fetch(f"redis: fetching from table {tag}", keys, out, found, table.layout.dim)
-        keys, out, found = _plain(keys), np.asarray(out), np.asarray(found)
+        keys, out, found = check_fetch(f"redis: fetching from table {tag}", keys, out, found, table.layout.dim)
         if not self._uses:
             return table.fetch(keys, out, found)
         before = found.copy()
@@ -159,13 +151,11 @@ class RedisDatabase(SharedDatabase):
 
     def insert(self, tag: str, keys: KeyArray, vectors: FloatArray) -> None:
         table = self._table(tag)
-        check_rows(f"redis: inserting into table {tag}", keys, vectors, table.layout.dim)
-        table.insert(_plain(keys), np.asarray(vectors))
+        table.insert(*check_rows(f"redis: inserting into table {tag}", keys, vectors, table.layout.dim))
 
     def delete(self, tag: str, keys: KeyArray) -> int:
         table = self._table(tag)
-        check_keys(f"redis: deleting from table {tag}", keys)
-        return table.delete(_plain(keys))
+        return table.delete(check_keys(f"redis: deleting from table {tag}", keys))
 
     def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         table = self._table(tag)
@@ -179,90 +169,53 @@ class RedisDatabase(SharedDatabase):
         return self._table(tag).stats()
 
     def tags(self) -> list[str]:
-        self._check_open()
         return self._catalog.tags()
 
     def drop_table(self, tag: str) -> None:
-        self._check_open()
         self._tables.pop(tag, None)
         self._catalog.drop(tag)
 
     def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, afresh: bool = False) -> int | None:
-        return self._loads.claim(self._table(tag), fingerprint, rows, wait_s, afresh=afresh)
+        return self._leases.claim(self._table(tag), fingerprint, rows, wait_s, afresh=afresh)
 
     def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
         table = self._table(tag)
-        check_rows(f"redis: loading into table {tag}", keys, vectors, table.layout.dim)
-        table.insert(_plain(keys), np.asarray(vectors), same_marks=True)
-        self._loads.note(table, record.rows_done)
+        keys, vectors = check_rows(f"redis: loading into table {tag}", keys, vectors, table.layout.dim)
+        table.insert(keys, vectors, same_marks=True)
+        self._leases.renew(table, record.rows_done)
 
     def finish_load(self, tag: str) -> None:
-        self._loads.end(self._table(tag))
+        self._leases.end(self._table(tag))
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
         if self._uses:
             self._uses.close()
-        self._tables = {}
-        self._dispatcher.close()
+        self._nodes.close()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until noted uses are in Redis; False when that takes longer."""
+        """Wait until noted uses are in Redis; returns False where that takes longer."""
         return self._uses is None or self._uses.drain(timeout_s)
 
     def _note_uses(self, table: RedisTable, keys: KeyArray) -> None:
         if time.monotonic() < self._uses_after:
-            return  # what waits behind a failure would fail as well, each after its timeout
+            return  # whatever is queued behind a failure would fail as well, each after its timeout
         try:
             table.touch(keys)
         except DatabaseError:
             self._uses_after = time.monotonic() + _USES_PAUSE_S
             raise
 
-    def _warn_of_eviction(self, facts: dict[str, str]) -> None:
+    def _warn_of_eviction(self, facts: dict[str, Any]) -> None:
         policy = facts.get("maxmemory_policy", "")
-        if policy.startswith("allkeys") and facts.get("maxmemory") != "0":
+        if policy.startswith("allkeys") and facts.get("maxmemory") != 0:
             _log.warning(
-                "redis: maxmemory-policy is %s: when Redis is full it evicts whole partitions, whose keys are then taken for "
+                "redis: maxmemory-policy is %s: when Redis is full it evicts whole partitions, whose keys then count as "
                 "absent; set it to noeviction, and bound the tables with overflow_margin",
                 policy,
             )
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise NotReadyError("redis: this database is closed; open another")
 
     def _table(self, tag: str) -> RedisTable:
         try:
             return self._tables[tag]
         except KeyError:
-            self._check_open()
             raise UnknownTableError(f"redis: table {tag} was not opened; open_table makes or finds it") from None
-
-
-def _plain(keys: KeyArray) -> KeyArray:
-    """Keys as kernels take them: of no subclass, and aligned."""
-    return np.require(np.asarray(keys), requirements=["C", "A"])
-
-
-def _check_arguments(given: dict[str, Any]) -> None:
-    problems = [
-        f"{name}: got {given[name]!r}, wanted {wanted}"
-        for name, wanted, good in (
-            ("num_partitions", "1 to 65536", 1 <= given["num_partitions"] <= 65536),
-            ("num_node_connections", "at least 1", given["num_node_connections"] >= 1),
-            ("max_batch_size", "at least 1", given["max_batch_size"] >= 1),
-            ("overflow_margin", "1 to 2^64 - 1", 1 <= given["overflow_margin"] <= _UNBOUNDED),
-            ("overflow_policy", f"one of {get_args(Policy)}", given["overflow_policy"] in get_args(Policy)),
-            ("overflow_resolution_target", "0 to 1", 0 <= given["overflow_resolution_target"] <= 1),
-            *(
-                (name, "more than 0", given[name] > 0)
-                for name in ("connect_timeout_s", "read_timeout_s", "timeout_s", "lease_s")
-            ),
-        )
-        if not good
-    ]
-    if problems:
-        raise ConfigError("volatile_db", problems)

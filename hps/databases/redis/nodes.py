@@ -1,0 +1,451 @@
+"""The nodes of one Redis, a server or a cluster, and the requests that go to them: in parallel, redirected, in time.
+
+redis-py opens the connections, pools them and knows the cluster (`NodesManager`). Requests are sent here, because a call
+spans many partitions on several nodes and has one deadline.
+"""
+
+import logging
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from ssl import SSLContext
+from typing import Any, Final
+from weakref import WeakValueDictionary
+
+from redis import Redis, exceptions
+from redis.cluster import ClusterNode, NodesManager
+from redis.connection import BlockingConnectionPool
+
+from hps.databases.redis.connections import BulkConnection, IdleConnections, time_left, until
+from hps.databases.redis.requests import Buffer, Call, FetchRows, Request
+from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError, NotReadyError
+
+_log = logging.getLogger(__name__)
+_DEFAULT_PORT: Final = 6379
+_ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
+_WINDOW: Final = 2 << 20
+"""Bytes asked for and not yet answered on one connection: several requests of the usual size, so that the server is never
+idle. Requests that wait and replies that are not read yet fit the buffers of the system, so that neither side blocks."""
+_MESSAGE_BYTES: Final = 64 << 10  # small requests go out together
+_ROUNDS: Final = 16  # of redirections, as many as a slot that is being moved may cause
+_PAUSE_S: Final = 0.01
+_LEAST_REFRESH_S: Final = 0.1  # between two looks at a cluster that is in disorder
+_NO_CLUSTER: Final = (exceptions.RedisError, exceptions.RedisClusterException, IndexError)
+"""What redis-py raises where the nodes of a cluster do not answer, or none serves a slot."""
+_ADVICE: Final = {
+    "NOAUTH": "it expects a password: set user_name and password, or HPS_REDIS_PASSWORD",
+    "WRONGPASS": "user_name or password is wrong",
+    "NOPERM": "the user may not do this: grant it the commands and the keys hps_et{*",
+    "OOM": "it is full: give it more maxmemory, or lower overflow_margin",
+    "LOADING": "it is reading its data from disk; it answers when it has",
+    "READONLY": "it is a replica; give the address of the primary",
+    "MASTERDOWN": "it is a replica that has lost its primary",
+    "CLUSTERDOWN": "the cluster is not whole; see CLUSTER INFO",
+    "MISCONF": "it cannot save its data and therefore takes no writes; see its log",
+    "BUSY": "a script keeps it busy",
+    "NOREPLICAS": "too few replicas are connected to it for a write",
+    "WRONGTYPE": "another program uses this key for something else",
+}
+
+
+def parse_addresses(address: str) -> list[tuple[str, int]]:
+    """Read `host[:port]`, several of them separated by `,` or `;`. An IPv6 address stands in brackets."""
+    addresses = []
+    for part in re.split("[,;]", address):
+        found = re.fullmatch(r"(\[[^\]]+\]|[^:]+)(?::(\d+))?", part.strip())
+        if found is None:
+            raise DatabaseError(f"redis: address: got {part.strip()!r}, expected host[:port]")
+        addresses.append((found[1].strip("[]"), int(found[2] or _DEFAULT_PORT)))
+    return list(dict.fromkeys(addresses))
+
+
+class RedisNodes:
+    """A server, or the masters of a cluster: which of the two is found out by asking. *Thread-safe.*
+
+    Args:
+        addresses: of the nodes that are asked which nodes there are.
+        user_name: of the ACL; `default` or empty stands for Redis' default user.
+        password: empty where Redis expects none.
+        tls: None for plain connections.
+        tls_server_name: the name that certificates must be for.
+        connections: most connections to a node.
+        connect_timeout_s: for opening a connection.
+        read_timeout_s: how long a node may be silent while it owes a reply.
+        timeout_s: for one `run`.
+
+    Attributes:
+        facts: what the node that was asked first says of itself (INFO).
+
+    Raises:
+        DatabaseError: no node can be asked.
+    """
+
+    def __init__(
+        self,
+        addresses: list[tuple[str, int]],
+        *,
+        user_name: str,
+        password: str,
+        tls: SSLContext | None,
+        tls_server_name: str,
+        connections: int,
+        connect_timeout_s: float,
+        read_timeout_s: float,
+        timeout_s: float,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self.facts: dict[str, Any] = {}
+        self._addresses = addresses
+        self._family: WeakValueDictionary[int, BulkConnection] = WeakValueDictionary()
+        self._settings: dict[str, Any] = {
+            "connection_class": BulkConnection,
+            "queue_class": IdleConnections,
+            "max_connections": connections,
+            "timeout": None,  # IdleConnections knows how long a call may wait
+            "protocol": 2,
+            "username": user_name if password and user_name != "default" else None,
+            "password": password or None,
+            "socket_connect_timeout": connect_timeout_s,
+            "socket_timeout": read_timeout_s,
+            "tls": tls,
+            "server_name": tls_server_name,
+            "family": self._family,
+        }
+        self._seeds = [self._node(*address) for address in addresses]
+        self._server = self._seeds[0]  # where there is no cluster
+        self._cluster: NodesManager | None = None
+        self._refreshing = threading.Lock()
+        self._refreshed_at = 0.0
+        self._failed: str | None = None  # the node that made us doubt what we know
+        self._stale = False
+        self._closed = False
+        with until(time.monotonic() + timeout_s):
+            self._discover()
+
+    @property
+    def clustered(self) -> bool:
+        """Whether it is a cluster."""
+        return self._cluster is not None
+
+    @property
+    def open_connections(self) -> int:
+        """Connections to all nodes, in use or idle."""
+        return sum(connection.is_connected for connection in self._connections())
+
+    def masters(self) -> list[ClusterNode]:
+        """The server, or the masters of the cluster."""
+        return self._cluster.get_nodes_by_server_type("primary") if self._cluster else [self._server]
+
+    def ask(self, slot: int, *words: str | bytes | int) -> Any:
+        """Run one command; returns its reply, and raises as `run` does."""
+        call = Call(slot, *words)
+        self.run([call])
+        return call.reply
+
+    def run(self, requests: Sequence[Request], deadline: float | None = None) -> None:
+        """Run requests, those of one slot in their order; returns when every one has its reply.
+
+        Args:
+            requests: what to run; each goes to the node that serves its slot.
+            deadline: when all must be done, on the monotonic clock; None stands for `timeout_s` from now.
+
+        Raises:
+            DatabaseError: at least one was not done. Those that other nodes could do are done.
+        """
+        deadline = time.monotonic() + self.timeout_s if deadline is None else deadline
+        with until(deadline):
+            self._refresh()
+            at: dict[ClusterNode, list[Request]] = {}
+            for request in requests:
+                at.setdefault(self._node_of(request.slot), []).append(request)
+            self._run(at)
+
+    def run_at(self, requests: Mapping[ClusterNode, Request]) -> None:
+        """Run one request on each of several nodes; raises as `run` does."""
+        with until(time.monotonic() + self.timeout_s):
+            self._run({node: [request] for node, request in requests.items()})
+
+    def close(self) -> None:
+        """Close every connection. Calls on other threads fail."""
+        self._closed = True
+        for connection in self._connections():
+            connection.disconnect()
+
+    def _connections(self) -> list[Any]:
+        found = (reference() for reference in self._family.valuerefs())
+        return [connection for connection in found if connection is not None]
+
+    def _node(self, host: str, port: int) -> ClusterNode:
+        pool = BlockingConnectionPool(host=host, port=port, **self._settings)
+        return ClusterNode(host, port, "primary", Redis(connection_pool=pool))
+
+    # Which node serves what.
+
+    def _discover(self) -> None:
+        """Ask the nodes that the configuration names, until one says how things are."""
+        failures: list[str] = []
+        replica: ClusterNode | None = None
+        for tried, seed in enumerate(self._seeds):
+            share_s = time_left() / (len(self._seeds) - tried)  # so that one silent node leaves time for the others
+            try:
+                with until(time.monotonic() + share_s):
+                    facts = seed.redis_connection.info()
+            except (exceptions.RedisError, DatabaseError) as error:
+                failures.append(str(_database_error(seed, error)))
+                continue
+            self.facts = facts
+            if facts.get("cluster_enabled"):
+                self._cluster = self._find_cluster()
+                return
+            if facts.get("role") != "slave":
+                self._server = seed
+                return
+            replica = replica or seed
+        if replica is None:
+            raise DatabaseError(f"redis: none of {len(self._seeds)} nodes could be asked: " + " | ".join(failures))
+        self._server = replica
+
+    def _find_cluster(self) -> NodesManager:
+        try:
+            return NodesManager(self._seeds, from_url=True, connection_pool_class=BlockingConnectionPool, **self._settings)
+        except _NO_CLUSTER as error:
+            raise DatabaseError(f"redis: no node says who serves which hash slot ({error}); see CLUSTER SLOTS") from error
+
+    def _refresh(self) -> None:
+        """Ask again which nodes there are where something was found wrong, and no other thread does; the old ones serve on."""
+        if not self._stale or time.monotonic() < self._refreshed_at + _LEAST_REFRESH_S:
+            return
+        if not self._refreshing.acquire(blocking=False):
+            return
+        try:
+            self._stale = False  # what is found wrong from now on is looked at again
+            with until(time.monotonic() + time_left() / 2):  # the other half is for the call itself
+                if self._cluster:  # the nodes that are known are asked first, and then those of the configuration
+                    self._cluster.initialize(
+                        self._addresses, disconnect_startup_nodes_pools=False, last_failed_node_name=self._failed
+                    )
+                else:
+                    self._discover()
+        except (*_NO_CLUSTER, DatabaseError) as error:
+            self._stale = True
+            _log.warning("%s; the nodes known before are asked", error)
+        finally:
+            self._refreshed_at = time.monotonic()
+            self._refreshing.release()
+
+    def _doubt(self, node: ClusterNode) -> None:
+        """Ask again before the next call, if there is anything to choose from."""
+        if self._cluster or len(self._seeds) > 1:
+            self._failed = node.name
+            self._stale = True
+
+    def _node_of(self, slot: int) -> ClusterNode:
+        if self._cluster is None:
+            return self._server
+        serving = self._cluster.slots_cache.get(slot)  # the master, and its replicas
+        if not serving:
+            self._doubt(self._seeds[0])
+            raise DatabaseError(f"redis: no node of the cluster serves hash slot {slot}; see CLUSTER SLOTS")
+        return serving[0]
+
+    def _redirected(self, cluster: NodesManager, node: ClusterNode, error: exceptions.AskError) -> ClusterNode:
+        """The node that a MOVED or an ASK of `node` names; it may be one that serves no slot yet."""
+        error.host = error.host or node.host
+        if isinstance(error, exceptions.MovedError):
+            with suppress(KeyError):  # nobody served the slot
+                cluster.move_slot(error)
+            self._doubt(node)
+        target = ClusterNode(error.host, error.port, "primary")
+        return cluster.nodes_cache.setdefault(target.name, target)
+
+    # Requests and replies.
+
+    def _run(self, at: dict[ClusterNode, list[Request]]) -> None:
+        if self._closed:
+            raise NotReadyError("redis: this database is closed; open another")
+        retried: set[str] = set()
+        for rounds in range(_ROUNDS):
+            if rounds > 2:  # a slot is being moved, or the nodes do not agree yet
+                time.sleep(min(_PAUSE_S * rounds, max(0.0, time_left())))
+            again: dict[ClusterNode, list[Request]] = {}
+            failures: list[Exception] = []
+            for lane in self._exchange(at, failures):
+                if lane.fault is None:
+                    continue
+                # An idle connection may have ended without our knowing: by a restart, or because it was idle.
+                if type(lane.fault) is exceptions.ConnectionError and not lane.heard and lane.node.name not in retried:
+                    retried.add(lane.node.name)
+                    again.setdefault(lane.node, []).extend(lane.requests)
+                else:
+                    failures.append(_database_error(lane.node, lane.fault))
+                    self._doubt(lane.node)
+            for node, requests in at.items():
+                for request in requests:
+                    if request.error is not None:
+                        self._follow(node, request, again, failures)
+            if failures:
+                raise failures[0]
+            if not again:
+                return
+            at = again
+        raise DatabaseError(f"redis: the cluster sent us from node to node {_ROUNDS} times; see CLUSTER NODES")
+
+    def _follow(
+        self, node: ClusterNode, request: Request, again: dict[ClusterNode, list[Request]], failures: list[Exception]
+    ) -> None:
+        """Send a request that got an error where that error says, or note the failure."""
+        error, request.error = request.error, None
+        target = node
+        if self._cluster and isinstance(error, exceptions.AskError):
+            target = self._redirected(self._cluster, node, error)
+            request.asking = not isinstance(error, exceptions.MovedError)
+        elif not isinstance(error, exceptions.TryAgainError):
+            failures.append(_database_error(node, error))
+            if isinstance(error, (exceptions.ClusterDownError, exceptions.ReadOnlyError)):
+                self._doubt(node)
+            return
+        again.setdefault(target, []).append(request)
+
+    def _exchange(self, at: dict[ClusterNode, list[Request]], failures: list[Exception]) -> list["_Lane"]:
+        """Send the requests of all nodes and read their replies, until each lane is done or has failed."""
+        lanes: list[_Lane] = []
+        try:
+            # In one order, so that two calls never wait for connections of each other.
+            for node in sorted(at, key=lambda node: node.name):
+                try:
+                    lanes.append(_Lane(node, self._connection(node), at[node]))
+                except (exceptions.RedisError, DatabaseError) as error:
+                    failures.append(_database_error(node, error))
+                    self._doubt(node)
+            busy = lanes
+            while busy:
+                if self._closed:
+                    raise DatabaseError("redis: this database was closed while the call was under way")
+                # First all nodes get work, then each is heard in turn; meanwhile the others go on.
+                for lane in busy:
+                    lane.send()
+                for lane in busy:
+                    lane.receive()
+                busy = [lane for lane in busy if lane.busy]
+        finally:
+            for lane in lanes:
+                lane.release(keep=not self._closed)
+        return lanes
+
+    def _connection(self, node: ClusterNode) -> BulkConnection:
+        if node.redis_connection is None and self._cluster:
+            self._cluster.create_redis_connections([node])
+        connection: BulkConnection = node.redis_connection.connection_pool.get_connection()
+        return connection
+
+
+class _Lane:
+    """The requests that take their turn on one connection, in order. *One per call.*
+
+    Attributes:
+        fault: why the connection can no longer be used, or None; requests without a reply were not answered.
+        heard: whether anything was received.
+    """
+
+    def __init__(self, node: ClusterNode, connection: BulkConnection, requests: Iterable[Request]) -> None:
+        self.node = node
+        self.requests = list(requests)
+        self.fault: Exception | None = None
+        self._connection: Any = connection
+        self._replies = connection.replies
+        self._replies.heard = False
+        self._queue = deque(self.requests)
+        self._sent: deque[Request] = deque()  # and not yet answered
+        self._in_flight = 0  # their weight
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is still to be sent or answered."""
+        return self.fault is None and bool(self._queue or self._sent)
+
+    @property
+    def heard(self) -> bool:
+        return self._replies.heard
+
+    def send(self) -> None:
+        """Send as many requests as the window has room for."""
+        buffer = self._connection.outgoing
+        try:
+            while self.fault is None and (size := self._write_message(buffer)):
+                self._connection.send_packed_command([buffer.view[:size]])
+        except (exceptions.RedisError, DatabaseError) as error:
+            self.fault = error
+
+    def receive(self) -> None:
+        """Read replies: one if more is to be sent, else all. A refusal is kept with its request."""
+        try:
+            while self._sent and self.fault is None:
+                request = self._sent[0]
+                if request.asking:
+                    self._read(None)
+                try:
+                    self._read(request)
+                except exceptions.ResponseError as error:
+                    request.error = error
+                self._in_flight -= request.weight
+                self._sent.popleft()
+                if self._queue:
+                    return
+        except (exceptions.RedisError, DatabaseError) as error:
+            self.fault = error
+
+    def release(self, *, keep: bool) -> None:
+        """Give the connection back; it is closed unless it is to be kept and every reply on it has been read."""
+        if not keep or self.fault is not None or self._queue or self._sent:
+            self._connection.disconnect()
+        self._connection.shrink()
+        self.node.redis_connection.connection_pool.release(self._connection)
+
+    def _write_message(self, buffer: Buffer) -> int:
+        """Write the requests of the next message; returns its size, which is 0 where the window or the queue ends."""
+        at = 0
+        while self._queue:
+            request = self._queue[0]
+            full = self._in_flight and self._in_flight + request.weight > _WINDOW
+            if full or (at and at + request.size > _MESSAGE_BYTES):
+                break
+            buffer.grow(at + len(_ASKING) + request.size, at)
+            if request.asking:
+                buffer.view[at : at + len(_ASKING)] = _ASKING
+                at += len(_ASKING)
+            at = request.write(buffer, at)
+            self._in_flight += request.weight
+            self._sent.append(self._queue.popleft())
+        return at
+
+    def _read(self, request: Request | None) -> None:
+        self._replies.rows = request if isinstance(request, FetchRows) else None
+        self._replies.last = request is not None and len(self._sent) == 1
+        reply = self._connection.read_response()
+        if request is not None:
+            request.reply = reply
+
+
+def _database_error(node: ClusterNode, error: Exception | None) -> DatabaseError:
+    """The error of ours that stands for one of redis-py's, or names the node of one of ours."""
+    made: DatabaseError
+    if isinstance(error, DatabaseError):
+        made = type(error)(f"redis {node.name}: {error}")
+    elif isinstance(error, exceptions.TimeoutError):
+        made = DatabaseTimeoutError(f"redis {node.name}: {error}")
+    elif isinstance(error, exceptions.InvalidResponse):
+        made = DatabaseCorruptError(f"redis {node.name}: {error}; expected a reply to the request")
+    elif isinstance(error, exceptions.ResponseError) or (isinstance(error, exceptions.RedisError) and error.status_code):
+        code = error.status_code or str(error).split(" ", 1)[0]
+        advice = _ADVICE.get(code)
+        if "without any password configured" in str(error):
+            advice = "it has no password: leave password empty"
+        refusal = f"{code} {error}" if error.status_code else str(error)
+        made = DatabaseError(f"redis {node.name}: it refused: {refusal}" + (f"; {advice}" if advice else ""))
+    else:
+        made = DatabaseError(f"redis {node.name}: the connection broke ({error})")
+    made.__cause__ = error
+    return made

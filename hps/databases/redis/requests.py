@@ -1,0 +1,207 @@
+"""The requests that go to Redis: any command of a few words, and the three with many keys, which the bulk codec encodes."""
+
+from abc import ABC, abstractmethod
+from typing import Any, Final
+
+import numpy as np
+from hiredis import pack_command
+
+from hps.databases.redis.codec import (
+    FIELD_BYTES,
+    GARBAGE,
+    HITS,
+    LENGTH,
+    PHASE,
+    ROW,
+    WHOLE,
+    WRONG_LENGTH,
+    Bytes,
+    read_rows,
+    write_fields,
+    write_rows,
+)
+from hps.errors import DatabaseCorruptError, TableWidthError
+from hps.types import BoolArray, IndexArray, KeyArray
+
+_COUNT_BYTES: Final = 16  # of a request's first line
+
+
+class Buffer:
+    """Bytes to send or bytes that arrived, for kernels and sockets. *One per connection.*"""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = bytearray(size)
+        self.view = memoryview(self.bytes)
+        self.array: Bytes = np.frombuffer(self.bytes, np.uint8)
+
+    def grow(self, size: int, keep: int) -> None:
+        """Make it at least `size` bytes long and keep its first `keep`."""
+        if size > len(self.bytes):
+            larger = Buffer(max(size, 2 * len(self.bytes)))
+            larger.view[:keep] = self.view[:keep]
+            self.bytes, self.view, self.array = larger.bytes, larger.view, larger.array
+
+
+class Request(ABC):
+    """One request and, when it has come, its reply. *One per call*; it may be sent again as long as no reply has come.
+
+    Attributes:
+        slot: hash slot of its one key; the node that serves the slot gets the request.
+        size: most bytes that `write` writes.
+        weight: bytes of the request or of its reply, whichever is known to be more.
+        asking: whether the node gets it that is only about to serve the slot, and must be told so.
+        reply: what Redis replied.
+        error: the error that Redis replied, or None.
+    """
+
+    def __init__(self, slot: int, size: int, weight: int = 0) -> None:
+        self.slot = slot
+        self.size = size
+        self.weight = max(size, weight)
+        self.asking = False
+        self.reply: Any = None
+        self.error: Exception | None = None
+
+    @abstractmethod
+    def write(self, buffer: Buffer, at: int) -> int:
+        """Write the request; returns where it ends."""
+
+
+class Call(Request):
+    """A command of a few words. Its reply is what redis-py's parser makes of it: bytes, int, None or a list of these."""
+
+    def __init__(self, slot: int, *words: str | bytes | int) -> None:
+        self._packed: bytes = pack_command(words)  # type: ignore[arg-type]
+        super().__init__(slot, len(self._packed))
+
+    def write(self, buffer: Buffer, at: int) -> int:
+        end = at + self.size
+        buffer.view[at:end] = self._packed
+        return end
+
+
+class _Fields(Request):
+    """A command whose last words are the keys `keys[order]`, each with a value or without.
+
+    Args:
+        slot: as for `Request`.
+        words: what precedes the keys.
+        keys: (n,) int64.
+        order: (count,) int64: positions in `keys` of those that are sent.
+        value_bytes: what the value of one key takes in the request, frame included; 0 where it has none.
+        reply_bytes: what the reply takes for one key, at most.
+    """
+
+    def __init__(
+        self, slot: int, words: tuple[Any, ...], keys: KeyArray, order: IndexArray, value_bytes: int = 0, reply_bytes: int = 0
+    ) -> None:
+        packed = pack_command(words)
+        count = len(words) + (2 if value_bytes else 1) * order.size
+        self._start = b"*%d" % count + packed[packed.index(b"\r") :]
+        self._keys = keys
+        self._order = order
+        size = len(self._start) + (FIELD_BYTES + value_bytes) * order.size
+        super().__init__(slot, size, reply_bytes * order.size)
+
+    def write(self, buffer: Buffer, at: int) -> int:
+        end = at + len(self._start)
+        buffer.view[at:end] = self._start
+        return self._write_keys(buffer.array, end)
+
+    @abstractmethod
+    def _write_keys(self, array: Bytes, at: int) -> int: ...
+
+
+class SendKeys(_Fields):
+    """A command with many keys, as HDEL, or with many keys of one value, as HSET. Its reply is a number.
+
+    Args:
+        value: of every key; empty where keys have none. The others are those of `_Fields`.
+    """
+
+    def __init__(self, slot: int, words: tuple[Any, ...], keys: KeyArray, order: IndexArray, value: bytes = b"") -> None:
+        framed = b"$%d\r\n%b\r\n" % (len(value), value) if value else b""
+        self._value: Bytes = np.frombuffer(framed, np.uint8)
+        super().__init__(slot, words, keys, order, len(framed))
+
+    def _write_keys(self, array: Bytes, at: int) -> int:
+        end: int = write_fields(self._keys, self._order, self._value, array, at)
+        return end
+
+
+class StoreRows(_Fields):
+    """HSET of vectors. Its reply is the number of keys that were new.
+
+    Args:
+        key: of the hash.
+        header: what precedes a vector in requests and replies.
+        rows: (n, 4 dim) uint8. The others are those of `_Fields`.
+    """
+
+    def __init__(self, slot: int, key: bytes, keys: KeyArray, order: IndexArray, header: Bytes, rows: Bytes) -> None:
+        self._header = header
+        self._rows = rows
+        super().__init__(slot, ("HSET", key), keys, order, header.size + rows.shape[1] + 2)
+
+    def _write_keys(self, array: Bytes, at: int) -> int:
+        end: int = write_rows(self._keys, self._order, self._header, self._rows, array, at)
+        return end
+
+
+class FetchRows(_Fields):
+    """HMGET of vectors, which land in the caller's arrays. Its reply is the number of keys that were found.
+
+    Args:
+        key: of the hash.
+        header: what precedes a vector in requests and replies.
+        out: (n, 4 dim) uint8; rows whose key is found are written.
+        found: (n,) bool; set for these rows, each when all of it is there. The others are those of `_Fields`.
+
+    Attributes:
+        count: how many keys are asked for.
+    """
+
+    def __init__(
+        self, slot: int, key: bytes, keys: KeyArray, order: IndexArray, header: Bytes, out: Bytes, found: BoolArray
+    ) -> None:
+        self._header = header
+        self._out = out
+        self._found = found
+        self._state = np.zeros(4, np.int64)
+        self.count = order.size
+        super().__init__(slot, ("HMGET", key), keys, order, 0, header.size + out.shape[1] + 2)
+
+    def _write_keys(self, array: Bytes, at: int) -> int:
+        end: int = write_fields(self._keys, self._order, _NO_VALUE, array, at)
+        return end
+
+    def read(self, array: Bytes, at: int, end: int) -> int:
+        """Read what has arrived of the reply, [at, end); returns the first position that is not read.
+
+        `reply` is set when the whole reply has been read.
+
+        Raises:
+            DatabaseCorruptError: the bytes are no reply to this request, or a value is no vector.
+            TableWidthError: a vector has another width.
+        """
+        state = self._state
+        after: int = read_rows(array, at, end, state, self._order, self._header, self._out, self._found)
+        phase = state[PHASE]
+        if phase == WHOLE:
+            self.reply = int(state[HITS])
+        elif phase == WRONG_LENGTH:
+            raise self._wrong_length()
+        elif phase == GARBAGE:
+            raise DatabaseCorruptError(f"got {array[after : min(end, after + 40)].tobytes()!r}, expected a reply to HMGET")
+        return after
+
+    def _wrong_length(self) -> Exception:
+        key = int(self._keys[self._order[self._state[ROW]]])
+        length, width = int(self._state[LENGTH]), self._out.shape[1]
+        text = f"key {key} has a value of {length} bytes, expected {width} ({width // 4} float32)"
+        if length and length % 4 == 0:
+            return TableWidthError(f"{text}: the table holds vectors of {length // 4} elements; drop it, or correct the width")
+        return DatabaseCorruptError(f"{text}: it is no vector; insert the key again, or drop the table")
+
+
+_NO_VALUE: Final[Bytes] = np.empty(0, np.uint8)

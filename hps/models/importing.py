@@ -33,7 +33,7 @@ FORMATS = {
 }
 """Formats by the end of a file's name."""
 
-_IN_DIRECTORIES = ("npy", "parquet")  # formats whose files may lie in a directory that is the source
+_IN_ONE_FILE = ("npz", "safetensors", "torch")  # formats of which a directory is no source
 _FILES = LocalFileSystem()
 _log = logging.getLogger(__name__)
 
@@ -223,9 +223,10 @@ def _open(place: str, file_format: str | None, keys: str | None = None) -> Itera
     path = _local(place)
     kind = _format_of(path, file_format)
     files = [path]
-    if kind in _IN_DIRECTORIES and os.path.isdir(path):
-        names = [name for name in _FILES.list(path) if not name.startswith(("_", "."))]  # as Spark's readers do
-        files = [os.path.join(path, name) for name in names if FORMATS.get(os.path.splitext(name)[1]) == kind]
+    if os.path.isdir(path) and kind not in _IN_ONE_FILE:
+        held = [name for name in _FILES.list(path) if not name.startswith(("_", "."))]  # as Spark's readers do
+        foreign = kind not in FORMATS.values()  # another package's, which knows its files
+        files = [os.path.join(path, name) for name in held if foreign or FORMATS.get(os.path.splitext(name)[1]) == kind]
     elif kind == "npy":
         folder, own = os.path.split(path)
         beside = [name for name in _FILES.list(folder or ".") if name != own and name.endswith(".npy")]
@@ -249,13 +250,13 @@ def _local(place: str) -> str:
 
 
 def _format_of(path: str, file_format: str | None) -> str:
-    known = ", ".join(names("format"))
     if file_format is not None:
         if not is_registered("format", file_format):
+            known = ", ".join(names("format"))
             raise InvalidInputError(f"importing {path}: got format {file_format!r}, expected one of: {known}")
         return file_format
     if os.path.isdir(path):
-        found = {FORMATS.get(os.path.splitext(name)[1]) for name in _FILES.list(path)} & set(_IN_DIRECTORIES)
+        found = {FORMATS.get(os.path.splitext(name)[1]) for name in _FILES.list(path)} & {"npy", "parquet"}
         if len(found) == 1:
             return str(found.pop())
         got = "both .npy and Parquet files; say which with --format" if found else "a directory without them"
@@ -264,7 +265,7 @@ def _format_of(path: str, file_format: str | None) -> str:
     if end not in FORMATS:
         raise ModelFileError(
             f"importing {path}: got a name that ends in {end!r}, expected one of: {', '.join(FORMATS)}; or say the format with "
-            f"--format: {known}"
+            f"--format: {', '.join(names('format'))}"
         )
     return FORMATS[end]
 
@@ -286,17 +287,17 @@ def _chosen(
         os.path.isdir(path) and file_format != "npy" and not any(name.endswith(".npy") for name in _FILES.list(path))
     )
     if one_per_entry:
-        names = [name for name in _FILES.list(path) if not name.startswith(("_", "."))]
+        held = [name for name in _FILES.list(path) if not name.startswith(("_", "."))]
     else:
         if vectors is not None:
             raise InvalidInputError(f"importing {path}: got tables {tables!r} and vectors {vectors!r}, expected one of them")
         opened = stack.enter_context(_open(path, file_format))
-        names = [info.name for info in opened.arrays.arrays()]
+        held = [info.name for info in opened.arrays.arrays()]
         if keys is not None:
-            names = [name for name in names if not _match(keys, name)]
+            held = [name for name in held if not _match(keys, name)]
     chosen: dict[str, tuple[_Source, Selection]] = {}
     origins: dict[str, str] = {}
-    for name in sorted(names, key=_natural):
+    for name in sorted(held, key=_natural):
         match = (one_per_entry and _match(tables, os.path.splitext(name)[0])) or _match(tables, name)
         if not match:
             continue
@@ -314,7 +315,7 @@ def _chosen(
             )
         origins[table], chosen[table] = name, (opened, selection)
     if not chosen:
-        raise ModelFileError(f"importing {path}: got tables {tables!r}, which matches none of: {', '.join(names[:30])}")
+        raise ModelFileError(f"importing {path}: got tables {tables!r}, which matches none of: {', '.join(held[:30])}")
     return chosen
 
 
@@ -402,9 +403,9 @@ def _write(
 def _rows(opened: _Source, selection: Selection, tag: str, progress: Progress | None) -> Iterator[tuple[KeyArray, FloatArray]]:
     """Yield the whole table, converted. Raises at the end if the files are no longer those that were opened."""
     source, vectors = opened.arrays, selection.vectors.name
-    names = [vectors] if selection.keys is None else [vectors, selection.keys.name]
+    columns = [vectors] if selection.keys is None else [vectors, selection.keys.name]
     row, step = 0, max(1, CHUNK_BYTES // (8 + 4 * selection.dim))
-    chunks = source.chunks(names, step)
+    chunks = source.chunks(columns, step)
     while True:
         if source.is_mapped:
             opened.verify()

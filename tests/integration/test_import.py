@@ -30,9 +30,11 @@ from hps.errors import (
     ModelFileError,
     ModelFileNotFoundError,
 )
+from hps.formats.base import ArrayInfo, ArraySource
 from hps.models.files import open_sparse_model
 from hps.models.importing import import_model, import_tables, list_arrays
 from hps.models.sources import ModelSources
+from hps.registry import IMPLEMENTATIONS, Ours
 from tests import table_files
 from tests.s3_server import S3Server, know_only_moto, s3_server
 from tests.sparse_models import chunks_of
@@ -319,6 +321,29 @@ def test_sources_that_are_no_table_are_refused_with_the_cure(tmp_path: Path) -> 
     with pytest.raises(InvalidDtypeError, match=r"got keys keys \(2,\) float64, expected integers"):
         import_model(tmp_path / "t.npz", out)
     assert not out.exists()
+
+
+class TextVectors(ArraySource):
+    """A format of another package: one vector a line, in all files of a directory."""
+
+    def arrays(self) -> list[ArrayInfo]:
+        return [ArrayInfo("vectors", self._read().shape, "float64")]
+
+    def chunks(self, names: Any, step: int) -> Any:
+        yield from ([self._read()[start : start + step]] for start in range(0, len(self._read()), step))
+
+    def _read(self) -> Array:
+        return np.concatenate([np.loadtxt(file, ndmin=2) for file in self.files])
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_format_of_another_package_gets_all_files_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(IMPLEMENTATIONS["format"], "text", Ours(f"{__name__}:TextVectors"))
+    (tmp_path / "in").mkdir()
+    for i in range(2):
+        np.savetxt(tmp_path / "in" / f"{i}.txt", np.full((200, 3), i))
+    import_model(tmp_path / "in", tmp_path / "out", file_format="text", first_key=0)
+    assert np.array_equal(opened(tmp_path / "out", 3)[1], np.repeat([[0.0] * 3, [1.0] * 3], 200, axis=0))
 
 
 def test_the_command_lists_and_imports(table: tuple[Array, Array], tmp_path: Path) -> None:

@@ -387,6 +387,8 @@ def test_lists_and_unaligned_arrays_are_refused(database):
     unaligned = np.zeros(17, np.uint8)[1:].view(np.int64)
     with pytest.raises(InvalidInputError, match="aligned"):
         database.delete(TAG, unaligned)
+    with pytest.raises(InvalidInputError, match="aligned"):
+        database.fetch(TAG, unaligned, np.zeros((2, DIM), np.float32), np.zeros(2, np.bool_))
 
 
 def test_a_message_names_what_was_got_and_wanted(database):

@@ -161,6 +161,6 @@ class HashMapDatabase(InProcessDatabase):
 
 
 def _check_aligned(doing: str, first: np.ndarray, second: np.ndarray) -> None:
-    """Refuse arrays that numba's kernels cannot take."""
+    """Refuse arrays whose addresses kernels would wrongly take for aligned: numba does not check that of arguments."""
     if not (first.flags.aligned and second.flags.aligned):
         raise InvalidInputError(f"{doing}: got an array whose elements are not aligned in memory; copy it")

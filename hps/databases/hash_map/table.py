@@ -71,7 +71,8 @@ class HashMapTable:
         found: BoolArray,  # (n,)
     ) -> int:
         """Do what `Database.fetch` says."""
-        filled = position = 0
+        filled: int = 0
+        position = 0
         now = self._now()
         deadline = None
         spare = np.empty(self.dim, np.float32)
@@ -80,7 +81,7 @@ class HashMapTable:
             more, position, state = fetch(buckets.layout, keys, out, found, spare, position, self._access, now)
             filled += more
             if state == DONE:
-                return int(filled)
+                return filled
             if state == BUSY:
                 # The writer lost its processor in the middle of a bucket; it may need ours to finish.
                 deadline = deadline or time.monotonic() + self._timeout_s

@@ -1,9 +1,9 @@
 """The hash map: keys to vectors, against a gather of known rows (`np.take`, the limit) and a Python dict.
 
-Predicted before it was measured: a key costs a bucket (two lines) and a vector; at dim 32 two lines more, so half of the
-gather's keys a second, and more of it the wider the vectors; a dict with a list comprehension 1 to 2 M keys/s; an insertion
-what the first touch of its memory costs; 14 to 18 bytes a row beside the vectors. `mkeys_per_s` is the target's figure
-(15 at 100,000 uniform keys of 1 M rows, dim 32, one thread).
+Predicted before it was measured: a key costs a bucket (two cache lines) and a vector, which at dim 32 is two lines more; so
+half of the gather's keys per second, and a greater share the wider the vectors. A dict with a list comprehension reaches 1 to
+2 M keys/s. An insertion costs what the first touch of its memory costs, and 14 to 18 bytes per row beside the vectors. The
+target is in `mkeys_per_s`: 15 at 100,000 uniform keys of 1 M rows, dim 32, one thread.
 """
 
 import threading
@@ -141,9 +141,9 @@ def _fetch(
 
 
 def _compared(call: Callable[[int], Any], other: Callable[[int], Any], calls: int) -> tuple[Timing, Timing, float]:
-    """Both timings, of their best round, and how many times faster `call` is by the least time of each.
+    """Both timings, each of its best round, and how many times faster `call` is by the least time of each.
 
-    Rounds alternate, so that noise meets both; what else the machine does lengthens a median and leaves a minimum.
+    Rounds alternate, so that noise affects both. Other work on the machine lengthens a median, but not a minimum.
     """
     rounds = [(time_calls(call, calls), time_calls(other, calls)) for _ in range(ROUNDS)]
     ours = min((timing for timing, _ in rounds), key=lambda timing: timing.p50_s)
@@ -152,7 +152,7 @@ def _compared(call: Callable[[int], Any], other: Callable[[int], Any], calls: in
 
 
 def _beside_a_writer(report: Report, rng: np.random.Generator, table: Filled, batch: int, quick: bool) -> None:
-    """Fetch while another thread replaces vectors all the time."""
+    """Fetch while another thread replaces vectors without a pause."""
     rows, dim = table.vectors.shape
     queries = [table.keys[rng.integers(0, rows, batch)] for _ in range(QUERY_SETS)]
     out, found = np.zeros((batch, dim), np.float32), np.zeros(batch, np.bool_)
@@ -184,7 +184,7 @@ def _beside_a_writer(report: Report, rng: np.random.Generator, table: Filled, ba
 def _write(
     report: Report, rng: np.random.Generator, rows: int, dim: int, options: dict[str, Any], reserve: bool = False
 ) -> None:
-    """Fill a table from nothing; replace, scan and delete its rows; weigh it in the meantime."""
+    """Fill an empty table; replace, scan and delete its rows; measure its memory on the way."""
     keys, vectors = _content(rng, rows, dim)
     order = rng.permutation(rows)
     shuffled_keys, shuffled_vectors = keys[order], vectors[order]
@@ -250,7 +250,7 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def assert_same(got: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> None:
-    """Raise unless the answer is right: no figure of a wrong one is reported."""
-    if not np.array_equal(got, wanted):
+def assert_same(got: npt.NDArray[Any], expected: npt.NDArray[Any]) -> None:
+    """Raise unless the answer is right, so that no figure of a wrong one is reported."""
+    if not np.array_equal(got, expected):
         raise AssertionError("the answer is wrong, so there is nothing to time")

@@ -391,7 +391,7 @@ def test_lists_and_unaligned_arrays_are_refused(database):
         database.fetch(TAG, unaligned, np.zeros((2, DIM), np.float32), np.zeros(2, np.bool_))
 
 
-def test_a_message_names_what_was_got_and_wanted(database):
+def test_a_message_names_what_was_got_and_expected(database):
     keys = distinct_keys(3)
     with pytest.raises(
         InvalidDtypeError, match=r"inserting into table hps_et.shop.item: vectors: got dtype float64, expected .* float32"

@@ -1,4 +1,4 @@
-"""When a load is not needed, when it is, and when it is wanted all the same: checksums, updates, `force`, undeploying."""
+"""Loading again: files that are the same, online updates, checksums, `force`, and models that are deployed again."""
 
 import json
 import os

@@ -1,9 +1,9 @@
 """A model of 10 GB from local disk: the rates of its load, the memory that it takes, and starts that need not load.
 
-Keys are in no order, as RocksDB likes least. Every start is a process of its own, which then looks up a random sample of keys,
-absent ones among them, and checks each vector. `beyond_tiers_mb` is the peak of that process less what the hash map says it
-holds; it includes the interpreter and compiled kernels, and RocksDB. `table_readers_mb` of it are the indices and filters of
-RocksDB's files once all is loaded, which grow with the table: where those count as the tier's, `of_limit` compares the rest.
+Keys are in random order, the worst case for RocksDB. Every start is a process of its own, which then looks up a random sample
+of keys, absent ones among them, and checks each vector. `beyond_tiers_mb` is the peak of that process less what the hash map
+says it holds; it includes the interpreter, compiled kernels and RocksDB. `table_readers_mb` of it are the indices and filters
+of RocksDB's files once all is loaded. They grow with the table, so they count as the tier's, and `of_limit` compares the rest.
 
 Axes: tiers (RocksDB or the hash map, alone, without an embedding cache) · dim · rows · start. The hash map gets as many rows as
 fit into half of the memory that is free.

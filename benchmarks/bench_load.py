@@ -1,8 +1,8 @@
 """Loading sparse model files: reading, filling databases and the embedding cache, and the memory that it takes.
 
-Axes: what is fed, dim, the order of keys in the file (RocksDB takes ascending ones in one piece). Limits, in the same run:
-`pread` of both files into one buffer for reading; the same database or cache fed from memory for filling.
-Memory: a process of its own loads a table; its peak beyond what it held before and beyond the table's own memory.
+Axes: what is filled, dim, the order of the keys in the file (RocksDB takes ascending ones in one piece). Limits, in the same
+run: `pread` of both files into one buffer for reading; the same database or cache fed from memory for filling.
+Memory: a process of its own loads a table; its peak is counted beyond what it held before and beyond the table's own memory.
 """
 
 import json

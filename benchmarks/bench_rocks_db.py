@@ -1,10 +1,10 @@
 """RocksDB: fetching, loading, inserting and scanning, each against bare rocksdict doing the same in the same run.
 
-Calls of ours and of the peer alternate, so that a noisy machine disturbs both alike. `ratio_to_x` is by the medians of wall
-clock time, `cpu_ratio_to_x` by those of the calling thread's CPU time, which other processes disturb less; above 1, ours is
-faster. The peer of `fetch` is the whole path with rocksdict that was measured when targets were set: keys sorted, one
-multi-get with the whole table in a block cache, joined and scattered to an array. Ours has no block cache unless the row says
-so. Loads are timed once and written to disk, so their figures vary most.
+Calls of ours and of the peer alternate, so that a noisy machine disturbs both alike. `ratio_to_x` compares medians of wall
+clock time, `cpu_ratio_to_x` those of the calling thread's CPU time, which other processes disturb less; above 1, ours is
+faster. The peer of `fetch` is the whole path with rocksdict: keys sorted, one multi-get with the whole table in a block cache,
+values joined and scattered to an array. Ours has no block cache unless the row says so. Loads are timed once and write to disk,
+so their figures vary most.
 
 Axes: what · table rows · dim · batch (keys of a call, rows of a chunk) · hit_rate · threads · alpha · chunks of the load.
 """

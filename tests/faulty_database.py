@@ -12,7 +12,7 @@ from hps.types import BoolArray, FloatArray, KeyArray
 
 
 class FaultyDatabase(Database):
-    """Passes calls on, unless told otherwise.
+    """Passes calls on to another database, unless told otherwise.
 
     Attributes:
         failing: names of the calls that fail before they do anything.

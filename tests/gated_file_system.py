@@ -1,4 +1,4 @@
-"""A file system whose reads wait or fail as a test wants: `gate://<name>/absolute/path`."""
+"""A file system whose reads wait or fail when a test says so: `gate://<name>/absolute/path`."""
 
 import threading
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ class Gate:
     """What happens to reads of `emb_vector` under one name.
 
     Attributes:
-        hold_from: reads at or beyond this byte wait until `release` is set; None: none does.
-        entered: set once one waits.
-        errors: raised by the next times that a file is looked for, first to last.
+        hold_from: reads at or beyond this byte wait until `release` is set; None for no waiting.
+        entered: set once a read waits.
+        errors: raised, first to last, the next times that `key` is looked for.
         looks: how often `key` was looked for.
     """
 
@@ -35,7 +35,7 @@ GATES: dict[str, Gate] = {}
 
 
 class GatedFileSystem(LocalFileSystem):
-    """Local files behind gates; not taken for local ones."""
+    """Local files behind gates, which do not count as local."""
 
     is_local = False
 
@@ -64,7 +64,7 @@ class GatedFileSystem(LocalFileSystem):
 
 @contextmanager
 def gates(*names: str) -> Iterator[list[Gate]]:
-    """Register the file system and make gates, which are opened at the end."""
+    """Register the file system and make gates; the end opens them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(IMPLEMENTATIONS["filesystem"], "gate", (f"{__name__}:GatedFileSystem", "nothing"))
         GATES.update({name: Gate() for name in names})

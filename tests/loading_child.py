@@ -1,9 +1,9 @@
-"""`python -m tests.loading_child PROGRAM CONFIG DIM PHASE ROW`: load in small steps, and hold still soon after a chosen moment.
+"""`python -m tests.loading_child PROGRAM CONFIG DIM PHASE ROW`: load in small steps, and stop soon after a chosen moment.
 
 PROGRAM is `load` (the command `hps load`) or `serve` (a parameter server that starts). A phase is a step of the databases, such
-as `ingest`. Before the first one of the kind PHASE from row ROW on, `<phase> <row>` is printed; the step is done, and whatever
-would come after it waits. Whoever waits a little after that line and kills this process kills it somewhere in that step. A load
-that never comes there prints `whole` and waits, too.
+as `ingest`. Before the first step PHASE at row ROW or later, this process prints `<phase> <row>`; it does that step and then
+waits instead of the next. A parent that waits a little after that line and then kills this process kills it somewhere in that
+step. A load that never reaches the step prints `whole` and waits.
 """
 
 import sys
@@ -32,7 +32,7 @@ STEPS = {
 
 
 class Moment:
-    """When to hold still."""
+    """The moment at which to stop, and how far the load is."""
 
     def __init__(self, phase: str, row: int) -> None:
         self.phase, self.row = phase, row
@@ -57,7 +57,7 @@ def tell(what: str, row: int) -> None:
 
 
 def hold() -> None:
-    """Wait to be killed; the end of the parent ends it, too."""
+    """Wait to be killed; this process also ends when its parent does."""
     sys.stdin.read()
     raise SystemExit("nobody killed this process")
 

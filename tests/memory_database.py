@@ -1,12 +1,13 @@
-"""A database on dicts that obeys the contract: slow, small, and easy to be sure of."""
+"""Databases on dicts that obey the contract: slow, small, and easy to be sure of."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
 
-from hps.databases.base import Database, TableStats
+from hps.databases.base import Database, LoadRecord, PersistentDatabase, TableStats
 from hps.errors import NotReadyError, TableWidthError, UnknownTableError
 from hps.types import BoolArray, FloatArray, KeyArray
 
@@ -89,3 +90,58 @@ class MemoryDatabase(Database):
 
     def close(self) -> None:
         self._closed = True
+
+
+class PersistentMemoryDatabase(MemoryDatabase, PersistentDatabase):
+    """A memory database that remembers its loads, as a persistent one does, and in what order it was loaded.
+
+    Attributes:
+        records: of its tables.
+        told: ("load_chunk", rows), ("finish_load", rows of the table) and ("drop_table", 0), in their order.
+        before_chunk: called with the first row of each chunk before it is loaded; an error that it raises ends the load.
+    """
+
+    kind = "persistent_memory"
+
+    def __init__(self, load_bytes: int = 0) -> None:
+        super().__init__()
+        self.load_bytes = load_bytes
+        self.records: dict[str, LoadRecord] = {}
+        self.told: list[tuple[str, int]] = []
+        self.before_chunk: Callable[[int], None] = lambda row: None
+
+    @property
+    def chunks(self) -> list[int]:
+        """Rows of the chunks that were loaded."""
+        return [rows for what, rows in self.told if what == "load_chunk"]
+
+    def insert(self, tag: str, keys: KeyArray, vectors: FloatArray) -> None:
+        self._mark_modified(tag)
+        super().insert(tag, keys, vectors)
+
+    def delete(self, tag: str, keys: KeyArray) -> int:
+        self._mark_modified(tag)
+        return super().delete(tag, keys)
+
+    def _mark_modified(self, tag: str) -> None:
+        if tag in self.records:
+            self.records[tag] = replace(self.records[tag], modified=True)
+
+    def load_record(self, tag: str) -> LoadRecord | None:
+        return self.records.get(tag)
+
+    def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
+        self.before_chunk(record.rows_done - keys.size)
+        super().insert(tag, keys, vectors)
+        self.told.append(("load_chunk", keys.size))
+        before = self.records.get(tag)
+        modified = before is not None and before.modified and before.fingerprint == record.fingerprint
+        self.records[tag] = replace(record, modified=record.modified or modified)
+
+    def finish_load(self, tag: str) -> None:
+        self.told.append(("finish_load", self.size(tag)))
+
+    def drop_table(self, tag: str) -> None:
+        super().drop_table(tag)
+        self.records.pop(tag, None)
+        self.told.append(("drop_table", 0))

@@ -29,6 +29,7 @@ from hps.errors import (
     UnknownTableError,
 )
 from tests.contracts.database_contract import DIM, TAG, distinct_keys, fetched, vectors_of
+from tests.rocks_database import opened
 
 ROWS = 6000
 KEYS = distinct_keys(ROWS)
@@ -44,14 +45,12 @@ def path(tmp_path: Path) -> Path:
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A closed database: ROWS rows of TAG in several merged and unmerged files."""
     path = tmp_path_factory.mktemp("pristine") / "rocksdb"
-    database = RocksDatabase(path)
-    database.open_table(TAG, DIM)
-    for start in range(0, ROWS, 1000):
-        rows = slice(start, start + 1000)
-        database.load_chunk(TAG, KEYS[rows], VECTORS[rows], LoadRecord("x", start + 1000, ROWS))
-        if start == 3000:
-            database.finish_load(TAG)
-    database.close()
+    with opened(path) as database:
+        for start in range(0, ROWS, 1000):
+            rows = slice(start, start + 1000)
+            database.load_chunk(TAG, KEYS[rows], VECTORS[rows], LoadRecord("x", start + 1000, ROWS))
+            if start == 3000:
+                database.finish_load(TAG)
     return path
 
 
@@ -132,9 +131,7 @@ def remove(path: Path, rng: random.Random) -> None:
 
 def read_everything(path: Path, read_only: bool) -> None:
     """Fetch and scan all rows; passes when they are all right, raises what the database raises."""
-    database = RocksDatabase(path, read_only=read_only)
-    try:
-        database.open_table(TAG, DIM)
+    with opened(path, read_only=read_only) as database:
         record = database.load_record(TAG)
         out, found = fetched(database, TAG, KEYS, DIM)
         assert found.all()
@@ -142,8 +139,6 @@ def read_everything(path: Path, read_only: bool) -> None:
         scanned = np.concatenate([keys for keys, _ in database.scan(TAG, 1000)])
         np.testing.assert_array_equal(np.sort(scanned), np.sort(KEYS))
         assert record == LoadRecord("x", ROWS, ROWS)
-    finally:
-        database.close()
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -181,23 +176,21 @@ def test_a_manifest_cut_at_any_point_is_reported(pristine: Path, path: Path):
 
 def test_a_file_that_is_damaged_while_it_is_open_is_reported(pristine: Path, path: Path):
     shutil.copytree(pristine, path)
-    database = RocksDatabase(path)
-    database.open_table(TAG, DIM)
-    assert fetched(database, TAG, KEYS, DIM)[1].all()
-    for file in path.glob("*.sst"):
-        data = file.read_bytes()
-        with open(file, "r+b") as handle:
-            handle.write(bytes(byte ^ 0x55 for byte in data[: len(data) // 2]))
-    found = np.zeros(ROWS, np.bool_)
-    out = np.zeros((ROWS, DIM), np.float32)
-    with pytest.raises(DatabaseCorruptError, match=rf"(?s)fetching from table {TAG} in {path}.*checksum"):
-        database.fetch(TAG, KEYS, out, found)
-    np.testing.assert_array_equal(out[found], VECTORS[found])
-    with pytest.raises(DatabaseCorruptError, match="scanning"):
-        list(database.scan(TAG, 100))
-    with pytest.raises(DatabaseCorruptError, match="counting"):
-        database.size(TAG)
-    database.close()
+    with opened(path) as database:
+        assert fetched(database, TAG, KEYS, DIM)[1].all()
+        for file in path.glob("*.sst"):
+            data = file.read_bytes()
+            with open(file, "r+b") as handle:
+                handle.write(bytes(byte ^ 0x55 for byte in data[: len(data) // 2]))
+        found = np.zeros(ROWS, np.bool_)
+        out = np.zeros((ROWS, DIM), np.float32)
+        with pytest.raises(DatabaseCorruptError, match=rf"(?s)fetching from table {TAG} in {path}.*checksum"):
+            database.fetch(TAG, KEYS, out, found)
+        np.testing.assert_array_equal(out[found], VECTORS[found])
+        with pytest.raises(DatabaseCorruptError, match="scanning"):
+            list(database.scan(TAG, 100))
+        with pytest.raises(DatabaseCorruptError, match="counting"):
+            database.size(TAG)
 
 
 def test_a_database_without_its_first_file_is_not_taken_for_a_new_one(pristine: Path, path: Path):
@@ -264,37 +257,33 @@ def test_every_message_of_the_engine_becomes_a_typed_error(message: str, kind: t
 FILL = """
     import gc
     path = Path(sys.argv[1])
-    database = RocksDatabase(path)
-    database.open_table(TAG, DIM)
-    database.load_chunk(TAG, KEYS, VECTORS, LoadRecord("x", ROWS, ROWS))
-    fill(path)
+    with opened(path) as database:
+        database.load_chunk(TAG, KEYS, VECTORS, LoadRecord("x", ROWS, ROWS))
+        fill(path)
 
-    def failing(work):
-        try:
-            for step in range(60):
-                work(step)
-        except DatabaseError as error:
-            print(type(error).__name__, "Make room" in str(error))
-        else:
-            print("never full")
+        def failing(work):
+            try:
+                for step in range(60):
+                    work(step)
+            except DatabaseError as error:
+                print(type(error).__name__, "Make room" in str(error))
+            else:
+                print("never full")
+            out, found = fetched(database, TAG, KEYS, DIM)
+            assert found.all() and (out == VECTORS).all(), "what was there is lost"
+            assert database.load_record(TAG).rows_done == ROWS
+
+        wide = distinct_keys(60_000, seed=5)
+        part = lambda step: wide[step * 1000 : step * 1000 + 1000]
+        failing(lambda step: database.load_chunk(TAG, wide, vectors_of(wide, DIM), LoadRecord("y", 1, 1)))
+        failing(lambda step: database.insert(TAG, part(step), vectors_of(part(step), DIM)))
+        assert list((path / "hps-ingest").iterdir()) == []
+    empty_again(path)
+    with opened(path) as database:
         out, found = fetched(database, TAG, KEYS, DIM)
         assert found.all() and (out == VECTORS).all(), "what was there is lost"
-        assert database.load_record(TAG).rows_done == ROWS
-
-    wide = distinct_keys(60_000, seed=5)
-    part = lambda step: wide[step * 1000 : step * 1000 + 1000]
-    failing(lambda step: database.load_chunk(TAG, wide, vectors_of(wide, DIM), LoadRecord("y", 1, 1)))
-    failing(lambda step: database.insert(TAG, part(step), vectors_of(part(step), DIM)))
-    assert list((path / "hps-ingest").iterdir()) == []
-    database.close()
-    empty_again(path)
-    database = RocksDatabase(path)
-    database.open_table(TAG, DIM)
-    out, found = fetched(database, TAG, KEYS, DIM)
-    assert found.all() and (out == VECTORS).all(), "what was there is lost"
-    database.insert(TAG, wide, vectors_of(wide, DIM))
-    assert fetched(database, TAG, wide, DIM)[1].all()
-    database.close()
+        database.insert(TAG, wide, vectors_of(wide, DIM))
+        assert fetched(database, TAG, wide, DIM)[1].all()
 """
 
 
@@ -366,17 +355,15 @@ LOAD_KEYS = np.concatenate([distinct_keys(LOAD_ROWS - 5000, seed=11), distinct_k
 LOAD_VECTORS = vectors_of(LOAD_KEYS, DIM) + np.arange(LOAD_ROWS, dtype=np.float32)[:, None] * 2**-10
 
 LOAD = """
-    database = RocksDatabase(sys.argv[1])
-    database.open_table(TAG, DIM)
-    record = database.load_record(TAG)
-    print("begin", flush=True)
-    for start in range(record.rows_done if record else 0, LOAD_ROWS, CHUNK_ROWS):
-        stop = min(start + CHUNK_ROWS, LOAD_ROWS)
-        database.load_chunk(TAG, LOAD_KEYS[start:stop], LOAD_VECTORS[start:stop], LoadRecord("f", stop, LOAD_ROWS))
-        print("chunk", flush=True)
-    print("merge", flush=True)
-    database.finish_load(TAG)
-    database.close()
+    with opened(sys.argv[1]) as database:
+        record = database.load_record(TAG)
+        print("begin", flush=True)
+        for start in range(record.rows_done if record else 0, LOAD_ROWS, CHUNK_ROWS):
+            stop = min(start + CHUNK_ROWS, LOAD_ROWS)
+            database.load_chunk(TAG, LOAD_KEYS[start:stop], LOAD_VECTORS[start:stop], LoadRecord("f", stop, LOAD_ROWS))
+            print("chunk", flush=True)
+        print("merge", flush=True)
+        database.finish_load(TAG)
     print("done", flush=True)
 """
 
@@ -387,9 +374,7 @@ def expected(rows: int) -> dict[int, bytes]:
 
 def check_prefix(path: Path) -> int:
     """Rows done, all of which must be there: each as of the last chunk counted, or of the one that was being loaded."""
-    database = RocksDatabase(path)
-    try:
-        database.open_table(TAG, DIM)
+    with opened(path) as database:
         record = database.load_record(TAG)
         done = record.rows_done if record else 0
         here = expected(done)
@@ -401,8 +386,6 @@ def check_prefix(path: Path) -> int:
         assert all(row in (here[key], maybe[key]) for key, row in zip(keys.tolist(), rows, strict=True))
         assert list((path / "hps-ingest").iterdir()) == []
         return done
-    finally:
-        database.close()
 
 
 def test_a_load_that_is_killed_again_and_again_loses_nothing_and_completes(path: Path):
@@ -425,15 +408,13 @@ def test_a_load_that_is_killed_again_and_again_loses_nothing_and_completes(path:
     assert kills == 8
     assert len(set(progress)) >= 5, "the kills missed the load"
     assert progress[-1] == LOAD_ROWS
-    database = RocksDatabase(path, read_only=True)
-    database.open_table(TAG, DIM)
-    whole = expected(LOAD_ROWS)
-    keys = np.fromiter(whole, np.int64, len(whole))
-    out, found = fetched(database, TAG, keys, DIM)
-    assert found.all()
-    assert [row.tobytes() for row in out] == list(whole.values())
-    assert database.size(TAG) == len(whole)
-    database.close()
+    with opened(path, read_only=True) as database:
+        whole = expected(LOAD_ROWS)
+        keys = np.fromiter(whole, np.int64, len(whole))
+        out, found = fetched(database, TAG, keys, DIM)
+        assert found.all()
+        assert [row.tobytes() for row in out] == list(whole.values())
+        assert database.size(TAG) == len(whole)
 
 
 def test_a_merge_that_is_killed_loses_nothing(path: Path):
@@ -476,55 +457,51 @@ def test_inserts_that_returned_survive_a_kill(path: Path):
 
 
 def test_a_table_that_is_dropped_under_its_users_is_unknown_to_them_and_nothing_crashes(path: Path):
-    database = RocksDatabase(path)
-    database.open_table(TAG, DIM)
-    database.insert(TAG, KEYS, VECTORS)
-    scan = database.scan(TAG, 1000)
-    next(scan)
-    database.drop_table(TAG)
-    with pytest.raises(UnknownTableError):
-        fetched(database, TAG, KEYS, DIM)
-    rest = sum(keys.size for keys, _ in scan)  # the scan holds on to what it reads
-    assert rest == ROWS - 1000
-    database.open_table(TAG, DIM + 1)
-    assert not fetched(database, TAG, KEYS, DIM + 1)[1].any()
-    database.close()
+    with opened(path) as database:
+        database.insert(TAG, KEYS, VECTORS)
+        scan = database.scan(TAG, 1000)
+        next(scan)
+        database.drop_table(TAG)
+        with pytest.raises(UnknownTableError):
+            fetched(database, TAG, KEYS, DIM)
+        rest = sum(keys.size for keys, _ in scan)  # the scan holds on to what it reads
+        assert rest == ROWS - 1000
+        database.open_table(TAG, DIM + 1)
+        assert not fetched(database, TAG, KEYS, DIM + 1)[1].any()
     RocksDatabase(path).close()
 
 
 def test_a_table_that_is_replaced_under_its_writers_and_readers_never_mixes_its_widths(path: Path):
-    database = RocksDatabase(path)
-    database.open_table(TAG, DIM)
-    done = threading.Event()
+    with opened(path) as database:
+        done = threading.Event()
 
-    def use(work: Callable[[int], object], dim: int) -> int:
-        calls = 0
-        while not done.is_set():
+        def use(work: Callable[[int], object], dim: int) -> int:
+            calls = 0
+            while not done.is_set():
+                try:
+                    work(dim)
+                    calls += 1
+                except (UnknownTableError, InvalidInputError):  # dropped, or of the other width just now
+                    continue
+            return calls
+
+        def insert(dim: int) -> None:
+            database.insert(TAG, KEYS, vectors_of(KEYS, dim))
+
+        def load(dim: int) -> None:
+            database.load_chunk(TAG, KEYS[::-1].copy(), vectors_of(KEYS[::-1].copy(), dim), LoadRecord("x", 1, 1))
+
+        def fetch(dim: int) -> None:
+            out, found = fetched(database, TAG, KEYS, dim)
+            np.testing.assert_array_equal(out[found], vectors_of(KEYS, dim)[found])
+
+        with ThreadPoolExecutor(6) as pool:
+            users = [pool.submit(use, work, dim) for work in (insert, load, fetch) for dim in (DIM, DIM + 1)]
             try:
-                work(dim)
-                calls += 1
-            except (UnknownTableError, InvalidInputError):  # dropped, or of the other width just now
-                continue
-        return calls
-
-    def insert(dim: int) -> None:
-        database.insert(TAG, KEYS, vectors_of(KEYS, dim))
-
-    def load(dim: int) -> None:
-        database.load_chunk(TAG, KEYS[::-1].copy(), vectors_of(KEYS[::-1].copy(), dim), LoadRecord("x", 1, 1))
-
-    def fetch(dim: int) -> None:
-        out, found = fetched(database, TAG, KEYS, dim)
-        np.testing.assert_array_equal(out[found], vectors_of(KEYS, dim)[found])
-
-    with ThreadPoolExecutor(6) as pool:
-        users = [pool.submit(use, work, dim) for work in (insert, load, fetch) for dim in (DIM, DIM + 1)]
-        try:
-            for turn in range(30):
-                time.sleep(0.02)
-                database.drop_table(TAG)
-                database.open_table(TAG, DIM + turn % 2)
-        finally:
-            done.set()
-        assert sum(user.result(60) for user in users) > 0
-    database.close()
+                for turn in range(30):
+                    time.sleep(0.02)
+                    database.drop_table(TAG)
+                    database.open_table(TAG, DIM + turn % 2)
+            finally:
+                done.set()
+            assert sum(user.result(60) for user in users) > 0

@@ -1,9 +1,9 @@
-"""When a load is not needed, when it is, and when it is wanted all the same: checksums, updates, `force`, undeploying."""
+"""Loading again: files that are the same, online updates, checksums, `force`, and models that are deployed again."""
 
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,45 +14,41 @@ from typer.testing import CliRunner
 
 import hps
 from hps.cli.app import app
-from hps.databases.base import Database, LoadRecord, PersistentDatabase
+from hps.databases.base import Database, LoadRecord
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.redis.database import RedisDatabase
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.filesystems.local import LocalFileSystem
 from hps.models.files import open_sparse_model
-from hps.models.sample import sample_vectors
 from hps.models.table_load import LoadFeed, extended
 from hps.models.writer import write_sparse_model
 from hps.registry import IMPLEMENTATIONS
-from hps.types import FloatArray, KeyArray, TableSpec
-from tests.memory_database import MemoryDatabase
+from hps.types import FloatArray, KeyArray
+from tests.memory_database import MemoryDatabase, PersistentMemoryDatabase
 from tests.redis_server import RedisServer
 from tests.sparse_models import chunks_of
-from tests.table_loads import load_table, nothing_to_do
+from tests.table_loads import (
+    CHUNK_ROWS,
+    DIM,
+    FILES,
+    KEYS,
+    ROW_BYTES,
+    ROWS,
+    TABLE,
+    TAG,
+    VECTORS,
+    content,
+    cut_into_small_chunks,
+    held,
+    load_table,
+    nothing_to_do,
+    record_of,
+    rows_of,
+    touch,
+    write_files,
+)
 
-DIM, ROWS, CHUNK_ROWS = 4, 1000, 64
-TABLE = TableSpec("shop", "item", DIM, 0.0, 10_000)
-TAG = TABLE.tag
 NEW_KEY = np.array([10**12], np.int64)
-
-
-def rows_of(n: int, seed: int = 1) -> tuple[KeyArray, FloatArray]:
-    keys = np.random.default_rng(seed).permutation(np.arange(n, dtype=np.int64)) * 1_000_003 - 7
-    return keys, sample_vectors(keys, DIM, seed)
-
-
-KEYS, VECTORS = rows_of(ROWS)
-
-
-def held(database: Database) -> dict[int, bytes]:
-    return {int(k): v.tobytes() for ks, vs in database.scan(TAG, 1000) for k, v in zip(ks, vs, strict=True)}
-
-
-def content(keys: KeyArray, vectors: FloatArray) -> dict[int, bytes]:
-    return {int(key): row.tobytes() for key, row in zip(keys, vectors, strict=True)}
-
-
-FILES = content(KEYS, VECTORS)
 
 
 def update(database: Database) -> dict[int, bytes]:
@@ -63,26 +59,14 @@ def update(database: Database) -> dict[int, bytes]:
     return FILES | content(keys, vectors)
 
 
-def record_of(database: Database) -> LoadRecord:
-    record = database.load_record(TAG)
-    assert record is not None
-    return record
-
-
-def touch(source: str) -> None:
-    for name in ("key", "emb_vector"):
-        os.utime(f"{source}/{name}", ns=(0, 1))
-
-
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", CHUNK_ROWS * (8 + 4 * DIM))
+    cut_into_small_chunks(monkeypatch)
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> str:
-    write_sparse_model(tmp_path / "item", (KEYS, VECTORS))
-    return str(tmp_path / "item")
+    return write_files(tmp_path)
 
 
 @pytest.fixture
@@ -217,25 +201,14 @@ def test_a_half_loaded_table_is_never_taken_for_the_same_files(source: str, rock
 # -- checksums and batches -----------------------------------------------------------------------------------------------
 
 
-class Remembering(MemoryDatabase, PersistentDatabase):
-    """A persistent memory database that takes batches of some rows, and fails at one of them."""
+def interrupted_at(row: int) -> Callable[[int], None]:
+    """What a database does that is interrupted before it loads this row."""
 
-    def __init__(self, batch_rows: int = 0, fail_at: int = ROWS + 1) -> None:
-        super().__init__()
-        self.load_bytes = batch_rows * (8 + 4 * DIM)
-        self.fail_at = fail_at
-        self.record: LoadRecord | None = None
-        self.batches: list[int] = []
-
-    def load_record(self, tag: str) -> LoadRecord | None:
-        return self.record
-
-    def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
-        if record.rows_done > self.fail_at:
+    def before_chunk(first: int) -> None:
+        if first >= row:
             raise KeyboardInterrupt
-        self.insert(tag, keys, vectors)
-        self.record = record
-        self.batches.append(keys.size)
+
+    return before_chunk
 
 
 def checksum_of(keys: KeyArray, vectors: FloatArray) -> str:
@@ -252,15 +225,16 @@ def test_a_checksum_does_not_depend_on_how_the_rows_were_cut() -> None:
     assert len({whole, checksum_of(KEYS[1:], VECTORS[1:]), checksum_of(KEYS, -VECTORS), checksum_of(-KEYS, VECTORS)}) == 4
 
 
-@pytest.mark.parametrize("fail_at", [1, 64, 300, 999])
+@pytest.mark.parametrize("row", [1, 64, 256, 960])
 def test_an_interrupted_load_has_the_checksum_of_an_uninterrupted_one(
-    source: str, fail_at: int, monkeypatch: pytest.MonkeyPatch
+    source: str, row: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    database = Remembering(fail_at=fail_at)
+    database = PersistentMemoryDatabase()
+    database.before_chunk = interrupted_at(row)
     with pytest.raises(KeyboardInterrupt):
         load_table(TABLE, source, [database])
-    database.fail_at = ROWS
-    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 37 * (8 + 4 * DIM))  # goes on in chunks of another size
+    database.before_chunk = interrupted_at(ROWS + 1)
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 37 * ROW_BYTES)  # goes on in chunks of another size
     load_table(TABLE, source, [MemoryDatabase(), database])
     assert record_of(database).checksum == checksum_of(KEYS, VECTORS)
     assert held(database) == FILES
@@ -270,21 +244,22 @@ def test_an_interrupted_load_has_the_checksum_of_an_uninterrupted_one(
 
 @pytest.mark.parametrize("batch_rows", [0, 1, 63, 64, 65, 200, 999, 1000, 5000])
 def test_a_database_gets_batches_of_the_size_it_wants(source: str, batch_rows: int) -> None:
-    database = Remembering(batch_rows)
+    database = PersistentMemoryDatabase(batch_rows * ROW_BYTES)
     load_table(TABLE, source, [database])
-    assert database.batches.pop(0) == 0  # the record alone, before the first row
+    first, *batches = database.chunks
+    assert first == 0  # the record alone, before the first row
     chunks_a_batch = max(1, min(batch_rows, ROWS) // CHUNK_ROWS)
     if batch_rows >= ROWS:
-        assert database.batches == [ROWS]
+        assert batches == [ROWS]
     else:
-        assert set(database.batches[:-1]) == {chunks_a_batch * CHUNK_ROWS}
-    assert sum(database.batches) == ROWS
+        assert set(batches[:-1]) == {chunks_a_batch * CHUNK_ROWS}
+    assert sum(batches) == ROWS
     assert record_of(database) == LoadRecord(
         open_sparse_model(source, DIM).fingerprint,
         ROWS,
         ROWS,
         source=source,
-        size_bytes=ROWS * (8 + 4 * DIM),
+        size_bytes=ROWS * ROW_BYTES,
         checksum=checksum_of(KEYS, VECTORS),
     )
     assert held(database) == FILES
@@ -293,7 +268,7 @@ def test_a_database_gets_batches_of_the_size_it_wants(source: str, batch_rows: i
 @pytest.mark.parametrize(("first", "last"), [(0, 1000), (0, 130), (100, 130), (64, 65), (999, 1000), (300, 1000)])
 @pytest.mark.parametrize("batch_rows", [0, 100, 5000])
 def test_a_feed_takes_the_rows_that_are_wanted_and_counts_no_others(first: int, last: int, batch_rows: int) -> None:
-    database = Remembering(batch_rows)
+    database = PersistentMemoryDatabase(batch_rows * ROW_BYTES)
     database.open_table(TAG, DIM)
     feed = LoadFeed(database, TAG, DIM, LoadRecord("f", first, ROWS), last)
     for start in range(0, ROWS, CHUNK_ROWS):
@@ -306,7 +281,8 @@ def test_a_feed_takes_the_rows_that_are_wanted_and_counts_no_others(first: int, 
 
 
 def test_what_was_gathered_and_not_loaded_is_not_counted(source: str) -> None:
-    database = Remembering(batch_rows=300, fail_at=600)
+    database = PersistentMemoryDatabase(300 * ROW_BYTES)
+    database.before_chunk = interrupted_at(512)
     with pytest.raises(KeyboardInterrupt):
         load_table(TABLE, source, [database])
     assert record_of(database).rows_done == 2 * 4 * CHUNK_ROWS
@@ -338,22 +314,13 @@ def test_force_removes_rows_of_unknown_origin(source: str, rocks: RocksDatabase)
 
 
 def test_a_forced_load_that_is_interrupted_goes_on_and_keeps_no_update(source: str) -> None:
-    database = Remembering()
+    database = PersistentMemoryDatabase()
     load_table(TABLE, source, [database])
     update(database)
-    assert database.record is not None
-    database.record = replace(database.record, modified=True)
-    database.fail_at = 300
-
-    class Dropping(Remembering):
-        def drop_table(self, tag: str) -> None:
-            super().drop_table(tag)
-            self.record = None
-
-    database.__class__ = Dropping
+    database.before_chunk = interrupted_at(256)
     with pytest.raises(KeyboardInterrupt):
         load_table(TABLE, source, [database], force=True)
-    database.fail_at = ROWS
+    database.before_chunk = interrupted_at(ROWS + 1)
     assert load_table(TABLE, source, [database]).loads[0].first_row == 256
     assert held(database) == FILES
 

@@ -2,9 +2,10 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -120,124 +121,78 @@ def test_the_fingerprint_changes_with_files_place_and_dimension(model_dir: Path,
 # -- what is refused when a model is opened ---------------------------------------------------------------------------
 
 
-def no_directory(path: Path) -> None:
-    for file in path.iterdir():
-        file.unlink()
-    path.rmdir()
+Damage = Callable[[Path], object] | dict[str, bytes | None]
+"""What is done to the directory of a model; or the files to write to it, None for those to remove."""
 
 
-def a_file_in_its_place(path: Path) -> None:
-    no_directory(path)
-    path.write_bytes(b"x" * 100)
+def damaged(directory: Path, damage: Damage) -> None:
+    if not isinstance(damage, dict):
+        damage(directory)
+        return
+    for name, data in damage.items():
+        if data is None:
+            (directory / name).unlink()
+        else:
+            (directory / name).write_bytes(data)
 
 
-def no_key(path: Path) -> None:
-    (path / "key").unlink()
+def instead_of(name: str, make: Callable[[Path], object]) -> Damage:
+    """Something else in the place of a file."""
+
+    def replace(directory: Path) -> None:
+        (directory / name).unlink(missing_ok=True)
+        make(directory / name)
+
+    return replace
 
 
-def no_vectors(path: Path) -> None:
-    (path / "emb_vector").unlink()
+def a_file_in_its_place(directory: Path) -> None:
+    shutil.rmtree(directory)
+    directory.write_bytes(b"x" * 100)
 
 
-def neither(path: Path) -> None:
-    no_key(path)
-    (path / "emb_vector").rename(path / "emb_vector.bin")
-
-
-def nothing(path: Path) -> None:
-    no_key(path)
-    no_vectors(path)
-
-
-def a_key_directory(path: Path) -> None:
-    no_key(path)
-    (path / "key").mkdir()
-
-
-def a_vector_directory(path: Path) -> None:
-    no_vectors(path)
-    (path / "emb_vector").mkdir()
-
-
-def a_broken_link(path: Path) -> None:
-    no_key(path)
-    (path / "key").symlink_to("nowhere")
-
-
-def empty_key(path: Path) -> None:
-    (path / "key").write_bytes(b"")
-
-
-def half_a_key(path: Path) -> None:
-    (path / "key").write_bytes(b"x" * 804)
-
-
-def one_byte(path: Path) -> None:
-    (path / "key").write_bytes(b"x")
-
-
-def empty_vectors(path: Path) -> None:
-    (path / "emb_vector").write_bytes(b"")
-
-
-def ragged_vectors(path: Path) -> None:
-    (path / "emb_vector").write_bytes(b"x" * 1602)
-
-
-def short_vectors(path: Path) -> None:
-    (path / "emb_vector").write_bytes(b"x" * 1596)
-
-
-def wider_vectors(path: Path) -> None:
-    (path / "emb_vector").write_bytes(b"x" * 100 * 4 * 10)
-
-
-def fewer_keys(path: Path) -> None:
-    (path / "key").write_bytes(b"x" * 8 * 99)
-
-
-def empty_meta(path: Path) -> None:
-    (path / "meta").write_bytes(b"")
-
-
-def short_meta(path: Path) -> None:
-    (path / "meta").write_bytes(b"x" * 792)
-
-
-def a_meta_directory(path: Path) -> None:
-    (path / "meta").mkdir()
+SIZES = "got %d bytes, expected 1600: the 100 keys of {dir}/key (800 bytes) with 4 float32 each; "
 
 
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
-        (no_directory, ModelFileNotFoundError, "{dir}: there is no such directory; expected a directory with the files"),
-        (a_file_in_its_place, ModelFileError, "expected a directory; expected a directory with the files key and emb_vector"),
-        (no_key, ModelFileNotFoundError, "{dir}: key not found; it holds emb_vector; expected a directory with"),
-        (no_vectors, ModelFileNotFoundError, "{dir}: emb_vector not found; it holds key; expected a directory with"),
-        (neither, ModelFileNotFoundError, "{dir}: key and emb_vector not found; it holds emb_vector.bin;"),
-        (nothing, ModelFileNotFoundError, "{dir}: key and emb_vector not found; it holds nothing;"),
-        (a_key_directory, ModelFileError, "{dir}/key: it is a directory, "),
-        (a_vector_directory, ModelFileError, "{dir}/emb_vector: it is a directory, "),
-        (a_broken_link, ModelFileNotFoundError, "{dir}/key: there is no such file"),
-        (empty_key, ModelFileError, "{dir}/key: got 0 bytes, expected 8 (an int64) for every row"),
-        (half_a_key, ModelFileError, "{dir}/key: got 804 bytes, expected 8 (an int64) for every row"),
-        (one_byte, ModelFileError, "{dir}/key: got 1 bytes, expected 8 (an int64) for every row"),
-        (empty_vectors, ModelFileError, "{dir}/emb_vector: got 0 bytes, expected 1600: the 100 keys of {dir}/key"),
-        (ragged_vectors, ModelFileError, "{dir}/emb_vector: got 1602 bytes, expected 1600"),
-        (short_vectors, ModelFileError, "{dir}/emb_vector: got 1596 bytes, expected 1600: the 100 keys of {dir}/key (800 "
-         "bytes) with 4 float32 each; the files fit no dimension: one is cut short, or they belong to different models"),
-        (wider_vectors, ModelFileError, "{dir}/emb_vector: got 4000 bytes, expected 1600: the 100 keys of {dir}/key (800 "
-         "bytes) with 4 float32 each; the files fit embedding_vecsize_per_table 10"),
-        (fewer_keys, ModelFileError, "got 1600 bytes, expected 1584: the 99 keys"),
-        (empty_meta, ModelFileError, "{dir}/meta: got 0 bytes, expected the 800 of {dir}/key; remove it or write it whole"),
-        (short_meta, ModelFileError, "{dir}/meta: got 792 bytes, expected the 800 of"),
-        (a_meta_directory, ModelFileError, "{dir}/meta: it is a directory, "),
+        (shutil.rmtree, ModelFileNotFoundError, "{dir}: there is no such directory; expected a directory with the files"),
+        (
+            a_file_in_its_place,
+            ModelFileError,
+            "{dir}: it is a file, expected a directory; expected a directory with the files key and emb_vector",
+        ),
+        ({"key": None}, ModelFileNotFoundError, "{dir}: key not found; it holds emb_vector; expected a directory with"),
+        ({"emb_vector": None}, ModelFileNotFoundError, "{dir}: emb_vector not found; it holds key; expected a directory with"),
+        (
+            {"key": None, "emb_vector": None, "emb_vector.bin": b"x"},
+            ModelFileNotFoundError,
+            "{dir}: key and emb_vector not found; it holds emb_vector.bin;",
+        ),
+        ({"key": None, "emb_vector": None}, ModelFileNotFoundError, "{dir}: key and emb_vector not found; it holds nothing;"),
+        (instead_of("key", Path.mkdir), ModelFileError, "{dir}/key: it is a directory, "),
+        (instead_of("emb_vector", Path.mkdir), ModelFileError, "{dir}/emb_vector: it is a directory, "),
+        (instead_of("meta", Path.mkdir), ModelFileError, "{dir}/meta: it is a directory, "),
+        (
+            instead_of("key", lambda path: path.symlink_to("nowhere")),
+            ModelFileNotFoundError,
+            "{dir}/key: there is no such file",
+        ),
+        ({"key": b""}, ModelFileError, "{dir}/key: got 0 bytes, expected 8 (an int64) for every row"),
+        ({"key": bytes(804)}, ModelFileError, "{dir}/key: got 804 bytes, expected 8 (an int64) for every row"),
+        ({"emb_vector": b""}, ModelFileError, "{dir}/emb_vector: " + SIZES % 0),
+        ({"emb_vector": bytes(1602)}, ModelFileError, "{dir}/emb_vector: " + SIZES % 1602),
+        ({"emb_vector": bytes(1596)}, ModelFileError, SIZES % 1596 + "the files fit no dimension: one is cut short, or they"),
+        ({"emb_vector": bytes(4000)}, ModelFileError, SIZES % 4000 + "the files fit embedding_vecsize_per_table 10"),
+        ({"key": bytes(8 * 99)}, ModelFileError, "got 1600 bytes, expected 1584: the 99 keys"),
+        ({"meta": b""}, ModelFileError, "{dir}/meta: got 0 bytes, expected the 800 of {dir}/key; remove it or write it whole"),
+        ({"meta": bytes(792)}, ModelFileError, "{dir}/meta: got 792 bytes, expected the 800 of"),
     ],
-)  # fmt: skip
-def test_files_that_cannot_be_the_table_are_refused(model_dir: Path, damage: Any, error: type, message: str) -> None:
+)
+def test_files_that_cannot_be_the_table_are_refused(model_dir: Path, damage: Damage, error: type, message: str) -> None:
     open_sparse_model(model_dir, DIM)
-    damage(model_dir)
+    damaged(model_dir, damage)
     with pytest.raises(ModelFileError, match=re.escape(message.format(dir=model_dir))) as raised:
         open_sparse_model(model_dir, DIM)
     assert type(raised.value) is error

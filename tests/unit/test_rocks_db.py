@@ -25,6 +25,7 @@ from hps.errors import (
 )
 from hps.registry import implementation
 from tests.contracts.database_contract import DIM, OTHER, TAG, DatabaseContract, bits, distinct_keys, fetched, vectors_of
+from tests.rocks_database import opened
 
 
 def raw(path: Path, tags: list[str], read_only: bool = False) -> rocksdict.Rdict:
@@ -67,6 +68,13 @@ def database(path: Path) -> Iterator[RocksDatabase]:
     database = RocksDatabase(path)
     yield database
     database.close()
+
+
+@pytest.fixture
+def table(database: RocksDatabase) -> RocksDatabase:
+    """A database with the table TAG open."""
+    database.open_table(TAG, DIM)
+    return database
 
 
 class TestRocksDatabase(DatabaseContract):
@@ -120,11 +128,9 @@ def test_rows_that_hugectr_wrote_are_read(path: Path):
 
 def test_a_table_that_hugectr_wrote_can_be_changed_and_read_by_it_again(path: Path):
     as_hugectr_writes(path, TAG, HUGECTR_ROWS)
-    with_close = RocksDatabase(path)
-    with_close.open_table(TAG, 2)
-    with_close.insert(TAG, KEYS[:1], VECTORS[2:])
-    with_close.delete(TAG, KEYS[1:2])
-    with_close.close()
+    with opened(path, 2) as with_close:
+        with_close.insert(TAG, KEYS[:1], VECTORS[2:])
+        with_close.delete(TAG, KEYS[1:2])
     first, _, last = HUGECTR_ROWS
     assert raw_items(path, TAG) == {first: HUGECTR_ROWS[last], last: HUGECTR_ROWS[last]}
 
@@ -167,31 +173,26 @@ def test_a_stored_table_without_rows_is_opened_with_any_width(path: Path):
 def test_a_value_of_another_size_is_corrupt_and_its_key_and_table_are_named(path: Path, value: bytes):
     rows = {key.to_bytes(8, "little", signed=True): bytes(8) for key in range(500)}
     as_hugectr_writes(path, TAG, {**rows, (77).to_bytes(8, "little"): value})
-    database = RocksDatabase(path)
-    database.open_table(TAG, 2)
-    keys = np.concatenate([np.arange(500), [999]])
-    found = np.zeros(501, np.bool_)
-    with pytest.raises(
-        DatabaseCorruptError, match=rf"(?s){TAG}.*key 77 has a vector of {len(value)} bytes, expected .* 8 bytes"
-    ):
-        database.fetch(TAG, keys, np.empty((501, 2), np.float32), found)
-    with pytest.raises(DatabaseCorruptError, match=rf"{TAG}.*key 77 "):
-        list(database.scan(TAG, 100))
-    _, found = fetched(database, TAG, keys[keys != 77], 2)
-    assert found.sum() == 499
-    database.insert(TAG, np.array([77]), np.ones((1, 2), np.float32))  # the cure that the message names
-    assert fetched(database, TAG, keys, 2)[0][77].tolist() == [1, 1]
-    database.close()
+    with opened(path, 2) as database:
+        keys = np.concatenate([np.arange(500), [999]])
+        found = np.zeros(501, np.bool_)
+        with pytest.raises(
+            DatabaseCorruptError, match=rf"(?s){TAG}.*key 77 has a vector of {len(value)} bytes, expected .* 8 bytes"
+        ):
+            database.fetch(TAG, keys, np.empty((501, 2), np.float32), found)
+        with pytest.raises(DatabaseCorruptError, match=rf"{TAG}.*key 77 "):
+            list(database.scan(TAG, 100))
+        _, found = fetched(database, TAG, keys[keys != 77], 2)
+        assert found.sum() == 499
+        database.insert(TAG, np.array([77]), np.ones((1, 2), np.float32))  # the cure that the message names
+        assert fetched(database, TAG, keys, 2)[0][77].tolist() == [1, 1]
 
 
 def test_short_and_long_values_that_make_up_for_each_other_are_seen(path: Path):
     rows = {key.to_bytes(8, "little"): bytes(8) for key in range(10)}
     as_hugectr_writes(path, TAG, {**rows, (5).to_bytes(8, "little"): bytes(4), (6).to_bytes(8, "little"): bytes(12)})
-    database = RocksDatabase(path)
-    database.open_table(TAG, 2)
-    with pytest.raises(DatabaseCorruptError, match="key 5 "):
+    with opened(path, 2) as database, pytest.raises(DatabaseCorruptError, match="key 5 "):
         fetched(database, TAG, np.arange(10), 2)
-    database.close()
 
 
 def test_the_name_of_the_engines_own_family_is_no_tag(database: RocksDatabase):
@@ -206,26 +207,22 @@ def test_the_name_of_the_engines_own_family_is_no_tag(database: RocksDatabase):
 
 @pytest.mark.parametrize("max_batch_size", [1, 7, 5000])
 def test_batches_do_not_show(path: Path, max_batch_size: int):
-    database = RocksDatabase(path, max_batch_size=max_batch_size)
-    database.open_table(TAG, DIM)
-    keys = distinct_keys(6000 if max_batch_size > 7 else 60)
-    half = keys.size // 2
-    database.insert(TAG, keys[:half], vectors_of(keys[:half], DIM))
-    out, found = fetched(database, TAG, keys, DIM)
-    np.testing.assert_array_equal(found, np.arange(keys.size) < half)
-    np.testing.assert_array_equal(out[:half], vectors_of(keys[:half], DIM))
-    assert database.delete(TAG, keys) == half
-    database.close()
+    with opened(path, max_batch_size=max_batch_size) as database:
+        keys = distinct_keys(6000 if max_batch_size > 7 else 60)
+        half = keys.size // 2
+        database.insert(TAG, keys[:half], vectors_of(keys[:half], DIM))
+        out, found = fetched(database, TAG, keys, DIM)
+        np.testing.assert_array_equal(found, np.arange(keys.size) < half)
+        np.testing.assert_array_equal(out[:half], vectors_of(keys[:half], DIM))
+        assert database.delete(TAG, keys) == half
 
 
 def test_a_block_cache_can_be_had(path: Path):
-    database = RocksDatabase(path, block_cache_bytes=1 << 20)
-    database.open_table(TAG, DIM)
-    keys = distinct_keys(30_000)
-    database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", keys.size, keys.size))
-    for _ in range(2):
-        np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors_of(keys, DIM))
-    database.close()
+    with opened(path, block_cache_bytes=1 << 20) as database:
+        keys = distinct_keys(30_000)
+        database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", keys.size, keys.size))
+        for _ in range(2):
+            np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors_of(keys, DIM))
 
 
 def test_large_tables_are_estimated_and_small_ones_counted(database: RocksDatabase):
@@ -258,87 +255,78 @@ def test_a_scan_of_many_engine_pieces_is_whole(database: RocksDatabase):
 
 
 def test_later_chunks_win_over_earlier_ones_and_over_inserts(path: Path):
-    database = RocksDatabase(path)
-    database.open_table(TAG, DIM)
-    keys = distinct_keys(4000)
-    database.insert(TAG, keys, vectors_of(keys, DIM, 0))
-    for version in range(1, 7):  # each replaces a smaller part of the same keys
-        part = keys[: 4000 - 600 * version]
-        database.load_chunk(TAG, part, vectors_of(part, DIM, version), LoadRecord("x", version, 7))
-    database.insert(TAG, keys[:100], vectors_of(keys[:100], DIM, 9))
-    wanted = vectors_of(keys, DIM, 0)
-    for version in range(1, 7):
-        wanted[: 4000 - 600 * version] = vectors_of(keys[: 4000 - 600 * version], DIM, version)
-    wanted[:100] = vectors_of(keys[:100], DIM, 9)
-    np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], wanted)
-    database.finish_load(TAG)
-    np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], wanted)
-    database.close()
-    again = RocksDatabase(path)
-    again.open_table(TAG, DIM)
-    np.testing.assert_array_equal(fetched(again, TAG, keys, DIM)[0], wanted)
-    assert again.load_record(TAG) == LoadRecord("x", 6, 7, modified=True)
-    again.close()
+    with opened(path) as database:
+        keys = distinct_keys(4000)
+        database.insert(TAG, keys, vectors_of(keys, DIM, 0))
+        for version in range(1, 7):  # each replaces a smaller part of the same keys
+            part = keys[: 4000 - 600 * version]
+            database.load_chunk(TAG, part, vectors_of(part, DIM, version), LoadRecord("x", version, 7))
+        database.insert(TAG, keys[:100], vectors_of(keys[:100], DIM, 9))
+        wanted = vectors_of(keys, DIM, 0)
+        for version in range(1, 7):
+            wanted[: 4000 - 600 * version] = vectors_of(keys[: 4000 - 600 * version], DIM, version)
+        wanted[:100] = vectors_of(keys[:100], DIM, 9)
+        np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], wanted)
+        database.finish_load(TAG)
+        np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], wanted)
+    with opened(path) as again:
+        np.testing.assert_array_equal(fetched(again, TAG, keys, DIM)[0], wanted)
+        assert again.load_record(TAG) == LoadRecord("x", 6, 7, modified=True)
 
 
-def test_a_finished_load_lies_in_merged_files(database: RocksDatabase):
-    database.open_table(TAG, DIM)
+def test_a_finished_load_lies_in_merged_files(table: RocksDatabase):
     for part in range(6):
         keys = distinct_keys(1000, seed=part)
-        database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", part, 6))
-    family = database._engine.family(TAG)
-    assert database._engine.figure(family, "num-files-at-level0") >= 5
-    database.finish_load(TAG)
-    assert database._engine.figure(family, "num-files-at-level0") == 0
+        table.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", part, 6))
+    family = table._engine.family(TAG)
+    assert table._engine.figure(family, "num-files-at-level0") >= 5
+    table.finish_load(TAG)
+    assert table._engine.figure(family, "num-files-at-level0") == 0
 
 
-def test_a_long_load_merges_before_it_runs_out_of_open_files(database: RocksDatabase, monkeypatch: pytest.MonkeyPatch):
+def test_a_long_load_merges_before_it_runs_out_of_open_files(table: RocksDatabase, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("hps.databases.rocks_db.engine._LOAD_FILES", 3)
-    database.open_table(TAG, DIM)
     keys = distinct_keys(2000)
-    family = database._engine.family(TAG)
+    family = table._engine.family(TAG)
     most = 0
     for part in range(10):
         rows = slice(100 * part, 2000 - 100 * part)
-        database.load_chunk(TAG, keys[rows], vectors_of(keys[rows], DIM, part), LoadRecord("x", part, 10))
-        most = max(most, database._engine.figure(family, "num-files-at-level0"))
+        table.load_chunk(TAG, keys[rows], vectors_of(keys[rows], DIM, part), LoadRecord("x", part, 10))
+        most = max(most, table._engine.figure(family, "num-files-at-level0"))
     assert most == 3
     wanted = np.stack([vectors_of(keys, DIM, part) for part in range(10)])
     places = np.arange(2000)
     newest = np.minimum(np.minimum(places, 1999 - places) // 100, 9)
-    np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], wanted[newest, places])
+    np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], wanted[newest, places])
 
 
-def test_a_small_table_is_merged_into_files_for_several_threads(database: RocksDatabase, monkeypatch: pytest.MonkeyPatch):
+def test_a_small_table_is_merged_into_files_for_several_threads(table: RocksDatabase, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("hps.databases.rocks_db.engine._FILE_BYTES", (16 << 10, 256 << 20))
-    database.open_table(TAG, DIM)
     keys = distinct_keys(40_000)
     for part in np.array_split(keys, 4):
-        database.load_chunk(TAG, part, vectors_of(part, DIM), LoadRecord("x", 1, 1))
-    database.finish_load(TAG)
-    assert 4 <= len(list(database.path.glob("*.sst"))) <= 64
-    np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors_of(keys, DIM))
+        table.load_chunk(TAG, part, vectors_of(part, DIM), LoadRecord("x", 1, 1))
+    table.finish_load(TAG)
+    assert 4 <= len(list(table.path.glob("*.sst"))) <= 64
+    np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], vectors_of(keys, DIM))
 
 
 def test_files_are_not_merged_where_the_disk_has_no_room_for_it(
-    database: RocksDatabase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    table: RocksDatabase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10))
-    database.open_table(TAG, DIM)
     keys = distinct_keys(1000)
     for version in range(3):
-        database.load_chunk(TAG, keys, vectors_of(keys, DIM, version), LoadRecord("x", 1, 1))
-    database.finish_load(TAG)
+        table.load_chunk(TAG, keys, vectors_of(keys, DIM, version), LoadRecord("x", 1, 1))
+    table.finish_load(TAG)
     assert "10 bytes free" in caplog.text
-    np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors_of(keys, DIM, 2))
+    np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], vectors_of(keys, DIM, 2))
 
 
-def test_an_empty_chunk_only_moves_the_record(database: RocksDatabase):
-    database.open_table(TAG, DIM)
-    database.load_chunk(TAG, np.empty(0, np.int64), np.empty((0, DIM), np.float32), LoadRecord("x", 0, 0))
-    assert database.load_record(TAG) == LoadRecord("x", 0, 0)
-    database.finish_load(TAG)
-    assert database.size(TAG) == 0
+def test_an_empty_chunk_only_moves_the_record(table: RocksDatabase):
+    table.load_chunk(TAG, np.empty(0, np.int64), np.empty((0, DIM), np.float32), LoadRecord("x", 0, 0))
+    assert table.load_record(TAG) == LoadRecord("x", 0, 0)
+    table.finish_load(TAG)
+    assert table.size(TAG) == 0
 
 
 def test_a_damaged_record_is_corrupt_and_dropping_the_table_cures_it(path: Path):
@@ -346,40 +334,34 @@ def test_a_damaged_record_is_corrupt_and_dropping_the_table_cures_it(path: Path)
     other = raw(path, [TAG])
     other[b"hps-server/load/" + TAG.encode()] = b'{"fingerprint": "x"}'
     other.close()
-    database = RocksDatabase(path)
-    database.open_table(TAG, 2)
-    with pytest.raises(DatabaseCorruptError, match=rf"(?s)record of table {TAG}.*drop the table"):
-        database.load_record(TAG)
-    database.drop_table(TAG)
-    database.open_table(TAG, 2)
-    assert database.load_record(TAG) is None
-    database.close()
+    with opened(path, 2) as database:
+        with pytest.raises(DatabaseCorruptError, match=rf"(?s)record of table {TAG}.*drop the table"):
+            database.load_record(TAG)
+        database.drop_table(TAG)
+        database.open_table(TAG, 2)
+        assert database.load_record(TAG) is None
 
 
 @pytest.mark.parametrize("change", ["insert", "delete"])
 def test_a_change_marks_the_record_for_good_and_the_rest_of_the_load_keeps_the_mark(path: Path, change: str):
     keys = distinct_keys(300)
-    database = RocksDatabase(path)
-    database.open_table(TAG, DIM)
-    database.insert(TAG, keys, vectors_of(keys, DIM))  # before any load there is nothing to mark
-    assert database.load_record(TAG) is None
-    database.load_chunk(TAG, keys[:100], vectors_of(keys[:100], DIM), LoadRecord("x", 100, 300))
-    assert database.load_record(TAG) == LoadRecord("x", 100, 300)
-    if change == "insert":
-        database.insert(TAG, keys[:1], vectors_of(keys[:1], DIM, 1))
-    else:
-        database.delete(TAG, keys[:1])
-    assert database.load_record(TAG) == LoadRecord("x", 100, 300, modified=True)
-    database.load_chunk(TAG, keys[100:], vectors_of(keys[100:], DIM), LoadRecord("x", 300, 300))
-    assert database.load_record(TAG) == LoadRecord("x", 300, 300, modified=True)
-    database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("y", 300, 300))
-    assert database.load_record(TAG) == LoadRecord("y", 300, 300)
-    database.close()
-    again = RocksDatabase(path)
-    again.open_table(TAG, DIM)
-    again.insert(TAG, keys[:1], vectors_of(keys[:1], DIM, 1))
-    assert again.load_record(TAG) == LoadRecord("y", 300, 300, modified=True)
-    again.close()
+    with opened(path) as database:
+        database.insert(TAG, keys, vectors_of(keys, DIM))  # before any load there is nothing to mark
+        assert database.load_record(TAG) is None
+        database.load_chunk(TAG, keys[:100], vectors_of(keys[:100], DIM), LoadRecord("x", 100, 300))
+        assert database.load_record(TAG) == LoadRecord("x", 100, 300)
+        if change == "insert":
+            database.insert(TAG, keys[:1], vectors_of(keys[:1], DIM, 1))
+        else:
+            database.delete(TAG, keys[:1])
+        assert database.load_record(TAG) == LoadRecord("x", 100, 300, modified=True)
+        database.load_chunk(TAG, keys[100:], vectors_of(keys[100:], DIM), LoadRecord("x", 300, 300))
+        assert database.load_record(TAG) == LoadRecord("x", 300, 300, modified=True)
+        database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("y", 300, 300))
+        assert database.load_record(TAG) == LoadRecord("y", 300, 300)
+    with opened(path) as again:
+        again.insert(TAG, keys[:1], vectors_of(keys[:1], DIM, 1))
+        assert again.load_record(TAG) == LoadRecord("y", 300, 300, modified=True)
 
 
 class Killed(BaseException):
@@ -459,12 +441,11 @@ def test_files_of_a_killed_load_are_removed_at_the_next_opening(path: Path):
     assert list((path / "hps-ingest").iterdir()) == []
 
 
-def test_a_load_leaves_no_staged_file(database: RocksDatabase):
-    database.open_table(TAG, DIM)
+def test_a_load_leaves_no_staged_file(table: RocksDatabase):
     keys = distinct_keys(100)
     for _ in range(3):
-        database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", 1, 1))
-    assert list((database.path / "hps-ingest").iterdir()) == []
+        table.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", 1, 1))
+    assert list((table.path / "hps-ingest").iterdir()) == []
 
 
 # -- read only ---------------------------------------------------------------------------------------------------------
@@ -472,39 +453,35 @@ def test_a_load_leaves_no_staged_file(database: RocksDatabase):
 
 @pytest.fixture
 def filled(path: Path) -> Path:
-    database = RocksDatabase(path)
-    database.open_table(TAG, DIM)
-    keys = distinct_keys(3000)
-    database.load_chunk(TAG, keys[:2000], vectors_of(keys[:2000], DIM), LoadRecord("x", 2000, 2000))
-    database.finish_load(TAG)
-    database.insert(TAG, keys[2000:], vectors_of(keys[2000:], DIM))  # in the write-ahead log alone
-    database.close()
+    with opened(path) as database:
+        keys = distinct_keys(3000)
+        database.load_chunk(TAG, keys[:2000], vectors_of(keys[:2000], DIM), LoadRecord("x", 2000, 2000))
+        database.finish_load(TAG)
+        database.insert(TAG, keys[2000:], vectors_of(keys[2000:], DIM))  # in the write-ahead log alone
     return path
 
 
 def test_read_only_serves_and_writes_nothing(filled: Path):
     before = contents(filled)
-    database = RocksDatabase(filled, read_only=True)
-    database.open_table(TAG, DIM)
-    keys, vectors = distinct_keys(3000), vectors_of(distinct_keys(3000), DIM)
-    np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors)
-    assert database.size(TAG) == 3000
-    assert sum(chunk.size for chunk, _ in database.scan(TAG, 700)) == 3000
-    assert database.load_record(TAG) == LoadRecord("x", 2000, 2000, modified=True)
-    calls = [
-        lambda: database.insert(TAG, keys, vectors),
-        lambda: database.delete(TAG, keys),
-        lambda: database.load_chunk(TAG, keys, vectors, LoadRecord("y", 1, 1)),
-        lambda: database.finish_load(TAG),
-        lambda: database.drop_table(TAG),
-    ]
-    for call in calls:
-        with pytest.raises(DatabaseError, match=rf"{TAG}.*{filled}.*read_only"):
-            call()
-    with pytest.raises(DatabaseError, match=rf"{OTHER}.*read_only.*there are: {TAG}"):
-        database.open_table(OTHER, DIM)
-    assert fetched(database, TAG, keys, DIM)[1].all()
-    database.close()
+    with opened(filled, read_only=True) as database:
+        keys, vectors = distinct_keys(3000), vectors_of(distinct_keys(3000), DIM)
+        np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors)
+        assert database.size(TAG) == 3000
+        assert sum(chunk.size for chunk, _ in database.scan(TAG, 700)) == 3000
+        assert database.load_record(TAG) == LoadRecord("x", 2000, 2000, modified=True)
+        calls = [
+            lambda: database.insert(TAG, keys, vectors),
+            lambda: database.delete(TAG, keys),
+            lambda: database.load_chunk(TAG, keys, vectors, LoadRecord("y", 1, 1)),
+            lambda: database.finish_load(TAG),
+            lambda: database.drop_table(TAG),
+        ]
+        for call in calls:
+            with pytest.raises(DatabaseError, match=rf"{TAG}.*{filled}.*read_only"):
+                call()
+        with pytest.raises(DatabaseError, match=rf"{OTHER}.*read_only.*there are: {TAG}"):
+            database.open_table(OTHER, DIM)
+        assert fetched(database, TAG, keys, DIM)[1].all()
     assert contents(filled) == before
 
 
@@ -571,17 +548,16 @@ def test_a_closed_database_can_be_opened_again_in_the_same_process(path: Path):
             next(half_way)
 
 
-def test_a_closed_database_says_so_of_every_loading_call(database: RocksDatabase):
-    database.open_table(TAG, DIM)
-    database.close()
+def test_a_closed_database_says_so_of_every_loading_call(table: RocksDatabase):
+    table.close()
     keys = distinct_keys(4)
     calls = [
-        lambda: database.load_record(TAG),
-        lambda: database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", 4, 4)),
-        lambda: database.finish_load(TAG),
+        lambda: table.load_record(TAG),
+        lambda: table.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", 4, 4)),
+        lambda: table.finish_load(TAG),
     ]
     for call in calls:
-        with pytest.raises(NotReadyError, match=str(database.path)):
+        with pytest.raises(NotReadyError, match=str(table.path)):
             call()
 
 
@@ -615,10 +591,8 @@ def test_closing_while_others_read_and_write_ends_them_with_an_error(path: Path)
         threading.Event().wait(0.3)
         database.close()
         assert sum(user.result(60) for user in users) > 0
-    again = RocksDatabase(path)
-    again.open_table(TAG, DIM)
-    assert again.size(TAG) == 20_000
-    again.close()
+    with opened(path) as again:
+        assert again.size(TAG) == 20_000
 
 
 def test_closing_waits_for_calls_under_way_but_not_for_ever():
@@ -632,28 +606,26 @@ def test_closing_waits_for_calls_under_way_but_not_for_ever():
 
 
 def test_writes_that_rocksdb_holds_back_end_in_a_timeout_and_then_go_on(path: Path):
-    database = RocksDatabase(path, write_timeout_s=0.05)
-    database.open_table(TAG, DIM)
-    family = database._engine.family(TAG)
-    family.set_options({"disable_auto_compactions": "false", "level0_file_num_compaction_trigger": "1000"})
-    family.set_options({"level0_slowdown_writes_trigger": "1", "level0_stop_writes_trigger": "2"})
-    keys = distinct_keys(100)
-    for _ in range(2):
-        database.insert(TAG, keys, vectors_of(keys, DIM))
-        family.flush()
-        if database._engine.figure(family, "is-write-stopped"):
-            break
-    with pytest.raises(DatabaseTimeoutError, match=rf"{TAG}.*Write stall"):
-        database.insert(TAG, keys, vectors_of(keys, DIM, 1))
-    np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors_of(keys, DIM))
-    release = threading.Timer(
-        0.02, lambda: family.set_options({"level0_slowdown_writes_trigger": "1000", "level0_stop_writes_trigger": "1000"})
-    )
-    release.start()
-    database.insert(TAG, keys, vectors_of(keys, DIM, 2))
-    release.join()
-    np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors_of(keys, DIM, 2))
-    database.close()
+    with opened(path, write_timeout_s=0.05) as database:
+        family = database._engine.family(TAG)
+        family.set_options({"disable_auto_compactions": "false", "level0_file_num_compaction_trigger": "1000"})
+        family.set_options({"level0_slowdown_writes_trigger": "1", "level0_stop_writes_trigger": "2"})
+        keys = distinct_keys(100)
+        for _ in range(2):
+            database.insert(TAG, keys, vectors_of(keys, DIM))
+            family.flush()
+            if database._engine.figure(family, "is-write-stopped"):
+                break
+        with pytest.raises(DatabaseTimeoutError, match=rf"{TAG}.*Write stall"):
+            database.insert(TAG, keys, vectors_of(keys, DIM, 1))
+        np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors_of(keys, DIM))
+        release = threading.Timer(
+            0.02, lambda: family.set_options({"level0_slowdown_writes_trigger": "1000", "level0_stop_writes_trigger": "1000"})
+        )
+        release.start()
+        database.insert(TAG, keys, vectors_of(keys, DIM, 2))
+        release.join()
+        np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors_of(keys, DIM, 2))
 
 
 def test_only_one_table_is_made_of_many_threads_opening_it(database: RocksDatabase):
@@ -665,10 +637,8 @@ def test_only_one_table_is_made_of_many_threads_opening_it(database: RocksDataba
 
 def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    database = RocksDatabase("here/rocksdb")
-    database.open_table(TAG, DIM)
-    os.chdir("/")
-    keys = distinct_keys(10)
-    database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", 10, 10))
-    database.close()
+    with opened("here/rocksdb") as database:
+        os.chdir("/")
+        keys = distinct_keys(10)
+        database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", 10, 10))
     assert len(raw_items(tmp_path / "here" / "rocksdb", TAG)) == 10

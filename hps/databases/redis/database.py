@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Final, Self
 
 from hps.background import BackgroundQueue
-from hps.databases.base import LoadRecord, SharedDatabase, TableStats
+from hps.databases.base import UNBOUNDED_ROWS, LoadRecord, SharedDatabase, TableStats
 from hps.databases.redis.catalog import Catalog
 from hps.databases.redis.connections import tls_context
 from hps.databases.redis.load_leases import LoadLeases
@@ -21,7 +21,6 @@ from hps.numba_kernels import compile_kernels
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _log = logging.getLogger(__name__)
-_UNBOUNDED: Final = 2**64 - 1
 _USES_PAUSE_S: Final = 1.0  # after noting them failed
 _USES_WAITING: Final = 64  # batches of found keys that may wait for a note of their use; more are dropped
 
@@ -47,7 +46,7 @@ class RedisDatabase(SharedDatabase):
         max_batch_size: int = 65_536,
         tls: ssl.SSLContext | None = None,
         tls_server_name: str = "",
-        overflow_margin: int = _UNBOUNDED,
+        overflow_margin: int = UNBOUNDED_ROWS,
         overflow_policy: Policy = "evict_random",
         overflow_resolution_target: float = 0.8,
         connect_timeout_s: float = 1.0,

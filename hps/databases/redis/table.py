@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from hps.databases.base import TableStats
+from hps.databases.base import UNBOUNDED_ROWS, TableStats
 from hps.databases.redis.catalog import Catalog
 from hps.databases.redis.codec import Bytes, group_by_partition
 from hps.databases.redis.layout import Partition, RedisLayout
@@ -19,7 +19,6 @@ from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
 _CHUNK_FIELDS: Final = 4096
 _CHUNK_BYTES: Final = 1 << 20
-_UNBOUNDED: Final = 2**64 - 1
 
 
 class RedisTable:
@@ -116,7 +115,7 @@ class RedisTable:
         ]
         self._nodes.run(sizes)
         overhead = max(0, sum(size.reply or 0 for size in sizes) - vector_bytes)
-        capacity = min(_UNBOUNDED, self._overflow.margin * len(self.layout.partitions))
+        capacity = min(UNBOUNDED_ROWS, self._overflow.margin * len(self.layout.partitions))
         return TableStats(rows, vector_bytes, overhead, capacity)
 
     def _fetch(
@@ -142,7 +141,7 @@ class RedisTable:
         return None
 
     def _insert(self, keys: KeyArray, rows: Bytes, same_marks: bool) -> None:
-        bounded = self._overflow.margin < _UNBOUNDED
+        bounded = self._overflow.margin < UNBOUNDED_ROWS
         known = self.marks
         requests: list[Request] = []
         counts: list[tuple[Partition, Call]] = []

@@ -23,6 +23,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -92,17 +93,15 @@ class RocksDatabase(PersistentDatabase):
         self._released = False
         exists = directory.check_directory(self.path, read_only)
 
-        def open_at(place: Path) -> Engine:
-            return Engine(
-                self.path,
-                place,
-                exists=exists,
-                read_only=read_only,
-                num_threads=num_threads,
-                block_cache_bytes=block_cache_bytes,
-                write_timeout_s=write_timeout_s,
-            )
-
+        open_at = partial(
+            Engine,
+            self.path,
+            exists=exists,
+            read_only=read_only,
+            num_threads=num_threads,
+            block_cache_bytes=block_cache_bytes,
+            write_timeout_s=write_timeout_s,
+        )
         if read_only:
             self._view, self._engine = directory.opened_in_view(self.path, open_at)
         else:

@@ -42,7 +42,8 @@ class ChildProcesses:
     def end(self) -> None:
         """Kill those that still run, with whatever they started."""
         for process in self._started:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            if process.returncode is None:  # not waited for: the number of its group is still its own
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             with process:  # waits, and closes the pipes
                 pass

@@ -80,12 +80,12 @@ def import_command(
             raise errors.InvalidInputError(f"importing {source}: got no DESTINATION, expected a path or URI, or --list")
         if tables is None and (model or write_config):
             raise errors.InvalidInputError(f"importing {source}: --model and --write-config need --tables")
-        model_source = None
-        if config is not None:
-            from hps.configuration.load import load_configuration
+        with terminal.progress() as progress:  # logging is set up from here on, also for what the configuration says
+            model_source = None
+            if config is not None:
+                from hps.configuration.load import load_configuration
 
-            model_source = load_configuration(config).model_source
-        with terminal.progress() as progress:
+                model_source = load_configuration(config).model_source
             options: dict[str, Any] = {
                 **{"keys": keys, "vectors": vectors, "file_format": file_format, "dtype": dtype},
                 **{"first_key": first_key, "overwrite": overwrite, "progress": progress},

@@ -546,9 +546,10 @@ def test_serve_logs_notices_in_its_own_format(remarkable: Path, children: ChildP
     read_until(process, r"^\d{4}-.* WARNING hps.configuration.load: .* fp8_quant is not implemented")
 
 
-@pytest.mark.parametrize("command", [["load"], ["lookup", "shop", "item", "1"]])
-def test_other_commands_log_notices(remarkable: Path, children: ChildProcesses, command: list[str]) -> None:
-    process = children.hps(command[0], remarkable, *command[1:])
+@pytest.mark.parametrize("command", ["load {}", "lookup {} shop item 1", "import ids.npz out.model --config {}"])
+def test_other_commands_log_notices(tmp_path: Path, remarkable: Path, children: ChildProcesses, command: str) -> None:
+    np.savez(tmp_path / "ids.npz", keys=np.arange(3), vectors=np.ones((3, 4), np.float32))
+    process = children.hps(*command.format(remarkable).split(), cwd=tmp_path)
     _, stderr = process.communicate(timeout=120)
     assert "models[].dense_file" in stderr
     assert "WARNING" in stderr

@@ -123,11 +123,7 @@ TOP_VALUES = [
     ("volatile_db.overflow_resolution_target", 80, "got 80, expected at most 1"),
     ("volatile_db.update_filters", ["("], "not a regular expression: missing ), unterminated subpattern at position 0"),
     ("volatile_db.max_get_batch_size", "x", 'got "x", expected a whole number'),
-    (
-        "persistent_db.type",
-        "hash_map",
-        'got "hash_map": this type belongs in volatile_db; expected one of: disabled, rocks_db',
-    ),
+    ("persistent_db.type", "hash_map", 'got "hash_map": this type belongs in volatile_db; expected one of: disabled, rocks_db'),
     ("persistent_db.type", "rock", 'got "rock", expected one of: disabled, rocks_db; did you mean rocks_db?'),
     (
         "persistent_db.backend",

@@ -221,26 +221,10 @@ def test_equal_databases_in_both_places_are_fine() -> None:
 @pytest.mark.parametrize(
     ("params", "changes", "expected"),
     [
-        (
-            {},
-            {"embedding_vec_size": {"dcn": [16]}},
-            'embedding_vec_size["dcn"]: 1 width for 2 sparse_files',
-        ),
-        (
-            {},
-            {"embedding_vec_size": {"dcn": [16, 0]}},
-            'embedding_vec_size["dcn"][1]: got 0, expected at least 1',
-        ),
-        (
-            {},
-            {"embedding_vec_size": {}},
-            'embedding_vec_size["dcn"]: missing; it has no default, so write it',
-        ),
-        (
-            {},
-            {"emb_table_name": {}},
-            'emb_table_name["dcn"]: missing; expected the names of this model\'s tables',
-        ),
+        ({}, {"embedding_vec_size": {"dcn": [16]}}, 'embedding_vec_size["dcn"]: 1 width for 2 sparse_files'),
+        ({}, {"embedding_vec_size": {"dcn": [16, 0]}}, 'embedding_vec_size["dcn"][1]: got 0, expected at least 1'),
+        ({}, {"embedding_vec_size": {}}, 'embedding_vec_size["dcn"]: missing; it has no default, so write it'),
+        ({}, {"emb_table_name": {}}, 'emb_table_name["dcn"]: missing; expected the names of this model\'s tables'),
         (
             {},
             {"emb_table_name": {"dcn": ["user", "item"], "wdl": ["user"]}},
@@ -263,26 +247,14 @@ def test_equal_databases_in_both_places_are_fine() -> None:
             "inference_params_array[0].persistent_db: differs from the persistent_db of the ParameterServerConfig, which is "
             "the one that counts; set it there",
         ),
-        (
-            {"device_id": 3},
-            {},
-            "inference_params_array[0].device_id: got 3, expected one of the deployed_devices",
-        ),
+        ({"device_id": 3}, {}, "inference_params_array[0].device_id: got 3, expected one of the deployed_devices"),
         (
             {"deployed_devices": []},
             {},
             "inference_params_array[0].deployed_devices: got an empty list, expected at least one element",
         ),
-        (
-            {"cache_size_percentage": 2},
-            {},
-            "inference_params_array[0].cache_size_percentage: got 2, expected at most 1",
-        ),
-        (
-            {"i64_input_key": "long"},
-            {},
-            'inference_params_array[0].i64_input_key: got "long", expected true or false',
-        ),
+        ({"cache_size_percentage": 2}, {}, "inference_params_array[0].cache_size_percentage: got 2, expected at most 1"),
+        ({"i64_input_key": "long"}, {}, 'inference_params_array[0].i64_input_key: got "long", expected true or false'),
         (
             {"default_value_for_each_table": [0.0, 0.0, 0.0]},
             {},
@@ -298,11 +270,7 @@ def test_equal_databases_in_both_places_are_fine() -> None:
             {"volatile_db": PersistentDatabaseParams()},
             "volatile_db: got a Python PersistentDatabaseParams, expected a VolatileDatabaseParams",
         ),
-        (
-            {},
-            {"inference_params_array": []},
-            "inference_params_array: got an empty list, expected at least one element",
-        ),
+        ({}, {"inference_params_array": []}, "inference_params_array: got an empty list, expected at least one element"),
     ],
 )
 def test_a_mistake_is_reported_in_the_structs_own_names(params: dict[str, Any], changes: dict[str, Any], expected: str) -> None:

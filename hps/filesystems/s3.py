@@ -158,8 +158,8 @@ class S3FileSystem(ObjectStore):
                 raise BodyBrokenError(type(error).__name__) from error
             return piece
 
-        # A socket's timeout bounds the wait for one byte, but botocore waits for as many as it is asked for, however slowly they
-        # come. From the deadline on, no byte is waited for.
+        # A timeout of a socket bounds the wait for one byte, but botocore waits for as many as it is asked for, however slowly
+        # they come. From the deadline on, no byte is waited for.
         watchdog = threading.Timer(deadline - time.monotonic(), _wait_at_most, (body, 0.0))
         watchdog.daemon = True
         watchdog.start()

@@ -212,7 +212,9 @@ def test_a_password_of_netrc_does_not_replace_the_token(
 ) -> None:
     (tmp_path / "netrc").write_text("default login somebody password something\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert read(Account(proxy.url, key), file) == noise(SIZE)
+    filesystem = Account(proxy.url, key)
+    assert filesystem.status(file).size_bytes == SIZE
+    assert read(filesystem, file) == noise(SIZE)
     assert token_host.issued == 1
 
 

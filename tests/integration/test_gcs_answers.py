@@ -142,7 +142,7 @@ class Account(GcsFileSystem):
         super().__init__(ModelSourceConfig(**({"timeout_s": 20, "deadline_s": 40} | settings)))
         info = {"client_email": "reader@project.iam.gserviceaccount.com", "token_uri": f"{url}/token", "private_key": key}
         account = service_account.Credentials.from_service_account_info(info, scopes=["scope"])
-        self._client._access = gcs.gcs_access(url, account)
+        self._client._access = gcs.GcsAccess(url, account)
 
 
 def test_a_token_is_asked_for_once_and_again_when_it_is_refused(

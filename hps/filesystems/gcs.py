@@ -8,7 +8,6 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
@@ -105,7 +104,7 @@ class GcsFileSystem(ObjectStore):
         return gcs_address(uri)
 
     def _find(self, doing: str, address: ObjectAddress, deadline: float) -> FileStatus | None:
-        def ask(access: GcsAccess, timeout: tuple[float, float]) -> Any:
+        def ask(access: GcsAccess, timeout: float) -> Any:
             return access.client.bucket(address.bucket).get_blob(address.key, timeout=timeout, retry=None)
 
         blob = self._client.ask(doing, address, deadline, ask)
@@ -121,7 +120,7 @@ class GcsFileSystem(ObjectStore):
         return FileStatus(blob.size, str(blob.generation))
 
     def _page(self, doing: str, address: ObjectAddress, most: int, token: str, deadline: float) -> tuple[list[str], str]:
-        def ask(access: GcsAccess, timeout: tuple[float, float]) -> tuple[list[str], str]:
+        def ask(access: GcsAccess, timeout: float) -> tuple[list[str], str]:
             found = access.client.list_blobs(
                 address.bucket,
                 prefix=address.prefix,
@@ -149,7 +148,7 @@ class GcsFileSystem(ObjectStore):
         query = {"alt": "media"} | ({"ifGenerationMatch": version} if version else {})
         headers = {"Range": f"bytes={offset}-{end - 1}", "Accept-Encoding": "identity"}
 
-        def ask(access: GcsAccess, timeout: tuple[float, float]) -> Any:
+        def ask(access: GcsAccess, timeout: float) -> Any:
             url = f"{access.endpoint}/{path}"
             answer = access.session.get(url, params=query, headers=headers, timeout=timeout, stream=True)
             if answer.status_code not in (200, 206):
@@ -180,44 +179,40 @@ class GcsFileSystem(ObjectStore):
             answer.close()
 
     def _remove(self, address: ObjectAddress, deadline: float) -> None:
-        def ask(access: GcsAccess, timeout: tuple[float, float]) -> None:
+        def ask(access: GcsAccess, timeout: float) -> None:
             with suppress(NotFound):
                 access.client.bucket(address.bucket).blob(address.key).delete(timeout=timeout, retry=None)
 
         self._client.ask("removing", address, deadline, ask)
 
 
-@dataclass(frozen=True, slots=True)
 class GcsAccess:
     """An endpoint and who asks there. *Thread-safe*, as google-cloud-storage shares a session between threads, too.
 
-    Attributes:
+    Args:
         endpoint: scheme and host, without a slash at the end.
-        anonymous: whether there are no credentials.
+        credentials: of google-auth; None where there are none.
+
+    Attributes:
         session: sends requests with a valid token.
         client: of google-cloud-storage, on the same session.
     """
 
-    endpoint: str
-    anonymous: bool
-    session: Any
-    client: Any
-
-
-def gcs_access(endpoint: str, credentials: Any = None) -> GcsAccess:
-    """Make the session and the client for an endpoint; without credentials, anonymous ones."""
-    # A refused token is renewed once. There is none to renew without credentials.
-    renewal = {"max_refresh_attempts": 1} if credentials else {"refresh_status_codes": ()}
-    session = AuthorizedSession(credentials or AnonymousCredentials(), **renewal)
-    session.auth = lambda request: request  # otherwise a password of ~/.netrc replaces the token
-    session.max_redirects = 0
-    for scheme in ("http://", "https://"):
-        session.mount(scheme, HTTPAdapter(pool_maxsize=_CONNECTIONS))
-    # `_http` is documented, and may change: pyproject.toml limits the version. Without it the client makes a session of its
-    # own, in which none of this is set.
-    options = {"api_endpoint": endpoint, "universe_domain": session.credentials.universe_domain}
-    client = Client(project=None, credentials=session.credentials, client_options=options, _http=session)
-    return GcsAccess(endpoint, credentials is None, session, client)
+    def __init__(self, endpoint: str, credentials: Any = None) -> None:
+        self.endpoint = endpoint
+        self.anonymous = credentials is None
+        # A refused token is renewed once. There is none to renew without credentials.
+        renewal = {"refresh_status_codes": ()} if self.anonymous else {"max_refresh_attempts": 1}
+        self.session: Any = AuthorizedSession(credentials or AnonymousCredentials(), **renewal)
+        self.session.auth = lambda request: request  # otherwise a password of ~/.netrc replaces the token
+        self.session.max_redirects = 0
+        for scheme in ("http://", "https://"):
+            self.session.mount(scheme, HTTPAdapter(pool_maxsize=_CONNECTIONS))
+        # `_http` is documented, and may change: pyproject.toml limits the version. Without it the client makes a session of its
+        # own, in which none of this is set.
+        used = self.session.credentials
+        options = {"api_endpoint": endpoint, "universe_domain": used.universe_domain}
+        self.client: Any = Client(project=None, credentials=used, client_options=options, _http=self.session)
 
 
 def find_gcs_access(settings: ModelSourceConfig, seconds: float) -> GcsAccess:
@@ -234,7 +229,7 @@ def find_gcs_access(settings: ModelSourceConfig, seconds: float) -> GcsAccess:
     if "://" not in endpoint:  # STORAGE_EMULATOR_HOST=host:port, as other Google libraries take it
         endpoint = f"http://{endpoint}"
     if endpoint.startswith("http://"):
-        return gcs_access(endpoint)
+        return GcsAccess(endpoint)
 
     def find() -> GcsAccess:
         try:
@@ -244,7 +239,7 @@ def find_gcs_access(settings: ModelSourceConfig, seconds: float) -> GcsAccess:
             if "default credentials were not found" not in str(error):
                 raise
             credentials = None
-        return gcs_access(endpoint, credentials)
+        return GcsAccess(endpoint, credentials)
 
     try:
         return within("looking for Google credentials", seconds, find)
@@ -261,10 +256,8 @@ class _GcsClient:
         self._settings = settings
         self._access: GcsAccess | None = None
 
-    def ask(
-        self, doing: str, address: ObjectAddress, deadline: float, question: Callable[[GcsAccess, tuple[float, float]], T]
-    ) -> T:
-        """Call `question` with the access and timeouts, in a thread that is left behind at the deadline.
+    def ask(self, doing: str, address: ObjectAddress, deadline: float, question: Callable[[GcsAccess, float], T]) -> T:
+        """Call `question` with the access and a timeout in seconds, in a thread that is left behind at the deadline.
 
         The thread bounds what has no timeout: name servers, hosts that issue tokens, an answer whose head trickles.
 
@@ -276,7 +269,7 @@ class _GcsClient:
         left_s = max(deadline - time.monotonic(), 0.001)
         timeout = min(self._settings.timeout_s, left_s)
         try:
-            return within(f"{doing} {address.uri}", left_s, lambda: question(access, (timeout, timeout)))
+            return within(f"{doing} {address.uri}", left_s, lambda: question(access, timeout))
         except ModelFileError:
             raise
         except FAILURES as error:
@@ -323,7 +316,7 @@ class _GcsWriter(ObjectWriter):
         if self._upload:
             return partial(self._check, self._transmit(part, checksum), checksum)
 
-        def send_whole(access: GcsAccess, timeout: tuple[float, float]) -> dict[str, Any]:
+        def send_whole(access: GcsAccess, timeout: float) -> dict[str, Any]:
             blob = self._blob(access)
             blob.upload_from_string(part, content_type=_CONTENT_TYPE, checksum="crc32c", timeout=timeout, retry=None)
             return {"size": blob.size, "crc32c": blob.crc32c, "generation": blob.generation}
@@ -350,11 +343,11 @@ class _GcsWriter(ObjectWriter):
         if self._upload:
             self._try_once(lambda access, timeout: access.session.delete(f"{access.endpoint}{self._upload}", timeout=timeout))
 
-    def _try_once(self, question: Callable[[GcsAccess, tuple[float, float]], object]) -> None:
+    def _try_once(self, question: Callable[[GcsAccess, float], object]) -> None:
         with suppress(ModelFileError):
             self._client.ask("writing", self._address, time.monotonic() + self._settings.timeout_s, question)
 
-    def _begin(self, access: GcsAccess, timeout: tuple[float, float]) -> str:
+    def _begin(self, access: GcsAccess, timeout: float) -> str:
         place: str = self._blob(access).create_resumable_upload_session(content_type=_CONTENT_TYPE, timeout=timeout, retry=None)
         # The host is the one that was asked: an emulator or a gateway may give a name of its own for it.
         return urlunsplit(urlsplit(place)._replace(scheme="", netloc=""))
@@ -370,7 +363,7 @@ class _GcsWriter(ObjectWriter):
         headers = {"Content-Type": _CONTENT_TYPE} | ({"X-Goog-Hash": f"crc32c={checksum}"} if checksum else {})
         unsure = False
 
-        def put(access: GcsAccess, timeout: tuple[float, float], place: str, body: bytes) -> tuple[int, dict[str, Any] | None]:
+        def put(access: GcsAccess, timeout: float, place: str, body: bytes) -> tuple[int, dict[str, Any] | None]:
             """How many bytes the service has, and once these are among them, what it says of the object."""
             answer = access.session.put(
                 f"{access.endpoint}{self._upload}",
@@ -391,7 +384,7 @@ class _GcsWriter(ObjectWriter):
                 )
             return kept, {} if kept == end and not checksum else None
 
-        def go_on(access: GcsAccess, timeout: tuple[float, float]) -> tuple[int, dict[str, Any] | None]:
+        def go_on(access: GcsAccess, timeout: float) -> tuple[int, dict[str, Any] | None]:
             kept, made = put(access, timeout, "*", b"") if unsure else (first, None)  # how much arrived of what failed
             if made is None:
                 return put(access, timeout, f"{kept}-{end - 1}", part[kept - first :])
@@ -416,7 +409,7 @@ class _GcsWriter(ObjectWriter):
     def _blob(self, access: GcsAccess) -> Any:
         return access.client.bucket(self._address.bucket).blob(self._address.key)
 
-    def _ask(self, question: Callable[[GcsAccess, tuple[float, float]], T]) -> T:
+    def _ask(self, question: Callable[[GcsAccess, float], T]) -> T:
         return retried(
             self._settings,
             lambda left_s: self._client.ask("writing", self._address, time.monotonic() + left_s, question),

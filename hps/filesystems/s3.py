@@ -102,7 +102,6 @@ class S3FileSystem(ObjectStore):
     def __init__(self, settings: ModelSourceConfig | None = None) -> None:
         super().__init__(settings)
         self._client = _S3Client(self.settings)
-        self._watchdog = _Watchdog()
 
     def create(self, path: str) -> FileWriter:
         """Begin to write an object."""
@@ -159,56 +158,21 @@ class S3FileSystem(ObjectStore):
                 raise BodyBrokenError(type(error).__name__) from error
             return piece
 
+        # A timeout of a socket bounds the wait for one byte, but botocore waits for as many as it is asked for, however slowly
+        # they come. From the deadline on, no byte is waited for.
+        watchdog = threading.Timer(deadline - time.monotonic(), _wait_at_most, (body, 0.0))
+        watchdog.daemon = True
+        watchdog.start()
         try:
-            with self._watchdog.watching(body, deadline):
-                yield RangeAnswer(
-                    answer.get("ETag", ""), answer.get("ContentRange", ""), int(answer.get("ContentLength", 0)), receive
-                )
+            yield RangeAnswer(
+                answer.get("ETag", ""), answer.get("ContentRange", ""), int(answer.get("ContentLength", 0)), receive
+            )
         finally:
+            watchdog.cancel()
             body.close()
 
     def _remove(self, address: ObjectAddress, deadline: float) -> None:
         self._client.call("removing", address, deadline, "delete_object", Key=address.key)
-
-
-class _Watchdog:
-    """Ends waits for bodies at their deadlines. *Thread-safe.* Its thread runs as long as there are bodies.
-
-    A timeout of a socket bounds the wait for one byte. botocore waits for as many bytes as it is asked for, however slowly they
-    come, so somebody else has to watch the time.
-    """
-
-    _PERIOD_S = 0.1
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._deadlines: dict[Any, float] = {}
-        self._runs = False
-
-    @contextmanager
-    def watching(self, body: Any, deadline: float) -> Iterator[None]:
-        """From the deadline on, let no wait for bytes of a body take longer than a millisecond."""
-        with self._lock:
-            self._deadlines[body] = deadline
-            if not self._runs:
-                self._runs = True
-                threading.Thread(target=self._run, name="hps-s3-watchdog", daemon=True).start()
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._deadlines[body]
-
-    def _run(self) -> None:
-        while True:
-            time.sleep(self._PERIOD_S)
-            with self._lock:
-                if not self._deadlines:
-                    self._runs = False
-                    return
-                late = [body for body, deadline in self._deadlines.items() if deadline < time.monotonic()]
-            for body in late:
-                _wait_at_most(body, 0.0)
 
 
 def _wait_at_most(body: Any, seconds: float) -> None:

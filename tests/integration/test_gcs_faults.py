@@ -7,23 +7,17 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 from hps.configuration.tiers import ModelSourceConfig
-from hps.databases.hash_map.database import HashMapDatabase
-from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import ModelFileChangedError, ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems import gcs
 from hps.filesystems.gcs import GcsFileSystem
-from hps.models.files import open_sparse_model
 from hps.models.sources import ModelSources
-from hps.models.writer import write_sparse_model
-from hps.types import TableSpec
 from tests.contracts.filesystem_contract import noise
+from tests.contracts.models_in_object_stores import ModelsInObjectStores
 from tests.gcs_faults import SIZE, hasty, is_media, name_of, patient, read, refusal
 from tests.gcs_server import GcsServer
 from tests.misbehaving_proxy import (
@@ -37,12 +31,9 @@ from tests.misbehaving_proxy import (
     Silence,
     Trickle,
     Truncate,
-    after,
     always,
     first,
 )
-from tests.sparse_models import chunks_of
-from tests.table_loads import load_table, nothing_to_do
 
 pytestmark = pytest.mark.gcs
 
@@ -65,70 +56,19 @@ def file(server: GcsServer) -> str:
     return path
 
 
-# -- a whole model ------------------------------------------------------------------------------------------------------------
+class TestModelsInGcs(ModelsInObjectStores):
+    store = GcsFileSystem
 
-TABLE = TableSpec("shop", "item", 16, 0.0, 100_000)
+    @pytest.fixture(autouse=True)
+    def _small_parts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gcs, "_PART_BYTES", 1 << 18)
 
+    @pytest.fixture
+    def root(self, server: GcsServer) -> str:
+        return f"gs://{server.make_bucket()}/models"
 
-def test_a_model_is_written_checked_read_and_loaded(server: GcsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GcsFileSystem, "part_bytes", 50_000)  # several parts a chunk
-    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 300_000)
-    monkeypatch.setattr(gcs, "_PART_BYTES", 1 << 18)
-    rng = np.random.default_rng(3)
-    keys, vectors = rng.permutation(20_000).astype(np.int64) * 7 - 50, rng.random((20_000, 16), np.float32)
-    sources = ModelSources(ModelSourceConfig(gcs_endpoint_url=server.url))
-    place = f"gs://{server.make_bucket()}/models/item"
-    chunks = [(keys[low : low + 3000], vectors[low : low + 3000]) for low in range(0, 20_000, 3000)]
-    assert write_sparse_model(place, chunks, sources=sources) == 20_000
-    assert server.get(f"{place}/key") == keys.tobytes()
-    assert server.get(f"{place}/emb_vector") == vectors.tobytes()
-
-    model = open_sparse_model(place, 16, sources=sources)
-    parts = model.parts(0, keys[: model.chunk_rows].copy(), vectors[: model.chunk_rows].copy())
-    assert len(parts) >= 5
-    read_keys, read_vectors = (np.concatenate(arrays) for arrays in zip(*chunks_of(model), strict=True))
-    assert read_keys.tobytes() == keys.tobytes()
-    assert read_vectors.tobytes() == vectors.tobytes()
-
-    hash_map, rocks = HashMapDatabase(), RocksDatabase(tmp_path / "rocks")
-    try:
-        for database in (hash_map, rocks):
-            database.open_table(TABLE.tag, 16)
-        load_table(TABLE, place, [hash_map, rocks], sources=sources)
-        for database in (hash_map, rocks):
-            out, found = np.empty_like(vectors), np.zeros(20_000, np.bool_)
-            database.fetch(TABLE.tag, keys, out, found)
-            assert found.all()
-            assert out.tobytes() == vectors.tobytes()
-        assert nothing_to_do(load_table(TABLE, place, [rocks], sources=sources))
-    finally:
-        hash_map.close()
-        rocks.close()
-
-
-def test_what_is_no_model_is_an_error_that_says_why(server: GcsServer) -> None:
-    sources = ModelSources(ModelSourceConfig(gcs_endpoint_url=server.url))
-    root = f"gs://{server.make_bucket()}/models"
-    server.put(f"{root}/half/key", bytes(80))
-    server.put(f"{root}/short/key", bytes(80))
-    server.put(f"{root}/short/emb_vector", bytes(10 * 16 - 4))
-    server.put(f"{root}/empty/key", b"")
-    server.put(f"{root}/empty/emb_vector", b"")
-    server.put(f"{root}/deep/key/file", b"x")
-    for name, error, why in [
-        ("half", ModelFileNotFoundError, "emb_vector not found; it holds key"),
-        ("short", ModelFileError, r"got 156 bytes, \w+ 160"),
-        ("empty", ModelFileError, "got 0 bytes"),
-        ("deep", ModelFileError, "it is a directory"),
-        ("absent", ModelFileNotFoundError, "there is no such directory"),
-        ("half/key", ModelFileNotFoundError, "it is an object, expected a directory"),
-    ]:
-        with pytest.raises(ModelFileError, match=why) as caught:
-            open_sparse_model(f"{root}/{name}", 4, sources=sources)
-        assert isinstance(caught.value, error) or name == "half/key"
-        assert f"{root}/{name}" in str(caught.value)
-    with pytest.raises(ModelFileNotFoundError, match=r"gs://no-such-bucket/model: there is no bucket 'no-such-bucket'"):
-        open_sparse_model("gs://no-such-bucket/model", 4, sources=sources)
+    def sources(self, url: str, **settings: Any) -> ModelSources:
+        return ModelSources(ModelSourceConfig(gcs_endpoint_url=url, **settings))
 
 
 # -- faults that pass ---------------------------------------------------------------------------------------------------------
@@ -317,22 +257,6 @@ def test_a_file_that_is_removed_or_cut_between_two_parts_is_noticed(server: GcsS
         read(filesystem, file, 1000, 1000, version)
     with pytest.raises(ModelFileError, match="it ends at byte 500, expected bytes 1000 to 2000"):
         read(filesystem, file, 1000, 1000)
-
-
-def test_a_model_that_is_replaced_while_it_is_loaded_is_noticed(
-    proxy: MisbehavingProxy, server: GcsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 20_000)
-    sources = ModelSources(ModelSourceConfig(gcs_endpoint_url=proxy.url))
-    place = f"gs://{server.make_bucket()}/item"
-    keys, vectors = np.arange(2000), np.ones((2000, 16), np.float32)
-    write_sparse_model(place, (keys, vectors), sources=sources)
-    with closing(HashMapDatabase()) as database:
-        database.open_table(TABLE.tag, 16)
-        replace = Before(lambda: server.put(f"{place}/emb_vector", bytes(vectors.nbytes)))
-        proxy.rule = after(4, replace, is_media)
-        with pytest.raises(ModelFileChangedError, match=f"{place}/emb_vector"):
-            load_table(TABLE, place, [database], sources=sources)
 
 
 def test_a_condition_that_fails_only_once_is_tried_again(proxy: MisbehavingProxy, file: str) -> None:

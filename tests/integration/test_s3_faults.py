@@ -7,24 +7,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hps.configuration.tiers import ModelSourceConfig
-from hps.databases.hash_map.database import HashMapDatabase
-from hps.databases.rocks_db.database import RocksDatabase
-from hps.errors import HPSError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError, ModelSourceError
+from hps.errors import HPSError, ModelFileChangedError, ModelFileError, ModelSourceError
 from hps.filesystems.s3 import S3FileSystem
 from hps.models.files import open_sparse_model
-from hps.models.sample import sample_chunks, sample_vectors
 from hps.models.sources import ModelSources
-from hps.models.writer import write_sparse_model
-from hps.types import TableSpec
 from tests.contracts.filesystem_contract import noise
+from tests.contracts.models_in_object_stores import ModelsInObjectStores
 from tests.misbehaving_proxy import (
     Answer,
     Before,
@@ -42,13 +35,10 @@ from tests.misbehaving_proxy import (
     first,
 )
 from tests.s3_server import S3Server, know_only_moto, s3_server
-from tests.sparse_models import chunks_of
-from tests.table_loads import load_table, nothing_to_do
 
 pytestmark = pytest.mark.s3
 
-ROWS, DIM = 20_000, 8
-TABLE = TableSpec("shop", "item", DIM, 0.0, 1000)
+DIM = 8
 SIZE = 300_000
 IMPATIENT: dict[str, Any] = {"timeout_s": 0.5, "deadline_s": 3.0, "max_attempts": 3}
 
@@ -152,37 +142,11 @@ OPERATIONS: dict[str, Callable[[S3FileSystem, str], object]] = {
 }
 
 
-# -- a model, from end to end --------------------------------------------------------------------------------------
+class TestModelsInS3(ModelsInObjectStores):
+    store = S3FileSystem
 
-
-def test_a_model_is_written_read_and_loaded_bit_for_bit(
-    server: S3Server, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(S3FileSystem, "part_bytes", 50_000)  # several parts of each chunk, read side by side
-    sources = sources_at(server.url)
-    assert write_sparse_model(f"{root}/item", sample_chunks(ROWS, DIM, seed=3), sources=sources) == ROWS
-    model = open_sparse_model(f"{root}/item/", DIM, sources=sources)
-    assert (model.rows, model.place) == (ROWS, f"{root}/item")
-    count = 0
-    for keys, vectors in chunks_of(model, chunk_rows=7_001):
-        np.testing.assert_array_equal(keys, np.arange(count, count + keys.size))
-        np.testing.assert_array_equal(vectors, sample_vectors(keys, DIM, 3))
-        count += keys.size
-    assert count == ROWS
-    with closing(HashMapDatabase()) as volatile, closing(RocksDatabase(tmp_path / "rocksdb")) as persistent:
-        report = load_table(TABLE, f"{root}/item", [volatile, persistent], sources=sources)
-        assert [load.rows for load in report.loads] == [ROWS, ROWS]
-        keys = np.arange(ROWS, dtype=np.int64)
-        for database in (volatile, persistent):
-            out, found = np.empty((ROWS, DIM), np.float32), np.zeros(ROWS, bool)
-            assert database.fetch(TABLE.tag, keys, out, found) == ROWS
-            np.testing.assert_array_equal(out, sample_vectors(keys, DIM, 3))
-        assert nothing_to_do(load_table(TABLE, f"{root}/item", [persistent], sources=sources))
-        write_sparse_model(f"{root}/item", sample_chunks(ROWS, DIM, seed=4), overwrite=True, sources=sources)
-        load_table(TABLE, f"{root}/item", [persistent], sources=sources)
-        out, found = np.empty((ROWS, DIM), np.float32), np.zeros(ROWS, bool)
-        assert persistent.fetch(TABLE.tag, keys, out, found) == ROWS
-        np.testing.assert_array_equal(out, sample_vectors(keys, DIM, 4))
+    def sources(self, url: str, **settings: Any) -> ModelSources:
+        return sources_at(url, **settings)
 
 
 # -- failures that pass --------------------------------------------------------------------------------------------
@@ -479,81 +443,6 @@ def test_a_write_that_ends_as_another_object_is_an_error(proxy: MisbehavingProxy
 
 
 # -- models --------------------------------------------------------------------------------------------------------
-
-
-def test_a_model_that_is_replaced_while_it_loads_is_an_error_and_not_taken_for_whole(
-    proxy: MisbehavingProxy, server: S3Server, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 100_000)
-    source, direct, through = f"{root}/item", sources_at(server.url), sources_at(proxy.url, parallel_reads=1)
-    write_sparse_model(source, sample_chunks(ROWS, DIM, seed=1), sources=direct)
-
-    def replace() -> None:
-        write_sparse_model(source, sample_chunks(ROWS, DIM, seed=2), overwrite=True, sources=direct)
-
-    proxy.rule = first(1, Before(replace), lambda request: is_get(request) and request.headers["Range"] == "bytes=20000-39999")
-    with closing(HashMapDatabase()) as volatile, closing(RocksDatabase(tmp_path / "rocksdb")) as persistent:
-        with pytest.raises(ModelFileChangedError, match=rf"{source}/.* changed while it was being read"):
-            load_table(TABLE, source, [volatile, persistent], sources=through)
-        record = persistent.load_record(TABLE.tag)
-        assert record is None or not record.complete
-        load_table(TABLE, source, [volatile, persistent], sources=through)
-        keys = np.arange(ROWS, dtype=np.int64)
-        for database in (volatile, persistent):
-            out, found = np.empty((ROWS, DIM), np.float32), np.zeros(ROWS, bool)
-            assert database.fetch(TABLE.tag, keys, out, found) == ROWS
-            np.testing.assert_array_equal(out, sample_vectors(keys, DIM, 2))
-
-
-def test_a_model_is_loaded_through_a_store_that_fails_now_and_then(
-    proxy: MisbehavingProxy, server: S3Server, root: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 200_000)
-    monkeypatch.setattr(S3FileSystem, "part_bytes", 60_000)
-    write_sparse_model(f"{root}/item", sample_chunks(ROWS, DIM, seed=1), sources=sources_at(server.url))
-    faults = [Answer(503), None, Reset(10_000), None, Truncate(5_000), None, Drop(), None, Answer(500), None, None]
-    count = iter(range(10_000))
-    proxy.rule = lambda request: faults[next(count) % len(faults)]
-    with closing(HashMapDatabase()) as volatile:
-        sources = sources_at(proxy.url, timeout_s=20, deadline_s=40, max_attempts=20)
-        load_table(TABLE, f"{root}/item", [volatile], sources=sources)
-        keys = np.arange(ROWS, dtype=np.int64)
-        out, found = np.empty((ROWS, DIM), np.float32), np.zeros(ROWS, bool)
-        assert volatile.fetch(TABLE.tag, keys, out, found) == ROWS
-        np.testing.assert_array_equal(out, sample_vectors(keys, DIM, 1))
-
-
-@pytest.mark.parametrize(
-    ("objects", "message"),
-    [
-        ({}, r"there is no such directory; \w+ a directory with the files key and emb_vector"),
-        ({"key": 16}, "emb_vector not found; it holds key; "),
-        ({"emb_vector": 64}, "key not found; it holds emb_vector; "),
-        ({"other": 1}, "key and emb_vector not found; it holds other"),
-        ({"key": 16, "emb_vector": 63}, r"got 63 bytes, \w+ 64"),
-        ({"key": 16, "emb_vector": 128}, r"got 128 bytes, \w+ 64.*embedding_vecsize_per_table 16"),
-        ({"key": 15, "emb_vector": 64}, r"got 15 bytes, \w+ 8 \(an int64\)"),
-        ({"key": 0, "emb_vector": 0}, "got 0 bytes"),
-        ({"key/0": 16, "emb_vector": 64}, "it is a directory"),
-        ({"key": 16, "emb_vector/part": 64}, "it is a directory"),
-        ({"key": 16, "emb_vector": 64, "meta": 8}, "got 8 bytes"),
-    ],
-)
-def test_a_directory_that_is_no_model_is_refused(server: S3Server, root: str, objects: dict[str, int], message: str) -> None:
-    for name, size in objects.items():
-        server.put(f"{root}/item/{name}", b"\0" * size)
-    with pytest.raises(ModelFileError, match=rf"opening .*{root}/item.*: {message}"):
-        open_sparse_model(f"{root}/item", DIM, sources=sources_at(server.url))
-
-
-@pytest.mark.parametrize(
-    "source", ["s3://no-such-bucket-here/item", "https://no-such-bucket-here.s3.us-east-1.amazonaws.com/item"]
-)
-def test_a_model_in_a_missing_bucket_names_the_bucket(server: S3Server, source: str) -> None:
-    with pytest.raises(ModelFileNotFoundError, match=rf"{source}.*there is no bucket 'no-such-bucket-here'"):
-        open_sparse_model(source, DIM, sources=sources_at(server.url))
-    with pytest.raises(ModelFileNotFoundError, match=rf"{source}.*there is no bucket 'no-such-bucket-here'"):
-        write_sparse_model(source, sample_chunks(10, DIM), sources=sources_at(server.url))
 
 
 def test_an_address_with_secrets_is_refused_without_them(server: S3Server) -> None:

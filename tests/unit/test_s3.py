@@ -9,7 +9,8 @@ import pytest
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelFileNotFoundError
 from hps.filesystems.s3 import S3FileSystem, part_bytes
-from tests.contracts.filesystem_contract import FileSystemContract, noise
+from tests.contracts.filesystem_contract import noise
+from tests.contracts.object_store_contract import ObjectStoreContract
 from tests.s3_server import S3Server, know_only_moto, s3_server
 
 pytestmark = pytest.mark.s3
@@ -37,47 +38,23 @@ def bucket(server: S3Server) -> str:
     return server.new_bucket()
 
 
-class TestS3FileSystem(FileSystemContract):
+class TestS3FileSystem(ObjectStoreContract):
+    scheme = "s3"
+    forms = (
+        "s3://{}/a b/key",
+        "S3://{}/a b/key",
+        "s3a://{}/a b/key",
+        "https://{}.s3.us-east-1.amazonaws.com/a%20b/key",
+        "https://s3.us-east-1.amazonaws.com/{}/a%20b/key",
+        "https://{}.s3.amazonaws.com/a%20b/key",
+    )
+
     @pytest.fixture
     def filesystem(self, server: S3Server) -> S3FileSystem:
         return filesystem_at(server.url)
 
-    @pytest.fixture
-    def root(self, bucket: str) -> str:
-        return f"s3://{bucket}/root"
-
-    def put(self, path: str, content: bytes) -> None:
-        s3_server().put(path, content)
-
 
 # -- addresses -----------------------------------------------------------------------------------------------------
-
-
-def test_every_form_of_address_names_the_object(server: S3Server, filesystem: S3FileSystem, bucket: str) -> None:
-    server.put(f"s3://{bucket}/a model/key", noise(24))
-    forms = (
-        f"s3://{bucket}/a model/key",
-        f"S3://{bucket}/a model/key",
-        f"s3a://{bucket}/a model/key",
-        f"https://{bucket}.s3.us-east-1.amazonaws.com/a%20model/key",
-        f"https://s3.us-east-1.amazonaws.com/{bucket}/a%20model/key",
-        f"https://{bucket}.s3.amazonaws.com/a%20model/key",
-    )
-    for form in forms:
-        assert filesystem.status(form).size_bytes == 24, form
-        assert filesystem.list(form.removesuffix("/key")) == ["key"], form
-
-
-@pytest.mark.parametrize("key", ["a%20b", "a+b", "what?x=1#y", "Grüße/日本", "a b&c=d", "=;:@!$'()*,~"])
-def test_an_odd_key_is_written_and_found_as_it_stands(
-    server: S3Server, filesystem: S3FileSystem, bucket: str, key: str
-) -> None:
-    writer = filesystem.create(f"s3://{bucket}/root/{key}/file")
-    writer.write(memoryview(b"12345"))
-    writer.commit()
-    assert server.get(f"s3://{bucket}/root/{key}/file") == b"12345"
-    assert filesystem.status(f"s3://{bucket}/root/{key}/file").size_bytes == 5
-    assert filesystem.list(f"s3://{bucket}/root/{key}") == ["file"]
 
 
 def test_a_dotted_bucket_is_served(server: S3Server, filesystem: S3FileSystem, bucket: str) -> None:
@@ -96,74 +73,9 @@ def test_the_environment_names_the_endpoint_where_the_settings_do_not(
     assert S3FileSystem().status(f"s3://{bucket}/key").size_bytes == 3
 
 
-# -- directories ---------------------------------------------------------------------------------------------------
-
-
-def test_a_bucket_is_a_directory_also_an_empty_one(server: S3Server, filesystem: S3FileSystem, bucket: str) -> None:
-    for root in (f"s3://{bucket}", f"s3://{bucket}/"):
-        assert filesystem.exists(root)
-        assert filesystem.list(root) == []
-        with pytest.raises(ModelFileError, match=r"bucket .* itself, expected an object"):
-            filesystem.status(root)
-    server.put(f"s3://{bucket}/a/b", b"x")
-    assert filesystem.list(f"s3://{bucket}") == ["a"]
-
-
-def test_a_marker_that_stands_for_a_directory_is_not_listed(server: S3Server, filesystem: S3FileSystem, bucket: str) -> None:
-    server.put(f"s3://{bucket}/root/", b"")
-    assert filesystem.exists(f"s3://{bucket}/root")
-    assert filesystem.exists(f"s3://{bucket}/root/")
-    with pytest.raises(ModelFileError, match="directory"):
-        filesystem.status(f"s3://{bucket}/root/")
-    server.put(f"s3://{bucket}/root/key", b"x")
-    assert filesystem.list(f"s3://{bucket}/root/") == ["key"]
-
-
-def test_a_long_directory_is_listed_page_by_page_and_an_endless_one_refused(
-    server: S3Server, filesystem: S3FileSystem, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hps.filesystems.object_store._PAGE_NAMES", 4)
-    names = [f"file-{number}" for number in range(9)]
-    for name in names:
-        server.put(f"s3://{bucket}/root/{name}", b"")
-    assert filesystem.list(f"s3://{bucket}/root") == names
-    monkeypatch.setattr("hps.filesystems.object_store._MOST_PAGES", 1)
-    with pytest.raises(ModelFileError, match=f"s3://{bucket}/root.*more than 4 names"):
-        filesystem.list(f"s3://{bucket}/root")
-
-
-# -- what is missing -----------------------------------------------------------------------------------------------
-
-
-def test_a_missing_bucket_is_named_by_every_operation(filesystem: S3FileSystem) -> None:
-    path = "s3://no-such-bucket/model/key"
-    calls = (filesystem.exists, filesystem.status, filesystem.list, filesystem.delete)
-    for call in calls:
-        with pytest.raises(ModelFileNotFoundError, match=f"{path}: there is no bucket 'no-such-bucket' at 127.0.0.1:"):
-            call(path)
-    with pytest.raises(ModelFileNotFoundError, match=f"reading {path}: there is no bucket"):
-        filesystem.read_into(path, 0, memoryview(bytearray(8)))
-    writer = filesystem.create(path)
-    writer.write(memoryview(b"x"))
-    with pytest.raises(ModelFileNotFoundError, match=f"writing {path}: there is no bucket"):
-        writer.commit()
-
-
-def test_a_directory_in_place_of_a_file_is_said_to_be_one(server: S3Server, filesystem: S3FileSystem, bucket: str) -> None:
-    server.put(f"s3://{bucket}/model/key/part-0", b"x")
-    with pytest.raises(ModelFileError, match="it is a directory") as raised:
-        filesystem.status(f"s3://{bucket}/model/key")
-    assert not isinstance(raised.value, ModelFileNotFoundError)
-    with pytest.raises(ModelFileError, match="it is a directory"):
-        filesystem.read_into(f"s3://{bucket}/model/key", 0, memoryview(bytearray(8)))
-
-
-def test_a_read_of_a_file_that_became_shorter_is_a_change(server: S3Server, filesystem: S3FileSystem, bucket: str) -> None:
-    server.put(f"s3://{bucket}/key", noise(1000))
-    version = filesystem.status(f"s3://{bucket}/key").version
-    server.put(f"s3://{bucket}/key", noise(10))
-    with pytest.raises(ModelFileError, match="changed"):
-        filesystem.read_into(f"s3://{bucket}/key", 500, memoryview(bytearray(8)), version)
+def test_what_is_in_no_bucket_cannot_be_removed(filesystem: S3FileSystem) -> None:
+    with pytest.raises(ModelFileNotFoundError, match="there is no bucket 'no-such-bucket' at 127"):
+        filesystem.delete("s3://no-such-bucket/model/key")
 
 
 # -- writing -------------------------------------------------------------------------------------------------------

@@ -401,6 +401,7 @@ class _Lane:
         """Give the connection back; it is closed unless it is to be kept and every reply on it has been read."""
         if not keep or self.fault is not None or self._queue or self._sent:
             self._connection.disconnect()
+        self._replies.expect(None, last=True)
         self._connection.shrink()
         self.node.redis_connection.connection_pool.release(self._connection)
 
@@ -422,8 +423,8 @@ class _Lane:
         return at
 
     def _read(self, request: Request | None) -> None:
-        self._replies.rows = request if isinstance(request, FetchRows) else None
-        self._replies.last = request is not None and len(self._sent) == 1
+        rows = request if isinstance(request, FetchRows) else None
+        self._replies.expect(rows, last=request is not None and len(self._sent) == 1)
         reply = self._connection.read_response()
         if request is not None:
             request.reply = reply

@@ -1,4 +1,4 @@
-"""redis-py's connections to one node, with a parser that reads bulk replies and with a deadline for the whole call."""
+"""redis-py's connections, with a parser that reads bulk replies, and with one deadline for all that a call waits for."""
 
 import os
 import select
@@ -162,9 +162,11 @@ class ReplyParser:
         connected = self._socket
         if connected is None:
             raise exceptions.ConnectionError("it was closed here")
-        silent_s = time.monotonic() - self.waiting_since
-        connected.settimeout(max(_LEAST_S, min(self._read_timeout_s - silent_s, time_left())))
+        left_s, silent_s = time_left(), time.monotonic() - self.waiting_since
         try:
+            if left_s <= 0:
+                raise TimeoutError
+            connected.settimeout(max(_LEAST_S, min(self._read_timeout_s - silent_s, left_s)))
             count = connected.recv_into(buffer.view[self._end :])
         except TimeoutError as error:
             if time_left() <= 0:

@@ -423,7 +423,7 @@ class _Lane:
         return at
 
     def _read(self, request: Request | None) -> None:
-        rows = request if isinstance(request, FetchRows) else None
+        rows = request if type(request) is FetchRows else None
         self._replies.expect(rows, last=request is not None and len(self._sent) == 1)
         reply = self._connection.read_response()
         if request is not None:

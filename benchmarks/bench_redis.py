@@ -13,7 +13,8 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +43,7 @@ def run(report: Report, quick: bool) -> None:
     """Measure fetching and loading; every answer is checked first."""
     rounds = 3 if quick else 21
     directory = Path(tempfile.mkdtemp(prefix="hps-bench-redis-"))
-    with ExitStack() as stack:
-        server = stack.enter_context(RedisServer(directory / "server"))
+    with RedisServer(directory / "server") as server:
         report.about["redis"] = server.client().info("server")["redis_version"]
         report.about["partitions"] = _PARTITIONS
         for dim in (32,) if quick else (16, 32, 128):
@@ -58,102 +58,85 @@ def _measure(report: Report, address: str, servers: list[RedisServer], dim: int,
     rng = np.random.default_rng(report.seed)
     keys = rng.permutation(np.unique(rng.integers(-(2**63), 2**63 - 1, rows, dtype=np.int64)))
     vectors = rng.random((keys.size, dim), dtype=np.float32)
-    database = RedisDatabase(address, num_partitions=_PARTITIONS)
-    peer = _Peer(parse_addresses(address)[0], len(servers) > 1, dim)
-    try:
+    with (
+        closing(RedisDatabase(address, num_partitions=_PARTITIONS)) as database,
+        closing(_Peer(parse_addresses(address)[0], len(servers) > 1, dim)) as peer,
+        closing(_RawSocket(servers[0], dim)) as raw,
+    ):
         database.open_table(_TAG, dim)
-        _loading(report, database, peer, servers, keys, vectors, max(3, rounds // 3))
+        table = _Table(report, database, peer, raw, {"servers": len(servers), "dim": dim}, keys, vectors)
+        table.load(max(3, rounds // 3))
         batches = (1_000, 10_000, 100_000) if dim == 32 else (10_000,)
         for batch in (size for size in batches if size <= keys.size):
             for hit_rate in (1.0, 0.9, 0.0) if (dim, batch) == (32, 10_000) else (1.0,):
-                _fetching(report, database, peer, servers, keys, vectors, batch, hit_rate, rounds)
+                table.fetch(batch, hit_rate, rounds)
         database.drop_table(_TAG)
-    finally:
-        peer.close()
-        database.close()
 
 
-def _fetching(
-    report: Report,
-    database: RedisDatabase,
-    peer: "_Peer",
-    servers: list[RedisServer],
-    keys: KeyArray,
-    vectors: FloatArray,
-    batch: int,
-    hit_rate: float,
-    rounds: int,
-) -> None:
-    rng = np.random.default_rng(report.seed + batch)
-    dim = vectors.shape[1]
-    picks = [rng.choice(keys.size, batch, replace=batch > keys.size) for _ in range(rounds)]
-    absent = [rng.random(batch) >= hit_rate for _ in range(rounds)]
-    asked = [np.where(absent[i], ~keys[picks[i]] ^ 1 << 40, keys[picks[i]]) for i in range(rounds)]
-    out, found = np.empty((batch, dim), np.float32), np.empty(batch, np.bool_)
+@dataclass
+class _Table:
+    """One table, and the contestants that fetch it and load it. The raw socket takes part where there is one server."""
 
-    def ours(i: int) -> None:
-        found[:] = False
-        database.fetch(_TAG, asked[i], out, found)
+    report: Report
+    database: RedisDatabase
+    peer: "_Peer"
+    raw: "_RawSocket"
+    axes: dict[str, int]
+    keys: KeyArray
+    vectors: FloatArray
 
-    ours(0)
-    assert (found == ~absent[0]).all(), "wrong keys were found"  # noqa: S101 - a benchmark checks its answers
-    assert (out[found] == vectors[picks[0]][found]).all(), "a wrong vector"  # noqa: S101
-    answer, mask = peer.fetch(asked[0])
-    assert (mask == found).all(), "redis-py disagrees"  # noqa: S101
-    assert (answer[mask] == out[mask]).all(), "redis-py disagrees"  # noqa: S101
-    contestants: dict[str, Contestant] = {"ours": ours, "redis_py": lambda i: peer.fetch(asked[i])}
-    raw = None
-    if len(servers) == 1:
-        raw = _RawSocket(servers[0], dim)
-        requests = [raw.fetch_requests(asked[i], absent[i]) for i in range(rounds)]
-        contestants["socket"] = lambda i: raw.exchange(requests[i])
-    figures = _take_turns(contestants, rounds, batch, "keys")
-    report.add({"work": "fetch", "servers": len(servers), "dim": dim, "batch": batch, "hit_rate": hit_rate}, figures)
-    if raw:
-        raw.close()
+    def fetch(self, batch: int, hit_rate: float, rounds: int) -> None:
+        rng = np.random.default_rng(self.report.seed + batch)
+        picks = [rng.choice(self.keys.size, batch) for _ in range(rounds)]
+        absent = [rng.random(batch) >= hit_rate for _ in range(rounds)]
+        asked = [np.where(absent[i], ~self.keys[picks[i]] ^ 1 << 40, self.keys[picks[i]]) for i in range(rounds)]
+        out, found = np.empty((batch, self.vectors.shape[1]), np.float32), np.empty(batch, np.bool_)
 
+        def ours(i: int) -> None:
+            found[:] = False
+            self.database.fetch(_TAG, asked[i], out, found)
 
-def _loading(
-    report: Report,
-    database: RedisDatabase,
-    peer: "_Peer",
-    servers: list[RedisServer],
-    keys: KeyArray,
-    vectors: FloatArray,
-    rounds: int,
-) -> None:
-    count = min(_LOAD_ROWS, keys.size)
-    dim = vectors.shape[1]
-    for start in range(0, keys.size, _LOAD_ROWS):
-        stop = min(start + _LOAD_ROWS, keys.size)
-        database.load_chunk(_TAG, keys[start:stop], vectors[start:stop], LoadRecord("bench", stop, keys.size))
-    out, found = np.empty_like(vectors), np.zeros(keys.size, np.bool_)
-    database.fetch(_TAG, keys, out, found)
-    assert found.all(), "rows that were loaded are absent"  # noqa: S101
-    assert (out == vectors).all(), "a wrong vector"  # noqa: S101
+        ours(0)
+        assert (found == ~absent[0]).all(), "wrong keys were found"  # noqa: S101 - a benchmark checks its answers
+        assert (out[found] == self.vectors[picks[0]][found]).all(), "a wrong vector"  # noqa: S101
+        answer, mask = self.peer.fetch(asked[0])
+        assert (mask == found).all(), "redis-py disagrees"  # noqa: S101
+        assert (answer[mask] == out[mask]).all(), "redis-py disagrees"  # noqa: S101
+        contestants: dict[str, Contestant] = {"ours": ours, "redis_py": lambda i: self.peer.fetch(asked[i])}
+        if self.axes["servers"] == 1:
+            requests = [self.raw.fetch_requests(asked[i], absent[i]) for i in range(rounds)]
+            contestants["socket"] = lambda i: self.raw.exchange(requests[i])
+        figures = _take_turns(contestants, rounds, batch, "keys")
+        self.report.add({"work": "fetch", **self.axes, "batch": batch, "hit_rate": hit_rate}, figures)
 
-    # Every contestant inserts `count` new rows into an empty table.
-    def ours(i: int) -> None:
-        database.insert(_TAG, keys[:count], vectors[:count])
+    def load(self, rounds: int) -> None:
+        """Load the table; then let every contestant insert some rows into an empty one, and load it again."""
+        rows = self.keys.size
+        for start in range(0, rows, _LOAD_ROWS):
+            chunk = slice(start, min(start + _LOAD_ROWS, rows))
+            self.database.load_chunk(_TAG, self.keys[chunk], self.vectors[chunk], LoadRecord("bench", chunk.stop, rows))
+        out, found = np.empty_like(self.vectors), np.zeros(rows, np.bool_)
+        self.database.fetch(_TAG, self.keys, out, found)
+        assert found.all(), "rows that were loaded are absent"  # noqa: S101
+        assert (out == self.vectors).all(), "a wrong vector"  # noqa: S101
+        keys, vectors = self.keys[:_LOAD_ROWS], self.vectors[:_LOAD_ROWS]
+        contestants: dict[str, Contestant] = {
+            "ours": lambda _: self.database.insert(_TAG, keys, vectors),
+            "redis_py": lambda _: self.peer.insert(keys, vectors),
+        }
+        if self.axes["servers"] == 1:
+            requests = self.raw.insert_requests(keys, vectors)
+            contestants["socket"] = lambda _: self.raw.exchange(requests)
 
-    contestants: dict[str, Contestant] = {"ours": ours, "redis_py": lambda i: peer.insert(keys[:count], vectors[:count])}
-    raw = None
-    if len(servers) == 1:
-        raw = _RawSocket(servers[0], dim)
-        requests = raw.insert_requests(keys[:count], vectors[:count])
-        contestants["socket"] = lambda i: raw.exchange(requests)
+        def empty() -> None:
+            self.database.drop_table(_TAG)
+            self.database.open_table(_TAG, vectors.shape[1])
+            time.sleep(0.05)  # Redis frees what was dropped in the background
 
-    def empty() -> None:
-        database.drop_table(_TAG)
-        database.open_table(_TAG, dim)
-        time.sleep(0.05)  # Redis frees what was dropped in the background
-
-    figures = _take_turns(contestants, rounds, count, "vectors", before=empty)
-    report.add({"work": "load", "servers": len(servers), "dim": dim, "batch": count}, figures)
-    if raw:
-        raw.close()
-    for start in range(0, keys.size, _LOAD_ROWS):
-        database.insert(_TAG, keys[start : start + _LOAD_ROWS], vectors[start : start + _LOAD_ROWS])
+        figures = _take_turns(contestants, rounds, keys.size, "vectors", before=empty)
+        self.report.add({"work": "load", **self.axes, "batch": keys.size}, figures)
+        for start in range(0, rows, _LOAD_ROWS):
+            self.database.insert(_TAG, self.keys[start : start + _LOAD_ROWS], self.vectors[start : start + _LOAD_ROWS])
 
 
 def _take_turns(

@@ -45,7 +45,7 @@ def parser_of(data, sizes):
     parser = ReplyParser(10.0)
     parser.on_connect(SimpleNamespace(socket=Pieces(data, sizes)))
     parser.waiting_since = time.monotonic()
-    parser.last = False
+    parser.expect(None, last=False)
     return parser
 
 
@@ -73,11 +73,11 @@ def test_rows_come_out_between_other_replies_however_they_are_cut(rows, before, 
     replies = [reply_of(before), b"-MOVED 7 h:1\r\n", reply_of([rows[i] for i in order]), reply_of(after)]
     parser = parser_of(b"".join(replies), sizes)
     assert parser.read_response() == before
-    parser.rows = request  # Redis refuses it, and gets it again
+    parser.expect(request, last=False)  # Redis refuses it, and gets it again
     assert isinstance(parser.read_response(), MovedError)
     assert parser.read_response() == sum(row is not None for row in rows)
     assert [out[i].tobytes() if found[i] else None for i in range(len(rows))] == rows
-    parser.rows, parser.last = None, True
+    parser.expect(None, last=True)
     assert parser.read_response() == after
 
 
@@ -86,7 +86,7 @@ def test_a_row_is_marked_when_it_is_whole(rows, sizes, stop):
     reply = reply_of(rows)
     request, out, found = request_for(rows, range(len(rows)))
     parser = parser_of(reply[: stop % len(reply)], sizes)
-    parser.rows = request
+    parser.expect(request, last=False)
     with pytest.raises(RedisError, match="closed"):
         parser.read_response()
     for i, row in enumerate(rows):
@@ -101,7 +101,7 @@ def test_a_changed_byte_gives_no_row_that_was_not_sent(rows, sizes, where, byte)
     reply[heads[where % len(heads)]] = byte
     request, out, found = request_for(rows, range(len(rows)))
     parser = parser_of(bytes(reply), sizes)
-    parser.rows = request
+    parser.expect(request, last=False)
     with suppress(DatabaseError, RedisError):
         parser.read_response()
     for i, row in enumerate(rows):
@@ -121,9 +121,18 @@ def _starts(rows):
 @given(values, cuts)
 def test_bytes_behind_the_last_reply_are_an_error(value, sizes):
     parser = parser_of(reply_of(value) + b"+late\r\n", [1000, *sizes])
-    parser.last = True
+    parser.expect(None, last=True)
     with pytest.raises(InvalidResponse, match="nobody asked for"):
         parser.read_response()
+
+
+def test_a_new_connection_knows_nothing_of_the_last_one():
+    request, _, found = request_for([bytes(12)], [0])
+    parser = parser_of(b"", [1])
+    parser.expect(request, last=False)
+    parser.on_connect(SimpleNamespace(socket=Pieces(b"+OK\r\n", [9])))
+    assert parser.read_response() == b"OK"
+    assert not found.any()
 
 
 @given(st.lists(keys, max_size=8))

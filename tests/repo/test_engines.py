@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[2]
 OWNERS = {
     "rocksdict": "hps/databases/rocks_db/",
     "redis": "hps/databases/redis/",
+    "hiredis": "hps/databases/redis/",
     "cupy": "hps/cache/cuda/",
     "fastapi": "hps/service/",
     "starlette": "hps/service/",

@@ -168,7 +168,7 @@ class TestPassword:
             ("idle", "pass", "NOPERM.*grant"),
         ],
     )
-    def test_others_are_told_why_not(self, server, user, password, error):
+    def test_others_are_refused_with_the_reason(self, server, user, password, error):
         with pytest.raises(DatabaseError, match=error) as caught:
             RedisDatabase(server.address, user_name=user, password=password)
         assert not password or password not in str(caught.value)
@@ -213,7 +213,7 @@ class TestPassword:
             assert 1 <= failed < 15
             database.close()
 
-    def test_a_password_that_nobody_wants_is_told(self, tmp_path):
+    def test_a_password_that_the_server_does_not_expect_is_an_error(self, tmp_path):
         with RedisServer(tmp_path) as server, pytest.raises(DatabaseError, match="leave password empty"):
             RedisDatabase(server.address, password="s3cret")
 

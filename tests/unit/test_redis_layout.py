@@ -187,7 +187,7 @@ def test_one_vector_of_another_width_fails_by_its_key(opened, client):
 
 
 @pytest.mark.redis
-def test_fields_that_are_no_keys_are_told(opened, client):
+def test_fields_that_are_no_keys_are_an_error(opened, client):
     database = opened()
     database.open_table(TAG, 2)
     client.hset(P2, b"1234", bytes(8))
@@ -196,7 +196,7 @@ def test_fields_that_are_no_keys_are_told(opened, client):
 
 
 @pytest.mark.redis
-def test_a_key_of_another_type_is_told(opened, client):
+def test_a_key_of_another_type_is_an_error(opened, client):
     database = opened()
     database.open_table(TAG, 2)
     client.set(P3, b"a string")

@@ -184,7 +184,7 @@ def test_a_load_into_a_table_that_is_dropped_meanwhile_fails(node):
     assert first.claim_load(TAG, "v1", 600) == 0
 
 
-def test_a_note_that_cannot_be_read_is_told(node, client):
+def test_a_note_that_cannot_be_read_is_an_error(node, client):
     database = node()
     client.hset(f"hps_et{{{TAG}}}m", "loaded", "{}")
     with pytest.raises(DatabaseCorruptError, match="drop the table"):
@@ -235,7 +235,7 @@ class TestLoadTable:
         assert (report.loads[0].first_row, report.loads[0].last_row) == (200, 600)
         holds(survivor, 600)
 
-    def test_who_is_told_of_the_progress_may_end_the_wait(self, node, files):
+    def test_a_progress_listener_may_end_the_wait(self, node, files):
         class Stopping:
             told = 0
 
@@ -256,7 +256,7 @@ class TestLoadTable:
         with pytest.raises(NotReadyError, match="the service stops"):
             load_table(TABLE, files, [node()], progress=Stopping())
 
-    def test_only_the_wanted_share_is_loaded(self, node, files):
+    def test_only_the_configured_share_is_loaded(self, node, files):
         database = node()
         load_table(TABLE, files, [database], initial_cache_rate=0.5)
         holds(database, 300)

@@ -1,4 +1,4 @@
-"""redis-py's connections to one node, with a parser that reads bulk replies and with a deadline for the whole call."""
+"""redis-py's connections, with a parser that reads bulk replies, and with one deadline for all that a call waits for."""
 
 import os
 import select
@@ -68,15 +68,12 @@ class ReplyParser:
         read_timeout_s: how long the node may be silent while it owes a reply.
 
     Attributes:
-        rows: the request whose reply comes next, if that brings vectors.
-        last: whether no other reply is to follow the next one.
         heard: whether any byte has arrived since this was set to False.
         waiting_since: when the node was last heard or sent to, on the monotonic clock.
     """
 
     def __init__(self, read_timeout_s: float) -> None:
-        self.rows: FetchRows | None = None
-        self.last = True
+        self.expect(None, last=True)
         self.heard = False
         self.waiting_since = 0.0
         self._read_timeout_s = read_timeout_s
@@ -85,8 +82,14 @@ class ReplyParser:
         self._buffer = Buffer(_RECEIVE_BYTES)
         self._start = self._end = 0  # bytes that have arrived and are not yet read
 
+    def expect(self, rows: FetchRows | None, *, last: bool) -> None:
+        """Say whether the next reply brings the vectors of a request, and whether no other reply is to follow it."""
+        self._rows = rows
+        self._last = last
+
     def on_connect(self, connection: "BulkConnection") -> None:
         """As redis-py's parsers do: begin with a new socket."""
+        self.expect(None, last=True)
         self._socket = connection.socket
         self._reader = hiredis.Reader(exceptions.InvalidResponse, DefaultParser.parse_error, notEnoughData=_MORE)
         self._start = self._end = 0
@@ -110,14 +113,14 @@ class ReplyParser:
             redis.TimeoutError: the node was silent for too long, or the call's deadline has passed.
             redis.ConnectionError: the connection ended, or Redis says that it cannot be used.
             redis.InvalidResponse: the bytes are no reply, or more than one arrived.
-            DatabaseError: the reply does not bring the vectors that `rows` asked for.
+            DatabaseError: the reply does not bring the vectors that were asked for.
         """
         if self._start == self._end:
             self._receive()
-        rows = self.rows
+        rows = self._rows
         refused = self._buffer.bytes[self._start] == _MINUS
         reply = self._read_any() if rows is None or refused else self._read_rows(rows)
-        if self.last and (self._start < self._end or self._reader.has_data()):
+        if self._last and (self._start < self._end or self._reader.has_data()):
             raise exceptions.InvalidResponse("it sent bytes that nobody asked for")
         if isinstance(reply, exceptions.ConnectionError):
             raise reply
@@ -141,7 +144,7 @@ class ReplyParser:
             if self._start == self._end:
                 self._receive()
             stop = self._end
-            if not self.last:  # hiredis must not take bytes of the next reply; every reply ends with a line
+            if not self._last:  # hiredis must not take bytes of the next reply; every reply ends with a line
                 stop = self._buffer.bytes.find(b"\n", self._start, self._end) + 1 or self._end
             self._reader.feed(self._buffer.bytes, self._start, stop - self._start)
             self._start = stop
@@ -159,9 +162,11 @@ class ReplyParser:
         connected = self._socket
         if connected is None:
             raise exceptions.ConnectionError("it was closed here")
-        silent_s = time.monotonic() - self.waiting_since
-        connected.settimeout(max(_LEAST_S, min(self._read_timeout_s - silent_s, time_left())))
+        left_s, silent_s = time_left(), time.monotonic() - self.waiting_since
         try:
+            if left_s <= 0:
+                raise TimeoutError
+            connected.settimeout(max(_LEAST_S, min(self._read_timeout_s - silent_s, left_s)))
             count = connected.recv_into(buffer.view[self._end :])
         except TimeoutError as error:
             if time_left() <= 0:

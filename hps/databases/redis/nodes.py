@@ -19,7 +19,7 @@ from redis import Redis, exceptions
 from redis.cluster import ClusterNode, NodesManager
 from redis.connection import BlockingConnectionPool
 
-from hps.databases.redis.connections import BulkConnection, IdleConnections, time_left, until
+from hps.databases.redis.connections import BulkConnection, IdleConnections, ReplyParser, time_left, until
 from hps.databases.redis.requests import Buffer, Call, FetchRows, Request
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError, NotReadyError
 
@@ -118,6 +118,7 @@ class RedisNodes:
         self._server = self._seeds[0]  # where there is no cluster
         self._cluster: NodesManager | None = None
         self._refreshing = threading.Lock()
+        self._creating = threading.Lock()  # pools, only where there is none yet
         self._refreshed_at = 0.0
         self._failed: str | None = None  # the node that made us doubt what we know
         self._stale = False
@@ -316,7 +317,7 @@ class RedisNodes:
             # In one order, so that two calls never wait for connections of each other.
             for node in sorted(at, key=lambda node: node.name):
                 try:
-                    lanes.append(_Lane(node, self._connection(node), at[node]))
+                    lanes.append(_Lane(node, self._pool(node), at[node]))
                 except (exceptions.RedisError, DatabaseError) as error:
                     failures.append(_database_error(node, error))
                     self._doubt(node)
@@ -335,11 +336,12 @@ class RedisNodes:
                 lane.release(keep=not self._closed)
         return lanes
 
-    def _connection(self, node: ClusterNode) -> BulkConnection:
-        if node.redis_connection is None and self._cluster:
-            self._cluster.create_redis_connections([node])
-        connection: BulkConnection = node.redis_connection.connection_pool.get_connection()
-        return connection
+    def _pool(self, node: ClusterNode) -> BlockingConnectionPool:
+        if node.redis_connection is None and self._cluster:  # a redirection named it first
+            with self._creating:
+                self._cluster.create_redis_connections([node])
+        pool: BlockingConnectionPool = node.redis_connection.connection_pool
+        return pool
 
 
 class _Lane:
@@ -350,12 +352,13 @@ class _Lane:
         heard: whether anything was received.
     """
 
-    def __init__(self, node: ClusterNode, connection: BulkConnection, requests: Iterable[Request]) -> None:
+    def __init__(self, node: ClusterNode, pool: BlockingConnectionPool, requests: Iterable[Request]) -> None:
         self.node = node
         self.requests = list(requests)
         self.fault: Exception | None = None
-        self._connection: Any = connection
-        self._replies = connection.replies
+        self._pool = pool
+        self._connection: Any = pool.get_connection()
+        self._replies: ReplyParser = self._connection.replies
         self._replies.heard = False
         self._queue = deque(self.requests)
         self._sent: deque[Request] = deque()  # and not yet answered
@@ -401,8 +404,9 @@ class _Lane:
         """Give the connection back; it is closed unless it is to be kept and every reply on it has been read."""
         if not keep or self.fault is not None or self._queue or self._sent:
             self._connection.disconnect()
+        self._replies.expect(None, last=True)
         self._connection.shrink()
-        self.node.redis_connection.connection_pool.release(self._connection)
+        self._pool.release(self._connection)
 
     def _write_message(self, buffer: Buffer) -> int:
         """Write the requests of the next message; returns its size, which is 0 where the window or the queue ends."""
@@ -422,8 +426,8 @@ class _Lane:
         return at
 
     def _read(self, request: Request | None) -> None:
-        self._replies.rows = request if isinstance(request, FetchRows) else None
-        self._replies.last = request is not None and len(self._sent) == 1
+        rows = request if type(request) is FetchRows else None
+        self._replies.expect(rows, last=request is not None and len(self._sent) == 1)
         reply = self._connection.read_response()
         if request is not None:
             request.reply = reply

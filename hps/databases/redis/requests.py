@@ -23,8 +23,6 @@ from hps.databases.redis.codec import (
 from hps.errors import DatabaseCorruptError, TableWidthError
 from hps.types import BoolArray, IndexArray, KeyArray
 
-_COUNT_BYTES: Final = 16  # of a request's first line
-
 
 class Buffer:
     """Bytes to send or bytes that arrived, for kernels and sockets. *One per connection.*"""

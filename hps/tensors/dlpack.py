@@ -200,10 +200,10 @@ def as_keys(keys: Any, what: str = "keys") -> KeyArray:
     if array is not None and array.dtype == np.int64 and array.flags.c_contiguous and array.flags.aligned:
         flat: KeyArray = array if array.ndim == 1 else array.reshape(-1)
         return flat
-    return host_keys(adopt(keys, None, what), what)
+    return view_as_keys(adopt(keys, None, what), what)
 
 
-def host_keys(view: TensorView, what: str = "keys") -> KeyArray:
+def view_as_keys(view: TensorView, what: str = "keys") -> KeyArray:
     """As `as_keys`, of a tensor that was adopted."""
     check_keys(view, what)
     _check_host(view, what)
@@ -231,10 +231,10 @@ def as_output(out: Any, rows: int, dim: int, what: str = "output") -> FloatArray
         if flags.c_contiguous and flags.writeable and flags.aligned:
             fits: FloatArray = array if array.shape == (rows, dim) else array.reshape(-1)[: rows * dim].reshape(rows, dim)
             return fits
-    return host_output(adopt(out, None, what), rows, dim, what)
+    return view_as_output(adopt(out, None, what), rows, dim, what)
 
 
-def host_output(view: TensorView, rows: int, dim: int, what: str = "output") -> FloatArray:  # (rows, dim)
+def view_as_output(view: TensorView, rows: int, dim: int, what: str = "output") -> FloatArray:  # (rows, dim)
     """As `as_output`, of a tensor that was adopted."""
     check_output(view, rows, dim, what)
     _check_host(view, what)

@@ -24,8 +24,8 @@ from hps.tensors.dlpack import (
     as_output,
     check_keys,
     check_output,
-    host_keys,
     read_object,
+    view_as_keys,
     work_stream_of,
 )
 
@@ -133,7 +133,7 @@ class TestAdopt:
         array = np.arange(1000, dtype=np.int64)
         gone = weakref.finalize(array, lambda: None)
         view = adopt(producers(array)[way])
-        seen = host_keys(view)
+        seen = view_as_keys(view)
         del array, view
         gc.collect()
         np.testing.assert_array_equal(seen, np.arange(1000))
@@ -157,7 +157,7 @@ class TestAdopt:
         for tensor in (array, array.__dlpack__(max_version=(1, 0)), Exports(array.__dlpack__)):
             view = adopt(tensor)
             assert view.read_only
-            assert not host_keys(view).flags.writeable
+            assert not view_as_keys(view).flags.writeable
 
     def test_bfloat16_is_known_by_name(self):
         assert adopt(torch.ones(3, dtype=torch.bfloat16)).dtype_name == "bfloat16"
@@ -323,7 +323,7 @@ class TestKeys:
         view = TensorView(4096, (3,), None, (INT, 64, 1), (CUDA, 1), False, None)
         check_keys(view)
         with pytest.raises(InvalidInputError, match="CUDA device 1"):
-            host_keys(view)
+            view_as_keys(view)
         capsule = np.arange(3).__dlpack__()
         device = ctypes.c_int32.from_address(_pointer(capsule, b"dltensor") + 8)
         device.value = CUDA

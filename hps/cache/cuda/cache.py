@@ -37,7 +37,7 @@ class CupyCache(EmbeddingCache):
     Keys, outputs and masks may each be in host memory (NumPy) or on the device: tensors of torch and CuPy, `TensorView`s, and
     whatever else speaks DLPack. Outputs in host memory pass through pinned memory, which the device writes.
 
-    After a CUDA error from which the device does not recover, every call raises it again and `healthy` is False.
+    After a CUDA error from which the device does not recover, every call raises it again.
     """
 
     device: ClassVar[str] = "cuda"
@@ -66,11 +66,6 @@ class CupyCache(EmbeddingCache):
         if reason is not None:
             raise DeviceError(f"creating the embedding cache of model {tables[0].model_name!r}: {reason}")
         return cls(tables, capacity_rows, device_id)
-
-    @property
-    def healthy(self) -> bool:
-        """Whether no CUDA call has failed in a way that the device does not recover from."""
-        return self.memory.error is None
 
     @device_call("creating a lookup")
     def create_lookup(self) -> CupyLookup:

@@ -12,8 +12,8 @@
 // alone says whether a slot answers, and a query never looks at anything that marks empty slots.
 //
 // WHY NO QUERY RETURNS A TORN VECTOR. A writer sets the lowest bit of both versions of a pair with atomic ORs, fences, writes,
-// fences, and stores the next even versions. A query reads the bucket, then the row, then fences and reads the version and
-// the slot's key again; it keeps the row only if the version is even and as it was, and the key still the one it looks for.
+// fences, and stores the next even versions. A query reads the bucket, then the row, and only then the version and the slot's
+// key again; it keeps the row only if the version is even and as it was, and the key still the one it looks for.
 // The second look at the version equals the first, so no writer owned the bucket between the two; between the two it has read
 // the row, and has seen that the slot was the key's. (The first look at the keys may be older than the first look at the
 // version, which is in another sector of memory: that is why the key is read again.) A version of 16 bits repeats after 32,768

@@ -3,7 +3,7 @@
 // LAUNCH      Blocks of HPS_THREADS, ceil(n / (HPS_THREADS / 8)) of them. A tile of 8 lanes owns one key. n = 0 is not
 //             launched; tiles past a ragged end have no key.
 // INVARIANTS  The slot of an erased key holds the filler and score 0. Absent keys and duplicates change nothing.
-// RACES       A tile writes to a pair only while it owns it (writer.cuh), and looks at it again then.
+// RACES       A tile writes to a pair only while it owns it (writer.cuh), after it has looked at it again.
 // TWIN        hps.cache.cpu.kernels.erase
 
 #include "embedding_cache.cuh"

@@ -4,12 +4,12 @@
 //             keys admitted and keys evicted are added.
 // LAUNCH      Blocks of HPS_THREADS, ceil(n / (HPS_THREADS / 8)) of them. A tile of 8 lanes owns one key. n = 0 is not
 //             launched; tiles past a ragged end have no key.
-// INVARIANTS  A key stands in at most one slot of its pair. Where a key stands twice among `keys`, one of its vectors wins,
+// INVARIANTS  A key is in at most one slot of its pair. Where a key occurs twice among `keys`, one of its vectors wins,
 //             whole. A key that is admitted takes an empty slot at home, else one at its neighbour, else that of the smallest
 //             score at home (the first of equals), whose key is evicted; the other scores there then fall by that much. It
 //             starts with FIRST_SCORE. Replacing a vector changes no score.
-// RACES       A tile looks at a pair, and writes to it, only while it owns it (writer.cuh). A query that reads meanwhile sees
-//             it by the version (embedding_cache.cuh). Launches on one table may run at once; the cache orders them all the same.
+// RACES       A tile looks at a pair, and writes to it, only while it owns it (writer.cuh). A query that reads meanwhile notices
+//             by the version (embedding_cache.cuh). Launches on one table could run at once; the cache orders them nevertheless.
 // TWIN        hps.cache.cpu.kernels.write
 
 #include "embedding_cache.cuh"

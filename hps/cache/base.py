@@ -118,14 +118,14 @@ class CacheLookup(ABC):
 class EmbeddingCache(ABC):
     """The vectors of one model's tables that are resident on one device. *Thread-safe*; its lookups are not.
 
-    Set-associative per table; a key's set comes from a 64-bit mixing hash, so strided keys spread. Every int64 is a legal
-    key. A table never holds more than its capacity; a full set evicts its smallest score, which a use raises and of which a
-    key that was not used since it became resident has less: recency with probation, since plain LRU loses 3 % of the hits
-    of power-law traffic. How scores age is the implementation's own, and its docstring says it.
+    Each table is set-associative. A key's set comes from a 64-bit mixing hash, so strided keys spread. Every int64 is a legal
+    key. A table never holds more than its capacity: a full set evicts the key with the smallest score. Using a key raises its
+    score; a key that has not been used since it became resident has less than the others. That is recency with probation:
+    plain LRU loses 3 % of the hits of power-law traffic. Each implementation's docstring says how its scores age.
 
-    Queries take no lock: concurrent with inserts, updates and erases, a query returns for each key a whole vector that was
+    Queries take no lock. Concurrent with inserts, updates and erases, a query returns for each key a whole vector that was
     current at some moment of the call. Modifications of one table take effect in the order in which their calls began to
-    return: an `update` that is called after an `insert` returned is never undone.
+    return: an `update` that is called after an `insert` has returned is never undone.
     """
 
     device: ClassVar[str]
@@ -146,11 +146,11 @@ class EmbeddingCache(ABC):
 
         Args:
             tables: T tables, in the order of their ids.
-            capacity_rows: T numbers of rows, each at least 0, rounded up to whole sets. 0 caches nothing: all keys miss.
+            capacity_rows: T numbers of rows, each at least 0, rounded up to whole sets. With 0, nothing is cached.
             device_id: which CUDA device; ignored on the CPU.
 
         Raises:
-            DeviceMemoryError: it does not fit; the message says how much which table asked for and what would fit.
+            DeviceMemoryError: it does not fit; the message says how much each table needs and what would fit.
         """
 
     @abstractmethod
@@ -168,12 +168,14 @@ class EmbeddingCache(ABC):
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
     ) -> None:
-        """Make vectors resident, replacing those of resident keys. Where a key stands twice, which one wins is
-        unspecified. Arrays are in host memory (the CuPy cache also takes device arrays); read only, done with on return."""
+        """Make vectors resident, replacing those of resident keys. Where a key occurs twice, it is unspecified which row wins.
+
+        The arrays are in host memory (the CuPy cache also takes device arrays). They are only read, and not used after return.
+        """
 
     @abstractmethod
     def update(self, table: int, keys: KeyArray, vectors: FloatArray) -> None:
-        """As `insert`, for keys that are resident; the others are left out, and no recency changes."""
+        """As `insert`, but only for keys that are resident; recency does not change."""
 
     @abstractmethod
     def erase(self, table: int, keys: KeyArray) -> None:

@@ -21,9 +21,7 @@ _DEVICES = {CPU: "CPU", CUDA: "CUDA", CUDA_HOST: "CUDAHost", ROCM: "ROCm", CUDA_
 
 INT, UINT, FLOAT, BFLOAT, COMPLEX, BOOL = 0, 1, 2, 4, 5, 6
 _KINDS = {INT: "int", UINT: "uint", FLOAT: "float", BFLOAT: "bfloat", COMPLEX: "complex", BOOL: "bool"}
-_WIDTHS = {INT: (8, 16, 32, 64), UINT: (8, 16, 32, 64), FLOAT: (16, 32, 64), COMPLEX: (64, 128), BOOL: (8,)}
-_LETTERS = {INT: "i", UINT: "u", FLOAT: "f", COMPLEX: "c", BOOL: "b"}
-_TYPESTRS = {(code, bits, 1): f"={_LETTERS[code]}{bits // 8}" for code, widths in _WIDTHS.items() for bits in widths}
+_TYPESTRS = {(INT, 32): "=i4", (INT, 64): "=i8", (FLOAT, 32): "=f4"}  # of keys and outputs
 _HOST = frozenset({CPU, CUDA_HOST})
 NUMPY_CODES = {"i": INT, "u": UINT, "f": FLOAT, "c": COMPLEX, "b": BOOL}
 
@@ -139,30 +137,19 @@ class TensorView:
             step *= shape[axis]
         return True
 
-    def numpy(self) -> np.ndarray:
-        """The tensor as an array over the same memory, writable unless it is read-only.
-
-        Raises:
-            InvalidInputError: it is not in host memory.
-            InvalidDtypeError: NumPy has no such element type.
-        """
-        return self.reshaped(self.shape, self.strides)
-
-    def reshaped(self, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> np.ndarray:
-        """As `numpy`, but with another shape (and strides in elements), which the caller has checked against the size."""
-        if self.device_type not in _HOST:
-            raise InvalidInputError(f"reading a tensor as an array: got it on {self.device_name}, expected host memory")
-        typestr = _TYPESTRS.get((self.code, self.bits, self.lanes))
-        if typestr is None:
-            raise InvalidDtypeError(f"reading a tensor as an array: NumPy has no {self.dtype_name}")
+    def host_array(self, shape: tuple[int, ...]) -> np.ndarray:
+        """An array of some shape over the first elements of contiguous keys or an output in host memory."""
+        typestr = _TYPESTRS[self.code, self.bits]
         if not self.pointer:
             return np.empty(shape, typestr)
         memory = _Memory()
         memory.owner = self.owner
-        interface = {"version": 3, "data": (self.pointer, self.read_only), "shape": shape, "typestr": typestr}
-        if strides is not None:
-            interface["strides"] = tuple([stride * (self.bits // 8) for stride in strides])
-        memory.__array_interface__ = interface
+        memory.__array_interface__ = {
+            "version": 3,
+            "data": (self.pointer, self.read_only),
+            "shape": shape,
+            "typestr": typestr,
+        }
         return np.asarray(memory)
 
 
@@ -213,14 +200,14 @@ def as_keys(keys: Any, what: str = "keys") -> KeyArray:
     if array is not None and array.dtype == np.int64 and array.flags.c_contiguous and array.flags.aligned:
         flat: KeyArray = array if array.ndim == 1 else array.reshape(-1)
         return flat
-    return host_keys(adopt(keys, None, what), what)
+    return view_as_keys(adopt(keys, None, what), what)
 
 
-def host_keys(view: TensorView, what: str = "keys") -> KeyArray:
+def view_as_keys(view: TensorView, what: str = "keys") -> KeyArray:
     """As `as_keys`, of a tensor that was adopted."""
     check_keys(view, what)
     _check_host(view, what)
-    given = view.reshaped((view.size,))
+    given = view.host_array((view.size,))
     return given if view.bits == 64 and given.flags.aligned else given.astype(np.int64)
 
 
@@ -244,14 +231,14 @@ def as_output(out: Any, rows: int, dim: int, what: str = "output") -> FloatArray
         if flags.c_contiguous and flags.writeable and flags.aligned:
             fits: FloatArray = array if array.shape == (rows, dim) else array.reshape(-1)[: rows * dim].reshape(rows, dim)
             return fits
-    return host_output(adopt(out, None, what), rows, dim, what)
+    return view_as_output(adopt(out, None, what), rows, dim, what)
 
 
-def host_output(view: TensorView, rows: int, dim: int, what: str = "output") -> FloatArray:  # (rows, dim)
+def view_as_output(view: TensorView, rows: int, dim: int, what: str = "output") -> FloatArray:  # (rows, dim)
     """As `as_output`, of a tensor that was adopted."""
     check_output(view, rows, dim, what)
     _check_host(view, what)
-    return view.reshaped((rows, dim))
+    return view.host_array((rows, dim))
 
 
 def _array(tensor: Any) -> np.ndarray | None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.errors import InvalidDtypeError, InvalidInputError
-from hps.tensors.dlpack import adopt, as_keys, as_output, host_keys, host_output
+from hps.tensors.dlpack import adopt, as_keys, as_output, view_as_keys, view_as_output
 from hps.types import BoolArray, DeviceArray, KeyArray, TableSpec
 
 
@@ -263,7 +263,7 @@ def _keys_of(keys: Any, on_cuda: bool) -> tuple[Any, int]:
         view = adopt(keys, what="keys")
         if not view.on_host:
             return view, view.size
-        flat = host_keys(view)
+        flat = view_as_keys(view)
     else:
         flat = as_keys(keys)
     return flat, flat.size
@@ -275,5 +275,5 @@ def _output_of(out: Any, rows: int, dim: int, on_cuda: bool) -> Any:
         if getattr(out, "is_cuda", False):
             return out
         view = adopt(out, what="output")
-        return host_output(view, rows, dim) if view.on_host else view
+        return view_as_output(view, rows, dim) if view.on_host else view
     return as_output(out, rows, dim)

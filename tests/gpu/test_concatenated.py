@@ -10,6 +10,7 @@ import torch
 
 import hps
 from hps.models.sample import sample_chunks, sample_vectors
+from tests.running_service import document_of, model_of
 
 pytestmark = pytest.mark.gpu
 DIMS, ROWS = (16, 7, 1, 128), 2000
@@ -19,18 +20,12 @@ DIMS, ROWS = (16, 7, 1, 128), 2000
 def server(tmp_path: Path) -> Iterator[hps.HPS]:
     for index, dim in enumerate(DIMS):
         hps.write_sparse_model(tmp_path / f"t{index}", sample_chunks(ROWS, dim, index))
-    model = {
-        "model": "m",
-        "sparse_files": [str(tmp_path / f"t{index}") for index in range(len(DIMS))],
-        "embedding_vecsize_per_table": list(DIMS),
-        "maxnum_catfeature_query_per_table_per_sample": [100] * len(DIMS),
-        "default_value_for_each_table": [-1.0] * len(DIMS),
-        "deployed_device_list": [0],
-        "max_batch_size": 100,
-        "gpucacheper": 0.5,
-        "hit_rate_threshold": 1.1,
-    }
-    with hps.HPS({"device": "cuda", "models": [model]}) as server:
+    sources = [tmp_path / f"t{index}" for index in range(len(DIMS))]
+    changes = {"default_value_for_each_table": [-1.0] * len(DIMS), "max_batch_size": 10_000, "hit_rate_threshold": 1.1}
+    model = model_of(
+        "m", sources, {path.name: dim for path, dim in zip(sources, DIMS, strict=True)}, gpucacheper=0.5, **changes
+    )
+    with hps.HPS(document_of(model, device="cuda")) as server:
         yield server
 
 

@@ -6,17 +6,13 @@
 import importlib.util
 import json
 import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import hps
+from tests.running_service import running_service
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
@@ -72,23 +68,7 @@ def test_every_vector_comes_back_through_torch_tensors(table, tmp_path, gpucache
 
 def test_every_vector_comes_back_over_http(table, tmp_path):
     directory, vectors = table
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    path = tmp_path / "ps.json"
-    path.write_text(json.dumps(configuration(directory, tmp_path, 0.5)))
-    command = [sys.executable, "-m", "hps", "serve", str(path), "--port", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
-    try:
-        deadline = time.monotonic() + 120
-        while True:
-            assert server.poll() is None, server.stdout.read()
-            assert time.monotonic() < deadline
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=5):
-                    break
-            except OSError:
-                time.sleep(0.2)
+    with running_service(configuration(directory, tmp_path, 0.5)) as service:
         for start in range(0, len(vectors), 4096):
             keys = np.arange(start, min(start + 4096, len(vectors)))
             tensor = {
@@ -98,14 +78,8 @@ def test_every_vector_comes_back_over_http(table, tmp_path):
                 "parameters": {"binary_data_size": keys.nbytes},
             }
             head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
-            request = urllib.request.Request(
-                f"http://127.0.0.1:{port}/v2/models/minilm/infer",
-                head + keys.tobytes(),
-                {"Inference-Header-Content-Length": str(len(head))},
-            )
-            with urllib.request.urlopen(request, timeout=30) as answer:
-                length = int(answer.headers["Inference-Header-Content-Length"])
-                assert answer.read()[length:] == vectors[keys].tobytes()
-    finally:
-        server.terminate()
-        server.communicate(timeout=30)
+            headers = {"Inference-Header-Content-Length": str(len(head))}
+            answer = service.client.post("/v2/models/minilm/infer", content=head + keys.tobytes(), headers=headers)
+            assert answer.status_code == 200, answer.text
+            length = int(answer.headers["Inference-Header-Content-Length"])
+            assert answer.content[length:] == vectors[keys].tobytes()

@@ -11,6 +11,7 @@ import hps
 from hps.errors import InvalidInputError
 from hps.tensors.segments import Segment
 from tests.contracts.cache_contract import bits, distinct_keys, spec, vectors_of
+from tests.running_service import document_of, model_of
 
 pytestmark = pytest.mark.gpu
 
@@ -80,19 +81,9 @@ def test_server_has_a_cache_on_every_deployed_device(caches: list[Any], tmp_path
     torch = pytest.importorskip("torch")
     keys = np.arange(3000)
     hps.write_sparse_model(tmp_path / "t.model", (keys, vectors_of(keys, 16)))
-    model = {
-        "model": "m",
-        "sparse_files": [str(tmp_path / "t.model")],
-        "embedding_vecsize_per_table": [16],
-        "maxnum_catfeature_query_per_table_per_sample": [1],
-        "default_value_for_each_table": [0.0],
-        "deployed_device_list": [0, 1],
-        "max_batch_size": 3000,
-        "gpucacheper": 0.5,
-        "hit_rate_threshold": 1.1,
-        "cache_refresh_percentage_per_iteration": 0.2,
-    }
-    config = {"device": "cuda", "volatile_db": {"type": "hash_map"}, "persistent_db": {"type": "disabled"}, "models": [model]}
+    changes = {"deployed_device_list": [0, 1], "max_batch_size": 3000, "gpucacheper": 0.5, "hit_rate_threshold": 1.1}
+    model = model_of("m", [tmp_path / "t.model"], {"t": 16}, cache_refresh_percentage_per_iteration=0.2, **changes)
+    config = document_of(model, device="cuda", persistent_db={"type": "disabled"})
     with hps.HPS(config) as server:
         assert [cache.device_id for cache in server.model("m").caches] == [0, 1]
         assert all(cache.stats(0).resident_rows > 1000 for cache in server.model("m").caches)

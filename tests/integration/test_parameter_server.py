@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hps
+from tests.running_service import document_of, model_of
 
 ROWS = 500
 DIMS = {"user": 4, "item": 7}
@@ -22,27 +23,14 @@ def configuration(tmp_path):
     for table, dim in DIMS.items():
         keys = np.arange(-10, ROWS - 10, dtype=np.int64)
         hps.write_sparse_model(tmp_path / f"{table}.model", (keys, vectors_of(keys, dim)))
-    return {
-        "supportlonglong": True,
-        "device": "cpu",
-        "volatile_db": {"type": "hash_map"},
-        "persistent_db": {"type": "rocks_db", "path": str(tmp_path / "rocksdb")},
-        "models": [
-            {
-                "model": "ranker",
-                "sparse_files": [str(tmp_path / f"{table}.model") for table in DIMS],
-                "embedding_table_names": list(DIMS),
-                "embedding_vecsize_per_table": list(DIMS.values()),
-                "maxnum_catfeature_query_per_table_per_sample": [2, 5],
-                "default_value_for_each_table": [0.5, -2.0],
-                "deployed_device_list": [0],
-                "max_batch_size": 50,
-                "gpucacheper": 0.3,
-                "hit_rate_threshold": 1.1,
-                "num_of_worker_buffer_in_pool": 4,
-            }
-        ],
+    sources = [tmp_path / f"{table}.model" for table in DIMS]
+    changes = {"default_value_for_each_table": [0.5, -2.0], "gpucacheper": 0.3, "hit_rate_threshold": 1.1}
+    limits = {
+        "max_batch_size": 50,
+        "maxnum_catfeature_query_per_table_per_sample": [2, 5],
+        "num_of_worker_buffer_in_pool": 4,
     }
+    return document_of(model_of("ranker", sources, DIMS, **changes, **limits), persistent=tmp_path / "rocksdb")
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import hps
+from tests.running_service import document_of, model_of
 
 PACKAGE = str(Path(hps.__file__).parent)
 MOST_FILES = 10
@@ -44,20 +45,9 @@ def device(request: pytest.FixtureRequest) -> str:
 def server(device: str, tmp_path: Path) -> Iterator[hps.HPS]:
     keys = np.arange(ROWS)
     hps.write_sparse_model(tmp_path / "t", (keys, np.ones((ROWS, DIM), np.float32)))
-    model = {
-        "model": "m",
-        "sparse_files": [str(tmp_path / "t")] * 2,
-        "embedding_table_names": ["a", "b"],
-        "embedding_vecsize_per_table": [DIM] * 2,
-        "maxnum_catfeature_query_per_table_per_sample": [ROWS] * 2,
-        "default_value_for_each_table": [0.0] * 2,
-        "deployed_device_list": [0],
-        "max_batch_size": 1,
-        "gpucacheper": 1.0,
-        "cache_refresh_percentage_per_iteration": 1.0,
-        "hit_rate_threshold": 1.1,
-    }
-    with hps.HPS({"device": device, "models": [model]}) as server:
+    changes = {"cache_refresh_percentage_per_iteration": 1.0, "gpucacheper": 1.0, "hit_rate_threshold": 1.1}
+    model = model_of("m", [tmp_path / "t"] * 2, {"a": DIM, "b": DIM}, **changes)
+    with hps.HPS(document_of(model, device=device)) as server:
         yield server
 
 

@@ -472,14 +472,14 @@ from hps.tensors.segments import Segment
 from hps.types import TableSpec
 cache = CupyCache.create([TableSpec("m", "t", 4, 0.0, 1000)], [1000], 0)
 lookup = cache.create_lookup()
-assert cache.healthy
+assert cache.memory.error is None
 out = cupy.zeros((100, 4), np.float32)
 wild = cupy.ndarray((100,), np.int64, cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(8 << 40, 800, None, 0), 0))
 for attempt in range(2):
     try:
         lookup.query([Segment(0, wild, out)])
     except DeviceError as error:
-        print(attempt, cache.healthy, error)
+        print(attempt, cache.memory.error is None, error)
 try:
     cache.insert(0, np.arange(3), np.zeros((3, 4), np.float32))
 except DeviceError as error:

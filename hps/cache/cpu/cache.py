@@ -22,7 +22,7 @@ _ALL: BoolArray = np.empty(0, np.bool_)  # tells a kernel: every key; no found-m
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostTable:
-    """The memory of one table; `cpu/sets.py` says what stands where. Freed with its last user."""
+    """The memory of one table; `cpu/sets.py` describes its layout. Freed with its last user."""
 
     spec: TableSpec
     lines: IndexArray  # (sets, 16)
@@ -33,8 +33,8 @@ class HostTable:
 class NumpyCache(EmbeddingCache):
     """The vectors of one model's tables that are resident in host memory. *Thread-safe*; its lookups are not.
 
-    Sets of 14 keys, so a table's capacity is a multiple of 14. Queries take no lock; modifications own one set at a time.
-    A table that is filled to its capacity keeps about 0.9 of its keys resident, since sets overflow unevenly.
+    A set holds 14 keys, so a table's capacity is a multiple of 14. Queries take no lock; modifications own one set at a time.
+    A table that is filled to its capacity keeps about 0.9 of its keys resident, because sets overflow unevenly.
 
     **Recency.** The score of a key is the epoch of its last use, and an insert into a full set evicts the smallest score;
     which of equals is unspecified. An epoch of a table lasts for as many queried keys as the table has slots; one call
@@ -44,7 +44,7 @@ class NumpyCache(EmbeddingCache):
     of 2^20 rows this reaches 0.973 of the hit rate of perfect frequency knowledge, where plain LRU reaches 0.942;
     `benchmarks/bench_numpy_cache.py`.)
 
-    A query that finds a set owned by a writer for very long reports its key as missing, which is always right.
+    A query that finds a set owned by a writer for too long reports its key as missing, which is always right.
     """
 
     device: ClassVar[str] = "cpu"
@@ -102,7 +102,7 @@ class NumpyCache(EmbeddingCache):
         )
 
     def close(self) -> None:
-        """Let the memory go; calls that are running keep it until they return. Closing twice changes nothing."""
+        """Release the memory; running calls keep it until they return. Closing twice changes nothing."""
         self._open = None
 
     def open_tables(self) -> tuple[HostTable, ...]:
@@ -117,7 +117,7 @@ class NumpyCache(EmbeddingCache):
         return tables
 
     def _checked(self, index: int, keys: KeyArray, vectors: FloatArray | None, doing: str) -> HostTable:
-        """The table, once the arrays are known to be what the kernels take on trust."""
+        """Check the arrays, which the kernels trust, and return the table."""
         table = self.open_tables()[index]
         check_rows(table.spec, keys, vectors, doing)
         return table
@@ -248,7 +248,7 @@ def _grown(size: int) -> int:
 
 
 def _allocate(tables: Sequence[TableSpec], capacity_rows: Sequence[int]) -> tuple[HostTable, ...]:
-    """Allocate all tables, or say which of them asks for how much and what would fit."""
+    """Allocate all tables; where they do not fit, the error names the largest and says what would fit."""
     sets = [-(-rows // WAYS) for rows in capacity_rows]
     sizes = [count * (_LINE_BYTES + WAYS * 4 * table.dim) for count, table in zip(sets, tables, strict=True)]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -282,7 +282,7 @@ def _aligned_lines(sets: int) -> IndexArray:
 
 
 def _aligned_vectors(rows: int, dim: int) -> FloatArray:
-    """Memory for vectors that begin with a cache line, so that rows of 64 bytes take one and not two."""
+    """Memory for vectors that begins at a cache line, so that a row of 64 bytes takes one line and not two."""
     floats = np.empty(rows * dim + _LINE_BYTES // 4, np.float32)
     skip = -(floats.ctypes.data // 4) % (_LINE_BYTES // 4)
     return floats[skip : skip + rows * dim].reshape(rows, dim)

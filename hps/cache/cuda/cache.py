@@ -25,20 +25,19 @@ class CupyCache(EmbeddingCache):
     """The vectors of one model's tables that are resident in the memory of a CUDA device. *Thread-safe*; its lookups
     are not.
 
-    A table is made of pairs of buckets of 7 keys; `cuda/embedding_cache.cuh` says how. A set, in the words of the contract,
-    is a bucket: its capacity is a multiple of 14 rows, at least 28, since a bucket that is full uses what its neighbour has
-    empty. A table that is filled to its capacity keeps about 0.9 of its keys resident.
+    A table consists of pairs of buckets of 7 keys; `cuda/embedding_cache.cuh` describes them. A bucket is what the contract
+    calls a set. The capacity is a multiple of 14 rows and at least 28: a bucket that is full uses empty slots of its
+    neighbour. A table that is filled to its capacity keeps about 0.9 of its keys resident.
 
-    **Recency.** A score of a key goes to 15 when the key is asked for, and is written only when it changes. A key becomes
+    **Recency.** The score of a key becomes 15 when the key is asked for, and is written only when it changes. A key becomes
     resident with score 1. An insert into a full bucket evicts the smallest score, the first of equals, and lowers the others
-    there by it; so time passes for a bucket as keys are admitted to it, not as others are asked for. (At alpha 1.05 and a
+    there by it. So time passes for a bucket as keys are admitted to it, not as others are asked for. (At alpha 1.05 and a
     capacity of 0.1 of 2^24 rows this reaches 0.98 of the hit rate of perfect frequency knowledge, plain LRU 0.957.)
 
-    Keys, outputs and masks may be in host memory (NumPy) or on the device: CuPy's and torch's tensors, `TensorView`s of
-    DLPack and whatever else speaks it, each independently. Small outputs in host memory are written by the device itself.
+    Keys, outputs and masks may each be in host memory (NumPy) or on the device: tensors of torch and CuPy, `TensorView`s, and
+    whatever else speaks DLPack. Outputs in host memory pass through pinned memory, which the device writes.
 
-    A CUDA error that is not a lack of memory leaves a device in no state to go on: later calls raise it again, and
-    `healthy` is False.
+    After a CUDA error from which the device does not recover, every call raises it again.
     """
 
     device: ClassVar[str] = "cuda"
@@ -67,11 +66,6 @@ class CupyCache(EmbeddingCache):
         if reason is not None:
             raise DeviceError(f"creating the embedding cache of model {tables[0].model_name!r}: {reason}")
         return cls(tables, capacity_rows, device_id)
-
-    @property
-    def healthy(self) -> bool:
-        """Whether no CUDA call has failed in a way that the device does not recover from."""
-        return self.memory.error is None
 
     @device_call("creating a lookup")
     def create_lookup(self) -> CupyLookup:
@@ -121,7 +115,7 @@ class CupyCache(EmbeddingCache):
         return CacheStats(own.capacity_rows, admitted - evicted - erased, admitted, evicted, own.size_bytes)
 
     def close(self) -> None:
-        """Let the memory go once the calls that are running have returned. Closing twice changes nothing."""
+        """Release the memory once the running calls have returned. Closing twice changes nothing."""
         if self.memory.open is None:
             return
         self.memory.open = None

@@ -77,9 +77,9 @@ class _Pinned:
 
 
 class PinnedBuffer:
-    """Pinned, mapped host memory, given out in pieces until `reset`. *One per thread.*
+    """Pinned, mapped host memory, handed out in pieces until `reset`. *One per thread.*
 
-    A piece stays valid while the buffer grows for the next one, and until the second `reset` after it was given.
+    A piece stays valid while the buffer grows for the next one, until `reset`.
     """
 
     __slots__ = ("_kept", "_memory", "_used")

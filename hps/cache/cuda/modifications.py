@@ -1,4 +1,4 @@
-"""What changes the tables of a device cache: in which order, and how host arrays get there."""
+"""Changes to the tables of a device cache: their order, and how host arrays reach the device."""
 
 import threading
 from collections.abc import Iterator, Sequence

@@ -25,13 +25,12 @@ _RESERVE_BYTES = 64 << 20  # left free for the lookups and the driver
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceTable:
-    """The memory of one table; `cuda/embedding_cache.cuh` says what stands where. Freed with its last user.
+    """The memory of one table; `cuda/embedding_cache.cuh` describes its layout. Freed with its last user.
 
     Attributes:
         pairs: of buckets; 0 where nothing is cached.
         buckets, rows, counters: addresses on the device.
         packed: the struct that the kernels take.
-        alignment: of the rows, in bytes.
     """
 
     spec: TableSpec
@@ -134,7 +133,7 @@ def allocate(specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_id
     """Allocate all tables, empty.
 
     Raises:
-        DeviceMemoryError: they do not fit the device; the message says who asked for how much and what would fit.
+        DeviceMemoryError: they do not fit the device; the message says how much each table needs and what would fit.
         ConfigError: a table has more rows than the kernels can number.
     """
     pairs = [kernels.pairs_for(rows) for rows in capacity_rows]

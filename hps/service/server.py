@@ -15,7 +15,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from hps.configuration.load import Configuration
 from hps.errors import ConfigError
 from hps.progress import Progress
-from hps.service.app import CLOSE_TIMEOUT_S, Application, create_app
+from hps.service.app import CLOSE_TIMEOUT_S, Application
+from hps.service.lifecycle import Lifecycle
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 2048
@@ -27,7 +28,6 @@ def serve(
     configuration: Configuration,
     host: str | None = None,
     port: int | None = None,
-    log_level: str = "info",
     progress: Progress | None = None,
     *,
     force: bool = False,
@@ -38,7 +38,6 @@ def serve(
         configuration: what to serve.
         host: in place of the configured one.
         port: in place of the configured one; 0 picks a free one, which is logged.
-        log_level: of the log on standard error, unless logging is set up already.
         progress: gets reports of the loading; by default they are logged.
         force: load the models' files even where a database holds them already; its online updates are lost.
 
@@ -50,11 +49,10 @@ def serve(
         ConfigError: the address cannot be listened on.
         HPSError: the databases could not be opened, or no model could be loaded.
     """
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     with listen(host or configuration.service.host, configuration.service.port if port is None else port) as listener:
-        app = create_app(configuration, progress=progress, force=force)
-        server = Server(app, configuration, listener)
+        app = Application(Lifecycle(configuration, progress=progress, force=force))
+        server = Server(app, listener)
         # uvicorn takes the signals while it runs, and raises them again afterwards: here they end nothing but the server.
         before = {number: signal.signal(number, lambda *_: server.stop()) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -74,18 +72,17 @@ class Server:
 
     Args:
         app: what to run.
-        configuration: of the application.
         listener: a socket that listens; the server closes it.
 
     Attributes:
         url: where it listens.
     """
 
-    def __init__(self, app: Application, configuration: Configuration, listener: socket.socket) -> None:
+    def __init__(self, app: Application, listener: socket.socket) -> None:
         host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._app = app
-        self._configuration = configuration
+        self._configuration = app.lifecycle.configuration
         self._listener = listener
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(

@@ -18,7 +18,8 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hps.configuration.load import load_configuration
-from hps.service.app import Application, create_app
+from hps.service.app import Application
+from hps.service.lifecycle import Lifecycle
 from hps.service.server import Server, listen
 
 
@@ -82,10 +83,10 @@ def main(kind: str, port: str, directory: str, hop: str = "own") -> None:
     """Serve until a signal."""
     if kind == "service":
         configuration = load_configuration(Path(directory) / "ps.json")
-        app = create_app(configuration)
+        app = Application(Lifecycle(configuration))
         if hop == "executor":
             app = on_executor(app, configuration.service.lookup_threads)
-        Server(app, configuration, listen("127.0.0.1", int(port))).run()
+        Server(app, listen("127.0.0.1", int(port))).run()
         return
     uvicorn.run(
         {"raw": raw, "orjson": bare_orjson}[kind](Path(directory)),

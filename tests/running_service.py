@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import httpx
 
-from hps.configuration.load import Configuration, load_configuration
-from hps.service.app import Application, create_app
+from hps.configuration.load import load_configuration
+from hps.service.app import Application
+from hps.service.lifecycle import Lifecycle
 from hps.service.server import Server, listen
 
 START_S = 60
@@ -23,9 +24,9 @@ class RunningService:
         client: an HTTP client with that base address.
     """
 
-    def __init__(self, configuration: Configuration, app: Application) -> None:
-        self.app = app
-        self.server = Server(app, configuration, listen("127.0.0.1", 0))
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self.app = Application(lifecycle)
+        self.server = Server(self.app, listen("127.0.0.1", 0))
         self.url = self.server.url
         self._thread = threading.Thread(target=self.server.run, daemon=True)
         self.client = httpx.Client(base_url=self.url, timeout=30)
@@ -89,8 +90,7 @@ def wait_until(condition, what, timeout_s=START_S):
 @contextmanager
 def running_service(document, parameter_server=None, *, ready=True):
     """Serve a configuration, given as a dict; without a parameter server of the caller's it loads one."""
-    configuration = load_configuration(document)
-    service = RunningService(configuration, create_app(configuration, parameter_server))
+    service = RunningService(Lifecycle(load_configuration(document), parameter_server))
     service.start()
     try:
         if ready:

@@ -35,6 +35,6 @@ def serve_command(
             configuration = load_configuration(config)
             from hps.service.server import serve
 
-            closed = serve(configuration, host, port, log_level.lower(), progress, force=force)
+            closed = serve(configuration, host, port, progress, force=force)
         if not closed:
             console.leave(1)

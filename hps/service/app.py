@@ -15,10 +15,8 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
-from hps.configuration.load import Configuration
 from hps.errors import DeviceError, DeviceMemoryError, HPSError
 from hps.parameter_server import HPS
-from hps.progress import Progress
 from hps.service.control_routes import control_app
 from hps.service.http_answer import BINARY, JSON, HTTPAnswer, RequestError, error_answer
 from hps.service.http_metrics import DISCONNECTED, HTTPMetrics
@@ -37,26 +35,6 @@ CLOSE_TIMEOUT_S = 10.0
 
 _LINGER_S = 1.0  # for a client that writes its whole body before it reads our error
 _OPEN_PATHS = frozenset({"/v2/health/live", "/v2/health/ready"})
-
-
-def create_app(
-    configuration: Configuration,
-    parameter_server: HPS | None = None,
-    progress: Progress | None = None,
-    *,
-    force: bool = False,
-) -> "Application":
-    """Make the ASGI application of the service.
-
-    Args:
-        configuration: what to load, and the limits in its `service`.
-        parameter_server: one that is loaded already; the caller closes it. Without one, the application loads its own in
-            the background: liveness and metrics answer at once, lookups of a model when that model is loaded, readiness
-            when all are.
-        progress: gets reports of the loading; by default they are logged.
-        force: load the models' files even where a database holds them already; its online updates are lost.
-    """
-    return Application(configuration, Lifecycle(configuration, parameter_server, progress, force=force))
 
 
 class LookupTarget(NamedTuple):
@@ -83,13 +61,16 @@ def lookup_target(path: str) -> LookupTarget | None:
 class Application:
     """The ASGI application of one service. *One per event loop.*
 
+    Args:
+        lifecycle: of the parameter server behind it. The limits are those of its configuration.
+
     Attributes:
-        lifecycle: of the parameter server behind it.
+        lifecycle: as given.
         closed: whether it was stopped, and nothing of it runs any more.
     """
 
-    def __init__(self, configuration: Configuration, lifecycle: Lifecycle) -> None:
-        settings = configuration.service
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        settings = lifecycle.configuration.service
         self.lifecycle = lifecycle
         self.closed = False
         self._token = settings.bearer_token.encode()

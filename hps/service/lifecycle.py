@@ -52,12 +52,13 @@ class Lifecycle:
 
     Args:
         configuration: what to load.
-        parameter_server: one that is loaded already; it stays open when the service stops.
+        parameter_server: one that is loaded already; the caller closes it.
         progress: gets reports of the loading; by default they are logged.
         force: load the models' files even where a database holds them already; its online updates are lost.
         first_retry_s: how long to wait before a failed model is tried again.
 
     Attributes:
+        configuration: as given.
         states: the progress of each model, for people and for Prometheus.
         opened: the parameter server once its databases are open, ready or not: its metrics are worth reading even then.
         serving: the parameter server while lookups of every model are answered, else None; then `server_of` says why.
@@ -73,7 +74,7 @@ class Lifecycle:
         force: bool = False,
         first_retry_s: float = FIRST_RETRY_S,
     ) -> None:
-        self._configuration = configuration
+        self.configuration = configuration
         self._owned = parameter_server is None
         self.opened = self.serving = parameter_server
         self.failure: BaseException | None = None
@@ -172,7 +173,7 @@ class Lifecycle:
     def _load(self) -> None:
         started = time.monotonic()
         try:
-            server = HPS(self._configuration, deploy_models=False)
+            server = HPS(self.configuration, deploy_models=False)
         except BaseException as error:  # noqa: BLE001 - the end of a thread: `failure` carries it to the caller of serve
             self._end(error)
             return
@@ -183,7 +184,7 @@ class Lifecycle:
         if stopped:
             server.close()
             return
-        failed = [one for model in self._configuration.models if (one := self._deploy(server, model))]
+        failed = [one for model in self.configuration.models if (one := self._deploy(server, model))]
         if self._stopping.is_set():
             return
         if failed and not server.models:

@@ -6,28 +6,28 @@ import math
 import signal
 import socket
 import time
-from typing import Any, ClassVar
+from typing import Any
 
 import uvicorn
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from hps.configuration.load import Configuration, ModelConfig
+from hps.configuration.load import Configuration
 from hps.errors import ConfigError
 from hps.progress import Progress
-from hps.service.app import CLOSE_TIMEOUT_S, Application, create_app
+from hps.service.app import CLOSE_TIMEOUT_S, Application
+from hps.service.lifecycle import Lifecycle
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 2048
 _MAX_HEADER_BYTES = 65_536
-_TICK_S, _TICKS_A_SWEEP = 0.1, 10
+_TICK_S = 0.5
 
 
 def serve(
     configuration: Configuration,
     host: str | None = None,
     port: int | None = None,
-    log_level: str = "info",
     progress: Progress | None = None,
     *,
     force: bool = False,
@@ -38,7 +38,6 @@ def serve(
         configuration: what to serve.
         host: in place of the configured one.
         port: in place of the configured one; 0 picks a free one, which is logged.
-        log_level: of the log on standard error, unless logging is set up already.
         progress: gets reports of the loading; by default they are logged.
         force: load the models' files even where a database holds them already; its online updates are lost.
 
@@ -50,11 +49,10 @@ def serve(
         ConfigError: the address cannot be listened on.
         HPSError: the databases could not be opened, or no model could be loaded.
     """
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     with listen(host or configuration.service.host, configuration.service.port if port is None else port) as listener:
-        app = create_app(configuration, progress=progress, force=force)
-        server = Server(app, configuration, listener)
+        app = Application(Lifecycle(configuration, progress=progress, force=force))
+        server = Server(app, listener)
         # uvicorn takes the signals while it runs, and raises them again afterwards: here they end nothing but the server.
         before = {number: signal.signal(number, lambda *_: server.stop()) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -74,24 +72,23 @@ class Server:
 
     Args:
         app: what to run.
-        configuration: of the application.
         listener: a socket that listens; the server closes it.
 
     Attributes:
         url: where it listens.
     """
 
-    def __init__(self, app: Application, configuration: Configuration, listener: socket.socket) -> None:
-        self.url = url_of(listener)
+    def __init__(self, app: Application, listener: socket.socket) -> None:
+        host, port = listener.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._app = app
-        self._configuration = configuration
+        self._configuration = app.lifecycle.configuration
         self._listener = listener
-        self._connections: set[_WatchedConnection] = set()
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(
                 app,
                 loop="none",
-                http=type("WatchedConnection", (_WatchedConnection,), {"open_connections": self._connections}),
+                http=_WatchedConnection,
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -111,7 +108,7 @@ class Server:
     @property
     def connections(self) -> int:
         """How many connections are open."""
-        return len(self._connections)
+        return len(self._uvicorn.server_state.connections)
 
     def run(self) -> None:
         """Serve. Blocks until the service has stopped."""
@@ -122,38 +119,30 @@ class Server:
         self._uvicorn.should_exit = True
 
     async def _serve(self) -> None:
+        count = len(self._configuration.models)
+        _log.info("listening on %s; loading %d model%s", self.url, count, "" if count == 1 else "s")
         serving = asyncio.create_task(self._uvicorn.serve([self._listener]))
-        listening = ready = False
-        ticks = 0
+        announced = False
         while not serving.done():
             await asyncio.wait([serving], timeout=_TICK_S)
-            if self.started and not listening:
-                listening = True
-                count = len(self._configuration.models)
-                _log.info("listening on %s; loading %d model%s", self.url, count, "" if count == 1 else "s")
             if self._app.lifecycle.failure is not None:
                 self.stop()
-            elif not ready and self._app.lifecycle.settled:
-                ready = True
+            elif not announced and self._app.lifecycle.settled:
+                announced = True
                 self._announce()
-            ticks += 1
-            if ticks % _TICKS_A_SWEEP == 0:
-                for connection in tuple(self._connections):
+            for connection in tuple(self._uvicorn.server_state.connections):
+                if isinstance(connection, _WatchedConnection):
                     connection.abort_if_stalled(self._configuration.service.request_timeout_s)
         serving.result()
 
     def _announce(self) -> None:
+        """Log a lookup of a model that is in service."""
         server = self._app.lifecycle.opened
         model = next((one for one in self._configuration.models if server and one.model in server.models), None)
         if model is not None:
-            _log.info("ready; try: %s", self._example(model))
-
-    def _example(self, model: ModelConfig) -> str:
-        token = " -H 'Authorization: Bearer <token>'" if self._configuration.service.bearer_token else ""
-        return (
-            f"curl -s{token} {self.url}/v1/models/{model.model}/lookup "
-            f"""-d '{{"tables": {{"{model.embedding_table_names[0]}": [1, 2, 3]}}}}'"""
-        )
+            token = " -H 'Authorization: Bearer <token>'" if self._configuration.service.bearer_token else ""
+            url, table = f"{self.url}/v1/models/{model.model}/lookup", model.embedding_table_names[0]
+            _log.info("""ready; try: curl -s%s %s -d '{"tables": {"%s": [1, 2, 3]}}'""", token, url, table)
 
 
 class _WatchedConnection(HttpToolsProtocol):
@@ -165,20 +154,13 @@ class _WatchedConnection(HttpToolsProtocol):
     It extends uvicorn only in the methods of `asyncio.Protocol` and in the callbacks of httptools' parser.
     """
 
-    open_connections: ClassVar[set["_WatchedConnection"]]
-
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.open_connections.add(self)
         self._transport = transport
         self._header_bytes = 0  # of a request whose headers are not complete
         self._header_since: float | None = time.monotonic()  # None while no headers are expected
         self._in_body = self._got_headers = False
         self._unsent, self._unsent_since = 0, 0.0
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.open_connections.discard(self)
-        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         self._got_headers = self._in_body
@@ -202,7 +184,7 @@ class _WatchedConnection(HttpToolsProtocol):
         self._in_body = False
 
     def abort_if_stalled(self, timeout_s: float) -> None:
-        """Abort the connection when its client has stalled for longer. To be called about once a second."""
+        """Abort the connection when its client has stalled for longer than this. Called twice a second."""
         now = time.monotonic()
         unsent = self._transport.get_write_buffer_size()
         if unsent != self._unsent:
@@ -234,9 +216,3 @@ def listen(host: str, port: int) -> socket.socket:
             [f"host, port: cannot listen on {host}:{port}: {error.strerror}; stop what listens there, or choose another"],
         ) from error
     return listener
-
-
-def url_of(listener: socket.socket) -> str:
-    """The address of a listening socket as clients write it."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

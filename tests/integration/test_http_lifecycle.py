@@ -16,7 +16,7 @@ import pytest
 
 import hps
 from hps.progress import LogProgress
-from hps.service.app import create_app
+from hps.service.lifecycle import Lifecycle
 from hps.service.server import listen
 from tests.running_service import RunningService, document_of, model_of, running_service, wait_until
 
@@ -46,9 +46,8 @@ class HeldProgress(LogProgress):
 @pytest.fixture
 def held(document):
     """A service whose loading is held."""
-    configuration = hps.load_configuration(document)
     progress = HeldProgress()
-    service = RunningService(configuration, create_app(configuration, progress=progress))
+    service = RunningService(Lifecycle(hps.load_configuration(document), progress=progress))
     service.start()
     assert progress.entered.wait(EXIT_S)
     yield service, progress
@@ -110,15 +109,14 @@ def test_a_parameter_server_of_the_callers_stays_open(document):
 def test_readiness_says_why_the_loading_failed(document):
     """Under a server other than ours, which would end."""
     document["models"][0]["sparse_files"] = ["/nowhere/item.model"]
-    configuration = hps.load_configuration(document)
-    app = create_app(configuration)
-    app.lifecycle.start()
-    wait_until(lambda: app.lifecycle.failure is not None, "the loading failed")
-    assert isinstance(app.lifecycle.failure, hps.ModelFileNotFoundError)
-    assert re.match("loading failed: .*/nowhere/item.model", app.lifecycle.not_ready_reason)
+    lifecycle = Lifecycle(hps.load_configuration(document))
+    lifecycle.start()
+    wait_until(lambda: lifecycle.failure is not None, "the loading failed")
+    assert isinstance(lifecycle.failure, hps.ModelFileNotFoundError)
+    assert re.match("loading failed: .*/nowhere/item.model", lifecycle.not_ready_reason)
     with pytest.raises(hps.NotReadyError, match="loading failed"):
-        app.lifecycle.server()
-    assert app.lifecycle.close(EXIT_S)
+        lifecycle.server()
+    assert lifecycle.close(EXIT_S)
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from hps.errors import (
     ModelFileError,
     ModelSourceError,
 )
-from hps.service.app import Application, create_app
 from hps.service.lifecycle import Lifecycle
 from tests.gated_file_system import WAIT_S, gates
 from tests.running_service import RunningService, document_of, model_of, running_service, wait_until
@@ -43,8 +42,7 @@ def model(name, source, dim=3):
 @contextmanager
 def service_of(document, **settings):
     """A service that is not waited for; it ends at once."""
-    configuration = hps.load_configuration(document)
-    service = RunningService(configuration, Application(configuration, Lifecycle(configuration, **settings)))
+    service = RunningService(Lifecycle(hps.load_configuration(document), **settings))
     service.start()
     try:
         yield service
@@ -264,18 +262,17 @@ def test_stopping_ends_a_load_between_two_chunks(tmp_path):
 
 def test_when_no_model_can_be_loaded_the_loading_fails_and_names_all(tmp_path):
     models = [model(name, f"/nowhere/{name}") for name in ("a", "b")]
-    configuration = hps.load_configuration(document_of(*models, persistent=tmp_path / "rocksdb"))
-    app = create_app(configuration)
-    app.lifecycle.start()
-    wait_until(lambda: app.lifecycle.failure is not None, "the loading failed")
-    assert isinstance(app.lifecycle.failure, hps.ModelFileNotFoundError)
+    lifecycle = Lifecycle(hps.load_configuration(document_of(*models, persistent=tmp_path / "rocksdb")))
+    lifecycle.start()
+    wait_until(lambda: lifecycle.failure is not None, "the loading failed")
+    assert isinstance(lifecycle.failure, hps.ModelFileNotFoundError)
     assert re.match(
         "none of 2 models could be loaded:\n  a: .*/nowhere/a.*\n  b: .*/nowhere/b",
-        str(app.lifecycle.failure),
+        str(lifecycle.failure),
     )
-    assert app.lifecycle.not_ready_reason.startswith("loading failed: none of 2 models")
-    assert not app.lifecycle.settled
-    assert app.lifecycle.close(WAIT_S)
+    assert lifecycle.not_ready_reason.startswith("loading failed: none of 2 models")
+    assert not lifecycle.settled
+    assert lifecycle.close(WAIT_S)
     hps.HPS(document_of(*models, persistent=tmp_path / "rocksdb"), deploy_models=False).close()  # RocksDB's lock is free
 
 

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 from hps.configuration.load import load_configuration
-from hps.service.app import Application, create_app
+from hps.service.app import Application
+from hps.service.lifecycle import Lifecycle
 from hps.types import TableSpec
 from tests.fake_parameter_server import FakeParameterServer
 from tests.running_service import document_of, model_of, running_service
@@ -20,15 +21,15 @@ def fake():
     return FakeParameterServer("m", [TableSpec("m", "item", 3, 0.0, 1000)])
 
 
-def described(app: Application):
+def described():
+    app = Application(Lifecycle(load_configuration(DOCUMENT), fake()))
     document = json.loads(json.dumps(app.openapi()))
     document["info"]["version"] = "any"
     return document
 
 
 def test_the_openapi_document_is_the_published_one():
-    app = create_app(load_configuration(DOCUMENT), fake())
-    assert described(app) == json.loads(PUBLISHED.read_text()), f"the interface changed; if that is meant: python -m {__name__}"
+    assert described() == json.loads(PUBLISHED.read_text()), f"the interface changed; if that is meant: python -m {__name__}"
 
 
 def test_every_route_that_is_described_is_served_and_documented():
@@ -45,5 +46,5 @@ def test_every_route_that_is_described_is_served_and_documented():
 
 
 if __name__ == "__main__":
-    content = described(create_app(load_configuration(DOCUMENT), fake()))
+    content = described()
     PUBLISHED.write_text(json.dumps(content, indent=2) + "\n")

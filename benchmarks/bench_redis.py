@@ -29,7 +29,7 @@ from hps.databases.redis.layout import Partition, RedisLayout
 from hps.databases.redis.nodes import parse_addresses
 from hps.databases.redis.requests import Buffer, FetchRows, Request, StoreRows
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
-from tests.redis_server import RedisClusterServers, RedisServer
+from tests.servers.redis_server import RedisClusterServers, RedisServer
 
 _TAG = "hps_et.bench.table"
 _PARTITIONS = 16

@@ -16,7 +16,7 @@ import numpy as np
 import hps
 from benchmarks.harness import Report
 from hps.models.sample import sample_chunks, sample_vectors
-from tests.redis_server import RedisServer
+from tests.servers.redis_server import RedisServer
 
 ROWS, DIM, KEYS, CLIENTS = 100_000, 16, 1000, 4
 RESTART_S, RELOAD_S, SAMPLE_S = 60.0, 45.0, 5.0

@@ -138,7 +138,7 @@ def _local(place: Path) -> Iterator[_Source]:
 def _hdfs(place: Path) -> Iterator[_Source]:
     import hdfs_native
 
-    from tests.hdfs_cluster import HdfsCluster
+    from tests.servers.hdfs_cluster import HdfsCluster
 
     with HdfsCluster(place / "hdfs", block_bytes=128 << 20) as cluster:
         client = hdfs_native.Client(cluster.uri)
@@ -166,7 +166,7 @@ def _hdfs(place: Path) -> Iterator[_Source]:
 
 @contextmanager
 def _s3(place: Path) -> Iterator[_Source]:
-    from tests.s3_server import know_only_moto, s3_server
+    from tests.servers.s3_server import know_only_moto, s3_server
 
     with pytest.MonkeyPatch.context() as environment:
         know_only_moto(environment)
@@ -186,8 +186,8 @@ def _s3_of_nginx(place: Path) -> Iterator[_Source]:
     """Objects as nginx's static files: it answers HEAD, ranges and If-Match as S3 does, and costs next to nothing."""
     import boto3.session
 
-    from tests.redis_server import free_ports
-    from tests.s3_server import know_only_moto
+    from tests.servers.redis_server import free_ports
+    from tests.servers.s3_server import know_only_moto
 
     (port,) = free_ports(1)
     (place / "www" / "bench").mkdir(parents=True)
@@ -232,7 +232,7 @@ def _gcs(place: Path) -> Iterator[_Source]:
     from google.auth.credentials import AnonymousCredentials
     from google.cloud import storage
 
-    from tests.gcs_server import GcsServer
+    from tests.servers.gcs_server import GcsServer
 
     with ExitStack() as stack:
         server = stack.enter_context(GcsServer())

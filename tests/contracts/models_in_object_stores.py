@@ -23,9 +23,9 @@ from hps.models.sample import sample_chunks, sample_vectors
 from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model
 from hps.types import TableSpec
-from tests.misbehaving_proxy import Answer, Before, Drop, MisbehavingProxy, Reset, Truncate, first
-from tests.sparse_models import chunks_of
-from tests.table_loads import load_table, nothing_to_do
+from tests.servers.misbehaving_proxy import Answer, Before, Drop, MisbehavingProxy, Reset, Truncate, first
+from tests.tables.sparse_models import chunks_of
+from tests.tables.table_loads import load_table, nothing_to_do
 
 ROWS, DIM = 20_000, 8
 TABLE = TableSpec("shop", "item", DIM, 0.0, 1000)

@@ -10,7 +10,7 @@ import torch
 
 import hps
 from hps.models.sample import sample_chunks, sample_vectors
-from tests.running_service import document_of, model_of
+from tests.servers.running_service import document_of, model_of
 
 pytestmark = pytest.mark.gpu
 DIMS, ROWS = (16, 7, 1, 128), 2000

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import hps
-from tests.running_service import running_service
+from tests.servers.running_service import running_service
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import hps
 from hps.errors import InvalidInputError
 from hps.tensors.segments import Segment
 from tests.contracts.cache_contract import bits, distinct_keys, spec, vectors_of
-from tests.running_service import document_of, model_of
+from tests.servers.running_service import document_of, model_of
 
 pytestmark = pytest.mark.gpu
 

@@ -14,9 +14,9 @@ import pytest
 import redis
 
 from hps.models.sample import sample_vectors
-from tests.compose_file import compose_of
-from tests.compose_runner import Stack, can_isolate, isolated
-from tests.running_service import wait_until
+from tests.servers.compose_file import compose_of
+from tests.servers.compose_runner import Stack, can_isolate, isolated
+from tests.servers.running_service import wait_until
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]

@@ -26,9 +26,9 @@ from hps.errors import ModelFileChangedError, ModelFileError, ModelSourceError
 from hps.filesystems import gcs
 from hps.filesystems.gcs import GcsFileSystem
 from tests.contracts.filesystem_contract import noise
-from tests.gcs_faults import SIZE, hasty, is_media, name_of, patient, query, read, refusal
-from tests.gcs_server import GcsServer
-from tests.misbehaving_proxy import Answer, Drop, Fault, MisbehavingProxy, Request, Silence, always, first
+from tests.servers.gcs_faults import SIZE, hasty, is_media, name_of, patient, query, read, refusal
+from tests.servers.gcs_server import GcsServer
+from tests.servers.misbehaving_proxy import Answer, Drop, Fault, MisbehavingProxy, Request, Silence, always, first
 
 pytestmark = pytest.mark.gcs
 

@@ -18,9 +18,9 @@ from hps.filesystems.gcs import GcsFileSystem
 from hps.models.sources import ModelSources
 from tests.contracts.filesystem_contract import noise
 from tests.contracts.models_in_object_stores import ModelsInObjectStores
-from tests.gcs_faults import SIZE, hasty, is_media, name_of, patient, read, refusal
-from tests.gcs_server import GcsServer
-from tests.misbehaving_proxy import (
+from tests.servers.gcs_faults import SIZE, hasty, is_media, name_of, patient, read, refusal
+from tests.servers.gcs_server import GcsServer
+from tests.servers.misbehaving_proxy import (
     Answer,
     Before,
     Drop,

@@ -28,9 +28,9 @@ from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model
 from hps.types import FloatArray, KeyArray, TableSpec
 from tests.contracts.filesystem_contract import noise
-from tests.hdfs_cluster import HdfsCluster, free_ports, hdfs_cluster, write_hadoop_configuration
-from tests.sparse_models import chunks_of
-from tests.table_loads import load_table, nothing_to_do
+from tests.servers.hdfs_cluster import HdfsCluster, free_ports, hdfs_cluster, write_hadoop_configuration
+from tests.tables.sparse_models import chunks_of
+from tests.tables.table_loads import load_table, nothing_to_do
 
 pytestmark = pytest.mark.hdfs
 

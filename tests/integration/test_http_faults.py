@@ -16,8 +16,8 @@ from hps.errors import DatabaseTimeoutError, DeviceError, DeviceMemoryError, Unk
 from hps.service.lookup_threads import MAX_WAITING
 from hps.service.server import _WatchedConnection
 from hps.types import TableSpec
-from tests.fake_parameter_server import FakeParameterServer
-from tests.running_service import document_of, model_of, running_service, wait_until
+from tests.fakes.fake_parameter_server import FakeParameterServer
+from tests.servers.running_service import document_of, model_of, running_service, wait_until
 
 LOOKUP = b'{"tables": {"item": [1]}}'
 PATH = "/v1/models/m/lookup"

@@ -18,7 +18,7 @@ import hps
 from hps.progress import LogProgress
 from hps.service.lifecycle import Lifecycle
 from hps.service.server import listen
-from tests.running_service import RunningService, document_of, model_of, running_service, wait_until
+from tests.servers.running_service import RunningService, document_of, model_of, running_service, wait_until
 
 EXIT_S = 60
 

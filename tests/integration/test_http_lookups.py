@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hps
-from tests.running_service import document_of, model_of, running_service
+from tests.servers.running_service import document_of, model_of, running_service
 
 ROWS = 500
 DIMS = {"user": 4, "item": 7}

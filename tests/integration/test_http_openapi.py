@@ -10,8 +10,8 @@ from hps.configuration.load import load_configuration
 from hps.service.app import Application
 from hps.service.lifecycle import Lifecycle
 from hps.types import TableSpec
-from tests.fake_parameter_server import FakeParameterServer
-from tests.running_service import document_of, model_of, running_service
+from tests.fakes.fake_parameter_server import FakeParameterServer
+from tests.servers.running_service import document_of, model_of, running_service
 
 PUBLISHED = Path(__file__).parents[2] / "docs/openapi.json"
 DOCUMENT = document_of(model_of("m", ["nowhere"], {"item": 3}))

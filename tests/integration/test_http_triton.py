@@ -6,7 +6,7 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from tests.integration.test_http_lookups import configuration, vectors_of, write_tables
-from tests.running_service import running_service
+from tests.servers.running_service import running_service
 
 
 @pytest.fixture(scope="module")

@@ -35,9 +35,9 @@ from hps.models.files import open_sparse_model
 from hps.models.importing import import_model, import_tables, list_arrays
 from hps.models.sources import ModelSources
 from hps.registry import IMPLEMENTATIONS, Ours
-from tests import table_files
-from tests.s3_server import S3Server, know_only_moto, s3_server
-from tests.sparse_models import chunks_of
+from tests.servers.s3_server import S3Server, know_only_moto, s3_server
+from tests.tables import table_files
+from tests.tables.sparse_models import chunks_of
 
 Array = np.ndarray[Any, Any]
 Save = Callable[[Path, Array, Array], Path]

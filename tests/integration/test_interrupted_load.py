@@ -20,7 +20,7 @@ from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
 from hps.registry import implementation
 from hps.types import FloatArray, KeyArray
-from tests.loading_child import BATCH_ROWS
+from tests.tables.loading_child import BATCH_ROWS
 
 DIM = 8
 TAG = "hps_et.shop.item"
@@ -118,10 +118,10 @@ def test_the_load_command_ends_whole_whenever_it_was_killed(tmp_path: Path) -> N
 
 
 def kill_at(program: str, config: Path, phase: str, row: int, delay_s: float) -> tuple[str, int]:
-    """Start a load and kill it in the first such phase from that row on; say where it was killed. See tests.loading_child."""
+    """Start a load and kill it in the first such phase from that row on; say where. See tests.tables.loading_child."""
     arguments = [program, str(config), str(DIM), phase, str(row)]
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.loading_child", *arguments],
+        [sys.executable, "-m", "tests.tables.loading_child", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -10,8 +10,8 @@ import hps
 from hps.configuration.tiers import ModelSourceConfig
 from hps.models.sample import sample_vectors
 from hps.models.sources import ModelSources
-from tests.hdfs_cluster import hdfs_cluster
-from tests.s3_server import know_only_moto, s3_server
+from tests.servers.hdfs_cluster import hdfs_cluster
+from tests.servers.s3_server import know_only_moto, s3_server
 
 ROWS, TABLES = 30_000, {"user": 16, "item": 32}
 KEYS = np.random.default_rng(7).permutation(ROWS).astype(np.int64) * 1_000_003 - 5

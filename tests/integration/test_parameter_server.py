@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hps
-from tests.running_service import document_of, model_of
+from tests.servers.running_service import document_of, model_of
 
 ROWS = 500
 DIMS = {"user": 4, "item": 7}

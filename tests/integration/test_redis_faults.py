@@ -18,7 +18,7 @@ from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.metrics import Metrics
 from hps.types import TableSpec
 from tests.contracts.database_contract import distinct_keys, vectors_of
-from tests.redis_server import RedisClusterServers, RedisServer
+from tests.servers.redis_server import RedisClusterServers, RedisServer
 
 pytestmark = pytest.mark.redis
 TABLE = TableSpec("shop", "item", 16, 0.0, 1000)

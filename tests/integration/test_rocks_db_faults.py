@@ -29,7 +29,7 @@ from hps.errors import (
     UnknownTableError,
 )
 from tests.contracts.database_contract import DIM, TAG, distinct_keys, fetched, vectors_of
-from tests.rocks_database import opened
+from tests.tables.rocks_database import opened
 
 ROWS = 6000
 KEYS = distinct_keys(ROWS)

@@ -18,7 +18,7 @@ from hps.models.files import open_sparse_model
 from hps.models.sources import ModelSources
 from tests.contracts.filesystem_contract import noise
 from tests.contracts.models_in_object_stores import ModelsInObjectStores
-from tests.misbehaving_proxy import (
+from tests.servers.misbehaving_proxy import (
     Answer,
     Before,
     Drop,
@@ -34,7 +34,7 @@ from tests.misbehaving_proxy import (
     always,
     first,
 )
-from tests.s3_server import S3Server, know_only_moto, s3_server
+from tests.servers.s3_server import S3Server, know_only_moto, s3_server
 
 pytestmark = pytest.mark.s3
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from hps.types import KeyArray, TableSpec
 from tests.contracts.cache_contract import AWKWARD_KEYS, DEFAULT, CacheContract, bits, vectors_of
-from tests.unit.test_numpy_cache import TestNumpyCache as NumpyContract
+from tests.unit.cache.test_numpy_cache import TestNumpyCache as NumpyContract
 
 DIMS = (1, 5, 20)
 POOL = np.concatenate([AWKWARD_KEYS[::3], np.arange(40) * 14])

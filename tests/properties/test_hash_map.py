@@ -11,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from hps.databases.hash_map import memory as hash_map_memory
 from hps.databases.hash_map.database import HashMapDatabase
 from tests.contracts.database_contract import AWKWARD_KEYS, TAG, distinct_keys, fetched, vectors_of
-from tests.hash_map_inspection import colliding_keys, inspect, mixed
+from tests.tables.hash_map_inspection import colliding_keys, inspect, mixed
 
 POOL = np.concatenate(
     [AWKWARD_KEYS, colliding_keys(60), colliding_keys(40, upper=0), distinct_keys(60), np.arange(-30, 30) << 32]

@@ -28,8 +28,8 @@ from hps.lookup.session import CachedSession, SessionSettings
 from hps.metrics import Metrics
 from hps.tensors.segments import Segment
 from hps.types import TableSpec
-from tests.faulty_database import FaultyDatabase
-from tests.memory_database import MemoryDatabase
+from tests.fakes.faulty_database import FaultyDatabase
+from tests.fakes.memory_database import MemoryDatabase
 
 TABLES = (TableSpec("model", "narrow", 1, -1.0, 64), TableSpec("model", "wide", 5, 0.25, 64))
 ALL_KEYS = [-(2**63), -1, 0, 1, 2**32, 2**63 - 1]

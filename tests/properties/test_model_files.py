@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hps.errors import ModelFileError
 from hps.models.files import open_sparse_model
 from hps.models.writer import write_sparse_model
-from tests.sparse_models import chunks_of
+from tests.tables.sparse_models import chunks_of
 
 MAX_BYTES = 400
 sizes = st.integers(0, MAX_BYTES) | st.sampled_from([0, 1, 7, 8, 9, 64, 128, 256])

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from hps.databases.redis.database import RedisDatabase
 from hps.errors import UnknownTableError
 from tests.contracts.database_contract import vectors_of
-from tests.redis_server import RedisServer
+from tests.servers.redis_server import RedisServer
 
 TAG, DIM, PARTITIONS = "hps_et.shop.item", 3, 3
 INT64 = np.iinfo(np.int64)

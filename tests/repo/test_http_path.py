@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 import hps
-from tests.running_service import document_of, model_of, running_service
+from tests.servers.running_service import document_of, model_of, running_service
 
 PACKAGE = Path(hps.__file__).parent
 MOST_FILES, MOST_FILES_OF_THE_SERVICE = 16, 6

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hps
-from tests.running_service import document_of, model_of
+from tests.servers.running_service import document_of, model_of
 
 PACKAGE = str(Path(hps.__file__).parent)
 MOST_FILES = 10

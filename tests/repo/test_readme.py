@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.child_processes import ChildProcesses
+from tests.servers.child_processes import ChildProcesses
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

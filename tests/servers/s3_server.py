@@ -1,0 +1,118 @@
+"""moto's S3 server as a process of its own, and an environment in which boto3 finds nothing but it.
+
+@pytest.fixture
+def server(monkeypatch):
+    know_only_moto(monkeypatch)
+    return s3_server()
+"""
+
+import atexit
+import functools
+import secrets
+import select
+import subprocess
+import sys
+import time
+import urllib.request
+from typing import Any
+
+import boto3.session
+import pytest
+
+from tests.servers.child_processes import own_signals
+
+_START_S = 60.0  # moto alone takes 2 s to import
+
+_PROGRAM = """
+import logging, os
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from werkzeug.serving import make_server
+
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+application = DomainDispatcherApplication(create_backend_app)
+server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=MotoRequestHandler)
+os.environ["MOTO_PORT"] = str(server.port)
+print(server.port, flush=True)
+server.serve_forever()
+"""
+
+
+class S3Server:
+    """One process of moto's server, which chooses its port itself."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @functools.cached_property
+    def client(self) -> Any:
+        """A boto3 client that bypasses the code under test."""
+        session = boto3.session.Session("testing", "testing", region_name="us-east-1")
+        return session.client("s3", endpoint_url=self.url)
+
+    def start(self) -> "S3Server":
+        command = [sys.executable, "-c", _PROGRAM]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=own_signals)
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + _START_S
+        ready, _, _ = select.select([self._process.stdout], [], [], _START_S)
+        line = self._process.stdout.readline() if ready else b""
+        if not line:
+            self.kill()
+            raise RuntimeError("moto's server did not start")
+        self.port = int(line)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        opener.open(f"{self.url}/moto-api/", timeout=max(deadline - time.monotonic(), 1)).close()
+        return self
+
+    def new_bucket(self) -> str:
+        """Make an empty bucket and return its name."""
+        name = f"models-{secrets.token_hex(6)}"
+        self.client.create_bucket(Bucket=name)
+        return name
+
+    def put(self, uri: str, content: bytes) -> None:
+        """Write an object by its s3:// URI."""
+        bucket, _, key = uri.removeprefix("s3://").partition("/")
+        self.client.put_object(Bucket=bucket, Key=key, Body=content)
+
+    def get(self, uri: str) -> bytes:
+        """Read an object by its s3:// URI."""
+        bucket, _, key = uri.removeprefix("s3://").partition("/")
+        content: bytes = self.client.get_object(Bucket=bucket, Key=key)["Body"].read()
+        return content
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate(timeout=10)
+            self._process = None
+
+
+@functools.cache
+def s3_server() -> S3Server:
+    """The server of this test run, started at the first call and ended with the process."""
+    server = S3Server().start()
+    atexit.register(server.kill)
+    return server
+
+
+def know_only_moto(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give boto3 credentials that moto takes, and hide the machine's own configuration from it."""
+    for name in ("ENDPOINT_URL", "ENDPOINT_URL_S3", "PROFILE", "DEFAULT_PROFILE", "REGION", "DEFAULT_REGION", "SESSION_TOKEN"):
+        monkeypatch.delenv(f"AWS_{name}", raising=False)
+    values = {
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing-secret",
+        "AWS_CONFIG_FILE": "/dev/null",
+        "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "NO_PROXY": "127.0.0.1,localhost",
+        "no_proxy": "127.0.0.1,localhost",
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)

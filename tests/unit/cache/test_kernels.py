@@ -1,0 +1,135 @@
+"""The kernels' sources: assembled whole, headed as the house wants it, and accepted by the CUDA compiler."""
+
+import importlib
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hps.cache.cuda import kernels
+from hps.cache.cuda.kernels import Kernel, KernelCache
+from hps.hashing import mix
+
+HEADINGS = ["PURPOSE", "ARRAYS", "LAUNCH", "INVARIANTS", "RACES", "TWIN"]
+FILES = sorted(path.stem for path in (Path(__file__).parents[3] / "cuda").glob("*.cu"))
+ARCHITECTURES = (80, 90, 100)
+SPECIALISATIONS = [
+    kernels.query_kernel(4, 32, 1),
+    kernels.query_kernel(4, 128, kernels.SEGMENTS_AT_ONCE),
+    kernels.query_kernel(2, 300, kernels.SEGMENTS_AT_ONCE),
+    kernels.query_kernel(1, 7, 1),
+    kernels.insert_kernel(4, 32),
+    kernels.insert_kernel(1, 300),
+    kernels.scatter_kernel(4),
+    kernels.scatter_kernel(1),
+    kernels.ERASE,
+    kernels.DUMP,
+    kernels.UNIQUE,
+]
+
+
+def test_there_are_kernels():
+    assert {"query", "insert", "erase", "dump", "scatter", "unique"} <= set(FILES)
+
+
+@pytest.mark.parametrize("file", FILES)
+class TestSource:
+    def test_opens_with_the_six_headings(self, file: str):
+        head = kernels.source(file).partition("\n\n")[0]
+        assert re.findall(r"^// ([A-Z]+)  ", head, re.MULTILINE) == HEADINGS
+        assert all(line.startswith("//") for line in head.splitlines())
+
+    def test_pastes_our_headers_in_place_of_their_includes(self, file: str):
+        text = kernels.source(file)
+        assert "#include" not in text
+        assert text.count("struct Table {") == 1
+
+    def test_names_twins_that_exist(self, file: str):
+        (twins,) = re.findall(r"^// TWIN +(.+)$", kernels.source(file), re.MULTILINE)
+        for twin in twins.split(", "):
+            module, _, function = twin.rpartition(".")
+            assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_constants_stand_before_the_source():
+    code = kernels.query_kernel(2, 6, 1).code
+    assert code.startswith("#define HPS_UNIT 2\n")
+    assert code.endswith(kernels.source("query"))
+
+
+def test_equal_kernels_are_compiled_once():
+    compiled: list[str] = []
+
+    def compile_kernel(code: str, name: str) -> int:
+        compiled.append(name)
+        return len(compiled)
+
+    cache = KernelCache(compile_kernel)
+    assert cache.handle(kernels.insert_kernel(4, 32)) == cache.handle(kernels.insert_kernel(4, 32)) == 1
+    assert cache.handle(kernels.insert_kernel(4, 128)) == 2
+    assert compiled == ["insert", "insert"]
+
+
+@pytest.mark.parametrize(
+    ("dim", "alignment", "unit"), [(128, 16, 4), (128, 256, 4), (128, 8, 2), (128, 4, 1), (6, 16, 2), (7, 16, 1), (1, 256, 1)]
+)
+def test_threads_move_as_much_at_once_as_width_and_alignment_allow(dim: int, alignment: int, unit: int):
+    assert kernels.unit_of(dim, alignment) == unit
+
+
+def test_the_home_of_a_key_is_that_of_the_mixing_hash():
+    keys = [0, 1, -1, 2**63 - 1, -(2**63), 123456789012345]
+    for pairs in (2, 3, 1000, 300_000_000):
+        homes = [kernels.home_of(key, pairs) for key in keys]
+        assert homes == [(int(np.uint64(mix(np.int64(key)))) % 2**64 >> 32) * 2 * pairs >> 32 for key in keys]
+        assert all(0 <= home < 2 * pairs for home in homes)
+
+
+@pytest.mark.parametrize("pairs", [2, 3, 17, 599_187])
+def test_a_filler_is_no_key_of_its_pair(pairs: int):
+    zero_pair, filler = kernels.zero_pair(pairs), kernels.zero_filler(pairs)
+    assert kernels.home_of(0, pairs) // 2 == zero_pair
+    assert kernels.home_of(filler, pairs) // 2 != zero_pair
+
+
+@pytest.mark.parametrize(("rows", "pairs"), [(0, 0), (1, 2), (28, 2), (29, 3), (1 << 23, 599_187)])
+def test_capacity_is_rounded_up_to_whole_pairs_and_two_at_least(rows: int, pairs: int):
+    assert kernels.pairs_for(rows) == pairs
+
+
+@pytest.mark.parametrize(
+    "kernel", SPECIALISATIONS, ids=lambda kernel: f"{kernel.name}-{'-'.join(map(str, dict(kernel.constants).values()))}"
+)
+def test_compiles_for_the_architectures_of_three_generations(kernel: Kernel, tmp_path: Path):
+    """With nvcc, or NVRTC where CuPy brings it; no GPU is needed."""
+    if shutil.which("nvcc"):
+        source = tmp_path / "kernel.cu"
+        source.write_text(kernel.code)
+        targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+        command = [
+            "nvcc",
+            "-std=c++17",
+            "-Werror",
+            "all-warnings",
+            "-diag-suppress=177",  # constants of the header that a kernel has no use for
+            "-fatbin",
+            *targets,
+            "-o",
+            str(tmp_path / "kernel"),
+            str(source),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "kernel").stat().st_size > 0
+        return
+    nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="neither nvcc nor CuPy's NVRTC is here")
+    for architecture in ARCHITECTURES:
+        program = nvrtc.createProgram(kernel.code, f"{kernel.name}.cu", [], [])
+        try:
+            nvrtc.compileProgram(program, ("-std=c++17", f"--gpu-architecture=sm_{architecture}"))
+        except nvrtc.NVRTCError:
+            pytest.fail(nvrtc.getProgramLog(program))
+        assert len(nvrtc.getCUBIN(program)) > 0

@@ -1,0 +1,556 @@
+"""The command line: what each command prints and leaves, and the exit code of every kind of failure."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from hps import errors
+from hps.cli.app import app
+from hps.models.files import open_sparse_model
+from hps.models.sample import sample_vectors
+from hps.models.writer import write_sparse_model
+from tests.servers.child_processes import ChildProcesses
+from tests.tables.sparse_models import chunks_of
+
+COMMANDS = ["serve", "load", "import", "lookup", "check-config", "create-model"]
+TABLES = {"user": (300, 4, 1), "item": (500, 8, 2)}  # rows, dim, seed
+
+
+def run(*arguments: object, **environment: str) -> Result:
+    """Run a command within this process; it may only end by an exit code."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200", **environment})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert "Traceback" not in result.output
+    return result
+
+
+def words(text: str) -> str:
+    """Without the lines and frames that depend on the width of the terminal."""
+    return re.sub(r"[\s│╭╮╰╯─]+", " ", text)
+
+
+@pytest.fixture
+def content(tmp_path: Path) -> dict[str, Any]:
+    """A configuration of one model with two tables, in RocksDB and a hash map; its files are written."""
+    for name, (rows, dim, seed) in TABLES.items():
+        keys = np.arange(rows, dtype=np.int64) - 10
+        write_sparse_model(tmp_path / name, (keys, sample_vectors(keys, dim, seed)))
+    return {
+        "supportlonglong": True,
+        "device": "cpu",
+        "volatile_db": {"type": "hash_map", "num_partitions": 1},
+        "persistent_db": {"type": "rocks_db", "path": str(tmp_path / "rocksdb")},
+        "models": [
+            {
+                "model": "shop",
+                "sparse_files": [str(tmp_path / name) for name in TABLES],
+                "embedding_table_names": list(TABLES),
+                "embedding_vecsize_per_table": [dim for _, dim, _ in TABLES.values()],
+                "maxnum_catfeature_query_per_table_per_sample": [1, 50],
+                "default_value_for_each_table": [0.0, 0.5],
+                "deployed_device_list": [0],
+                "max_batch_size": 64,
+                "gpucacheper": 0.5,
+            }
+        ],
+    }
+
+
+@pytest.fixture
+def config(tmp_path: Path, content: dict[str, Any]) -> Path:
+    return write_config(tmp_path, content)
+
+
+def write_config(tmp_path: Path, content: dict[str, Any]) -> Path:
+    path = tmp_path / "ps.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+# -- help -------------------------------------------------------------------------------------------------------------
+
+
+def test_help_names_every_command_and_a_first_step() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    for text in [*COMMANDS, "hps create-model models/sample/item.model --rows 50000 --dim 32"]:
+        assert text in words(result.stdout)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_the_help_of_a_command_has_an_example_that_its_own_parser_takes(command: str, option: str) -> None:
+    result = run(command, option)
+    assert result.exit_code == 0
+    example = re.search(r"Example: hps (.*?) *$", result.stdout, re.MULTILINE)
+    assert example
+    assert example[1].startswith(command)
+
+
+def test_without_a_command_help_is_shown_and_the_code_is_2() -> None:
+    result = run()
+    assert result.exit_code == 2
+    assert "create-model" in result.output
+
+
+def test_version_is_printed() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, "hps 0.1.0\n")
+
+
+def test_help_loads_nothing_heavy() -> None:
+    heavy = {"numpy", "numba", "pydantic", "fastapi", "rocksdict", "torch"}
+    program = f"import sys, hps.cli.app; print(sorted({heavy} & set(sys.modules)))"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("arguments", [["frobnicate"], ["load"], ["create-model", "x"], ["serve", "x", "--port", "70000"]])
+def test_wrong_usage_is_code_2(arguments: list[str]) -> None:
+    assert run(*arguments).exit_code == 2
+
+
+# -- create-model -----------------------------------------------------------------------------------------------------
+
+
+def test_create_model_writes_the_sample_vectors_of_its_keys(tmp_path: Path) -> None:
+    result = run("create-model", tmp_path / "m", "--rows", 1000, "--dim", 6, "--seed", 3)
+    assert result.exit_code == 0
+    assert result.stdout == f"{tmp_path}/m: 1,000 rows of 6 float32, 32.0 kB, keys 0 to 999\n"
+    ((keys, vectors),) = chunks_of(open_sparse_model(tmp_path / "m", 6))
+    np.testing.assert_array_equal(keys, np.arange(1000))
+    np.testing.assert_array_equal(vectors, sample_vectors(keys, 6, 3))
+
+
+def test_create_model_overwrites_only_when_asked(tmp_path: Path) -> None:
+    assert run("create-model", tmp_path / "m", "--rows", 10, "--dim", 6).exit_code == 0
+    result = run("create-model", tmp_path / "m", "--rows", 20, "--dim", 6)
+    assert result.exit_code == 2
+    assert f"error: writing sparse model {tmp_path}/m: it exists" in result.stderr
+    assert run("create-model", tmp_path / "m", "--rows", 20, "--dim", 6, "--overwrite").exit_code == 0
+    assert open_sparse_model(tmp_path / "m", 6).rows == 20
+
+
+@pytest.mark.parametrize(
+    "options", [["--rows", "0", "--dim", "1"], ["--rows", "1", "--dim", "0"], ["--rows", "many", "--dim", "1"]]
+)
+def test_create_model_refuses_sizes_that_make_no_model(tmp_path: Path, options: list[str]) -> None:
+    assert run("create-model", tmp_path / "m", *options).exit_code == 2
+    assert os.listdir(tmp_path) == []
+
+
+def test_create_model_that_is_interrupted_leaves_nothing(tmp_path: Path, children: ChildProcesses) -> None:
+    process = children.hps("create-model", tmp_path / "m", "--rows", 2_000_000_000, "--dim", 16)
+    deadline = time.monotonic() + 60
+    while not os.listdir(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert os.listdir(tmp_path) == []
+
+
+# -- check-config -----------------------------------------------------------------------------------------------------
+
+
+def test_check_config_shows_what_would_be_served(config: Path) -> None:
+    result = run("check-config", config)
+    assert result.exit_code == 0
+    lines = [words(line).strip() for line in result.stdout.splitlines()]
+    assert "shop user 0 300 4 0.0 150" in lines
+    assert "shop item 1 500 8 0.0 250" in lines
+    assert f"device cpu, volatile_db hash_map, persistent_db rocks_db at {config.parent}/rocksdb" in lines
+    assert lines[-1] == f"{config}: good"
+
+
+def test_check_config_reports_every_problem_of_the_configuration(tmp_path: Path, content: dict[str, Any]) -> None:
+    content["volatile_db"]["type"] = "hashmop"
+    content["models"][0]["embedding_vecsize_per_table"] = [4, 8, 16]
+    content["models"][0]["gpucachepr"] = 0.5
+    result = run("check-config", write_config(tmp_path, content))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    for text in (f"{tmp_path}/ps.json: 3 problems", "hashmop", "embedding_vecsize_per_table", "gpucachepr"):
+        assert text in result.stderr
+
+
+def test_check_config_reports_every_problem_of_the_files(tmp_path: Path, config: Path) -> None:
+    (tmp_path / "user" / "key").unlink()
+    (tmp_path / "item" / "emb_vector").write_bytes(b"x" * 500 * 4 * 9)
+    result = run("check-config", config)
+    assert result.exit_code == 2
+    assert "2 problems" in result.stderr
+    assert "models[0].sparse_files[0]: opening sparse model" in result.stderr
+    assert "key not found" in result.stderr
+    assert "models[0].sparse_files[1]: opening" in result.stderr
+    assert "embedding_vecsize_per_table 9" in result.stderr
+    without = run("check-config", config, "--no-files")
+    assert without.exit_code == 0
+    assert "shop user 0 ? 4 ? ?" in words(without.stdout)
+
+
+def test_check_config_finds_keys_beyond_32_bits(tmp_path: Path, content: dict[str, Any]) -> None:
+    content["supportlonglong"] = False
+    result = run("check-config", write_config(tmp_path, content))
+    assert result.exit_code == 2
+    assert "row 0 has key -10" in result.stderr
+
+
+@pytest.mark.parametrize("command", [["check-config"], ["load"], ["serve"], ["lookup"]])
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_a_configuration_that_cannot_be_read_is_code_2(tmp_path: Path, command: list[str], text: str | None) -> None:
+    path = tmp_path / "ps.json"
+    if text is not None:
+        path.write_text(text)
+    more = ["shop", "item", "1"] if command == ["lookup"] else []
+    result = run(*command, path, *more)
+    assert result.exit_code == 2
+    assert f"error: {path}" in result.stderr
+
+
+# -- load -------------------------------------------------------------------------------------------------------------
+
+
+def test_load_fills_rocksdb_once(config: Path) -> None:
+    result = run("load", config)
+    assert result.exit_code == 0, result.output
+    assert re.fullmatch(
+        r"hps_et\.shop\.user: rocks_db: loaded 300 rows in [\d.]+ s \([\d,]+ rows/s\)\n"
+        r"hps_et\.shop\.item: rocks_db: loaded 500 rows in [\d.]+ s \([\d,]+ rows/s\)\n",
+        result.stdout,
+    )
+    again = run("load", config)
+    assert again.exit_code == 0
+    assert again.stdout == (
+        "hps_et.shop.user: rocks_db: complete, nothing to do (300 rows)\n"
+        "hps_et.shop.item: rocks_db: complete, nothing to do (500 rows)\n"
+    )
+
+
+def test_load_takes_the_new_version_of_a_model(tmp_path: Path, config: Path) -> None:
+    run("load", config)
+    keys = np.arange(7, dtype=np.int64)
+    write_sparse_model(tmp_path / "item", (keys, sample_vectors(keys, 8, 77)), overwrite=True)
+    result = run("load", config)
+    assert "user: rocks_db: complete" in result.stdout
+    assert "item: rocks_db: loaded 7 rows" in result.stdout
+    answer = json.loads(run("lookup", config, "shop", "item", 3, 100, "--json").stdout)
+    np.testing.assert_array_equal(np.array(answer["vectors"][0], np.float32), sample_vectors(keys[3:4], 8, 77)[0])
+    assert answer["found"] == [True, False]
+
+
+def test_load_passes_over_models_that_use_no_database(tmp_path: Path, content: dict[str, Any]) -> None:
+    content["models"][0]["embedding_cache_type"] = "static"
+    result = run("load", write_config(tmp_path, content))
+    assert result.exit_code == 0
+    assert result.stdout == "shop: embedding_cache_type static uses no database\n"
+
+
+@pytest.mark.parametrize(
+    ("persistent_db", "message"),
+    [
+        ({"type": "disabled"}, "persistent_db: got none, expected"),
+        ({"type": "rocks_db", "path": "x", "read_only": True}, "persistent_db.read_only: got true, expected false"),
+    ],
+)
+def test_load_needs_a_database_that_it_may_fill(
+    tmp_path: Path, content: dict[str, Any], persistent_db: dict[str, Any], message: str
+) -> None:
+    content["persistent_db"] = persistent_db
+    result = run("load", write_config(tmp_path, content))
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_load_of_a_broken_model_is_code_2(tmp_path: Path, config: Path) -> None:
+    os.truncate(tmp_path / "item" / "emb_vector", 100)
+    result = run("load", config)
+    assert result.exit_code == 2
+    assert "item/emb_vector: got 100 bytes, expected 16000" in result.stderr
+
+
+def test_a_failure_of_the_database_is_code_1(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise errors.DatabaseError("writing table: no space left on device")
+
+    monkeypatch.setattr("hps.models.table_load.TableLoad.run", fail)
+    result = run("load", config)
+    assert (result.exit_code, result.stderr) == (1, "error: writing table: no space left on device\n")
+
+
+def test_a_load_that_is_interrupted_is_code_130(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hps.models.table_load.TableLoad.run", interrupt)
+    result = run("load", config)
+    assert (result.exit_code, result.stderr) == (130, "stopped\n")
+
+
+BAR = r"shop\.%s +━+ 100 %% +%s of %s +[\d.]+ [kM]?B/s +[\d.]+ ?[kM]? rows/s +in [\d.]+ s"
+
+
+def plain(output: str) -> str:
+    """Without what moves the cursor and colours the text."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
+
+
+def on_a_terminal(children: ChildProcesses, *arguments: object, until: str = "no such text", columns: int = 120) -> str:
+    """What a command writes to a real terminal until it ends. It is interrupted once it has written `until`."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
+    process = children.hps(
+        *arguments, stdin=theirs, stdout=theirs, stderr=theirs, env={**environment, "TERM": "xterm-256color"}
+    )
+    os.close(theirs)
+    output, interrupted, deadline = b"", False, time.monotonic() + 120
+    try:
+        while time.monotonic() < deadline and select.select([ours], [], [], 60)[0]:
+            try:
+                output += os.read(ours, 65536)
+            except OSError:  # EIO: the other side is closed
+                break
+            if not interrupted and until.encode() in output:
+                process.send_signal(signal.SIGINT)
+                interrupted = True
+        assert process.wait(60) == 0
+    finally:
+        os.close(ours)
+    return output.decode()
+
+
+def test_a_terminal_shows_bars_with_bytes_and_rates(config: Path, children: ChildProcesses) -> None:
+    output = plain(on_a_terminal(children, "load", config))
+    assert re.search(BAR % ("user", "7.2 kB", "7.2 kB"), output)
+    assert re.search(BAR % ("item", "20.0 kB", "20.0 kB"), output)
+
+
+def test_a_narrow_terminal_cuts_names_and_not_figures(tmp_path: Path, children: ChildProcesses) -> None:
+    path = tmp_path / "a-directory-with-a-long-name" / "item.model"
+    output = plain(on_a_terminal(children, "create-model", path, "--rows", 1000, "--dim", 16, columns=80))
+    assert re.search(r"…+\w*/?item\.model ━+ 100 % 72\.0 kB of 72\.0 kB .* rows/s +in [\d.]+ s", output)
+
+
+def test_serve_on_a_terminal_shows_bars_among_its_log_lines(
+    tmp_path: Path, content: dict[str, Any], children: ChildProcesses
+) -> None:
+    content["models"].append({**content["models"][0], "model": "other"})
+    content["models"].insert(0, {**content["models"][0], "model": "bad", "sparse_files": ["/nowhere/x", "/nowhere/y"]})
+    config = write_config(tmp_path, content)
+    output = on_a_terminal(children, "serve", config, "--port", 0, until="ready; try", columns=400)
+    assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 4  # the cursor is back after every table
+    lines = [line for line in re.split(r"[\r\n]+", plain(output)) if line]
+    finished = [i for i, line in enumerate(lines) if re.search(BAR % ("item", "20.0 kB", "20.0 kB"), line)]
+    ready = [i for i, line in enumerate(lines) if re.search(r"INFO hps.service.lifecycle: model \w+ is ready", line)]
+    assert len(ready) == 2
+    assert finished[0] < ready[0] < ready[1]
+    assert any("loading model bad failed: opening sparse model /nowhere/x" in line for line in lines)
+
+
+def test_bars_are_in_no_log(config: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hps", "load", str(config)], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "━" not in done.stderr
+    assert "\x1b" not in done.stderr
+    assert re.search(r"INFO hps_et\.shop\.item: 500 rows, 20\.0 kB\.", done.stderr)
+    assert re.search(r"INFO hps_et\.shop\.item: 500 rows in [\d.]+ s, \d+ rows/s, [\d.]+ [kM]?B/s\.", done.stderr)
+
+
+# -- lookup -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("table", ["item", "1"])
+def test_lookup_prints_vectors_and_marks_defaults(
+    tmp_path: Path, content: dict[str, Any], table: str, persistent: bool
+) -> None:
+    if not persistent:
+        del content["persistent_db"]
+    result = run("lookup", write_config(tmp_path, content), "shop", table, 7, -3, 100_000, 7)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["7", "-3", "100000", "7"]
+    for key, line in ((7, lines[0]), (-3, lines[1]), (7, lines[3])):
+        printed = np.array(line.partition("[")[2].rstrip("]").split(", "), np.float32)
+        np.testing.assert_array_equal(printed, sample_vectors(np.array([key]), 8, 2)[0])
+    assert lines[2] == "100000: [0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]  (default vector: no database has this key)"
+
+
+def test_lookup_prints_json_that_names_each_float32(config: Path) -> None:
+    answer = json.loads(run("lookup", config, "shop", "user", "--json", -1, 5, 10**6).stdout)
+    assert (answer["model"], answer["table"]) == ("shop", "user")
+    assert (answer["keys"], answer["found"]) == ([-1, 5, 10**6], [True, True, False])
+    wanted = sample_vectors(np.array([-1, 5]), 4, 1)
+    np.testing.assert_array_equal(np.array(answer["vectors"][:2], np.float32), wanted)
+    assert answer["vectors"][2] == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["shopp", "item", "1"], "model 'shopp': it is not in the configuration, which has: shop"),
+        (["shop", "itm", "1"], "'itm'"),
+        (["shop", "7", "1"], "'7'"),
+        (["shop", "item", str(2**63)], f"got '{2**63}', expected 64-bit integers"),
+        (["shop", "item", "one"], "got 'one', expected 64-bit integers"),
+        (["shop", "item", "1", "--jsn"], "got '--jsn'"),
+        (["shop", "item"], "KEY"),
+    ],
+)
+def test_lookup_of_what_is_not_there_is_code_2(config: Path, arguments: list[str], message: str) -> None:
+    result = run("lookup", config, *arguments)
+    assert result.exit_code == 2
+    assert message in words(result.stderr)
+
+
+def test_lookup_beside_a_server_says_how_to_ask_it(config: Path) -> None:
+    from hps.configuration.load import load_configuration
+    from hps.registry import implementation
+
+    settings = load_configuration(config).persistent_db
+    holder = implementation("database", "rocks_db").from_config(settings)
+    try:
+        result = run("lookup", config, "shop", "1", -4)
+    finally:
+        holder.close()
+    assert result.exit_code == 1
+    assert 'curl -s http://127.0.0.1:8000/v1/models/shop/lookup -d \'{"tables": {"item": [-4]}}\'' in result.stderr
+
+
+# -- serve ------------------------------------------------------------------------------------------------------------
+
+
+def test_serve_refuses_a_log_level_that_is_none(config: Path) -> None:
+    result = run("serve", config, "--log-level", "loud")
+    assert result.exit_code == 2
+    assert "got 'loud', expected critical, error, warning, info or debug" in result.stderr
+
+
+def test_serve_says_when_its_port_is_taken(config: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = run("serve", config, "--port", port)
+    assert result.exit_code == 2
+    assert f"127.0.0.1:{port}" in result.stderr
+
+
+def test_serve_of_a_broken_model_ends_with_code_2(tmp_path: Path, config: Path, children: ChildProcesses) -> None:
+    (tmp_path / "item" / "key").unlink()
+    process = children.hps("serve", config, "--port", 0)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert f"error: opening sparse model {tmp_path}/item: key not found" in stderr
+    assert "Traceback" not in stderr
+
+
+def test_serve_ends_although_a_source_does_not_answer(
+    tmp_path: Path, content: dict[str, Any], children: ChildProcesses
+) -> None:
+    """The thread that reads is one that the interpreter would wait for."""
+    content["models"].append({**content["models"][0], "model": "away", "sparse_files": [f"gate://away{tmp_path}/user"] * 2})
+    program = (
+        "from hps.cli.app import main; from hps.service import app; from tests.fakes.gated_file_system import gates\n"
+        "app.CLOSE_TIMEOUT_S = 1.0\n"
+        "held = gates('away'); held.__enter__()[0].hold_from = 0\n"  # nobody opens it
+        "main()"
+    )
+    process = children.start(sys.executable, "-c", program, "serve", write_config(tmp_path, content), "--port", "0")
+    read_until(process, "hps_et.away.user: 300 rows")
+    process.send_signal(signal.SIGTERM)
+    rest = process.communicate(timeout=50)[1]  # the gate opens after 60 s
+    assert process.returncode == 1
+    assert "the parameter server was not closed within 1 s" in rest
+
+
+def read_until(process: "subprocess.Popen[str]", pattern: str) -> re.Match[str]:
+    """Read standard error up to the first line that holds `pattern`."""
+    assert process.stderr
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if match := re.search(pattern, line):
+            return match
+    raise AssertionError("".join(seen))
+
+
+def ask(url: str, tables: dict[str, list[int]]) -> dict[str, Any]:
+    with urllib.request.urlopen(url, json.dumps({"tables": tables}).encode(), timeout=30) as response:
+        return json.load(response)["tables"]
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_serve_loads_again_what_rocksdb_holds_only_when_it_is_forced(
+    config: Path, children: ChildProcesses, force: bool
+) -> None:
+    from hps.parameter_server import HPS
+
+    with HPS(config) as server:
+        server.insert([7], np.full((1, 8), 70, np.float32), "shop", "item")
+    process = children.hps("serve", config, "--port", 0, *(["--force"] if force else []))
+    (vector,) = ask(read_until(process, r"curl -s (http://\S+)")[1], {"item": [7]})["item"]
+    expected = sample_vectors(np.array([7]), 8, 2)[0] if force else np.full(8, 70, np.float32)
+    np.testing.assert_array_equal(np.array(vector, np.float32), expected)
+
+
+def test_serve_answers_until_it_is_stopped(config: Path, children: ChildProcesses) -> None:
+    process = children.hps("serve", config, "--port", 0)
+    url, body = read_until(process, r"curl -s (http://\S+) -d '(.*)'").groups()
+    answer = ask(url, json.loads(body)["tables"])
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    np.testing.assert_array_equal(np.array(answer["user"], np.float32), sample_vectors(np.array([1, 2, 3]), 4, 1))
+
+
+# -- what a configuration says to its reader ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def remarkable(tmp_path: Path, content: dict[str, Any]) -> Path:
+    """A valid configuration with a key that has no effect and a setting that is not implemented."""
+    content["models"][0].update(dense_file="dcn.model", fp8_quant=True)
+    return write_config(tmp_path, content)
+
+
+def test_check_config_prints_notices(remarkable: Path) -> None:
+    first, second, *_ = run("check-config", remarkable).stdout.splitlines()
+    assert first == f"note: {remarkable}: these keys of HugeCTR's dense part have no effect: models[].dense_file"
+    assert second == f"warning: {remarkable}: model shop: fp8_quant is not implemented; it is read as false"
+
+
+def test_serve_logs_notices_in_its_own_format(remarkable: Path, children: ChildProcesses) -> None:
+    process = children.hps("serve", remarkable, "--port", 0)
+    read_until(process, r"^\d{4}-.* INFO hps.configuration.load: .* models\[\].dense_file$")
+    read_until(process, r"^\d{4}-.* WARNING hps.configuration.load: .* fp8_quant is not implemented")
+
+
+@pytest.mark.parametrize("command", ["load {}", "lookup {} shop item 1", "import ids.npz out.model --config {}"])
+def test_other_commands_log_notices(tmp_path: Path, remarkable: Path, children: ChildProcesses, command: str) -> None:
+    np.savez(tmp_path / "ids.npz", keys=np.arange(3), vectors=np.ones((3, 4), np.float32))
+    process = children.hps(*command.format(remarkable).split(), cwd=tmp_path)
+    _, stderr = process.communicate(timeout=120)
+    assert "models[].dense_file" in stderr
+    assert "WARNING" in stderr
+    assert "fp8_quant is not implemented" in stderr

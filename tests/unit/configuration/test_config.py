@@ -1,0 +1,321 @@
+"""What a valid configuration is read as."""
+
+import copy
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hps.configuration.load import Configuration, ModelConfig, PersistentDbConfig, VolatileDbConfig, load_configuration
+from hps.errors import ConfigError
+from hps.types import TableSpec
+
+ROOT = Path(__file__).parents[3]
+MODEL = {
+    "model": "ranker",
+    "sparse_files": ["models/user", "s3://bucket/item"],
+    "embedding_vecsize_per_table": [16, 32],
+    "maxnum_catfeature_query_per_table_per_sample": [1, 50],
+    "default_value_for_each_table": [0.0, 0.5],
+    "deployed_device_list": [0],
+}
+
+
+def load(model: dict[str, Any] | None = None, **top: Any) -> Configuration:
+    return load_configuration({"models": [{**MODEL, **(model or {})}], **copy.deepcopy(top)})
+
+
+def test_reads_a_file_given_as_text_or_as_a_path(tmp_path: Path) -> None:
+    path = tmp_path / "ps.json"
+    path.write_text(json.dumps({"models": [MODEL], "device": "cpu"}))
+    assert load_configuration(path) == load_configuration(str(path)) == load(device="cpu")
+
+
+def test_reads_a_file_that_begins_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "ps.json"
+    path.write_text(json.dumps({"models": [MODEL]}), encoding="utf-8-sig")
+    assert load_configuration(path) == load()
+
+
+def test_returns_a_configuration_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPS_BEARER_TOKEN", "token")
+    configuration = Configuration(models=(ModelConfig(**MODEL),))
+    assert load_configuration(configuration) is configuration
+    assert configuration.service.bearer_token == ""
+
+
+def test_takes_any_mapping_and_numpy_values_and_leaves_them_alone() -> None:
+    document = {"models": ({**MODEL, "embedding_vecsize_per_table": np.array([16, 32]), "max_batch_size": np.int64(7)},)}
+    before = copy.deepcopy(document)
+    model = load_configuration(MappingProxyType(document)).models[0]
+    assert model.embedding_vecsize_per_table == (16, 32)
+    assert type(model.embedding_vecsize_per_table[0]) is int
+    assert model.max_batch_size == 7
+    assert str(document) == str(before)
+
+
+def test_takes_paths_as_paths(tmp_path: Path) -> None:
+    configuration = load(
+        {"sparse_files": [tmp_path / "a", tmp_path / "b"]}, persistent_db={"type": "rocks_db", "path": tmp_path / "db"}
+    )
+    assert configuration.models[0].sparse_files == (str(tmp_path / "a"), str(tmp_path / "b"))
+    assert configuration.persistent_db.path == str(tmp_path / "db")
+
+
+def test_is_immutable() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load().device = "cpu"  # type: ignore[misc]
+
+
+def test_defaults_of_a_model_are_those_of_hugectrs_json() -> None:
+    model = load().models[0]
+    expected = {
+        "max_batch_size": 64,
+        "gpucache": True,
+        "hit_rate_threshold": 0.9,
+        "gpucacheper": 0.2,
+        "num_of_worker_buffer_in_pool": 1,
+        "num_of_refresher_buffer_in_pool": 1,
+        "thread_pool_size": 16,
+        "cache_refresh_percentage_per_iteration": 0.0,
+        "embedding_table_names": ("sparse_embedding0", "sparse_embedding1"),
+        "refresh_delay": 0.0,
+        "refresh_interval": 0.0,
+        "use_static_table": False,
+        "embedding_cache_type": "dynamic",
+        "use_context_stream": True,
+        "use_hctr_cache_implementation": True,
+        "init_ec": True,
+        "enable_pagelock": False,
+        "fp8_quant": False,
+        "workspace_timeout_s": 1.0,
+        "insert_queue_length": 64,
+    }
+    assert {key: getattr(model, key) for key in expected} == expected
+
+
+def test_tables_hold_what_the_lists_say() -> None:
+    model = load({"max_batch_size": 8, "embedding_table_names": ["user", "item"]}).models[0]
+    assert model.tables == (TableSpec("ranker", "user", 16, 0.0, 8), TableSpec("ranker", "item", 32, 0.5, 400))
+
+
+def test_a_hash_map_is_used_without_volatile_db_and_none_with_an_empty_one(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "hps"):
+        assert load().volatile_db.type == "parallel_hash_map"
+        assert not caplog.records
+        assert load(volatile_db={"num_partitions": 3}).volatile_db.type == "disabled"
+    assert "volatile_db names no type and is disabled" in caplog.text
+
+
+def test_batch_sizes_of_4_1_stand_for_max_batch_size(caplog: pytest.LogCaptureFixture) -> None:
+    older = {"type": "hash_map", "max_get_batch_size": 300, "max_set_batch_size": 200, "refresh_time_after_fetch": True}
+    with caplog.at_level(logging.INFO, "hps"):
+        configuration = load(volatile_db=older, persistent_db={"type": "rocks_db", "max_get_batch_size": 400})
+    assert configuration.volatile_db.max_batch_size == 200
+    assert configuration.persistent_db.max_batch_size == 400
+    assert len(caplog.records) == 1
+    assert load(volatile_db={**older, "max_batch_size": 1000}).volatile_db.max_batch_size == 1000
+    for key in ("volatile_db.max_get_batch_size", "volatile_db.refresh_time_after_fetch", "persistent_db.max_get_batch_size"):
+        assert key in caplog.text
+
+
+def test_dense_keys_of_all_models_are_ignored_with_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    dense = {"dense_file": "a.model", "network_file": None, "label_dim": "many", "use_mixed_precision": [], "slot_num": -1}
+    with caplog.at_level(logging.INFO, "hps"):
+        configuration = load_configuration({"models": [{**MODEL, **dense}, {**MODEL, **dense, "model": "other"}]})
+    assert len(configuration.models) == 2
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert all(key in caplog.text for key in dense)
+
+
+def test_numbers_and_booleans_in_quotes_are_read_with_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hps"):
+        model = load(
+            {
+                "max_batch_size": "8",
+                "gpucache": "False",
+                "gpucacheper": " 0.25 ",
+                "embedding_vecsize_per_table": ["16", 32],
+                "hit_rate_threshold": "1",
+            }
+        ).models[0]
+    assert (model.max_batch_size, model.gpucache, model.gpucacheper, model.hit_rate_threshold) == (8, False, 0.25, 1.0)
+    assert model.embedding_vecsize_per_table == (16, 32)
+    assert len(caplog.records) == 1
+    assert "models[].max_batch_size" in caplog.text
+
+
+# What a document says, where to look, and what must be there.
+READ: list[tuple[dict[str, Any], str, Any]] = [
+    ({}, "supportlonglong", True),
+    ({"supportlonglong": False}, "supportlonglong", False),
+    ({}, "persistent_db.type", "disabled"),
+    ({}, "update_source.type", "null"),
+    ({}, "volatile_db.overflow_margin", 2**64 - 1),  # never evicts
+    # test_config_documentation.py reads every spelling of an enum; these are forgiven.
+    ({"volatile_db": {"type": "Redis-Cluster"}}, "volatile_db.type", "redis_cluster"),
+    ({"volatile_db": {"type": " PARALLEL Hash_map"}}, "volatile_db.type", "parallel_hash_map"),
+    ({"volatile_db": {"overflow_policy": "Evict Oldest"}}, "volatile_db.overflow_policy", "evict_oldest"),
+    ({"persistent_db": {"backend": "rocksdb"}}, "persistent_db.type", "rocks_db"),
+    ({"persistent_db": {"backend": "rocksdb", "type": "rocks_db"}}, "persistent_db.type", "rocks_db"),
+    *(
+        ({"volatile_db": {"type": "redis", "address": address}}, "volatile_db.address", address)
+        for address in ("redis", "10.0.0.1:7000,10.0.0.2:7000", "a:1; b:2", "[::1]:7000")
+    ),
+    ({"volatile_db": {"type": "redis", "num_partitions": 2}}, "volatile_db.num_node_connections", 2),
+    ({"volatile_db": {"type": "redis", "num_partitions": 12}}, "volatile_db.num_node_connections", 5),
+    ({"volatile_db": {"type": "redis", "initialize_after_startup": False}}, "volatile_db.initialize_after_startup", False),
+    ({"persistent_db": {"type": "rocks_db"}}, "persistent_db.initialize_after_startup", True),
+    ({"persistent_db": {"type": "rocks_db", "read_only": True}}, "persistent_db.initialize_after_startup", False),
+    ({"model": {"embedding_cache_type": "UVM"}}, "models.0.embedding_cache_type", "uvm"),
+    ({"model": {"use_static_table": True}}, "models.0.embedding_cache_type", "static"),
+    ({"model": {"use_static_table": True, "embedding_cache_type": "uvm"}}, "models.0.embedding_cache_type", "static"),
+    ({"model": {"max_batch_size": 1e3}}, "models.0.max_batch_size", 1000),
+    ({"model": {"hit_rate_threshold": 1.1}}, "models.0.hit_rate_threshold", 1.1),
+    ({"model": {"hit_rate_threshold": -3}}, "models.0.hit_rate_threshold", -3.0),
+]
+
+
+@pytest.mark.parametrize(("document", "place", "expected"), READ)
+def test_a_value_is_read_as_it_is_meant(document: dict[str, Any], place: str, expected: Any) -> None:
+    found: Any = load(**document)
+    for step in place.split("."):
+        found = found[int(step)] if step.isdecimal() else getattr(found, step)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+def test_reads_files_as_hugectrs_users_have_them() -> None:
+    cluster = {
+        "supportlonglong": True,
+        "volatile_db": {
+            "type": "redis_cluster",
+            "address": "10.0.0.11:7000,10.0.0.12:7000,10.0.0.13:7000",
+            "user_name": "default",
+            "password": "s3cret",
+            "num_partitions": 12,
+            "num_node_connections": 4,
+            "overflow_margin": 5000000,
+            "overflow_policy": "evict_oldest",
+            "cache_missed_embeddings": True,
+            "update_filters": [".+"],
+        },
+        "persistent_db": {"type": "rocks_db", "path": "/var/lib/hps/rocksdb", "num_threads": 16, "update_filters": [".+"]},
+        "update_source": {"type": "kafka_message_queue", "brokers": "10.0.0.21:9092", "max_commit_interval": 32},
+        "models": [
+            {
+                **MODEL,
+                "dense_file": "",
+                "network_file": "",
+                "maxnum_des_feature_per_sample": 0,
+                "num_of_refresher_buffer_in_pool": 0,
+            }
+        ],
+    }
+    assert load_configuration(cluster).volatile_db.num_partitions == 12
+    quoted = {
+        "supportlonglong": "true",
+        "models": [
+            {
+                **MODEL,
+                "max_batch_size": "64",
+                "gpucache": "true",
+                "hit_rate_threshold": "0.9",
+                "gpucacheper": "0.5",
+                "num_of_worker_buffer_in_pool": "4",
+                "deployed_device_list": ["0"],
+                "default_value_for_each_table": ["0.0", "0.0"],
+            }
+        ],
+    }
+    assert load_configuration(quoted).models[0].deployed_device_list == (0,)
+
+
+def test_what_the_chosen_type_does_not_use_is_not_judged() -> None:
+    configuration = load(
+        volatile_db={"type": "hash_map", "address": "", "tls_client_key": "", "num_partitions": 4, "num_node_connections": 9},
+        persistent_db={"type": "disabled", "path": ""},
+        update_source={"type": "null", "brokers": ""},
+    )
+    assert (configuration.volatile_db.address, configuration.volatile_db.num_node_connections) == ("", 9)
+
+
+def test_secrets_of_the_environment_stand_in_for_configured_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    redis = {"type": "redis", "password": "file"}
+    monkeypatch.setenv("HPS_BEARER_TOKEN", "")
+    monkeypatch.setenv("HPS_REDIS_PASSWORD", "")
+    configuration = load(service={"bearer_token": "file"}, volatile_db=redis)
+    assert (configuration.service.bearer_token, configuration.volatile_db.password) == ("file", "file")
+    monkeypatch.setenv("HPS_BEARER_TOKEN", "token")
+    monkeypatch.setenv("HPS_REDIS_PASSWORD", "secret")
+    configuration = load(service={"bearer_token": "file"}, volatile_db=redis)
+    assert (configuration.service.bearer_token, configuration.volatile_db.password) == ("token", "secret")
+    configuration = load()
+    assert (configuration.service.bearer_token, configuration.volatile_db.type) == ("token", "parallel_hash_map")
+
+
+def test_a_bad_secret_of_the_environment_is_named_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPS_BEARER_TOKEN", "hunter2\n")
+    with pytest.raises(ConfigError) as caught:
+        load()
+    assert caught.value.problems[0].startswith("environment variable HPS_BEARER_TOKEN: ")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_secrets_are_in_no_repr() -> None:
+    configuration = load(service={"bearer_token": "hunter2"}, volatile_db={"type": "redis", "password": "hunter2"})
+    assert "hunter2" not in repr(configuration)
+
+
+@pytest.mark.parametrize(
+    ("model", "top", "warning"),
+    [
+        ({"fp8_quant": True}, {}, "fp8_quant is not implemented"),
+        ({"enable_pagelock": True}, {}, "enable_pagelock is not implemented"),
+        ({"refresh_interval": 5}, {}, "refresh_interval is not implemented"),
+        ({"embedding_cache_type": "stochastic"}, {}, "stochastic"),
+        ({}, {"update_source": {"type": "kafka"}}, "kafka_message_queue is not implemented"),
+        ({}, {"persistent_db": {"path": "x"}}, "persistent_db names no type"),
+    ],
+)
+def test_what_is_read_and_not_done_is_a_warning(
+    model: dict[str, Any], top: dict[str, Any], warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "hps"):
+        load(model, **top)
+    assert warning in caplog.text
+
+
+def test_a_plain_configuration_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "hps"):
+        load_configuration(ROOT / "configs" / "minimal.json")
+        load_configuration(ROOT / "configs" / "reference.json")
+    assert not caplog.records
+
+
+def test_sections_can_be_made_directly() -> None:
+    assert VolatileDbConfig(type="redis").type == "redis_cluster"
+    assert PersistentDbConfig(type="rocks", path="x").type == "rocks_db"
+    assert ModelConfig(**MODEL).tables[0].table_name == "sparse_embedding0"
+
+
+def test_importing_it_loads_nothing_heavy() -> None:
+    code = """
+import sys, types
+package = types.ModuleType("hps")
+package.__path__ = [sys.argv[1]]
+sys.modules["hps"] = package
+import hps.configuration.load
+heavy = {"numba", "cupy", "torch", "redis", "boto3", "rocksdict", "fastapi", "uvicorn", "prometheus_client", "typer"}
+print(sorted(heavy & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(ROOT / "hps")], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,615 @@
+"""The hash map database: its contract, its memory and its limits."""
+
+import resource
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hps.configuration.tiers import VolatileDbConfig
+from hps.databases.hash_map import memory as hash_map_memory
+from hps.databases.hash_map import table as hash_map_table
+from hps.databases.hash_map.database import HashMapDatabase
+from hps.databases.hash_map.kernels import fetch
+from hps.databases.hash_map.layout import DONE, MOVED
+from hps.databases.hash_map.memory import PAGE_BYTES
+from hps.errors import (
+    DatabaseError,
+    DatabaseTimeoutError,
+    InvalidDtypeError,
+    InvalidInputError,
+    NotReadyError,
+    UnknownTableError,
+)
+from hps.registry import implementation
+from tests.contracts.database_contract import AWKWARD_KEYS, DIM, TAG, DatabaseContract, distinct_keys, fetched, vectors_of
+from tests.tables.hash_map_inspection import colliding_keys, inspect, keys_with_hash, mixed
+
+
+class TestHashMapDatabase(DatabaseContract):
+    @pytest.fixture(params=["unbounded", "segmented", "one bucket", "oldest"])
+    def database(self, request):
+        options = {
+            "unbounded": {},
+            "segmented": {"initial_buckets": 4096},
+            "one bucket": {"initial_buckets": 1, "allocation_rate": 1},
+            "oldest": {"overflow_margin": 10**6, "overflow_policy": "evict_oldest", "max_batch_size": 1000},
+        }
+        database = HashMapDatabase(**options[request.param])
+        yield database
+        database.close()
+
+    def raw_rows(self, database, tag):
+        return inspect(database, tag).vectors
+
+
+@pytest.fixture(params=["one array", "segments"])
+def database(request, monkeypatch):
+    if request.param == "segments":
+        monkeypatch.setattr(hash_map_memory, "SEGMENTED_FROM", 2)
+    database = HashMapDatabase(initial_buckets=1)
+    database.open_table(TAG, DIM)
+    yield database
+    database.close()
+
+
+def filled(database, keys, dim=DIM, version=0):
+    database.open_table(TAG, dim)
+    database.insert(TAG, keys, vectors_of(keys, dim, version))
+    return database
+
+
+def assert_holds(database, keys, dim=DIM, version=0):
+    out, found = fetched(database, TAG, keys, dim)
+    assert found.all()
+    np.testing.assert_array_equal(out, vectors_of(keys, dim, version))
+
+
+# -- configuration ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["hash_map", "parallel_hash_map"])
+def test_both_names_of_the_configuration_select_it(name):
+    assert implementation("database", name) is HashMapDatabase
+
+
+def test_it_is_opened_as_configured():
+    config = VolatileDbConfig(
+        type="hash_map",
+        num_partitions=3,
+        allocation_rate=1 << 20,
+        overflow_margin=100,
+        overflow_policy="evict_oldest",
+        overflow_resolution_target=0.5,
+        max_batch_size=10,
+    )
+    database = HashMapDatabase.from_config(config)
+    database.open_table(TAG, DIM)
+    assert database.stats(TAG).capacity_rows == 300
+    assert database._overflow.target_rows == 50
+    assert database._overflow.policy == "evict_oldest"
+    options = database._new_table.keywords
+    assert options["batch_rows"] == 10
+    assert options["allocation_rate"] == 1 << 20
+
+
+def test_by_default_nothing_is_evicted_and_no_stamp_kept():
+    database = filled(HashMapDatabase.from_config(VolatileDbConfig(type="hash_map")), distinct_keys(10))
+    assert database.stats(TAG).capacity_rows == 2**64 - 1
+    assert inspect(database, TAG).stamps == {}
+
+
+# -- layout -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_inverse_of_the_mixer_makes_collisions():
+    np.testing.assert_array_equal(mixed(keys_with_hash(np.arange(1000, dtype=np.uint64))), np.arange(1000))
+    assert (mixed(colliding_keys(1000)) >> np.uint64(32) == 2**32 - 1).all()
+
+
+@pytest.mark.parametrize("upper", [0, 2**31, 2**32 - 1])
+def test_keys_of_one_home_spill_on_around_the_end_and_back(database, upper):
+    keys = colliding_keys(500, upper)
+    database.insert(TAG, keys, vectors_of(keys, DIM))
+    assert_holds(database, keys)
+    inspect(database, TAG)
+    assert not fetched(database, TAG, colliding_keys(600, upper)[500:], DIM)[1].any()
+    order = np.random.default_rng(1).permutation(500)
+    assert database.delete(TAG, keys[order[:450]]) == 450
+    assert_holds(database, keys[order[450:]])
+    assert not fetched(database, TAG, keys[order[:450]], DIM)[1].any()
+    database.insert(TAG, keys, vectors_of(keys, DIM, 1))
+    assert_holds(database, keys, version=1)
+    inspect(database, TAG)
+
+
+def test_deletion_leaves_no_trace_in_the_overflow_counts(database):
+    keys = np.concatenate([colliding_keys(300), distinct_keys(300)])
+    for _ in range(3):
+        database.insert(TAG, keys, vectors_of(keys, DIM))
+        database.delete(TAG, keys)
+    assert not inspect(database, TAG).buckets["overflow"].any()
+
+
+def test_an_overflow_count_that_reached_its_limit_stays_and_nothing_is_lost():
+    database = HashMapDatabase(initial_buckets=10_000)
+    keys = colliding_keys(66_000)
+    filled(database, keys, 1)
+    database.delete(TAG, keys[:65_000])
+    assert_holds(database, keys[65_000:], 1)
+    assert not fetched(database, TAG, keys[:65_000:100].copy(), 1)[1].any()
+    assert (inspect(database, TAG).buckets["overflow"] == 0xFFFF).any()
+
+
+def test_replacing_changes_the_version_so_that_a_reader_elsewhere_can_tell(database):
+    filled(database, np.array([7]))
+    before = int(inspect(database, TAG).buckets["version"].sum())
+    filled(database, np.array([7]), version=1)
+    assert int(inspect(database, TAG).buckets["version"].sum()) == before + 2
+
+
+def test_rows_of_deleted_keys_are_used_again(database):
+    keys = distinct_keys(1000)
+    filled(database, keys)
+    overhead = database.stats(TAG).overhead_bytes
+    for round_ in range(5):
+        database.delete(TAG, keys)
+        keys = distinct_keys(1000, seed=round_ + 10)
+        filled(database, keys)
+    assert database.stats(TAG).overhead_bytes == overhead
+    assert_holds(database, keys)
+
+
+def test_growth_keeps_every_row(database):
+    keys = np.unique(np.concatenate([AWKWARD_KEYS, distinct_keys(30_000), colliding_keys(200)]))
+    for start in range(0, keys.size, 777):
+        database.insert(TAG, keys[start : start + 777], vectors_of(keys[start : start + 777], DIM))
+    assert_holds(database, keys)
+    assert set(inspect(database, TAG).vectors) == set(keys.tolist())
+
+
+def test_crafted_keys_that_fall_into_one_segment_are_held(database):
+    keys = keys_with_hash(np.arange(5000, dtype=np.uint64) << np.uint64(40))
+    for start in range(0, 5000, 100):
+        database.insert(TAG, keys[start : start + 100], vectors_of(keys[start : start + 100], DIM))
+    assert_holds(database, keys)
+    inspect(database, TAG)
+
+
+def test_readers_of_an_outgrown_bucket_array_are_sent_on(database):
+    keys = distinct_keys(9)
+    filled(database, keys)
+    old = database._tables[TAG]._buckets
+    filled(database, distinct_keys(500, seed=5))
+    out, found = np.full((9, DIM), 3.0, np.float32), np.zeros(9, np.bool_)
+    assert fetch(old.layout, keys, out, found, out[0].copy(), 0, 0, 0) == (0, 0, MOVED)
+    assert not found.any()
+    assert (out == 3.0).all()
+
+
+def test_growth_that_was_interrupted_is_finished_by_the_next_writer(database, monkeypatch):
+    keys = distinct_keys(9)
+    filled(database, keys)
+    old = database._tables[TAG]._buckets
+
+    def interrupted(layout, number):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hash_map_memory, "retire", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            filled(database, distinct_keys(10, seed=5))
+    assert database._tables[TAG]._buckets is not old
+    database.delete(TAG, keys[:1])
+    out, found = np.zeros((9, DIM), np.float32), np.zeros(9, np.bool_)
+    assert fetch(old.layout, keys, out, found, out[0].copy(), 0, 0, 0) == (0, 0, MOVED)
+    assert_holds(database, keys[1:])
+
+
+# -- scan -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 1000, 4096, 10**9])
+def test_scan_yields_more_rows_of_one_home_than_a_step_holds(database, chunk_rows):
+    keys = np.concatenate([colliding_keys(6000, 2**31), distinct_keys(500)])
+    filled(database, keys)
+    chunks = [chunk for chunk, _ in database.scan(TAG, chunk_rows)]
+    assert max(chunk.size for chunk in chunks) <= chunk_rows
+    np.testing.assert_array_equal(np.sort(np.concatenate(chunks)), np.sort(keys))
+
+
+def test_scan_yields_each_row_once_though_the_table_grows_and_shrinks(database):
+    stay, come, go = np.split(distinct_keys(30_000), 3)
+    filled(database, np.concatenate([stay, go]))
+    seen = []
+    for step, (keys, vectors) in enumerate(database.scan(TAG, 500)):
+        np.testing.assert_array_equal(vectors, vectors_of(keys, DIM))
+        seen.append(keys)
+        filled(database, come[step * 300 : (step + 1) * 300])
+        database.delete(TAG, go[step * 300 : (step + 1) * 300])
+    scanned = np.concatenate(seen)
+    assert np.unique(scanned).size == scanned.size
+    assert np.isin(stay, scanned).all()
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+
+
+@pytest.mark.parametrize("policy", [None, "evict_oldest"])
+@pytest.mark.parametrize("dim", [1, 32])
+def test_memory_beyond_the_vectors_is_at_most_24_bytes_a_row_at_any_size(policy, dim):
+    database = HashMapDatabase(**({"overflow_margin": 10**6, "overflow_policy": policy} if policy else {}))
+    database.open_table(TAG, dim)
+    keys = distinct_keys(150_000)
+    worst = 0.0
+    for start in range(0, keys.size, 500):
+        database.insert(TAG, keys[start : start + 500], np.zeros((500, dim), np.float32))
+        stats = database.stats(TAG)
+        if stats.rows >= 10_000:
+            worst = max(worst, stats.overhead_bytes / stats.rows)
+    assert 14 < worst <= 24
+
+
+def test_the_process_grows_by_what_the_statistics_say():
+    keys = distinct_keys(400_000)
+    vectors = np.ones((50_000, 1), np.float32)
+    warm = HashMapDatabase()
+    warm.open_table(TAG, 1)
+    warm.insert(TAG, keys[:1000], vectors[:1000])
+    before = resident_bytes()
+    database = HashMapDatabase()
+    database.open_table(TAG, 1)
+    for start in range(0, keys.size, 50_000):
+        database.insert(TAG, keys[start : start + 50_000], vectors)
+    grown = resident_bytes() - before
+    stats = database.stats(TAG)
+    assert abs(grown - stats.vector_bytes - stats.overhead_bytes) < 1 << 20
+    assert grown / stats.rows <= 4 + 24
+
+
+def test_growth_takes_no_more_than_that_for_a_moment_either():
+    """The kernel's own record of the most memory that the process had."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        pytest.skip(f"the record cannot be reset: {error}")
+    keys = distinct_keys(600_000)
+    vectors = np.ones((5000, 1), np.float32)
+    database = HashMapDatabase(overflow_margin=10**6, overflow_policy="evict_oldest")
+    database.open_table(TAG, 1)
+    database.insert(TAG, keys[:5000], vectors)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_bytes() - database.stats(TAG).vector_bytes - database.stats(TAG).overhead_bytes
+    for start in range(5000, keys.size, 5000):
+        database.insert(TAG, keys[start : start + 5000], vectors)
+        if start >= 100_000:
+            status = Path("/proc/self/status").read_text().splitlines()
+            peak = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
+            assert (peak - before) / database.size(TAG) <= 4 + 24
+
+
+def test_a_tiny_table_takes_a_few_pages_whatever_the_allocation_rate():
+    database = filled(HashMapDatabase(allocation_rate=1 << 40), distinct_keys(10))
+    assert database.stats(TAG).overhead_bytes <= 4 * PAGE_BYTES
+
+
+def test_reserving_keeps_the_rows_and_never_shrinks(database):
+    filled(database, distinct_keys(100, seed=9))
+    database.reserve(TAG, 20_000)
+    reserved = database._tables[TAG]._buckets
+    filled(database, distinct_keys(19_900))
+    database.reserve(TAG, 10)
+    assert database._tables[TAG]._buckets is reserved
+    filled(database, distinct_keys(9000, seed=7))
+    assert database._tables[TAG]._buckets is not reserved
+    assert_holds(database, distinct_keys(100, seed=9))
+
+
+@pytest.mark.parametrize("rows", [3000, 40_000, 250_000])
+def test_what_was_reserved_for_is_held_without_growth(rows):
+    database = HashMapDatabase()
+    database.open_table(TAG, 1)
+    database.reserve(TAG, rows)
+    reserved = database._tables[TAG]._buckets
+    filled(database, distinct_keys(rows), 1)
+    assert database._tables[TAG]._buckets is reserved
+    assert database.stats(TAG).overhead_bytes / rows < 20
+
+
+def test_no_more_is_reserved_than_the_margin_lets_in():
+    database = HashMapDatabase(num_partitions=2, overflow_margin=450)
+    database.open_table(TAG, DIM)
+    database.reserve(TAG, 10**9)
+    assert sum(database._tables[TAG]._buckets._counts()) == 100
+
+
+def test_more_rows_than_row_numbers_are_refused_before_anything_changes(database, monkeypatch):
+    monkeypatch.setattr(hash_map_table, "MAX_ROWS", 100)
+    keys = distinct_keys(101)
+    filled(database, keys[:100])
+    before = inspect(database, TAG).vectors
+    with pytest.raises(DatabaseError, match=r"inserting 101 keys .* holds 100: it would hold more than 100 rows"):
+        filled(database, keys, version=1)
+    with pytest.raises(DatabaseError, match="reserving 101 rows"):
+        database.reserve(TAG, 101)
+    assert inspect(database, TAG).vectors == before
+    filled(database, keys[:100], version=2)
+    assert_holds(database, keys[:100], version=2)
+
+
+def test_a_table_that_gets_no_memory_says_so_and_stays_whole(database):
+    keys = distinct_keys(200_000)
+    vectors = vectors_of(keys, 64)
+    database.open_table("big", 64)
+    database.insert("big", keys[:1000], vectors[:1000])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + (8 << 20), hard))
+    try:
+        with pytest.raises(
+            DatabaseError, match=r"table 'big': \d+ (more rows|buckets): the system refused \d+ bytes"
+        ) as caught:
+            database.insert("big", keys, vectors)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert isinstance(caught.value.__cause__, OSError)
+    rows = inspect(database, "big").vectors
+    assert 1000 <= len(rows) < 200_000
+    database.insert("big", keys, vectors)
+    out, found = fetched(database, "big", keys, 64)
+    assert found.all()
+    np.testing.assert_array_equal(out, vectors)
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def test_files_mapped_into_memory_are_inserted_without_a_copy(database, tmp_path):
+    keys = distinct_keys(100)
+    keys.tofile(tmp_path / "key")
+    vectors_of(keys, DIM).tofile(tmp_path / "emb_vector")
+    mapped = np.memmap(tmp_path / "emb_vector", np.float32, "r", shape=(100, DIM))
+    database.insert(TAG, np.memmap(tmp_path / "key", np.int64, "r"), mapped)
+    assert_holds(database, keys)
+
+
+def test_lists_and_unaligned_arrays_are_refused(database):
+    with pytest.raises(InvalidInputError, match=r"fetching from table .*: keys: got list, expected a NumPy array of int64"):
+        database.fetch(TAG, [1, 2], np.zeros((2, DIM), np.float32), np.zeros(2, np.bool_))
+    unaligned = np.zeros(17, np.uint8)[1:].view(np.int64)
+    with pytest.raises(InvalidInputError, match="aligned"):
+        database.delete(TAG, unaligned)
+    with pytest.raises(InvalidInputError, match="aligned"):
+        database.fetch(TAG, unaligned, np.zeros((2, DIM), np.float32), np.zeros(2, np.bool_))
+
+
+def test_a_message_names_what_was_got_and_expected(database):
+    keys = distinct_keys(3)
+    with pytest.raises(
+        InvalidDtypeError, match=r"inserting into table hps_et.shop.item: vectors: got dtype float64, expected .* float32"
+    ):
+        database.insert(TAG, keys, np.zeros((3, DIM)))
+    with pytest.raises(InvalidInputError, match=r"out: got shape \(3, 9\), expected \(3, 8\)"):
+        database.fetch(TAG, keys, np.zeros((3, 9), np.float32), np.zeros(3, np.bool_))
+
+
+# -- waiting ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_writer_that_waits_too_long_says_so_and_readers_go_on():
+    database = filled(HashMapDatabase(timeout_s=0.05), distinct_keys(10))
+    with database._tables[TAG]._writer:
+        with pytest.raises(DatabaseTimeoutError, match="inserting 10 keys"):
+            filled(database, distinct_keys(10), version=1)
+        with pytest.raises(DatabaseTimeoutError, match="deleting 10 keys"):
+            database.delete(TAG, distinct_keys(10))
+        with pytest.raises(DatabaseTimeoutError, match="scanning"):
+            next(database.scan(TAG, 10))
+        assert_holds(database, distinct_keys(10))
+        assert database.size(TAG) == 10
+        assert database.stats(TAG).rows == 10
+    filled(database, distinct_keys(10), version=1)
+    assert_holds(database, distinct_keys(10), version=1)
+
+
+def test_a_reader_of_a_bucket_that_stays_half_written_says_so_and_finds_the_rest():
+    database = filled(HashMapDatabase(timeout_s=0.05), distinct_keys(200))
+    (buckets,) = inspect(database, TAG).segments
+    stuck = int(np.flatnonzero(buckets["mask"])[3])
+    buckets["version"][stuck] += 1
+    out, found = np.full((200, DIM), 3.0, np.float32), np.zeros(200, np.bool_)
+    with pytest.raises(DatabaseTimeoutError, match="half-written"):
+        database.fetch(TAG, distinct_keys(200), out, found)
+    assert 0 < found.sum() < 200
+    np.testing.assert_array_equal(out[found], vectors_of(distinct_keys(200)[found], DIM))
+    assert (out[~found] == 3.0).all()
+    buckets["version"][stuck] += 1
+    assert_holds(database, distinct_keys(200))
+
+
+def test_a_reader_waits_for_a_writer_that_lost_the_processor():
+    database = filled(HashMapDatabase(timeout_s=30), distinct_keys(200))
+    (buckets,) = inspect(database, TAG).segments
+    buckets["version"] += 1
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(fetched, database, TAG, distinct_keys(200), DIM)
+        time.sleep(0.02)
+        buckets["version"] += 1
+        assert answer.result(30)[1].all()
+
+
+# -- concurrency ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", [1, 20, 1000])
+def test_a_vector_waits_for_its_check_in_the_callers_memory(dim):
+    """Not in an array of the kernel's own, which numba would free once its address is taken: others then write there."""
+    database = HashMapDatabase()
+    database.open_table(TAG, dim)
+    keys = distinct_keys(40)
+    database.insert(TAG, keys, vectors_of(keys, dim))
+    out, spare = np.empty((40, dim), np.float32), np.full(dim, np.nan, np.float32)
+    layout = database._tables[TAG]._buckets.layout
+    assert fetch(layout, keys, out, np.zeros(40, np.bool_), spare, 0, 0, 0) == (40, 40, DONE)
+    np.testing.assert_array_equal(spare, out[-1])
+
+
+@pytest.mark.parametrize("dim", [1, 20, 32, 1000])
+@pytest.mark.parametrize("policy", [None, "evict_least_used"])
+@pytest.mark.parametrize("segmented_from", [2, 4096])
+def test_no_vector_is_torn_while_rows_move_from_key_to_key(dim, policy, segmented_from, monkeypatch):
+    """Keys come, change, go and hand their rows on, in growing buckets, while readers check every vector they get."""
+    monkeypatch.setattr(hash_map_memory, "SEGMENTED_FROM", segmented_from)
+    options = {"overflow_margin": 700, "num_partitions": 2, "overflow_policy": policy} if policy else {}
+    database = HashMapDatabase(initial_buckets=1, **options)
+    database.open_table(TAG, dim)
+    rows, rounds = (1500, 60) if dim < 1000 else (500, 20)
+    keys = distinct_keys(rows)
+    versions = np.stack([vectors_of(keys, dim, version) for version in range(rounds)])
+    marks = versions[:, :, 0]  # tells versions of a key apart
+    writing = threading.Event()
+    writing.set()
+
+    def read(seed):
+        rng = np.random.default_rng(seed)
+        checked = 0
+        while writing.is_set() or not checked:
+            picks = rng.integers(0, rows, 400)
+            out, found = np.full((400, dim), -7.0, np.float32), rng.random(400) < 0.1
+            before = found.copy()
+            assert database.fetch(TAG, keys[picks], out, found) == np.count_nonzero(found & ~before)
+            assert (out[~found | before] == -7.0).all(), "a row that was not to be filled was written"
+            new = np.flatnonzero(found & ~before)
+            same = marks[:, picks[new]] == out[new, 0]
+            assert same.any(axis=0).all(), "a vector of another key"
+            np.testing.assert_array_equal(out[new], versions[same.argmax(axis=0), picks[new]])
+            checked += new.size
+        return checked
+
+    with ThreadPoolExecutor(3) as pool:
+        readers = [pool.submit(read, seed) for seed in range(3)]
+        try:
+            rng = np.random.default_rng(99)
+            for version in range(rounds):
+                order = rng.permutation(rows)
+                database.insert(TAG, keys[order], versions[version][order])
+                for part in np.array_split(order, 20):
+                    database.delete(TAG, keys[part])
+                    database.insert(TAG, keys[part[::2]], versions[version][part[::2]])
+        finally:
+            writing.clear()
+        assert all(reader.result(60) > 0 for reader in readers)
+    inspect(database, TAG)
+
+
+@pytest.mark.parametrize("dim", [20, 32, 5000])
+def test_no_vector_is_torn_in_a_bucket_that_is_written_all_the_time(dim):
+    """Eight keys of one bucket are replaced without a pause, and two of them deleted and inserted."""
+    database = HashMapDatabase(initial_buckets=1)
+    database.open_table(TAG, dim)
+    keys = distinct_keys(8)
+    versions = np.stack([vectors_of(keys, dim, version) for version in range(8)])
+    database.insert(TAG, keys, versions[0])
+    writing = threading.Event()
+    writing.set()
+
+    def read(seed):
+        picks = np.random.default_rng(seed).integers(0, 8, 64 if dim > 1000 else 1000)
+        checked = 0
+        while writing.is_set() or not checked:
+            out, found = fetched(database, TAG, keys[picks], dim)
+            assert found[picks < 6].all(), "a key that was never deleted was absent"
+            assert np.isnan(out[~found]).all(), "a row that was not found was written"
+            picked = picks[found]
+            same = versions[:, picked, 0] == out[found][:, 0]
+            np.testing.assert_array_equal(out[found], versions[same.argmax(axis=0), picked])
+            checked += picked.size
+        return checked
+
+    with ThreadPoolExecutor(3) as pool:
+        readers = [pool.submit(read, seed) for seed in range(3)]
+        many = np.tile(keys, 100)
+        try:
+            for version in range(5000 if dim > 1000 else 4000):
+                if dim > 1000:
+                    database.insert(TAG, keys, versions[version % 8])
+                else:  # stay inside one call for long
+                    database.insert(TAG, many, versions[np.arange(800) // 8 % 8, np.arange(800) % 8])
+                database.delete(TAG, keys[6:])
+        finally:
+            writing.clear()
+        assert all(reader.result(60) > 0 for reader in readers)
+
+
+def test_several_writers_take_turns():
+    database = HashMapDatabase(initial_buckets=1)
+    database.open_table(TAG, DIM)
+    keys = distinct_keys(40_000)
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [
+            pool.submit(database.insert, TAG, keys[start::4].copy(), vectors_of(keys[start::4].copy(), DIM))
+            for start in range(4)
+        ]
+        for job in jobs:
+            job.result(60)
+    assert_holds(database, keys)
+    inspect(database, TAG)
+
+
+def test_tables_are_dropped_and_opened_again_under_their_readers():
+    database = HashMapDatabase()
+    keys = distinct_keys(5000)
+    filled(database, keys)
+    done = threading.Event()
+
+    def read():
+        answers = {"all": 0, "some": 0, "unknown": 0}
+        while not done.is_set() or not answers["all"]:
+            out, found = np.zeros((5000, DIM), np.float32), np.zeros(5000, np.bool_)
+            try:
+                count = database.fetch(TAG, keys, out, found)
+            except UnknownTableError:
+                answers["unknown"] += 1
+                continue
+            np.testing.assert_array_equal(out[found], vectors_of(keys[found], DIM))
+            answers["all" if count == 5000 else "some"] += 1
+        return answers
+
+    with ThreadPoolExecutor(2) as pool:
+        readers = [pool.submit(read) for _ in range(2)]
+        for _ in range(100):
+            database.drop_table(TAG)
+            filled(database, keys)
+        done.set()
+        for reader in readers:
+            assert reader.result(60)["all"] > 0
+
+
+def test_a_scan_of_a_closed_database_ends_what_it_began():
+    database = filled(HashMapDatabase(), distinct_keys(100))
+    scan = database.scan(TAG, 10)
+    first = next(scan)[0]
+    database.close()
+    assert first.size + sum(keys.size for keys, _ in scan) == 100
+    with pytest.raises(NotReadyError):
+        database.scan(TAG, 10)
+
+
+def test_configurations_need_only_the_attributes_that_are_read():
+    config = SimpleNamespace(
+        num_partitions=1,
+        allocation_rate=1,
+        overflow_margin=2**64 - 1,
+        overflow_policy="evict_random",
+        overflow_resolution_target=0.8,
+        max_batch_size=1,
+    )
+    assert HashMapDatabase.from_config(config).tags() == []

@@ -1,0 +1,301 @@
+"""Several processes and one Redis: a model is loaded once, by one of them, and by another when that one dies."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from hps.databases.base import LoadRecord
+from hps.databases.redis.database import RedisDatabase
+from hps.databases.rocks_db.database import RocksDatabase
+from hps.errors import DatabaseCorruptError, DatabaseError, NotReadyError, UnknownTableError
+from hps.models.files import CHUNK_BYTES
+from hps.models.writer import write_sparse_model
+from hps.types import TableSpec
+from tests.contracts.database_contract import distinct_keys, fetched, vectors_of
+from tests.servers.redis_server import RedisServer
+from tests.tables.table_loads import load_table, nothing_to_do
+
+pytestmark = pytest.mark.redis
+TABLE = TableSpec("shop", "item", 8, 0.0, 1000)
+TAG, DIM = TABLE.tag, TABLE.dim
+KEYS = distinct_keys(600)
+VECTORS = vectors_of(KEYS, DIM)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with server.client() as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def node(server, client):
+    """Make databases, each as another process would; their table is open."""
+    databases = []
+
+    def make(**settings):
+        databases.append(RedisDatabase(server.address, num_partitions=4, timeout_s=20, read_timeout_s=20, **settings))
+        databases[-1].open_table(TAG, DIM)
+        return databases[-1]
+
+    yield make
+    for database in databases:
+        database.close()
+
+
+@pytest.fixture
+def files(tmp_path):
+    write_sparse_model(tmp_path / "item.model", (KEYS, VECTORS))
+    return str(tmp_path / "item.model")
+
+
+def chunk(database, start, stop, fingerprint="v1", version=0):
+    keys = KEYS[start:stop]
+    database.load_chunk(TAG, keys, vectors_of(keys, DIM, version), LoadRecord(fingerprint, stop, 600))
+
+
+def holds(database, count, version=0):
+    out, found = fetched(database, TAG, KEYS, DIM)
+    assert found.tolist() == [True] * count + [False] * (600 - count)
+    np.testing.assert_array_equal(out[:count], vectors_of(KEYS[:count], DIM, version))
+
+
+def test_one_loads_and_the_others_find_it_loaded(node, client):
+    first, second = node(), node()
+    assert first.claim_load(TAG, "v1", 600) == 0
+    assert second.claim_load(TAG, "v1", 600) is None
+    chunk(first, 0, 300)
+    assert second.claim_load(TAG, "v1", 600) is None
+    chunk(first, 300, 600)
+    first.finish_load(TAG)
+    assert second.claim_load(TAG, "v1", 600) == 600
+    assert node().claim_load(TAG, "v1", 600) == 600
+    holds(second, 600)
+    assert not client.exists(f"hps_et{{{TAG}}}l")
+
+
+def test_waiting_ends_with_the_load(node):
+    first, second = node(), node()
+    first.claim_load(TAG, "v1", 600)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(second.claim_load, TAG, "v1", 600, 20)
+        chunk(first, 0, 600)
+        first.finish_load(TAG)
+        assert waiting.result(20) == 600
+
+
+def test_another_goes_on_when_the_loader_dies(node):
+    first, second = node(lease_s=0.3), node()
+    assert first.claim_load(TAG, "v1", 600) == 0
+    chunk(first, 0, 200)
+    assert second.claim_load(TAG, "v1", 600, wait_s=20) == 200
+    with pytest.raises(DatabaseError, match="another one has taken the load over"):
+        chunk(first, 200, 400)
+    chunk(second, 200, 600)
+    second.finish_load(TAG)
+    holds(second, 600)
+    assert first.claim_load(TAG, "v1", 600) == 600
+
+
+def test_a_loader_that_was_slow_goes_on_where_nobody_took_over(node):
+    first = node(lease_s=0.05)
+    first.claim_load(TAG, "v1", 600)
+    time.sleep(0.2)
+    chunk(first, 0, 600)
+    first.finish_load(TAG)
+    assert node().claim_load(TAG, "v1", 600) == 600
+
+
+def test_the_same_process_may_claim_again_after_a_failure(node):
+    database = node()
+    assert database.claim_load(TAG, "v1", 600) == 0
+    chunk(database, 0, 200)
+    assert database.claim_load(TAG, "v1", 600) == 200
+
+
+def test_another_model_replaces_the_rows(node):
+    first, second = node(), node()
+    first.claim_load(TAG, "v1", 600)
+    chunk(first, 0, 600)
+    first.finish_load(TAG)
+    assert second.claim_load(TAG, "v2", 300) == 0
+    with pytest.raises(UnknownTableError, match="is not what it was"):  # and not 600 absent keys
+        fetched(first, TAG, KEYS, DIM)
+    chunk(second, 0, 200, "v2", version=2)
+    with pytest.raises(UnknownTableError):
+        fetched(first, TAG, KEYS, DIM)
+    assert fetched(first, TAG, KEYS[:200], DIM)[1].all()  # what is there is right already
+    chunk(second, 200, 300, "v2", version=2)
+    second.finish_load(TAG)
+    holds(first, 300, version=2)
+
+
+def test_rows_that_nobody_recorded_stay_and_are_overwritten(node):
+    database = node()
+    database.insert(TAG, KEYS, vectors_of(KEYS, DIM, version=5))
+    assert database.claim_load(TAG, "v1", 100) == 0
+    chunk(database, 0, 100)
+    database.finish_load(TAG)
+    assert database.size(TAG) == 600
+    np.testing.assert_array_equal(fetched(database, TAG, KEYS[:100], DIM)[0], VECTORS[:100])
+
+
+def test_a_larger_share_is_completed_and_a_smaller_one_is_there(node):
+    database = node()
+    database.claim_load(TAG, "v1", 300)
+    chunk(database, 0, 300)
+    database.finish_load(TAG)
+    assert database.claim_load(TAG, "v1", 100) == 100
+    assert database.claim_load(TAG, "v1", 600) == 300
+
+
+def test_a_redis_that_lost_a_partition_is_loaded_from_the_first_row(node, client):
+    database = node()
+    database.claim_load(TAG, "v1", 600)
+    chunk(database, 0, 600)
+    database.finish_load(TAG)
+    client.delete(f"hps_et{{{TAG}/p2}}v", f"hps_et{{{TAG}/p2}}m")
+    again = node()
+    assert again.claim_load(TAG, "v1", 600) == 0
+    chunk(again, 0, 600)
+    again.finish_load(TAG)
+    holds(again, 600)
+    holds(database, 600)
+
+
+def test_a_load_into_a_table_that_is_dropped_meanwhile_fails(node):
+    first, second = node(), node()
+    first.claim_load(TAG, "v1", 600)
+    chunk(first, 0, 300)
+    second.drop_table(TAG)
+    second.open_table(TAG, DIM)
+    with pytest.raises(UnknownTableError):  # or half of the model would be taken for all of it
+        chunk(first, 300, 600)
+    assert first.claim_load(TAG, "v1", 600) == 0
+
+
+def test_a_note_that_cannot_be_read_is_an_error(node, client):
+    database = node()
+    client.hset(f"hps_et{{{TAG}}}m", "loaded", "{}")
+    with pytest.raises(DatabaseCorruptError, match="drop the table"):
+        database.claim_load(TAG, "v1", 600)
+
+
+class TestLoadTable:
+    def test_nodes_that_start_together_load_once(self, node, files, tmp_path, client):
+        nodes = [node() for _ in range(3)]
+        client.config_resetstat()
+        with ThreadPoolExecutor(3) as pool:
+            reports = list(pool.map(lambda database: load_table(TABLE, files, [database]), nodes))
+        assert sorted(load.rows for report in reports for load in report.loads) == [0, 0, 600]
+        for database in nodes:
+            holds(database, 600)
+
+    def test_each_node_fills_its_own_persistent_database_meanwhile(self, node, files, tmp_path):
+        shared = [node(), node()]
+        own = [RocksDatabase(tmp_path / str(i)) for i in range(2)]
+        try:
+            with ThreadPoolExecutor(2) as pool:
+                reports = list(pool.map(lambda i: load_table(TABLE, files, [shared[i], own[i]]), range(2)))
+            assert sorted(report.loads[0].rows for report in reports) == [0, 600]
+            assert [report.loads[1].rows for report in reports] == [600, 600]
+            assert [database.size(TAG) for database in own] == [600, 600]
+        finally:
+            for database in own:
+                database.close()
+
+    def test_a_restarted_node_uses_what_is_there(self, node, files):
+        load_table(TABLE, files, [node()])
+        assert nothing_to_do(load_table(TABLE, files, [node()]))
+
+    def test_a_new_version_replaces_the_old_one(self, node, files):
+        load_table(TABLE, files, [node()])
+        write_sparse_model(files, (KEYS[:400], vectors_of(KEYS[:400], DIM, 1)), overwrite=True)
+        database = node()
+        assert load_table(TABLE, files, [database]).loads[0].rows == 400
+        holds(database, 400, version=1)
+
+    def test_a_node_takes_over_from_one_that_died(self, node, files, caplog):
+        dead = node(lease_s=1.0)
+        fingerprint = load_table(TABLE, files, []).model.fingerprint
+        dead.claim_load(TAG, fingerprint, 600)
+        chunk(dead, 0, 200, fingerprint)
+        survivor = node()
+        report = load_table(TABLE, files, [survivor])
+        assert (report.loads[0].first_row, report.loads[0].last_row) == (200, 600)
+        holds(survivor, 600)
+
+    def test_a_progress_listener_may_end_the_wait(self, node, files):
+        class Stopping:
+            told = 0
+
+            def start(self, tag, rows, size_bytes):
+                assert (tag, rows) == (TAG, 600)
+
+            def advance(self, tag, rows):
+                assert rows == 0
+                self.told += 1
+                if self.told == 2:
+                    raise NotReadyError("the service stops")
+
+            def finish(self, tag):
+                raise AssertionError("it was not loaded")
+
+        loading = node(lease_s=60.0)
+        loading.claim_load(TAG, load_table(TABLE, files, []).model.fingerprint, 600)
+        with pytest.raises(NotReadyError, match="the service stops"):
+            load_table(TABLE, files, [node()], progress=Stopping())
+
+    def test_only_the_configured_share_is_loaded(self, node, files):
+        database = node()
+        load_table(TABLE, files, [database], initial_cache_rate=0.5)
+        holds(database, 300)
+        assert nothing_to_do(load_table(TABLE, files, [node()], initial_cache_rate=0.5))
+
+    def test_the_share_is_of_what_fits(self, node, files):
+        database = node(overflow_margin=40)
+        load_table(TABLE, files, [database], initial_cache_rate=0.5)
+        assert database.size(TAG) <= 80
+        assert fetched(database, TAG, KEYS, DIM)[1][80:].sum() == 0
+
+    def test_a_node_that_keeps_what_is_there_loads_nothing(self, node, files, client):
+        database = node()
+        database.insert(TAG, KEYS[:10], VECTORS[:10])
+        report = load_table(TABLE, files, [], keep=[database])
+        assert nothing_to_do(report)
+        holds(database, 10)
+
+    def test_reading_goes_on_while_a_model_is_loaded_in_chunks(self, node, tmp_path):
+        rows = 2 * CHUNK_BYTES // (8 + 4 * DIM) + 100
+        keys = np.arange(rows, dtype=np.int64)
+        write_sparse_model(tmp_path / "large.model", (keys, vectors_of(keys, DIM)))
+        database, reader = node(), node()
+        done = threading.Event()
+
+        def read():
+            checked = 0
+            while not done.is_set():
+                picks = np.random.default_rng(checked).choice(keys, 500)
+                out, found = fetched(reader, TAG, picks, DIM)
+                np.testing.assert_array_equal(out[found], vectors_of(picks, DIM)[found])
+                checked += int(found.sum())
+            return checked
+
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(read)
+            try:
+                load_table(TABLE, str(tmp_path / "large.model"), [database])
+            finally:
+                done.set()
+            assert reading.result(30) > 0
+        assert database.size(TAG) == rows

@@ -1,0 +1,644 @@
+"""The persistent database: the contract, HugeCTR's layout, loading, read-only serving, and closing."""
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import rocksdict
+
+from hps.databases.base import Database, LoadRecord
+from hps.databases.rocks_db.database import OpenCalls, RocksDatabase
+from hps.databases.rocks_db.engine import Engine
+from hps.databases.rocks_db.load_records import LoadRecords
+from hps.errors import (
+    DatabaseCorruptError,
+    DatabaseError,
+    DatabaseTimeoutError,
+    InvalidInputError,
+    NotReadyError,
+    TableWidthError,
+)
+from hps.registry import implementation
+from tests.contracts.database_contract import DIM, OTHER, TAG, DatabaseContract, bits, distinct_keys, fetched, vectors_of
+from tests.tables.rocks_database import opened
+
+
+def raw(path: Path, tags: list[str], read_only: bool = False) -> rocksdict.Rdict:
+    """The directory as anybody else opens it, with RocksDB's own settings."""
+    options = rocksdict.Options(raw_mode=True)
+    access = rocksdict.AccessType.read_only(False) if read_only else rocksdict.AccessType.read_write()
+    return rocksdict.Rdict(str(path), options, dict.fromkeys(["default", *tags], options), access)
+
+
+def raw_items(path: Path, tag: str) -> dict[bytes, bytes]:
+    """All rows of a table, read beside the database under test."""
+    other = raw(path, rocksdict.Rdict.list_cf(str(path))[1:], read_only=True)
+    rows = dict(other.get_column_family(tag).items())
+    other.close()
+    return rows
+
+
+def as_hugectr_writes(path: Path, tag: str, rows: dict[bytes, bytes]) -> None:
+    """A database without anything of ours: no record, no seal, and not even the settings file of the binding."""
+    other = raw(path, [])
+    family = other.create_column_family(tag, rocksdict.Options(raw_mode=True))
+    for key, value in rows.items():
+        family[key] = value
+    family.close()
+    other.close()
+    (path / "rocksdict-config.json").unlink()
+
+
+def contents(path: Path) -> dict[str, tuple[int, bytes]]:
+    return {entry.name: (entry.stat().st_mtime_ns, entry.read_bytes()) for entry in path.iterdir() if entry.is_file()}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "rocksdb"
+
+
+@pytest.fixture
+def database(path: Path) -> Iterator[RocksDatabase]:
+    database = RocksDatabase(path)
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def table(database: RocksDatabase) -> RocksDatabase:
+    """A database with the table TAG open."""
+    database.open_table(TAG, DIM)
+    return database
+
+
+class TestRocksDatabase(DatabaseContract):
+    @pytest.fixture
+    def database(self, path: Path) -> Iterator[RocksDatabase]:
+        database = RocksDatabase(path)
+        yield database
+        database.close()
+
+    def raw_rows(self, database: Database, tag: str) -> dict[int, bytes]:
+        assert isinstance(database, RocksDatabase)
+        rows = raw_items(database.path, tag)
+        return {int.from_bytes(key, "little", signed=True): value for key, value in rows.items()}
+
+
+# -- layout ------------------------------------------------------------------------------------------------------------
+
+KEYS = np.array([1, -2, 0x0102030405060708], np.int64)
+VECTORS = np.array([[1.0, -2.0], [0.5, 3.0], [-0.0, np.inf]], np.float32)
+HUGECTR_ROWS = {
+    bytes.fromhex("0100000000000000"): bytes.fromhex("0000803f000000c0"),
+    bytes.fromhex("feffffffffffffff"): bytes.fromhex("0000003f00004040"),
+    bytes.fromhex("0807060504030201"): bytes.fromhex("000000800000807f"),
+}
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_rows_are_laid_out_as_hugectr_lays_them_out(database: RocksDatabase, bulk: bool):
+    database.open_table(TAG, 2)
+    if bulk:
+        database.load_chunk(TAG, KEYS, VECTORS, LoadRecord("x", 3, 3))
+        database.finish_load(TAG)
+    else:
+        database.insert(TAG, KEYS, VECTORS)
+    database.close()
+    other = raw(database.path, [TAG])  # fails where there are other column families
+    assert dict(other.get_column_family(TAG).items()) == HUGECTR_ROWS
+
+
+def test_rows_that_hugectr_wrote_are_read(path: Path):
+    as_hugectr_writes(path, TAG, HUGECTR_ROWS)
+    database = RocksDatabase(path)
+    assert database.tags() == [TAG]
+    database.open_table(TAG, 2)
+    out, found = fetched(database, TAG, KEYS, 2)
+    assert found.all()
+    np.testing.assert_array_equal(bits(out), bits(VECTORS))
+    assert database.load_record(TAG) is None
+    database.close()
+
+
+def test_a_table_that_hugectr_wrote_can_be_changed_and_read_by_it_again(path: Path):
+    as_hugectr_writes(path, TAG, HUGECTR_ROWS)
+    with opened(path, 2) as with_close:
+        with_close.insert(TAG, KEYS[:1], VECTORS[2:])
+        with_close.delete(TAG, KEYS[1:2])
+    first, _, last = HUGECTR_ROWS
+    assert raw_items(path, TAG) == {first: HUGECTR_ROWS[last], last: HUGECTR_ROWS[last]}
+
+
+def test_what_is_loaded_is_remembered_outside_the_tables(database: RocksDatabase):
+    database.open_table(TAG, 2)
+    database.load_chunk(TAG, KEYS, VECTORS, LoadRecord("x", 3, 9))
+    assert list(raw_items(database.path, "default")) == [b"hps-server/load/" + TAG.encode()]
+    assert raw_items(database.path, TAG) == HUGECTR_ROWS
+
+
+def test_tables_with_32_bit_keys_are_refused_by_name(path: Path):
+    as_hugectr_writes(path, TAG, {b"\1\0\0\0": bytes(8)})
+    database = RocksDatabase(path)
+    with pytest.raises(DatabaseCorruptError, match=rf"(?s){TAG}.*key of 4 bytes.*32-bit"):
+        database.open_table(TAG, 2)
+    database.close()
+
+
+# -- widths ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stored_table_is_not_opened_with_another_width(path: Path):
+    as_hugectr_writes(path, TAG, HUGECTR_ROWS)
+    database = RocksDatabase(path)
+    with pytest.raises(TableWidthError, match=rf"(?s)(?=.*{TAG})(?=.*\b2\b)(?=.*\b3\b)"):
+        database.open_table(TAG, 3)
+    database.open_table(TAG, 2)
+    database.close()
+
+
+def test_a_stored_table_without_rows_is_opened_with_any_width(path: Path):
+    for dim in (2, 3):
+        database = RocksDatabase(path)
+        database.open_table(TAG, dim)
+        database.close()
+
+
+@pytest.mark.parametrize("value", [b"", b"\0" * 4, b"\0" * 7, b"\0" * 12])
+def test_a_value_of_another_size_is_corrupt_and_its_key_and_table_are_named(path: Path, value: bytes):
+    rows = {key.to_bytes(8, "little", signed=True): bytes(8) for key in range(500)}
+    as_hugectr_writes(path, TAG, {**rows, (77).to_bytes(8, "little"): value})
+    with opened(path, 2) as database:
+        keys = np.concatenate([np.arange(500), [999]])
+        found = np.zeros(501, np.bool_)
+        with pytest.raises(
+            DatabaseCorruptError, match=rf"(?s){TAG}.*key 77 has a vector of {len(value)} bytes, expected .* 8 bytes"
+        ):
+            database.fetch(TAG, keys, np.empty((501, 2), np.float32), found)
+        with pytest.raises(DatabaseCorruptError, match=rf"{TAG}.*key 77 "):
+            list(database.scan(TAG, 100))
+        _, found = fetched(database, TAG, keys[keys != 77], 2)
+        assert found.sum() == 499
+        database.insert(TAG, np.array([77]), np.ones((1, 2), np.float32))  # the cure that the message names
+        assert fetched(database, TAG, keys, 2)[0][77].tolist() == [1, 1]
+
+
+def test_short_and_long_values_that_make_up_for_each_other_are_seen(path: Path):
+    rows = {key.to_bytes(8, "little"): bytes(8) for key in range(10)}
+    as_hugectr_writes(path, TAG, {**rows, (5).to_bytes(8, "little"): bytes(4), (6).to_bytes(8, "little"): bytes(12)})
+    with opened(path, 2) as database, pytest.raises(DatabaseCorruptError, match="key 5 "):
+        fetched(database, TAG, np.arange(10), 2)
+
+
+def test_the_name_of_the_engines_own_family_is_no_tag(database: RocksDatabase):
+    with pytest.raises(InvalidInputError, match="default"):
+        database.open_table("default", 2)
+    database.drop_table("default")
+    database.open_table(TAG, 2)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 7, 5000])
+def test_batches_do_not_show(path: Path, max_batch_size: int):
+    with opened(path, max_batch_size=max_batch_size) as database:
+        keys = distinct_keys(6000 if max_batch_size > 7 else 60)
+        half = keys.size // 2
+        database.insert(TAG, keys[:half], vectors_of(keys[:half], DIM))
+        out, found = fetched(database, TAG, keys, DIM)
+        np.testing.assert_array_equal(found, np.arange(keys.size) < half)
+        np.testing.assert_array_equal(out[:half], vectors_of(keys[:half], DIM))
+        assert database.delete(TAG, keys) == half
+
+
+def test_a_block_cache_can_be_had(path: Path):
+    with opened(path, block_cache_bytes=1 << 20) as database:
+        keys = distinct_keys(30_000)
+        database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", keys.size, keys.size))
+        for _ in range(2):
+            np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors_of(keys, DIM))
+
+
+def test_large_tables_are_estimated_and_small_ones_counted(database: RocksDatabase):
+    database.open_table(TAG, 1)
+    keys = np.arange(150_000)
+    for _ in range(2):  # rows that were replaced count twice until the files are merged
+        database.load_chunk(TAG, keys, np.ones((keys.size, 1), np.float32), LoadRecord("x", 1, 1))
+    assert database.size(TAG) >= 150_000
+    database.finish_load(TAG)
+    assert database.size(TAG) == 150_000
+    database.delete(TAG, keys[1000:])
+    assert database.size(TAG) == 1000
+
+
+def test_a_scan_of_many_engine_pieces_is_whole(database: RocksDatabase):
+    database.open_table(TAG, 4)
+    keys = distinct_keys(30_000)
+    database.load_chunk(TAG, keys[:20_000], vectors_of(keys[:20_000], 4), LoadRecord("x", 1, 1))
+    database.insert(TAG, keys[20_000:], vectors_of(keys[20_000:], 4))
+    for chunk_rows in (9_999, 100_000):
+        chunks = list(database.scan(TAG, chunk_rows))
+        scanned = np.concatenate([chunk[0] for chunk in chunks])
+        assert [chunk[0].size for chunk in chunks] == [min(chunk_rows, left) for left in range(30_000, 0, -chunk_rows)]
+        np.testing.assert_array_equal(np.sort(scanned), np.sort(keys))
+        np.testing.assert_array_equal(np.concatenate([chunk[1] for chunk in chunks]), vectors_of(scanned, 4))
+        assert all(array.flags.c_contiguous and array.flags.owndata for chunk in chunks for array in chunk)
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def test_later_chunks_win_over_earlier_ones_and_over_inserts(path: Path):
+    with opened(path) as database:
+        keys = distinct_keys(4000)
+        database.insert(TAG, keys, vectors_of(keys, DIM, 0))
+        for version in range(1, 7):  # each replaces a smaller part of the same keys
+            part = keys[: 4000 - 600 * version]
+            database.load_chunk(TAG, part, vectors_of(part, DIM, version), LoadRecord("x", version, 7))
+        database.insert(TAG, keys[:100], vectors_of(keys[:100], DIM, 9))
+        wanted = vectors_of(keys, DIM, 0)
+        for version in range(1, 7):
+            wanted[: 4000 - 600 * version] = vectors_of(keys[: 4000 - 600 * version], DIM, version)
+        wanted[:100] = vectors_of(keys[:100], DIM, 9)
+        np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], wanted)
+        database.finish_load(TAG)
+        np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], wanted)
+    with opened(path) as again:
+        np.testing.assert_array_equal(fetched(again, TAG, keys, DIM)[0], wanted)
+        assert again.load_record(TAG) == LoadRecord("x", 6, 7, modified=True)
+
+
+def test_a_finished_load_lies_in_merged_files(table: RocksDatabase):
+    for part in range(6):
+        keys = distinct_keys(1000, seed=part)
+        table.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", part, 6))
+    family = table._engine.family(TAG)
+    assert table._engine.figure(family, "num-files-at-level0") >= 5
+    table.finish_load(TAG)
+    assert table._engine.figure(family, "num-files-at-level0") == 0
+
+
+def test_a_long_load_merges_before_it_runs_out_of_open_files(table: RocksDatabase, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hps.databases.rocks_db.engine._LOAD_FILES", 3)
+    keys = distinct_keys(2000)
+    family = table._engine.family(TAG)
+    most = 0
+    for part in range(10):
+        rows = slice(100 * part, 2000 - 100 * part)
+        table.load_chunk(TAG, keys[rows], vectors_of(keys[rows], DIM, part), LoadRecord("x", part, 10))
+        most = max(most, table._engine.figure(family, "num-files-at-level0"))
+    assert most == 3
+    wanted = np.stack([vectors_of(keys, DIM, part) for part in range(10)])
+    places = np.arange(2000)
+    newest = np.minimum(np.minimum(places, 1999 - places) // 100, 9)
+    np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], wanted[newest, places])
+
+
+def test_a_small_table_is_merged_into_files_for_several_threads(table: RocksDatabase, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hps.databases.rocks_db.engine._FILE_BYTES", (16 << 10, 256 << 20))
+    keys = distinct_keys(40_000)
+    for part in np.array_split(keys, 4):
+        table.load_chunk(TAG, part, vectors_of(part, DIM), LoadRecord("x", 1, 1))
+    table.finish_load(TAG)
+    assert 4 <= len(list(table.path.glob("*.sst"))) <= 64
+    np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], vectors_of(keys, DIM))
+
+
+def test_files_are_not_merged_where_the_disk_has_no_room_for_it(
+    table: RocksDatabase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10))
+    keys = distinct_keys(1000)
+    for version in range(3):
+        table.load_chunk(TAG, keys, vectors_of(keys, DIM, version), LoadRecord("x", 1, 1))
+    table.finish_load(TAG)
+    assert "10 bytes free" in caplog.text
+    np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], vectors_of(keys, DIM, 2))
+
+
+def test_an_empty_chunk_only_moves_the_record(table: RocksDatabase):
+    table.load_chunk(TAG, np.empty(0, np.int64), np.empty((0, DIM), np.float32), LoadRecord("x", 0, 0))
+    assert table.load_record(TAG) == LoadRecord("x", 0, 0)
+    table.finish_load(TAG)
+    assert table.size(TAG) == 0
+
+
+def test_a_damaged_record_is_corrupt_and_dropping_the_table_cures_it(path: Path):
+    as_hugectr_writes(path, TAG, HUGECTR_ROWS)
+    other = raw(path, [TAG])
+    other[b"hps-server/load/" + TAG.encode()] = b'{"fingerprint": "x"}'
+    other.close()
+    with opened(path, 2) as database:
+        with pytest.raises(DatabaseCorruptError, match=rf"(?s)record of table {TAG}.*drop the table"):
+            database.load_record(TAG)
+        database.drop_table(TAG)
+        database.open_table(TAG, 2)
+        assert database.load_record(TAG) is None
+
+
+@pytest.mark.parametrize("change", ["insert", "delete"])
+def test_a_change_marks_the_record_for_good_and_the_rest_of_the_load_keeps_the_mark(path: Path, change: str):
+    keys = distinct_keys(300)
+    with opened(path) as database:
+        database.insert(TAG, keys, vectors_of(keys, DIM))  # before any load there is nothing to mark
+        assert database.load_record(TAG) is None
+        database.load_chunk(TAG, keys[:100], vectors_of(keys[:100], DIM), LoadRecord("x", 100, 300))
+        assert database.load_record(TAG) == LoadRecord("x", 100, 300)
+        if change == "insert":
+            database.insert(TAG, keys[:1], vectors_of(keys[:1], DIM, 1))
+        else:
+            database.delete(TAG, keys[:1])
+        assert database.load_record(TAG) == LoadRecord("x", 100, 300, modified=True)
+        database.load_chunk(TAG, keys[100:], vectors_of(keys[100:], DIM), LoadRecord("x", 300, 300))
+        assert database.load_record(TAG) == LoadRecord("x", 300, 300, modified=True)
+        database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("y", 300, 300))
+        assert database.load_record(TAG) == LoadRecord("y", 300, 300)
+    with opened(path) as again:
+        again.insert(TAG, keys[:1], vectors_of(keys[:1], DIM, 1))
+        assert again.load_record(TAG) == LoadRecord("y", 300, 300, modified=True)
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def killed(*_: object) -> None:
+    raise Killed
+
+
+def reopened(database: RocksDatabase) -> RocksDatabase:
+    path = database.path
+    database.close()
+    database = RocksDatabase(path)
+    database.open_table(TAG, DIM)
+    return database
+
+
+def test_rows_that_were_killed_before_their_record_are_no_whole_table(path: Path, monkeypatch: pytest.MonkeyPatch):
+    database = RocksDatabase(path)
+    database.open_table(TAG, DIM)
+    keys = distinct_keys(100)
+    advance = LoadRecords.advance
+
+    def kill_before_the_rows_count(self: LoadRecords, tag: str, record: LoadRecord) -> LoadRecord:
+        return killed() if record.rows_done else advance(self, tag, record)
+
+    monkeypatch.setattr(LoadRecords, "advance", kill_before_the_rows_count)
+    with pytest.raises(Killed):
+        database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", 100, 100, checksum="12345678"))
+    database = reopened(database)
+    assert fetched(database, TAG, keys, DIM)[1].all()
+    assert database.load_record(TAG) == LoadRecord("x", 0, 100)
+    database.close()
+
+
+@pytest.mark.parametrize("when", ["drop", "remove"])
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_drop_that_was_killed_is_completed_at_the_next_opening(
+    path: Path, monkeypatch: pytest.MonkeyPatch, when: str, loaded: bool
+):
+    database = RocksDatabase(path)
+    keys = distinct_keys(100)
+    for tag in (TAG, "other"):
+        database.open_table(tag, DIM)
+        if loaded:
+            database.load_chunk(tag, keys, vectors_of(keys, DIM), LoadRecord("x", 100, 100))
+        else:
+            database.insert(tag, keys, vectors_of(keys, DIM))
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine if when == "drop" else LoadRecords, when, killed)
+        with pytest.raises(Killed):
+            database.drop_table(TAG)
+    database.close()
+    if when == "drop":
+        reader = RocksDatabase(path, read_only=True)  # cannot complete it, and must not take it for whole
+        reader.open_table(TAG, DIM)
+        record = reader.load_record(TAG)
+        assert record is not None
+        assert not record.complete
+        reader.close()
+    database = RocksDatabase(path)
+    assert database.tags() == ["other"]
+    database.open_table(TAG, DIM + 1)
+    database.open_table("other", DIM)
+    assert database.load_record(TAG) is None
+    assert database.load_record("other") == (LoadRecord("x", 100, 100) if loaded else None)
+    assert fetched(database, "other", keys, DIM)[1].all()
+    database.close()
+
+
+def test_files_of_a_killed_load_are_removed_at_the_next_opening(path: Path):
+    RocksDatabase(path).close()
+    (path / "hps-ingest" / "3.sst").write_bytes(b"half a file")
+    (path / "hps-ingest" / "sub").mkdir()
+    RocksDatabase(path).close()
+    assert list((path / "hps-ingest").iterdir()) == []
+
+
+def test_a_load_leaves_no_staged_file(table: RocksDatabase):
+    keys = distinct_keys(100)
+    for _ in range(3):
+        table.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", 1, 1))
+    assert list((table.path / "hps-ingest").iterdir()) == []
+
+
+# -- read only ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def filled(path: Path) -> Path:
+    with opened(path) as database:
+        keys = distinct_keys(3000)
+        database.load_chunk(TAG, keys[:2000], vectors_of(keys[:2000], DIM), LoadRecord("x", 2000, 2000))
+        database.finish_load(TAG)
+        database.insert(TAG, keys[2000:], vectors_of(keys[2000:], DIM))  # in the write-ahead log alone
+    return path
+
+
+def test_read_only_serves_and_writes_nothing(filled: Path):
+    before = contents(filled)
+    with opened(filled, read_only=True) as database:
+        keys, vectors = distinct_keys(3000), vectors_of(distinct_keys(3000), DIM)
+        np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors)
+        assert database.size(TAG) == 3000
+        assert sum(chunk.size for chunk, _ in database.scan(TAG, 700)) == 3000
+        assert database.load_record(TAG) == LoadRecord("x", 2000, 2000, modified=True)
+        calls = [
+            lambda: database.insert(TAG, keys, vectors),
+            lambda: database.delete(TAG, keys),
+            lambda: database.load_chunk(TAG, keys, vectors, LoadRecord("y", 1, 1)),
+            lambda: database.finish_load(TAG),
+            lambda: database.drop_table(TAG),
+        ]
+        for call in calls:
+            with pytest.raises(DatabaseError, match=rf"{TAG}.*{filled}.*read_only"):
+                call()
+        with pytest.raises(DatabaseError, match=rf"{OTHER}.*read_only.*there are: {TAG}"):
+            database.open_table(OTHER, DIM)
+        assert fetched(database, TAG, keys, DIM)[1].all()
+    assert contents(filled) == before
+
+
+def test_read_only_serves_beside_a_writer(filled: Path):
+    keys = distinct_keys(3000)
+    writer = RocksDatabase(filled)
+    reader = RocksDatabase(filled, read_only=True)
+    writer.open_table(TAG, DIM)
+    reader.open_table(TAG, DIM)
+    writer.insert(TAG, keys, vectors_of(keys, DIM, 1))
+    writer.load_chunk(TAG, keys, vectors_of(keys, DIM, 2), LoadRecord("y", 3000, 3000))
+    writer.finish_load(TAG)  # removes the files that the reader reads
+    np.testing.assert_array_equal(fetched(reader, TAG, keys, DIM)[0], vectors_of(keys, DIM))
+    later = RocksDatabase(filled, read_only=True)
+    later.open_table(TAG, DIM)
+    np.testing.assert_array_equal(fetched(later, TAG, keys, DIM)[0], vectors_of(keys, DIM, 2))
+    for each in (reader, later, writer):
+        each.close()
+
+
+def test_read_only_leaves_nothing_behind(filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    views = tmp_path / "views"
+    views.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(views))
+    database = RocksDatabase(filled, read_only=True)
+    assert list(views.iterdir()) != []
+    database.close()
+    assert list(views.iterdir()) == []
+
+
+def test_read_only_of_no_database_is_refused_and_makes_none(path: Path):
+    with pytest.raises(DatabaseError, match=rf"{path}.*read_only.*no database"):
+        RocksDatabase(path, read_only=True)
+    assert not path.exists()
+
+
+# -- opening and closing -----------------------------------------------------------------------------------------------
+
+
+def test_the_registry_opens_what_the_configuration_says(path: Path):
+    config = SimpleNamespace(path=str(path), num_threads=2, read_only=False, max_batch_size=10)
+    database = implementation("database", "rocks_db").from_config(config)
+    assert isinstance(database, RocksDatabase)
+    assert (database.path, database.kind) == (path, "rocks_db")
+    database.close()
+    config.read_only = True
+    read_only = RocksDatabase.from_config(config)
+    assert read_only.read_only
+    read_only.close()
+
+
+def test_a_closed_database_can_be_opened_again_in_the_same_process(path: Path):
+    keys = distinct_keys(100)
+    for version in range(3):
+        database = RocksDatabase(path)
+        database.open_table(TAG, DIM)
+        if version:
+            np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors_of(keys, DIM, version - 1))
+        database.insert(TAG, keys, vectors_of(keys, DIM, version))
+        half_way = database.scan(TAG, 10)
+        next(half_way)  # must not keep the directory locked
+        database.close()
+        with pytest.raises(NotReadyError):
+            next(half_way)
+
+
+def test_a_closed_database_says_so_of_every_loading_call(table: RocksDatabase):
+    table.close()
+    keys = distinct_keys(4)
+    calls = [
+        lambda: table.load_record(TAG),
+        lambda: table.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", 4, 4)),
+        lambda: table.finish_load(TAG),
+    ]
+    for call in calls:
+        with pytest.raises(NotReadyError, match=str(table.path)):
+            call()
+
+
+def test_closing_while_others_read_and_write_ends_them_with_an_error(path: Path):
+    database = RocksDatabase(path)
+    database.open_table(TAG, DIM)
+    keys = distinct_keys(20_000)
+    vectors = vectors_of(keys, DIM)
+    database.insert(TAG, keys, vectors)
+    started = threading.Barrier(5)
+
+    def use(work) -> int:
+        calls = 0
+        started.wait(30)
+        while True:
+            try:
+                work()
+            except NotReadyError:
+                return calls
+            calls += 1
+
+    def fetch() -> None:
+        np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors)
+
+    def scan() -> None:
+        assert sum(chunk.size for chunk, _ in database.scan(TAG, 3000)) == 20_000
+
+    with ThreadPoolExecutor(4) as pool:
+        users = [pool.submit(use, work) for work in (fetch, fetch, scan, lambda: database.insert(TAG, keys, vectors))]
+        started.wait(30)
+        threading.Event().wait(0.3)
+        database.close()
+        assert sum(user.result(60) for user in users) > 0
+    with opened(path) as again:
+        assert again.size(TAG) == 20_000
+
+
+def test_closing_waits_for_calls_under_way_but_not_for_ever():
+    calls = OpenCalls("the database /x")
+    with calls:
+        with pytest.raises(DatabaseTimeoutError, match=r"/x: calls still running after 0\.01 s: 1;"):
+            calls.close(0.01)
+        with pytest.raises(NotReadyError), calls:
+            pass
+    calls.close(0.01)
+
+
+def test_writes_that_rocksdb_holds_back_end_in_a_timeout_and_then_go_on(path: Path):
+    with opened(path, write_timeout_s=0.05) as database:
+        family = database._engine.family(TAG)
+        family.set_options({"disable_auto_compactions": "false", "level0_file_num_compaction_trigger": "1000"})
+        family.set_options({"level0_slowdown_writes_trigger": "1", "level0_stop_writes_trigger": "2"})
+        keys = distinct_keys(100)
+        for _ in range(2):
+            database.insert(TAG, keys, vectors_of(keys, DIM))
+            family.flush()
+            if database._engine.figure(family, "is-write-stopped"):
+                break
+        with pytest.raises(DatabaseTimeoutError, match=rf"{TAG}.*Write stall"):
+            database.insert(TAG, keys, vectors_of(keys, DIM, 1))
+        np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors_of(keys, DIM))
+        release = threading.Timer(
+            0.02, lambda: family.set_options({"level0_slowdown_writes_trigger": "1000", "level0_stop_writes_trigger": "1000"})
+        )
+        release.start()
+        database.insert(TAG, keys, vectors_of(keys, DIM, 2))
+        release.join()
+        np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors_of(keys, DIM, 2))
+
+
+def test_only_one_table_is_made_of_many_threads_opening_it(database: RocksDatabase):
+    with ThreadPoolExecutor(8) as pool:
+        for opened in [pool.submit(database.open_table, f"hps_et.m.{i % 3}", DIM) for i in range(48)]:
+            opened.result(60)
+    assert database.tags() == ["hps_et.m.0", "hps_et.m.1", "hps_et.m.2"]
+
+
+def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with opened("here/rocksdb") as database:
+        os.chdir("/")
+        keys = distinct_keys(10)
+        database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", 10, 10))
+    assert len(raw_items(tmp_path / "here" / "rocksdb", TAG)) == 10

@@ -1,0 +1,241 @@
+import threading
+
+import numpy as np
+import pytest
+
+from hps.errors import DatabaseError
+from hps.lookup.chain import DatabaseChain
+from hps.lookup.circuit_breaker import CircuitBreaker
+from hps.metrics import Metrics
+from hps.types import TableSpec
+from tests.fakes.faulty_database import FaultyDatabase
+from tests.fakes.memory_database import MemoryDatabase
+
+TABLE = TableSpec("model", "table", 4, 0.5, 1000)
+
+
+def vectors_of(keys, version=0):
+    return np.asarray(keys, np.float32)[:, None] + np.float32(version) / 8 + np.arange(4, dtype=np.float32) / 1024
+
+
+class Host:
+    """A chain over two databases that fail on command, and what is in them."""
+
+    def __init__(self, volatile=True, persistent=True, promote=False):
+        self.volatile = FaultyDatabase(MemoryDatabase()) if volatile else None
+        self.persistent = FaultyDatabase(MemoryDatabase()) if persistent else None
+        self.metrics = Metrics()
+        self.chain = DatabaseChain(
+            self.volatile,
+            self.persistent,
+            metrics=self.metrics,
+            promote=promote,
+            breaker=lambda: CircuitBreaker(failures=10**9),
+            modification_timeout_s=5,
+        )
+        self.chain.open_table(TABLE)
+
+    def put(self, database, keys, version=0):
+        keys = np.asarray(keys, np.int64)
+        database.inner.insert(TABLE.tag, keys, vectors_of(keys, version))
+
+    def fetch(self, keys):
+        keys = np.asarray(keys, np.int64)
+        out = np.full((keys.size, 4), -1, np.float32)
+        found = np.zeros(keys.size, np.bool_)
+        count = self.chain.fetch(TABLE, keys, out, found)
+        assert count == found.sum()
+        return out, found
+
+    def resident(self, database):
+        keys = np.sort(np.concatenate([np.empty(0, np.int64), *(keys for keys, _ in database.inner.scan(TABLE.tag, 100))]))
+        return keys.tolist()
+
+
+@pytest.fixture
+def host():
+    host = Host()
+    yield host
+    host.chain.close()
+
+
+def test_volatile_answers_first_and_persistent_only_what_is_missing(host):
+    host.put(host.volatile, [1, 2], version=1)
+    host.put(host.persistent, [1, 2, 3], version=0)
+    out, found = host.fetch([1, 2, 3, 4])
+    assert found.tolist() == [True, True, True, False]
+    np.testing.assert_array_equal(out[:2], vectors_of([1, 2], 1))
+    np.testing.assert_array_equal(out[2:3], vectors_of([3], 0))
+    np.testing.assert_array_equal(out[3], -1)
+
+
+def test_persistent_is_not_asked_when_nothing_is_missing(host):
+    host.put(host.volatile, [1])
+    host.fetch([1, 1])
+    assert "fetch" not in host.persistent.calls
+
+
+def test_rows_found_before_the_call_are_left_alone(host):
+    host.put(host.persistent, [1, 2])
+    out = np.full((2, 4), 7, np.float32)
+    found = np.array([True, False])
+    assert host.chain.fetch(TABLE, np.array([1, 2]), out, found) == 1
+    np.testing.assert_array_equal(out[0], 7)
+
+
+def test_failed_volatile_database_is_skipped_when_the_persistent_one_answers(host):
+    host.put(host.persistent, [1])
+    host.volatile.failing = {"fetch"}
+    out, found = host.fetch([1, 9])
+    assert found.tolist() == [True, False]
+    np.testing.assert_array_equal(out[:1], vectors_of([1]))
+
+
+def test_failed_persistent_database_is_an_error_and_not_an_absent_key(host):
+    host.put(host.volatile, [1])
+    host.persistent.failing = {"fetch"}
+    with pytest.raises(DatabaseError):
+        host.fetch([1, 2])
+    assert host.fetch([1])[1].all()
+
+
+def test_failed_volatile_database_without_a_persistent_one_is_an_error():
+    host = Host(persistent=False)
+    host.volatile.failing = {"fetch"}
+    with pytest.raises(DatabaseError):
+        host.fetch([1])
+
+
+def test_table_that_was_dropped_from_the_volatile_database_is_opened_again(host):
+    host.put(host.volatile, [1], version=1)
+    host.put(host.persistent, [1, 2])
+    host.volatile.drop_table(TABLE.tag)  # by another process, or with all that a shared server had
+    out, found = host.fetch([1, 2])
+    assert found.all()
+    np.testing.assert_array_equal(out, vectors_of([1, 2]))
+    assert host.metrics.registry.get_sample_value("hps_tier_errors_total", {"tier": "volatile_db"}) == 0
+    assert host.resident(host.volatile) == []
+
+
+def test_table_that_was_dropped_from_the_only_database_is_an_error():
+    host = Host(persistent=False)
+    host.put(host.volatile, [1])
+    host.volatile.drop_table(TABLE.tag)
+    for _ in range(2):
+        with pytest.raises(DatabaseError, match=TABLE.tag):
+            host.fetch([1])
+    host.chain.close()
+
+
+def test_without_databases_every_key_is_absent():
+    host = Host(volatile=False, persistent=False)
+    assert not host.fetch([1, 2])[1].any()
+
+
+def test_open_breaker_stops_asking_the_volatile_database_and_a_probe_brings_it_back():
+    class Clock:
+        now = 0.0
+
+        def __call__(self):
+            return self.now
+
+    clock = Clock()
+    volatile, persistent = FaultyDatabase(MemoryDatabase()), FaultyDatabase(MemoryDatabase())
+    chain = DatabaseChain(
+        volatile, persistent, metrics=Metrics(), breaker=lambda: CircuitBreaker(failures=2, open_s=1, clock=clock)
+    )
+    chain.open_table(TABLE)
+    persistent.inner.insert(TABLE.tag, np.array([1]), vectors_of([1]))
+    volatile.failing = {"fetch"}
+
+    def fetch():
+        found = np.zeros(1, np.bool_)
+        chain.fetch(TABLE, np.array([1]), np.empty((1, 4), np.float32), found)
+        return bool(found[0])
+
+    assert all(fetch() for _ in range(5))
+    assert volatile.calls["fetch"] == 2
+    volatile.failing = set()
+    clock.now = 1.5
+    assert all(fetch() for _ in range(3))
+    assert volatile.calls["fetch"] == 5
+
+
+def test_only_vectors_that_exist_are_promoted():
+    host = Host(promote=True)
+    host.put(host.persistent, [1, 2])
+    host.fetch([1, 2, 3])
+    assert host.chain.drain(10)
+    assert host.resident(host.volatile) == [1, 2]
+    host.chain.close()
+
+
+def test_nothing_is_promoted_when_promotion_is_off(host):
+    host.put(host.persistent, [1])
+    host.fetch([1])
+    assert host.chain.drain(10)
+    assert host.resident(host.volatile) == []
+
+
+def test_promotion_of_a_vector_read_before_an_update_is_dropped():
+    host = Host(promote=True)
+    host.put(host.persistent, [1], version=0)
+    host.persistent.gate_late = threading.Event()
+    thread = threading.Thread(target=host.fetch, args=([1],))
+    thread.start()
+    assert host.persistent.entered.acquire(timeout=10)
+    host.chain.insert(TABLE, np.array([1]), vectors_of([1], 1), lambda written: None)
+    host.persistent.gate_late.set()
+    thread.join(10)
+    assert host.chain.drain(10)
+    np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 1))
+    host.chain.close()
+
+
+def test_insert_reaches_both_databases_and_reports_success_to_the_caches(host):
+    told = []
+    host.chain.insert(TABLE, np.array([5]), vectors_of([5]), told.append)
+    assert told == [True]
+    assert host.resident(host.volatile) == host.resident(host.persistent) == [5]
+
+
+def test_insert_whose_volatile_write_fails_never_shows_the_old_vector_again(host):
+    host.put(host.volatile, [1], version=0)
+    host.put(host.persistent, [1], version=0)
+    host.volatile.failing = {"insert"}
+    host.chain.insert(TABLE, np.array([1]), vectors_of([1], 1), lambda written: None)
+    assert host.chain.quarantined == [TABLE.tag]
+    host.volatile.failing = {"drop_table"}
+    np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 1))
+    host.volatile.failing = set()
+    np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 1))
+    assert host.chain.quarantined == []
+    assert host.resident(host.volatile) == []
+
+
+def test_insert_that_fails_below_raises_and_forgets_the_key_above(host):
+    told = []
+    host.put(host.volatile, [1], version=0)
+    host.put(host.persistent, [1], version=0)
+    host.persistent.failing = {"insert"}
+    with pytest.raises(DatabaseError):
+        host.chain.insert(TABLE, np.array([1]), vectors_of([1], 1), told.append)
+    assert told == [False]
+    np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 0))
+    assert host.resident(host.volatile) == []
+
+
+def test_delete_removes_the_key_from_both_databases(host):
+    host.put(host.volatile, [1, 2])
+    host.put(host.persistent, [1, 2])
+    host.chain.delete(TABLE, np.array([1]), lambda written: None)
+    assert host.fetch([1, 2])[1].tolist() == [False, True]
+
+
+def test_hits_and_misses_are_counted_per_tier(host):
+    host.put(host.volatile, [1])
+    host.put(host.persistent, [1, 2])
+    host.fetch([1, 2, 3])
+    counters = host.metrics.table("model", "table")
+    assert counters.hits == [0, 1, 1]
+    assert counters.misses == [0, 2, 1]

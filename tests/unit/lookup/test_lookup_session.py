@@ -1,0 +1,266 @@
+import threading
+
+import numpy as np
+import pytest
+
+from hps.cache.cpu.cache import NumpyCache
+from hps.errors import DatabaseError, NotReadyError, TooManyKeysError, WorkspaceTimeoutError
+from hps.lookup.chain import DatabaseChain
+from hps.lookup.circuit_breaker import CircuitBreaker
+from hps.lookup.coalescing import FetchCoalescer
+from hps.lookup.session import CachedSession, SessionSettings
+from hps.metrics import Metrics
+from hps.tensors.segments import Segment
+from hps.types import TableSpec
+from tests.fakes.faulty_database import FaultyDatabase, fetched_keys
+from tests.fakes.memory_database import MemoryDatabase
+
+TABLES = (TableSpec("model", "a", 3, -1.0, 100), TableSpec("model", "b", 8, 0.5, 50))
+
+
+def vectors_of(keys, dim, version=0):
+    keys = np.asarray(keys, np.int64)
+    return (keys[:, None] * 64 + np.arange(dim) + 1000 * version).astype(np.float32)
+
+
+class Served:
+    """A session over a persistent database that can be made to fail, holding keys 0..39 of both tables."""
+
+    def __init__(self, capacity=1000, **settings):
+        self.database = FaultyDatabase(MemoryDatabase())
+        self.metrics = Metrics()
+        self.chain = DatabaseChain(
+            None, self.database, metrics=self.metrics, breaker=lambda: CircuitBreaker(failures=10**9), modification_timeout_s=5
+        )
+        for table in TABLES:
+            self.chain.open_table(table)
+            keys = np.arange(40)
+            self.database.inner.insert(table.tag, keys, vectors_of(keys, table.dim))
+        self.coalescer = FetchCoalescer(self.chain.fetch, self.metrics)
+        settings = SessionSettings(**{"hit_rate_threshold": 1.1, "workspace_timeout_s": 5.0, **settings})
+        self.cache = NumpyCache.create(TABLES, [capacity, capacity], 0)
+        self.session = CachedSession(TABLES, self.cache, self.chain, self.coalescer, settings, self.metrics)
+
+    def lookup(self, requests, session=None):
+        segments = []
+        for table, keys in requests.items():
+            keys = np.asarray(keys, np.int64)
+            out = np.full((keys.size, TABLES[table].dim), np.nan, np.float32)
+            segments.append(Segment(table, keys, out, np.zeros(keys.size, np.bool_)))
+        (session or self.session).lookup(segments)
+        return segments
+
+    def check(self, segments, version=0):
+        for segment in segments:
+            table = TABLES[segment.table]
+            present = (segment.keys >= 0) & (segment.keys < 40)
+            np.testing.assert_array_equal(segment.found, present)
+            np.testing.assert_array_equal(segment.out[present], vectors_of(segment.keys[present], table.dim, version))
+            np.testing.assert_array_equal(segment.out[~present], np.float32(table.default_value))
+
+
+@pytest.fixture
+def serve():
+    served = []
+
+    def start(**settings):
+        served.append(Served(**settings))
+        return served[-1]
+
+    yield start
+    for each in served:
+        for gate in (each.database.gate, each.database.gate_late):
+            if gate:
+                gate.set()
+        each.session.close(1)
+        each.chain.close()
+
+
+def test_lookup_answers_from_cache_database_and_default(serve):
+    served = serve()
+    keys = [5, 99, 5, 0, -1, 39]
+    served.check(served.lookup({0: keys, 1: keys}))
+    served.check(served.lookup({1: keys, 0: keys}))
+
+
+def test_second_lookup_of_the_same_keys_asks_no_database(serve):
+    served = serve()
+    served.lookup({0: [1, 2, 3]})
+    served.database.failing = {"fetch"}
+    served.check(served.lookup({0: [3, 2, 1]}))
+
+
+def test_missing_key_is_fetched_once_however_often_it_stands_in_a_lookup(serve):
+    served = serve()
+    served.check(served.lookup({0: [7, 7, 8, 7]}))
+    assert fetched_keys(served.database).tolist() == [7, 8]
+
+
+def test_absent_keys_never_become_resident(serve):
+    served = serve()
+    served.lookup({0: [1, 1000, 2000]})
+    assert served.cache.dump(0).tolist() == [1]
+
+
+def test_lookup_without_keys_is_answered_empty(serve):
+    served = serve()
+    [segment] = served.lookup({0: []})
+    assert segment.out.shape == (0, 3)
+
+
+def test_more_keys_than_configured_are_refused_before_anything_is_asked(serve):
+    served = serve()
+    with pytest.raises(TooManyKeysError, match=r"table 'b' of model 'model': got 51 keys, expected at most 50"):
+        served.lookup({0: [1], 1: np.zeros(51)})
+    assert served.database.fetched == []
+
+
+def test_at_the_threshold_missing_keys_get_defaults_now_and_vectors_later(serve):
+    served = serve(hit_rate_threshold=0.5)
+    served.check(served.lookup({0: [1]}))
+    [segment] = served.lookup({0: [1, 2]})  # hit rate 0.5
+    assert segment.found.tolist() == [True, False]
+    np.testing.assert_array_equal(segment.out[1], np.float32(-1))
+    assert served.session.drain(10)
+    served.database.failing = {"fetch"}
+    served.check(served.lookup({0: [1, 2]}))
+
+
+def test_below_the_threshold_the_answer_is_complete(serve):
+    served = serve(hit_rate_threshold=0.5)
+    served.lookup({0: [1]})
+    served.check(served.lookup({0: [1, 2, 3]}))
+
+
+def test_threshold_is_taken_table_by_table(serve):
+    served = serve(hit_rate_threshold=0.5)
+    served.lookup({0: [1], 1: [1]})
+    a, b = served.lookup({0: [1, 2], 1: [1, 2, 3]})
+    assert a.found.tolist() == [True, False]
+    served.check([b])
+    counters = served.metrics.table("model", "a")
+    assert counters.deferred == 1
+
+
+def test_key_that_waits_for_insertion_is_not_queued_again(serve):
+    served = serve(hit_rate_threshold=0.0)
+    served.database.gate = threading.Event()
+    for _ in range(5):
+        served.lookup({0: [1, 2]})
+    served.database.gate.set()
+    assert served.session.drain(10)
+    assert fetched_keys(served.database).tolist() == [1, 2]
+    served.check(served.lookup({0: [1, 2]}))
+
+
+def test_full_queue_drops_batches_and_the_keys_are_fetched_another_time(serve):
+    served = serve(hit_rate_threshold=0.0, insert_queue_length=1)
+    served.database.gate = threading.Event()
+    served.lookup({0: [1]})
+    assert served.database.entered.acquire(timeout=10)  # key 1 is being fetched, the queue is empty
+    for key in (2, 3, 4):
+        served.lookup({0: [key]})
+    served.database.gate.set()
+    assert served.session.drain(10)
+    assert sorted(served.cache.dump(0).tolist()) == [1, 2]
+    served.lookup({0: [3]})
+    assert served.session.drain(10)
+    assert sorted(served.cache.dump(0).tolist()) == [1, 2, 3]
+
+
+def test_failed_background_fetch_is_counted_and_can_be_tried_again(serve):
+    served = serve(hit_rate_threshold=0.0)
+    served.database.failing = {"fetch"}
+    served.lookup({0: [1]})
+    assert served.session.drain(10)
+    assert served.metrics.background_errors.labels("insertion")._value.get() == 1
+    served.database.failing = set()
+    served.lookup({0: [1]})
+    assert served.session.drain(10)
+    assert served.cache.dump(0).tolist() == [1]
+
+
+def test_failed_database_is_an_error_and_gives_the_workspace_back(serve):
+    served = serve(workspaces=1)
+    served.database.failing = {"fetch"}
+    for _ in range(3):
+        with pytest.raises(DatabaseError):
+            served.lookup({0: [1]})
+    served.database.failing = set()
+    served.check(served.lookup({0: [1]}))
+
+
+def test_busy_workspaces_end_in_a_typed_error_after_the_timeout(serve):
+    served = serve(workspaces=1, workspace_timeout_s=0.05)
+    served.database.gate = threading.Event()
+    thread = threading.Thread(target=served.lookup, args=({0: [1]},))
+    thread.start()
+    assert served.database.entered.acquire(timeout=10)
+    with pytest.raises(WorkspaceTimeoutError, match="num_of_worker_buffer_in_pool"):
+        served.lookup({0: [2]})
+    served.database.gate.set()
+    thread.join(10)
+    served.check(served.lookup({0: [2]}))
+
+
+def test_vector_that_was_read_before_an_update_does_not_become_resident(serve):
+    served = serve()
+    served.database.gate_late = threading.Event()
+    thread = threading.Thread(target=served.lookup, args=({0: [1]},))
+    thread.start()
+    assert served.database.entered.acquire(timeout=10)
+    served.chain.insert(
+        TABLES[0],
+        np.array([1]),
+        vectors_of([1], 3, version=1),
+        lambda written: served.cache.update(0, np.array([1]), vectors_of([1], 3, version=1)),
+    )
+    served.database.gate_late.set()
+    thread.join(10)
+    served.check(served.lookup({0: [1]}), version=1)
+
+
+def test_two_sessions_fetch_a_key_that_both_miss_once(serve):
+    served = serve()
+    other = CachedSession(
+        TABLES,
+        NumpyCache.create(TABLES, [100, 100], 1),
+        served.chain,
+        served.coalescer,
+        SessionSettings(hit_rate_threshold=1.1),
+        served.metrics,
+    )
+    served.database.gate = threading.Event()
+    answers = []
+    first = threading.Thread(target=lambda: answers.append(served.lookup({0: [1, 2]})))
+    first.start()
+    assert served.database.entered.acquire(timeout=10)
+    second = threading.Thread(target=lambda: answers.append(served.lookup({0: [2, 3]}, other)))
+    second.start()
+    assert served.database.entered.acquire(timeout=10)
+    served.database.gate.set()
+    first.join(10)
+    second.join(10)
+    for answer in answers:
+        served.check(answer)
+    assert len(answers) == 2
+    assert sorted(fetched_keys(served.database).tolist()) == [1, 2, 3]
+    other.close()
+
+
+def test_closed_session_refuses_lookups(serve):
+    served = serve(workspace_timeout_s=0.05)
+    served.session.close()
+    with pytest.raises(NotReadyError):
+        served.lookup({0: [1]})
+
+
+def test_metrics_count_keys_hits_misses_and_defaults(serve):
+    served = serve()
+    served.lookup({0: [1, 1, 2, 99]})
+    served.lookup({0: [1, 3]})
+    counters = served.metrics.table("model", "a")
+    assert counters.keys == 6
+    assert counters.hits == [1, 0, 3]  # key 1; and 1, 2, 3 from the persistent database
+    assert counters.misses == [5, 0, 1]
+    assert counters.defaults == 1

@@ -1,0 +1,515 @@
+"""Sparse model files: what is read, what is refused with which words, and what is written."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hps.errors import HPSError, InvalidDtypeError, InvalidInputError, ModelFileError, ModelFileNotFoundError
+from hps.hashing import mix
+from hps.models.files import CHUNK_BYTES, SparseModel, open_sparse_model
+from hps.models.sample import sample_chunks, sample_vectors
+from hps.models.writer import write_sparse_model
+from hps.types import FloatArray, KeyArray
+from tests.tables.sparse_models import chunks_of
+
+DIM = 4
+INT64 = np.iinfo(np.int64)
+
+
+def write_raw(directory: Path, keys: KeyArray, vectors: FloatArray) -> Path:
+    """Write the two files as HugeCTR does, without the writer under test."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "key").write_bytes(keys.astype("<i8").tobytes())
+    (directory / "emb_vector").write_bytes(vectors.astype("<f4").tobytes())
+    return directory
+
+
+def rows_of(n: int, dim: int = DIM, seed: int = 1) -> tuple[KeyArray, FloatArray]:
+    rng = np.random.default_rng(seed)
+    keys = rng.permutation((np.arange(n, dtype=np.int64) - n // 2) * 7_000_000_019)
+    return keys, rng.integers(0, 2**32, (n, dim), dtype=np.uint32).view(np.float32)
+
+
+def read_all(model: SparseModel, *args: Any, **options: Any) -> tuple[KeyArray, FloatArray]:
+    chunks = list(chunks_of(model, *args, **options))
+    return (
+        np.concatenate([np.empty(0, np.int64), *(keys for keys, _ in chunks)]),
+        np.concatenate([np.empty((0, model.dim), np.float32), *(vectors for _, vectors in chunks)]),
+    )
+
+
+def assert_same(got: tuple[KeyArray, FloatArray], wanted: tuple[KeyArray, FloatArray]) -> None:
+    np.testing.assert_array_equal(got[0], wanted[0])
+    np.testing.assert_array_equal(got[1].view(np.uint32), wanted[1].view(np.uint32))
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """A good model of 100 rows."""
+    return write_raw(tmp_path / "item.model", *rows_of(100))
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", [1, 3, 16, 384])
+def test_rows_come_back_bit_for_bit_in_file_order(tmp_path: Path, dim: int) -> None:
+    wanted = rows_of(1000, dim)
+    model = open_sparse_model(write_raw(tmp_path / "m", *wanted), dim)
+    assert (model.rows, model.dim, model.size_bytes) == (1000, dim, 1000 * (8 + 4 * dim))
+    assert_same(read_all(model), wanted)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, 99, 100, 101, 10**9])
+@pytest.mark.parametrize("start_row", [0, 1, 50, 99, 100])
+def test_chunks_cover_the_rows_from_the_start_row_once(model_dir: Path, chunk_rows: int, start_row: int) -> None:
+    model = open_sparse_model(model_dir, DIM)
+    chunks = list(chunks_of(model, chunk_rows, start_row))
+    sizes = [keys.size for keys, _ in chunks]
+    assert all(size == chunk_rows for size in sizes[:-1])
+    assert sum(sizes) == 100 - start_row
+    keys, vectors = rows_of(100)
+    assert_same(read_all(model, chunk_rows, start_row), (keys[start_row:], vectors[start_row:]))
+
+
+def test_a_chunk_is_of_bounded_size_whatever_the_dimension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for dim in (1, 1000):
+        model = open_sparse_model(write_raw(tmp_path / str(dim), *rows_of(5, dim)), dim)
+        assert model.chunk_rows * (8 + 4 * dim) <= CHUNK_BYTES < (model.chunk_rows + 1) * (8 + 4 * dim)
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 100)
+    model = open_sparse_model(tmp_path / "1000", 1000)
+    assert model.chunk_rows == 1
+    assert [keys.size for keys, _ in chunks_of(model)] == [1] * 5
+
+
+def test_a_dimension_below_one_is_refused(model_dir: Path) -> None:
+    with pytest.raises(InvalidInputError, match="got dimension 0"):
+        open_sparse_model(model_dir, 0)
+
+
+# -- fingerprint ------------------------------------------------------------------------------------------------------
+
+
+def test_the_fingerprint_is_the_same_however_the_place_is_named(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(model_dir.parent)
+    names = [model_dir, str(model_dir), f"{model_dir}/", "item.model", "./x/../item.model"]
+    assert len({open_sparse_model(name, DIM).fingerprint for name in names}) == 1
+
+
+def test_the_fingerprint_changes_with_files_place_and_dimension(model_dir: Path, tmp_path: Path) -> None:
+    keys, vectors = rows_of(100)
+    prints = [open_sparse_model(model_dir, DIM).fingerprint]
+    prints.append(open_sparse_model(write_raw(tmp_path / "copy", keys, vectors), DIM).fingerprint)
+    for name in ("key", "emb_vector"):
+        status = (model_dir / name).stat()
+        os.utime(model_dir / name, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+        prints.append(open_sparse_model(model_dir, DIM).fingerprint)
+    (model_dir / "key").write_bytes(keys[:50].tobytes())
+    prints.append(open_sparse_model(model_dir, 2 * DIM).fingerprint)
+    assert len(set(prints)) == len(prints)
+
+
+# -- what is refused when a model is opened ---------------------------------------------------------------------------
+
+
+Damage = Callable[[Path], object] | dict[str, bytes | None]
+"""What is done to the directory of a model; or the files to write to it, None for those to remove."""
+
+
+def damaged(directory: Path, damage: Damage) -> None:
+    if not isinstance(damage, dict):
+        damage(directory)
+        return
+    for name, data in damage.items():
+        if data is None:
+            (directory / name).unlink()
+        else:
+            (directory / name).write_bytes(data)
+
+
+def instead_of(name: str, make: Callable[[Path], object]) -> Damage:
+    """Something else in the place of a file."""
+
+    def replace(directory: Path) -> None:
+        (directory / name).unlink(missing_ok=True)
+        make(directory / name)
+
+    return replace
+
+
+def a_file_in_its_place(directory: Path) -> None:
+    shutil.rmtree(directory)
+    directory.write_bytes(b"x" * 100)
+
+
+SIZES = "got %d bytes, expected 1600: the 100 keys of {dir}/key (800 bytes) with 4 float32 each; "
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (shutil.rmtree, ModelFileNotFoundError, "{dir}: there is no such directory; expected a directory with the files"),
+        (
+            a_file_in_its_place,
+            ModelFileError,
+            "{dir}: it is a file, expected a directory; expected a directory with the files key and emb_vector",
+        ),
+        ({"key": None}, ModelFileNotFoundError, "{dir}: key not found; it holds emb_vector; expected a directory with"),
+        ({"emb_vector": None}, ModelFileNotFoundError, "{dir}: emb_vector not found; it holds key; expected a directory with"),
+        (
+            {"key": None, "emb_vector": None, "emb_vector.bin": b"x"},
+            ModelFileNotFoundError,
+            "{dir}: key and emb_vector not found; it holds emb_vector.bin;",
+        ),
+        ({"key": None, "emb_vector": None}, ModelFileNotFoundError, "{dir}: key and emb_vector not found; it holds nothing;"),
+        (instead_of("key", Path.mkdir), ModelFileError, "{dir}/key: it is a directory, "),
+        (instead_of("emb_vector", Path.mkdir), ModelFileError, "{dir}/emb_vector: it is a directory, "),
+        (instead_of("meta", Path.mkdir), ModelFileError, "{dir}/meta: it is a directory, "),
+        (
+            instead_of("key", lambda path: path.symlink_to("nowhere")),
+            ModelFileNotFoundError,
+            "{dir}/key: there is no such file",
+        ),
+        ({"key": b""}, ModelFileError, "{dir}/key: got 0 bytes, expected 8 (an int64) for every row"),
+        ({"key": bytes(804)}, ModelFileError, "{dir}/key: got 804 bytes, expected 8 (an int64) for every row"),
+        ({"emb_vector": b""}, ModelFileError, "{dir}/emb_vector: " + SIZES % 0),
+        ({"emb_vector": bytes(1602)}, ModelFileError, "{dir}/emb_vector: " + SIZES % 1602),
+        ({"emb_vector": bytes(1596)}, ModelFileError, SIZES % 1596 + "the files fit no dimension: one is cut short, or they"),
+        ({"emb_vector": bytes(4000)}, ModelFileError, SIZES % 4000 + "the files fit embedding_vecsize_per_table 10"),
+        ({"key": bytes(8 * 99)}, ModelFileError, "got 1600 bytes, expected 1584: the 99 keys"),
+        ({"meta": b""}, ModelFileError, "{dir}/meta: got 0 bytes, expected the 800 of {dir}/key; remove it or write it whole"),
+        ({"meta": bytes(792)}, ModelFileError, "{dir}/meta: got 792 bytes, expected the 800 of"),
+    ],
+)
+def test_files_that_cannot_be_the_table_are_refused(model_dir: Path, damage: Damage, error: type, message: str) -> None:
+    open_sparse_model(model_dir, DIM)
+    damaged(model_dir, damage)
+    with pytest.raises(ModelFileError, match=re.escape(message.format(dir=model_dir))) as raised:
+        open_sparse_model(model_dir, DIM)
+    assert type(raised.value) is error
+
+
+def test_a_meta_file_of_the_right_size_is_accepted(model_dir: Path) -> None:
+    (model_dir / "meta").write_bytes(b"x" * 800)
+    assert open_sparse_model(model_dir, DIM).rows == 100
+
+
+def test_files_that_hugectr_leaves_beside_are_ignored(model_dir: Path) -> None:
+    (model_dir / "slot_id").write_bytes(b"x" * 3)
+    assert_same(read_all(open_sparse_model(model_dir, DIM)), rows_of(100))
+
+
+# -- places -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["item:2", "C:models", "s3:bucket", "hdfs:x", "with space", "per%20cent", "ümlaut"])
+def test_a_local_path_may_hold_a_colon_and_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    write_raw(tmp_path / name / "m", *rows_of(10))
+    monkeypatch.chdir(tmp_path)
+    for source in (f"{name}/m", str(tmp_path / name / "m")):
+        assert_same(read_all(open_sparse_model(source, DIM)), rows_of(10))
+
+
+def test_a_file_uri_is_a_local_place(model_dir: Path) -> None:
+    assert_same(read_all(open_sparse_model(f"file://{model_dir}", DIM)), rows_of(100))
+
+
+@pytest.mark.parametrize("source", ["abfs://store/item.model", "ABFS://store", "myscheme:item", "http://host/item.model"])
+def test_an_unknown_scheme_names_those_that_are_known(source: str) -> None:
+    scheme = source.partition(":")[0].lower()
+    with pytest.raises(ModelFileError, match=rf"{source}: got scheme '{scheme}', expected a local path or one of: .*file://"):
+        open_sparse_model(source, DIM)
+
+
+@pytest.mark.parametrize("source", ["C:\\models\\item", "/models/v1:2/item", "v1/a:b", "", ".", "a\0b", "x" * 5000])
+def test_a_local_path_without_a_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelFileError):
+        open_sparse_model(source, DIM)
+
+
+# -- files that change while they are read ----------------------------------------------------------------------------
+
+
+def started(directory: Path) -> tuple[SparseModel, Iterator[tuple[KeyArray, FloatArray]]]:
+    """A model of which 10 rows have been read."""
+    model = open_sparse_model(directory, DIM)
+    chunks = chunks_of(model, 10)
+    next(chunks)
+    return model, chunks
+
+
+@pytest.mark.parametrize("name", ["key", "emb_vector"])
+def test_a_file_replaced_while_loading_is_noticed_before_the_next_row(model_dir: Path, name: str) -> None:
+    model, chunks = started(model_dir)
+    new = model_dir / "new"
+    new.write_bytes((model_dir / name).read_bytes())
+    new.rename(model_dir / name)
+    with pytest.raises(ModelFileError, match=rf"{model_dir}/{name}: it changed while it was being read .*load the model again"):
+        next(chunks)
+    with pytest.raises(ModelFileError, match="changed"):
+        model.verify()
+
+
+@pytest.mark.parametrize("name", ["key", "emb_vector"])
+def test_a_file_cut_short_while_loading_is_noticed(model_dir: Path, name: str) -> None:
+    _, chunks = started(model_dir)
+    size = (model_dir / name).stat().st_size
+    os.truncate(model_dir / name, size * 15 // 100)
+    with pytest.raises(ModelFileError, match=rf"{model_dir}/{name}: it (ends at byte|changed)"):
+        list(chunks)
+
+
+@pytest.mark.parametrize("name", ["key", "emb_vector"])
+def test_a_file_removed_while_loading_is_noticed(model_dir: Path, name: str) -> None:
+    _, chunks = started(model_dir)
+    (model_dir / name).unlink()
+    with pytest.raises(ModelFileNotFoundError, match=f"{model_dir}/{name}"):
+        next(chunks)
+
+
+def test_a_model_replaced_between_opening_and_reading_is_noticed(model_dir: Path) -> None:
+    model = open_sparse_model(model_dir, DIM)
+    write_sparse_model(model_dir, rows_of(100, seed=2), overwrite=True)
+    with pytest.raises(ModelFileError, match="changed"):
+        next(chunks_of(model))
+
+
+# -- 32-bit serving ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", [-1, 1 << 32, INT64.min, INT64.max])
+@pytest.mark.parametrize("row", [0, 57, 99])
+def test_a_key_that_32_bit_serving_cannot_have_is_refused_before_the_first_row(tmp_path: Path, key: int, row: int) -> None:
+    keys, vectors = np.arange(100, dtype=np.int64), rows_of(100)[1]
+    keys[row] = key
+    path = write_raw(tmp_path / "m", keys, vectors)
+    assert_same(read_all(open_sparse_model(path, DIM)), (keys, vectors))
+    message = rf"{path}/key: row {row} has key {key}, but supportlonglong=false .*set supportlonglong to true"
+    with pytest.raises(ModelFileError, match=message):
+        next(chunks_of(open_sparse_model(path, DIM, int32_keys=True), 1))
+
+
+def test_the_row_of_a_bad_key_counts_from_the_start_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 80)
+    keys = np.arange(100, dtype=np.int64)
+    keys[87] = -5
+    model = open_sparse_model(write_raw(tmp_path / "m", keys, rows_of(100)[1]), DIM, int32_keys=True)
+    with pytest.raises(ModelFileError, match="row 87 has key -5"):
+        model.verify()
+
+
+def test_keys_of_the_whole_uint32_range_are_served(tmp_path: Path) -> None:
+    keys = np.array([0, 1, 2**31, 2**32 - 1], np.int64)
+    model = open_sparse_model(write_raw(tmp_path / "m", keys, rows_of(4)[1]), DIM, int32_keys=True)
+    assert_same(read_all(model), (keys, rows_of(4)[1]))
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def test_written_files_are_hugectrs(tmp_path: Path) -> None:
+    keys, vectors = rows_of(50)
+    assert write_sparse_model(tmp_path / "new" / "m", (keys, vectors)) == 50
+    assert (tmp_path / "new" / "m" / "key").read_bytes() == keys.astype("<i8").tobytes()
+    assert (tmp_path / "new" / "m" / "emb_vector").read_bytes() == vectors.astype("<f4").tobytes()
+    assert sorted(os.listdir(tmp_path / "new" / "m")) == ["emb_vector", "key"]
+    assert os.listdir(tmp_path / "new") == ["m"]
+
+
+def test_chunks_are_written_one_after_the_other(tmp_path: Path) -> None:
+    keys, vectors = rows_of(100)
+    cuts = [0, 1, 1, 40, 100]
+    chunks = ((keys[a:b], vectors[a:b]) for a, b in pairwise(cuts))
+    assert write_sparse_model(tmp_path / "m", chunks) == 100
+    assert_same(read_all(open_sparse_model(tmp_path / "m", DIM)), (keys, vectors))
+
+
+def test_arrays_of_any_layout_are_written(tmp_path: Path) -> None:
+    keys, vectors = rows_of(100)
+    write_sparse_model(tmp_path / "m", (np.repeat(keys, 2)[::2], np.asfortranarray(vectors)))
+    assert_same(read_all(open_sparse_model(tmp_path / "m", DIM)), (keys, vectors))
+
+
+def test_a_model_that_is_there_is_not_overwritten_unasked(model_dir: Path) -> None:
+    with pytest.raises(ModelFileError, match=f"{model_dir}: it exists; choose another directory or ask to overwrite it"):
+        write_sparse_model(model_dir, rows_of(5, seed=2))
+    assert_same(read_all(open_sparse_model(model_dir, DIM)), rows_of(100))
+
+
+def test_an_overwritten_model_is_the_new_one_alone(model_dir: Path) -> None:
+    (model_dir / "meta").write_bytes(b"x" * 800)
+    write_sparse_model(model_dir, rows_of(5, seed=2), overwrite=True)
+    assert_same(read_all(open_sparse_model(model_dir, DIM)), rows_of(5, seed=2))
+    assert os.listdir(model_dir.parent) == [model_dir.name]
+
+
+def test_overwriting_works_where_the_file_system_cannot_exchange(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithoutExchange:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    monkeypatch.setattr("hps.models.writer.ctypes.CDLL", WithoutExchange)
+    write_sparse_model(model_dir, rows_of(5, seed=2), overwrite=True)
+    assert_same(read_all(open_sparse_model(model_dir, DIM)), rows_of(5, seed=2))
+    assert os.listdir(model_dir.parent) == [model_dir.name]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_directory_of_something_else_is_never_replaced(tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ModelFileError, match="exists" if not overwrite else "thesis.tex, which is not part of a sparse model"):
+        write_sparse_model(tmp_path / "home", rows_of(5), overwrite=overwrite)
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_in_the_way_is_never_replaced(tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "m").write_text("a file")
+    with pytest.raises(ModelFileError, match="a file is in the way"):
+        write_sparse_model(tmp_path / "m", rows_of(5), overwrite=overwrite)
+    assert (tmp_path / "m").read_text() == "a file"
+
+
+def test_an_empty_directory_and_a_link_are_written_to(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for name in ("empty", "link"):
+        write_sparse_model(tmp_path / name, rows_of(5))
+        assert_same(read_all(open_sparse_model(tmp_path / name, DIM)), rows_of(5))
+    assert sorted(os.listdir(tmp_path)) == ["empty", "link", "real"]
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_a_writer_that_fails_leaves_what_was_there(model_dir: Path) -> None:
+    def chunks() -> Iterator[tuple[KeyArray, FloatArray]]:
+        yield rows_of(10, seed=2)
+        raise RuntimeError("the source broke")
+
+    for target in (model_dir, model_dir.parent / "other"):
+        with pytest.raises(RuntimeError, match="the source broke"):
+            write_sparse_model(target, chunks(), overwrite=True)
+    assert os.listdir(model_dir.parent) == [model_dir.name]
+    assert_same(read_all(open_sparse_model(model_dir, DIM)), rows_of(100))
+
+
+@pytest.mark.parametrize(
+    ("keys", "vectors", "error"),
+    [
+        (np.zeros(3, np.int32), np.zeros((3, 4), np.float32), InvalidDtypeError),
+        (np.zeros(3, np.int64), np.zeros((3, 4), np.float64), InvalidDtypeError),
+        (np.zeros(3, ">i8"), np.zeros((3, 4), np.float32), InvalidDtypeError),
+        (np.zeros((3, 1), np.int64), np.zeros((3, 4), np.float32), InvalidInputError),
+        (np.zeros(3, np.int64), np.zeros((2, 4), np.float32), InvalidInputError),
+        (np.zeros(3, np.int64), np.zeros(3, np.float32), InvalidInputError),
+        (np.zeros(3, np.int64), np.zeros((3, 0), np.float32), InvalidInputError),
+        (np.zeros(0, np.int64), np.zeros((0, 4), np.float32), ModelFileError),
+    ],
+)
+def test_rows_of_the_wrong_kind_are_not_written(tmp_path: Path, keys: Any, vectors: Any, error: type) -> None:
+    with pytest.raises(HPSError, match="writing sparse model") as raised:
+        write_sparse_model(tmp_path / "m", (keys, vectors))
+    assert type(raised.value) is error
+    assert os.listdir(tmp_path) == []
+
+
+def test_chunks_of_two_widths_are_not_written(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"expected \(n,\) and \(n, 4\)"):
+        write_sparse_model(tmp_path / "m", [rows_of(5), rows_of(5, 3)])
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_place_that_cannot_be_written_is_a_model_file_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelFileError, match=r"file/m: a file is in the way"):
+        write_sparse_model(tmp_path / "file" / "m", rows_of(5))
+    with pytest.raises(ModelFileError, match=r"File name too long; nothing was changed"):
+        write_sparse_model(tmp_path / ("x" * 300), rows_of(5))
+
+
+def test_a_full_disk_is_a_model_file_error_and_leaves_nothing(tmp_path: Path) -> None:
+    """The limit on the size of a file stands for the disk; it is set in a process of its own."""
+    program = """
+import resource, signal, sys
+import numpy as np
+from hps.errors import ModelFileError
+from hps.models.writer import write_sparse_model
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    write_sparse_model(sys.argv[1], (np.arange(20_000), np.zeros((20_000, 4), np.float32)))
+except ModelFileError as error:
+    print(error)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "m")], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "File too large; nothing was changed" in ran.stdout
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_reader_sees_a_whole_model_at_any_moment_of_overwriting(tmp_path: Path) -> None:
+    sizes = {10: rows_of(10), 11: rows_of(11, seed=2)}
+    write_sparse_model(tmp_path / "m", sizes[10])
+    seen = set()
+
+    def chunks(rows: tuple[KeyArray, FloatArray]) -> Iterator[tuple[KeyArray, FloatArray]]:
+        for i in range(rows[0].size):
+            model = open_sparse_model(tmp_path / "m", DIM)
+            seen.add(model.rows)
+            assert_same(read_all(model), sizes[model.rows])
+            yield rows[0][i : i + 1], rows[1][i : i + 1]
+
+    for size in (11, 10, 11):
+        write_sparse_model(tmp_path / "m", chunks(sizes[size]), overwrite=True)
+    assert seen == {10, 11}
+    assert_same(read_all(open_sparse_model(tmp_path / "m", DIM)), sizes[11])
+
+
+# -- the sample model -------------------------------------------------------------------------------------------------
+
+
+def test_sample_vectors_follow_their_formula() -> None:
+    keys = np.array([0, 1, -1, INT64.min, INT64.max, 12345678901], np.int64)
+    mask = (1 << 64) - 1
+
+    def mixed(x: int) -> int:
+        return int(mix(np.uint64(x & mask).astype(np.int64)))
+
+    wanted = [
+        [
+            (mixed(mixed(int(key) ^ mixed(7)) + j * 0x9E3779B97F4A7C15) >> 40) / 2**23 - 1
+            for j in range(5)
+        ]
+        for key in keys
+    ]  # fmt: skip
+    np.testing.assert_array_equal(sample_vectors(keys, 5, seed=7), np.array(wanted, np.float32))
+
+
+def test_sample_vectors_differ_by_key_position_and_seed() -> None:
+    keys = np.arange(2000, dtype=np.int64)
+    vectors = sample_vectors(keys, 8, seed=1)
+    assert np.unique(vectors).size > 0.99 * vectors.size
+    assert vectors.min() >= -1
+    assert vectors.max() < 1
+    assert abs(vectors.mean()) < 0.02
+    assert (sample_vectors(keys, 8, seed=2) != vectors).mean() > 0.99
+    np.testing.assert_array_equal(sample_vectors(keys[::-1].copy(), 8, seed=1), vectors[::-1])
+    np.testing.assert_array_equal(sample_vectors(keys, 3, seed=1), vectors[:, :3])
+
+
+def test_the_sample_model_has_every_key_once_in_bounded_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hps.models.sample._CHUNK_BYTES", 1000)
+    chunks = list(sample_chunks(333, 3, seed=5))
+    assert all(keys.nbytes + vectors.nbytes <= 1000 for keys, vectors in chunks)
+    np.testing.assert_array_equal(np.concatenate([keys for keys, _ in chunks]), np.arange(333))
+    np.testing.assert_array_equal(np.concatenate([v for _, v in chunks]), sample_vectors(np.arange(333), 3, 5))

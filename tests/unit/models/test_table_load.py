@@ -1,0 +1,513 @@
+"""Model files into databases: what is read, skipped, continued, replaced or copied, and what a failure leaves behind."""
+
+import logging
+import os
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hps.databases.base import Database, LoadRecord, TableStats
+from hps.databases.hash_map.database import HashMapDatabase
+from hps.databases.rocks_db.database import RocksDatabase
+from hps.errors import DatabaseError, ModelFileError, ModelFileNotFoundError, TableWidthError
+from hps.filesystems.base import FileStatus
+from hps.filesystems.local import LocalFileSystem
+from hps.models.files import open_sparse_model
+from hps.models.sample import sample_vectors
+from hps.models.table_load import DatabaseLoad
+from hps.models.writer import write_sparse_model
+from hps.registry import IMPLEMENTATIONS
+from hps.types import FloatArray, KeyArray
+from tests.fakes.memory_database import MemoryDatabase, PersistentMemoryDatabase
+from tests.tables.table_loads import (
+    CHUNK_ROWS,
+    DIM,
+    FILES,
+    KEYS,
+    ROW_BYTES,
+    ROWS,
+    TABLE,
+    TAG,
+    VECTORS,
+    Events,
+    content,
+    cut_into_small_chunks,
+    held,
+    load_table,
+    nothing_to_do,
+    readers,
+    record_of,
+    rows_of,
+    write_files,
+)
+
+
+class BoundedMemory(MemoryDatabase):
+    """A volatile database that says where it evicts, and does not."""
+
+    kind = "bounded_memory"
+
+    def __init__(self, capacity_rows: int) -> None:
+        super().__init__()
+        self.capacity_rows = capacity_rows
+
+    def stats(self, tag: str) -> TableStats:
+        rows = self.size(tag)
+        return TableStats(rows, rows * DIM * 4, -1, self.capacity_rows)
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Many chunks of few rows; and no reader may be left when a test ends."""
+    cut_into_small_chunks(monkeypatch)
+    yield
+    assert readers() == []
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    return write_files(tmp_path)
+
+
+# -- a whole load -----------------------------------------------------------------------------------------------------
+
+
+def test_every_database_gets_every_row_bit_for_bit(source: str) -> None:
+    volatile, persistent = MemoryDatabase(), PersistentMemoryDatabase()
+    report = load_table(TABLE, source, [volatile, persistent])
+    assert held(volatile) == held(persistent) == FILES
+    assert report.loads == (DatabaseLoad("memory", 0, ROWS), DatabaseLoad("persistent_memory", 0, ROWS))
+    assert (report.tag, report.model.rows, nothing_to_do(report)) == (TAG, ROWS, False)
+    record = record_of(persistent)
+    assert (record.fingerprint, record.rows_done, record.complete) == (report.model.fingerprint, ROWS, True)
+    assert (record.source, record.size_bytes, len(record.checksum)) == (source, ROWS * ROW_BYTES, 16)
+
+
+def test_chunks_come_in_order_and_the_end_is_announced_once(source: str) -> None:
+    persistent = PersistentMemoryDatabase()
+    load_table(TABLE, source, [persistent])
+    chunks = [("load_chunk", CHUNK_ROWS)] * (ROWS // CHUNK_ROWS) + [("load_chunk", ROWS % CHUNK_ROWS)]
+    assert persistent.told == [("load_chunk", 0), *chunks, ("finish_load", ROWS)]
+
+
+def test_a_table_is_known_to_be_incomplete_before_its_first_row(source: str) -> None:
+    """Killed there, after the old version was dropped, it would else be taken for a whole table of no rows."""
+    persistent = PersistentMemoryDatabase()
+    persistent.open_table(TAG, DIM)
+    persistent.records[TAG] = LoadRecord("another version", ROWS, ROWS)
+    seen = []
+    persistent.before_chunk = lambda row: seen.append((row, persistent.size(TAG), persistent.load_record(TAG)))
+    load_table(TABLE, source, [persistent])
+    (_, _, before), (row, rows, record) = seen[:2]
+    assert before is None
+    assert (row, rows) == (0, 0)
+    assert record is not None
+    assert (record.rows_done, record.complete, record.source) == (0, False, source)
+
+
+def test_progress_counts_every_row_once(source: str) -> None:
+    progress = Events()
+    load_table(TABLE, source, [MemoryDatabase(), PersistentMemoryDatabase()], progress=progress)
+    assert progress.told[0] == ("start", TAG, ROWS, ROWS * ROW_BYTES)
+    assert progress.told[-1] == ("finish", TAG)
+    assert progress.advanced == ROWS
+
+
+class CountingFileSystem(LocalFileSystem):
+    """Counts the bytes that are read; its scheme is `count:`."""
+
+    read: dict[str, int] = {}  # noqa: RUF012 - one for all, since each opening makes a file system
+
+    def _path(self, path: str) -> str:
+        return path.removeprefix("count://")
+
+    def read_into(self, path: str, offset: int, buffer: memoryview, version: str = "") -> None:
+        name = os.path.basename(path)
+        self.read[name] = self.read.get(name, 0) + len(buffer)
+        super().read_into(self._path(path), offset, buffer, version)
+
+    def status(self, path: str) -> FileStatus:
+        return super().status(self._path(path))
+
+    def exists(self, path: str) -> bool:
+        return super().exists(self._path(path))
+
+
+def test_two_databases_are_loaded_in_one_pass_over_the_files(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(IMPLEMENTATIONS["filesystem"], "count", (f"{__name__}:CountingFileSystem", ""))
+    monkeypatch.setattr(CountingFileSystem, "read", {})
+    volatile, persistent = MemoryDatabase(), PersistentMemoryDatabase()
+    load_table(TABLE, f"count://{source}", [volatile, persistent])
+    assert CountingFileSystem.read == {"key": 8 * ROWS, "emb_vector": 4 * DIM * ROWS}
+    assert held(volatile) == held(persistent) == FILES
+
+
+def test_the_last_of_a_key_that_stands_twice_is_kept(tmp_path: Path) -> None:
+    keys, vectors = rows_of(ROWS)
+    keys[700:] = keys[:300]
+    write_sparse_model(tmp_path / "m", (keys, vectors))
+    volatile, persistent = MemoryDatabase(), PersistentMemoryDatabase()
+    load_table(TABLE, str(tmp_path / "m"), [volatile, persistent])
+    assert held(volatile) == held(persistent) == content(keys, vectors)
+
+
+def test_memory_is_bounded_whatever_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 chunks of 1 MB pass through; three buffers and little else may be held."""
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 1 << 20)
+    rows = 64 * (1 << 20) // (8 + 4 * DIM)
+    (tmp_path / "key").write_bytes(b"\0" * 8 * rows)
+    (tmp_path / "emb_vector").write_bytes(b"\0" * 4 * DIM * rows)
+
+    class Sink(PersistentMemoryDatabase):
+        def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None: ...
+
+    tracemalloc.start()
+    try:
+        load_table(TABLE, str(tmp_path), [Sink()])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (2 << 20) < peak < (4 << 20)
+
+
+# -- what is already there --------------------------------------------------------------------------------------------
+
+
+def test_a_whole_table_is_skipped(source: str) -> None:
+    persistent = PersistentMemoryDatabase()
+    load_table(TABLE, source, [persistent])
+    persistent.told.clear()
+    progress = Events()
+    report = load_table(TABLE, source, [persistent], progress=progress)
+    assert nothing_to_do(report)
+    assert report.loads == (DatabaseLoad("persistent_memory", ROWS, ROWS),)
+    assert persistent.told == []
+    assert progress.told == []
+
+
+def test_only_the_volatile_database_is_fed_when_the_persistent_one_is_whole(source: str) -> None:
+    persistent = PersistentMemoryDatabase()
+    load_table(TABLE, source, [persistent])
+    persistent.told.clear()
+    volatile, progress = MemoryDatabase(), Events()
+    report = load_table(TABLE, source, [volatile, persistent], progress=progress)
+    assert not nothing_to_do(report)
+    assert held(volatile) == FILES
+    assert persistent.told == []
+    assert progress.advanced == ROWS
+
+
+def test_an_interrupted_load_continues_where_it_ended(source: str) -> None:
+    persistent = PersistentMemoryDatabase()
+    persistent.open_table(TAG, DIM)
+    record = LoadRecord(open_sparse_model(source, DIM).fingerprint, 300, ROWS)
+    persistent.load_chunk(TAG, KEYS[:300], VECTORS[:300], record)
+    persistent.told.clear()
+    volatile, progress = MemoryDatabase(), Events()
+    report = load_table(TABLE, source, [volatile, persistent], progress=progress)
+    assert held(volatile) == held(persistent) == FILES
+    assert report.loads == (DatabaseLoad("memory", 0, ROWS), DatabaseLoad("persistent_memory", 300, ROWS))
+    assert sum(persistent.chunks) == ROWS - 300
+    assert progress.advanced == ROWS
+
+
+def test_a_continued_load_reads_and_reports_only_what_is_missing(source: str) -> None:
+    persistent, progress = PersistentMemoryDatabase(), Events()
+    persistent.open_table(TAG, DIM)
+    persistent.load_chunk(TAG, KEYS[:300], VECTORS[:300], LoadRecord(open_sparse_model(source, DIM).fingerprint, 300, ROWS))
+    load_table(TABLE, source, [persistent], progress=progress)
+    assert progress.told[0] == ("start", TAG, ROWS - 300, (ROWS - 300) * ROW_BYTES)
+    assert progress.advanced == ROWS - 300
+    assert held(persistent) == FILES
+
+
+def test_another_version_of_the_model_replaces_all_rows(source: str) -> None:
+    persistent = PersistentMemoryDatabase()
+    load_table(TABLE, source, [persistent])
+    write_sparse_model(source, rows_of(ROWS // 2, seed=2), overwrite=True)
+    load_table(TABLE, source, [persistent])
+    assert held(persistent) == content(*rows_of(ROWS // 2, seed=2))
+    assert persistent.told.count(("drop_table", 0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows_done", "rows_total", "modified"),
+    [(-1, ROWS, False), (ROWS + 1, ROWS, False), (10**12, 10**12, False), (300, ROWS, True)],
+)
+def test_a_record_that_cannot_be_is_not_believed(source: str, rows_done: int, rows_total: int, modified: bool) -> None:
+    persistent, volatile = PersistentMemoryDatabase(), MemoryDatabase()
+    persistent.open_table(TAG, DIM)
+    persistent.insert(TAG, rows_of(ROWS)[0][:100], np.zeros((100, DIM), np.float32))
+    persistent.records[TAG] = LoadRecord(open_sparse_model(source, DIM).fingerprint, rows_done, rows_total, modified)
+    load_table(TABLE, source, [volatile, persistent])
+    assert held(volatile) == held(persistent) == FILES
+
+
+def test_rows_that_hugectr_wrote_stay_and_are_overwritten_by_key(source: str) -> None:
+    keys, vectors = rows_of(ROWS)
+    foreign = np.array([10**15, int(keys[5])], np.int64)
+    persistent = PersistentMemoryDatabase()
+    persistent.open_table(TAG, DIM)
+    persistent.insert(TAG, foreign, sample_vectors(foreign, DIM, 99))
+    load_table(TABLE, source, [persistent])
+    assert held(persistent) == content(foreign[:1], sample_vectors(foreign[:1], DIM, 99)) | content(keys, vectors)
+    assert ("drop_table", 0) not in persistent.told
+
+
+def test_a_table_of_another_width_is_an_error_and_stays(source: str) -> None:
+    persistent = PersistentMemoryDatabase()
+    persistent.open_table(TAG, DIM + 1)
+    persistent.insert(TAG, np.arange(5), np.ones((5, DIM + 1), np.float32))
+    with pytest.raises(TableWidthError):
+        load_table(TABLE, source, [persistent])
+    assert persistent.size(TAG) == 5
+
+
+# -- initialize_after_startup and initial_cache_rate --------------------------------------------------------------------
+
+
+def test_a_database_to_keep_is_opened_and_not_loaded(source: str) -> None:
+    volatile, persistent = MemoryDatabase(), PersistentMemoryDatabase()
+    report = load_table(TABLE, source, [persistent], keep=[volatile])
+    assert held(volatile) == {}
+    assert report.loads == (DatabaseLoad("persistent_memory", 0, ROWS),)
+
+
+def test_a_whole_table_of_another_version_is_kept_when_asked_to(source: str) -> None:
+    persistent = PersistentMemoryDatabase()
+    load_table(TABLE, source, [persistent])
+    write_sparse_model(source, rows_of(ROWS // 2, seed=2), overwrite=True)
+    load_table(TABLE, source, [MemoryDatabase()], keep=[persistent])
+    assert held(persistent) == FILES
+
+
+def test_a_half_loaded_table_is_not_kept_for_whole(source: str) -> None:
+    persistent, volatile = PersistentMemoryDatabase(), MemoryDatabase()
+    persistent.open_table(TAG, DIM)
+    persistent.records[TAG] = LoadRecord("of an earlier load", 300, ROWS)
+    with pytest.raises(DatabaseError, match=rf"(?s){TAG} in persistent_memory .*holds 300 of {ROWS} rows.*`hps load`"):
+        load_table(TABLE, source, [volatile], keep=[persistent])
+    assert volatile.tags() == []
+
+
+@pytest.mark.parametrize(
+    ("capacity", "rate", "expected"),
+    [
+        (2**64 - 1, 1.0, ROWS),
+        (2**64 - 1, 0.5, ROWS // 2),
+        (2**64 - 1, 0.0, 0),
+        (ROWS, 1.0, ROWS),
+        (ROWS - 1, 1.0, ROWS - 1),
+        (200, 1.0, 200),
+        (200, 0.25, 50),
+        (0, 1.0, 0),
+    ],
+)
+def test_a_volatile_database_gets_its_share_and_the_persistent_one_all(
+    source: str, capacity: int, rate: float, expected: int
+) -> None:
+    volatile, persistent = BoundedMemory(capacity), PersistentMemoryDatabase()
+    report = load_table(TABLE, source, [volatile, persistent], initial_cache_rate=rate)
+    assert held(volatile) == content(KEYS[:expected], VECTORS[:expected])
+    assert held(persistent) == FILES
+    assert report.loads[0] == DatabaseLoad("bounded_memory", 0, expected)
+
+
+def test_no_more_is_read_than_a_bounded_database_gets(source: str) -> None:
+    progress = Events()
+    load_table(TABLE, source, [BoundedMemory(200)], progress=progress)
+    assert progress.told[0] == ("start", TAG, 200, 200 * ROW_BYTES)
+    assert progress.advanced == 200
+
+
+def test_a_hash_map_with_a_margin_and_rocksdb_get_theirs(source: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    volatile = HashMapDatabase(num_partitions=4, overflow_margin=100)
+    persistent = RocksDatabase(tmp_path / "rocksdb")
+    try:
+        report = load_table(TABLE, source, [volatile, persistent], initial_cache_rate=0.5)
+        assert report.loads == (DatabaseLoad("hash_map", 0, 200), DatabaseLoad("rocks_db", 0, ROWS))
+        assert held(volatile) == content(KEYS[:200], VECTORS[:200])
+        assert held(persistent) == FILES
+        assert nothing_to_do(load_table(TABLE, source, [persistent]))
+    finally:
+        volatile.close()
+        persistent.close()
+    assert "cached 200 / 1000 embeddings in volatile database (hash_map); load: 200 / 400 (50.00%)." in caplog.text
+
+
+# -- the persistent database is the authority --------------------------------------------------------------------------
+
+
+def update(database: Database) -> dict[int, bytes]:
+    """Change a row, add one and remove one; returns what the database holds now, if it held the files."""
+    changed = np.array([KEYS[0], 10**12])
+    vectors = np.full((2, DIM), 77, np.float32)
+    database.insert(TAG, changed, vectors)
+    database.delete(TAG, KEYS[1:2])
+    return {key: row for key, row in FILES.items() if key != KEYS[1]} | content(changed, vectors)
+
+
+def test_an_unmodified_table_is_loaded_from_the_files(source: str) -> None:
+    persistent, volatile = PersistentMemoryDatabase(), MemoryDatabase()
+    load_table(TABLE, source, [persistent])
+    for databases, keep in (([volatile, persistent], []), ([volatile], [persistent])):
+        assert not load_table(TABLE, source, databases, keep=keep).differs
+        assert held(volatile) == FILES
+
+
+def test_a_volatile_database_gets_what_was_updated_online(source: str) -> None:
+    persistent, volatile = PersistentMemoryDatabase(), MemoryDatabase()
+    load_table(TABLE, source, [persistent])
+    updated = update(persistent)
+    assert load_table(TABLE, source, [volatile, persistent]).differs
+    assert held(volatile) == held(persistent) == updated
+
+
+def test_a_database_that_is_kept_is_the_authority_whatever_the_files_say(source: str) -> None:
+    kept, volatile = PersistentMemoryDatabase(), MemoryDatabase()
+    kept.open_table(TAG, DIM)
+    kept.insert(TAG, KEYS[:1], VECTORS[5:6])
+    assert load_table(TABLE, source, [volatile], keep=[kept]).differs
+    assert held(volatile) == content(KEYS[:1], VECTORS[5:6])
+    kept.records[TAG] = LoadRecord("another version", ROWS, ROWS)
+    assert load_table(TABLE, source, [], keep=[kept]).differs
+
+
+def test_a_new_version_of_the_files_replaces_online_updates(source: str) -> None:
+    persistent, volatile = PersistentMemoryDatabase(), MemoryDatabase()
+    load_table(TABLE, source, [persistent])
+    update(persistent)
+    write_sparse_model(source, (KEYS, -VECTORS), overwrite=True)
+    assert not load_table(TABLE, source, [volatile, persistent]).differs
+    assert held(volatile) == held(persistent) == content(KEYS, -VECTORS)
+
+
+def test_only_the_share_that_is_asked_for_is_copied(source: str) -> None:
+    persistent, volatile = PersistentMemoryDatabase(), MemoryDatabase()
+    load_table(TABLE, source, [persistent])
+    update(persistent)
+    load_table(TABLE, source, [volatile, persistent], initial_cache_rate=0.5)
+    assert volatile.size(TAG) == ROWS // 2
+    assert held(volatile).items() <= held(persistent).items()
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_failing_database_ends_the_load_and_the_next_one_completes_it(source: str) -> None:
+    volatile, persistent = MemoryDatabase(), PersistentMemoryDatabase()
+
+    def fail_at(row: int) -> None:
+        if row >= 300:
+            raise DatabaseError("disk full")
+
+    persistent.before_chunk = fail_at
+    with pytest.raises(DatabaseError, match="disk full"):
+        load_table(TABLE, source, [volatile, persistent])
+    assert readers() == []
+    record = record_of(persistent)
+    assert (record.rows_done, record.complete) == (5 * CHUNK_ROWS, False)
+    persistent.before_chunk = lambda row: None
+    persistent.told.clear()
+    load_table(TABLE, source, [volatile, persistent])
+    assert held(volatile) == held(persistent) == FILES
+    assert sum(persistent.chunks) == ROWS - 5 * CHUNK_ROWS
+
+
+def test_a_load_that_is_stopped_anywhere_is_completed_by_the_next(source: str) -> None:
+    for stop in range(0, ROWS + CHUNK_ROWS, CHUNK_ROWS):
+        persistent = PersistentMemoryDatabase()
+
+        def interrupt(row: int, stop: int = stop) -> None:
+            if row == stop:
+                raise KeyboardInterrupt
+
+        persistent.before_chunk = interrupt
+        if stop < ROWS:
+            with pytest.raises(KeyboardInterrupt):
+                load_table(TABLE, source, [persistent])
+            assert readers() == []
+        persistent.before_chunk = lambda row: None
+        load_table(TABLE, source, [persistent])
+        assert held(persistent) == FILES
+        assert nothing_to_do(load_table(TABLE, source, [persistent]))
+
+
+def test_a_model_replaced_while_loading_is_never_taken_for_whole(source: str) -> None:
+    persistent = PersistentMemoryDatabase()
+
+    def replace_at(row: int) -> None:
+        if row == 5 * CHUNK_ROWS:
+            write_sparse_model(source, rows_of(ROWS, seed=2), overwrite=True)
+
+    persistent.before_chunk = replace_at
+    with pytest.raises(ModelFileError, match=r"changed while it was being read"):
+        load_table(TABLE, source, [persistent])
+    assert not record_of(persistent).complete
+    persistent.before_chunk = lambda row: None
+    load_table(TABLE, source, [persistent])
+    assert held(persistent) == content(*rows_of(ROWS, seed=2))
+
+
+def test_files_that_do_not_fit_leave_the_databases_alone(source: str) -> None:
+    persistent = PersistentMemoryDatabase()
+    load_table(TABLE, source, [persistent])
+    with open(Path(source) / "emb_vector", "ab") as file:
+        file.write(b"x")
+    with pytest.raises(ModelFileError, match="emb_vector"):
+        load_table(TABLE, source, [persistent])
+    (Path(source) / "emb_vector").unlink()
+    with pytest.raises(ModelFileNotFoundError, match="emb_vector"):
+        load_table(TABLE, source, [persistent])
+    assert held(persistent) == FILES
+
+
+def test_keys_beyond_32_bits_are_found_before_the_old_version_is_dropped(source: str, tmp_path: Path) -> None:
+    keys = np.arange(ROWS, dtype=np.int64)
+    persistent = PersistentMemoryDatabase()
+    write_sparse_model(tmp_path / "m", (keys, rows_of(ROWS)[1]))
+    load_table(TABLE, str(tmp_path / "m"), [persistent], int32_keys=True)
+    before = held(persistent)
+    keys[-1] = 2**32
+    write_sparse_model(tmp_path / "m", (keys, rows_of(ROWS)[1]), overwrite=True)
+    with pytest.raises(ModelFileError, match=f"row {ROWS - 1} has key {2**32}"):
+        load_table(TABLE, str(tmp_path / "m"), [persistent], int32_keys=True)
+    assert held(persistent) == before
+
+
+def test_a_read_that_never_ends_is_given_up(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    class StuckFileSystem(LocalFileSystem):
+        def read_into(self, path: str, offset: int, buffer: memoryview, version: str = "") -> None:
+            gate.wait(20)
+            super().read_into(path, offset, buffer, version)
+
+    monkeypatch.setattr("hps.filesystems.local.LocalFileSystem", StuckFileSystem)
+    monkeypatch.setattr("hps.models.read_ahead._READ_TIMEOUT_S", 0.05)
+    try:
+        with pytest.raises(ModelFileError, match=r"rows from 0 on did not arrive within"):
+            load_table(TABLE, source, [MemoryDatabase()])
+    finally:
+        gate.set()
+        for thread in threading.enumerate():
+            if thread.name.startswith("hps-model-reader"):
+                thread.join(10)
+
+
+# -- log lines --------------------------------------------------------------------------------------------------------
+
+
+def test_hugectrs_log_lines_are_kept(source: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    load_table(TABLE, source, [BoundedMemory(4000), MemoryDatabase(), PersistentMemoryDatabase()])
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Table: {TAG}; cached 1000 / 1000 embeddings in volatile database (bounded_memory); load: 1000 / 4000 (25.00%).",
+        f"Table: {TAG}; cached 1000 / 1000 embeddings in volatile database (memory); load: 1000, unbounded.",
+        f"Table: {TAG}; cached 1000 embeddings in persistent database (persistent_memory); complete.",
+    ]

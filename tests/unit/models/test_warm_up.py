@@ -1,0 +1,244 @@
+"""Embedding caches are filled from model files, and refreshed from the databases."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hps.cache.cpu.cache import NumpyCache
+from hps.errors import DatabaseError, ModelFileError
+from hps.lookup.chain import DatabaseChain
+from hps.lookup.refresh import RefreshReport, refresh
+from hps.metrics import Metrics
+from hps.models.files import open_sparse_model
+from hps.models.sample import sample_vectors
+from hps.models.warm_up import warm_up
+from hps.models.writer import write_sparse_model
+from hps.tensors.segments import Segment
+from hps.types import FloatArray, KeyArray
+from tests.fakes.faulty_database import FaultyDatabase
+from tests.fakes.memory_database import MemoryDatabase
+from tests.tables.table_loads import (
+    CHUNK_ROWS,
+    DIM,
+    KEYS,
+    ROWS,
+    TABLE,
+    TAG,
+    VECTORS,
+    content,
+    cut_into_small_chunks,
+    readers,
+    rows_of,
+    write_files,
+)
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    cut_into_small_chunks(monkeypatch)
+    yield
+    assert readers() == []
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    return write_files(tmp_path)
+
+
+# -- warm-up ----------------------------------------------------------------------------------------------------------
+
+
+def lookup(cache: NumpyCache, keys: KeyArray) -> tuple[FloatArray, np.ndarray]:
+    out, found = np.empty((keys.size, DIM), np.float32), np.zeros(keys.size, np.bool_)
+    cache.create_lookup().query([Segment(0, keys, out, found)])
+    return out, found
+
+
+class RecordingCache(NumpyCache):
+    """Remembers the keys of every insertion."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.inserted: list[KeyArray] = []
+
+    def insert(self, table: int, keys: KeyArray, vectors: FloatArray) -> None:
+        self.inserted.append(keys.copy())
+        super().insert(table, keys, vectors)
+
+
+def assert_warm(cache: NumpyCache, keys: KeyArray, vectors: FloatArray, rows: int) -> None:
+    out, found = lookup(cache, keys)
+    np.testing.assert_array_equal(out[found], vectors[found])
+    assert not found[rows:].any()
+    assert found.sum() == cache.stats(0).resident_rows
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.2, 0.3, 0.5, 0.999, 1.0, 7.0])
+@pytest.mark.parametrize("capacity", [14, 140, 700, 2000])
+def test_the_whole_cache_is_filled_whatever_the_step(source: str, capacity: int, fraction: float) -> None:
+    cache = RecordingCache([TABLE], [capacity])
+    rows = min(cache.stats(0).capacity_rows, ROWS)
+    assert warm_up(cache, 0, TABLE, open_sparse_model(source, DIM), fraction) == rows
+    np.testing.assert_array_equal(np.concatenate(cache.inserted), KEYS[:rows])
+    assert max(inserted.size for inserted in cache.inserted) <= CHUNK_ROWS
+    assert_warm(cache, KEYS, VECTORS, rows)
+
+
+@pytest.mark.parametrize(("capacity", "fraction"), [(700, 0.0), (700, -1.0), (0, 0.5)])
+def test_nothing_is_warmed_without_a_step_or_a_cache(source: str, capacity: int, fraction: float) -> None:
+    cache = RecordingCache([TABLE], [capacity])
+    assert warm_up(cache, 0, TABLE, open_sparse_model(source, DIM), fraction) == 0
+    assert cache.inserted == []
+
+
+def warm_up_lines(caplog: pytest.LogCaptureFixture, source: str, capacity: int, fraction: float) -> list[str]:
+    caplog.set_level(logging.INFO)
+    caplog.clear()
+    warm_up(NumpyCache([TABLE], [capacity]), 0, TABLE, open_sparse_model(source, DIM), fraction)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_the_log_lines_of_hugectrs_warm_up_are_kept_the_last_step_included(
+    source: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert warm_up_lines(caplog, source, 700, 0.3) == [
+        'EC initialization for model: "shop", num_tables: 1',
+        f"EC initialization on device: 0 for {TAG}",
+        "Initialize the embedding cache by by inserting the same size model file with embedding cache from beginning",
+        "Initialize the embedding table 0 for iteration 0 with number of 210 keys.",
+        "Initialize the embedding table 0 for iteration 1 with number of 210 keys.",
+        "Initialize the embedding table 0 for iteration 2 with number of 210 keys.",
+        "Initialize the embedding table 0 for iteration 3 with number of 70 keys.",
+    ]
+    assert warm_up_lines(caplog, source, 700, 1.0)[3:] == [
+        "Initialize the embedding table 0 for iteration 0 with number of 700 keys."
+    ]
+    assert warm_up_lines(caplog, source, 140, 1e-9)[3:] == [  # never a step of no rows
+        "Initialize the embedding table 0 for iteration 0 with number of 64 keys.",
+        "Initialize the embedding table 0 for iteration 1 with number of 64 keys.",
+        "Initialize the embedding table 0 for iteration 2 with number of 12 keys.",
+    ]
+
+
+def test_a_warm_cache_agrees_with_the_databases_on_keys_that_stand_twice(tmp_path: Path) -> None:
+    keys, vectors = rows_of(CHUNK_ROWS)
+    keys[40:] = keys[:24]
+    keys[10] = keys[11] = keys[12]
+    write_sparse_model(tmp_path / "m", (keys, vectors))
+    cache = NumpyCache([TABLE], [1400])
+    warm_up(cache, 0, TABLE, open_sparse_model(tmp_path / "m", DIM), 1.0)
+    distinct = np.unique(keys)
+    out, found = lookup(cache, distinct)
+    assert found.all()
+    wanted = content(keys, vectors)
+    assert content(distinct, out) == wanted
+
+
+def test_a_warm_up_from_changed_files_fails(source: str) -> None:
+    model = open_sparse_model(source, DIM)
+    write_sparse_model(source, rows_of(ROWS, seed=2), overwrite=True)
+    with pytest.raises(ModelFileError, match="changed"):
+        warm_up(NumpyCache([TABLE], [700]), 0, TABLE, model, 0.5)
+
+
+def test_a_cache_that_fails_ends_the_warm_up(source: str) -> None:
+    class FailingCache(RecordingCache):
+        def insert(self, table: int, keys: KeyArray, vectors: FloatArray) -> None:
+            if len(self.inserted) == 3:
+                raise RuntimeError("the device is gone")
+            super().insert(table, keys, vectors)
+
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        warm_up(FailingCache([TABLE], [700]), 0, TABLE, open_sparse_model(source, DIM), 0.5)
+    assert readers() == []
+
+
+# -- refresh ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiers() -> Iterator[tuple[NumpyCache, DatabaseChain, FaultyDatabase]]:
+    """A cache of 500 of the rows, and a chain over a database that holds all of them."""
+    database = FaultyDatabase(MemoryDatabase())
+    chain = DatabaseChain(None, database, metrics=Metrics())
+    chain.open_table(TABLE)
+    database.insert(TAG, KEYS, VECTORS)
+    cache = NumpyCache([TABLE], [2000])
+    cache.insert(0, KEYS[:500], VECTORS[:500])
+    yield cache, chain, database
+    chain.close()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.001, 0.1, 1.0])
+def test_refresh_brings_new_vectors_and_erases_deleted_keys(
+    tiers: tuple[NumpyCache, DatabaseChain, FaultyDatabase], fraction: float
+) -> None:
+    cache, chain, database = tiers
+    new = sample_vectors(KEYS, DIM, 9)
+    database.insert(TAG, KEYS[:200], new[:200])
+    database.delete(TAG, KEYS[450:])
+    assert refresh(cache, 0, TABLE, chain, fraction) == RefreshReport(updated=450, erased=50)
+    out, found = lookup(cache, KEYS)
+    np.testing.assert_array_equal(found, np.arange(ROWS) < 450)
+    np.testing.assert_array_equal(out[:200], new[:200])
+    np.testing.assert_array_equal(out[200:450], VECTORS[200:450])
+    assert max(fetched.size for fetched in database.fetched) <= CHUNK_ROWS
+
+
+def test_refresh_of_an_empty_cache_asks_nothing(tiers: tuple[NumpyCache, DatabaseChain, FaultyDatabase]) -> None:
+    _, chain, database = tiers
+    assert refresh(NumpyCache([TABLE], [700]), 0, TABLE, chain, 0.5) == RefreshReport(0, 0)
+    assert refresh(NumpyCache([TABLE], [0]), 0, TABLE, chain, 0.5) == RefreshReport(0, 0)
+    assert database.fetched == []
+
+
+def test_a_database_that_fails_erases_nothing(tiers: tuple[NumpyCache, DatabaseChain, FaultyDatabase]) -> None:
+    cache, chain, database = tiers
+    database.failing = {"fetch"}
+    with pytest.raises(DatabaseError):
+        refresh(cache, 0, TABLE, chain, 0.5)
+    out, found = lookup(cache, KEYS[:500])
+    assert found.all()
+    np.testing.assert_array_equal(out, VECTORS[:500])
+
+
+def test_a_modification_during_a_refresh_is_not_undone(tiers: tuple[NumpyCache, DatabaseChain, FaultyDatabase]) -> None:
+    """Between the fetch and the update of the cache, the vectors change in the database and in the cache."""
+    cache, chain, database = tiers
+    new = sample_vectors(KEYS, DIM, 9)
+    database.gate_late = threading.Event()
+    reports: list[RefreshReport] = []
+    refreshing = threading.Thread(target=lambda: reports.append(refresh(cache, 0, TABLE, chain, 1.0)))
+    refreshing.start()
+    assert database.entered.acquire(timeout=10)  # the first chunk is fetched, not yet written
+    try:
+        chain.insert(TABLE, KEYS, new, lambda done: cache.update(0, KEYS[:500], new[:500]))
+    finally:
+        database.gate_late.set()
+        refreshing.join(20)
+    assert reports == [RefreshReport(updated=500, erased=0)]
+    out, found = lookup(cache, KEYS[:500])
+    assert found.all()
+    np.testing.assert_array_equal(out, new[:500])
+
+
+def test_a_table_that_never_rests_is_erased_rather_than_left_old(
+    tiers: tuple[NumpyCache, DatabaseChain, FaultyDatabase], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, chain, _ = tiers
+    fetch = chain.fetch
+
+    def modified_meanwhile(*args: Any) -> int:
+        count = fetch(*args)
+        chain.insert(TABLE, KEYS[:1], VECTORS[:1], lambda done: None)
+        return count
+
+    monkeypatch.setattr(chain, "fetch", modified_meanwhile)
+    monkeypatch.setattr("hps.lookup.refresh.time.sleep", lambda seconds: None)
+    assert refresh(cache, 0, TABLE, chain, 1.0) == RefreshReport(updated=0, erased=500)
+    assert not lookup(cache, KEYS)[1].any()

@@ -1,6 +1,7 @@
 """A file system whose reads wait or fail when a test says so: `gate://<name>/absolute/path`."""
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,6 +23,7 @@ class Gate:
         entered: set once a read waits.
         errors: raised, first to last, the next times that `key` is looked for.
         looks: how often `key` was looked for.
+        bytes_read: by name of the file.
     """
 
     def __init__(self) -> None:
@@ -29,9 +31,11 @@ class Gate:
         self.entered, self.release = threading.Event(), threading.Event()
         self.errors: list[BaseException] = []
         self.looks = 0
+        self.bytes_read: Counter[str] = Counter()
 
 
 GATES: dict[str, Gate] = {}
+_COUNTING = threading.Lock()
 
 
 class GatedFileSystem(LocalFileSystem):
@@ -57,6 +61,8 @@ class GatedFileSystem(LocalFileSystem):
             if not gate.release.wait(WAIT_S):
                 raise HPSError(f"reading {path}: the test did not open the gate within {WAIT_S} s")
         super().read_into(place, offset, buffer, version)
+        with _COUNTING:
+            gate.bytes_read[place.rpartition("/")[2]] += len(buffer)
 
     def list(self, path: str) -> list[str]:
         return super().list(_split(path)[1])

@@ -9,6 +9,7 @@ import pytest
 import hps
 from hps.progress import FailureProgress, LogProgress, Progress, TableProgress, count_text, size_text, time_text
 from hps.service.model_states import ModelStates
+from tests.tables.table_loads import Events
 
 TAG = "hps_et.m.item"
 
@@ -117,23 +118,7 @@ def test_log_progress_tells_now_and_then(clock: Clock, caplog: pytest.LogCapture
 # -- all models -------------------------------------------------------------------------------------------------------
 
 
-class Listener:
-    """Remembers what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[Any, ...]] = []
-
-    def start(self, tag: str, rows: int, size_bytes: int) -> None:
-        self.told.append(("start", tag, rows, size_bytes))
-
-    def advance(self, tag: str, rows: int) -> None:
-        self.told.append(("advance", tag, rows))
-
-    def finish(self, tag: str) -> None:
-        self.told.append(("finish", tag))
-
-
-class FailureListener(Listener):
+class FailureListener(Events):
     def fail(self, tag: str) -> None:
         self.told.append(("fail", tag))
 
@@ -162,7 +147,7 @@ class Loads:
 
     def __init__(self, clock: Clock, listener: Progress | None = None, **tables: list[str]) -> None:
         self.deployed: list[str] = []
-        self.listener = listener or Listener()
+        self.listener = listener or Events()
         self.progress = ModelStates(models(**tables), lambda: self.deployed, self.listener, clock=clock)
 
     def states(self) -> dict[str, tuple[str, int]]:
@@ -260,7 +245,7 @@ def test_the_listener_is_told_of_tables_as_they_are_loaded(clock: Clock) -> None
     loads.progress.advance(TAG, 10)
     loads.progress.finish(TAG)
     loads.progress.model_failed("m", "a cache does not fit")
-    assert isinstance(loads.listener, Listener)
+    assert isinstance(loads.listener, Events)
     assert loads.listener.told == [("start", TAG, 10, 240), ("advance", TAG, 10), ("finish", TAG)]
 
 

@@ -1,7 +1,6 @@
 """Loading again: files that are the same, online updates, checksums, `force`, and models that are deployed again."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,12 +17,11 @@ from hps.databases.base import Database, LoadRecord
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.redis.database import RedisDatabase
 from hps.databases.rocks_db.database import RocksDatabase
-from hps.filesystems.local import LocalFileSystem
 from hps.models.files import open_sparse_model
 from hps.models.table_load import LoadFeed, extended
 from hps.models.writer import write_sparse_model
-from hps.registry import IMPLEMENTATIONS
 from hps.types import FloatArray, KeyArray
+from tests.fakes.gated_file_system import gates
 from tests.fakes.memory_database import MemoryDatabase, PersistentMemoryDatabase
 from tests.servers.redis_server import RedisServer
 from tests.tables.sparse_models import chunks_of
@@ -164,26 +162,14 @@ def test_a_record_of_an_older_hps_is_not_compared(source: str, rocks: RocksDatab
     assert held(rocks) == FILES
 
 
-class ElsewhereFileSystem(LocalFileSystem):
-    """Local files that claim to be another machine's; its scheme is `else:`."""
-
-    is_local = False
-
-    def _stat(self, path: str, doing: str) -> os.stat_result:
-        return super()._stat(path.removeprefix("else://"), doing)
-
-    def read_into(self, path: str, offset: int, buffer: memoryview, version: str = "") -> None:
-        super().read_into(path.removeprefix("else://"), offset, buffer, version)
-
-
 def test_files_of_another_machine_are_loaded_rather_than_compared(
-    source: str, rocks: RocksDatabase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    source: str, rocks: RocksDatabase, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(IMPLEMENTATIONS["filesystem"], "else", (f"{__name__}:ElsewhereFileSystem", ""))
     caplog.set_level("INFO", "hps.models.table_load")
-    load_table(TABLE, f"else://{source}", [rocks])
-    touch(source)
-    assert load_table(TABLE, f"else://{source}", [rocks]).loads[0].rows == ROWS
+    with gates("elsewhere"):
+        load_table(TABLE, f"gate://elsewhere{source}", [rocks])
+        touch(source)
+        assert load_table(TABLE, f"gate://elsewhere{source}", [rocks]).loads[0].rows == ROWS
     assert "comparing" not in caplog.text
 
 

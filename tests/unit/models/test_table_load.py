@@ -1,7 +1,6 @@
 """Model files into databases: what is read, skipped, continued, replaced or copied, and what a failure leaves behind."""
 
 import logging
-import os
 import threading
 import tracemalloc
 from collections.abc import Iterator
@@ -14,14 +13,13 @@ from hps.databases.base import Database, LoadRecord, TableStats
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import DatabaseError, ModelFileError, ModelFileNotFoundError, TableWidthError
-from hps.filesystems.base import FileStatus
 from hps.filesystems.local import LocalFileSystem
 from hps.models.files import open_sparse_model
 from hps.models.sample import sample_vectors
 from hps.models.table_load import DatabaseLoad
 from hps.models.writer import write_sparse_model
-from hps.registry import IMPLEMENTATIONS
 from hps.types import FloatArray, KeyArray
+from tests.fakes.gated_file_system import gates
 from tests.fakes.memory_database import MemoryDatabase, PersistentMemoryDatabase
 from tests.tables.table_loads import (
     CHUNK_ROWS,
@@ -117,32 +115,11 @@ def test_progress_counts_every_row_once(source: str) -> None:
     assert progress.advanced == ROWS
 
 
-class CountingFileSystem(LocalFileSystem):
-    """Counts the bytes that are read; its scheme is `count:`."""
-
-    read: dict[str, int] = {}  # noqa: RUF012 - one for all, since each opening makes a file system
-
-    def _path(self, path: str) -> str:
-        return path.removeprefix("count://")
-
-    def read_into(self, path: str, offset: int, buffer: memoryview, version: str = "") -> None:
-        name = os.path.basename(path)
-        self.read[name] = self.read.get(name, 0) + len(buffer)
-        super().read_into(self._path(path), offset, buffer, version)
-
-    def status(self, path: str) -> FileStatus:
-        return super().status(self._path(path))
-
-    def exists(self, path: str) -> bool:
-        return super().exists(self._path(path))
-
-
-def test_two_databases_are_loaded_in_one_pass_over_the_files(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(IMPLEMENTATIONS["filesystem"], "count", (f"{__name__}:CountingFileSystem", ""))
-    monkeypatch.setattr(CountingFileSystem, "read", {})
+def test_two_databases_are_loaded_in_one_pass_over_the_files(source: str) -> None:
     volatile, persistent = MemoryDatabase(), PersistentMemoryDatabase()
-    load_table(TABLE, f"count://{source}", [volatile, persistent])
-    assert CountingFileSystem.read == {"key": 8 * ROWS, "emb_vector": 4 * DIM * ROWS}
+    with gates("counted") as (gate,):
+        load_table(TABLE, f"gate://counted{source}", [volatile, persistent])
+    assert gate.bytes_read == {"key": 8 * ROWS, "emb_vector": 4 * DIM * ROWS}
     assert held(volatile) == held(persistent) == FILES
 
 
@@ -201,28 +178,22 @@ def test_only_the_volatile_database_is_fed_when_the_persistent_one_is_whole(sour
     assert progress.advanced == ROWS
 
 
-def test_an_interrupted_load_continues_where_it_ended(source: str) -> None:
-    persistent = PersistentMemoryDatabase()
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_interrupted_load_continues_where_it_ended(source: str, beside: bool) -> None:
+    """Only what is missing is read and reported, unless another database needs the rows before it."""
+    persistent, volatile, progress = PersistentMemoryDatabase(), MemoryDatabase(), Events()
     persistent.open_table(TAG, DIM)
     record = LoadRecord(open_sparse_model(source, DIM).fingerprint, 300, ROWS)
     persistent.load_chunk(TAG, KEYS[:300], VECTORS[:300], record)
     persistent.told.clear()
-    volatile, progress = MemoryDatabase(), Events()
-    report = load_table(TABLE, source, [volatile, persistent], progress=progress)
-    assert held(volatile) == held(persistent) == FILES
-    assert report.loads == (DatabaseLoad("memory", 0, ROWS), DatabaseLoad("persistent_memory", 300, ROWS))
-    assert sum(persistent.chunks) == ROWS - 300
-    assert progress.advanced == ROWS
-
-
-def test_a_continued_load_reads_and_reports_only_what_is_missing(source: str) -> None:
-    persistent, progress = PersistentMemoryDatabase(), Events()
-    persistent.open_table(TAG, DIM)
-    persistent.load_chunk(TAG, KEYS[:300], VECTORS[:300], LoadRecord(open_sparse_model(source, DIM).fingerprint, 300, ROWS))
-    load_table(TABLE, source, [persistent], progress=progress)
-    assert progress.told[0] == ("start", TAG, ROWS - 300, (ROWS - 300) * ROW_BYTES)
-    assert progress.advanced == ROWS - 300
+    report = load_table(TABLE, source, [persistent, volatile][: 1 + beside], progress=progress)
     assert held(persistent) == FILES
+    assert held(volatile) == (FILES if beside else {})
+    assert report.loads[0] == DatabaseLoad("persistent_memory", 300, ROWS)
+    assert sum(persistent.chunks) == ROWS - 300
+    rows = ROWS if beside else ROWS - 300
+    assert progress.told[0] == ("start", TAG, rows, rows * ROW_BYTES)
+    assert progress.advanced == rows
 
 
 def test_another_version_of_the_model_replaces_all_rows(source: str) -> None:

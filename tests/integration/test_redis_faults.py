@@ -374,6 +374,26 @@ class TestCluster:
         cluster.masters[2].resume()
         traffic.wait_for_redis()
 
+    def test_two_shards_are_paused_at_once(self, cluster):
+        """What the third answers counts, although the others are waited for first."""
+        database = redis_database(cluster.address)
+        try:
+            database.open_table(TAG, DIM)
+            database.insert(TAG, KEYS, VECTORS)
+            for server in cluster.masters[:2]:
+                server.pause()
+            out, found = np.zeros((KEYS.size, DIM), np.float32), np.zeros(KEYS.size, np.bool_)
+            start = time.monotonic()
+            with pytest.raises(DatabaseTimeoutError, match="silent"):
+                database.fetch(TAG, KEYS, out, found)
+            assert time.monotonic() - start < TIMEOUT_S + SLACK_S
+            assert found.any()
+            np.testing.assert_array_equal(out[found], VECTORS[found])
+        finally:
+            for server in cluster.masters[:2]:
+                server.resume()
+            database.close()
+
     def test_the_shard_of_the_first_seed_is_killed_at_the_start(self, cluster, tmp_path):
         cluster.masters[0].kill()
         database = redis_database(cluster.address)

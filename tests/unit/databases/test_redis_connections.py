@@ -81,7 +81,7 @@ def test_redis_py_still_opens_sockets_where_its_own_connections_do():
     """`_connect` is named like a private method, so pyproject.toml admits only versions that have it."""
     for kind in (SSLConnection, UnixDomainSocketConnection):
         assert "_connect" in vars(kind)
-    dependencies = tomllib.loads(Path(__file__, "../../../pyproject.toml").resolve().read_text())["project"]["dependencies"]
+    dependencies = tomllib.loads(Path(__file__).parents[3].joinpath("pyproject.toml").read_text())["project"]["dependencies"]
     admitted = next(Requirement(line).specifier for line in dependencies if line.startswith("redis"))
     assert version("redis") in admitted
     assert "9.0" not in admitted
@@ -174,7 +174,7 @@ class TestPassword:
         assert not password or password not in str(caught.value)
 
     def test_the_documented_rights_are_enough(self, tmp_path):
-        documented = Path(__file__, "../../../docs/redis.md").resolve().read_text()
+        documented = Path(__file__).parents[3].joinpath("docs/redis.md").read_text()
         rights = documented[documented.index("user hps on >password") :].split("\n\n")[0].removesuffix("```").split()
         with RedisServer(tmp_path, "--user", *rights[1:]) as server:
             for policy in ("evict_least_used", "evict_oldest", "evict_random"):

@@ -81,8 +81,8 @@ def _write_local(target: str, chunks: Iterable[tuple[KeyArray, FloatArray]], ove
     try:
         _check_target(target, overwrite)
         os.makedirs(parent, exist_ok=True)
-        os.mkdir(temporary)
         try:
+            os.mkdir(temporary)  # within the try: an interrupt may come before the next statement
             count = _write_files(temporary, chunks)
             _check_count(target, count)
             _check_target(target, overwrite)

@@ -92,7 +92,7 @@ def test_stopping_ends_the_loading(held):
 
 def test_what_was_held_open_is_closed_when_the_service_stops(document):
     with running_service(document) as service:
-        server = service.app.lifecycle.server()
+        server = service.app.lifecycle.opened
     with pytest.raises(hps.NotReadyError):
         server.lookup([1], "m", "item")
     with hps.HPS(document) as again:  # RocksDB's lock is free
@@ -115,7 +115,7 @@ def test_readiness_says_why_the_loading_failed(document):
     assert isinstance(lifecycle.failure, hps.ModelFileNotFoundError)
     assert re.match("loading failed: .*/nowhere/item.model", lifecycle.not_ready_reason)
     with pytest.raises(hps.NotReadyError, match="loading failed"):
-        lifecycle.server()
+        lifecycle.server_of("m")
     assert lifecycle.close(EXIT_S)
 
 

@@ -80,7 +80,10 @@ class Lifecycle:
         self._stopping = threading.Event()
         models = configuration.models if self._owned else ()
         self.states = ModelStates(
-            models, lambda: self.opened.models if self.opened else (), progress or LogProgress(), self._end_when_stopping
+            models,
+            lambda: server.models if (server := self.opened) else (),
+            progress or LogProgress(),
+            self._end_when_stopping,
         )
         self._blocked = "not started" if self._owned else ""  # why nothing at all is answered
         self._all_tried = not self._owned
@@ -107,7 +110,7 @@ class Lifecycle:
         server = self.opened
         if server is None or self._blocked:
             raise NotReadyError(f"the parameter server is not ready: {self._blocked}")
-        if model_name not in server.models and (reason := self.states.reason(model_name)):
+        if not self.serving and model_name not in server.models and (reason := self.states.reason(model_name)):
             raise NotReadyError(f"model {model_name!r} is not ready: {reason}")
         return server
 

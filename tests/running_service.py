@@ -38,11 +38,10 @@ class RunningService:
     @property
     def connections(self) -> int:
         """How many connections the server has."""
-        return self.server.connections
+        return len(self.server._uvicorn.server_state.connections)
 
     def start(self) -> None:
-        self._thread.start()
-        wait_until(lambda: self.server.started, "the server has started")
+        self._thread.start()  # clients may connect already: it listens
 
     def stop(self) -> bool:
         """Stop as a signal does; False when it takes too long."""

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, FastAPI, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
@@ -152,10 +153,11 @@ def control_app(
     @app.get("/metrics", tags=["metrics"], response_class=Response, responses=_UNAUTHORIZED)
     async def prometheus_metrics(request: Request) -> Response:
         """Counters of lookups, tiers and requests, for Prometheus."""
-        server = lifecycle.opened
-        others: list[Collector] = [lifecycle.states, *([server.metrics.registry] if server else [])]
-        text, content_type = metrics.expose(request.headers.get("accept", ""), others)
-        return Response(text, headers={"content-type": content_type})
+        registry, server = CollectorRegistry(), lifecycle.opened
+        for collector in (metrics, lifecycle.states, *([server.metrics.registry] if server else [])):
+            registry.register(collector)
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), headers={"content-type": content_type})
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

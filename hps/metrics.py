@@ -1,7 +1,7 @@
 """Prometheus metrics of lookups and tiers, counted per batch, never per key."""
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -114,7 +114,3 @@ class Metrics:
                     hits.add_metric([*where, tier], hit)
                     misses.add_metric([*where, tier], miss)
         yield from (keys, hits, misses, defaults, deferred)
-
-    def describe(self) -> Iterable[Metric]:
-        """Describe nothing at registration, when there are no tables yet."""
-        return []

@@ -134,10 +134,7 @@ class TableProgress:
 class LogProgress:
     """Logs the start and the end of each table, and every few seconds how far it is. *One thread.*"""
 
-    def __init__(
-        self, logger: logging.Logger = _log, interval_s: float = 5.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._log = logger
+    def __init__(self, interval_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._interval_s = interval_s
         self._clock = clock
         self._table = TableProgress(0, 0, clock)
@@ -147,7 +144,7 @@ class LogProgress:
         """Log what is about to be loaded."""
         self._table = TableProgress(rows, size_bytes, self._clock)
         self._logged_at = self._clock()
-        self._log.info("%s: %d rows, %s.", tag, rows, size_text(size_bytes))
+        _log.info("%s: %d rows, %s.", tag, rows, size_text(size_bytes))
 
     def advance(self, tag: str, rows: int) -> None:
         """Log rate and time left, if the last line is old enough."""
@@ -157,14 +154,14 @@ class LogProgress:
         if now - self._logged_at < self._interval_s or table.rows_done >= table.rows:
             return
         self._logged_at = now
-        self._log.info("%s: %d of %d rows, %.0f rows/s, %s.", tag, table.rows_done, table.rows, table.rows_per_s, str(table))
+        _log.info("%s: %d of %d rows, %.0f rows/s, %s.", tag, table.rows_done, table.rows, table.rows_per_s, str(table))
 
     def finish(self, tag: str) -> None:
         """Log how long it took."""
         table = self._table
         table.end()
         rate = size_text(table.bytes_per_s)
-        self._log.info("%s: %d rows in %.1f s, %.0f rows/s, %s/s.", tag, table.rows_done, table.seconds, table.rows_per_s, rate)
+        _log.info("%s: %d rows in %.1f s, %.0f rows/s, %s/s.", tag, table.rows_done, table.seconds, table.rows_per_s, rate)
 
 
 def size_text(size_bytes: float) -> str:

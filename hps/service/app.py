@@ -92,25 +92,27 @@ class Application:
             return
         started = time.perf_counter()
         target = lookup_target(scope["path"])
-        route, status = "unknown" if target is None else target.route, DISCONNECTED
+        status = DISCONNECTED
         try:
-            if target is None:
-                route, status = await self._serve_control(scope, receive, send)
-            else:
-                status = await self._serve_lookup(target, scope, receive, send)
+            status = await self._serve(target, scope, receive, send)
         finally:
+            route = getattr(scope.get("route"), "path", "unknown") if target is None else target.route
             self._metrics.count(route, status, time.perf_counter() - started)
 
     def openapi(self) -> dict[str, Any]:
         """The OpenAPI document of all routes."""
         return self._control.openapi()
 
-    async def _serve_lookup(self, target: LookupTarget, scope: Scope, receive: Receive, send: Send) -> int:
+    async def _serve(self, target: LookupTarget | None, scope: Scope, receive: Receive, send: Send) -> int:
+        """Serve one request: a lookup, or without a target what FastAPI has. Returns the status of the answer."""
         headers: dict[bytes, bytes] = dict(scope["headers"])
         body: bytes | None = None
         try:
-            if self._token:
+            if self._token and scope["path"] not in _OPEN_PATHS:
                 self._authorize(headers)
+            if target is None:
+                body = await self._bodies.read(headers, receive)  # no route takes one, but it must not come for ever
+                return await self._serve_control(scope, receive, send)
             if scope["method"] != "POST":
                 got = f"got {scope['method']} {scope['path'][:300]}"
                 raise RequestError(405, f"{got}, expected POST", (b"allow", b"POST"))
@@ -152,7 +154,7 @@ class Application:
             return HTTPAnswer(200, [JSON], chunks)
         return HTTPAnswer(200, [BINARY, (b"inference-header-content-length", str(length).encode())], chunks)
 
-    async def _serve_control(self, scope: Scope, receive: Receive, send: Send) -> tuple[str, int]:
+    async def _serve_control(self, scope: Scope, receive: Receive, send: Send) -> int:
         status = DISCONNECTED
 
         async def send_and_note(message: Message) -> None:
@@ -161,20 +163,9 @@ class Application:
                 status = message["status"]
             await send(message)
 
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        body: bytes | None = None
-        try:
-            if self._token and scope["path"] not in _OPEN_PATHS:
-                self._authorize(headers)
-            body = await self._bodies.read(headers, receive)  # no route has one, but it must not come for ever
-            self._bodies.release(body)
+        with suppress(Exception):  # FastAPI raises again what it has answered
             await self._control(scope, receive, send_and_note)
-        except ClientDisconnected:
-            pass
-        except Exception as error:  # noqa: BLE001 - logged where it is unexpected; the client gets an answer
-            if status == DISCONNECTED:  # FastAPI raises again what it has answered
-                await _send(self._error_answer(error, scope), send_and_note, unread=receive if body is None else None)
-        return getattr(scope.get("route"), "path", "unknown"), status
+        return status
 
     def _authorize(self, headers: Mapping[bytes, bytes]) -> None:
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")

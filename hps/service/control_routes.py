@@ -1,14 +1,15 @@
-"""The routes beside the lookups: health, metadata, metrics and the OpenAPI document. These are FastAPI's."""
+"""The routes beside the lookups, which are FastAPI's: health, metadata, metrics; and the OpenAPI document of all routes."""
 
 import math
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
@@ -20,13 +21,40 @@ from hps.service.http_answer import HTTPAnswer, RequestError
 from hps.service.http_metrics import HTTPMetrics
 from hps.service.lifecycle import Lifecycle
 
-_UNREADY: dict[int | str, dict[str, Any]] = {
-    400: {"model": schemas.ErrorAnswer, "description": schemas.ERRORS[400]},
-    503: {"model": schemas.ServerReady, "description": "Not ready; `reason` and `models` say why."},
+_Responses = dict[int | str, dict[str, Any]]
+
+_ERRORS: _Responses = {
+    status: {"model": schemas.ErrorAnswer, "description": text}
+    for status, text in {
+        400: "The request is wrong.",
+        401: "The bearer token is missing or wrong.",
+        404: "There is no such model, version or table.",
+        408: "The body did not arrive in time.",
+        413: "The body is too large, or has too many keys.",
+        415: "The body is compressed with something other than gzip or deflate.",
+        500: "A bug; the log has the details.",
+        503: "Loading, stopping or overloaded, or a database failed. Retry-After says when to try again.",
+        504: "The lookup did not end in time.",
+    }.items()
 }
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": schemas.ErrorAnswer, "description": schemas.ERRORS[status]} for status in (401, 404, 503)
+_UNAUTHORIZED: _Responses = {401: _ERRORS[401]}
+_OF_MODELS: _Responses = {status: _ERRORS[status] for status in (401, 404, 503)}
+_NOT_READY = {"model": schemas.ServerReady, "description": "Not ready; `reason` and `models` say why."}
+
+lookups = APIRouter(responses=_ERRORS)
+"""The lookup routes as FastAPI would have them, to be described: the application serves them without FastAPI."""
+
+_BINARY = {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
+_INFER: dict[str, Any] = {
+    "summary": "Look up keys by the Open Inference Protocol v2",
+    "response_model": schemas.InferenceResponse,
+    "description": "Binary data is fastest; Inference-Header-Content-Length is the length of the JSON part before it.",
+    "responses": {200: {"description": "The vectors.", **_BINARY}},
+    "openapi_extra": {"requestBody": _BINARY},
 }
+_HEADER_LENGTH = Header(
+    None, alias="Inference-Header-Content-Length", description="Bytes of the JSON part, where binary data follow it."
+)
 
 
 def control_app(
@@ -73,7 +101,9 @@ def control_app(
         """Whether the process answers. Needs no token."""
         return schemas.Live(live=True)
 
-    @app.get("/v2/health/ready", tags=["health"], responses=_UNREADY, response_model_exclude_none=True)
+    @app.get(
+        "/v2/health/ready", tags=["health"], responses={400: _ERRORS[400], 503: _NOT_READY}, response_model_exclude_none=True
+    )
     async def ready(
         response: Response,
         strict: Annotated[bool, Query(description="`false` leaves out the models that cannot be loaded.")] = True,
@@ -86,53 +116,58 @@ def control_app(
         response.status_code = 200 if settled else 503
         return schemas.ServerReady(ready=settled, reason=reason, models=lifecycle.states.models())
 
-    @app.get("/v2", tags=["metadata"], responses={401: _ERRORS[401]})
+    @app.get("/v2", tags=["metadata"], responses=_UNAUTHORIZED)
     async def server_metadata() -> schemas.ServerMetadata:
         """The server, and the names of its models."""
         server = lifecycle.opened
         models = [] if server is None else list(server.models)
         return schemas.ServerMetadata(name="hps", version=__version__, extensions=["binary_tensor_data"], models=models)
 
-    @app.get("/v2/models/{model}", tags=["metadata"], responses=_ERRORS)
+    @app.get("/v2/models/{model}", tags=["metadata"], responses=_OF_MODELS)
     async def model_metadata(model: str) -> schemas.ModelMetadata:
         """A model's inputs, outputs and tables."""
         return _metadata(model, lifecycle.server_of(model).model(model))
 
-    @app.get("/v2/models/{model}/versions/{version}", tags=["metadata"], responses=_ERRORS)
+    @app.get("/v2/models/{model}/versions/{version}", tags=["metadata"], responses=_OF_MODELS)
     async def model_version_metadata(model: str, version: str) -> schemas.ModelMetadata:
         """A model's inputs, outputs and tables."""
-        deployment = lifecycle.server_of(model).model(model)
+        metadata = await model_metadata(model)
         schemas.check_version(model, version)
-        return _metadata(model, deployment)
+        return metadata
 
-    @app.get("/v2/models/{model}/ready", tags=["health"], responses=_ERRORS, response_model_exclude_none=True)
+    @app.get("/v2/models/{model}/ready", tags=["health"], responses=_OF_MODELS, response_model_exclude_none=True)
     async def model_ready(model: str) -> schemas.ModelReady:
         """Whether lookups of a model are answered."""
         lifecycle.server_of(model).model(model)
         return schemas.ModelReady(ready=True, name=model)
 
     @app.get(
-        "/v2/models/{model}/versions/{version}/ready", tags=["health"], responses=_ERRORS, response_model_exclude_none=True
+        "/v2/models/{model}/versions/{version}/ready", tags=["health"], responses=_OF_MODELS, response_model_exclude_none=True
     )
     async def model_version_ready(model: str, version: str) -> schemas.ModelReady:
         """Whether lookups of a model are answered."""
-        lifecycle.server_of(model).model(model)
+        answer = await model_ready(model)
         schemas.check_version(model, version)
-        return schemas.ModelReady(ready=True, name=model)
+        return answer
 
-    @app.get("/metrics", tags=["metrics"], response_class=Response, responses={401: _ERRORS[401]})
+    @app.get("/metrics", tags=["metrics"], response_class=Response, responses=_UNAUTHORIZED)
     async def prometheus_metrics(request: Request) -> Response:
         """Counters of lookups, tiers and requests, for Prometheus."""
-        server = lifecycle.opened
-        others: list[Collector] = [lifecycle.states, *([server.metrics.registry] if server else [])]
-        text, content_type = metrics.expose(request.headers.get("accept", ""), others)
-        return Response(text, headers={"content-type": content_type})
+        registry, server = CollectorRegistry(), lifecycle.opened
+        for collector in (metrics, lifecycle.states, *([server.metrics.registry] if server else [])):
+            registry.register(collector)
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), headers={"content-type": content_type})
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-            schemas.describe_lookups(document)
-            _drop_validation_errors(document)
+            routes = [*app.routes, *lookups.routes]
+            document = get_openapi(title=app.title, version=app.version, description=app.description, routes=routes)
+            for methods in document["paths"].values():
+                for operation in methods.values():
+                    operation["responses"].pop("422", None)  # of FastAPI's errors; ours are `{"error": message}`
+            for name in ("HTTPValidationError", "ValidationError"):
+                document["components"]["schemas"].pop(name)
             app.openapi_schema = document
         return app.openapi_schema
 
@@ -140,13 +175,22 @@ def control_app(
     return app
 
 
-def _drop_validation_errors(document: dict[str, Any]) -> None:
-    """FastAPI describes a 422 for every parameter; ours are strings, and our errors are `{"error": message}`."""
-    for methods in document["paths"].values():
-        for operation in methods.values():
-            operation["responses"].pop("422", None)
-    for name in ("HTTPValidationError", "ValidationError"):
-        document["components"]["schemas"].pop(name, None)
+@lookups.post(schemas.INFER, operation_id="infer", **_INFER)
+def infer(model: str, request: schemas.InferenceRequest, header_length: int = _HEADER_LENGTH) -> None: ...
+
+
+@lookups.post(schemas.INFER_VERSION, operation_id="infer_version", **_INFER)
+def infer_version(model: str, version: str, request: schemas.InferenceRequest, header_length: int = _HEADER_LENGTH) -> None: ...
+
+
+@lookups.post(
+    schemas.LOOKUP,
+    operation_id="lookup",
+    summary="Look up keys with curl",
+    response_model=schemas.LookupResponse,
+    response_description="The vectors.",
+)
+def lookup(model: str, request: schemas.LookupRequest) -> None: ...
 
 
 def _metadata(name: str, deployment: Deployment) -> schemas.ModelMetadata:

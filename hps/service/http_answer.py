@@ -1,8 +1,7 @@
 """What a request is answered with, and the status of every error."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import orjson
 
@@ -52,13 +51,12 @@ class RequestError(HPSError):
         self.headers = headers
 
 
-@dataclass(slots=True)
-class HTTPAnswer:
+class HTTPAnswer(NamedTuple):
     """An answer: its status, its headers without Content-Length, and its body in pieces, which are sent uncopied."""
 
     status: int
     headers: list[Header]
-    chunks: Sequence[bytes | memoryview] = field(repr=False)
+    chunks: Sequence[bytes | memoryview]
 
 
 def error_answer(error: BaseException) -> HTTPAnswer:
@@ -77,5 +75,4 @@ def error_answer(error: BaseException) -> HTTPAnswer:
         message = "not enough memory for the answer; send fewer keys at once"
     else:
         message = "internal error; the log of the service has the details"
-    body: dict[str, Any] = {"error": message}
-    return HTTPAnswer(status, headers, (orjson.dumps(body),))
+    return HTTPAnswer(status, headers, (orjson.dumps({"error": message}),))

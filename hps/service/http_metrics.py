@@ -1,13 +1,12 @@
-"""Prometheus metrics of HTTP requests, and the exposition of all metrics."""
+"""Prometheus metrics of HTTP requests."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 _BUCKETS = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -69,15 +68,3 @@ class HTTPMetrics(Collector):
         yield from (requests, seconds)
         yield from (GaugeMetricFamily(name, text, value()) for name, text, value in self._gauges)
         yield from self._process.collect()
-
-    def expose(self, accept: str, others: Iterable[Collector]) -> tuple[bytes, str]:
-        """Write these metrics and those of `others` in the form that the header `accept` prefers.
-
-        Returns:
-            The text and its content type.
-        """
-        registry = CollectorRegistry()
-        for collector in (self, *others):
-            registry.register(collector)
-        encode, content_type = choose_encoder(accept)
-        return encode(registry), content_type

@@ -1,12 +1,11 @@
 """The life of the parameter server behind the service: it opens the tiers, loads one model after the other, and closes."""
 
-import heapq
 import logging
 import math
 import random
 import threading
 import time
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hps.configuration.load import Configuration, ModelConfig
 from hps.errors import (
@@ -18,7 +17,6 @@ from hps.errors import (
     ModelSourceError,
     NotReadyError,
     TableWidthError,
-    UnknownModelError,
 )
 from hps.parameter_server import HPS
 from hps.progress import LogProgress, Progress, time_text
@@ -33,14 +31,13 @@ _MAY_PASS = (ModelSourceError, ModelFileChangedError, DatabaseError)
 _STAYS = (DatabaseCorruptError, TableWidthError)
 
 
-@dataclass(order=True, slots=True)
-class _FailedModel:
-    """A model that could not be loaded. Ordered by when it is tried again."""
+class _FailedModel(NamedTuple):
+    """A model that could not be loaded."""
 
-    due: float  # of time.monotonic; infinite: never
-    model: ModelConfig = field(compare=False)
-    error: BaseException = field(compare=False)
-    failures: int = field(compare=False)
+    model: ModelConfig
+    error: Exception
+    failures: int
+    due: float  # the time.monotonic of the next try; infinite: there is none
 
 
 class Lifecycle:
@@ -82,55 +79,44 @@ class Lifecycle:
         self._first_retry_s = first_retry_s
         self._stopping = threading.Event()
         models = configuration.models if self._owned else ()
-        self.states = ModelStates(models, self._deployed, progress or LogProgress(), self._end_when_stopping)
+        self.states = ModelStates(
+            models,
+            lambda: server.models if (server := self.opened) else (),
+            progress or LogProgress(),
+            self._end_when_stopping,
+        )
         self._blocked = "not started" if self._owned else ""  # why nothing at all is answered
-        self._settled = self._complete = not self._owned
+        self._all_tried = not self._owned
         self._changing = threading.Lock()  # the loading may end while the service stops
         self._loader: threading.Thread | None = None
 
     @property
-    def ready(self) -> bool:
-        """Whether lookups of every model are answered."""
-        return not self.not_ready_reason
-
-    @property
     def settled(self) -> bool:
         """Whether lookups of every model are answered, except of those that failed."""
-        return not self._blocked and (self._settled or self.ready)
+        return not self._blocked and (self._all_tried or not self.states.summary())
 
     @property
     def not_ready_reason(self) -> str:
         """Why lookups of some or all models are not answered; empty when all are."""
-        return self._blocked or ("" if self._complete else self.states.summary())
-
-    def server(self) -> HPS:
-        """The parameter server; models may still be loading.
-
-        Raises:
-            NotReadyError: it is being opened, failed or is closed; the message says which.
-        """
-        if self.opened is None or self._blocked:
-            raise NotReadyError(f"the parameter server is not ready: {self._blocked}")
-        return self.opened
+        return self._blocked or ("" if self.serving else self.states.summary())
 
     def server_of(self, model_name: str) -> HPS:
         """The parameter server, for a lookup of a model. Does not check that there is such a model.
 
         Raises:
-            NotReadyError: as `server`; or the model waits, is being loaded or failed. The message says which, and why.
+            NotReadyError: the parameter server is being opened, failed or is closed; or the model waits, is being loaded or
+                failed. The message says which, and why.
         """
-        server = self.server()
-        if not self._complete:
-            try:
-                server.model(model_name)
-            except UnknownModelError:
-                if reason := self.states.reason(model_name):
-                    raise NotReadyError(f"model {model_name!r} is not ready: {reason}") from None
+        server = self.opened
+        if server is None or self._blocked:
+            raise NotReadyError(f"the parameter server is not ready: {self._blocked}")
+        if not self.serving and model_name not in server.models and (reason := self.states.reason(model_name)):
+            raise NotReadyError(f"model {model_name!r} is not ready: {reason}")
         return server
 
     def start(self) -> None:
         """Begin to load."""
-        if self._owned and self._loader is None:
+        if self._owned:
             self._blocked = "opening the databases"
             self._loader = threading.Thread(target=self._load, name="hps-load", daemon=True)
             self._loader.start()
@@ -166,10 +152,6 @@ class Lifecycle:
         if self._stopping.is_set():
             raise NotReadyError("the service is stopping")
 
-    def _deployed(self) -> tuple[str, ...]:
-        server = self.opened
-        return () if server is None else server.models
-
     def _load(self) -> None:
         started = time.monotonic()
         try:
@@ -198,27 +180,21 @@ class Lifecycle:
             _log.warning("ready after %.1f s: %s; not ready: %s", seconds, names, self.states.summary())
         else:
             _log.info("ready after %.1f s: %s", seconds, names)
-            self._complete_loading(server)
-        self._settled = True
+        self._all_tried = True
         self._try_again(server, failed)
-
-    def _complete_loading(self, server: HPS) -> None:
-        with self._changing:
-            self._complete = True
-            if not self._blocked:
-                self.serving = server
 
     def _try_again(self, server: HPS, failed: list[_FailedModel]) -> None:
         """Try those again whose cause may pass, one at a time as each is due, until all are loaded or the service stops."""
-        heapq.heapify(failed)
-        while failed and failed[0].due < math.inf:
-            if self._stopping.wait(max(0.0, failed[0].due - time.monotonic())):
+        while failed:
+            first = min(failed, key=lambda one: one.due)
+            if first.due == math.inf or self._stopping.wait(max(0.0, first.due - time.monotonic())):
                 return
-            last = heapq.heappop(failed)
-            if again := self._deploy(server, last.model, last.failures):
-                heapq.heappush(failed, again)
-        if not failed:
-            self._complete_loading(server)
+            failed.remove(first)
+            if again := self._deploy(server, first.model, first.failures):
+                failed.append(again)
+        with self._changing:
+            if not self._blocked:
+                self.serving = server
 
     def _deploy(self, server: HPS, model: ModelConfig, failures: int = 0) -> _FailedModel | None:
         """Load one model and report the outcome. Returns the failure; None when there was none or the service is stopping."""
@@ -241,25 +217,30 @@ class Lifecycle:
         if isinstance(error, _MAY_PASS) and not isinstance(error, _STAYS):
             pause = min(self._first_retry_s * 2.0 ** min(failures - 1, 32), LONGEST_RETRY_S)
             pause *= random.uniform(0.75, 1.0)  # so that replicas that failed together do not come back together
-        known = isinstance(error, (HPSError, MemoryError))
-        cause = (str(error) or "not enough memory") if known else "internal error; the log has the details"
+        cause, bug = _describe(error)
         again = (
             f"trying again in {time_text(pause)}" if pause < math.inf else "not trying again: the cause does not pass by itself"
         )
-        _log.error("loading model %s failed: %s; %s", model.model, cause, again, exc_info=None if known else error)
+        _log.error("loading model %s failed: %s; %s", model.model, cause, again, exc_info=bug)
         self.states.model_failed(model.model, cause, pause if pause < math.inf else None)
-        return _FailedModel(time.monotonic() + pause, model, error, failures)
+        return _FailedModel(model, error, failures, time.monotonic() + pause)
 
     def _end(self, error: BaseException) -> None:
         """Report that the loading as a whole failed."""
+        cause, bug = _describe(error)
         with self._changing:
             if self._stopping.is_set():
                 _log.info("loading was stopped: %s", error)
                 return
-            known = isinstance(error, HPSError)
-            self._blocked = f"loading failed: {error if known else 'internal error; the log has the details'}"
-            self.failure = error
-        _log.error("loading failed: %s", error, exc_info=None if known else error)
+            self._blocked, self.failure = f"loading failed: {cause}", error
+        _log.error("loading failed: %s", cause, exc_info=bug)
+
+
+def _describe(error: BaseException) -> tuple[str, BaseException | None]:
+    """What people are told of an error; and the error itself where it is a bug, for the log alone."""
+    if isinstance(error, HPSError | MemoryError):
+        return str(error) or "not enough memory", None
+    return "internal error; the log has the details", error
 
 
 def _all_failed(failed: list[_FailedModel]) -> BaseException:

@@ -47,13 +47,16 @@ class LookupThreads:
         threads: calls that run at once.
         timeout_s: how long a call may take, including its wait for a thread.
         max_waiting: calls that may wait for a thread.
+
+    Attributes:
+        pending: calls that run or wait.
     """
 
     def __init__(self, threads: int, timeout_s: float, max_waiting: int = MAX_WAITING) -> None:
         self._timeout_s = timeout_s
         self._limit = threads + max_waiting
         # Touched by the event loop alone.
-        self._pending = 0
+        self.pending = 0
         self._submitted: list[_Call] = []
         self._unanswered: dict[_Call, None] = {}  # in the order of their submission
         self._ticking = False
@@ -69,11 +72,6 @@ class LookupThreads:
         for thread in self._threads:
             thread.start()
 
-    @property
-    def pending(self) -> int:
-        """Calls that run or wait."""
-        return self._pending
-
     async def run(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Run `function(*arguments)` on a thread, and return or raise what it does.
 
@@ -81,13 +79,13 @@ class LookupThreads:
             RequestError: 503, too many calls wait already; or 504, it did not end in time. Its thread then runs on until
                 the call ends.
         """
-        if self._pending >= self._limit:
+        if self.pending >= self._limit:
             raise RequestError(
-                503, f"{self._pending} lookups run or wait, expected at most {self._limit}; send the request again later"
+                503, f"{self.pending} lookups run or wait, expected at most {self._limit}; send the request again later"
             )
         loop = asyncio.get_running_loop()
         call = _Call(function, arguments, loop.create_future(), time.monotonic())
-        self._pending += 1
+        self.pending += 1
         self._unanswered[call] = None
         if not self._submitted:
             loop.call_soon(self._hand_over)
@@ -131,14 +129,14 @@ class LookupThreads:
         with suppress(IndexError):  # a thread took the last one meanwhile
             if self._waiting and now - self._waiting[0].submitted_s > _TICK_S:
                 self._wake(len(self._waiting))
-        self._ticking = self._pending > 0
+        self._ticking = self.pending > 0
         if self._ticking:
             loop.call_later(_TICK_S, self._tick, loop)
 
     def _settle(self) -> None:
         while self._done:
             call = self._done.popleft()
-            self._pending -= 1
+            self.pending -= 1
             self._unanswered.pop(call, None)
             if call.future.done():  # timed out, or its request was cancelled
                 continue

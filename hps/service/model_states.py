@@ -159,9 +159,7 @@ class ModelStates(Collector):
 
     def reason(self, name: str) -> str:
         """Why a model is not ready; empty when it is, or when it is not meant to be."""
-        deployed = name in self._deployed()
-        with self._lock:
-            status = self._status(name, self._models[name], deployed) if name in self._models else None
+        status = next((one for one in self.models() if one.name == name), None)
         if status is None or status.reason is None:
             return ""
         return f"loading failed: {status.reason}" if status.state == "failed" else status.reason
@@ -211,8 +209,7 @@ class ModelStates(Collector):
         yield from (ready, rows, rows_done, size, size_done, seconds, failures)
 
     def _status(self, name: str, model: _ModelEntry, deployed: bool) -> ModelStatus | None:
-        entries = model.tables.values()
-        tables = [table.status() for table in entries]
+        tables = [table.status() for table in model.tables.values()]
         if deployed:
             model.state = "ready"  # whoever deployed it; once it is undeployed, it is not one that failed
             return ModelStatus(name=name, state="ready", percent=100, tables=tables)
@@ -222,7 +219,7 @@ class ModelStates(Collector):
         return ModelStatus(
             name=name,
             state=model.state,
-            percent=sum(table.percent for table in entries) // max(len(entries), 1),
+            percent=sum(table.percent for table in model.tables.values()) // len(model.tables),
             reason=_reason(name, model, retry_in_s),
             retry_in_s=retry_in_s,
             tables=tables,

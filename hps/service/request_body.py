@@ -28,22 +28,20 @@ class BodyReader:
         max_bytes: of one body, as sent and decompressed.
         timeout_s: for the whole body to arrive.
         threads: where bodies are decompressed.
+
+    Attributes:
+        held_bytes: bytes of large bodies in memory.
     """
 
     def __init__(self, max_bytes: int, timeout_s: float, threads: LookupThreads) -> None:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._threads = threads
-        self._held = 0
+        self.held_bytes = 0
         self._deadlines: dict[asyncio.Task[Any], float] = {}  # of the bodies that are being read
         self._sweep_s = min(timeout_s / 4, 0.25)
         self._sweeping = False
         self._max_held = _HELD_BODIES * max_bytes
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of large bodies in memory."""
-        return self._held
 
     async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         """Read the whole body, as it was sent. The caller gives it back with `release` when the request is done.
@@ -79,7 +77,7 @@ class BodyReader:
                     held = size
                 more = message.get("more_body", False)
         except BaseException as error:
-            self._held -= held
+            self.held_bytes -= held
             if isinstance(error, asyncio.CancelledError) and self._deadlines[task] == _EXPIRED:
                 task.uncancel()
                 limit = f"{self._timeout_s:g} s (service.request_timeout_s)"
@@ -108,10 +106,13 @@ class BodyReader:
     def release(self, body: bytes) -> None:
         """The body is no longer used."""
         if len(body) > _UNCOUNTED_BYTES:
-            self._held -= len(body)
+            self.held_bytes -= len(body)
 
     def _start_clock(self, task: "asyncio.Task[Any]") -> None:
-        """Cancel the task when its body takes too long. One timer serves all tasks, since most bodies are there already."""
+        """Cancel the task when its body takes too long.
+
+        One timer serves all tasks: most bodies are there already, and a timer of its own would cost each of them 3 us.
+        """
         loop = asyncio.get_running_loop()
         self._deadlines[task] = loop.time() + self._timeout_s
         if not self._sweeping:
@@ -129,10 +130,10 @@ class BodyReader:
             loop.call_later(self._sweep_s, self._sweep, loop)
 
     def _hold(self, size: int) -> None:
-        if self._held + size > self._max_held:
-            held = f"the bodies of other requests hold {self._held} bytes, expected at most {self._max_held}"
+        if self.held_bytes + size > self._max_held:
+            held = f"the bodies of other requests hold {self.held_bytes} bytes, expected at most {self._max_held}"
             raise RequestError(503, f"reading the request: {held}; send the request again later")
-        self._held += size
+        self.held_bytes += size
 
     def _inflate(self, body: bytes) -> bytes:
         decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip or zlib, by its header

@@ -3,7 +3,6 @@
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic.json_schema import models_json_schema
 
 from hps.errors import UnknownModelError
 
@@ -197,27 +196,6 @@ class LookupResponse(BaseModel):
     )
 
 
-ERRORS = {
-    400: "The request is wrong.",
-    401: "The bearer token is missing or wrong.",
-    404: "There is no such model, version or table.",
-    408: "The body did not arrive in time.",
-    413: "The body is too large, or has too many keys.",
-    415: "The body is compressed with something other than gzip or deflate.",
-    500: "A bug; the log has the details.",
-    503: "Loading, stopping or overloaded, or a database failed. Retry-After says when to try again.",
-    504: "The lookup did not end in time.",
-}
-_REF = "#/components/schemas/"
-_HEADER_LENGTH = {
-    "name": "Inference-Header-Content-Length",
-    "in": "header",
-    "required": False,
-    "schema": {"type": "integer"},
-    "description": "Bytes of the JSON part, where binary data follow it.",
-}
-
-
 def check_version(model_name: str, version: str) -> None:
     """Refuse versions that do not exist.
 
@@ -226,46 +204,3 @@ def check_version(model_name: str, version: str) -> None:
     """
     if version != VERSION:
         raise UnknownModelError(f"model {model_name!r}: got version {version[:40]!r}, expected {VERSION!r}, the only one")
-
-
-def describe_lookups(openapi: dict[str, Any]) -> None:
-    """Add the lookup routes, which FastAPI does not know, to its OpenAPI document."""
-    models: list[type[BaseModel]] = [InferenceRequest, InferenceResponse, LookupRequest, LookupResponse, ErrorAnswer]
-    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF + "{model}")
-    openapi.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-    infer = {
-        "summary": "Look up keys by the Open Inference Protocol v2",
-        "description": "Binary data is fastest; Inference-Header-Content-Length is the length of the JSON part before it.",
-        "requestBody": _content("InferenceRequest", "application/json", "application/octet-stream"),
-        "responses": _responses("InferenceResponse", "application/json", "application/octet-stream"),
-    }
-    openapi["paths"][INFER] = {"post": {**infer, "operationId": "infer", "parameters": [_path("model"), _HEADER_LENGTH]}}
-    openapi["paths"][INFER_VERSION] = {
-        "post": {**infer, "operationId": "infer_version", "parameters": [_path("model"), _path("version"), _HEADER_LENGTH]}
-    }
-    openapi["paths"][LOOKUP] = {
-        "post": {
-            "summary": "Look up keys with curl",
-            "operationId": "lookup",
-            "parameters": [_path("model")],
-            "requestBody": _content("LookupRequest", "application/json"),
-            "responses": _responses("LookupResponse", "application/json"),
-        }
-    }
-
-
-def _content(model: str, *media_types: str) -> dict[str, Any]:
-    json, binary = {"$ref": _REF + model}, {"type": "string", "format": "binary"}
-    schemas = {media_type: {"schema": json if media_type.endswith("json") else binary} for media_type in media_types}
-    return {"required": True, "content": schemas}
-
-
-def _responses(model: str, *media_types: str) -> dict[str, Any]:
-    answers: dict[str, Any] = {"200": {"description": "The vectors.", "content": _content(model, *media_types)["content"]}}
-    for status, text in ERRORS.items():
-        answers[str(status)] = {"description": text, "content": _content("ErrorAnswer", "application/json")["content"]}
-    return answers
-
-
-def _path(name: str) -> dict[str, Any]:
-    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}

@@ -100,16 +100,6 @@ class Server:
             )
         )
 
-    @property
-    def started(self) -> bool:
-        """Whether requests are answered."""
-        return self._uvicorn.started
-
-    @property
-    def connections(self) -> int:
-        """How many connections are open."""
-        return len(self._uvicorn.server_state.connections)
-
     def run(self) -> None:
         """Serve. Blocks until the service has stopped."""
         uvloop.run(self._serve())

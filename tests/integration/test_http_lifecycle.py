@@ -6,8 +6,6 @@ import re
 import shlex
 import signal
 import socket
-import subprocess
-import sys
 import threading
 
 import httpx
@@ -92,7 +90,7 @@ def test_stopping_ends_the_loading(held):
 
 def test_what_was_held_open_is_closed_when_the_service_stops(document):
     with running_service(document) as service:
-        server = service.app.lifecycle.server()
+        server = service.app.lifecycle.opened
     with pytest.raises(hps.NotReadyError):
         server.lookup([1], "m", "item")
     with hps.HPS(document) as again:  # RocksDB's lock is free
@@ -115,31 +113,21 @@ def test_readiness_says_why_the_loading_failed(document):
     assert isinstance(lifecycle.failure, hps.ModelFileNotFoundError)
     assert re.match("loading failed: .*/nowhere/item.model", lifecycle.not_ready_reason)
     with pytest.raises(hps.NotReadyError, match="loading failed"):
-        lifecycle.server()
+        lifecycle.server_of("m")
     assert lifecycle.close(EXIT_S)
 
 
 @pytest.fixture
-def serve(tmp_path):
-    """Start `hps serve`; its standard error goes to a file."""
-    started = []
+def serve(tmp_path, children):
+    """Start `hps serve` on a free port, unless one is given; its standard error goes to a file."""
 
-    def serve(document, *arguments):
-        path = tmp_path / "ps.json"
+    def serve(document, port=0):
+        path, log = tmp_path / "ps.json", tmp_path / "log"
         path.write_text(json.dumps(document))
-        log = tmp_path / f"log{len(started)}"
         with log.open("wb") as stderr:
-            command = [sys.executable, "-m", "hps", "serve", str(path), *arguments]
-            started.append(
-                subprocess.Popen(command, stderr=stderr, stdout=subprocess.DEVNULL, env={**os.environ, "COLUMNS": "300"})
-            )
-        return started[-1], log
+            return children.hps("serve", path, "--port", port, stderr=stderr, env={**os.environ, "COLUMNS": "300"}), log
 
-    yield serve
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-            process.wait(EXIT_S)
+    return serve
 
 
 def said(log, pattern):
@@ -148,7 +136,7 @@ def said(log, pattern):
 
 
 def test_serve_prints_a_curl_that_answers_and_ends_with_0_on_sigterm(document, serve):
-    process, log = serve(document, "--port", "0")
+    process, log = serve(document)
     command = shlex.split(said(log, r"try: (curl .*)")[1])
     url, body = command[2], command[command.index("-d") + 1]
     answer = httpx.post(url, content=body)
@@ -159,7 +147,7 @@ def test_serve_prints_a_curl_that_answers_and_ends_with_0_on_sigterm(document, s
 
 
 def test_serve_ends_on_an_interrupt_too(document, serve):
-    process, log = serve(document, "--port", "0")
+    process, log = serve(document)
     said(log, "listening on http://127.0.0.1:")
     process.send_signal(signal.SIGINT)
     assert process.wait(EXIT_S) in (0, 130)
@@ -168,7 +156,7 @@ def test_serve_ends_on_an_interrupt_too(document, serve):
 
 def test_serve_fails_when_a_model_cannot_be_loaded(document, serve):
     document["models"][0]["sparse_files"] = ["/nowhere/item.model"]
-    process, log = serve(document, "--port", "0")
+    process, log = serve(document)
     assert process.wait(EXIT_S) == 2
     assert "/nowhere/item.model" in log.read_text()
     assert "Traceback" not in log.read_text()
@@ -177,7 +165,7 @@ def test_serve_fails_when_a_model_cannot_be_loaded(document, serve):
 def test_serve_fails_before_it_loads_when_the_port_is_taken(document, serve):
     with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-        process, log = serve(document, "--port", str(port))
+        process, log = serve(document, port)
         assert process.wait(EXIT_S) == 2
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in log.read_text()
     assert "loading" not in log.read_text()

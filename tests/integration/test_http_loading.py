@@ -287,7 +287,7 @@ def test_models_that_others_deploy_and_undeploy_are_reported_as_they_are(tmp_pat
     with service_of(document_of(model("later", str(later)), good)) as service:
         settle(service)
         assert readiness(service)[0] == 503
-        server = service.app.lifecycle.server()
+        server = service.app.lifecycle.opened
         write(later, add=2)
         server.deploy(server.config.models[0])
         assert readiness(service)[0] == 200

@@ -38,11 +38,10 @@ class RunningService:
     @property
     def connections(self) -> int:
         """How many connections the server has."""
-        return self.server.connections
+        return len(self.server._uvicorn.server_state.connections)
 
     def start(self) -> None:
-        self._thread.start()
-        wait_until(lambda: self.server.started, "the server has started")
+        self._thread.start()  # clients may connect already: it listens
 
     def stop(self) -> bool:
         """Stop as a signal does; False when it takes too long."""
@@ -91,12 +90,13 @@ def wait_until(condition, what, timeout_s=START_S):
 def running_service(document, parameter_server=None, *, ready=True):
     """Serve a configuration, given as a dict; without a parameter server of the caller's it loads one."""
     service = RunningService(Lifecycle(load_configuration(document), parameter_server))
+    lifecycle = service.app.lifecycle
     service.start()
     try:
         if ready:
-            wait_until(lambda: service.app.lifecycle.ready or service.app.lifecycle.failure, "the service is ready")
-            if service.app.lifecycle.failure:
-                raise service.app.lifecycle.failure
+            wait_until(lambda: not lifecycle.not_ready_reason or lifecycle.failure, "the service is ready")
+            if lifecycle.failure:
+                raise lifecycle.failure
         yield service
     finally:
         assert service.stop()

@@ -198,12 +198,13 @@ def decode_request(body: bytes, header_length: int | None, model: ModelTables, m
         TooManyKeysError: more keys than `max_keys` or than a table's `max_keys`.
     """
     text = body if header_length is None else body[:header_length]
-    header = (cached_header if len(text) <= CACHED_BYTES else read_header)(text)
+    repeated = len(text) <= CACHED_BYTES
+    header = (cached_header if repeated else read_header)(text)
     if len(body) - len(text) != header.binary_size:
         raise _size_error(header.binary_size, None if header_length is None else len(body) - len(text))
     inputs = [_values(tensor, body, len(text)) for tensor in header.inputs.values()]
     counts = tuple(inputs[header.numkeys].tolist()) if header.numkeys is not None else None
-    layout = (_cached_layout if header.cached else _lay_out)(header, counts, model, max_keys)
+    layout = (_cached_layout if repeated else _lay_out)(header, counts, model, max_keys)
     return Inference(layout, inputs)
 
 
@@ -291,7 +292,7 @@ def _by_numkeys(
 def _by_table(header: InferenceHeader, model: ModelTables, max_keys: int) -> tuple[Sequence[KeyRange], Sequence[OutputTensor]]:
     """One input a table."""
     for alone, missing in (("KEYS", "NUMKEYS"), ("NUMKEYS", "KEYS")):
-        if alone in header.inputs and not model.has_table(alone):
+        if alone in header.inputs and alone not in model.indices:
             raise InvalidInputError(f"reading 'inputs': got {alone} without {missing}, expected both, or one input a table")
     indices = [model.table_index(name, "reading 'inputs'") for name in header.inputs]
     tensors = list(header.inputs.values())

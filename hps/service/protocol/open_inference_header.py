@@ -55,7 +55,6 @@ class InferenceHeader:
         found: whether found-masks that `requested` does not name are requested, too.
         binary: whether outputs that `requested` does not name are sent as binary data.
         numkeys: the position of NUMKEYS among the inputs, where KEYS is among them, too; else None.
-        cached: whether the same text gives this very object again.
     """
 
     request_id: str | None
@@ -65,7 +64,6 @@ class InferenceHeader:
     found: bool
     binary: bool
     numkeys: int | None
-    cached: bool
 
     def vectors(self, name: str) -> bool | None:
         """Whether this output of vectors is sent as binary data; None when it is not requested."""
@@ -94,7 +92,7 @@ def read_header(text: bytes) -> InferenceHeader:
     inputs, binary_size = _read_inputs(request.get("inputs"))
     numkeys = list(inputs).index("NUMKEYS") if "NUMKEYS" in inputs and "KEYS" in inputs else None
     requested = _read_outputs(request.get("outputs"), binary)
-    return InferenceHeader(request_id, inputs, binary_size, requested, found, binary, numkeys, len(text) <= CACHED_BYTES)
+    return InferenceHeader(request_id, inputs, binary_size, requested, found, binary, numkeys)
 
 
 cached_header = lru_cache(_CACHED_HEADERS)(read_header)

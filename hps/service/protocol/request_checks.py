@@ -62,16 +62,16 @@ class ModelTables:
     Args:
         name: of the model.
         tables: at least one, in the order of their ids.
+
+    Attributes:
+        name, tables: as given.
+        indices: of the tables, by name.
     """
 
     def __init__(self, name: str, tables: tuple[TableSpec, ...]) -> None:
         self.name = name
         self.tables = tables
-        self._indices = {table.table_name: index for index, table in enumerate(tables)}
-
-    def has_table(self, name: str) -> bool:
-        """Whether the model has a table of this name."""
-        return name in self._indices
+        self.indices = {table.table_name: index for index, table in enumerate(tables)}
 
     def table_index(self, name: str, what: str) -> int:
         """The index of a table.
@@ -80,9 +80,9 @@ class ModelTables:
             UnknownTableError: the model has no such table.
         """
         try:
-            return self._indices[name]
+            return self.indices[name]
         except KeyError:
-            known = ", ".join(self._indices)
+            known = ", ".join(self.indices)
             raise UnknownTableError(
                 f"{what}: got table {name[:120]!r}, expected a table of model {self.name!r}: {known}"
             ) from None

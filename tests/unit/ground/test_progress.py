@@ -9,6 +9,7 @@ import pytest
 import hps
 from hps.progress import FailureProgress, LogProgress, Progress, TableProgress, count_text, size_text, time_text
 from hps.service.model_states import ModelStates
+from tests.servers.running_service import document_of, model_of
 from tests.tables.table_loads import Events
 
 TAG = "hps_et.m.item"
@@ -124,22 +125,8 @@ class FailureListener(Events):
 
 
 def models(**tables: list[str]) -> Any:
-    document = {
-        "supportlonglong": True,
-        "models": [
-            {
-                "model": name,
-                "sparse_files": ["nowhere"] * len(names),
-                "embedding_table_names": names,
-                "embedding_vecsize_per_table": [4] * len(names),
-                "maxnum_catfeature_query_per_table_per_sample": [1] * len(names),
-                "default_value_for_each_table": [0.0] * len(names),
-                "deployed_device_list": [0],
-            }
-            for name, names in tables.items()
-        ],
-    }
-    return hps.load_configuration(document).models
+    named = [model_of(name, ["nowhere"] * len(names), dict.fromkeys(names, 4)) for name, names in tables.items()]
+    return hps.load_configuration(document_of(*named)).models
 
 
 class Loads:

@@ -12,6 +12,12 @@ WAIT_S = 10
 
 
 @pytest.fixture
+def release():
+    """Ends the calls that wait for it."""
+    return threading.Event()
+
+
+@pytest.fixture
 def run():
     """Run a coroutine function with its own threads, which must end."""
     made = []
@@ -23,6 +29,12 @@ def run():
     yield run
     for threads in made:
         assert threads.close(WAIT_S)
+
+
+async def idle(threads):
+    """Wait until no call runs or waits."""
+    while threads.pending:
+        await asyncio.sleep(0.001)
 
 
 def test_a_call_runs_on_another_thread_and_its_result_comes_back(run):
@@ -62,9 +74,7 @@ def test_a_stray_stop_iteration_is_an_error_like_any_other(run):
     run(main)
 
 
-def test_calls_behind_a_long_call_get_other_threads(run):
-    release = threading.Event()
-
+def test_calls_behind_a_long_call_get_other_threads(run, release):
     async def main(threads):
         long = [asyncio.ensure_future(threads.run(release.wait, WAIT_S)) for _ in range(3)]
         short = [await threads.run(lambda: "short") for _ in range(3)]
@@ -83,9 +93,7 @@ def test_calls_handed_over_together_run_at_once_when_they_are_long(run):
     assert sorted(run(main, threads=4)) == [0, 1, 2, 3]
 
 
-def test_a_result_does_not_wait_for_a_later_long_call_of_the_same_thread(run):
-    release = threading.Event()
-
+def test_a_result_does_not_wait_for_a_later_long_call_of_the_same_thread(run, release):
     async def main(threads):
         short = asyncio.ensure_future(threads.run(lambda: "short"))
         await asyncio.sleep(0)  # it is handed over first
@@ -97,9 +105,7 @@ def test_a_result_does_not_wait_for_a_later_long_call_of_the_same_thread(run):
     assert run(main, threads=1) == ("short", True)
 
 
-def test_more_calls_than_may_wait_are_refused(run):
-    release = threading.Event()
-
+def test_more_calls_than_may_wait_are_refused(run, release):
     async def main(threads):
         accepted = [asyncio.ensure_future(threads.run(release.wait, WAIT_S)) for _ in range(3)]
         await asyncio.sleep(0)
@@ -114,22 +120,18 @@ def test_more_calls_than_may_wait_are_refused(run):
     assert run(main, threads=1, max_waiting=2) == "again"
 
 
-def test_a_call_that_takes_too_long_is_given_up_and_still_counts_until_it_ends(run):
-    release = threading.Event()
-
+def test_a_call_that_takes_too_long_is_given_up_and_still_counts_until_it_ends(run, release):
     async def main(threads):
         with pytest.raises(RequestError, match=r"within 0.05 s \(service.request_timeout_s\)"):
             await threads.run(release.wait, WAIT_S)
         assert threads.pending == 1
         release.set()
-        while threads.pending:
-            await asyncio.sleep(0.001)
+        await idle(threads)
 
     run(main, threads=1, timeout_s=0.05)
 
 
-def test_a_call_that_timed_out_while_it_waited_never_starts(run):
-    release = threading.Event()
+def test_a_call_that_timed_out_while_it_waited_never_starts(run, release):
     started = []
 
     async def main(threads):
@@ -140,16 +142,13 @@ def test_a_call_that_timed_out_while_it_waited_never_starts(run):
         release.set()
         with pytest.raises(RequestError, match="did not end within"):
             await long
-        while threads.pending:
-            await asyncio.sleep(0.001)
+        await idle(threads)
 
     run(main, threads=1, timeout_s=0.05)
     assert started == []
 
 
-def test_a_cancelled_request_leaves_nothing_behind(run):
-    release = threading.Event()
-
+def test_a_cancelled_request_leaves_nothing_behind(run, release):
     async def main(threads):
         task = asyncio.ensure_future(threads.run(release.wait, WAIT_S))
         await asyncio.sleep(0.01)
@@ -157,8 +156,7 @@ def test_a_cancelled_request_leaves_nothing_behind(run):
         with pytest.raises(asyncio.CancelledError):
             await task
         release.set()
-        while threads.pending:
-            await asyncio.sleep(0.001)
+        await idle(threads)
         return await threads.run(lambda: "alive")
 
     assert run(main, threads=1) == "alive"
@@ -180,8 +178,7 @@ def test_idle_threads_hold_neither_arguments_nor_results(run):
     run(main, threads=2)
 
 
-def test_close_lets_waiting_calls_end_and_says_when_it_could_not():
-    release = threading.Event()
+def test_close_lets_waiting_calls_end_and_says_when_it_could_not(release):
     done = []
 
     async def main(threads):
@@ -197,9 +194,7 @@ def test_close_lets_waiting_calls_end_and_says_when_it_could_not():
     assert done == [1]
 
 
-def test_a_result_after_the_event_loop_ended_is_dropped():
-    release = threading.Event()
-
+def test_a_result_after_the_event_loop_ended_is_dropped(release):
     async def main(threads):
         asyncio.ensure_future(threads.run(release.wait, WAIT_S)).cancel()
         await asyncio.sleep(0)

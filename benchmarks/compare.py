@@ -2,11 +2,12 @@
 
 BEFORE is the other checkout, whose `.venv` holds its own `hps`. Each round runs each benchmark in both; the best round of
 each figure counts, since whatever disturbs a measurement slows it. `benchmarks/results/before_after.json` gets a row for each
-measurement that both have: a ratio of 1.05 is 5 % faster than before.
+measurement that both have: a ratio of 1.05 is 5 % faster than before. This checkout's own results are written, too.
 """
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,12 +31,15 @@ _RATES = (
 _TIMES = ("p50_us", "p50_s")
 
 
-def _measure(checkout: Path, name: str, quick: bool) -> dict[str, tuple[float, bool]]:
+def _measure(checkout: Path, name: str, quick: bool, kept: Path | None) -> dict[str, tuple[float, bool]]:
     """Run one benchmark; by the axes of a row its first figure that is a rate or a time, and whether it is a rate."""
     python = checkout / ".venv" / "bin" / "python"
     with tempfile.TemporaryDirectory() as out:
         command = [str(python if python.exists() else sys.executable), "-m", "benchmarks", name, "--out", out]
         subprocess.run(command + ["--quick"] * quick, cwd=checkout, check=True, stdout=subprocess.DEVNULL, timeout=3600)
+        if kept:
+            kept.mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path(out) / f"{name}.json", kept)
         rows: list[dict[str, Any]] = json.loads((Path(out) / f"{name}.json").read_text())["rows"]
     measured = {}
     for row in rows:
@@ -69,7 +73,9 @@ def main() -> None:
         best: list[dict[str, tuple[float, bool]]] = [{}, {}]
         for _ in range(arguments.rounds):
             for mine, checkout in zip(best, (arguments.before, HERE), strict=True):
-                for axes, (figure, is_rate) in _measure(checkout, name, arguments.quick).items():
+                for axes, (figure, is_rate) in _measure(
+                    checkout, name, arguments.quick, arguments.out if checkout is HERE else None
+                ).items():
                     old = mine.get(axes, (figure, is_rate))[0]
                     mine[axes] = (max if is_rate else min)(old, figure), is_rate
         before, after = best

@@ -104,19 +104,6 @@ def test_a_parameter_server_of_the_callers_stays_open(document):
         assert server.lookup([5], "m", "item").tolist() == [[5, 5, 5]]
 
 
-def test_readiness_says_why_the_loading_failed(document):
-    """Under a server other than ours, which would end."""
-    document["models"][0]["sparse_files"] = ["/nowhere/item.model"]
-    lifecycle = Lifecycle(hps.load_configuration(document))
-    lifecycle.start()
-    wait_until(lambda: lifecycle.failure is not None, "the loading failed")
-    assert isinstance(lifecycle.failure, hps.ModelFileNotFoundError)
-    assert re.match("loading failed: .*/nowhere/item.model", lifecycle.not_ready_reason)
-    with pytest.raises(hps.NotReadyError, match="loading failed"):
-        lifecycle.server_of("m")
-    assert lifecycle.close(EXIT_S)
-
-
 @pytest.fixture
 def serve(tmp_path, children):
     """Start `hps serve` on a free port, unless one is given; its standard error goes to a file."""

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 import hps
 from hps.errors import (
@@ -21,7 +20,7 @@ from hps.errors import (
 )
 from hps.service.lifecycle import Lifecycle
 from tests.fakes.gated_file_system import WAIT_S, gates
-from tests.servers.running_service import RunningService, document_of, model_of, running_service, wait_until
+from tests.servers.running_service import RunningService, document_of, model_of, running_service, samples, wait_until
 
 DIM = 62  # 256 bytes a row: a chunk of 16 MiB has 65,536 rows
 ROWS = 96_000
@@ -59,12 +58,6 @@ def readiness(service, **query):
     answer = response.json()
     assert answer["ready"] is (response.status_code == 200)
     return response.status_code, answer.get("reason", ""), {one["name"]: one for one in answer.get("models", ())}
-
-
-def samples(service):
-    """Every sample of /metrics, by its name and the values of its labels."""
-    families = text_string_to_metric_families(service.client.get("/metrics").text)
-    return {(one.name, *one.labels.values()): one.value for family in families for one in family.samples}
 
 
 def settle(service):
@@ -147,11 +140,7 @@ def test_a_model_answers_while_another_loads(tmp_path):
             assert status == 503
             progress = r"loading slow\.item: 68 % \(16\.8 MB of 24\.6 MB, [\d.]+ [kMG]?B/s, .*\)"
             assert re.fullmatch(progress + "; 1 of 3 tables", reason)
-            assert {name: one["state"] for name, one in states.items()} == {
-                "first": "ready",
-                "slow": "loading",
-                "last": "waiting",
-            }
+            assert [states[name]["state"] for name in ("first", "slow", "last")] == ["ready", "loading", "waiting"]
             assert states["slow"]["percent"] == 68
             (table,) = states["slow"]["tables"]
             assert (table["name"], table["state"], table["rows_done"], table["rows"]) == ("item", "loading", 65_536, ROWS)
@@ -179,11 +168,7 @@ def test_a_model_answers_while_another_loads(tmp_path):
 
 @pytest.mark.parametrize(
     "error",
-    [
-        ModelSourceError("no answer"),
-        ModelFileChangedError("it was replaced"),
-        DatabaseTimeoutError("no answer"),
-    ],
+    [ModelSourceError("no answer"), ModelFileChangedError("it was replaced"), DatabaseTimeoutError("no answer")],
 )
 def test_a_failure_that_may_pass_is_tried_again_while_the_others_answer(tmp_path, error, caplog):
     with gates("flaky") as (gate,):
@@ -266,12 +251,11 @@ def test_when_no_model_can_be_loaded_the_loading_fails_and_names_all(tmp_path):
     lifecycle.start()
     wait_until(lambda: lifecycle.failure is not None, "the loading failed")
     assert isinstance(lifecycle.failure, hps.ModelFileNotFoundError)
-    assert re.match(
-        "none of 2 models could be loaded:\n  a: .*/nowhere/a.*\n  b: .*/nowhere/b",
-        str(lifecycle.failure),
-    )
+    assert re.match("none of 2 models could be loaded:\n  a: .*/nowhere/a.*\n  b: .*/nowhere/b", str(lifecycle.failure))
     assert lifecycle.not_ready_reason.startswith("loading failed: none of 2 models")
     assert not lifecycle.settled
+    with pytest.raises(hps.NotReadyError, match="loading failed"):
+        lifecycle.server_of("a")
     assert lifecycle.close(WAIT_S)
     hps.HPS(document_of(*models, persistent=tmp_path / "rocksdb"), deploy_models=False).close()  # RocksDB's lock is free
 

@@ -6,6 +6,7 @@ import time
 from contextlib import contextmanager
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from hps.configuration.load import load_configuration
 from hps.service.app import Application
@@ -84,6 +85,12 @@ def wait_until(condition, what, timeout_s=START_S):
     while not condition():
         assert time.monotonic() < deadline, f"{timeout_s} s passed before {what}"
         time.sleep(0.005)
+
+
+def samples(service):
+    """Every sample of /metrics, by its name and the values of its labels."""
+    families = text_string_to_metric_families(service.client.get("/metrics").text)
+    return {(one.name, *one.labels.values()): one.value for family in families for one in family.samples}
 
 
 @contextmanager

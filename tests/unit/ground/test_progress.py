@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import hps
-from hps.progress import FailureProgress, LogProgress, Progress, TableProgress, count_text, size_text, time_text
+from hps.progress import LogProgress, TableProgress, count_text, size_text, time_text
 from hps.service.model_states import ModelStates
 from tests.servers.running_service import document_of, model_of
 from tests.tables.table_loads import Events
@@ -49,8 +49,8 @@ def test_sizes_are_written_with_two_or_three_digits(size: float, text: str) -> N
 
 def test_counts_and_times_are_written_as_people_say_them() -> None:
     assert [count_text(count) for count in (0, 950, 1_234_567)] == ["0", "950", "1.2 M"]
-    wanted = {0.4: "0 s", 5: "5 s", 99: "99 s", 100: "2 min", 5900: "98 min", 9000: "2.5 h"}
-    assert {seconds: time_text(seconds) for seconds in wanted} == wanted
+    expected = {0.4: "0 s", 5: "5 s", 99: "99 s", 100: "2 min", 5900: "98 min", 9000: "2.5 h"}
+    assert {seconds: time_text(seconds) for seconds in expected} == expected
 
 
 def test_a_table_tells_its_share_rates_and_time_left(clock: Clock) -> None:
@@ -119,7 +119,7 @@ def test_log_progress_tells_now_and_then(clock: Clock, caplog: pytest.LogCapture
 # -- all models -------------------------------------------------------------------------------------------------------
 
 
-class FailureListener(Events):
+class Listener(Events):
     def fail(self, tag: str) -> None:
         self.told.append(("fail", tag))
 
@@ -132,9 +132,9 @@ def models(**tables: list[str]) -> Any:
 class Loads:
     """A `ModelStates` with what is around it."""
 
-    def __init__(self, clock: Clock, listener: Progress | None = None, **tables: list[str]) -> None:
+    def __init__(self, clock: Clock, **tables: list[str]) -> None:
         self.deployed: list[str] = []
-        self.listener = listener or Events()
+        self.listener = Listener()
         self.progress = ModelStates(models(**tables), lambda: self.deployed, self.listener, clock=clock)
 
     def states(self) -> dict[str, tuple[str, int]]:
@@ -183,7 +183,7 @@ def test_models_and_tables_go_from_waiting_to_ready(clock: Clock) -> None:
     assert progress.summary() == progress.reason("shop") == ""
 
 
-def test_a_table_that_is_started_twice_counts_anew(clock: Clock) -> None:
+def test_a_table_that_is_started_twice_counts_anew_and_the_listener_is_told(clock: Clock) -> None:
     """The volatile database is filled from the persistent one after that was filled from the files."""
     loads = Loads(clock, m=["item"])
     loads.progress.model_started("m")
@@ -194,11 +194,17 @@ def test_a_table_that_is_started_twice_counts_anew(clock: Clock) -> None:
     loads.progress.advance(TAG, 1)
     assert loads.states() == {"m": ("loading", 25)}
     assert loads.samples()["hps_loaded_rows", "m", "item"] == 1
+    loads.progress.advance(TAG, 3)
+    loads.progress.finish(TAG)
+    loads.progress.model_failed("m", "a cache does not fit")  # no table failed
+    assert loads.listener.told == [
+        *(("start", TAG, 10, 240), ("advance", TAG, 10), ("finish", TAG)),
+        *(("start", TAG, 4, 96), ("advance", TAG, 1), ("advance", TAG, 3), ("finish", TAG)),
+    ]
 
 
 def test_a_failed_model_says_why_and_when_it_is_tried_again(clock: Clock) -> None:
-    loads = Loads(clock, FailureListener(), a=["x", "y"], b=["z"])
-    assert isinstance(loads.listener, FailureProgress)
+    loads = Loads(clock, a=["x", "y"], b=["z"])
     progress = loads.progress
     progress.model_started("a")
     progress.start("hps_et.a.x", 10, 240)
@@ -223,17 +229,6 @@ def test_a_failed_model_says_why_and_when_it_is_tried_again(clock: Clock) -> Non
     progress.model_ready("a")
     assert progress.summary() == ""
     assert loads.samples()["hps_load_failures_total", "a"] == 1
-
-
-def test_the_listener_is_told_of_tables_as_they_are_loaded(clock: Clock) -> None:
-    loads = Loads(clock, m=["item"])
-    loads.progress.model_started("m")
-    loads.progress.start(TAG, 10, 240)
-    loads.progress.advance(TAG, 10)
-    loads.progress.finish(TAG)
-    loads.progress.model_failed("m", "a cache does not fit")
-    assert isinstance(loads.listener, Events)
-    assert loads.listener.told == [("start", TAG, 10, 240), ("advance", TAG, 10), ("finish", TAG)]
 
 
 def test_metrics_are_there_before_anything_is_loaded_and_follow_it(clock: Clock) -> None:

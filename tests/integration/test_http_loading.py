@@ -1,6 +1,5 @@
 """Models that load, wait, fail and are tried again behind a service: what answers meanwhile, and what is said of the rest."""
 
-import json
 import os
 import re
 from contextlib import contextmanager
@@ -306,12 +305,3 @@ def test_force_holds_until_the_model_is_loaded(tmp_path):
         with service_of(found, force=True, first_retry_s=0.05) as service:
             wait_until(lambda: readiness(service)[0] == 200, "all models are ready")
             assert look_up(service, "flaky").json() == {"tables": {"item": [[7, 7, 7]]}}
-
-
-def test_health_needs_no_token(tmp_path):
-    found = document_of(model("gone", "/nowhere/x"), model("good", write(tmp_path / "good.model")))
-    with service_of({**found, "service": {"bearer_token": "secret"}}) as service:
-        settle(service)
-        assert readiness(service)[2]["gone"]["state"] == "failed"
-        assert look_up(service, "gone").status_code == 401
-        assert json.loads(service.client.get("/v2/health/live").text) == {"live": True}

@@ -1,13 +1,13 @@
-"""Lookups over HTTP from a real parameter server: hash map, RocksDB and embedding cache below."""
+"""Lookups over HTTP from a real parameter server, by curl and Triton's client: hash map, RocksDB and embedding cache below."""
 
 import gzip
-import json
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import numpy as np
 import pytest
+import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
 
 import hps
 from tests.servers.running_service import document_of, model_of, running_service, samples
@@ -22,12 +22,6 @@ GZIP = {"content-encoding": "gzip"}
 def vectors_of(keys, dim):
     keys = np.asarray(keys, np.int64)
     return (keys[:, None] * 8 + np.arange(dim)).astype(np.float32)
-
-
-def write_tables(directory):
-    for table, dim in DIMS.items():
-        keys = np.arange(-10, ROWS - 10, dtype=np.int64)
-        hps.write_sparse_model(directory / f"{table}.model", (keys, vectors_of(keys, dim)))
 
 
 def configuration(directory, **service):
@@ -48,7 +42,9 @@ def configuration(directory, **service):
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
-    write_tables(directory)
+    keys = np.arange(-10, ROWS - 10, dtype=np.int64)
+    for table, dim in DIMS.items():
+        hps.write_sparse_model(directory / f"{table}.model", (keys, vectors_of(keys, dim)))
     return directory
 
 
@@ -63,35 +59,6 @@ def client(service):
     return service.client
 
 
-def post(client, request, tensors=(), path=INFER, **headers):
-    text = json.dumps(request).encode()
-    if tensors:
-        headers["Inference-Header-Content-Length"] = str(len(text))
-    return client.post(path, content=text + b"".join(tensor.tobytes() for tensor in tensors), headers=headers)
-
-
-def binary_input(name, array, datatype):
-    return {"name": name, "datatype": datatype, "shape": list(array.shape), "parameters": {"binary_data_size": array.nbytes}}
-
-
-def outputs_of(response):
-    """The outputs of an answer as arrays by name."""
-    length = response.headers.get("inference-header-content-length")
-    head = json.loads(response.content[: int(length)] if length else response.content)
-    rest = response.content[int(length) :] if length else b""
-    arrays = {}
-    for output in head["outputs"]:
-        dtype = {"FP32": np.float32, "BOOL": np.bool_}[output["datatype"]]
-        if "data" in output:
-            array = np.array(output["data"], dtype)
-        else:
-            size = output["parameters"]["binary_data_size"]
-            array, rest = np.frombuffer(rest[:size], dtype), rest[size:]
-        arrays[output["name"]] = array.reshape(output["shape"])
-    assert rest == b""
-    return arrays
-
-
 def test_curl_lookup_answers_vectors_defaults_and_masks(client):
     response = client.post(LOOKUP, content=b'{"tables": {"item": [3, 99999, 3], "user": [-10]}, "found": true}')
     assert response.status_code == 200
@@ -101,45 +68,6 @@ def test_curl_lookup_answers_vectors_defaults_and_masks(client):
     np.testing.assert_array_equal(np.float32(answer["tables"]["item"]), expected)
     np.testing.assert_array_equal(np.float32(answer["tables"]["user"]), vectors_of([-10], 4))
     assert answer["found"] == {"item": [True, False, True], "user": [True]}
-
-
-@pytest.mark.parametrize("binary_in", [False, True])
-@pytest.mark.parametrize("binary_out", [False, True])
-@pytest.mark.parametrize("path", [INFER, "/v2/models/ranker/versions/1/infer"])
-def test_keys_and_numkeys_are_answered_by_one_flat_output(client, binary_in, binary_out, path):
-    keys = np.array([[1, 2, 400, 77_777, 5]], np.int64)
-    counts = np.array([[2, 3]], np.int32)
-    if binary_in:
-        inputs, tensors = [binary_input("KEYS", keys, "INT64"), binary_input("NUMKEYS", counts, "INT32")], [keys, counts]
-    else:
-        inputs = [
-            {"name": "KEYS", "datatype": "INT64", "shape": [1, 5], "data": keys.tolist()},
-            {"name": "NUMKEYS", "datatype": "INT32", "shape": [1, 2], "data": counts.tolist()},
-        ]
-        tensors = []
-    parameters = {"binary_data_output": binary_out, "found": True}
-    response = post(client, {"id": "a", "inputs": inputs, "parameters": parameters}, tensors, path)
-    assert response.status_code == 200, response.text
-    assert ("inference-header-content-length" in response.headers) is binary_out
-    outputs = outputs_of(response)
-    expected = np.concatenate(
-        [vectors_of([1, 2], 4).ravel(), vectors_of([400], 7).ravel(), np.full(7, -2), vectors_of([5], 7).ravel()]
-    )
-    np.testing.assert_array_equal(outputs["OUTPUT0"], expected)
-    assert outputs["FOUND0"].tolist() == [True, True, True, False, True]
-
-
-def test_named_inputs_are_answered_by_table_in_the_form_each_asks_for(client):
-    users, items = np.arange(6, dtype=np.int64).reshape(2, 3), np.array([9, -1], np.int64)
-    inputs = [
-        binary_input("item", items, "INT64"),
-        {"name": "user", "datatype": "INT64", "shape": [2, 3], "data": users.tolist()},
-    ]
-    outputs = [{"name": "user", "parameters": {"binary_data": True}}, {"name": "item"}, {"name": "item.found"}]
-    answers = outputs_of(post(client, {"inputs": inputs, "outputs": outputs}, [items]))
-    np.testing.assert_array_equal(answers["user"], vectors_of(users.ravel(), 4).reshape(2, 3, 4))
-    np.testing.assert_array_equal(answers["item"], vectors_of(items, 7))
-    assert answers["item.found"].tolist() == [True, True]
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
@@ -167,25 +95,6 @@ def test_a_connection_serves_one_request_after_another(service):
         while received.count(b'{"tables"') < 3:
             received += connection.recv(65536)
     assert received.count(b"HTTP/1.1 200 OK") == 3
-
-
-def test_concurrent_clients_each_get_their_own_vectors(service):
-    def ask(seed):
-        rng = np.random.default_rng(seed)
-        with httpx.Client(base_url=service.url, timeout=30) as client:
-            for _ in range(40):
-                users, items = rng.integers(-10, ROWS - 10, rng.integers(300)), rng.integers(-10, ROWS - 10, rng.integers(300))
-                counts = np.array([users.size, items.size], np.int32)
-                keys = np.concatenate([users, items])
-                inputs = [binary_input("KEYS", keys, "INT64"), binary_input("NUMKEYS", counts, "INT32")]
-                parameters = {"binary_data_output": bool(rng.integers(2))}
-                answer = outputs_of(post(client, {"inputs": inputs, "parameters": parameters}, [keys, counts]))["OUTPUT0"]
-                expected = np.concatenate([vectors_of(users, 4).ravel(), vectors_of(items, 7).ravel()])
-                np.testing.assert_array_equal(answer, expected)
-        return True
-
-    with ThreadPoolExecutor(6) as clients:
-        assert all(clients.map(ask, range(6)))
 
 
 @pytest.mark.parametrize(
@@ -312,3 +221,108 @@ def test_a_bearer_token_guards_all_but_health(directory, tmp_path):
             headers = {"authorization": f"{scheme} s3cret"}
             assert client.get("/metrics", headers=headers).status_code == 200
             assert client.post(LOOKUP, json=lookup, headers=headers).status_code == 200
+
+
+# -- NVIDIA's Triton client, unchanged --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def triton_client(service):
+    with triton.InferenceServerClient(service.url.removeprefix("http://")) as client:
+        yield client
+
+
+def tensor(name, array, datatype, binary):
+    infer_input = triton.InferInput(name, array.shape, datatype)
+    infer_input.set_data_from_numpy(array, binary_data=binary)
+    return infer_input
+
+
+def test_triton_reads_health_and_metadata(triton_client):
+    assert triton_client.is_server_live()
+    assert triton_client.is_server_ready()
+    assert triton_client.is_model_ready("ranker")
+    assert triton_client.is_model_ready("ranker", "1")
+    assert not triton_client.is_model_ready("nope")
+    assert triton_client.get_server_metadata()["extensions"] == ["binary_tensor_data"]
+    metadata = triton_client.get_model_metadata("ranker")
+    assert [tensor["name"] for tensor in metadata["inputs"]] == ["KEYS", "NUMKEYS"]
+    assert [tensor["name"] for tensor in metadata["outputs"]] == ["OUTPUT0"]
+
+
+def keys_and_numkeys(users, items, binary):
+    counts = np.array([[users.size, items.size]], np.int32)
+    keys = np.concatenate([users, items]).reshape(1, -1)
+    return [tensor("KEYS", keys, "INT64", binary), tensor("NUMKEYS", counts, "INT32", binary)]
+
+
+@pytest.mark.parametrize("binary_in", [True, False])
+@pytest.mark.parametrize("binary_out", [True, False, None])
+@pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
+def test_the_shape_of_tritons_hps_backend(triton_client, binary_in, binary_out, compression):
+    users, items = np.array([3, 1, 4]), np.array([15, 92, 65, 9999])
+    outputs = None if binary_out is None else [triton.InferRequestedOutput("OUTPUT0", binary_data=binary_out)]
+    answer = triton_client.infer(
+        "ranker",
+        keys_and_numkeys(users, items, binary_in),
+        outputs=outputs,
+        request_id="7",
+        parameters={"found": True},
+        request_compression_algorithm=compression,
+        response_compression_algorithm=compression,
+    )
+    expected = np.concatenate([vectors_of(users, 4).ravel(), vectors_of(items[:3], 7).ravel(), np.full(7, -2, np.float32)])
+    np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), expected)
+    assert answer.as_numpy("FOUND0").tolist() == [True] * 6 + [False]
+    assert answer.get_response()["id"] == "7"
+    assert answer.get_response()["model_name"] == "ranker"
+
+
+@pytest.mark.parametrize("users_binary", [True, False])
+@pytest.mark.parametrize("items_binary", [True, False])
+@pytest.mark.parametrize("binary_out", [True, False])
+def test_one_input_a_table_and_the_found_mask_in_the_form_each_asks_for(triton_client, users_binary, items_binary, binary_out):
+    users, items = np.array([3, 1, 4]), np.array([[15, 9999], [65, 35]])
+    inputs = [tensor("user", users, "INT64", users_binary), tensor("item", items, "INT64", items_binary)]
+    forms = {"item": binary_out, "item.found": not binary_out, "user": binary_out}
+    outputs = [triton.InferRequestedOutput(name, binary_data=binary) for name, binary in forms.items()]
+    answer = triton_client.infer("ranker", inputs, model_version="1", outputs=outputs)
+    np.testing.assert_array_equal(answer.as_numpy("user"), vectors_of(users, 4))
+    expected = vectors_of(items.ravel(), 7).reshape(2, 2, 7)
+    expected[0, 1] = -2
+    np.testing.assert_array_equal(answer.as_numpy("item"), expected)
+    np.testing.assert_array_equal(answer.as_numpy("item.found"), [[True, False], [True, True]])
+
+
+def test_concurrent_clients_each_get_their_own_vectors(service):
+    def ask(seed):
+        rng = np.random.default_rng(seed)
+        with triton.InferenceServerClient(service.url.removeprefix("http://")) as client:
+            for _ in range(40):
+                users, items = (rng.integers(-10, ROWS - 10, rng.integers(1, 300)) for _ in DIMS)
+                outputs = [triton.InferRequestedOutput("OUTPUT0", binary_data=bool(rng.integers(2)))]
+                answer = client.infer("ranker", keys_and_numkeys(users, items, binary=True), outputs=outputs)
+                expected = np.concatenate([vectors_of(users, 4).ravel(), vectors_of(items, 7).ravel()])
+                np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), expected)
+        return True
+
+    with ThreadPoolExecutor(6) as clients:
+        assert all(clients.map(ask, range(6)))
+
+
+def test_asynchronous_requests(triton_client):
+    requests = [triton_client.async_infer("ranker", [tensor("user", np.array([key]), "INT64", True)]) for key in range(20)]
+    for key, request in enumerate(requests):
+        np.testing.assert_array_equal(request.get_result().as_numpy("user"), vectors_of([key], 4))
+
+
+def test_errors_arrive_as_the_client_expects_them(triton_client):
+    with pytest.raises(InferenceServerException, match="'nope'") as caught:
+        triton_client.infer("nope", [tensor("user", np.array([1]), "INT64", True)])
+    assert caught.value.status() == "404"
+    with pytest.raises(InferenceServerException, match="its sum is 5, expected 1, the number of KEYS") as caught:
+        triton_client.infer(
+            "ranker",
+            [tensor("KEYS", np.array([[1]]), "INT64", True), tensor("NUMKEYS", np.array([[2, 3]], np.int32), "INT32", True)],
+        )
+    assert caught.value.status() == "400"

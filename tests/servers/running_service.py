@@ -33,10 +33,6 @@ class RunningService:
         self.client = httpx.Client(base_url=self.url, timeout=30)
 
     @property
-    def port(self) -> int:
-        return int(self.url.rpartition(":")[2])
-
-    @property
     def connections(self) -> int:
         """How many connections the server has."""
         return len(self.server._uvicorn.server_state.connections)
@@ -53,7 +49,7 @@ class RunningService:
 
     def connect(self) -> socket.socket:
         """A raw connection."""
-        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        return socket.create_connection(("127.0.0.1", int(self.url.rpartition(":")[2])), timeout=30)
 
 
 def model_of(name, sources, dims, **more):

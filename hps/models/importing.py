@@ -6,7 +6,6 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,9 +119,9 @@ def import_model(
             converted.
         MissingDependencyError: the format's package is not installed.
     """
-    with _open(os.fspath(source), file_format, keys) as opened:
-        selection = select(opened.arrays, keys, vectors, first_key, dtype)
-        return _write(opened, selection, os.fspath(destination), overwrite, sources, progress)
+    opened = _open(os.fspath(source), file_format, keys)
+    selection = select(opened.arrays, keys, vectors, first_key, dtype)
+    return _write(opened, selection, os.fspath(destination), overwrite, sources, progress)
 
 
 def import_tables(
@@ -182,22 +181,21 @@ def import_tables(
     config = os.path.join(directory, "ps.json") if write_config is None else os.fspath(write_config)
     if model is None:
         model = _name(re.split("[/:]+", directory.rstrip("/"))[-1])
-    with ExitStack() as stack:
-        chosen = _chosen(stack, _local(os.fspath(source)), tables, keys, vectors, first_key, file_format, dtype)
-        places = {name: f"{directory}/{name}.model" for name in chosen}
-        dims = [selection.dim for _, selection in chosen.values()]
-        content = _configuration(model, places, dims, model_source)
-        load_configuration(content)
-        there = [one for one in places.values() if filesystem.exists(one)] + [config] * _FILES.exists(config)
-        if there and not overwrite:
-            raise ModelFileError(f"importing {source}: {there[0]} exists; choose another directory or ask to overwrite it")
-        _FILES.delete(config)
-        reports = []
-        for name, (opened, selection) in chosen.items():
-            try:
-                reports.append(_write(opened, selection, places[name], overwrite, sources, progress))
-            except ModelFileError as error:
-                raise type(error)(f"importing table {name!r} ({len(reports)} of {len(chosen)} are written): {error}") from error
+    chosen = _chosen(_local(os.fspath(source)), tables, keys, vectors, first_key, file_format, dtype)
+    places = {name: f"{directory}/{name}.model" for name in chosen}
+    dims = [selection.dim for _, selection in chosen.values()]
+    content = _configuration(model, places, dims, model_source)
+    load_configuration(content)
+    there = [one for one in places.values() if filesystem.exists(one)] + [config] * _FILES.exists(config)
+    if there and not overwrite:
+        raise ModelFileError(f"importing {source}: {there[0]} exists; choose another directory or ask to overwrite it")
+    _FILES.delete(config)
+    reports = []
+    for name, (opened, selection) in chosen.items():
+        try:
+            reports.append(_write(opened, selection, places[name], overwrite, sources, progress))
+        except ModelFileError as error:
+            raise type(error)(f"importing table {name!r} ({len(reports)} of {len(chosen)} are written): {error}") from error
     writer = _FILES.create(config)
     try:
         writer.write(memoryview(json.dumps(content, indent=2).encode() + b"\n"))
@@ -214,12 +212,10 @@ def list_arrays(source: str | os.PathLike[str], *, file_format: str | None = Non
         ModelFileError: it cannot be read.
         MissingDependencyError: the format's package is not installed.
     """
-    with _open(os.fspath(source), file_format) as opened:
-        return opened.arrays.arrays()
+    return _open(os.fspath(source), file_format).arrays.arrays()
 
 
-@contextmanager
-def _open(place: str, file_format: str | None, keys: str | None = None) -> Iterator[_Source]:
+def _open(place: str, file_format: str | None, keys: str | None = None) -> _Source:
     path = _local(place)
     kind = _format_of(path, file_format)
     files = [path]
@@ -234,9 +230,7 @@ def _open(place: str, file_format: str | None, keys: str | None = None) -> Itera
     if kind == "npy" and keys is not None and keys.endswith(".npy") and keys not in files:
         files.append(keys)
     versions = {file: _FILES.status(file).version for file in files}
-    arrays: ArraySource = implementation("format", kind)(path, files)
-    with arrays:
-        yield _Source(arrays, versions)
+    return _Source(implementation("format", kind)(path, files), versions)
 
 
 def _local(place: str) -> str:
@@ -271,7 +265,6 @@ def _format_of(path: str, file_format: str | None) -> str:
 
 
 def _chosen(
-    stack: ExitStack,
     path: str,
     tables: str,
     keys: str | None,
@@ -280,7 +273,7 @@ def _chosen(
     file_format: str | None,
     dtype: str | None,
 ) -> dict[str, tuple[_Source, Selection]]:
-    """Find the tables of a checkpoint, by name, in order; `stack` closes what was opened for them."""
+    """Find the tables of a checkpoint, by name, in order."""
     if keys is not None and keys.count("*") not in (0, tables.count("*")):
         raise InvalidInputError(f"importing {path}: got tables {tables!r} and keys {keys!r}, expected as many * in both")
     one_per_entry = (
@@ -291,7 +284,7 @@ def _chosen(
     else:
         if vectors is not None:
             raise InvalidInputError(f"importing {path}: got tables {tables!r} and vectors {vectors!r}, expected one of them")
-        opened = stack.enter_context(_open(path, file_format))
+        opened = _open(path, file_format)
         held = [info.name for info in opened.arrays.arrays()]
         if keys is not None:
             held = [name for name in held if not _match(keys, name)]
@@ -303,7 +296,7 @@ def _chosen(
             continue
         own_keys = keys and _filled(keys, match)
         if one_per_entry:
-            opened = stack.enter_context(_open(os.path.join(path, name), file_format))
+            opened = _open(os.path.join(path, name), file_format)
             selection = select(opened.arrays, own_keys, vectors, first_key, dtype)
         else:
             selection = select(opened.arrays, own_keys, name, first_key if keys else first_key or 0, dtype)
@@ -401,17 +394,13 @@ def _write(
 
 
 def _rows(opened: _Source, selection: Selection, tag: str, progress: Progress | None) -> Iterator[tuple[KeyArray, FloatArray]]:
-    """Yield the whole table, converted. Raises at the end if the files are no longer those that were opened."""
+    """Yield the whole table, converted. Raises if the files are no longer those that were opened."""
     source, vectors = opened.arrays, selection.vectors.name
     columns = [vectors] if selection.keys is None else [vectors, selection.keys.name]
     row, step = 0, max(1, CHUNK_BYTES // (8 + 4 * selection.dim))
-    chunks = source.chunks(columns, step)
-    while True:
-        if source.is_mapped:
-            opened.verify()
-        if (blocks := next(chunks, None)) is None:
-            break
-        out = to_vectors(source.path, vectors, selection.dtype, blocks[0], row)
+    opened.verify()
+    for blocks in source.chunks(columns, step):
+        out = to_vectors(source.path, vectors, blocks[0], row)
         if selection.keys is None:
             first = selection.first_key + row
             keys = np.arange(first, first + len(out), dtype=np.int64)
@@ -421,6 +410,6 @@ def _rows(opened: _Source, selection: Selection, tag: str, progress: Progress | 
         row += keys.size
         if progress:
             progress.advance(tag, keys.size)
-    opened.verify()
+        opened.verify()  # before more is read: reading a mapped file beyond a new end would kill the process
     if row != selection.rows:
         raise ModelFileError(f"importing {source.path}: got {row} rows, expected {selection.rows}; it changed meanwhile")

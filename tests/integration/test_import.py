@@ -43,16 +43,7 @@ Array = np.ndarray[Any, Any]
 Save = Callable[[Path, Array, Array], Path]
 
 
-SAVERS: list[Save] = [
-    table_files.save_npz,
-    table_files.save_npz_compressed,
-    table_files.save_pair,
-    table_files.save_pair_fortran,
-    table_files.save_safetensors,
-    table_files.save_torch,
-    table_files.save_torch_transposed,
-    table_files.save_parquet,
-]
+every_format = pytest.mark.parametrize("save", table_files.SAVERS, ids=lambda save: save.__name__)
 
 
 @pytest.fixture
@@ -81,7 +72,7 @@ def opened(place: object, dim: int, sources: ModelSources | None = None) -> tupl
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("save", SAVERS, ids=lambda save: save.__name__)
+@every_format
 def test_a_table_comes_back_bit_for_bit(save: Save, table: tuple[Array, Array], tmp_path: Path) -> None:
     source = save(tmp_path, *table)
     report = import_model(source, tmp_path / "model")
@@ -125,7 +116,7 @@ def test_bfloat16_bits_of_numpy_are_taken_at_their_callers_word(tmp_path: Path) 
     values = torch.randn(6, 2).to(torch.bfloat16)
     for bits in (values.view(torch.uint16).numpy(), values.view(torch.uint16).numpy().view("V2")):
         np.save(tmp_path / "bits.npy", bits)
-        with pytest.raises(InvalidDtypeError, match="say so with dtype bfloat16"):
+        with pytest.raises(InvalidDtypeError, match="say dtype bfloat16"):
             import_model(tmp_path / "bits.npy", tmp_path / "out", vectors="bits", first_key=0, overwrite=True)
         import_model(tmp_path / "bits.npy", tmp_path / "out", vectors="bits", first_key=0, dtype="bfloat16", overwrite=True)
         assert np.array_equal(opened(tmp_path / "out", 2)[1], values.to(torch.float32).numpy())
@@ -183,14 +174,14 @@ def test_pickled_code_never_runs(kind: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_torchscript_archive_is_refused_as_code(tmp_path: Path) -> None:
     torch.jit.save(torch.jit.script(torch.nn.Embedding(3, 2)), tmp_path / "script.pt")
-    with pytest.raises(ModelFileError, match="TorchScript archive, which holds code"):
+    with pytest.raises(ModelFileError, match=r"\(TorchScript archive\); it holds code"):
         import_model(tmp_path / "script.pt", tmp_path / "out")
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("save", SAVERS, ids=lambda save: save.__name__)
+@every_format
 def test_a_bad_row_far_into_the_table_leaves_nothing(save: Save, tmp_path: Path) -> None:
-    keys, vectors = np.arange(500, dtype=np.uint64), np.ones((500, 5), np.float64)
+    keys, vectors = np.arange(500), np.ones((500, 5))
     (tmp_path / "in").mkdir()
     (tmp_path / "out").mkdir()
     vectors[321, 2] = 1e300
@@ -201,9 +192,7 @@ def test_a_bad_row_far_into_the_table_leaves_nothing(save: Save, tmp_path: Path)
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
-    "save",
-    [table_files.save_npz, table_files.save_pair, table_files.save_parquet, table_files.save_safetensors],
-    ids=lambda save: save.__name__,
+    "save", [save for save in table_files.SAVERS if save is not table_files.save_torch_legacy], ids=lambda save: save.__name__
 )
 def test_a_key_of_2_to_the_63_is_refused_by_its_row_and_leaves_nothing(save: Save, tmp_path: Path) -> None:
     keys, vectors = np.arange(500, dtype=np.uint64), np.ones((500, 5), np.float32)
@@ -234,10 +223,10 @@ class _During:
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("save", SAVERS, ids=lambda save: save.__name__)
+@every_format
 def test_a_source_that_is_written_meanwhile_is_noticed(save: Save, table: tuple[Array, Array], tmp_path: Path) -> None:
     source = save(tmp_path, *table)
-    file = source / "vectors.npy" if source.is_dir() else source
+    file = max(source.iterdir()) if source.is_dir() else source
     content = file.read_bytes()
 
     def rewrite() -> None:
@@ -251,16 +240,12 @@ def test_a_source_that_is_written_meanwhile_is_noticed(save: Save, table: tuple[
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize(
-    "save",
-    [table_files.save_npz, table_files.save_pair, table_files.save_safetensors, table_files.save_torch],
-    ids=lambda save: save.__name__,
-)
+@every_format
 def test_a_source_that_is_cut_short_meanwhile_is_an_error_not_a_crash(
     save: Save, table: tuple[Array, Array], tmp_path: Path
 ) -> None:
     source = save(tmp_path, *table)
-    file = source / "vectors.npy" if source.is_dir() else source
+    file = max(source.iterdir()) if source.is_dir() else source
     with pytest.raises(ModelFileError, match=file.name):
         import_model(source, tmp_path / "out", progress=_During(lambda: os.truncate(file, 4000)))
     assert not list(tmp_path.glob("*out*"))
@@ -372,7 +357,7 @@ def test_the_command_ends_with_2_and_one_message_on_wrong_input(table: tuple[Arr
     for arguments, message in (
         ((source,), "got no DESTINATION"),
         ((source, tmp_path / "out", "--keys", "absent"), "it holds no 'absent'"),
-        ((source, tmp_path / "out", "--dtype", "int8"), "got dtype 'int8'"),
+        ((source, tmp_path / "out", "--dtype", "int8"), "and dtype 'int8', expected one of"),
         ((source, tmp_path / "out", "--model", "m"), "--model and --write-config need --tables"),
         ((source, tmp_path / "out", "--tables", "emb*"), "matches none of: keys, vectors"),
         ((source, "nowhere://x/y"), "got scheme 'nowhere'"),
@@ -412,7 +397,7 @@ print(sampling.own - own, status("VmHWM") - peak)
     [
         (table_files.save_npz, "npz", False),
         (table_files.save_npz_compressed, "npz", False),
-        (table_files.save_pair, "npy", False),
+        (table_files.save_pair, "npy", True),
         (table_files.save_pair_fortran, "npy", True),
         (table_files.save_safetensors, "safetensors", True),
         (table_files.save_torch, "torch", True),

@@ -1,12 +1,12 @@
 """Import embedding tables of other formats as sparse model files, and write the configuration that serves them."""
 
 import json
-import logging
 import os
 import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -17,12 +17,12 @@ from hps.filesystems.base import changed
 from hps.filesystems.local import LocalFileSystem, local_path
 from hps.formats.base import ArrayInfo, ArraySource
 from hps.formats.conversion import to_keys, to_vectors
-from hps.formats.selection import CONVENTIONAL_KEYS, Selection, select
+from hps.formats.selection import Selection, select
 from hps.models.files import CHUNK_BYTES
 from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model
-from hps.progress import Progress
-from hps.registry import implementation, is_registered, names
+from hps.progress import NoProgress, Progress
+from hps.registry import implementation, names
 from hps.types import FloatArray, KeyArray
 
 FORMATS = {
@@ -32,9 +32,7 @@ FORMATS = {
 }
 """Formats by the end of a file's name."""
 
-_IN_ONE_FILE = ("npz", "safetensors", "torch")  # formats of which a directory is no source
 _FILES = LocalFileSystem()
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +114,7 @@ def import_model(
     Raises:
         ModelFileError: the source cannot be read as a table, it changed meanwhile, or the destination refused.
         InvalidInputError: the arguments do not fit each other; `InvalidDtypeError`: an array has a dtype that cannot be
-            converted.
+            converted; `ConfigError`: there is no such format.
         MissingDependencyError: the format's package is not installed.
     """
     opened = _open(os.fspath(source), file_format, keys)
@@ -181,7 +179,7 @@ def import_tables(
     config = os.path.join(directory, "ps.json") if write_config is None else os.fspath(write_config)
     if model is None:
         model = _name(re.split("[/:]+", directory.rstrip("/"))[-1])
-    chosen = _chosen(_local(os.fspath(source)), tables, keys, vectors, first_key, file_format, dtype)
+    chosen = _chosen(local_path(os.fspath(source)), tables, keys, vectors, first_key, file_format, dtype)
     places = {name: f"{directory}/{name}.model" for name in chosen}
     dims = [selection.dim for _, selection in chosen.values()]
     content = _configuration(model, places, dims, model_source)
@@ -216,52 +214,38 @@ def list_arrays(source: str | os.PathLike[str], *, file_format: str | None = Non
 
 
 def _open(place: str, file_format: str | None, keys: str | None = None) -> _Source:
-    path = _local(place)
-    kind = _format_of(path, file_format)
-    files = [path]
-    if os.path.isdir(path) and kind not in _IN_ONE_FILE:
-        held = [name for name in _FILES.list(path) if not name.startswith(("_", "."))]  # as Spark's readers do
-        foreign = kind not in FORMATS.values()  # another package's, which knows its files
-        files = [os.path.join(path, name) for name in held if foreign or FORMATS.get(os.path.splitext(name)[1]) == kind]
-    elif kind == "npy":
-        folder, own = os.path.split(path)
-        beside = [name for name in _FILES.list(folder or ".") if name != own and name.endswith(".npy")]
-        files += [os.path.join(folder, name) for name in beside if name[:-4].lower() in CONVENTIONAL_KEYS]
-    if kind == "npy" and keys is not None and keys.endswith(".npy") and keys not in files:
+    path = local_path(place)
+    held = [os.path.join(path, name) for name in _entries(path)] if os.path.isdir(path) else [path]
+    if not (held and os.path.exists(path)):
+        raise ModelFileNotFoundError(
+            f"importing {place}: there is no such file on this machine, or it is an empty directory; copy a remote source first"
+        )
+    kind = file_format or _format_of(path, held)
+    files = [file for file in held if _format(file) == kind] or held
+    if kind == "npy" and keys is not None and keys.endswith(".npy") and path in files:
         files.append(keys)
     versions = {file: _FILES.status(file).version for file in files}
     return _Source(implementation("format", kind)(path, files), versions)
 
 
-def _local(place: str) -> str:
-    filesystem, _ = ModelSources().locate(place)
-    if not filesystem.is_local:
-        raise InvalidInputError(f"importing {place}: got a remote source, expected a local path; copy it here first")
-    path = local_path(place)
-    if not os.path.exists(path):
-        raise ModelFileNotFoundError(f"importing {path}: there is no such file or directory")
-    return path
+def _entries(directory: str) -> list[str]:
+    """Names of what may be sources in a directory: those that Spark's readers take."""
+    return [name for name in _FILES.list(directory) if not name.startswith(("_", "."))]
 
 
-def _format_of(path: str, file_format: str | None) -> str:
-    if file_format is not None:
-        if not is_registered("format", file_format):
-            known = ", ".join(names("format"))
-            raise InvalidInputError(f"importing {path}: got format {file_format!r}, expected one of: {known}")
-        return file_format
-    if os.path.isdir(path):
-        found = {FORMATS.get(os.path.splitext(name)[1]) for name in _FILES.list(path)} & {"npy", "parquet"}
-        if len(found) == 1:
-            return str(found.pop())
-        got = "both .npy and Parquet files; say which with --format" if found else "a directory without them"
-        raise ModelFileError(f"importing {path}: expected a directory of .npy or of .parquet files, got {got}")
-    end = os.path.splitext(path)[1].lower()
-    if end not in FORMATS:
+def _format(file: str) -> str | None:
+    return FORMATS.get(os.path.splitext(file)[1].lower())
+
+
+def _format_of(path: str, files: list[str]) -> str:
+    found = {kind for file in files if (kind := _format(file)) and (file == path or kind in ("npy", "parquet"))}
+    if len(found) != 1:
         raise ModelFileError(
-            f"importing {path}: got a name that ends in {end!r}, expected one of: {', '.join(FORMATS)}; or say the format with "
-            f"--format: {', '.join(names('format'))}"
+            f"importing {path}: got {', '.join(map(os.path.basename, files[:8]))}, expected a name that ends in one of: "
+            f"{', '.join(FORMATS)}, or a directory of .npy or of Parquet files alone; say the format with --format: "
+            f"{', '.join(names('format'))}"
         )
-    return FORMATS[end]
+    return found.pop()
 
 
 def _chosen(
@@ -276,37 +260,28 @@ def _chosen(
     """Find the tables of a checkpoint, by name, in order."""
     if keys is not None and keys.count("*") not in (0, tables.count("*")):
         raise InvalidInputError(f"importing {path}: got tables {tables!r} and keys {keys!r}, expected as many * in both")
-    one_per_entry = (
-        os.path.isdir(path) and file_format != "npy" and not any(name.endswith(".npy") for name in _FILES.list(path))
-    )
-    if one_per_entry:
-        held = [name for name in _FILES.list(path) if not name.startswith(("_", "."))]
+    whole = None
+    if os.path.isdir(path) and file_format != "npy" and not any(_format(name) == "npy" for name in _entries(path)):
+        held = _entries(path)  # one table each
     else:
         if vectors is not None:
             raise InvalidInputError(f"importing {path}: got tables {tables!r} and vectors {vectors!r}, expected one of them")
-        opened = _open(path, file_format)
-        held = [info.name for info in opened.arrays.arrays()]
-        if keys is not None:
-            held = [name for name in held if not _match(keys, name)]
+        whole = _open(path, file_format)
+        held = [info.name for info in whole.arrays.arrays() if keys is None or not _match(keys, info.name)]
+        first_key = first_key if keys else first_key or 0
     chosen: dict[str, tuple[_Source, Selection]] = {}
-    origins: dict[str, str] = {}
     for name in sorted(held, key=_natural):
-        match = (one_per_entry and _match(tables, os.path.splitext(name)[0])) or _match(tables, name)
+        match = (whole is None and _match(tables, os.path.splitext(name)[0])) or _match(tables, name)
         if not match:
             continue
-        own_keys = keys and _filled(keys, match)
-        if one_per_entry:
-            opened = _open(os.path.join(path, name), file_format)
-            selection = select(opened.arrays, own_keys, vectors, first_key, dtype)
-        else:
-            selection = select(opened.arrays, own_keys, name, first_key if keys else first_key or 0, dtype)
         table = _table_name(tables, match)
         if table in chosen:
             raise ModelFileError(
-                f"importing {path}: {origins[table]!r} and {name!r} would both be table {table!r}; choose --tables so that "
-                "what * matches differs"
+                f"importing {path}: got {name!r} as a second table {table!r}; choose --tables so that what * matches differs"
             )
-        origins[table], chosen[table] = name, (opened, selection)
+        own_keys = keys and reduce(lambda pattern, text: pattern.replace("*", text, 1), match.groups(), keys)
+        opened = whole or _open(os.path.join(path, name), file_format)
+        chosen[table] = opened, select(opened.arrays, own_keys, name if whole else vectors, first_key, dtype)
     if not chosen:
         raise ModelFileError(f"importing {path}: got tables {tables!r}, which matches none of: {', '.join(held[:30])}")
     return chosen
@@ -314,11 +289,6 @@ def _chosen(
 
 def _match(pattern: str, name: str) -> re.Match[str] | None:
     return re.fullmatch("(.*)".join(re.escape(part) for part in pattern.split("*")), name, re.DOTALL)
-
-
-def _filled(pattern: str, match: re.Match[str]) -> str:
-    parts = iter(match.groups())
-    return re.sub(r"\*", lambda _: next(parts), pattern)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -354,7 +324,6 @@ def _configuration(
                 "default_value_for_each_table": [0.0] * len(dims),
                 "deployed_device_list": [0],
                 "max_batch_size": 4096,
-                "gpucache": True,
                 "gpucacheper": 0.5,
                 "hit_rate_threshold": 1.1,  # never a default vector for a key that a table has
             }
@@ -375,13 +344,10 @@ def _write(
 ) -> ImportReport:
     """Write one table."""
     started = time.monotonic()
-    if selection.dtype != "float32":
-        _log.info("%s: converting %s vectors to float32.", opened.arrays.path, selection.dtype)
-    if progress:
-        progress.start(target, selection.rows, selection.rows * (8 + 4 * selection.dim))
+    progress = progress or NoProgress()
+    progress.start(target, selection.rows, selection.rows * (8 + 4 * selection.dim))
     write_sparse_model(target, _rows(opened, selection, target, progress), overwrite=overwrite, sources=sources)
-    if progress:
-        progress.finish(target)
+    progress.finish(target)
     return ImportReport(
         target,
         selection.rows,
@@ -393,7 +359,7 @@ def _write(
     )
 
 
-def _rows(opened: _Source, selection: Selection, tag: str, progress: Progress | None) -> Iterator[tuple[KeyArray, FloatArray]]:
+def _rows(opened: _Source, selection: Selection, tag: str, progress: Progress) -> Iterator[tuple[KeyArray, FloatArray]]:
     """Yield the whole table, converted. Raises if the files are no longer those that were opened."""
     source, vectors = opened.arrays, selection.vectors.name
     columns = [vectors] if selection.keys is None else [vectors, selection.keys.name]
@@ -408,8 +374,7 @@ def _rows(opened: _Source, selection: Selection, tag: str, progress: Progress | 
             keys = to_keys(source.path, selection.keys.name, blocks[1], row)
         yield keys, out
         row += keys.size
-        if progress:
-            progress.advance(tag, keys.size)
+        progress.advance(tag, keys.size)
         opened.verify()  # before more is read: reading a mapped file beyond a new end would kill the process
     if row != selection.rows:
         raise ModelFileError(f"importing {source.path}: got {row} rows, expected {selection.rows}; it changed meanwhile")

@@ -1,16 +1,13 @@
 """`hps import`: tables of other formats to sparse model files."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from hps import errors
 from hps.cli import console as terminal
-
-if TYPE_CHECKING:
-    from hps.formats.base import ArrayInfo
-    from hps.models.importing import ImportReport
+from hps.progress import size_text
 
 EXAMPLE = "Example: `hps import dlrm.pt models/dlrm --tables 'emb_l.*.weight' && hps serve models/dlrm/ps.json`"
 
@@ -70,22 +67,20 @@ def import_command(
     than memory. Pickled code in SOURCE is never run.
     """
     with terminal.reported():
+        from hps.configuration.load import load_configuration
         from hps.models.importing import import_model, import_tables, list_arrays
         from hps.models.sources import ModelSources
 
         if listing:
-            _print_arrays(list_arrays(source, file_format=file_format))
+            for info in list_arrays(source, file_format=file_format):
+                typer.echo(info)
             return
         if destination is None:
             raise errors.InvalidInputError(f"importing {source}: got no DESTINATION, expected a path or URI, or --list")
         if tables is None and (model or write_config):
             raise errors.InvalidInputError(f"importing {source}: --model and --write-config need --tables")
         with terminal.progress() as progress:  # logging is set up from here on, also for what the configuration says
-            model_source = None
-            if config is not None:
-                from hps.configuration.load import load_configuration
-
-                model_source = load_configuration(config).model_source
+            model_source = load_configuration(config).model_source if config is not None else None
             options: dict[str, Any] = {
                 **{"keys": keys, "vectors": vectors, "file_format": file_format, "dtype": dtype},
                 **{"first_key": first_key, "overwrite": overwrite, "progress": progress},
@@ -96,28 +91,19 @@ def import_command(
                 more: dict[str, Any] = {"model": model, "write_config": write_config, "model_source": model_source}
                 reports = import_tables(source, destination, tables, **more, **options)
         for report in reports:
-            _print_report(report, first_key or 0)
+            origin = "" if report.dtype == "float32" else f" (from {report.dtype})"
+            from_keys = repr(report.keys) if report.keys is not None else f"row numbers from {first_key or 0} on"
+            typer.echo(
+                f"{report.destination}: {terminal.rows_text(report.rows)} of {report.dim} float32{origin}, "
+                f"{size_text(report.size_bytes)}, in {report.seconds:.1f} s; vectors from {report.vectors!r}, "
+                f"keys from {from_keys}"
+            )
         if tables is not None:
             place = write_config or f"{destination.rstrip('/')}/ps.json"
-            size_bytes = sum(report.size_bytes for report in reports)
             count = "1 table" if len(reports) == 1 else f"{len(reports)} tables"
-            typer.echo(f"{place}: {count}, {size_bytes / 1e6:,.1f} MB; `hps serve {place}` serves them")
+            typer.echo(
+                f"{place}: {count}, {size_text(sum(report.size_bytes for report in reports))}; `hps serve {place}` serves them"
+            )
         else:
             dim = reports[0].dim
             typer.echo(f'in a configuration: "sparse_files": ["{destination}"], "embedding_vecsize_per_table": [{dim}]')
-
-
-def _print_arrays(arrays: "list[ArrayInfo]") -> None:
-    width = max((len(info.name) for info in arrays), default=0)
-    for info in arrays:
-        shape = str(info).removeprefix(info.name).strip()
-        typer.echo(f"{info.name:<{width}}  {shape}")
-
-
-def _print_report(report: "ImportReport", first_key: int) -> None:
-    origin = "" if report.dtype == "float32" else f" (from {report.dtype})"
-    keys = f"{report.keys!r}" if report.keys is not None else f"row numbers {first_key} to {first_key + report.rows - 1}"
-    typer.echo(
-        f"{report.destination}: {report.rows:,} rows of {report.dim} float32{origin}, {report.size_bytes / 1e6:,.1f} MB, "
-        f"in {report.seconds:.1f} s; vectors from {report.vectors!r}, keys from {keys}"
-    )

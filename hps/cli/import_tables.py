@@ -54,7 +54,7 @@ def import_command(
         str | None, typer.Option("--format", help="npy, npz, safetensors, torch or parquet; else by SOURCE's name.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="What 16-bit elements really are, where SOURCE cannot say it: bfloat16 or float16.")
+        str | None, typer.Option(help="bfloat16, if 16-bit elements are its bits and SOURCE cannot say it.")
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace models, and a ps.json, that are there.")] = False,
     config: Annotated[
@@ -86,24 +86,21 @@ def import_command(
                 **{"first_key": first_key, "overwrite": overwrite, "progress": progress},
             }
             if tables is None:
-                reports = [import_model(source, destination, sources=ModelSources(model_source), **options)]
+                written = {destination: import_model(source, destination, sources=ModelSources(model_source), **options)}
             else:
                 more: dict[str, Any] = {"model": model, "write_config": write_config, "model_source": model_source}
-                reports = import_tables(source, destination, tables, **more, **options)
-        for report in reports:
-            origin = "" if report.dtype == "float32" else f" (from {report.dtype})"
-            from_keys = repr(report.keys) if report.keys is not None else f"row numbers from {first_key or 0} on"
+                written = import_tables(source, destination, tables, **more, **options)
+        for place, table in written.items():
+            origin = "" if table.dtype == "float32" else f" (from {table.dtype})"
+            from_keys = repr(table.keys.name) if table.keys else f"row numbers from {table.first_key} on"
             typer.echo(
-                f"{report.destination}: {terminal.rows_text(report.rows)} of {report.dim} float32{origin}, "
-                f"{size_text(report.size_bytes)}, in {report.seconds:.1f} s; vectors from {report.vectors!r}, "
-                f"keys from {from_keys}"
+                f"{place}: {terminal.rows_text(table.rows)} of {table.dim} float32{origin}, {size_text(table.size_bytes)}; "
+                f"vectors from {table.vectors.name!r}, keys from {from_keys}"
             )
-        if tables is not None:
-            place = write_config or f"{destination.rstrip('/')}/ps.json"
-            count = "1 table" if len(reports) == 1 else f"{len(reports)} tables"
-            typer.echo(
-                f"{place}: {count}, {size_text(sum(report.size_bytes for report in reports))}; `hps serve {place}` serves them"
-            )
+        if tables is None:
+            typer.echo(f'in a configuration: "sparse_files": ["{place}"], "embedding_vecsize_per_table": [{table.dim}]')
         else:
-            dim = reports[0].dim
-            typer.echo(f'in a configuration: "sparse_files": ["{destination}"], "embedding_vecsize_per_table": [{dim}]')
+            served = write_config or f"{destination.rstrip('/')}/ps.json"
+            count = "1 table" if len(written) == 1 else f"{len(written)} tables"
+            size = size_text(sum(table.size_bytes for table in written.values()))
+            typer.echo(f"{served}: {count}, {size}; `hps serve {served}` serves them")

@@ -35,6 +35,11 @@ class Selection:
     def dim(self) -> int:
         return self.vectors.shape[1]
 
+    @property
+    def size_bytes(self) -> int:
+        """Of int64 keys and float32 vectors."""
+        return self.rows * (8 + 4 * self.dim)
+
 
 def select(
     source: ArraySource, keys: str | None, vectors: str | None, first_key: int | None, dtype: str | None = None

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
@@ -36,34 +35,6 @@ _FILES = LocalFileSystem()
 
 
 @dataclass(frozen=True, slots=True)
-class ImportReport:
-    """The table that an import wrote. *Immutable.*
-
-    Attributes:
-        destination: path or URI of the sparse model.
-        rows: how many vectors.
-        dim: float32 elements of each: the table's `embedding_vecsize_per_table`.
-        keys: name of the array that the keys came from, or None where they are row numbers.
-        vectors: name of the array that the vectors came from.
-        dtype: of the vectors in the source.
-        seconds: how long it took.
-    """
-
-    destination: str
-    rows: int
-    dim: int
-    keys: str | None
-    vectors: str
-    dtype: str
-    seconds: float
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of both files."""
-        return self.rows * (8 + 4 * self.dim)
-
-
-@dataclass(frozen=True, slots=True)
 class _Source:
     """An open source, and the versions that its files had before they were read."""
 
@@ -89,7 +60,7 @@ def import_model(
     overwrite: bool = False,
     sources: ModelSources | None = None,
     progress: Progress | None = None,
-) -> ImportReport:
+) -> Selection:
     """Write one table of a file of another format as sparse model files.
 
     Chunks of about 16 MB are read, converted and written. The destination appears whole or not at all, as
@@ -104,12 +75,15 @@ def import_model(
         vectors: name of the array of vectors; by default one that is called `vectors`, `embeddings`, `emb_vector` or the
             like, or the only (n, dim) array of floats.
         file_format: npy, npz, safetensors, torch or parquet; by default what the end of the name says.
-        dtype: what the elements of the vectors are, where the file has only bits of them (NumPy has no bfloat16).
+        dtype: `bfloat16` where the file has only its bits, as uint16 or void: NumPy has no such dtype.
         first_key: the keys are row numbers from this one on. The default, 0, is for formats that commonly have no keys
             (torch, safetensors) and holds where no array of keys is found.
         overwrite: replace a sparse model that is there.
         sources: the file systems to write to; by default new ones with their default settings.
         progress: receives how many rows are written.
+
+    Returns:
+        What was written.
 
     Raises:
         ModelFileError: the source cannot be read as a table, it changed meanwhile, or the destination refused.
@@ -119,7 +93,8 @@ def import_model(
     """
     opened = _open(os.fspath(source), file_format, keys)
     selection = select(opened.arrays, keys, vectors, first_key, dtype)
-    return _write(opened, selection, os.fspath(destination), overwrite, sources, progress)
+    _write(opened, selection, os.fspath(destination), overwrite, sources, progress)
+    return selection
 
 
 def import_tables(
@@ -137,7 +112,7 @@ def import_tables(
     overwrite: bool = False,
     model_source: ModelSourceConfig | None = None,
     progress: Progress | None = None,
-) -> list[ImportReport]:
+) -> dict[str, Selection]:
     """Write every table of a checkpoint as sparse model files, then the configuration that serves them as one model.
 
     All tables are found and checked before the first is written, in the natural order of their names (2 before 10), which is
@@ -160,7 +135,7 @@ def import_tables(
         model_source: how to reach the destination; the configuration repeats it.
 
     Returns:
-        One report per table, in the order of the configuration.
+        What was written of each table, by its path or URI, in the order of the configuration.
 
     Raises:
         ModelFileError: as in `import_model`, with the name of the table; or no array matches, two tables have one name, or
@@ -188,19 +163,18 @@ def import_tables(
     if there and not overwrite:
         raise ModelFileError(f"importing {source}: {there[0]} exists; choose another directory or ask to overwrite it")
     _FILES.delete(config)
-    reports = []
-    for name, (opened, selection) in chosen.items():
+    for count, (name, (opened, selection)) in enumerate(chosen.items()):
         try:
-            reports.append(_write(opened, selection, places[name], overwrite, sources, progress))
+            _write(opened, selection, places[name], overwrite, sources, progress)
         except ModelFileError as error:
-            raise type(error)(f"importing table {name!r} ({len(reports)} of {len(chosen)} are written): {error}") from error
+            raise type(error)(f"importing table {name!r} ({count} of {len(chosen)} are written): {error}") from error
     writer = _FILES.create(config)
     try:
         writer.write(memoryview(json.dumps(content, indent=2).encode() + b"\n"))
         writer.commit()
     finally:
         writer.abort()
-    return reports
+    return {places[name]: selection for name, (_, selection) in chosen.items()}
 
 
 def list_arrays(source: str | os.PathLike[str], *, file_format: str | None = None) -> list[ArrayInfo]:
@@ -341,22 +315,11 @@ def _write(
     overwrite: bool,
     sources: ModelSources | None,
     progress: Progress | None,
-) -> ImportReport:
-    """Write one table."""
-    started = time.monotonic()
+) -> None:
     progress = progress or NoProgress()
-    progress.start(target, selection.rows, selection.rows * (8 + 4 * selection.dim))
+    progress.start(target, selection.rows, selection.size_bytes)
     write_sparse_model(target, _rows(opened, selection, target, progress), overwrite=overwrite, sources=sources)
     progress.finish(target)
-    return ImportReport(
-        target,
-        selection.rows,
-        selection.dim,
-        selection.keys.name if selection.keys else None,
-        selection.vectors.name,
-        selection.dtype,
-        time.monotonic() - started,
-    )
 
 
 def _rows(opened: _Source, selection: Selection, tag: str, progress: Progress) -> Iterator[tuple[KeyArray, FloatArray]]:

@@ -75,12 +75,12 @@ def opened(place: object, dim: int, sources: ModelSources | None = None) -> tupl
 @every_format
 def test_a_table_comes_back_bit_for_bit(save: Save, table: tuple[Array, Array], tmp_path: Path) -> None:
     source = save(tmp_path, *table)
-    report = import_model(source, tmp_path / "model")
+    written = import_model(source, tmp_path / "model")
     keys, vectors = opened(tmp_path / "model", 5)
     assert np.array_equal(keys, table[0])
     assert vectors.tobytes() == table[1].tobytes()
-    assert (report.rows, report.dim, report.size_bytes) == (1000, 5, 28_000)
-    assert (report.keys, report.vectors, report.dtype) == ("keys", "vectors", "float32")
+    assert (written.rows, written.dim, written.size_bytes) == (1000, 5, 28_000)
+    assert (written.keys and written.keys.name, written.vectors.name, written.dtype) == ("keys", "vectors", "float32")
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -93,22 +93,22 @@ def test_a_table_comes_back_bit_for_bit(save: Save, table: tuple[Array, Array], 
 def test_other_floats_become_float32(save: Save, kind: Any, tmp_path: Path) -> None:
     vectors = np.random.default_rng(1).random((300, 4)).astype(kind)
     keys = np.arange(300, dtype=">u2")[:, None]
-    report = import_model(save(tmp_path, keys, vectors), tmp_path / "model")
+    written = import_model(save(tmp_path, keys, vectors), tmp_path / "model")
     got_keys, got = opened(tmp_path / "model", 4)
     assert np.array_equal(got_keys, np.arange(300))
     assert np.array_equal(got, vectors.astype(np.float32))
-    assert report.dtype == np.dtype(kind).name
+    assert written.dtype == np.dtype(kind).name
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_bfloat16_weights_without_keys_get_row_numbers(tmp_path: Path) -> None:
     bag = torch.nn.EmbeddingBag(400, 3, dtype=torch.bfloat16)
     torch.save({"model": {"bag": bag.state_dict()}}, tmp_path / "model.bin")
-    report = import_model(tmp_path / "model.bin", tmp_path / "out", vectors="model.bag.weight", first_key=-5)
+    written = import_model(tmp_path / "model.bin", tmp_path / "out", vectors="model.bag.weight", first_key=-5)
     keys, vectors = opened(tmp_path / "out", 3)
     assert np.array_equal(keys, np.arange(-5, 395))
     assert np.array_equal(vectors, bag.weight.detach().to(torch.float32).numpy())
-    assert (report.keys, report.dtype) == (None, "bfloat16")
+    assert (written.keys, written.dtype) == (None, "bfloat16")
 
 
 def test_bfloat16_bits_of_numpy_are_taken_at_their_callers_word(tmp_path: Path) -> None:
@@ -520,13 +520,13 @@ def test_tables_are_named_by_what_the_wildcard_matched(
     tables: str, names: list[str], expected: list[str], tmp_path: Path
 ) -> None:
     source = _stored(tmp_path, **{name: ONES * i for i, name in enumerate(names)})
-    reports = import_tables(source, tmp_path / "out", tables, model="m")
-    assert [report.destination for report in reports] == [f"{tmp_path}/out/{name}.model" for name in expected]
+    written = import_tables(source, tmp_path / "out", tables, model="m")
+    assert list(written) == [f"{tmp_path}/out/{name}.model" for name in expected]
     assert load_configuration(tmp_path / "out" / "ps.json").models[0].embedding_table_names == tuple(expected)
-    for report in reports:
-        keys, vectors = opened(report.destination, 2)
+    for place, table in written.items():
+        keys, vectors = opened(place, 2)
         assert keys.tolist() == [0, 1, 2]
-        assert np.array_equal(vectors, ONES * names.index(report.vectors))
+        assert np.array_equal(vectors, ONES * names.index(table.vectors.name))
 
 
 def test_keys_of_tables_are_found_by_pattern_shared_or_numbered(tmp_path: Path) -> None:
@@ -548,8 +548,8 @@ def test_keys_of_tables_are_found_by_pattern_shared_or_numbered(tmp_path: Path) 
             with pytest.raises(ModelFileError, match=r"tables 'emb_\?', which matches none of: emb_0, emb_1"):
                 import_tables(source, tmp_path / "out", **options)
         else:
-            reports = import_tables(source, tmp_path / "out", **options, overwrite=True)
-            assert [opened(report.destination, 2)[0].tolist() for report in reports] == expected
+            written = import_tables(source, tmp_path / "out", **options, overwrite=True)
+            assert [opened(place, 2)[0].tolist() for place in written] == expected
 
 
 def test_tables_that_cannot_be_told_apart_or_are_none_are_refused_before_anything_is_written(tmp_path: Path) -> None:

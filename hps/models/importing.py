@@ -159,7 +159,9 @@ def import_tables(
     dims = [selection.dim for _, selection in chosen.values()]
     content = _configuration(model, places, dims, model_source)
     load_configuration(content)
-    there = [one for one in places.values() if filesystem.exists(one)] + [config] * _FILES.exists(config)
+    there = [one for one in places.values() if filesystem.exists(one)]
+    if _FILES.exists(config):
+        there.append(config)
     if there and not overwrite:
         raise ModelFileError(f"importing {source}: {there[0]} exists; choose another directory or ask to overwrite it")
     _FILES.delete(config)

@@ -435,32 +435,23 @@ def _dlrm_npy(path: Path) -> tuple[object, ...]:
     return path / "dlrm", "--tables", "emb_l.*.weight"
 
 
-def _dlrm_parquet(path: Path) -> tuple[object, ...]:
+def _dlrm_entries(path: Path) -> tuple[object, ...]:
+    """A .npz file, a Parquet file or a directory of Parquet files for each table."""
     (path / "dlrm").mkdir()
-    for name, weight in DLRM.items():
-        table_files.save_parquet(path, np.arange(len(weight)), weight).rename(path / "dlrm" / f"{name}.parquet")
-    return path / "dlrm", "--tables", "emb_l.*.weight"
-
-
-def _dlrm_npz_files(path: Path) -> tuple[object, ...]:
-    (path / "dlrm").mkdir()
-    for name, weight in DLRM.items():
-        table_files.save_npz(path, np.arange(len(weight)), weight).rename(path / "dlrm" / f"{name}.npz")
-    return path / "dlrm", "--tables", "emb_l.*.weight.npz"
-
-
-def _dlrm_parquet_parts(path: Path) -> tuple[object, ...]:
-    for name, weight in DLRM.items():
-        (path / "dlrm" / name).mkdir(parents=True)
-        table_files.save_parquet(path, np.arange(len(weight)), weight).rename(path / "dlrm" / name / "part-0.parquet")
+    for i, (name, weight) in enumerate(DLRM.items()):
+        save = table_files.save_npz if i % 3 == 0 else table_files.save_parquet
+        saved, entry = save(path, np.arange(len(weight)), weight), path / "dlrm" / name
+        if i % 3 == 2:
+            entry.mkdir()
+            saved.rename(entry / "part-0.parquet")
+        else:
+            saved.rename(f"{entry}{saved.suffix}")
     (path / "dlrm" / "_SUCCESS").touch()
     return path / "dlrm", "--tables", "emb_l.*.weight", "--keys", "keys", "--vectors", "vectors"
 
 
 @pytest.mark.parametrize(
-    "save",
-    [_dlrm_torch, _dlrm_safetensors, _dlrm_npz, _dlrm_npy, _dlrm_parquet, _dlrm_npz_files, _dlrm_parquet_parts],
-    ids=lambda save: save.__name__,
+    "save", [_dlrm_torch, _dlrm_safetensors, _dlrm_npz, _dlrm_npy, _dlrm_entries], ids=lambda save: save.__name__
 )
 def test_all_tables_of_a_checkpoint_are_served_by_the_configuration_that_the_import_writes(
     save: Callable[[Path], tuple[object, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -91,11 +91,6 @@ def test_a_chunk_is_of_bounded_size_whatever_the_dimension(tmp_path: Path, monke
     assert [keys.size for keys, _ in chunks_of(model)] == [1] * 5
 
 
-def test_a_dimension_below_one_is_refused(model_dir: Path) -> None:
-    with pytest.raises(InvalidInputError, match="got dimension 0"):
-        open_sparse_model(model_dir, 0)
-
-
 # -- fingerprint ------------------------------------------------------------------------------------------------------
 
 

@@ -69,7 +69,6 @@ def import_command(
     with terminal.reported():
         from hps.configuration.load import load_configuration
         from hps.models.importing import import_model, import_tables, list_arrays
-        from hps.models.sources import ModelSources
 
         if listing:
             for info in list_arrays(source, file_format=file_format):
@@ -83,13 +82,12 @@ def import_command(
             model_source = load_configuration(config).model_source if config is not None else None
             options: dict[str, Any] = {
                 **{"keys": keys, "vectors": vectors, "file_format": file_format, "dtype": dtype},
-                **{"first_key": first_key, "overwrite": overwrite, "progress": progress},
+                **{"first_key": first_key, "overwrite": overwrite, "model_source": model_source, "progress": progress},
             }
             if tables is None:
-                written = {destination: import_model(source, destination, sources=ModelSources(model_source), **options)}
+                written = {destination: import_model(source, destination, **options)}
             else:
-                more: dict[str, Any] = {"model": model, "write_config": write_config, "model_source": model_source}
-                written = import_tables(source, destination, tables, **more, **options)
+                written = import_tables(source, destination, tables, model=model, write_config=write_config, **options)
         for place, table in written.items():
             origin = "" if table.dtype == "float32" else f" (from {table.dtype})"
             from_keys = repr(table.keys.name) if table.keys else f"row numbers from {table.first_key} on"

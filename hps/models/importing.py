@@ -58,7 +58,7 @@ def import_model(
     dtype: str | None = None,
     first_key: int | None = None,
     overwrite: bool = False,
-    sources: ModelSources | None = None,
+    model_source: ModelSourceConfig | None = None,
     progress: Progress | None = None,
 ) -> Selection:
     """Write one table of a file of another format as sparse model files.
@@ -79,7 +79,7 @@ def import_model(
         first_key: the keys are row numbers from this one on. The default, 0, is for formats that commonly have no keys
             (torch, safetensors) and holds where no array of keys is found.
         overwrite: replace a sparse model that is there.
-        sources: the file systems to write to; by default new ones with their default settings.
+        model_source: how to reach the destination.
         progress: receives how many rows are written.
 
     Returns:
@@ -93,7 +93,7 @@ def import_model(
     """
     opened = _open(os.fspath(source), file_format, keys)
     selection = select(opened.arrays, keys, vectors, first_key, dtype)
-    _write(opened, selection, os.fspath(destination), overwrite, sources, progress)
+    _write(opened, selection, os.fspath(destination), overwrite, ModelSources(model_source), progress)
     return selection
 
 
@@ -315,7 +315,7 @@ def _write(
     selection: Selection,
     target: str,
     overwrite: bool,
-    sources: ModelSources | None,
+    sources: ModelSources,
     progress: Progress | None,
 ) -> None:
     progress = progress or NoProgress()

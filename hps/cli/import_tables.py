@@ -1,16 +1,13 @@
 """`hps import`: tables of other formats to sparse model files."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from hps import errors
 from hps.cli import console as terminal
-
-if TYPE_CHECKING:
-    from hps.formats.base import ArrayInfo
-    from hps.models.importing import ImportReport
+from hps.progress import size_text
 
 EXAMPLE = "Example: `hps import dlrm.pt models/dlrm --tables 'emb_l.*.weight' && hps serve models/dlrm/ps.json`"
 
@@ -57,7 +54,7 @@ def import_command(
         str | None, typer.Option("--format", help="npy, npz, safetensors, torch or parquet; else by SOURCE's name.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="What 16-bit elements really are, where SOURCE cannot say it: bfloat16 or float16.")
+        str | None, typer.Option(help="bfloat16, if 16-bit elements are its bits and SOURCE cannot say it.")
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace models, and a ps.json, that are there.")] = False,
     config: Annotated[
@@ -70,54 +67,38 @@ def import_command(
     than memory. Pickled code in SOURCE is never run.
     """
     with terminal.reported():
+        from hps.configuration.load import load_configuration
         from hps.models.importing import import_model, import_tables, list_arrays
-        from hps.models.sources import ModelSources
 
         if listing:
-            _print_arrays(list_arrays(source, file_format=file_format))
+            for info in list_arrays(source, file_format=file_format):
+                typer.echo(info)
             return
         if destination is None:
             raise errors.InvalidInputError(f"importing {source}: got no DESTINATION, expected a path or URI, or --list")
         if tables is None and (model or write_config):
             raise errors.InvalidInputError(f"importing {source}: --model and --write-config need --tables")
         with terminal.progress() as progress:  # logging is set up from here on, also for what the configuration says
-            model_source = None
-            if config is not None:
-                from hps.configuration.load import load_configuration
-
-                model_source = load_configuration(config).model_source
+            model_source = load_configuration(config).model_source if config is not None else None
             options: dict[str, Any] = {
                 **{"keys": keys, "vectors": vectors, "file_format": file_format, "dtype": dtype},
-                **{"first_key": first_key, "overwrite": overwrite, "progress": progress},
+                **{"first_key": first_key, "overwrite": overwrite, "model_source": model_source, "progress": progress},
             }
             if tables is None:
-                reports = [import_model(source, destination, sources=ModelSources(model_source), **options)]
+                written = {destination: import_model(source, destination, **options)}
             else:
-                more: dict[str, Any] = {"model": model, "write_config": write_config, "model_source": model_source}
-                reports = import_tables(source, destination, tables, **more, **options)
-        for report in reports:
-            _print_report(report, first_key or 0)
-        if tables is not None:
-            place = write_config or f"{destination.rstrip('/')}/ps.json"
-            size_bytes = sum(report.size_bytes for report in reports)
-            count = "1 table" if len(reports) == 1 else f"{len(reports)} tables"
-            typer.echo(f"{place}: {count}, {size_bytes / 1e6:,.1f} MB; `hps serve {place}` serves them")
+                written = import_tables(source, destination, tables, model=model, write_config=write_config, **options)
+        for place, table in written.items():
+            origin = "" if table.dtype == "float32" else f" (from {table.dtype})"
+            from_keys = repr(table.keys.name) if table.keys else f"row numbers from {table.first_key} on"
+            typer.echo(
+                f"{place}: {terminal.rows_text(table.rows)} of {table.dim} float32{origin}, {size_text(table.size_bytes)}; "
+                f"vectors from {table.vectors.name!r}, keys from {from_keys}"
+            )
+        if tables is None:
+            typer.echo(f'in a configuration: "sparse_files": ["{place}"], "embedding_vecsize_per_table": [{table.dim}]')
         else:
-            dim = reports[0].dim
-            typer.echo(f'in a configuration: "sparse_files": ["{destination}"], "embedding_vecsize_per_table": [{dim}]')
-
-
-def _print_arrays(arrays: "list[ArrayInfo]") -> None:
-    width = max((len(info.name) for info in arrays), default=0)
-    for info in arrays:
-        shape = str(info).removeprefix(info.name).strip()
-        typer.echo(f"{info.name:<{width}}  {shape}")
-
-
-def _print_report(report: "ImportReport", first_key: int) -> None:
-    origin = "" if report.dtype == "float32" else f" (from {report.dtype})"
-    keys = f"{report.keys!r}" if report.keys is not None else f"row numbers {first_key} to {first_key + report.rows - 1}"
-    typer.echo(
-        f"{report.destination}: {report.rows:,} rows of {report.dim} float32{origin}, {report.size_bytes / 1e6:,.1f} MB, "
-        f"in {report.seconds:.1f} s; vectors from {report.vectors!r}, keys from {keys}"
-    )
+            served = write_config or f"{destination.rstrip('/')}/ps.json"
+            count = "1 table" if len(written) == 1 else f"{len(written)} tables"
+            size = size_text(sum(table.size_bytes for table in written.values()))
+            typer.echo(f"{served}: {count}, {size}; `hps serve {served}` serves them")

@@ -2,13 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy.typing as npt
 
-from hps.errors import ModelFileError
+from hps.errors import HPSError, ModelFileError
 
 AnyArray: TypeAlias = npt.NDArray[Any]
 
@@ -38,7 +38,7 @@ class ArrayInfo:
 
 
 class ArraySource(ABC):
-    """Open files that hold named arrays. *One thread.* A context manager.
+    """Files that hold named arrays. *One thread.*
 
     Args:
         path: what the user named, for messages: a local file or directory.
@@ -50,9 +50,6 @@ class ArraySource(ABC):
 
     keys_are_optional: ClassVar[bool] = False
     """Whether tables of this format commonly have no keys; they are row numbers then."""
-
-    is_mapped: ClassVar[bool] = False
-    """Whether files may be mapped into memory. Reading beyond the end of one that was cut short meanwhile kills the process."""
 
     def __init__(self, path: str, files: Sequence[str]) -> None:
         self.path = path
@@ -79,12 +76,13 @@ class ArraySource(ABC):
         """The array of a name.
 
         Raises:
-            ModelFileError: there is none; the message lists the arrays there are.
+            ModelFileError: there is none, or there are several; the message lists the arrays there are.
         """
-        for info in self.arrays():
-            if info.name == name:
-                return info
-        raise ModelFileError(f"importing {self.path}: it holds no {name!r}; it holds {self.listed()}")
+        found = [info for info in self.arrays() if info.name == name]
+        if len(found) == 1:
+            return found[0]
+        got = f"{len(found)} arrays called" if found else "no"
+        raise ModelFileError(f"importing {self.path}: it holds {got} {name!r}, expected one; it holds {self.listed()}")
 
     def listed(self) -> str:
         """All arrays on one line, for messages."""
@@ -92,16 +90,16 @@ class ArraySource(ABC):
         more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
         return "; ".join(found[:_LISTED]) + more or "no array"
 
-    def close(self) -> None:  # noqa: B027 - most sources hold nothing open
-        """Close the files."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-
-def damaged(path: str, what: object) -> ModelFileError:
-    """The error for a file that cannot be what its name says."""
-    return ModelFileError(f"importing {path}: {what}; it is damaged, cut short or of another format: write it again")
+@contextmanager
+def reading(file: str) -> Iterator[None]:
+    """Raise a library's errors, which damaged bytes make of any kind, as `ModelFileError`s that name the file."""
+    try:
+        yield
+    except HPSError:
+        raise
+    except Exception as error:
+        raise ModelFileError(
+            f"importing {file}: it cannot be read ({type(error).__name__}: {error}); if it is damaged, cut short or of another "
+            "format, write it again"
+        ) from error

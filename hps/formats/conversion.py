@@ -1,41 +1,31 @@
 """From the dtypes of other formats to int64 keys and float32 vectors."""
 
-import sys
-
 import numpy as np
 
 from hps.errors import InvalidDtypeError, ModelFileError
 from hps.formats.base import BFLOAT16, AnyArray, ArrayInfo
 from hps.types import FloatArray, KeyArray
 
-VECTOR_DTYPES = {"float32": 4, "float16": 2, BFLOAT16: 2, "float64": 8}
-"""The dtypes that become float32, and the bytes of an element."""
+VECTOR_DTYPES = ("float32", "float16", BFLOAT16, "float64")
+"""The dtypes that become float32."""
 
 _INT64_MAX = np.iinfo(np.int64).max
 
 
 def vector_dtype(path: str, vectors: ArrayInfo, claimed: str | None) -> str:
-    """The dtype of the vectors: what the file says, or what the caller claims where the file has only bits.
+    """The dtype of the vectors: what the file says, or bfloat16 if the caller claims it and the file has only bits.
 
     Raises:
         InvalidDtypeError: it is no float that can become float32.
     """
-    known = ", ".join(VECTOR_DTYPES)
-    if claimed is not None and claimed not in VECTOR_DTYPES:
-        raise InvalidDtypeError(f"importing {path}: got dtype {claimed!r}, expected one of: {known}")
-    if claimed is not None and claimed != vectors.dtype:
-        bits = 8 * VECTOR_DTYPES[claimed]
-        if vectors.dtype not in (f"void{bits}", f"uint{bits}"):
-            raise InvalidDtypeError(
-                f"importing {path}: got vectors {vectors} and dtype {claimed!r}, which can only name what void{bits} or "
-                f"uint{bits} elements really are; omit it"
-            )
-        return claimed
-    if vectors.dtype not in VECTOR_DTYPES:
-        bits16 = vectors.dtype in ("void16", "uint16")
-        hint = "; if its elements are bfloat16 bits, say so with dtype bfloat16" if bits16 else ""
-        raise InvalidDtypeError(f"importing {path}: got vectors {vectors}, expected one of: {known}; convert them first{hint}")
-    return vectors.dtype
+    if claimed == BFLOAT16 and vectors.dtype in ("void16", "uint16"):
+        return BFLOAT16
+    if vectors.dtype in VECTOR_DTYPES and claimed in (None, vectors.dtype):
+        return vectors.dtype
+    raise InvalidDtypeError(
+        f"importing {path}: got vectors {vectors}{f' and dtype {claimed!r}' if claimed else ''}, expected one of: "
+        f"{', '.join(VECTOR_DTYPES)}; convert them first, or say dtype bfloat16 if they are bfloat16 bits in void16 or uint16"
+    )
 
 
 def to_keys(path: str, name: str, block: AnyArray, row: int) -> KeyArray:
@@ -58,25 +48,23 @@ def to_keys(path: str, name: str, block: AnyArray, row: int) -> KeyArray:
     return np.ascontiguousarray(flat, np.int64)
 
 
-def to_vectors(path: str, name: str, dtype: str, block: AnyArray, row: int) -> FloatArray:
+def to_vectors(path: str, name: str, block: AnyArray, row: int) -> FloatArray:
     """A block of vectors as (n, dim) float32. float32 and float16 keep their values; NaN and infinite values stay.
 
     Args:
         path: for messages, as is `name`.
-        dtype: what `vector_dtype` returned.
-        block: (n, dim) of it, or of as many bits.
+        block: (n, dim) floats, or the 16 bits of bfloat16 as any other type; little-endian unless they are integers.
         row: of the block's first vector in the source.
 
     Raises:
         ModelFileError: a finite float64 is infinite as float32.
     """
-    if dtype == BFLOAT16:
-        return np.left_shift(_bits(block, np.dtype(np.uint16)), 16, dtype=np.uint32).view(np.float32)
     if block.dtype.kind != "f":
-        block = _bits(block, np.dtype(f"f{VECTOR_DTYPES[dtype]}"))
+        bits = block.astype(np.uint16) if block.dtype.kind == "u" else np.ascontiguousarray(block).view(np.uint16)
+        return np.left_shift(bits, 16, dtype=np.uint32).view(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN becomes a quiet one
         vectors = np.ascontiguousarray(block, np.float32)
-    if dtype != "float64":
+    if block.dtype.itemsize <= 4:
         return vectors
     infinite = np.isinf(vectors)
     if infinite.any() and (lost := infinite & np.isfinite(block)).any():
@@ -86,12 +74,3 @@ def to_vectors(path: str, name: str, dtype: str, block: AnyArray, row: int) -> F
             "infinite as float32, expected magnitudes below 3.4028236e38"
         )
     return vectors
-
-
-def _bits(block: AnyArray, dtype: "np.dtype[np.generic]") -> AnyArray:
-    """The same bytes as elements of another type; little-endian unless the file says otherwise."""
-    contiguous = np.ascontiguousarray(block)
-    if contiguous.dtype.kind == "u":  # the file says their byte order
-        return contiguous.astype(contiguous.dtype.newbyteorder("="), copy=False).view(dtype.newbyteorder("="))
-    little = contiguous.view(dtype.newbyteorder("<"))
-    return little if sys.byteorder == "little" else little.astype(dtype.newbyteorder("="))

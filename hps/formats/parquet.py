@@ -3,16 +3,15 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from hps.errors import ModelFileError
-from hps.formats.base import AnyArray, ArrayInfo, ArraySource, damaged
+from hps.formats.base import AnyArray, ArrayInfo, ArraySource, reading
 
 _BUFFER_BYTES = 1 << 20  # of each column; without one, pyarrow reads whole row groups
 _BATCHES_A_CHUNK = 4  # pyarrow and its allocator take up to nine times a batch; smaller ones are no slower
-_ERRORS = (pa.ArrowException, OSError, ValueError, IndexError)
 _NUMPY_NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
 
 
@@ -22,10 +21,11 @@ class ParquetFiles(ArraySource):
     def __init__(self, path: str, files: Sequence[str]) -> None:
         super().__init__(path, files)
         self._rows = 0
-        for file in reversed(files):  # the schema is that of the first
-            with _open(file) as opened:
-                self._schema = opened.schema_arrow
-                self._rows += opened.metadata.num_rows
+        for file in files:
+            with reading(file):
+                self._rows += pq.read_metadata(file).num_rows
+        with reading(path):
+            self._schema = pq.read_schema(files[0])
 
     def arrays(self) -> list[ArrayInfo]:
         return [self._info(column) for column in self._schema]
@@ -41,89 +41,57 @@ class ParquetFiles(ArraySource):
 
     def array(self, name: str) -> ArrayInfo:
         """The column of a name; the width of lists without a fixed size is that of the first row."""
-        if self._schema.names.count(name) > 1:
-            raise ModelFileError(f"importing {self.path}: it has several columns {name!r}; rename them")
         info = super().array(name)
-        if info.shape[-1] >= 0 or self._rows == 0:
-            return info
-        part, _, [column] = next(self._batches([name], 1))
-        _refuse_null(part, name, 0, column)
-        return ArrayInfo(name, (self._rows, len(column[0])), info.dtype)
+        if info.shape[-1] < 0 and (first := next(self._batches([name], 1), None)):
+            file, _, [column] = first
+            _refuse(file, 0, name, column.is_null(), "is null, expected a value in every row")
+            return ArrayInfo(name, (self._rows, len(column[0])), info.dtype)
+        return info
 
     def chunks(self, names: Sequence[str], step: int) -> Iterator[Sequence[AnyArray]]:
         """Read all columns in one pass, by record batches."""
         widths = [self.array(name).shape[1:] for name in names]
-        for part, row, columns in self._batches(names, step):
-            yield [_rows(part, name, row, column, *width) for name, column, width in zip(names, columns, widths, strict=True)]
+        for file, row, columns in self._batches(names, max(1, step // _BATCHES_A_CHUNK)):
+            yield [_rows(file, row, name, column, *width) for name, column, width in zip(names, columns, widths, strict=True)]
 
     def _batches(self, names: Sequence[str], step: int) -> Iterator[tuple[str, int, list[Any]]]:
         """Yield (file, first row in it, columns) of every batch."""
+        expected = [self._schema.field(name).type for name in names]
         for part in self.files:
-            row = 0
-            with _open(part) as file:
-                self._check_columns(part, file.schema_arrow, names)
-                batches = file.iter_batches(batch_size=max(1, step // _BATCHES_A_CHUNK), columns=list(names))
-                while (batch := _next(part, batches)) is not None:
-                    if batch.num_rows:
-                        columns = [batch.column(name) for name in names]
-                        yield part, row, [one.storage if isinstance(one, pa.ExtensionArray) else one for one in columns]
+            with (
+                reading(part),
+                pq.ParquetFile(part, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True) as file,
+            ):
+                got = [file.schema_arrow.field(name).type for name in names]
+                if got != expected:
+                    raise ModelFileError(
+                        f"importing {part}: got columns {', '.join(names)} of {got}, expected {expected}, as in {self.files[0]}"
+                    )
+                row = 0
+                for batch in file.iter_batches(step, columns=list(names)):
+                    columns = [batch.column(name) for name in names]
+                    yield part, row, [one.storage if isinstance(one, pa.ExtensionArray) else one for one in columns]
                     row += batch.num_rows
-                if row != file.metadata.num_rows:
-                    raise damaged(part, f"got {row} rows, expected the {file.metadata.num_rows} of its metadata")
-
-    def _check_columns(self, part: str, schema: Any, names: Sequence[str]) -> None:
-        for name in names:
-            kind = self._schema.field(name).type
-            if schema.names.count(name) != 1 or schema.field(name).type != kind:
-                got = ", ".join(f"{column.name}: {column.type}" for column in schema)
-                raise ModelFileError(
-                    f"importing {part}: got columns {got}; expected one {name!r}: {kind}, as in {self.files[0]}"
-                )
 
 
-def _rows(part: str, name: str, row: int, column: Any, width: int | None = None) -> AnyArray:
+def _rows(part: str, row: int, name: str, column: Any, width: int | None = None) -> AnyArray:
     """A batch of a column as (n,), or as (n, width) where it holds lists; `row` is the first one's in the file."""
-    _refuse_null(part, name, row, column)
+    _refuse(part, row, name, column.is_null(), "is null, expected a value in every row")
     if width is None:
-        numbers: AnyArray = column.to_numpy()
-        return numbers
-    if not pa.types.is_fixed_size_list(column.type):
-        widths = np.diff(column.offsets.to_numpy())
-        if (other := widths != width).any():
-            at = int(np.argmax(other))
-            raise ModelFileError(
-                f"importing {part}: row {row + at} of column {name!r} has {widths[at]} elements, expected the {width} of the "
-                "first row"
-            )
+        return _numbers(column)
+    other = pc.not_equal(pc.list_value_length(column), width)
+    _refuse(part, row, name, other, f"does not have {width} elements, expected as many as in the first row")
     values = column.flatten()
-    if values.null_count:
-        at, element = divmod(_first_null(values), width)
-        raise ModelFileError(
-            f"importing {part}: row {row + at} of column {name!r} has a null as element {element}, expected numbers"
-        )
-    elements: AnyArray = values.to_numpy()
-    return elements.reshape(len(column), width)
+    _refuse(part, row, name, values.is_null(), "has a null element, expected numbers", width)
+    return _numbers(values).reshape(len(column), width)
 
 
-def _refuse_null(part: str, name: str, row: int, column: Any) -> None:
-    if column.null_count:
-        at = row + _first_null(column)
-        raise ModelFileError(f"importing {part}: row {at} of column {name!r} is null, expected a value in every row")
+def _refuse(part: str, row: int, name: str, bad: Any, problem: str, width: int = 1) -> None:
+    """Raise if any of `bad`, `width` booleans for each row from `row` on, is true."""
+    if (at := pc.index(bad, True).as_py()) >= 0:
+        raise ModelFileError(f"importing {part}: row {row + at // width} of column {name!r} {problem}")
 
 
-def _first_null(column: Any) -> int:
-    return int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
-
-
-def _open(part: str) -> Any:
-    try:
-        return pq.ParquetFile(part, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)
-    except _ERRORS as error:
-        raise damaged(part, f"pyarrow cannot read it ({error})") from error
-
-
-def _next(part: str, batches: Iterator[Any]) -> Any:
-    try:
-        return next(batches, None)
-    except _ERRORS as error:
-        raise damaged(part, f"pyarrow cannot read it ({error})") from error
+def _numbers(column: Any) -> AnyArray:
+    numbers: AnyArray = column.to_numpy(zero_copy_only=False)
+    return numbers

@@ -35,6 +35,11 @@ class Selection:
     def dim(self) -> int:
         return self.vectors.shape[1]
 
+    @property
+    def size_bytes(self) -> int:
+        """Of int64 keys and float32 vectors."""
+        return self.rows * (8 + 4 * self.dim)
+
 
 def select(
     source: ArraySource, keys: str | None, vectors: str | None, first_key: int | None, dtype: str | None = None
@@ -104,7 +109,7 @@ def _check_shapes(source: ArraySource, keys: ArrayInfo | None, vectors: ArrayInf
         problem = f"got keys {keys}, expected shape (n,) or (n, 1)"
     elif keys is not None and keys.shape[0] != vectors.shape[0]:
         problem = f"got keys {keys} and vectors {vectors}, expected as many rows in both"
-    elif 0 in vectors.shape:
+    elif min(vectors.shape) < 1:
         problem = f"got vectors {vectors}, expected at least 1 row and at least 1 element in each"
     if problem:
         raise ModelFileError(f"importing {source.path}: {problem}")

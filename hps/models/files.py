@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hps.errors import InvalidInputError, ModelFileError, ModelFileNotFoundError, ModelSourceError
+from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.base import FileSystem, changed
 from hps.models.sources import ModelSources
 from hps.types import FloatArray, KeyArray
@@ -154,8 +154,6 @@ def open_sparse_model(
         ModelSourceError: the host of the files does not answer.
         ModelFileError: the files cannot be those of a table of this dimension; the message says why.
     """
-    if dim < 1:
-        raise InvalidInputError(f"opening sparse model {path_or_uri}: got dimension {dim}, expected at least 1")
     filesystem, place = (sources or ModelSources()).locate(os.fspath(path_or_uri))
     key_path, vector_path, meta_path = (f"{place.rstrip('/')}/{name}" for name in ("key", "emb_vector", "meta"))
     try:

@@ -1,13 +1,11 @@
 """Import embedding tables of other formats as sparse model files, and write the configuration that serves them."""
 
 import json
-import logging
 import os
 import re
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -18,12 +16,12 @@ from hps.filesystems.base import changed
 from hps.filesystems.local import LocalFileSystem, local_path
 from hps.formats.base import ArrayInfo, ArraySource
 from hps.formats.conversion import to_keys, to_vectors
-from hps.formats.selection import CONVENTIONAL_KEYS, Selection, select
+from hps.formats.selection import Selection, select
 from hps.models.files import CHUNK_BYTES
 from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model
-from hps.progress import Progress
-from hps.registry import implementation, is_registered, names
+from hps.progress import NoProgress, Progress
+from hps.registry import implementation, names
 from hps.types import FloatArray, KeyArray
 
 FORMATS = {
@@ -33,37 +31,7 @@ FORMATS = {
 }
 """Formats by the end of a file's name."""
 
-_IN_ONE_FILE = ("npz", "safetensors", "torch")  # formats of which a directory is no source
 _FILES = LocalFileSystem()
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ImportReport:
-    """The table that an import wrote. *Immutable.*
-
-    Attributes:
-        destination: path or URI of the sparse model.
-        rows: how many vectors.
-        dim: float32 elements of each: the table's `embedding_vecsize_per_table`.
-        keys: name of the array that the keys came from, or None where they are row numbers.
-        vectors: name of the array that the vectors came from.
-        dtype: of the vectors in the source.
-        seconds: how long it took.
-    """
-
-    destination: str
-    rows: int
-    dim: int
-    keys: str | None
-    vectors: str
-    dtype: str
-    seconds: float
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of both files."""
-        return self.rows * (8 + 4 * self.dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +58,9 @@ def import_model(
     dtype: str | None = None,
     first_key: int | None = None,
     overwrite: bool = False,
-    sources: ModelSources | None = None,
+    model_source: ModelSourceConfig | None = None,
     progress: Progress | None = None,
-) -> ImportReport:
+) -> Selection:
     """Write one table of a file of another format as sparse model files.
 
     Chunks of about 16 MB are read, converted and written. The destination appears whole or not at all, as
@@ -107,22 +75,26 @@ def import_model(
         vectors: name of the array of vectors; by default one that is called `vectors`, `embeddings`, `emb_vector` or the
             like, or the only (n, dim) array of floats.
         file_format: npy, npz, safetensors, torch or parquet; by default what the end of the name says.
-        dtype: what the elements of the vectors are, where the file has only bits of them (NumPy has no bfloat16).
+        dtype: `bfloat16` where the file has only its bits, as uint16 or void: NumPy has no such dtype.
         first_key: the keys are row numbers from this one on. The default, 0, is for formats that commonly have no keys
             (torch, safetensors) and holds where no array of keys is found.
         overwrite: replace a sparse model that is there.
-        sources: the file systems to write to; by default new ones with their default settings.
+        model_source: how to reach the destination.
         progress: receives how many rows are written.
+
+    Returns:
+        What was written.
 
     Raises:
         ModelFileError: the source cannot be read as a table, it changed meanwhile, or the destination refused.
         InvalidInputError: the arguments do not fit each other; `InvalidDtypeError`: an array has a dtype that cannot be
-            converted.
+            converted; `ConfigError`: there is no such format.
         MissingDependencyError: the format's package is not installed.
     """
-    with _open(os.fspath(source), file_format, keys) as opened:
-        selection = select(opened.arrays, keys, vectors, first_key, dtype)
-        return _write(opened, selection, os.fspath(destination), overwrite, sources, progress)
+    opened = _open(os.fspath(source), file_format, keys)
+    selection = select(opened.arrays, keys, vectors, first_key, dtype)
+    _write(opened, selection, os.fspath(destination), overwrite, ModelSources(model_source), progress)
+    return selection
 
 
 def import_tables(
@@ -140,7 +112,7 @@ def import_tables(
     overwrite: bool = False,
     model_source: ModelSourceConfig | None = None,
     progress: Progress | None = None,
-) -> list[ImportReport]:
+) -> dict[str, Selection]:
     """Write every table of a checkpoint as sparse model files, then the configuration that serves them as one model.
 
     All tables are found and checked before the first is written, in the natural order of their names (2 before 10), which is
@@ -163,7 +135,7 @@ def import_tables(
         model_source: how to reach the destination; the configuration repeats it.
 
     Returns:
-        One report per table, in the order of the configuration.
+        What was written of each table, by its path or URI, in the order of the configuration.
 
     Raises:
         ModelFileError: as in `import_model`, with the name of the table; or no array matches, two tables have one name, or
@@ -182,29 +154,29 @@ def import_tables(
     config = os.path.join(directory, "ps.json") if write_config is None else os.fspath(write_config)
     if model is None:
         model = _name(re.split("[/:]+", directory.rstrip("/"))[-1])
-    with ExitStack() as stack:
-        chosen = _chosen(stack, _local(os.fspath(source)), tables, keys, vectors, first_key, file_format, dtype)
-        places = {name: f"{directory}/{name}.model" for name in chosen}
-        dims = [selection.dim for _, selection in chosen.values()]
-        content = _configuration(model, places, dims, model_source)
-        load_configuration(content)
-        there = [one for one in places.values() if filesystem.exists(one)] + [config] * _FILES.exists(config)
-        if there and not overwrite:
-            raise ModelFileError(f"importing {source}: {there[0]} exists; choose another directory or ask to overwrite it")
-        _FILES.delete(config)
-        reports = []
-        for name, (opened, selection) in chosen.items():
-            try:
-                reports.append(_write(opened, selection, places[name], overwrite, sources, progress))
-            except ModelFileError as error:
-                raise type(error)(f"importing table {name!r} ({len(reports)} of {len(chosen)} are written): {error}") from error
+    chosen = _chosen(local_path(os.fspath(source)), tables, keys, vectors, first_key, file_format, dtype)
+    places = {name: f"{directory}/{name}.model" for name in chosen}
+    dims = [selection.dim for _, selection in chosen.values()]
+    content = _configuration(model, places, dims, model_source)
+    load_configuration(content)
+    there = [one for one in places.values() if filesystem.exists(one)]
+    if _FILES.exists(config):
+        there.append(config)
+    if there and not overwrite:
+        raise ModelFileError(f"importing {source}: {there[0]} exists; choose another directory or ask to overwrite it")
+    _FILES.delete(config)
+    for count, (name, (opened, selection)) in enumerate(chosen.items()):
+        try:
+            _write(opened, selection, places[name], overwrite, sources, progress)
+        except ModelFileError as error:
+            raise type(error)(f"importing table {name!r} ({count} of {len(chosen)} are written): {error}") from error
     writer = _FILES.create(config)
     try:
         writer.write(memoryview(json.dumps(content, indent=2).encode() + b"\n"))
         writer.commit()
     finally:
         writer.abort()
-    return reports
+    return {places[name]: selection for name, (_, selection) in chosen.items()}
 
 
 def list_arrays(source: str | os.PathLike[str], *, file_format: str | None = None) -> list[ArrayInfo]:
@@ -214,64 +186,45 @@ def list_arrays(source: str | os.PathLike[str], *, file_format: str | None = Non
         ModelFileError: it cannot be read.
         MissingDependencyError: the format's package is not installed.
     """
-    with _open(os.fspath(source), file_format) as opened:
-        return opened.arrays.arrays()
+    return _open(os.fspath(source), file_format).arrays.arrays()
 
 
-@contextmanager
-def _open(place: str, file_format: str | None, keys: str | None = None) -> Iterator[_Source]:
-    path = _local(place)
-    kind = _format_of(path, file_format)
-    files = [path]
-    if os.path.isdir(path) and kind not in _IN_ONE_FILE:
-        held = [name for name in _FILES.list(path) if not name.startswith(("_", "."))]  # as Spark's readers do
-        foreign = kind not in FORMATS.values()  # another package's, which knows its files
-        files = [os.path.join(path, name) for name in held if foreign or FORMATS.get(os.path.splitext(name)[1]) == kind]
-    elif kind == "npy":
-        folder, own = os.path.split(path)
-        beside = [name for name in _FILES.list(folder or ".") if name != own and name.endswith(".npy")]
-        files += [os.path.join(folder, name) for name in beside if name[:-4].lower() in CONVENTIONAL_KEYS]
-    if kind == "npy" and keys is not None and keys.endswith(".npy") and keys not in files:
+def _open(place: str, file_format: str | None, keys: str | None = None) -> _Source:
+    path = local_path(place)
+    held = [os.path.join(path, name) for name in _entries(path)] if os.path.isdir(path) else [path]
+    if not (held and os.path.exists(path)):
+        raise ModelFileNotFoundError(
+            f"importing {place}: there is no such file on this machine, or it is an empty directory; copy a remote source first"
+        )
+    kind = file_format or _format_of(path, held)
+    files = [file for file in held if _format(file) == kind] or held
+    if kind == "npy" and keys is not None and keys.endswith(".npy") and path in files:
         files.append(keys)
     versions = {file: _FILES.status(file).version for file in files}
-    arrays: ArraySource = implementation("format", kind)(path, files)
-    with arrays:
-        yield _Source(arrays, versions)
+    return _Source(implementation("format", kind)(path, files), versions)
 
 
-def _local(place: str) -> str:
-    filesystem, _ = ModelSources().locate(place)
-    if not filesystem.is_local:
-        raise InvalidInputError(f"importing {place}: got a remote source, expected a local path; copy it here first")
-    path = local_path(place)
-    if not os.path.exists(path):
-        raise ModelFileNotFoundError(f"importing {path}: there is no such file or directory")
-    return path
+def _entries(directory: str) -> list[str]:
+    """Names of what may be sources in a directory: those that Spark's readers take."""
+    return [name for name in _FILES.list(directory) if not name.startswith(("_", "."))]
 
 
-def _format_of(path: str, file_format: str | None) -> str:
-    if file_format is not None:
-        if not is_registered("format", file_format):
-            known = ", ".join(names("format"))
-            raise InvalidInputError(f"importing {path}: got format {file_format!r}, expected one of: {known}")
-        return file_format
-    if os.path.isdir(path):
-        found = {FORMATS.get(os.path.splitext(name)[1]) for name in _FILES.list(path)} & {"npy", "parquet"}
-        if len(found) == 1:
-            return str(found.pop())
-        got = "both .npy and Parquet files; say which with --format" if found else "a directory without them"
-        raise ModelFileError(f"importing {path}: expected a directory of .npy or of .parquet files, got {got}")
-    end = os.path.splitext(path)[1].lower()
-    if end not in FORMATS:
+def _format(file: str) -> str | None:
+    return FORMATS.get(os.path.splitext(file)[1].lower())
+
+
+def _format_of(path: str, files: list[str]) -> str:
+    found = {kind for file in files if (kind := _format(file)) and (file == path or kind in ("npy", "parquet"))}
+    if len(found) != 1:
         raise ModelFileError(
-            f"importing {path}: got a name that ends in {end!r}, expected one of: {', '.join(FORMATS)}; or say the format with "
-            f"--format: {', '.join(names('format'))}"
+            f"importing {path}: got {', '.join(map(os.path.basename, files[:8]))}, expected a name that ends in one of: "
+            f"{', '.join(FORMATS)}, or a directory of .npy or of Parquet files alone; say the format with --format: "
+            f"{', '.join(names('format'))}"
         )
-    return FORMATS[end]
+    return found.pop()
 
 
 def _chosen(
-    stack: ExitStack,
     path: str,
     tables: str,
     keys: str | None,
@@ -280,40 +233,31 @@ def _chosen(
     file_format: str | None,
     dtype: str | None,
 ) -> dict[str, tuple[_Source, Selection]]:
-    """Find the tables of a checkpoint, by name, in order; `stack` closes what was opened for them."""
+    """Find the tables of a checkpoint, by name, in order."""
     if keys is not None and keys.count("*") not in (0, tables.count("*")):
         raise InvalidInputError(f"importing {path}: got tables {tables!r} and keys {keys!r}, expected as many * in both")
-    one_per_entry = (
-        os.path.isdir(path) and file_format != "npy" and not any(name.endswith(".npy") for name in _FILES.list(path))
-    )
-    if one_per_entry:
-        held = [name for name in _FILES.list(path) if not name.startswith(("_", "."))]
+    whole = None
+    if os.path.isdir(path) and file_format != "npy" and not any(_format(name) == "npy" for name in _entries(path)):
+        held = _entries(path)  # one table each
     else:
         if vectors is not None:
             raise InvalidInputError(f"importing {path}: got tables {tables!r} and vectors {vectors!r}, expected one of them")
-        opened = stack.enter_context(_open(path, file_format))
-        held = [info.name for info in opened.arrays.arrays()]
-        if keys is not None:
-            held = [name for name in held if not _match(keys, name)]
+        whole = _open(path, file_format)
+        held = [info.name for info in whole.arrays.arrays() if keys is None or not _match(keys, info.name)]
+        first_key = first_key if keys else first_key or 0
     chosen: dict[str, tuple[_Source, Selection]] = {}
-    origins: dict[str, str] = {}
     for name in sorted(held, key=_natural):
-        match = (one_per_entry and _match(tables, os.path.splitext(name)[0])) or _match(tables, name)
+        match = (whole is None and _match(tables, os.path.splitext(name)[0])) or _match(tables, name)
         if not match:
             continue
-        own_keys = keys and _filled(keys, match)
-        if one_per_entry:
-            opened = stack.enter_context(_open(os.path.join(path, name), file_format))
-            selection = select(opened.arrays, own_keys, vectors, first_key, dtype)
-        else:
-            selection = select(opened.arrays, own_keys, name, first_key if keys else first_key or 0, dtype)
         table = _table_name(tables, match)
         if table in chosen:
             raise ModelFileError(
-                f"importing {path}: {origins[table]!r} and {name!r} would both be table {table!r}; choose --tables so that "
-                "what * matches differs"
+                f"importing {path}: got {name!r} as a second table {table!r}; choose --tables so that what * matches differs"
             )
-        origins[table], chosen[table] = name, (opened, selection)
+        own_keys = keys and reduce(lambda pattern, text: pattern.replace("*", text, 1), match.groups(), keys)
+        opened = whole or _open(os.path.join(path, name), file_format)
+        chosen[table] = opened, select(opened.arrays, own_keys, name if whole else vectors, first_key, dtype)
     if not chosen:
         raise ModelFileError(f"importing {path}: got tables {tables!r}, which matches none of: {', '.join(held[:30])}")
     return chosen
@@ -321,11 +265,6 @@ def _chosen(
 
 def _match(pattern: str, name: str) -> re.Match[str] | None:
     return re.fullmatch("(.*)".join(re.escape(part) for part in pattern.split("*")), name, re.DOTALL)
-
-
-def _filled(pattern: str, match: re.Match[str]) -> str:
-    parts = iter(match.groups())
-    return re.sub(r"\*", lambda _: next(parts), pattern)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -361,7 +300,6 @@ def _configuration(
                 "default_value_for_each_table": [0.0] * len(dims),
                 "deployed_device_list": [0],
                 "max_batch_size": 4096,
-                "gpucache": True,
                 "gpucacheper": 0.5,
                 "hit_rate_threshold": 1.1,  # never a default vector for a key that a table has
             }
@@ -377,41 +315,23 @@ def _write(
     selection: Selection,
     target: str,
     overwrite: bool,
-    sources: ModelSources | None,
+    sources: ModelSources,
     progress: Progress | None,
-) -> ImportReport:
-    """Write one table."""
-    started = time.monotonic()
-    if selection.dtype != "float32":
-        _log.info("%s: converting %s vectors to float32.", opened.arrays.path, selection.dtype)
-    if progress:
-        progress.start(target, selection.rows, selection.rows * (8 + 4 * selection.dim))
+) -> None:
+    progress = progress or NoProgress()
+    progress.start(target, selection.rows, selection.size_bytes)
     write_sparse_model(target, _rows(opened, selection, target, progress), overwrite=overwrite, sources=sources)
-    if progress:
-        progress.finish(target)
-    return ImportReport(
-        target,
-        selection.rows,
-        selection.dim,
-        selection.keys.name if selection.keys else None,
-        selection.vectors.name,
-        selection.dtype,
-        time.monotonic() - started,
-    )
+    progress.finish(target)
 
 
-def _rows(opened: _Source, selection: Selection, tag: str, progress: Progress | None) -> Iterator[tuple[KeyArray, FloatArray]]:
-    """Yield the whole table, converted. Raises at the end if the files are no longer those that were opened."""
+def _rows(opened: _Source, selection: Selection, tag: str, progress: Progress) -> Iterator[tuple[KeyArray, FloatArray]]:
+    """Yield the whole table, converted. Raises if the files are no longer those that were opened."""
     source, vectors = opened.arrays, selection.vectors.name
     columns = [vectors] if selection.keys is None else [vectors, selection.keys.name]
     row, step = 0, max(1, CHUNK_BYTES // (8 + 4 * selection.dim))
-    chunks = source.chunks(columns, step)
-    while True:
-        if source.is_mapped:
-            opened.verify()
-        if (blocks := next(chunks, None)) is None:
-            break
-        out = to_vectors(source.path, vectors, selection.dtype, blocks[0], row)
+    opened.verify()
+    for blocks in source.chunks(columns, step):
+        out = to_vectors(source.path, vectors, blocks[0], row)
         if selection.keys is None:
             first = selection.first_key + row
             keys = np.arange(first, first + len(out), dtype=np.int64)
@@ -419,8 +339,7 @@ def _rows(opened: _Source, selection: Selection, tag: str, progress: Progress | 
             keys = to_keys(source.path, selection.keys.name, blocks[1], row)
         yield keys, out
         row += keys.size
-        if progress:
-            progress.advance(tag, keys.size)
-    opened.verify()
+        progress.advance(tag, keys.size)
+        opened.verify()  # before more is read: reading a mapped file beyond a new end would kill the process
     if row != selection.rows:
         raise ModelFileError(f"importing {source.path}: got {row} rows, expected {selection.rows}; it changed meanwhile")

@@ -6,10 +6,10 @@ import numpy as np
 from numba import float32, int64, void
 
 from hps.hashing import mix
+from hps.models.files import CHUNK_BYTES
 from hps.numba_kernels import compile_kernels, kernel, read_only
 from hps.types import FloatArray, KeyArray
 
-_CHUNK_BYTES = 16 << 20
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -31,7 +31,7 @@ def sample_vectors(
 
 def sample_chunks(rows: int, dim: int, seed: int = 0) -> Iterator[tuple[KeyArray, FloatArray]]:
     """Yield the sample model of keys 0 to rows - 1, in chunks for `write_sparse_model`."""
-    step = max(1, _CHUNK_BYTES // (8 + 4 * dim))
+    step = max(1, CHUNK_BYTES // (8 + 4 * dim))
     for start in range(0, rows, step):
         keys = np.arange(start, min(start + step, rows), dtype=np.int64)
         yield keys, sample_vectors(keys, dim, seed)

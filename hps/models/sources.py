@@ -50,7 +50,7 @@ class ModelSources:
         elif (
             scheme
             and not (source[len(scheme) :].startswith("://") and is_registered("filesystem", scheme))
-            and _is_local(source)
+            and os.path.exists(source)
         ):
             scheme = ""
         if not is_registered("filesystem", scheme):
@@ -75,10 +75,3 @@ def _vendor(source: str) -> str:
     """The scheme of the vendor whose host an https address names; `https` if it is no known vendor's."""
     host = (urlsplit(source).hostname or "").lower()
     return next((scheme for end, scheme in _HTTPS_HOSTS.items() if host == end or host.endswith(f".{end}")), "https")
-
-
-def _is_local(source: str) -> bool:
-    try:
-        return os.path.exists(source)
-    except ValueError:  # an embedded NUL
-        return False

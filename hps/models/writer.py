@@ -48,14 +48,17 @@ def write_sparse_model(
     """
     chunks = [rows] if isinstance(rows, tuple) else rows
     filesystem, place = (sources or ModelSources()).locate(os.fspath(directory))
-    if not filesystem.is_local:
-        return _write_remote(filesystem, place, chunks, overwrite)
-    return _write_local(os.path.realpath(local_path(place)), chunks, overwrite)
-
-
-def _write_remote(filesystem: FileSystem, place: str, chunks: Iterable[tuple[KeyArray, FloatArray]], overwrite: bool) -> int:
+    if filesystem.is_local:
+        return _write_local(filesystem, os.path.realpath(local_path(place)), chunks, overwrite)
     names = filesystem.list(place) if filesystem.exists(place) else []
     _check_names(place, names, overwrite)
+    return _write_files(filesystem, place, chunks, [name for name in ("key", "meta") if name in names])
+
+
+def _write_files(
+    filesystem: FileSystem, place: str, chunks: Iterable[tuple[KeyArray, FloatArray]], outdated: Iterable[str] = ()
+) -> int:
+    """Write both files, `key` last, once the outdated ones are removed. Return how many rows they have."""
     with ExitStack() as undo:
         writers = []
         for name in ("key", "emb_vector"):
@@ -66,16 +69,14 @@ def _write_remote(filesystem: FileSystem, place: str, chunks: Iterable[tuple[Key
             for writer, array in zip(writers, (keys, vectors), strict=True):
                 writer.write(np.ascontiguousarray(array).data.cast("B"))
             count += keys.size
-        _check_count(place, count)
-        for name in ("key", "meta"):
-            if name in names:
-                filesystem.delete(f"{place}/{name}")
-        for writer in reversed(writers):  # key last
+        for name in outdated:
+            filesystem.delete(f"{place}/{name}")
+        for writer in reversed(writers):
             writer.commit()
     return count
 
 
-def _write_local(target: str, chunks: Iterable[tuple[KeyArray, FloatArray]], overwrite: bool) -> int:
+def _write_local(filesystem: FileSystem, target: str, chunks: Iterable[tuple[KeyArray, FloatArray]], overwrite: bool) -> int:
     parent, name = os.path.split(target)
     temporary = os.path.join(parent, f".{name[:100]}.{secrets.token_hex(6)}.tmp")
     try:
@@ -83,14 +84,14 @@ def _write_local(target: str, chunks: Iterable[tuple[KeyArray, FloatArray]], ove
         os.makedirs(parent, exist_ok=True)
         try:
             os.mkdir(temporary)  # within the try: an interrupt may come before the next statement
-            count = _write_files(temporary, chunks)
-            _check_count(target, count)
+            count = _write_files(filesystem, temporary, chunks)
+            _sync(temporary)
             _check_target(target, overwrite)
             _put_in_place(temporary, target)
             _sync(parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # after an exchange this is the old model
-    except ModelFileError:  # from the source of the rows; some are OSErrors, too
+    except ModelFileError:  # some are OSErrors, too
         raise
     except OSError as error:
         raise ModelFileError(f"writing sparse model {target}: {error.strerror or error}; nothing was changed") from error
@@ -118,14 +119,9 @@ def _check_names(target: str, names: list[str], overwrite: bool) -> None:
         )
 
 
-def _check_count(target: str, count: int) -> None:
-    if count == 0:
-        raise ModelFileError(f"writing sparse model {target}: got no rows, expected at least 1")
-
-
 def _checked(chunks: Iterable[tuple[KeyArray, FloatArray]]) -> Iterator[tuple[KeyArray, FloatArray]]:
-    """Pass chunks on, if they have the right types and one width."""
-    dim = 0
+    """Pass chunks on that have rows. Refuse chunks of other types or of two widths, and to write no row at all."""
+    dim = rows = 0
     for keys, vectors in chunks:
         if keys.dtype != np.int64 or vectors.dtype != np.float32:
             raise InvalidDtypeError(
@@ -138,21 +134,11 @@ def _checked(chunks: Iterable[tuple[KeyArray, FloatArray]]) -> Iterator[tuple[Ke
                 f"writing sparse model: got keys of shape {keys.shape} and vectors of shape {vectors.shape}, "
                 f"expected (n,) and (n, {max(dim, 1)})"
             )
-        yield keys, vectors
-
-
-def _write_files(directory: str, chunks: Iterable[tuple[KeyArray, FloatArray]]) -> int:
-    count = 0
-    with open(f"{directory}/key", "xb") as key_file, open(f"{directory}/emb_vector", "xb") as vector_file:
-        for keys, vectors in _checked(chunks):
-            key_file.write(np.ascontiguousarray(keys).data)
-            vector_file.write(np.ascontiguousarray(vectors).data)
-            count += keys.size
-        for file in (key_file, vector_file):
-            file.flush()
-            os.fsync(file.fileno())
-    _sync(directory)
-    return count
+        rows += keys.size
+        if keys.size:
+            yield keys, vectors
+    if rows == 0:
+        raise ModelFileError("writing sparse model: got no rows, expected at least 1")
 
 
 def _put_in_place(temporary: str, target: str) -> None:

@@ -1,4 +1,4 @@
-"""One way to save a table for each format that `hps import` reads and variant of it, with keys `keys` and vectors `vectors`."""
+"""Saves a table in each format that `hps import` reads, and each variant of it, with keys `keys` and vectors `vectors`."""
 
 from collections import OrderedDict
 from pathlib import Path
@@ -13,7 +13,6 @@ import torch
 Array = np.ndarray[Any, Any]
 
 
-# One way to save a table for each format and variant of it; every one has keys `keys` and vectors `emb`.
 def save_npz(path: Path, keys: Array, vectors: Array) -> Path:
     np.savez(path / "a.npz", keys=keys, vectors=vectors)
     return path / "a.npz"
@@ -24,14 +23,6 @@ def save_npz_compressed(path: Path, keys: Array, vectors: Array) -> Path:
     return path / "c.npz"
 
 
-def save_npz_fortran(path: Path, keys: Array, vectors: Array) -> Path:
-    return save_npz(path, keys, np.asfortranarray(vectors))
-
-
-def save_npz_compressed_fortran(path: Path, keys: Array, vectors: Array) -> Path:
-    return save_npz_compressed(path, keys, np.asfortranarray(vectors))
-
-
 def save_pair(path: Path, keys: Array, vectors: Array) -> Path:
     (path / "table").mkdir()
     np.save(path / "table" / "keys.npy", keys)
@@ -39,16 +30,14 @@ def save_pair(path: Path, keys: Array, vectors: Array) -> Path:
     return path / "table"
 
 
-def save_pair_by_file(path: Path, keys: Array, vectors: Array) -> Path:
-    return save_pair(path, keys, vectors) / "vectors.npy"
-
-
 def save_pair_fortran(path: Path, keys: Array, vectors: Array) -> Path:
     return save_pair(path, keys, np.asfortranarray(vectors))
 
 
 def save_pair_swapped_fortran(path: Path, keys: Array, vectors: Array) -> Path:
-    return save_pair(path, keys.astype(">i8"), np.asfortranarray(vectors.astype(">f4")))
+    return save_pair(
+        path, keys.astype(keys.dtype.newbyteorder()), np.asfortranarray(vectors.astype(vectors.dtype.newbyteorder()))
+    )
 
 
 def save_safetensors(path: Path, keys: Array, vectors: Array) -> Path:
@@ -98,7 +87,7 @@ def save_parquet_fixed(path: Path, keys: Array, vectors: Array) -> Path:
 
 
 def save_parquet_large_lists(path: Path, keys: Array, vectors: Array) -> Path:
-    large = lists(vectors).cast(pa.large_list(pa.float32()))
+    large = lists(vectors).cast(pa.large_list(pa.from_numpy_dtype(vectors.dtype)))
     pq.write_table(pa.table({"keys": keys, "vectors": large}), path / "b.parquet")
     return path / "b.parquet"
 
@@ -117,3 +106,11 @@ def save_parquet_parts(path: Path, keys: Array, vectors: Array) -> Path:
     (path / "_metadata.parquet").write_bytes(b"no table")
     (path / "_SUCCESS").touch()
     return path
+
+
+SAVERS = [
+    *(save_npz, save_npz_compressed, save_pair, save_pair_fortran, save_pair_swapped_fortran, save_safetensors),
+    *(save_torch, save_torch_legacy, save_torch_transposed, save_torch_sliced),
+    *(save_parquet, save_parquet_fixed, save_parquet_large_lists, save_parquet_tensors, save_parquet_parts),
+]
+"""Every one takes a directory, keys (n,) and vectors (n, dim), and returns the path that it wrote."""

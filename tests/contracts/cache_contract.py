@@ -222,28 +222,22 @@ class CacheContract:
         assert np.count_nonzero(found) >= keys.size - 5
         np.testing.assert_array_equal(bits(out[found]), bits(vectors_of(keys, 16, ~was_resident)[found]))
 
-    def test_absent_keys_get_the_default_vector_and_never_become_resident(self, create: Create):
+    @pytest.mark.parametrize("with_found", [True, False])
+    def test_absent_keys_get_the_default_vector_and_never_become_resident(self, create: Create, with_found: bool):
         cache, keys = create(spec(3), 2000), distinct_keys(200)
         known = keys[:120]
-        segment = self.segment(cache, 0, keys)
-        self.lookup(cache, [segment], known)
-        out, found = self.to_host(segment.out), self.to_host(segment.found)
-        np.testing.assert_array_equal(found, np.arange(200) < 120)
-        np.testing.assert_array_equal(bits(out[:120]), bits(vectors_of(known, 3, 1)))
+        cache.insert(0, keys[:30], vectors_of(keys[:30], 3))
+        segment = self.segment(cache, 0, keys, with_found=with_found)
+        assert self.lookup(cache, [segment], known) == [170]
+        out = self.to_host(segment.out)
+        np.testing.assert_array_equal(bits(out[:120]), bits(vectors_of(known, 3, np.arange(120) >= 30)))
         assert (out[120:] == DEFAULT).all()
+        if with_found:
+            np.testing.assert_array_equal(self.to_host(segment.found), np.arange(200) < 120)
         assert set(self.raw_rows(cache, 0)) == set(known.tolist())
         assert set(cache.dump(0).tolist()) == set(known.tolist())
         _out, found = self.query(cache, keys)
         np.testing.assert_array_equal(found, np.arange(200) < 120)
-
-    def test_a_lookup_may_do_without_the_found_mask(self, create: Create):
-        cache, keys = create(spec(4), 1000), distinct_keys(90)
-        cache.insert(0, keys[:30], vectors_of(keys[:30], 4))
-        segment = self.segment(cache, 0, keys, with_found=False)
-        assert self.lookup(cache, [segment], keys[:60]) == [60]
-        out = self.to_host(segment.out)
-        np.testing.assert_array_equal(bits(out[:60]), bits(vectors_of(keys[:60], 4, np.arange(60) >= 30)))
-        assert (out[60:] == DEFAULT).all()
 
     def test_scattering_nothing_found_answers_all_misses_and_leaves_the_hits_of_another_table(self, create: Create):
         cache = create([spec(4, "a"), spec(9, "b")], [1000, 1000])

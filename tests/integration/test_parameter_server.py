@@ -18,11 +18,14 @@ def vectors_of(keys, dim):
     return (keys[:, None] * 8 + np.arange(dim)).astype(np.float32)
 
 
+def write_models(directory, keys):
+    for table, dim in DIMS.items():
+        hps.write_sparse_model(directory / f"{table}.model", (keys, vectors_of(keys, dim)), overwrite=True)
+
+
 @pytest.fixture
 def configuration(tmp_path):
-    for table, dim in DIMS.items():
-        keys = np.arange(-10, ROWS - 10, dtype=np.int64)
-        hps.write_sparse_model(tmp_path / f"{table}.model", (keys, vectors_of(keys, dim)))
+    write_models(tmp_path, np.arange(-10, ROWS - 10))
     sources = [tmp_path / f"{table}.model" for table in DIMS]
     changes = {"default_value_for_each_table": [0.5, -2.0], "gpucacheper": 0.3, "hit_rate_threshold": 1.1}
     limits = {
@@ -223,13 +226,6 @@ def test_every_kind_of_deployment_gives_the_same_vectors(configuration, change):
             server.lookup(np.zeros(251, np.int64), "ranker", "item")
 
 
-@pytest.mark.parametrize("missing", ["volatile_db", "persistent_db"])
-def test_one_database_is_enough(configuration, missing):
-    configuration[missing] = {"type": "disabled"}
-    with hps.HPS(configuration) as server:
-        np.testing.assert_array_equal(server.lookup([5], "ranker", 0), vectors_of([5], 4))
-
-
 def test_cuda_without_a_gpu_is_an_error_that_says_what_is_missing(configuration):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -264,9 +260,7 @@ def test_a_smaller_model_of_the_same_name_has_nothing_of_the_older_one(configura
     del configuration["persistent_db"]
     with hps.HPS(configuration) as server:
         server.undeploy("ranker")
-        for table, dim in DIMS.items():
-            few = np.arange(5, dtype=np.int64)
-            hps.write_sparse_model(tmp_path / f"{table}.model", (few, vectors_of(few, dim)), overwrite=True)
+        write_models(tmp_path, np.arange(5))
         server.deploy(server.config.models[0])
         vectors, found = server.lookup([4, 5], "ranker", "item", return_found=True)
         assert found.tolist() == [True, False]
@@ -281,9 +275,7 @@ def test_a_model_that_could_not_be_deployed_leaves_nothing_behind(configuration,
         with pytest.raises(hps.ModelFileError, match=r"item\.model"):
             server.deploy(model)
         assert server.models == ()
-        few = np.arange(5, dtype=np.int64)
-        for table, dim in DIMS.items():  # a table that was loaded before the failure has fewer rows now
-            hps.write_sparse_model(tmp_path / f"{table}.model", (few, vectors_of(few, dim)), overwrite=True)
+        write_models(tmp_path, np.arange(5))  # a table that was loaded before the failure has fewer rows now
         server.deploy(model)
         assert not server.lookup([5, 6], "ranker", 0, return_found=True)[1].any()
 

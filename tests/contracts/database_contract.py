@@ -13,7 +13,6 @@ class TestRocksDatabase(DatabaseContract):
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import numpy as np
@@ -22,6 +21,7 @@ import pytest
 from hps.databases.base import Database, LoadRecord, PersistentDatabase
 from hps.errors import InvalidDtypeError, InvalidInputError, NotReadyError, TableWidthError, UnknownTableError
 from hps.types import BoolArray, FloatArray, KeyArray
+from tests.tables.readers import reading
 
 TAG = "hps_et.shop.item"
 OTHER = "hps_et.shop.user"
@@ -465,32 +465,24 @@ class DatabaseContract:
         versions = np.stack([vectors_of(resident, dim, version) for version in range(rounds)])
         database.open_table(TAG, dim)
         database.insert(TAG, resident, versions[0])
-        done = threading.Event()
+        newest = threading.local()
 
-        def read(seed: int) -> int:
-            rng = np.random.default_rng(seed)
-            checked = newest = 0
-            while not done.is_set() or not checked:
-                picks = rng.integers(0, rows, 500)
-                out, found = fetched(database, TAG, resident[picks], dim)
-                assert found.all(), "a key that was never deleted was absent"
-                same = (versions[:, picks] == out[None]).all(axis=2)
-                assert same.any(axis=0).all(), "a torn or wrong vector"
-                seen = same.argmax(axis=0)
-                assert seen.min() >= newest - 1, "a vector older than the one that an earlier call replaced"
-                newest = max(newest, int(seen.max()))
-                checked += picks.size
-            return checked
+        def read(rng: np.random.Generator) -> int:
+            picks = rng.integers(0, rows, 500)
+            out, found = fetched(database, TAG, resident[picks], dim)
+            assert found.all(), "a key that was never deleted was absent"
+            same = (versions[:, picks] == out[None]).all(axis=2)
+            assert same.any(axis=0).all(), "a torn or wrong vector"
+            seen = same.argmax(axis=0)
+            before = getattr(newest, "version", 0)
+            assert seen.min() >= before - 1, "a vector older than the one that an earlier call replaced"
+            newest.version = max(before, int(seen.max()))
+            return picks.size
 
-        with ThreadPoolExecutor(3) as pool:
-            readers = [pool.submit(read, seed) for seed in range(3)]
-            try:
-                for version in range(1, rounds):
-                    more = keys[version * rows : (version + 1) * rows]
-                    database.insert(TAG, resident, versions[version])
-                    database.insert(TAG, more, vectors_of(more, dim))
-                    database.delete(TAG, more[::2].copy())
-            finally:
-                done.set()
-            assert all(reader.result(60) > 0 for reader in readers)
+        with reading(read):
+            for version in range(1, rounds):
+                more = keys[version * rows : (version + 1) * rows]
+                database.insert(TAG, resident, versions[version])
+                database.insert(TAG, more, vectors_of(more, dim))
+                database.delete(TAG, more[::2].copy())
         assert database.size(TAG) == rows + (rounds - 1) * (rows // 2)

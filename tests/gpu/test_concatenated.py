@@ -10,6 +10,7 @@ import torch
 
 import hps
 from hps.models.sample import sample_chunks, sample_vectors
+from tests.gpu.cupy_if_installed import cupy
 from tests.servers.running_service import document_of, model_of
 
 pytestmark = pytest.mark.gpu
@@ -42,8 +43,6 @@ def wanted(keys: np.ndarray, counts: tuple[int, ...]) -> np.ndarray:
 @pytest.mark.parametrize("counts", [(3, 5, 0, 9), (700, 1000, 900, 300), (0, 0, 1, 0), (0, 0, 0, 0)])
 @pytest.mark.parametrize("place", ["torch", "cupy", "keys on the host", "out on the host", "int32"])
 def test_every_vector_is_right_wherever_keys_and_outputs_are(server: hps.HPS, counts: tuple[int, ...], place: str) -> None:
-    import cupy
-
     rng = np.random.default_rng(5)
     for _ in range(3):
         keys = rng.integers(0, ROWS + 50, sum(counts))

@@ -15,6 +15,7 @@ import pytest
 
 from hps.tensors.segments import Segment
 from tests.contracts.cache_contract import spec
+from tests.gpu.cupy_if_installed import CupyCache, cupy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -23,8 +24,6 @@ READERS, WRITERS = 3, 2
 
 
 def vectors_on_device(keys: Any, dim: int, generation: int) -> Any:
-    import cupy
-
     columns = cupy.arange(dim) % 3
     low, high = (keys & 0xFFFFF)[:, None], ((keys >> 20) & 0xFFFFF)[:, None]
     return cupy.where(columns == 0, low, cupy.where(columns == 1, high, generation)).astype(cupy.float32)
@@ -32,10 +31,6 @@ def vectors_on_device(keys: Any, dim: int, generation: int) -> Any:
 
 @pytest.mark.parametrize(("dim", "capacity"), [(3, 28), (4, 1000), (32, 28), (32, 5000), (128, 280), (128, 20_000), (300, 500)])
 def test_no_vector_is_torn_stale_or_anothers_on_several_streams(dim: int, capacity: int, capsys: pytest.CaptureFixture[str]):
-    import cupy
-
-    from hps.cache.cuda.cache import CupyCache
-
     cache = CupyCache.create([spec(dim)], [capacity], 0)
     rng = np.random.default_rng(1)
     population = np.unique(rng.integers(-(1 << 62), 1 << 62, 2 * capacity))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import hps
+from tests.integration.test_http_lookups import binary_input, outputs_of, post
 from tests.servers.running_service import running_service
 
 pytestmark = pytest.mark.gpu
@@ -71,15 +72,7 @@ def test_every_vector_comes_back_over_http(table, tmp_path):
     with running_service(configuration(directory, tmp_path, 0.5)) as service:
         for start in range(0, len(vectors), 4096):
             keys = np.arange(start, min(start + 4096, len(vectors)))
-            tensor = {
-                "name": "token",
-                "datatype": "INT64",
-                "shape": [keys.size],
-                "parameters": {"binary_data_size": keys.nbytes},
-            }
-            head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
-            headers = {"Inference-Header-Content-Length": str(len(head))}
-            answer = service.client.post("/v2/models/minilm/infer", content=head + keys.tobytes(), headers=headers)
+            request = {"inputs": [binary_input("token", keys, "INT64")], "parameters": {"binary_data_output": True}}
+            answer = post(service.client, request, [keys], "/v2/models/minilm/infer")
             assert answer.status_code == 200, answer.text
-            length = int(answer.headers["Inference-Header-Content-Length"])
-            assert answer.content[length:] == vectors[keys].tobytes()
+            assert outputs_of(answer)["token"].tobytes() == vectors[keys].tobytes()

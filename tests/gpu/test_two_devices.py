@@ -11,6 +11,7 @@ import hps
 from hps.errors import InvalidInputError
 from hps.tensors.segments import Segment
 from tests.contracts.cache_contract import bits, distinct_keys, spec, vectors_of
+from tests.gpu.cupy_if_installed import CupyCache, cupy
 from tests.servers.running_service import document_of, model_of
 
 pytestmark = pytest.mark.gpu
@@ -18,10 +19,6 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def caches() -> Iterator[list[Any]]:
-    import cupy
-
-    from hps.cache.cuda.cache import CupyCache
-
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two GPUs")
     made = [CupyCache.create([spec(16)], [4000], device) for device in range(2)]
@@ -31,8 +28,6 @@ def caches() -> Iterator[list[Any]]:
 
 
 def test_each_device_answers_from_its_own_cache(caches: list[Any]):
-    import cupy
-
     keys = distinct_keys(1000)
     for device, cache in enumerate(caches):
         cache.insert(0, keys, vectors_of(keys, 16, device))
@@ -54,8 +49,6 @@ def test_each_device_answers_from_its_own_cache(caches: list[Any]):
 
 
 def test_calls_leave_the_current_device_alone(caches: list[Any]):
-    import cupy
-
     keys = distinct_keys(10)
     for current in range(2):
         with cupy.cuda.Device(current):
@@ -69,8 +62,6 @@ def test_calls_leave_the_current_device_alone(caches: list[Any]):
 
 
 def test_tensors_of_another_device_are_refused(caches: list[Any]):
-    import cupy
-
     with cupy.cuda.Device(1):
         keys, out = cupy.zeros(10, cupy.int64), cupy.zeros((10, 16), cupy.float32)
     with pytest.raises(InvalidInputError, match="on CUDA device 1, expected one on CUDA device 0"):

@@ -11,7 +11,6 @@ from hps.types import KeyArray
 
 BUCKET = np.dtype([("version", "<u4"), ("mask", "<u2"), ("overflow", "<u2"), ("keys", "<i8", 10), ("rows", "<u4", 10)])
 M1, M2 = 0xA24BAED4963EE407, 0x9FB21C651E98DF25
-WORD = 2**64 - 1
 
 
 def mixed(keys: KeyArray) -> npt.NDArray[np.uint64]:

@@ -1,5 +1,7 @@
 """The CuPy embedding cache: the contract, on arrays in every place they may be, and what is its own."""
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from hps.errors import DeviceError, DeviceMemoryError, InvalidDtypeError, Invali
 from hps.tensors.segments import Segment
 from hps.types import KeyArray
 from tests.contracts.cache_contract import DEFAULT, CacheContract, Create, bits, distinct_keys, spec, vectors_of
+from tests.gpu.cupy_if_installed import CupyCache, cupy
 
 pytestmark = pytest.mark.gpu
 SLOTS = kernels.SLOTS
@@ -29,15 +32,9 @@ def keys_at_home(cache: EmbeddingCache, bucket: int, count: int, seed: int = 1) 
 class CupyContract(CacheContract):
     ways = 28  # the least capacity: two pairs of buckets
 
-    @property
-    def cache_class(self) -> Any:
-        from hps.cache.cuda.cache import CupyCache
-
-        return CupyCache
+    cache_class = CupyCache
 
     def raw_rows(self, cache: EmbeddingCache, table: int) -> dict[int, bytes]:
-        import cupy
-
         memory = cache.memory.open[table]
         cupy.cuda.Device().synchronize()
         if not memory.pairs:
@@ -60,6 +57,21 @@ class CupyContract(CacheContract):
             rows[key] = vectors[bucket * SLOTS + slot].tobytes()
         np.testing.assert_array_equal(buckets[:, 0] >> 16 & 0xFF, strays)
         return rows
+
+    def raw_sets(self, cache: EmbeddingCache) -> np.ndarray:
+        memory = cache.memory.open[0]
+        cupy.cuda.Device().synchronize()
+        return _copy(memory.buckets, 2 * memory.pairs * 8, np.int64)
+
+    def raw_version(self, cache: EmbeddingCache) -> Any:
+        memory = cache.memory.open[0]
+        return cupy.ndarray((1,), np.uint16, cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(memory.buckets, 128, memory), 0))
+
+    def keys_of_first_set(self, cache: EmbeddingCache, count: int) -> KeyArray:
+        return keys_at_home(cache, 0, count)
+
+    def crowd(self, cache: EmbeddingCache) -> tuple[KeyArray, int]:
+        return np.concatenate([keys_at_home(cache, bucket, SLOTS + 1, seed=bucket) for bucket in range(4)]), 4
 
     # -- the policy: scores of a bucket of 7, which fall as keys are admitted ------------------------------------------
 
@@ -113,26 +125,9 @@ class CupyContract(CacheContract):
             cache.insert(0, key, vectors_of(key, 4))
         assert not self.resident(cache, keys[:SLOTS]).any()
 
-    def test_stats_count_what_happened(self, create: Create):
-        cache = create([spec(4, "a"), spec(32, "b")], [28, 1000])
-        keys = np.concatenate([keys_at_home(cache, bucket, SLOTS + 1, seed=bucket) for bucket in range(4)])
-        stats = cache.stats(0)
-        assert stats.inserts == stats.evictions == stats.resident_rows == 0
-        assert cache.stats(1).size_bytes >= 1000 * (32 * 4 + 8)
-        cache.insert(0, keys, vectors_of(keys, 4))
-        stats = cache.stats(0)
-        assert (stats.inserts, stats.evictions, stats.resident_rows) == (32, 4, 28)
-        cache.insert(0, cache.dump(0), np.zeros((28, 4), np.float32))
-        cache.erase(0, cache.dump(0)[:5])
-        stats = cache.stats(0)
-        assert (stats.inserts, stats.evictions, stats.resident_rows) == (32, 4, 23)
-        assert cache.stats(1).inserts == 0
-
 
 class TestCupyCacheOnCupyArrays(CupyContract):
     def to_device(self, array: np.ndarray) -> Any:
-        import cupy
-
         return cupy.asarray(array)
 
     def to_host(self, array: Any) -> np.ndarray:
@@ -141,12 +136,6 @@ class TestCupyCacheOnCupyArrays(CupyContract):
 
 class TestCupyCacheOnHostArrays(CupyContract):
     stress_queries = 100
-
-    def to_device(self, array: np.ndarray) -> np.ndarray:
-        return array.copy()
-
-    def to_host(self, array: np.ndarray) -> np.ndarray:
-        return array.copy()
 
 
 class TestCupyCacheOnTorchTensors(CupyContract):
@@ -167,7 +156,7 @@ class TestBuckets:
         return TestCupyCacheOnCupyArrays()
 
     create = CacheContract.create
-    cache_class = CupyContract.cache_class
+    cache_class = CupyCache
 
     def test_keys_stray_to_the_neighbour_before_any_is_evicted(self, create: Create, contract: CupyContract):
         cache = create(spec(8), 28)
@@ -218,59 +207,31 @@ class TestBuckets:
         cache = create(spec(4), 28)
         key = keys_at_home(cache, 0, 1)
         cache.insert(0, key, vectors_of(key, 4))
-        before = _copy(cache.memory.open[0].buckets, 8, np.int64)
+        before = contract.raw_sets(cache)
         contract.query(cache, key)
-        once = _copy(cache.memory.open[0].buckets, 8, np.int64)
+        once = contract.raw_sets(cache)
         contract.query(cache, key)
-        np.testing.assert_array_equal(_copy(cache.memory.open[0].buckets, 8, np.int64), once)
+        np.testing.assert_array_equal(contract.raw_sets(cache), once)
         assert before[0] >> 32 == 1
         assert once[0] >> 32 == 15
         np.testing.assert_array_equal(before[1:], once[1:])
 
-    def test_calls_that_change_nothing_leave_versions_alone(self, create: Create, contract: CupyContract):
-        cache, keys = create(spec(4), 28), distinct_keys(8)
-        cache.insert(0, keys[:4], vectors_of(keys[:4], 4))
-        before = _copy(cache.memory.open[0].buckets, 32, np.int64)
-        cache.update(0, keys[4:], vectors_of(keys[4:], 4))
-        cache.erase(0, keys[4:])
-        cache.dump(0)
-        contract.query(cache, keys[4:])
-        np.testing.assert_array_equal(_copy(cache.memory.open[0].buckets, 32, np.int64), before)
-
     def test_a_version_that_wraps_goes_on(self, create: Create, contract: CupyContract):
-        import cupy
-
         cache = create(spec(4), 28)
         key = keys_at_home(cache, 0, 1)
-        memory = cache.memory.open[0]
-        words = cupy.ndarray((1,), np.uint16, cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(memory.buckets, 128, memory), 0))
-        words[0] = 0xFFFC
+        word = contract.raw_version(cache)
+        word[0] = 0xFFFC
         for version in range(4):
             cache.insert(0, key, vectors_of(key, 4, version))
             out, found = contract.query(cache, key)
             assert found.all()
             np.testing.assert_array_equal(bits(out), bits(vectors_of(key, 4, version)))
-        assert int(words[0]) == 4
-
-    def test_a_query_does_not_wait_for_a_bucket_that_a_writer_keeps(self, create: Create, contract: CupyContract):
-        import cupy
-
-        cache = create(spec(4), 28)
-        keys = keys_at_home(cache, 0, 3)
-        cache.insert(0, keys, vectors_of(keys, 4))
-        memory = cache.memory.open[0]
-        words = cupy.ndarray((1,), np.uint16, cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(memory.buckets, 128, memory), 0))
-        words[0] |= 1
-        _out, found = contract.query(cache, keys)
-        assert not found.any()
-        words[0] ^= 1
-        _out, found = contract.query(cache, keys)
-        assert found.all()
+        assert int(word[0]) == 4
 
 
 class TestLookups:
     create = CacheContract.create
-    cache_class = CupyContract.cache_class
+    cache_class = CupyCache
 
     @pytest.mark.parametrize("misses", [4096, 4097, 70_000, 300_000])
     @pytest.mark.parametrize("distinct", [False, True])
@@ -305,8 +266,6 @@ class TestLookups:
     @pytest.mark.parametrize("dim", [4, 6, 32, 300])
     @pytest.mark.parametrize("shift", [0, 1, 2])
     def test_outputs_may_start_anywhere(self, create: Create, dim: int, shift: int):
-        import cupy
-
         cache, keys = create(spec(dim), 2000), distinct_keys(300)
         cache.insert(0, keys, vectors_of(keys, dim))
         memory = cupy.full(300 * dim + 8, cupy.nan, cupy.float32)
@@ -318,8 +277,6 @@ class TestLookups:
 
     @pytest.mark.parametrize("on_host", ["keys", "out", "both"])
     def test_keys_and_output_are_placed_independently(self, create: Create, on_host: str):
-        import cupy
-
         cache, keys = create(spec(5), 2000), distinct_keys(300)
         cache.insert(0, keys[:200], vectors_of(keys[:200], 5))
         out = np.full((300, 5), np.nan, np.float32)
@@ -351,8 +308,6 @@ class TestLookups:
             assert total.item() == vectors_of(np.sort(cache.dump(0)), 16).astype(np.float64).sum()
 
     def test_tensors_of_two_streams_are_both_waited_for(self, create: Create):
-        import cupy
-
         torch = _torch()
         cache, keys = create(spec(16), 40_000), distinct_keys(10_000)
         cache.insert(0, keys, vectors_of(keys, 16))
@@ -377,8 +332,6 @@ class TestLookups:
         np.testing.assert_array_equal(bits(out.cpu().numpy()), bits(vectors_of(keys, 4)))
 
     def test_tensors_that_do_not_fit_are_refused_before_any_launch(self, create: Create):
-        import cupy
-
         cache = create(spec(4), 1000)
         lookup = cache.create_lookup()
         keys, out = cupy.zeros(10, cupy.int64), cupy.zeros((10, 4), cupy.float32)
@@ -398,8 +351,6 @@ class TestLookups:
         assert lookup.query([Segment(0, keys, out)]) == 10
 
     def test_device_arrays_can_be_inserted(self, create: Create):
-        import cupy
-
         cache, keys = create(spec(6), 1000), distinct_keys(200)
         cache.insert(0, cupy.asarray(keys), cupy.asarray(vectors_of(keys, 6)))
         out, found = TestCupyCacheOnCupyArrays().query(cache, keys)
@@ -417,7 +368,7 @@ class TestLookups:
 
 class TestMemory:
     create = CacheContract.create
-    cache_class = CupyContract.cache_class
+    cache_class = CupyCache
 
     def test_more_memory_than_the_device_has_is_a_typed_error_that_names_the_tables(self):
         with pytest.raises(
@@ -431,8 +382,6 @@ class TestMemory:
             self.cache_class.create([spec(4)], [1000], 99)
 
     def test_closing_gives_the_memory_back(self, create: Create):
-        import cupy
-
         before = cupy.cuda.runtime.memGetInfo()[0]
         cache = create(spec(256), 1 << 20)
         assert before - cupy.cuda.runtime.memGetInfo()[0] > 1 << 30
@@ -442,8 +391,6 @@ class TestMemory:
 
     def test_more_than_two_to_the_31_elements(self, create: Create):
         """The last rows of a table of 9 GB come back; offsets are 64 bits wide."""
-        import cupy
-
         cache = create(spec(512), 4_500_000)
         contract, pairs = TestCupyCacheOnCupyArrays(), cache.memory.open[0].pairs
         for seed in range(4):
@@ -461,9 +408,6 @@ class TestFailure:
     """In a process of its own: a CUDA error ends what the process can do with the device."""
 
     def test_a_cuda_error_is_raised_typed_and_remembered(self):
-        import subprocess
-        import sys
-
         script = """
 import numpy as np, cupy
 from hps.cache.cuda.cache import CupyCache
@@ -500,8 +444,6 @@ def _torch() -> Any:
 
 
 def _copy(pointer: int, size: int, dtype: type) -> np.ndarray:
-    from cupy_backends.cuda.api import runtime
-
     host = np.empty(size, dtype)
-    runtime.memcpy(host.ctypes.data, pointer, host.nbytes, runtime.memcpyDeviceToHost)
+    cupy.cuda.runtime.memcpy(host.ctypes.data, pointer, host.nbytes, cupy.cuda.runtime.memcpyDeviceToHost)
     return host

@@ -109,18 +109,9 @@ def test_compiles_for_the_architectures_of_three_generations(kernel: Kernel, tmp
         source = tmp_path / "kernel.cu"
         source.write_text(kernel.code)
         targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
-        command = [
-            "nvcc",
-            "-std=c++17",
-            "-Werror",
-            "all-warnings",
-            "-diag-suppress=177",  # constants of the header that a kernel has no use for
-            "-fatbin",
-            *targets,
-            "-o",
-            str(tmp_path / "kernel"),
-            str(source),
-        ]
+        # 177: constants of the header that a kernel has no use for
+        options = ["-std=c++17", "-Werror", "all-warnings", "-diag-suppress=177", "-fatbin", *targets]
+        command = ["nvcc", *options, "-o", str(tmp_path / "kernel"), str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
         assert done.returncode == 0, done.stderr
         assert (tmp_path / "kernel").stat().st_size > 0

@@ -1,11 +1,9 @@
 """The hash map database: its contract, its memory and its limits."""
 
 import resource
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +26,7 @@ from hps.errors import (
 from hps.registry import implementation
 from tests.contracts.database_contract import AWKWARD_KEYS, DIM, TAG, DatabaseContract, distinct_keys, fetched, vectors_of
 from tests.tables.hash_map_inspection import colliding_keys, inspect, keys_with_hash, mixed
+from tests.tables.readers import reading
 
 
 class TestHashMapDatabase(DatabaseContract):
@@ -51,10 +50,15 @@ class TestHashMapDatabase(DatabaseContract):
 def database(request, monkeypatch):
     if request.param == "segments":
         monkeypatch.setattr(hash_map_memory, "SEGMENTED_FROM", 2)
-    database = HashMapDatabase(initial_buckets=1)
-    database.open_table(TAG, DIM)
+    database = opened(initial_buckets=1)
     yield database
     database.close()
+
+
+def opened(dim=DIM, **options):
+    database = HashMapDatabase(**options)
+    database.open_table(TAG, dim)
+    return database
 
 
 def filled(database, keys, dim=DIM, version=0):
@@ -111,30 +115,6 @@ def test_the_inverse_of_the_mixer_makes_collisions():
     assert (mixed(colliding_keys(1000)) >> np.uint64(32) == 2**32 - 1).all()
 
 
-@pytest.mark.parametrize("upper", [0, 2**31, 2**32 - 1])
-def test_keys_of_one_home_spill_on_around_the_end_and_back(database, upper):
-    keys = colliding_keys(500, upper)
-    database.insert(TAG, keys, vectors_of(keys, DIM))
-    assert_holds(database, keys)
-    inspect(database, TAG)
-    assert not fetched(database, TAG, colliding_keys(600, upper)[500:], DIM)[1].any()
-    order = np.random.default_rng(1).permutation(500)
-    assert database.delete(TAG, keys[order[:450]]) == 450
-    assert_holds(database, keys[order[450:]])
-    assert not fetched(database, TAG, keys[order[:450]], DIM)[1].any()
-    database.insert(TAG, keys, vectors_of(keys, DIM, 1))
-    assert_holds(database, keys, version=1)
-    inspect(database, TAG)
-
-
-def test_deletion_leaves_no_trace_in_the_overflow_counts(database):
-    keys = np.concatenate([colliding_keys(300), distinct_keys(300)])
-    for _ in range(3):
-        database.insert(TAG, keys, vectors_of(keys, DIM))
-        database.delete(TAG, keys)
-    assert not inspect(database, TAG).buckets["overflow"].any()
-
-
 def test_an_overflow_count_that_reached_its_limit_stays_and_nothing_is_lost():
     database = HashMapDatabase(initial_buckets=10_000)
     keys = colliding_keys(66_000)
@@ -164,20 +144,26 @@ def test_rows_of_deleted_keys_are_used_again(database):
     assert_holds(database, keys)
 
 
-def test_growth_keeps_every_row(database):
-    keys = np.unique(np.concatenate([AWKWARD_KEYS, distinct_keys(30_000), colliding_keys(200)]))
-    for start in range(0, keys.size, 777):
-        database.insert(TAG, keys[start : start + 777], vectors_of(keys[start : start + 777], DIM))
+@pytest.mark.parametrize(
+    ("keys", "step"),
+    [
+        (np.unique(np.concatenate([AWKWARD_KEYS, distinct_keys(30_000), colliding_keys(200)])), 777),
+        (keys_with_hash(np.arange(5000, dtype=np.uint64) << np.uint64(40)), 100),  # crafted to fall into one segment
+    ],
+    ids=["any keys", "one segment"],
+)
+def test_growth_keeps_every_row(database, keys, step):
+    for start in range(0, keys.size, step):
+        filled(database, keys[start : start + step])
     assert_holds(database, keys)
     assert set(inspect(database, TAG).vectors) == set(keys.tolist())
 
 
-def test_crafted_keys_that_fall_into_one_segment_are_held(database):
-    keys = keys_with_hash(np.arange(5000, dtype=np.uint64) << np.uint64(40))
-    for start in range(0, 5000, 100):
-        database.insert(TAG, keys[start : start + 100], vectors_of(keys[start : start + 100], DIM))
-    assert_holds(database, keys)
-    inspect(database, TAG)
+def assert_sends_readers_on(buckets, keys):
+    out, found = np.full((keys.size, DIM), 3.0, np.float32), np.zeros(keys.size, np.bool_)
+    assert fetch(buckets.layout, keys, out, found, out[0].copy(), 0, 0, 0) == (0, 0, MOVED)
+    assert not found.any()
+    assert (out == 3.0).all()
 
 
 def test_readers_of_an_outgrown_bucket_array_are_sent_on(database):
@@ -185,10 +171,7 @@ def test_readers_of_an_outgrown_bucket_array_are_sent_on(database):
     filled(database, keys)
     old = database._tables[TAG]._buckets
     filled(database, distinct_keys(500, seed=5))
-    out, found = np.full((9, DIM), 3.0, np.float32), np.zeros(9, np.bool_)
-    assert fetch(old.layout, keys, out, found, out[0].copy(), 0, 0, 0) == (0, 0, MOVED)
-    assert not found.any()
-    assert (out == 3.0).all()
+    assert_sends_readers_on(old, keys)
 
 
 def test_growth_that_was_interrupted_is_finished_by_the_next_writer(database, monkeypatch):
@@ -205,8 +188,7 @@ def test_growth_that_was_interrupted_is_finished_by_the_next_writer(database, mo
             filled(database, distinct_keys(10, seed=5))
     assert database._tables[TAG]._buckets is not old
     database.delete(TAG, keys[:1])
-    out, found = np.zeros((9, DIM), np.float32), np.zeros(9, np.bool_)
-    assert fetch(old.layout, keys, out, found, out[0].copy(), 0, 0, 0) == (0, 0, MOVED)
+    assert_sends_readers_on(old, keys)
     assert_holds(database, keys[1:])
 
 
@@ -246,8 +228,7 @@ def resident_bytes():
 @pytest.mark.parametrize("policy", [None, "evict_oldest"])
 @pytest.mark.parametrize("dim", [1, 32])
 def test_memory_beyond_the_vectors_is_at_most_24_bytes_a_row_at_any_size(policy, dim):
-    database = HashMapDatabase(**({"overflow_margin": 10**6, "overflow_policy": policy} if policy else {}))
-    database.open_table(TAG, dim)
+    database = opened(dim, **({"overflow_margin": 10**6, "overflow_policy": policy} if policy else {}))
     keys = distinct_keys(150_000)
     worst = 0.0
     for start in range(0, keys.size, 500):
@@ -261,12 +242,10 @@ def test_memory_beyond_the_vectors_is_at_most_24_bytes_a_row_at_any_size(policy,
 def test_the_process_grows_by_what_the_statistics_say():
     keys = distinct_keys(400_000)
     vectors = np.ones((50_000, 1), np.float32)
-    warm = HashMapDatabase()
-    warm.open_table(TAG, 1)
+    warm = opened(1)
     warm.insert(TAG, keys[:1000], vectors[:1000])
     before = resident_bytes()
-    database = HashMapDatabase()
-    database.open_table(TAG, 1)
+    database = opened(1)
     for start in range(0, keys.size, 50_000):
         database.insert(TAG, keys[start : start + 50_000], vectors)
     grown = resident_bytes() - before
@@ -283,8 +262,7 @@ def test_growth_takes_no_more_than_that_for_a_moment_either():
         pytest.skip(f"the record cannot be reset: {error}")
     keys = distinct_keys(600_000)
     vectors = np.ones((5000, 1), np.float32)
-    database = HashMapDatabase(overflow_margin=10**6, overflow_policy="evict_oldest")
-    database.open_table(TAG, 1)
+    database = opened(1, overflow_margin=10**6, overflow_policy="evict_oldest")
     database.insert(TAG, keys[:5000], vectors)
     Path("/proc/self/clear_refs").write_text("5")
     before = resident_bytes() - database.stats(TAG).vector_bytes - database.stats(TAG).overhead_bytes
@@ -315,8 +293,7 @@ def test_reserving_keeps_the_rows_and_never_shrinks(database):
 
 @pytest.mark.parametrize("rows", [3000, 40_000, 250_000])
 def test_what_was_reserved_for_is_held_without_growth(rows):
-    database = HashMapDatabase()
-    database.open_table(TAG, 1)
+    database = opened(1)
     database.reserve(TAG, rows)
     reserved = database._tables[TAG]._buckets
     filled(database, distinct_keys(rows), 1)
@@ -325,8 +302,7 @@ def test_what_was_reserved_for_is_held_without_growth(rows):
 
 
 def test_no_more_is_reserved_than_the_margin_lets_in():
-    database = HashMapDatabase(num_partitions=2, overflow_margin=450)
-    database.open_table(TAG, DIM)
+    database = opened(num_partitions=2, overflow_margin=450)
     database.reserve(TAG, 10**9)
     assert sum(database._tables[TAG]._buckets._counts()) == 100
 
@@ -381,24 +357,30 @@ def test_files_mapped_into_memory_are_inserted_without_a_copy(database, tmp_path
     assert_holds(database, keys)
 
 
-def test_lists_and_unaligned_arrays_are_refused(database):
-    with pytest.raises(InvalidInputError, match=r"fetching from table .*: keys: got list, expected a NumPy array of int64"):
-        database.fetch(TAG, [1, 2], np.zeros((2, DIM), np.float32), np.zeros(2, np.bool_))
+def test_arguments_that_do_not_fit_are_refused_in_words(database):
+    keys, out, found = distinct_keys(2), np.zeros((2, DIM), np.float32), np.zeros(2, np.bool_)
     unaligned = np.zeros(17, np.uint8)[1:].view(np.int64)
-    with pytest.raises(InvalidInputError, match="aligned"):
-        database.delete(TAG, unaligned)
-    with pytest.raises(InvalidInputError, match="aligned"):
-        database.fetch(TAG, unaligned, np.zeros((2, DIM), np.float32), np.zeros(2, np.bool_))
-
-
-def test_a_message_names_what_was_got_and_expected(database):
-    keys = distinct_keys(3)
-    with pytest.raises(
-        InvalidDtypeError, match=r"inserting into table hps_et.shop.item: vectors: got dtype float64, expected .* float32"
-    ):
-        database.insert(TAG, keys, np.zeros((3, DIM)))
-    with pytest.raises(InvalidInputError, match=r"out: got shape \(3, 9\), expected \(3, 8\)"):
-        database.fetch(TAG, keys, np.zeros((3, 9), np.float32), np.zeros(3, np.bool_))
+    for call, error, message in [
+        (
+            lambda: database.fetch(TAG, [1, 2], out, found),
+            InvalidInputError,
+            r"fetching from table .*: keys: got list, .* NumPy",
+        ),
+        (lambda: database.fetch(TAG, unaligned, out, found), InvalidInputError, "aligned"),
+        (
+            lambda: database.fetch(TAG, keys, out[:, 1:].copy(), found),
+            InvalidInputError,
+            r"got shape \(2, 7\), expected \(2, 8\)",
+        ),
+        (lambda: database.delete(TAG, unaligned), InvalidInputError, "aligned"),
+        (
+            lambda: database.insert(TAG, keys, np.zeros((2, DIM))),
+            InvalidDtypeError,
+            f"{TAG}: vectors: got dtype float64, .* float32",
+        ),
+    ]:
+        with pytest.raises(error, match=message):
+            call()
 
 
 # -- waiting ----------------------------------------------------------------------------------------------------------
@@ -452,8 +434,7 @@ def test_a_reader_waits_for_a_writer_that_lost_the_processor():
 @pytest.mark.parametrize("dim", [1, 20, 1000])
 def test_a_vector_waits_for_its_check_in_the_callers_memory(dim):
     """Not in an array of the kernel's own, which numba would free once its address is taken: others then write there."""
-    database = HashMapDatabase()
-    database.open_table(TAG, dim)
+    database = opened(dim)
     keys = distinct_keys(40)
     database.insert(TAG, keys, vectors_of(keys, dim))
     out, spare = np.empty((40, dim), np.float32), np.full(dim, np.nan, np.float32)
@@ -469,128 +450,89 @@ def test_no_vector_is_torn_while_rows_move_from_key_to_key(dim, policy, segmente
     """Keys come, change, go and hand their rows on, in growing buckets, while readers check every vector they get."""
     monkeypatch.setattr(hash_map_memory, "SEGMENTED_FROM", segmented_from)
     options = {"overflow_margin": 700, "num_partitions": 2, "overflow_policy": policy} if policy else {}
-    database = HashMapDatabase(initial_buckets=1, **options)
-    database.open_table(TAG, dim)
+    database = opened(dim, initial_buckets=1, **options)
     rows, rounds = (1500, 60) if dim < 1000 else (500, 20)
     keys = distinct_keys(rows)
     versions = np.stack([vectors_of(keys, dim, version) for version in range(rounds)])
     marks = versions[:, :, 0]  # tells versions of a key apart
-    writing = threading.Event()
-    writing.set()
 
-    def read(seed):
-        rng = np.random.default_rng(seed)
-        checked = 0
-        while writing.is_set() or not checked:
-            picks = rng.integers(0, rows, 400)
-            out, found = np.full((400, dim), -7.0, np.float32), rng.random(400) < 0.1
-            before = found.copy()
-            assert database.fetch(TAG, keys[picks], out, found) == np.count_nonzero(found & ~before)
-            assert (out[~found | before] == -7.0).all(), "a row that was not to be filled was written"
-            new = np.flatnonzero(found & ~before)
-            same = marks[:, picks[new]] == out[new, 0]
-            assert same.any(axis=0).all(), "a vector of another key"
-            np.testing.assert_array_equal(out[new], versions[same.argmax(axis=0), picks[new]])
-            checked += new.size
-        return checked
+    def read(rng):
+        picks = rng.integers(0, rows, 400)
+        out, found = np.full((400, dim), -7.0, np.float32), rng.random(400) < 0.1
+        before = found.copy()
+        assert database.fetch(TAG, keys[picks], out, found) == np.count_nonzero(found & ~before)
+        assert (out[~found | before] == -7.0).all(), "a row that was not to be filled was written"
+        new = np.flatnonzero(found & ~before)
+        same = marks[:, picks[new]] == out[new, 0]
+        assert same.any(axis=0).all(), "a vector of another key"
+        np.testing.assert_array_equal(out[new], versions[same.argmax(axis=0), picks[new]])
+        return new.size
 
-    with ThreadPoolExecutor(3) as pool:
-        readers = [pool.submit(read, seed) for seed in range(3)]
-        try:
-            rng = np.random.default_rng(99)
-            for version in range(rounds):
-                order = rng.permutation(rows)
-                database.insert(TAG, keys[order], versions[version][order])
-                for part in np.array_split(order, 20):
-                    database.delete(TAG, keys[part])
-                    database.insert(TAG, keys[part[::2]], versions[version][part[::2]])
-        finally:
-            writing.clear()
-        assert all(reader.result(60) > 0 for reader in readers)
+    with reading(read):
+        rng = np.random.default_rng(99)
+        for version in range(rounds):
+            order = rng.permutation(rows)
+            database.insert(TAG, keys[order], versions[version][order])
+            for part in np.array_split(order, 20):
+                database.delete(TAG, keys[part])
+                database.insert(TAG, keys[part[::2]], versions[version][part[::2]])
     inspect(database, TAG)
 
 
 @pytest.mark.parametrize("dim", [20, 32, 5000])
 def test_no_vector_is_torn_in_a_bucket_that_is_written_all_the_time(dim):
     """Eight keys of one bucket are replaced without a pause, and two of them deleted and inserted."""
-    database = HashMapDatabase(initial_buckets=1)
-    database.open_table(TAG, dim)
+    database = opened(dim, initial_buckets=1)
     keys = distinct_keys(8)
     versions = np.stack([vectors_of(keys, dim, version) for version in range(8)])
     database.insert(TAG, keys, versions[0])
-    writing = threading.Event()
-    writing.set()
 
-    def read(seed):
-        picks = np.random.default_rng(seed).integers(0, 8, 64 if dim > 1000 else 1000)
-        checked = 0
-        while writing.is_set() or not checked:
-            out, found = fetched(database, TAG, keys[picks], dim)
-            assert found[picks < 6].all(), "a key that was never deleted was absent"
-            assert np.isnan(out[~found]).all(), "a row that was not found was written"
-            picked = picks[found]
-            same = versions[:, picked, 0] == out[found][:, 0]
-            np.testing.assert_array_equal(out[found], versions[same.argmax(axis=0), picked])
-            checked += picked.size
-        return checked
+    def read(rng):
+        picks = rng.integers(0, 8, 64 if dim > 1000 else 1000)
+        out, found = fetched(database, TAG, keys[picks], dim)
+        assert found[picks < 6].all(), "a key that was never deleted was absent"
+        assert np.isnan(out[~found]).all(), "a row that was not found was written"
+        picked = picks[found]
+        same = versions[:, picked, 0] == out[found][:, 0]
+        np.testing.assert_array_equal(out[found], versions[same.argmax(axis=0), picked])
+        return picked.size
 
-    with ThreadPoolExecutor(3) as pool:
-        readers = [pool.submit(read, seed) for seed in range(3)]
+    with reading(read):
         many = np.tile(keys, 100)
-        try:
-            for version in range(5000 if dim > 1000 else 4000):
-                if dim > 1000:
-                    database.insert(TAG, keys, versions[version % 8])
-                else:  # stay inside one call for long
-                    database.insert(TAG, many, versions[np.arange(800) // 8 % 8, np.arange(800) % 8])
-                database.delete(TAG, keys[6:])
-        finally:
-            writing.clear()
-        assert all(reader.result(60) > 0 for reader in readers)
+        for version in range(5000 if dim > 1000 else 4000):
+            if dim > 1000:
+                database.insert(TAG, keys, versions[version % 8])
+            else:  # stay inside one call for long
+                database.insert(TAG, many, versions[np.arange(800) // 8 % 8, np.arange(800) % 8])
+            database.delete(TAG, keys[6:])
 
 
 def test_several_writers_take_turns():
-    database = HashMapDatabase(initial_buckets=1)
-    database.open_table(TAG, DIM)
+    database = opened(initial_buckets=1)
     keys = distinct_keys(40_000)
     with ThreadPoolExecutor(4) as pool:
-        jobs = [
-            pool.submit(database.insert, TAG, keys[start::4].copy(), vectors_of(keys[start::4].copy(), DIM))
-            for start in range(4)
-        ]
-        for job in jobs:
-            job.result(60)
+        list(pool.map(lambda start: filled(database, keys[start::4].copy()), range(4), timeout=60))
     assert_holds(database, keys)
     inspect(database, TAG)
 
 
 def test_tables_are_dropped_and_opened_again_under_their_readers():
-    database = HashMapDatabase()
     keys = distinct_keys(5000)
-    filled(database, keys)
-    done = threading.Event()
+    database = filled(HashMapDatabase(), keys)
 
-    def read():
-        answers = {"all": 0, "some": 0, "unknown": 0}
-        while not done.is_set() or not answers["all"]:
-            out, found = np.zeros((5000, DIM), np.float32), np.zeros(5000, np.bool_)
-            try:
-                count = database.fetch(TAG, keys, out, found)
-            except UnknownTableError:
-                answers["unknown"] += 1
-                continue
-            np.testing.assert_array_equal(out[found], vectors_of(keys[found], DIM))
-            answers["all" if count == 5000 else "some"] += 1
-        return answers
+    def read(_rng):
+        out, found = np.zeros((5000, DIM), np.float32), np.zeros(5000, np.bool_)
+        try:
+            count = database.fetch(TAG, keys, out, found)
+        except UnknownTableError:
+            return 0
+        np.testing.assert_array_equal(out[found], vectors_of(keys[found], DIM))
+        return int(count == 5000)
 
-    with ThreadPoolExecutor(2) as pool:
-        readers = [pool.submit(read) for _ in range(2)]
+    with reading(read, threads=2):
         for _ in range(100):
             database.drop_table(TAG)
             filled(database, keys)
-        done.set()
-        for reader in readers:
-            assert reader.result(60)["all"] > 0
 
 
 def test_a_scan_of_a_closed_database_ends_what_it_began():
@@ -601,15 +543,3 @@ def test_a_scan_of_a_closed_database_ends_what_it_began():
     assert first.size + sum(keys.size for keys, _ in scan) == 100
     with pytest.raises(NotReadyError):
         database.scan(TAG, 10)
-
-
-def test_configurations_need_only_the_attributes_that_are_read():
-    config = SimpleNamespace(
-        num_partitions=1,
-        allocation_rate=1,
-        overflow_margin=2**64 - 1,
-        overflow_policy="evict_random",
-        overflow_resolution_target=0.8,
-        max_batch_size=1,
-    )
-    assert HashMapDatabase.from_config(config).tags() == []

@@ -9,23 +9,16 @@ import pytest
 import hps
 from hps.progress import LogProgress, TableProgress, count_text, size_text, time_text
 from hps.service.model_states import ModelStates
+from tests.fakes.clock import Clock
 from tests.servers.running_service import document_of, model_of
 from tests.tables.table_loads import Events
 
 TAG = "hps_et.m.item"
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100)
 
 
 # -- one table --------------------------------------------------------------------------------------------------------

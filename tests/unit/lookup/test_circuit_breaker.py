@@ -1,14 +1,17 @@
+import pytest
+
 from hps.lookup.circuit_breaker import CircuitBreaker
+from tests.fakes.clock import Clock
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock():
+    return Clock()
 
 
-def opened(clock: Clock) -> CircuitBreaker:
+@pytest.fixture
+def opened(clock):
+    """A breaker that is open for 5 s from 0 on."""
     breaker = CircuitBreaker(failures=2, open_s=5, clock=clock)
     breaker.failed()
     breaker.failed()
@@ -24,39 +27,28 @@ def test_single_failures_between_successes_never_open_it():
     assert not breaker.is_open
 
 
-def test_failures_in_a_row_open_it_for_the_configured_time():
-    clock = Clock()
-    breaker = opened(clock)
-    assert breaker.is_open
-    assert not breaker.allow()
+def test_failures_in_a_row_open_it_for_the_configured_time(opened, clock):
+    assert opened.is_open
+    assert not opened.allow()
     clock.now = 4.9
-    assert not breaker.allow()
+    assert not opened.allow()
 
 
-def test_one_probe_passes_after_the_time_and_the_next_waits_again():
-    clock = Clock()
-    breaker = opened(clock)
+def test_one_probe_passes_after_the_time_and_the_next_waits_again(opened, clock):
     clock.now = 5
-    assert breaker.allow()
-    assert not breaker.allow()
+    assert opened.allow()
+    assert not opened.allow()
     clock.now = 10
-    assert breaker.allow()
+    assert opened.allow()
 
 
-def test_successful_probe_closes_it():
-    clock = Clock()
-    breaker = opened(clock)
+def test_a_successful_probe_closes_it_and_a_failed_one_keeps_it_open(opened, clock):
     clock.now = 5
-    assert breaker.allow()
-    breaker.succeeded()
-    assert breaker.allow()
-    assert breaker.allow()
-
-
-def test_failed_probe_keeps_it_open():
-    clock = Clock()
-    breaker = opened(clock)
-    clock.now = 5
-    assert breaker.allow()
-    breaker.failed()
-    assert not breaker.allow()
+    assert opened.allow()
+    opened.failed()
+    assert not opened.allow()
+    clock.now = 10
+    assert opened.allow()
+    opened.succeeded()
+    assert opened.allow()
+    assert opened.allow()

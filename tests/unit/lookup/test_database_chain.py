@@ -8,6 +8,7 @@ from hps.lookup.chain import DatabaseChain
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.metrics import Metrics
 from hps.types import TableSpec
+from tests.fakes.clock import Clock
 from tests.fakes.faulty_database import FaultyDatabase
 from tests.fakes.memory_database import MemoryDatabase
 
@@ -18,10 +19,14 @@ def vectors_of(keys, version=0):
     return np.asarray(keys, np.float32)[:, None] + np.float32(version) / 8 + np.arange(4, dtype=np.float32) / 1024
 
 
+def never_open():
+    return CircuitBreaker(failures=10**9)
+
+
 class Host:
     """A chain over two databases that fail on command, and what is in them."""
 
-    def __init__(self, volatile=True, persistent=True, promote=False):
+    def __init__(self, volatile=True, persistent=True, promote=False, breaker=never_open):
         self.volatile = FaultyDatabase(MemoryDatabase()) if volatile else None
         self.persistent = FaultyDatabase(MemoryDatabase()) if persistent else None
         self.metrics = Metrics()
@@ -30,7 +35,7 @@ class Host:
             self.persistent,
             metrics=self.metrics,
             promote=promote,
-            breaker=lambda: CircuitBreaker(failures=10**9),
+            breaker=breaker,
             modification_timeout_s=5,
         )
         self.chain.open_table(TABLE)
@@ -133,48 +138,26 @@ def test_without_databases_every_key_is_absent():
 
 
 def test_open_breaker_stops_asking_the_volatile_database_and_a_probe_brings_it_back():
-    class Clock:
-        now = 0.0
-
-        def __call__(self):
-            return self.now
-
     clock = Clock()
-    volatile, persistent = FaultyDatabase(MemoryDatabase()), FaultyDatabase(MemoryDatabase())
-    chain = DatabaseChain(
-        volatile, persistent, metrics=Metrics(), breaker=lambda: CircuitBreaker(failures=2, open_s=1, clock=clock)
-    )
-    chain.open_table(TABLE)
-    persistent.inner.insert(TABLE.tag, np.array([1]), vectors_of([1]))
-    volatile.failing = {"fetch"}
-
-    def fetch():
-        found = np.zeros(1, np.bool_)
-        chain.fetch(TABLE, np.array([1]), np.empty((1, 4), np.float32), found)
-        return bool(found[0])
-
-    assert all(fetch() for _ in range(5))
-    assert volatile.calls["fetch"] == 2
-    volatile.failing = set()
+    host = Host(breaker=lambda: CircuitBreaker(failures=2, open_s=1, clock=clock))
+    host.put(host.persistent, [1])
+    host.volatile.failing = {"fetch"}
+    assert all(host.fetch([1])[1].all() for _ in range(5))
+    assert host.volatile.calls["fetch"] == 2
+    host.volatile.failing = set()
     clock.now = 1.5
-    assert all(fetch() for _ in range(3))
-    assert volatile.calls["fetch"] == 5
+    assert all(host.fetch([1])[1].all() for _ in range(3))
+    assert host.volatile.calls["fetch"] == 5
 
 
-def test_only_vectors_that_exist_are_promoted():
-    host = Host(promote=True)
+@pytest.mark.parametrize("promote", [False, True])
+def test_only_vectors_that_exist_are_promoted_and_only_where_configured(promote):
+    host = Host(promote=promote)
     host.put(host.persistent, [1, 2])
     host.fetch([1, 2, 3])
     assert host.chain.drain(10)
-    assert host.resident(host.volatile) == [1, 2]
+    assert host.resident(host.volatile) == ([1, 2] if promote else [])
     host.chain.close()
-
-
-def test_nothing_is_promoted_when_promotion_is_off(host):
-    host.put(host.persistent, [1])
-    host.fetch([1])
-    assert host.chain.drain(10)
-    assert host.resident(host.volatile) == []
 
 
 def test_promotion_of_a_vector_read_before_an_update_is_dropped():
@@ -192,11 +175,13 @@ def test_promotion_of_a_vector_read_before_an_update_is_dropped():
     host.chain.close()
 
 
-def test_insert_reaches_both_databases_and_reports_success_to_the_caches(host):
+def test_insert_and_delete_reach_both_databases_and_report_success_to_the_caches(host):
     told = []
-    host.chain.insert(TABLE, np.array([5]), vectors_of([5]), told.append)
-    assert told == [True]
-    assert host.resident(host.volatile) == host.resident(host.persistent) == [5]
+    host.chain.insert(TABLE, np.array([5, 6]), vectors_of([5, 6]), told.append)
+    assert host.resident(host.volatile) == host.resident(host.persistent) == [5, 6]
+    host.chain.delete(TABLE, np.array([5]), told.append)
+    assert host.resident(host.volatile) == host.resident(host.persistent) == [6]
+    assert told == [True, True]
 
 
 def test_insert_whose_volatile_write_fails_never_shows_the_old_vector_again(host):
@@ -223,13 +208,6 @@ def test_insert_that_fails_below_raises_and_forgets_the_key_above(host):
     assert told == [False]
     np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 0))
     assert host.resident(host.volatile) == []
-
-
-def test_delete_removes_the_key_from_both_databases(host):
-    host.put(host.volatile, [1, 2])
-    host.put(host.persistent, [1, 2])
-    host.chain.delete(TABLE, np.array([1]), lambda written: None)
-    assert host.fetch([1, 2])[1].tolist() == [False, True]
 
 
 def test_hits_and_misses_are_counted_per_tier(host):

@@ -78,19 +78,6 @@ def test_lone_fetch_fills_what_exists(source, coalescer):
     assert source.asked == [[1, 2, 3, 4]]
 
 
-def test_key_missing_in_two_lookups_is_fetched_once(source, coalescer):
-    fence = TableFence()
-    source.gate.clear()
-    first = Lookup(coalescer, fence, [2, 4, 5])
-    assert source.entered.acquire(timeout=10)
-    second = Lookup(coalescer, fence, [0, 4, 5, 6])
-    assert source.entered.acquire(timeout=10)
-    source.gate.set()
-    first.check()
-    second.check()
-    assert source.asked == [[2, 4, 5], [0, 6]]
-
-
 def test_lookup_whose_keys_are_all_under_way_fetches_nothing(source, coalescer):
     fence = TableFence()
     source.gate.clear()
@@ -143,14 +130,20 @@ def test_failure_reaches_the_caller_and_leaves_nothing_under_way(source, coalesc
     assert coalescer._flights[TABLE.tag] == []
 
 
-def test_three_overlapping_lookups_all_get_the_right_vectors(source, coalescer):
-    fence = TableFence()
+@pytest.mark.parametrize(
+    ("lookups", "asked"),
+    [
+        ([[2, 4, 5], [0, 4, 5, 6]], [[2, 4, 5], [0, 6]]),
+        ([[2, 4, 6], [4, 6, 8], [0, 2, 8, 10]], [[2, 4, 6], [8], [0, 10]]),
+    ],
+)
+def test_key_missing_in_several_lookups_is_fetched_once(source, coalescer, lookups, asked):
+    fence, running = TableFence(), []
     source.gate.clear()
-    lookups = []
-    for keys in ([2, 4, 6], [4, 6, 8], [0, 2, 8, 10]):
-        lookups.append(Lookup(coalescer, fence, keys))
+    for keys in lookups:
+        running.append(Lookup(coalescer, fence, keys))
         assert source.entered.acquire(timeout=10)
     source.gate.set()
-    for lookup in lookups:
+    for lookup in running:
         lookup.check()
-    assert source.asked == [[2, 4, 6], [8], [0, 10]]
+    assert source.asked == asked

@@ -1,4 +1,5 @@
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -94,12 +95,6 @@ def test_missing_key_is_fetched_once_however_often_it_stands_in_a_lookup(serve):
     served = serve()
     served.check(served.lookup({0: [7, 7, 8, 7]}))
     assert fetched_keys(served.database).tolist() == [7, 8]
-
-
-def test_absent_keys_never_become_resident(serve):
-    served = serve()
-    served.lookup({0: [1, 1000, 2000]})
-    assert served.cache.dump(0).tolist() == [1]
 
 
 def test_lookup_without_keys_is_answered_empty(serve):
@@ -231,19 +226,14 @@ def test_two_sessions_fetch_a_key_that_both_miss_once(serve):
         served.metrics,
     )
     served.database.gate = threading.Event()
-    answers = []
-    first = threading.Thread(target=lambda: answers.append(served.lookup({0: [1, 2]})))
-    first.start()
-    assert served.database.entered.acquire(timeout=10)
-    second = threading.Thread(target=lambda: answers.append(served.lookup({0: [2, 3]}, other)))
-    second.start()
-    assert served.database.entered.acquire(timeout=10)
-    served.database.gate.set()
-    first.join(10)
-    second.join(10)
-    for answer in answers:
-        served.check(answer)
-    assert len(answers) == 2
+    with ThreadPoolExecutor(2) as pool:
+        answers = []
+        for keys, session in (([1, 2], served.session), ([2, 3], other)):
+            answers.append(pool.submit(served.lookup, {0: keys}, session))
+            assert served.database.entered.acquire(timeout=10)
+        served.database.gate.set()
+        for answer in answers:
+            served.check(answer.result(10))
     assert sorted(fetched_keys(served.database).tolist()) == [1, 2, 3]
     other.close()
 

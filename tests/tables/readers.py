@@ -1,0 +1,39 @@
+"""Threads that read and check while a test writes."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+
+
+@contextmanager
+def reading(read: Callable[[np.random.Generator], int], threads: int = 3) -> Iterator[list[int]]:
+    """Call `read` again and again in each of some threads while the block runs, and until it has checked something there.
+
+    Args:
+        read: reads, checks what it got, and returns how many vectors it checked. Its generator is the thread's own.
+        threads: how many threads read.
+
+    Yields:
+        How many vectors each thread has checked so far.
+
+    Raises:
+        Exception: the first that `read` raised, once the block has ended.
+    """
+    done, checked = threading.Event(), [0] * threads
+
+    def read_on(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        while not done.is_set() or not checked[seed]:
+            checked[seed] += read(random)
+
+    with ThreadPoolExecutor(threads) as pool:
+        readers = [pool.submit(read_on, seed) for seed in range(threads)]
+        try:
+            yield checked
+        finally:
+            done.set()
+        for reader in readers:
+            reader.result(60)

@@ -31,7 +31,7 @@ def filesystem(server: GcsServer) -> GcsFileSystem:
 
 @pytest.fixture
 def bucket(server: GcsServer) -> str:
-    return server.make_bucket()
+    return server.new_bucket()
 
 
 class TestGcsFileSystem(ObjectStoreContract):

@@ -38,7 +38,7 @@ class TestHdfsFileSystem(FileSystemContract):
         return root
 
     def put(self, path: str, content: bytes) -> None:
-        hdfs_cluster().put(path.removeprefix(hdfs_cluster().uri), content)
+        hdfs_cluster().put(path, content)
 
 
 # -- addresses ----------------------------------------------------------------------------------------------------

@@ -44,10 +44,6 @@ class TestGcsFileSystem(ObjectStoreContract):
         "https://{}.storage.googleapis.com/a%20b/key",
     )
 
-    @pytest.fixture
-    def filesystem(self, server: GcsServer) -> GcsFileSystem:
-        return GcsFileSystem(ModelSourceConfig(gcs_endpoint_url=server.url))
-
 
 # -- addresses ----------------------------------------------------------------------------------------------------------------
 

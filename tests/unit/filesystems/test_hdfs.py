@@ -33,10 +33,6 @@ class TestHdfsFileSystem(FileSystemContract):
     def filesystem(self) -> HdfsFileSystem:
         return HdfsFileSystem()
 
-    @pytest.fixture
-    def root(self, root: str) -> str:
-        return root
-
     def put(self, path: str, content: bytes) -> None:
         hdfs_cluster().put(path, content)
 

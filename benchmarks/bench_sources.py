@@ -236,7 +236,7 @@ def _gcs(place: Path) -> Iterator[_Source]:
 
     with ExitStack() as stack:
         server = stack.enter_context(GcsServer())
-        bucket = server.make_bucket()
+        bucket = server.new_bucket()
         client = storage.Client("test", AnonymousCredentials(), client_options={"api_endpoint": server.url})
         stack.callback(client.close)
 

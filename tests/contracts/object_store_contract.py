@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from hps.errors import ModelFileError, ModelFileNotFoundError
+from hps.errors import ModelFileChangedError, ModelFileError, ModelFileNotFoundError
 from hps.filesystems.base import FileSystem
 from hps.filesystems.object_store import ObjectStore
 from tests.contracts.filesystem_contract import FileSystemContract, noise
@@ -75,14 +75,6 @@ class ObjectStoreContract(FileSystemContract):
         self.put(f"{top}/model/key", b"x")
         assert filesystem.list(f"{top}/model/") == ["key"]
 
-    def test_a_directory_in_place_of_a_file_is_said_to_be_one(self, filesystem: FileSystem, top: str) -> None:
-        self.put(f"{top}/model/key/part-0", b"x")
-        with pytest.raises(ModelFileError, match="it is a directory") as raised:
-            filesystem.status(f"{top}/model/key")
-        assert not isinstance(raised.value, ModelFileNotFoundError)
-        with pytest.raises(ModelFileError, match="it is a directory"):
-            filesystem.read_into(f"{top}/model/key", 0, memoryview(bytearray(8)))
-
     def test_a_long_directory_is_listed_page_by_page_and_an_endless_one_refused(
         self, filesystem: FileSystem, top: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -108,9 +100,14 @@ class ObjectStoreContract(FileSystemContract):
         with pytest.raises(ModelFileNotFoundError, match=f"writing {path}"):
             writer.commit()
 
-    def test_a_read_of_a_file_that_became_shorter_is_a_change(self, filesystem: FileSystem, top: str) -> None:
+    def test_a_read_of_a_file_that_was_cut_or_removed_says_so(self, filesystem: FileSystem, top: str) -> None:
         self.put(f"{top}/key", noise(1000))
         version = filesystem.status(f"{top}/key").version
         self.put(f"{top}/key", noise(10))
-        with pytest.raises(ModelFileError, match="changed"):
+        with pytest.raises(ModelFileChangedError, match=f"{top}/key.* changed"):
+            filesystem.read_into(f"{top}/key", 500, memoryview(bytearray(8)), version)
+        with pytest.raises(ModelFileError, match="it ends at byte 10, expected bytes 500 to 508"):
+            filesystem.read_into(f"{top}/key", 500, memoryview(bytearray(8)))
+        filesystem.delete(f"{top}/key")
+        with pytest.raises(ModelFileNotFoundError, match="there is no such object"):
             filesystem.read_into(f"{top}/key", 500, memoryview(bytearray(8)), version)

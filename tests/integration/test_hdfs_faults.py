@@ -17,7 +17,6 @@ import pytest
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.databases.hash_map.database import HashMapDatabase
-from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import ModelFileChangedError, ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.base import FileWriter
 from hps.filesystems.hdfs import HdfsFileSystem
@@ -28,9 +27,9 @@ from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model
 from hps.types import FloatArray, KeyArray, TableSpec
 from tests.contracts.filesystem_contract import noise
+from tests.contracts.models_in_stores import ModelsInStores
 from tests.servers.hdfs_cluster import HdfsCluster, free_ports, hdfs_cluster, write_hadoop_configuration
-from tests.tables.sparse_models import chunks_of
-from tests.tables.table_loads import load_table, nothing_to_do
+from tests.tables.table_loads import load_table
 
 pytestmark = pytest.mark.hdfs
 
@@ -92,34 +91,22 @@ def mute_server() -> socket.socket:
 # -- models -------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_that_was_written_is_read_bit_for_bit(cluster: HdfsCluster, root: str) -> None:
-    chunks = ((KEYS[i : i + 7000], VECTORS[i : i + 7000]) for i in range(0, ROWS, 7000))
-    assert write_sparse_model(f"{root}/written", chunks) == ROWS
-    assert cluster.get("/models/written/key") == KEYS.tobytes()
-    assert cluster.get("/models/written/emb_vector") == VECTORS.tobytes()
-    opened = open_sparse_model(f"{root}/written", DIM)
-    assert opened.rows == ROWS
-    keys, vectors = (np.concatenate(arrays) for arrays in zip(*chunks_of(opened, 7777), strict=True))
-    np.testing.assert_array_equal(keys, KEYS)
-    np.testing.assert_array_equal(vectors, VECTORS)
-    with pytest.raises(ModelFileError, match="it exists"):
-        write_sparse_model(f"{root}/written", (KEYS[:10], VECTORS[:10]))
-    write_sparse_model(f"{root}/written", (KEYS[:10], VECTORS[:10]), overwrite=True)
-    assert open_sparse_model(f"{root}/written", DIM).rows == 10
+class TestModelsInHdfs(ModelsInStores):
+    store = HdfsFileSystem
+
+    @pytest.fixture
+    def server(self, cluster: HdfsCluster) -> HdfsCluster:
+        return cluster
+
+    @pytest.fixture
+    def sources(self) -> ModelSources:
+        return ModelSources(PATIENT)
 
 
-def test_a_model_is_loaded_into_every_tier(model: str, tmp_path: Path) -> None:
-    sources = ModelSources(PATIENT)
-    with closing(HashMapDatabase()) as volatile, closing(RocksDatabase(tmp_path / "rocksdb")) as persistent:
-        databases = (volatile, persistent)
-        report = load_table(TABLE, model, databases, sources=sources)
-        assert [load.rows for load in report.loads] == [ROWS, ROWS]
-        for database in databases:
-            out, found = np.zeros((ROWS, DIM), np.float32), np.zeros(ROWS, np.bool_)
-            assert database.fetch(TABLE.tag, KEYS, out, found) == ROWS
-            np.testing.assert_array_equal(out, VECTORS)
-        again = load_table(TABLE, model, [persistent], sources=sources)
-        assert nothing_to_do(again)
+def test_an_empty_directory_is_no_model(cluster: HdfsCluster, root: str) -> None:
+    cluster.mkdir(f"{root}/item")
+    with pytest.raises(ModelFileNotFoundError, match=f"{root}/item.*it holds nothing"):
+        open_sparse_model(f"{root}/item", DIM)
 
 
 def test_a_model_that_is_replaced_by_one_of_the_same_size_while_it_is_loaded_is_refused(
@@ -128,7 +115,7 @@ def test_a_model_that_is_replaced_by_one_of_the_same_size_while_it_is_loaded_is_
     opened = open_sparse_model(own_model, DIM)
     with closing(read_ahead(opened, [(start, start + 1000) for start in range(0, ROWS, 1000)])) as chunks:
         next(chunks)
-        cluster.put("/models/item/emb_vector", VECTORS[::-1].tobytes())
+        cluster.put(f"{own_model}/emb_vector", VECTORS[::-1].tobytes())
         with pytest.raises(ModelFileChangedError, match=f"{own_model}/emb_vector: it changed while it was being read"):
             check(chunks)
     assert open_sparse_model(own_model, DIM).fingerprint != opened.fingerprint
@@ -142,50 +129,6 @@ def check(chunks: Iterable[tuple[int, KeyArray, FloatArray]]) -> list[int]:
         np.testing.assert_array_equal(vectors, VECTORS[start : start + 1000])
         starts.append(start)
     return starts
-
-
-def remove(cluster: HdfsCluster, *names: str) -> None:
-    for name in names:
-        cluster.delete(f"/models/item{name}")
-
-
-def shorten(cluster: HdfsCluster, name: str, size: int) -> None:
-    cluster.put(f"/models/item/{name}", noise(size))
-
-
-def put_a_directory_there(cluster: HdfsCluster) -> None:
-    cluster.delete("/models/item/key")
-    cluster.mkdir("/models/item/key")
-
-
-def put_a_file_there(cluster: HdfsCluster) -> None:
-    cluster.delete("/models/item")
-    cluster.put("/models/item", b"x")
-
-
-@pytest.mark.parametrize(
-    ("spoil", "kind", "words"),
-    [
-        (lambda c: remove(c, ""), ModelFileNotFoundError, r"there is no such directory; \w+ a directory with the files key"),
-        (lambda c: remove(c, "/emb_vector"), ModelFileNotFoundError, "emb_vector not found; it holds key;"),
-        (lambda c: remove(c, "/key"), ModelFileNotFoundError, "key not found; it holds emb_vector;"),
-        (lambda c: remove(c, "/key", "/emb_vector"), ModelFileNotFoundError, "it holds nothing"),
-        (lambda c: shorten(c, "key", 8 * 29_999), ModelFileError, "29999"),
-        (lambda c: shorten(c, "key", 8 * ROWS - 1), ModelFileError, str(8 * ROWS - 1)),
-        (lambda c: shorten(c, "emb_vector", 4 * DIM * ROWS - 4), ModelFileError, str(4 * DIM * ROWS - 4)),
-        (lambda c: shorten(c, "key", 0), ModelFileError, "key"),
-        (put_a_directory_there, ModelFileError, "key: it is a directory, expected a file"),
-        (put_a_file_there, ModelFileError, "it is a file, expected a directory"),
-    ],
-    ids=["directory", "emb_vector", "key", "both", "a row", "a byte", "an element", "empty", "a directory", "a file"],
-)
-def test_files_that_are_no_model_are_refused_at_once(
-    cluster: HdfsCluster, own_model: str, spoil: Callable[[HdfsCluster], None], kind: type[ModelFileError], words: str
-) -> None:
-    spoil(cluster)
-    with pytest.raises(kind, match=f"(?s){re.escape(own_model)}.*{words}") as raised:
-        open_sparse_model(own_model, DIM, sources=ModelSources(PATIENT))
-    assert not isinstance(raised.value, ModelSourceError)
 
 
 def test_what_the_user_may_not_read_is_refused_and_the_user_named(

@@ -20,7 +20,7 @@ KEYS = np.random.default_rng(7).permutation(ROWS).astype(np.int64) * 1_000_003 -
 @pytest.fixture
 def gcs(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     server = request.getfixturevalue("gcs_server")
-    return f"gs://{server.make_bucket()}/models", {"gcs_endpoint_url": server.url}
+    return f"gs://{server.new_bucket()}/models", {"gcs_endpoint_url": server.url}
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 It is an emulator: it does not heed conditions of downloads (`ifGenerationMatch`), checks no checksum and no credentials, and
 ends a resumable upload that is merely asked for its state (fsouza/fake-gcs-server, issues 1076 and 2354). What depends on
-those is tested with answers written by hand, most of them in `tests/integration/test_gcs_answers.py`.
+those is tested with answers written by hand, most of them in `tests/integration/test_gcs_faults.py`.
 """
 
 import importlib.util
@@ -39,6 +39,8 @@ def server_program() -> Path:
 class GcsServer:
     """One fake-gcs-server process that keeps its objects in memory, with a bucket `models`."""
 
+    scheme = "gs"
+
     def __init__(self) -> None:
         self.port = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -54,7 +56,7 @@ class GcsServer:
             self._launch()
             while self._process is not None and self._process.poll() is None:
                 try:
-                    self.make_bucket("models")
+                    self.new_bucket("models")
                 except OSError:
                     if time.monotonic() > deadline:
                         break
@@ -82,7 +84,7 @@ class GcsServer:
             self._process = None
         self._log.close()
 
-    def make_bucket(self, name: str = "") -> str:
+    def new_bucket(self, name: str = "") -> str:
         """Make a bucket, of a new name where none is given, and tell its name."""
         name = name or f"bucket-{uuid.uuid4().hex}"
         self._post("/storage/v1/b?project=test", json.dumps({"name": name}).encode(), "application/json")

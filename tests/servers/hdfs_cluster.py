@@ -259,7 +259,7 @@ class HdfsCluster:
         default = "hdfs://pair" if self._standby else f"hdfs://{address}"
         write_hadoop_configuration(self.directory / "conf", {"fs.defaultFS": default}, site)
 
-    # -- files, by WebHDFS --------------------------------------------------------------------------------------------
+    # -- files, by path or URI, through WebHDFS -----------------------------------------------------------------------
 
     def put(self, path: str, content: bytes) -> None:
         """Write a file, and the directories above it, in place of what is there.
@@ -292,7 +292,7 @@ class HdfsCluster:
 
     def _request(self, method: str, path: str, *, body: bytes | None = None, **query: str) -> bytes:
         user = pwd.getpwuid(os.getuid()).pw_name  # of the NameNode, hence the superuser
-        where = f"/webhdfs/v1{quote(path)}?{urlencode({'user.name': user, **query})}"
+        where = f"/webhdfs/v1{quote(path.removeprefix(self.uri))}?{urlencode({'user.name': user, **query})}"
         status, location, answer = self._namenode_request(method, where)
         if status == 307:
             other = urlsplit(location)

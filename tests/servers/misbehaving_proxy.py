@@ -80,6 +80,10 @@ class Silence(Fault):
     """Never answer."""
 
 
+class SlowHead(Fault):
+    """Send the status line, and then a header that never ends."""
+
+
 @dataclass
 class Before(Fault):
     """Do something first, e.g. replace the object, and then pass the request on."""
@@ -123,7 +127,7 @@ class MisbehavingProxy:
 
     Attributes:
         rule: asked by the thread of each connection.
-        requests: all of them, in the order in which they came.
+        requests: all of them since the last reset, in the order in which they came.
         connections: how many were accepted.
     """
 
@@ -153,6 +157,12 @@ class MisbehavingProxy:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
+    def reset(self) -> None:
+        """Forget the requests, end what is under way and pass on what comes."""
+        self.rule, self.requests = lambda request: None, []
+        self.closing.set()
+        self.closing = threading.Event()
+
     def __enter__(self) -> "MisbehavingProxy":
         return self
 
@@ -177,13 +187,17 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _handle(self) -> None:
-        owner = self.owner
+        owner, self.closing = self.owner, self.owner.closing
         request = Request(self.command, self.path, self.headers, self.rfile.read(int(self.headers.get("Content-Length", 0))))
         owner.requests.append(request)
         fault = owner.rule(request) or Fault()
-        self.close_connection = isinstance(fault, Drop | Reset | Truncate | Silence)
+        self.close_connection = isinstance(fault, Drop | Reset | Truncate | Silence | SlowHead)
         if isinstance(fault, Silence):
-            owner.closing.wait(600)
+            self.closing.wait(600)
+        elif isinstance(fault, SlowHead):
+            self._send(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+            while not self.closing.wait(0.05) and self._send(b"x"):
+                pass
         elif isinstance(fault, Answer):
             self._send_head(fault.status, "", [*fault.headers.items(), ("Content-Length", str(len(fault.body)))])
             self._send(fault.body if self.command != "HEAD" else b"")
@@ -236,12 +250,14 @@ class _Handler(BaseHTTPRequestHandler):
         elif isinstance(fault, Trickle):
             self._send(body[: fault.after_bytes])
             for position in range(fault.after_bytes, len(body)):
-                if self.owner.closing.wait(fault.pause_s):
+                if self.closing.wait(fault.pause_s) or not self._send(body[position : position + 1]):
                     break
-                self._send(body[position : position + 1])
         else:
             self._send(body)
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, data: bytes) -> bool:
+        """Send, and tell whether the client is still there."""
         with suppress(ConnectionError):
             self.wfile.write(data)
+            return True
+        return False

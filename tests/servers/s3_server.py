@@ -40,6 +40,8 @@ server.serve_forever()
 class S3Server:
     """One process of moto's server, which chooses its port itself."""
 
+    scheme = "s3"
+
     def __init__(self) -> None:
         self.port = 0
         self._process: subprocess.Popen[bytes] | None = None

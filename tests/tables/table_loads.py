@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,32 @@ def content(keys: KeyArray, vectors: FloatArray) -> dict[int, bytes]:
 KEYS, VECTORS = rows_of(ROWS)
 FILES = content(KEYS, VECTORS)
 """What a database holds once the files of `write_files` are loaded."""
+NEW_KEY = np.array([10**12], np.int64)
 
 
 def write_files(directory: Path) -> str:
     """Write the model of ROWS rows; returns its place."""
     write_sparse_model(directory / "item", (KEYS, VECTORS))
     return str(directory / "item")
+
+
+def update(database: Database) -> dict[int, bytes]:
+    """Change a row, add one and remove one; returns what the database holds now, if it held the files."""
+    changed = np.append(KEYS[:1], NEW_KEY)
+    vectors = np.full((2, DIM), 77, np.float32)
+    database.insert(TAG, changed, vectors)
+    database.delete(TAG, KEYS[1:2])
+    return {key: row for key, row in FILES.items() if key != KEYS[1]} | content(changed, vectors)
+
+
+def failing_at(row: int, error: BaseException) -> Callable[[int], None]:
+    """What a database does that fails before it loads this row."""
+
+    def before_chunk(first: int) -> None:
+        if first >= row:
+            raise error
+
+    return before_chunk
 
 
 def touch(source: str) -> None:

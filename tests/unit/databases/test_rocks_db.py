@@ -78,12 +78,6 @@ def table(database: RocksDatabase) -> RocksDatabase:
 
 
 class TestRocksDatabase(DatabaseContract):
-    @pytest.fixture
-    def database(self, path: Path) -> Iterator[RocksDatabase]:
-        database = RocksDatabase(path)
-        yield database
-        database.close()
-
     def raw_rows(self, database: Database, tag: str) -> dict[int, bytes]:
         assert isinstance(database, RocksDatabase)
         rows = raw_items(database.path, tag)
@@ -102,44 +96,32 @@ HUGECTR_ROWS = {
 
 
 @pytest.mark.parametrize("bulk", [False, True])
-def test_rows_are_laid_out_as_hugectr_lays_them_out(database: RocksDatabase, bulk: bool):
+def test_rows_are_laid_out_as_hugectr_lays_them_out_and_loads_remembered_elsewhere(database: RocksDatabase, bulk: bool):
     database.open_table(TAG, 2)
     if bulk:
         database.load_chunk(TAG, KEYS, VECTORS, LoadRecord("x", 3, 3))
+        assert list((database.path / "hps-ingest").iterdir()) == []  # no staged file is left
         database.finish_load(TAG)
     else:
         database.insert(TAG, KEYS, VECTORS)
+    assert list(raw_items(database.path, "default")) == [b"hps-server/load/" + TAG.encode()] * bulk
     database.close()
     other = raw(database.path, [TAG])  # fails where there are other column families
     assert dict(other.get_column_family(TAG).items()) == HUGECTR_ROWS
 
 
-def test_rows_that_hugectr_wrote_are_read(path: Path):
+def test_a_table_that_hugectr_wrote_is_read_and_changed_and_can_be_read_by_it_again(path: Path):
     as_hugectr_writes(path, TAG, HUGECTR_ROWS)
-    database = RocksDatabase(path)
-    assert database.tags() == [TAG]
-    database.open_table(TAG, 2)
-    out, found = fetched(database, TAG, KEYS, 2)
-    assert found.all()
-    np.testing.assert_array_equal(bits(out), bits(VECTORS))
-    assert database.load_record(TAG) is None
-    database.close()
-
-
-def test_a_table_that_hugectr_wrote_can_be_changed_and_read_by_it_again(path: Path):
-    as_hugectr_writes(path, TAG, HUGECTR_ROWS)
-    with opened(path, 2) as with_close:
-        with_close.insert(TAG, KEYS[:1], VECTORS[2:])
-        with_close.delete(TAG, KEYS[1:2])
+    with opened(path, 2) as database:
+        assert database.tags() == [TAG]
+        out, found = fetched(database, TAG, KEYS, 2)
+        assert found.all()
+        np.testing.assert_array_equal(bits(out), bits(VECTORS))
+        assert database.load_record(TAG) is None
+        database.insert(TAG, KEYS[:1], VECTORS[2:])
+        database.delete(TAG, KEYS[1:2])
     first, _, last = HUGECTR_ROWS
     assert raw_items(path, TAG) == {first: HUGECTR_ROWS[last], last: HUGECTR_ROWS[last]}
-
-
-def test_what_is_loaded_is_remembered_outside_the_tables(database: RocksDatabase):
-    database.open_table(TAG, 2)
-    database.load_chunk(TAG, KEYS, VECTORS, LoadRecord("x", 3, 9))
-    assert list(raw_items(database.path, "default")) == [b"hps-server/load/" + TAG.encode()]
-    assert raw_items(database.path, TAG) == HUGECTR_ROWS
 
 
 def test_tables_with_32_bit_keys_are_refused_by_name(path: Path):
@@ -153,20 +135,19 @@ def test_tables_with_32_bit_keys_are_refused_by_name(path: Path):
 # -- widths ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_stored_table_is_not_opened_with_another_width(path: Path):
-    as_hugectr_writes(path, TAG, HUGECTR_ROWS)
-    database = RocksDatabase(path)
-    with pytest.raises(TableWidthError, match=rf"(?s)(?=.*{TAG})(?=.*\b2\b)(?=.*\b3\b)"):
-        database.open_table(TAG, 3)
-    database.open_table(TAG, 2)
-    database.close()
-
-
-def test_a_stored_table_without_rows_is_opened_with_any_width(path: Path):
-    for dim in (2, 3):
-        database = RocksDatabase(path)
-        database.open_table(TAG, dim)
-        database.close()
+def test_a_stored_table_is_opened_with_another_width_only_while_it_has_no_rows(path: Path):
+    for dim in (3, 2):
+        with opened(path, dim) as empty:
+            assert empty.size(TAG) == 0
+    with opened(path, 2) as database:
+        database.insert(TAG, KEYS, VECTORS)
+    with (
+        pytest.raises(TableWidthError, match=rf"(?s)(?=.*{TAG})(?=.*\b2\b)(?=.*\b3\b)"),
+        opened(path, 3),
+    ):
+        pass
+    with opened(path, 2) as database:
+        assert database.size(TAG) == 3
 
 
 @pytest.mark.parametrize("value", [b"", b"\0" * 4, b"\0" * 7, b"\0" * 12])
@@ -274,17 +255,9 @@ def test_later_chunks_win_over_earlier_ones_and_over_inserts(path: Path):
         assert again.load_record(TAG) == LoadRecord("x", 6, 7, modified=True)
 
 
-def test_a_finished_load_lies_in_merged_files(table: RocksDatabase):
-    for part in range(6):
-        keys = distinct_keys(1000, seed=part)
-        table.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", part, 6))
-    family = table._engine.family(TAG)
-    assert table._engine.figure(family, "num-files-at-level0") >= 5
-    table.finish_load(TAG)
-    assert table._engine.figure(family, "num-files-at-level0") == 0
-
-
-def test_a_long_load_merges_before_it_runs_out_of_open_files(table: RocksDatabase, monkeypatch: pytest.MonkeyPatch):
+def test_a_long_load_merges_before_it_runs_out_of_open_files_and_in_the_end(
+    table: RocksDatabase, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("hps.databases.rocks_db.engine._LOAD_FILES", 3)
     keys = distinct_keys(2000)
     family = table._engine.family(TAG)
@@ -298,6 +271,9 @@ def test_a_long_load_merges_before_it_runs_out_of_open_files(table: RocksDatabas
     places = np.arange(2000)
     newest = np.minimum(np.minimum(places, 1999 - places) // 100, 9)
     np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], wanted[newest, places])
+    assert table._engine.figure(family, "num-files-at-level0") > 0
+    table.finish_load(TAG)
+    assert table._engine.figure(family, "num-files-at-level0") == 0
 
 
 def test_a_small_table_is_merged_into_files_for_several_threads(table: RocksDatabase, monkeypatch: pytest.MonkeyPatch):
@@ -441,13 +417,6 @@ def test_files_of_a_killed_load_are_removed_at_the_next_opening(path: Path):
     assert list((path / "hps-ingest").iterdir()) == []
 
 
-def test_a_load_leaves_no_staged_file(table: RocksDatabase):
-    keys = distinct_keys(100)
-    for _ in range(3):
-        table.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", 1, 1))
-    assert list((table.path / "hps-ingest").iterdir()) == []
-
-
 # -- read only ---------------------------------------------------------------------------------------------------------
 
 
@@ -459,30 +428,6 @@ def filled(path: Path) -> Path:
         database.finish_load(TAG)
         database.insert(TAG, keys[2000:], vectors_of(keys[2000:], DIM))  # in the write-ahead log alone
     return path
-
-
-def test_read_only_serves_and_writes_nothing(filled: Path):
-    before = contents(filled)
-    with opened(filled, read_only=True) as database:
-        keys, vectors = distinct_keys(3000), vectors_of(distinct_keys(3000), DIM)
-        np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors)
-        assert database.size(TAG) == 3000
-        assert sum(chunk.size for chunk, _ in database.scan(TAG, 700)) == 3000
-        assert database.load_record(TAG) == LoadRecord("x", 2000, 2000, modified=True)
-        calls = [
-            lambda: database.insert(TAG, keys, vectors),
-            lambda: database.delete(TAG, keys),
-            lambda: database.load_chunk(TAG, keys, vectors, LoadRecord("y", 1, 1)),
-            lambda: database.finish_load(TAG),
-            lambda: database.drop_table(TAG),
-        ]
-        for call in calls:
-            with pytest.raises(DatabaseError, match=rf"{TAG}.*{filled}.*read_only"):
-                call()
-        with pytest.raises(DatabaseError, match=rf"{OTHER}.*read_only.*there are: {TAG}"):
-            database.open_table(OTHER, DIM)
-        assert fetched(database, TAG, keys, DIM)[1].all()
-    assert contents(filled) == before
 
 
 def test_read_only_serves_beside_a_writer(filled: Path):
@@ -502,13 +447,32 @@ def test_read_only_serves_beside_a_writer(filled: Path):
         each.close()
 
 
-def test_read_only_leaves_nothing_behind(filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_read_only_serves_and_writes_nothing(filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     views = tmp_path / "views"
     views.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(views))
-    database = RocksDatabase(filled, read_only=True)
-    assert list(views.iterdir()) != []
-    database.close()
+    before = contents(filled)
+    with opened(filled, read_only=True) as database:
+        assert list(views.iterdir()) != []
+        keys, vectors = distinct_keys(3000), vectors_of(distinct_keys(3000), DIM)
+        np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], vectors)
+        assert database.size(TAG) == 3000
+        assert sum(chunk.size for chunk, _ in database.scan(TAG, 700)) == 3000
+        assert database.load_record(TAG) == LoadRecord("x", 2000, 2000, modified=True)
+        calls = [
+            lambda: database.insert(TAG, keys, vectors),
+            lambda: database.delete(TAG, keys),
+            lambda: database.load_chunk(TAG, keys, vectors, LoadRecord("y", 1, 1)),
+            lambda: database.finish_load(TAG),
+            lambda: database.drop_table(TAG),
+        ]
+        for call in calls:
+            with pytest.raises(DatabaseError, match=rf"{TAG}.*{filled}.*read_only"):
+                call()
+        with pytest.raises(DatabaseError, match=rf"{OTHER}.*read_only.*there are: {TAG}"):
+            database.open_table(OTHER, DIM)
+        assert fetched(database, TAG, keys, DIM)[1].all()
+    assert contents(filled) == before
     assert list(views.iterdir()) == []
 
 
@@ -546,19 +510,8 @@ def test_a_closed_database_can_be_opened_again_in_the_same_process(path: Path):
         database.close()
         with pytest.raises(NotReadyError):
             next(half_way)
-
-
-def test_a_closed_database_says_so_of_every_loading_call(table: RocksDatabase):
-    table.close()
-    keys = distinct_keys(4)
-    calls = [
-        lambda: table.load_record(TAG),
-        lambda: table.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", 4, 4)),
-        lambda: table.finish_load(TAG),
-    ]
-    for call in calls:
-        with pytest.raises(NotReadyError, match=str(table.path)):
-            call()
+        with pytest.raises(NotReadyError, match=str(path)):
+            database.load_record(TAG)
 
 
 def test_closing_while_others_read_and_write_ends_them_with_an_error(path: Path):

@@ -31,7 +31,7 @@ def filesystem(server: GcsServer) -> GcsFileSystem:
 
 @pytest.fixture
 def bucket(server: GcsServer) -> str:
-    return server.make_bucket()
+    return server.new_bucket()
 
 
 class TestGcsFileSystem(ObjectStoreContract):
@@ -43,10 +43,6 @@ class TestGcsFileSystem(ObjectStoreContract):
         "https://storage.cloud.google.com/{}/a%20b/key",
         "https://{}.storage.googleapis.com/a%20b/key",
     )
-
-    @pytest.fixture
-    def filesystem(self, server: GcsServer) -> GcsFileSystem:
-        return GcsFileSystem(ModelSourceConfig(gcs_endpoint_url=server.url))
 
 
 # -- addresses ----------------------------------------------------------------------------------------------------------------

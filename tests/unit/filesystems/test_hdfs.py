@@ -33,12 +33,8 @@ class TestHdfsFileSystem(FileSystemContract):
     def filesystem(self) -> HdfsFileSystem:
         return HdfsFileSystem()
 
-    @pytest.fixture
-    def root(self, root: str) -> str:
-        return root
-
     def put(self, path: str, content: bytes) -> None:
-        hdfs_cluster().put(path.removeprefix(hdfs_cluster().uri), content)
+        hdfs_cluster().put(path, content)
 
 
 # -- addresses ----------------------------------------------------------------------------------------------------

@@ -149,16 +149,3 @@ def test_what_may_not_be_read_says_so_and_is_not_called_absent(tmp_path: Path) -
     finally:
         os.seteuid(user)
         path.parent.chmod(stat.S_IRWXU)
-
-
-def test_no_descriptor_stays_open(tmp_path: Path) -> None:
-    path = str(tmp_path / "key")
-    Path(path).write_bytes(noise(1000))
-    filesystem = LocalFileSystem()
-    filesystem.read_into(path, 0, memoryview(bytearray(8)))
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(20):
-        filesystem.read_into(path, 0, memoryview(bytearray(1000)))
-        with pytest.raises(ModelFileError):
-            filesystem.read_into(path, 0, memoryview(bytearray(1001)))
-    assert len(os.listdir("/proc/self/fd")) == before

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import hps
 from hps.cli.app import app
-from hps.databases.base import Database, LoadRecord
+from hps.databases.base import LoadRecord
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.redis.database import RedisDatabase
 from hps.databases.rocks_db.database import RocksDatabase
@@ -30,41 +30,24 @@ from tests.tables.table_loads import (
     DIM,
     FILES,
     KEYS,
+    NEW_KEY,
     ROW_BYTES,
     ROWS,
     TABLE,
     TAG,
     VECTORS,
     content,
-    cut_into_small_chunks,
+    failing_at,
     held,
     load_table,
     nothing_to_do,
     record_of,
     rows_of,
     touch,
-    write_files,
+    update,
 )
 
-NEW_KEY = np.array([10**12], np.int64)
-
-
-def update(database: Database) -> dict[int, bytes]:
-    """Change a row and add one; returns what the database holds now."""
-    keys = np.append(KEYS[:1], NEW_KEY)
-    vectors = np.full((2, DIM), 77, np.float32)
-    database.insert(TAG, keys, vectors)
-    return FILES | content(keys, vectors)
-
-
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_into_small_chunks(monkeypatch)
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> str:
-    return write_files(tmp_path)
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 @pytest.fixture
@@ -187,16 +170,6 @@ def test_a_half_loaded_table_is_never_taken_for_the_same_files(source: str, rock
 # -- checksums and batches -----------------------------------------------------------------------------------------------
 
 
-def interrupted_at(row: int) -> Callable[[int], None]:
-    """What a database does that is interrupted before it loads this row."""
-
-    def before_chunk(first: int) -> None:
-        if first >= row:
-            raise KeyboardInterrupt
-
-    return before_chunk
-
-
 def checksum_of(keys: KeyArray, vectors: FloatArray) -> str:
     return extended("", keys, vectors)
 
@@ -216,10 +189,10 @@ def test_an_interrupted_load_has_the_checksum_of_an_uninterrupted_one(
     source: str, row: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     database = PersistentMemoryDatabase()
-    database.before_chunk = interrupted_at(row)
+    database.before_chunk = failing_at(row, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         load_table(TABLE, source, [database])
-    database.before_chunk = interrupted_at(ROWS + 1)
+    database.before_chunk = lambda row: None
     monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 37 * ROW_BYTES)  # goes on in chunks of another size
     load_table(TABLE, source, [MemoryDatabase(), database])
     assert record_of(database).checksum == checksum_of(KEYS, VECTORS)
@@ -268,7 +241,7 @@ def test_a_feed_takes_the_rows_that_are_wanted_and_counts_no_others(first: int, 
 
 def test_what_was_gathered_and_not_loaded_is_not_counted(source: str) -> None:
     database = PersistentMemoryDatabase(300 * ROW_BYTES)
-    database.before_chunk = interrupted_at(512)
+    database.before_chunk = failing_at(512, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         load_table(TABLE, source, [database])
     assert record_of(database).rows_done == 2 * 4 * CHUNK_ROWS
@@ -303,10 +276,10 @@ def test_a_forced_load_that_is_interrupted_goes_on_and_keeps_no_update(source: s
     database = PersistentMemoryDatabase()
     load_table(TABLE, source, [database])
     update(database)
-    database.before_chunk = interrupted_at(256)
+    database.before_chunk = failing_at(256, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         load_table(TABLE, source, [database], force=True)
-    database.before_chunk = interrupted_at(ROWS + 1)
+    database.before_chunk = lambda row: None
     assert load_table(TABLE, source, [database]).loads[0].first_row == 256
     assert held(database) == FILES
 
@@ -387,7 +360,7 @@ ASKED = np.append(KEYS, NEW_KEY)
 def test_a_server_serves_its_updates_again_until_it_is_forced(configuration: dict[str, Any]) -> None:
     with hps.HPS(configuration) as server:
         assert served(server, ASKED) == FILES | {int(NEW_KEY[0]): None}
-        updated = update(server.model("shop").chain.databases[1])
+        updated = dict.fromkeys(ASKED.tolist()) | update(server.model("shop").chain.databases[1])
     with hps.HPS(configuration) as server:
         assert served(server, ASKED) == updated
     with hps.HPS(configuration, force=True) as server:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hps.configuration.tiers import ModelSourceConfig
-from hps.errors import MissingDependencyError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError, ModelSourceError
+from hps.errors import MissingDependencyError, ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed
 from hps.filesystems.local import LocalFileSystem
 from hps.models.files import CHUNK_BYTES, open_sparse_model
@@ -17,7 +17,6 @@ from hps.models.sample import sample_chunks, sample_vectors
 from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model
 from hps.registry import IMPLEMENTATIONS
-from tests.tables.sparse_models import chunks_of
 
 DIM = 8
 
@@ -95,10 +94,6 @@ def store(sources: ModelSources) -> Iterator[Store]:
     assert filesystem.settings.parallel_reads == 7
 
 
-def registered(scheme: str) -> str:
-    return IMPLEMENTATIONS["filesystem"][scheme][0].split(":")[1]
-
-
 @pytest.mark.parametrize(
     ("source", "scheme"),
     [
@@ -135,20 +130,18 @@ def test_a_local_path_may_have_a_colon(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "source", ["abfs://c/m", "http://host/m", "ftp://host/m", "https://example.org/m", "https://", "x-y:z"]
+    "source",
+    [
+        *("abfs://c/m", "http://host/m", "ftp://host/m", "https://example.org/m", "https://", "x-y:z"),
+        *("https://evilamazonaws.com/b/m", "https://amazonaws.com.evil.org/b/m", "https://storage.googleapis.com.evil.org/b/m"),
+    ],
 )
 def test_an_unknown_scheme_names_those_known(source: str) -> None:
-    with pytest.raises(ModelFileError) as caught:
+    with pytest.raises(ModelFileError, match="expected a local path or one of") as caught:
         ModelSources().locate(source)
     message = str(caught.value)
     assert source in message
     assert all(f"{scheme}://" in message for scheme in ("file", "hdfs", "s3", "gs"))
-
-
-def test_a_host_that_only_looks_like_a_vendor_is_nobody() -> None:
-    for host in ("evilamazonaws.com", "storage.googleapis.com.example.org", "amazonaws.com.example.org"):
-        with pytest.raises(ModelFileError, match="expected a local path or one of"):
-            ModelSources().locate(f"https://{host}/bucket/m")
 
 
 def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,22 +158,11 @@ def test_a_file_system_is_made_once(sources: ModelSources, store: Store) -> None
 # -- a remote model ---------------------------------------------------------------------------------------------------
 
 
-def test_a_remote_model_is_written_and_read_whole(sources: ModelSources, store: Store) -> None:
-    assert write_sparse_model("store://models/item", sample_chunks(10_000, DIM, 3), sources=sources) == 10_000
+def test_a_chunk_is_read_in_parts_that_cover_it_once(sources: ModelSources, store: Store) -> None:
+    assert write_sparse_model("store://models/item", sample_chunks(1000, DIM, 3), sources=sources) == 1000
     assert store.list("store://models/item") == ["emb_vector", "key"]
     model = open_sparse_model("store://models/item", DIM, sources=sources)
-    assert (model.rows, model.is_local) == (10_000, False)
-    rows = 0
-    for keys, vectors in chunks_of(model, 777):
-        np.testing.assert_array_equal(keys, np.arange(rows, rows + keys.size))
-        np.testing.assert_array_equal(vectors, sample_vectors(keys, DIM, 3))
-        rows += keys.size
-    assert rows == 10_000
-
-
-def test_a_chunk_is_read_in_parts_that_cover_it_once(sources: ModelSources, store: Store) -> None:
-    write_sparse_model("store://models/item", sample_chunks(1000, DIM, 3), sources=sources)
-    model = open_sparse_model("store://models/item", DIM, sources=sources)
+    assert (model.rows, model.is_local) == (1000, False)
     for start, keys, vectors in read_ahead(model, [(0, 600), (600, 1000)]):
         np.testing.assert_array_equal(keys, np.arange(start, start + keys.size))
         np.testing.assert_array_equal(vectors, sample_vectors(keys, DIM, 3))
@@ -199,16 +181,6 @@ def test_memory_is_bounded_by_the_parts_that_are_being_read(sources: ModelSource
     assert model.chunks_ahead == 7
     store.part_bytes = 1 << 40  # type: ignore[misc]
     assert model.chunks_ahead == 7
-
-
-def test_a_replaced_remote_model_is_noticed(sources: ModelSources, store: Store) -> None:
-    write_sparse_model("store://models/item", sample_chunks(1000, DIM, 3), sources=sources)
-    model = open_sparse_model("store://models/item", DIM, sources=sources)
-    chunks = chunks_of(model, 100)
-    next(chunks)
-    write_sparse_model("store://models/item", sample_chunks(1000, DIM, 4), overwrite=True, sources=sources)
-    with pytest.raises(ModelFileChangedError, match="changed while"):
-        next(chunks)
 
 
 def test_an_existing_remote_model_is_replaced_only_when_asked(sources: ModelSources, store: Store) -> None:

@@ -3,17 +3,15 @@
 import logging
 import threading
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hps.databases.base import Database, LoadRecord, TableStats
+from hps.databases.base import LoadRecord, TableStats
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import DatabaseError, ModelFileError, ModelFileNotFoundError, TableWidthError
-from hps.filesystems.local import LocalFileSystem
 from hps.models.files import open_sparse_model
 from hps.models.sample import sample_vectors
 from hps.models.table_load import DatabaseLoad
@@ -33,15 +31,17 @@ from tests.tables.table_loads import (
     VECTORS,
     Events,
     content,
-    cut_into_small_chunks,
+    failing_at,
     held,
     load_table,
     nothing_to_do,
     readers,
     record_of,
     rows_of,
-    write_files,
+    update,
 )
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 class BoundedMemory(MemoryDatabase):
@@ -58,31 +58,23 @@ class BoundedMemory(MemoryDatabase):
         return TableStats(rows, rows * DIM * 4, -1, self.capacity_rows)
 
 
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Many chunks of few rows; and no reader may be left when a test ends."""
-    cut_into_small_chunks(monkeypatch)
-    yield
-    assert readers() == []
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> str:
-    return write_files(tmp_path)
-
-
 # -- a whole load -----------------------------------------------------------------------------------------------------
 
 
-def test_every_database_gets_every_row_bit_for_bit(source: str) -> None:
-    volatile, persistent = MemoryDatabase(), PersistentMemoryDatabase()
-    report = load_table(TABLE, source, [volatile, persistent])
+def test_every_database_gets_every_row_bit_for_bit_in_one_pass_over_the_files(source: str) -> None:
+    volatile, persistent, progress = MemoryDatabase(), PersistentMemoryDatabase(), Events()
+    with gates("counted") as (gate,):
+        report = load_table(TABLE, f"gate://counted{source}", [volatile, persistent], progress=progress)
+    assert gate.bytes_read == {"key": 8 * ROWS, "emb_vector": 4 * DIM * ROWS}
     assert held(volatile) == held(persistent) == FILES
     assert report.loads == (DatabaseLoad("memory", 0, ROWS), DatabaseLoad("persistent_memory", 0, ROWS))
     assert (report.tag, report.model.rows, nothing_to_do(report)) == (TAG, ROWS, False)
     record = record_of(persistent)
     assert (record.fingerprint, record.rows_done, record.complete) == (report.model.fingerprint, ROWS, True)
-    assert (record.source, record.size_bytes, len(record.checksum)) == (source, ROWS * ROW_BYTES, 16)
+    assert (record.source, record.size_bytes, len(record.checksum)) == (f"gate://counted{source}", ROWS * ROW_BYTES, 16)
+    assert progress.told[0] == ("start", TAG, ROWS, ROWS * ROW_BYTES)
+    assert progress.told[-1] == ("finish", TAG)
+    assert progress.advanced == ROWS
 
 
 def test_chunks_come_in_order_and_the_end_is_announced_once(source: str) -> None:
@@ -105,22 +97,6 @@ def test_a_table_is_known_to_be_incomplete_before_its_first_row(source: str) -> 
     assert (row, rows) == (0, 0)
     assert record is not None
     assert (record.rows_done, record.complete, record.source) == (0, False, source)
-
-
-def test_progress_counts_every_row_once(source: str) -> None:
-    progress = Events()
-    load_table(TABLE, source, [MemoryDatabase(), PersistentMemoryDatabase()], progress=progress)
-    assert progress.told[0] == ("start", TAG, ROWS, ROWS * ROW_BYTES)
-    assert progress.told[-1] == ("finish", TAG)
-    assert progress.advanced == ROWS
-
-
-def test_two_databases_are_loaded_in_one_pass_over_the_files(source: str) -> None:
-    volatile, persistent = MemoryDatabase(), PersistentMemoryDatabase()
-    with gates("counted") as (gate,):
-        load_table(TABLE, f"gate://counted{source}", [volatile, persistent])
-    assert gate.bytes_read == {"key": 8 * ROWS, "emb_vector": 4 * DIM * ROWS}
-    assert held(volatile) == held(persistent) == FILES
 
 
 def test_the_last_of_a_key_that_stands_twice_is_kept(tmp_path: Path) -> None:
@@ -314,15 +290,6 @@ def test_a_hash_map_with_a_margin_and_rocksdb_get_theirs(source: str, tmp_path: 
 # -- the persistent database is the authority --------------------------------------------------------------------------
 
 
-def update(database: Database) -> dict[int, bytes]:
-    """Change a row, add one and remove one; returns what the database holds now, if it held the files."""
-    changed = np.array([KEYS[0], 10**12])
-    vectors = np.full((2, DIM), 77, np.float32)
-    database.insert(TAG, changed, vectors)
-    database.delete(TAG, KEYS[1:2])
-    return {key: row for key, row in FILES.items() if key != KEYS[1]} | content(changed, vectors)
-
-
 def test_an_unmodified_table_is_loaded_from_the_files(source: str) -> None:
     persistent, volatile = PersistentMemoryDatabase(), MemoryDatabase()
     load_table(TABLE, source, [persistent])
@@ -370,42 +337,21 @@ def test_only_the_share_that_is_asked_for_is_copied(source: str) -> None:
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_failing_database_ends_the_load_and_the_next_one_completes_it(source: str) -> None:
-    volatile, persistent = MemoryDatabase(), PersistentMemoryDatabase()
-
-    def fail_at(row: int) -> None:
-        if row >= 300:
-            raise DatabaseError("disk full")
-
-    persistent.before_chunk = fail_at
-    with pytest.raises(DatabaseError, match="disk full"):
-        load_table(TABLE, source, [volatile, persistent])
-    assert readers() == []
-    record = record_of(persistent)
-    assert (record.rows_done, record.complete) == (5 * CHUNK_ROWS, False)
-    persistent.before_chunk = lambda row: None
-    persistent.told.clear()
-    load_table(TABLE, source, [volatile, persistent])
-    assert held(volatile) == held(persistent) == FILES
-    assert sum(persistent.chunks) == ROWS - 5 * CHUNK_ROWS
-
-
-def test_a_load_that_is_stopped_anywhere_is_completed_by_the_next(source: str) -> None:
-    for stop in range(0, ROWS + CHUNK_ROWS, CHUNK_ROWS):
-        persistent = PersistentMemoryDatabase()
-
-        def interrupt(row: int, stop: int = stop) -> None:
-            if row == stop:
-                raise KeyboardInterrupt
-
-        persistent.before_chunk = interrupt
-        if stop < ROWS:
-            with pytest.raises(KeyboardInterrupt):
-                load_table(TABLE, source, [persistent])
-            assert readers() == []
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), DatabaseError("disk full")])
+def test_a_load_that_is_stopped_anywhere_is_completed_by_the_next(source: str, error: BaseException) -> None:
+    for stop in range(0, ROWS, CHUNK_ROWS):
+        volatile, persistent = MemoryDatabase(), PersistentMemoryDatabase()
+        persistent.before_chunk = failing_at(stop, error)
+        with pytest.raises(type(error)):
+            load_table(TABLE, source, [volatile, persistent])
+        assert readers() == []
+        if stop:
+            assert (record_of(persistent).rows_done, record_of(persistent).complete) == (stop, False)
         persistent.before_chunk = lambda row: None
-        load_table(TABLE, source, [persistent])
-        assert held(persistent) == FILES
+        persistent.told.clear()
+        load_table(TABLE, source, [volatile, persistent])
+        assert held(volatile) == held(persistent) == FILES
+        assert sum(persistent.chunks) == ROWS - stop
         assert nothing_to_do(load_table(TABLE, source, [persistent]))
 
 
@@ -452,23 +398,14 @@ def test_keys_beyond_32_bits_are_found_before_the_old_version_is_dropped(source:
 
 
 def test_a_read_that_never_ends_is_given_up(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
-
-    class StuckFileSystem(LocalFileSystem):
-        def read_into(self, path: str, offset: int, buffer: memoryview, version: str = "") -> None:
-            gate.wait(20)
-            super().read_into(path, offset, buffer, version)
-
-    monkeypatch.setattr("hps.filesystems.local.LocalFileSystem", StuckFileSystem)
     monkeypatch.setattr("hps.models.read_ahead._READ_TIMEOUT_S", 0.05)
-    try:
+    with gates("stuck") as (gate,):
+        gate.hold_from = 0
         with pytest.raises(ModelFileError, match=r"rows from 0 on did not arrive within"):
-            load_table(TABLE, source, [MemoryDatabase()])
-    finally:
-        gate.set()
-        for thread in threading.enumerate():
-            if thread.name.startswith("hps-model-reader"):
-                thread.join(10)
+            load_table(TABLE, f"gate://stuck{source}", [MemoryDatabase()])
+    for thread in threading.enumerate():
+        if thread.name.startswith("hps-model-reader"):
+            thread.join(10)
 
 
 # -- log lines --------------------------------------------------------------------------------------------------------

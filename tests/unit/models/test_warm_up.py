@@ -31,23 +31,11 @@ from tests.tables.table_loads import (
     TAG,
     VECTORS,
     content,
-    cut_into_small_chunks,
     readers,
     rows_of,
-    write_files,
 )
 
-
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    cut_into_small_chunks(monkeypatch)
-    yield
-    assert readers() == []
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> str:
-    return write_files(tmp_path)
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 # -- warm-up ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,88 @@
+"""What holds for a model wherever it is stored; the tests of S3, GCS and HDFS subclass it."""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from hps.databases.hash_map.database import HashMapDatabase
+from hps.databases.rocks_db.database import RocksDatabase
+from hps.errors import ModelFileError, ModelSourceError
+from hps.filesystems.base import FileSystem
+from hps.models.files import open_sparse_model
+from hps.models.sample import sample_chunks, sample_vectors
+from hps.models.sources import ModelSources
+from hps.models.writer import write_sparse_model
+from hps.types import TableSpec
+from tests.tables.sparse_models import chunks_of
+from tests.tables.table_loads import load_table, nothing_to_do
+
+ROWS, DIM = 20_000, 8
+TABLE = TableSpec("shop", "item", DIM, 0.0, 1000)
+
+
+def assert_holds(database: Any, seed: int) -> None:
+    keys = np.arange(ROWS, dtype=np.int64)
+    out, found = np.empty((ROWS, DIM), np.float32), np.zeros(ROWS, bool)
+    assert database.fetch(TABLE.tag, keys, out, found) == ROWS
+    np.testing.assert_array_equal(out, sample_vectors(keys, DIM, seed))
+
+
+class ModelsInStores:
+    """Subclass it, give `store` and the fixtures `server` (`put` and `get` take URIs), `root` (a URI, new) and `sources`."""
+
+    store: ClassVar[type[FileSystem]]
+
+    def test_a_model_is_written_read_and_loaded_bit_for_bit(
+        self, server: Any, root: str, sources: ModelSources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(self.store, "part_bytes", 50_000)  # several parts of each chunk, read side by side
+        assert write_sparse_model(f"{root}/item", sample_chunks(ROWS, DIM, seed=3), sources=sources) == ROWS
+        assert server.get(f"{root}/item/key") == np.arange(ROWS, dtype=np.int64).tobytes()
+        model = open_sparse_model(f"{root}/item/", DIM, sources=sources)
+        assert (model.rows, model.place) == (ROWS, f"{root}/item")
+        count = 0
+        for keys, vectors in chunks_of(model, chunk_rows=7_001):
+            np.testing.assert_array_equal(keys, np.arange(count, count + keys.size))
+            np.testing.assert_array_equal(vectors, sample_vectors(keys, DIM, 3))
+            count += keys.size
+        assert count == ROWS
+        with closing(HashMapDatabase()) as volatile, closing(RocksDatabase(tmp_path / "rocksdb")) as persistent:
+            report = load_table(TABLE, f"{root}/item", [volatile, persistent], sources=sources)
+            assert [load.rows for load in report.loads] == [ROWS, ROWS]
+            assert_holds(volatile, 3)
+            assert_holds(persistent, 3)
+            assert nothing_to_do(load_table(TABLE, f"{root}/item", [persistent], sources=sources))
+            with pytest.raises(ModelFileError, match="it exists"):
+                write_sparse_model(f"{root}/item", sample_chunks(ROWS, DIM, seed=4), sources=sources)
+            write_sparse_model(f"{root}/item", sample_chunks(ROWS, DIM, seed=4), overwrite=True, sources=sources)
+            load_table(TABLE, f"{root}/item", [persistent], sources=sources)
+            assert_holds(persistent, 4)
+
+    @pytest.mark.parametrize(
+        ("files", "message"),
+        [
+            ({}, r"there is no such directory; \w+ a directory with the files key and emb_vector"),
+            ({"key": 16}, "emb_vector not found; it holds key; "),
+            ({"emb_vector": 64}, "key not found; it holds emb_vector; "),
+            ({"other": 1}, "key and emb_vector not found; it holds other"),
+            ({"key": 16, "emb_vector": 63}, r"got 63 bytes, \w+ 64"),
+            ({"key": 16, "emb_vector": 128}, r"got 128 bytes, \w+ 64.*embedding_vecsize_per_table 16"),
+            ({"key": 15, "emb_vector": 64}, r"got 15 bytes, \w+ 8 \(an int64\)"),
+            ({"key": 0, "emb_vector": 0}, "got 0 bytes"),
+            ({"key/0": 16, "emb_vector": 64}, "it is a directory"),
+            ({"key": 16, "emb_vector/part": 64}, "it is a directory"),
+            ({"key": 16, "emb_vector": 64, "meta": 8}, "got 8 bytes"),
+            ({"": 1}, r"it is an? (object|file), expected a directory"),
+        ],
+    )
+    def test_a_place_that_is_no_model_is_refused_at_once(
+        self, server: Any, root: str, sources: ModelSources, files: dict[str, int], message: str
+    ) -> None:
+        for name, size in files.items():
+            server.put(f"{root}/item/{name}".rstrip("/"), b"\0" * size)
+        with pytest.raises(ModelFileError, match=rf"{root}/item.*: {message}") as raised:
+            open_sparse_model(f"{root}/item", DIM, sources=sources)
+        assert not isinstance(raised.value, ModelSourceError)

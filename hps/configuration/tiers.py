@@ -1,13 +1,11 @@
 """The configuration of the host tiers and of what feeds them: databases, `model_source`, `update_source`."""
 
 import os
-import re
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -21,6 +19,7 @@ from hps.configuration.fields import (
     INT32_MAX,
     UINT64_MAX,
     Bytes,
+    Endpoint,
     Expression,
     Flag,
     ListOf,
@@ -34,12 +33,10 @@ from hps.configuration.fields import (
     check_addresses,
     check_place,
     choice,
-    class_of_other_package,
-    expected,
     notices_of,
     problem,
 )
-from hps.registry import IMPLEMENTATIONS, section_of
+from hps.registry import IMPLEMENTATIONS
 
 _MULTI_PROCESS = "multi_process_hash_map|multi_process_hashmap|multi_process_hash|multi_process_map"
 _NO_SHARED_MEMORY = "it is not implemented; use redis_cluster to share vectors between processes, otherwise hash_map"
@@ -55,23 +52,11 @@ def _spelling(section: str) -> BeforeValidator:
         for name, one in ours.items()
         if one.section != section
     }
-    return choice(*rows, refused=refused | {"multi_process_hash_map": _NO_SHARED_MEMORY}, kind="database")
+    return choice(*rows, refused=refused | {"multi_process_hash_map": _NO_SHARED_MEMORY}, kind="database", section=section)
 
 
-def _placed(section: str) -> AfterValidator:
-    """The same for the database of another package, whose class says where it belongs."""
-
-    def check(value: str) -> str:
-        found = class_of_other_package("database", value)
-        if found is not None and section_of(found) != section:
-            raise problem(f'got "{value}": this type belongs in {section_of(found)}')
-        return value
-
-    return AfterValidator(check)
-
-
-VolatileDbType: TypeAlias = Annotated[str, _spelling("volatile_db"), _placed("volatile_db")]
-PersistentDbType: TypeAlias = Annotated[str, _spelling("persistent_db"), _placed("persistent_db")]
+VolatileDbType: TypeAlias = Annotated[str, _spelling("volatile_db")]
+PersistentDbType: TypeAlias = Annotated[str, _spelling("persistent_db")]
 Options: TypeAlias = dict[str, Any]
 """Settings of another package's database, which its `from_config` checks."""
 
@@ -231,15 +216,8 @@ class ModelSourceConfig(Section):
     deadline_s: Timeout = 60.0
     max_attempts: Annotated[Whole, Field(ge=1, le=100)] = 5
     parallel_reads: Annotated[Whole, Field(ge=1, le=64)] = 8
-    s3_endpoint_url: str = ""
-    gcs_endpoint_url: str = ""
-
-    @field_validator("s3_endpoint_url", "gcs_endpoint_url")
-    @classmethod
-    def _reachable(cls, value: str) -> str:
-        if value and not re.match(r"https?://[^/\s]+", value):
-            raise expected("https://host or http://host, optionally with a port, or an empty string")
-        return value
+    s3_endpoint_url: Endpoint = ""
+    gcs_endpoint_url: Endpoint = ""
 
 
 class UpdateSourceConfig(Section):

@@ -1,6 +1,8 @@
 import subprocess
 import sys
 
+import pytest
+
 import hps
 import hps.errors
 
@@ -22,8 +24,16 @@ def test_error_tree_in_the_docstring_names_every_error():
     assert errors <= drawn
 
 
-def test_importing_hps_imports_no_engine():
-    engines = ["numba", "rocksdict", "redis", "boto3", "cupy", "fastapi", "uvicorn", "prometheus_client", "torch"]
-    code = f"import sys, hps; print([name for name in {engines} if name in sys.modules])"
+@pytest.mark.parametrize(
+    ("module", "more"),
+    [
+        ("hps", {"numpy", "pydantic", "typer"}),
+        ("hps.configuration.load", {"typer"}),
+        ("hps.cli.app", {"numpy", "pydantic"}),  # `hps --help` is quick
+    ],
+)
+def test_importing_a_module_loads_nothing_heavy(module: str, more: set[str]) -> None:
+    heavy = ["numba", "rocksdict", "redis", "boto3", "cupy", "fastapi", "uvicorn", "prometheus_client", "torch"]
+    code = f"import sys, {module}; print(sorted({more.union(heavy)} & set(sys.modules)))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert shown.stdout.strip() == "[]"
+    assert shown.stdout == "[]\n"

@@ -59,14 +59,6 @@ def test_takes_any_mapping_and_numpy_values_and_leaves_them_alone() -> None:
     assert str(document) == str(before)
 
 
-def test_takes_paths_as_paths(tmp_path: Path) -> None:
-    configuration = load(
-        {"sparse_files": [tmp_path / "a", tmp_path / "b"]}, persistent_db={"type": "rocks_db", "path": tmp_path / "db"}
-    )
-    assert configuration.models[0].sparse_files == (str(tmp_path / "a"), str(tmp_path / "b"))
-    assert configuration.persistent_db.path == str(tmp_path / "db")
-
-
 def test_is_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load().device = "cpu"  # type: ignore[misc]
@@ -180,6 +172,18 @@ READ: list[tuple[dict[str, Any], str, Any]] = [
     ({"model": {"max_batch_size": 1e3}}, "models.0.max_batch_size", 1000),
     ({"model": {"hit_rate_threshold": 1.1}}, "models.0.hit_rate_threshold", 1.1),
     ({"model": {"hit_rate_threshold": -3}}, "models.0.hit_rate_threshold", -3.0),
+    # Paths are read as text.
+    ({"model": {"sparse_files": [Path("a"), Path("/b")]}}, "models.0.sparse_files", ("a", "/b")),
+    ({"persistent_db": {"type": "rocks_db", "path": Path("/db")}}, "persistent_db.path", "/db"),
+    # What the chosen type does not use is not judged.
+    ({"volatile_db": {"type": "hash_map", "address": "", "tls_client_key": ""}}, "volatile_db.address", ""),
+    (
+        {"volatile_db": {"type": "hash_map", "num_partitions": 4, "num_node_connections": 9}},
+        "volatile_db.num_node_connections",
+        9,
+    ),
+    ({"persistent_db": {"type": "disabled", "path": ""}}, "persistent_db.path", ""),
+    ({"update_source": {"type": "null", "brokers": ""}}, "update_source.brokers", ""),
 ]
 
 
@@ -212,15 +216,6 @@ def test_reads_a_file_as_hugectrs_users_have_it() -> None:
     }
     dense = {"dense_file": "", "network_file": "", "maxnum_des_feature_per_sample": 0, "num_of_refresher_buffer_in_pool": 0}
     assert load(dense, **cluster).volatile_db.num_partitions == 12
-
-
-def test_what_the_chosen_type_does_not_use_is_not_judged() -> None:
-    configuration = load(
-        volatile_db={"type": "hash_map", "address": "", "tls_client_key": "", "num_partitions": 4, "num_node_connections": 9},
-        persistent_db={"type": "disabled", "path": ""},
-        update_source={"type": "null", "brokers": ""},
-    )
-    assert (configuration.volatile_db.address, configuration.volatile_db.num_node_connections) == ("", 9)
 
 
 def test_secrets_of_the_environment_stand_in_for_configured_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,9 +27,6 @@ Force: TypeAlias = Annotated[
     bool,
     typer.Option("--force", help="Load all files again, whatever the databases hold. Online updates of the tables are lost."),
 ]
-SERVICE_LOG = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-"""The format of a service's log lines."""
-
 _WRONG_INPUT = (
     errors.ConfigError,
     errors.MissingDependencyError,
@@ -135,37 +132,30 @@ class _ConsoleHandler(logging.Handler):
 
 
 @contextmanager
-def _bars(console: Console, level: str, line: str) -> "Iterator[Progress]":
+def progress(service_level: str | None = None) -> "Iterator[Progress]":
+    """Set up logging and show progress: as bars on a terminal, elsewhere as log lines among all others.
+
+    Args:
+        service_level: the log level of a service, whose lines always have their time and logger. Any other command logs
+            warnings on a terminal, and elsewhere what it does and when.
+    """
+    console = Console(stderr=True)
+    if service_level:
+        level, line = service_level.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    elif console.is_terminal:
+        level, line = "WARNING", "%(levelname)s %(message)s"
+    else:
+        level, line = "INFO", "%(asctime)s %(levelname)s %(message)s"
+    if not console.is_terminal:
+        logging.basicConfig(level=level, format=line)
+        yield LogProgress()
+        return
     logging.basicConfig(level=level, format=line, handlers=[_ConsoleHandler(console)])
     bars = _Bars(console)
     try:
         yield bars
     finally:
         bars.stop()
-
-
-@contextmanager
-def progress() -> "Iterator[Progress]":
-    """Set up logging and show progress: as bars and warnings on a terminal, elsewhere as log lines among all others."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with _bars(console, "WARNING", "%(levelname)s %(message)s") as bars:
-            yield bars
-        return
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    yield LogProgress()
-
-
-@contextmanager
-def serving(log_level: str) -> "Iterator[Progress | None]":
-    """Set up a service's logging; on a terminal, show bars among the lines. Elsewhere yield None: the service logs progress."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with _bars(console, log_level.upper(), SERVICE_LOG) as bars:
-            yield bars
-        return
-    logging.basicConfig(level=log_level.upper(), format=SERVICE_LOG)
-    yield None
 
 
 def leave(code: int) -> NoReturn:

@@ -1,21 +1,21 @@
 """`hps serve`: load the models of a configuration and answer lookups over HTTP."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from hps import errors
 from hps.cli import console
 
 EXAMPLE = "Example: `hps serve configs/minimal.json --port 8000`"
-_LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
 def serve_command(
     config: console.ConfigPath,
     host: Annotated[str | None, typer.Option(help="Listen here instead of where CONFIG says.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="As --host; 0 takes any free port.")] = None,
-    log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
+    log_level: Annotated[
+        Literal["critical", "error", "warning", "info", "debug"], typer.Option(case_sensitive=False, help="Log this and worse.")
+    ] = "info",
     force: console.Force = False,
 ) -> None:
     """Load the models of CONFIG and answer lookups over HTTP until Ctrl-C.
@@ -25,11 +25,7 @@ def serve_command(
     the progress.
     """
     with console.reported():
-        if log_level.lower() not in _LEVELS:
-            raise errors.InvalidInputError(
-                f"--log-level: got {log_level!r}, expected {', '.join(_LEVELS[:-1])} or {_LEVELS[-1]}"
-            )
-        with console.serving(log_level) as progress:  # logging is set up from here on, also for what the configuration says
+        with console.progress(log_level) as progress:  # logging is set up from here on, also for what the configuration says
             from hps.configuration.load import load_configuration
 
             configuration = load_configuration(config)

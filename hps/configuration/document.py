@@ -171,8 +171,6 @@ def problems_of(
             text = _unknown_key(location, keys, other_names)
         elif kind == "missing":
             text = "missing; it has no default, so write it"
-        elif kind == "choice":
-            text = f"got {got}, expected one of: {', '.join(context['known'])}{_nearest(value, context['spellings'])}"
         else:
             allowed = _KINDS.get(kind)
             text = f"got {got}, expected {allowed.format(**context)}" if allowed else f"got {got}: {detail['msg']}"
@@ -194,8 +192,3 @@ def _unknown_key(location: Location, keys: Mapping[str, Collection[str]], other_
     if homes:
         return f"unknown key here; it belongs in {' or '.join(homes)}"
     return f"unknown key; known are: {', '.join(sorted(here))}"
-
-
-def _nearest(value: Any, spellings: Mapping[str, str]) -> str:
-    near = get_close_matches(value.lower(), spellings, n=1) if isinstance(value, str) else []
-    return f"; did you mean {spellings[near[0]]}?" if near else ""

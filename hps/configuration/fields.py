@@ -4,12 +4,14 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from hps import registry
+from hps.configuration.document import shown
 from hps.errors import ConfigError, MissingDependencyError
 
 T = TypeVar("T")
@@ -77,22 +79,16 @@ def _unquoted(value: Any, read: Callable[[str], Any], info: ValidationInfo) -> A
         return value
     try:
         number = read(value.strip())
-    except ValueError:
+    except (ValueError, KeyError):
         return value
     title = info.config.get("title", "") if info.config else ""
     notices_of(info).quoted.add(f"{title}.{info.field_name}" if title else str(info.field_name))
     return number
 
 
-def _read_flag(text: str) -> bool:
-    try:
-        return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-    except KeyError:
-        raise ValueError(text) from None
-
-
 def _flag(value: Any, info: ValidationInfo) -> Any:
-    return _unquoted(value, _read_flag, info)
+    flags = {"true": True, "1": True, "false": False, "0": False}
+    return _unquoted(value, lambda text: flags[text.lower()], info)
 
 
 def _read_number(text: str) -> int | float:
@@ -147,22 +143,21 @@ Older: TypeAlias = Annotated[T | None, Field(deprecated=True, exclude=True, repr
 """A key of an older version, whose value a current key takes over. Read the current key."""
 
 
-def _name(value: str) -> str:
-    if not re.fullmatch(r"[a-zA-Z0-9_-]{1,120}", value):
-        raise expected("1 to 120 of the characters a-z A-Z 0-9 _ -")
-    return value
+def _matching(pattern: str, text: str) -> AfterValidator:
+    """Accept strings that match as a whole; expect `text` of all others."""
+
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, value, re.DOTALL):
+            raise expected(text)
+        return value
+
+    return AfterValidator(check)
 
 
 def check_place(value: str) -> str:
     """A path or URI that something can be opened at."""
     if not value or "\0" in value:
         raise expected("a path or URI that is not empty and has no NUL character")
-    return value
-
-
-def _token(value: str) -> str:
-    if not re.fullmatch(r"[!-~]*", value):
-        raise expected("only visible ASCII characters (no space, no line end)")
     return value
 
 
@@ -185,13 +180,17 @@ def _expression(value: str) -> str:
     return value
 
 
-Name: TypeAlias = Annotated[str, AfterValidator(_name)]
+Name: TypeAlias = Annotated[str, _matching(r"[a-zA-Z0-9_-]{1,120}", "1 to 120 of the characters a-z A-Z 0-9 _ -")]
 Place: TypeAlias = Annotated[str, AfterValidator(check_place)]
-Token: TypeAlias = Annotated[Secret, AfterValidator(_token)]
+Token: TypeAlias = Annotated[Secret, _matching(r"[!-~]*", "only visible ASCII characters (no space, no line end)")]
+Endpoint: TypeAlias = Annotated[
+    str,
+    _matching(r"(https?://[^/\s]+.*)?", "https://host or http://host, optionally with a port, or an empty string"),
+]
 Expression: TypeAlias = Annotated[str, AfterValidator(_expression)]
 
 
-def choice(*rows: str, refused: Mapping[str, str] | None = None, kind: str = "") -> BeforeValidator:
+def choice(*rows: str, refused: Mapping[str, str] | None = None, kind: str = "", section: str | None = None) -> BeforeValidator:
     """Turn any spelling of an enum value into the canonical one.
 
     As in HugeCTR's Triton backend, case does not matter, and blanks and hyphens stand for underscores.
@@ -199,7 +198,9 @@ def choice(*rows: str, refused: Mapping[str, str] | None = None, kind: str = "")
     Args:
         rows: the spellings of each value, separated by `|`, the canonical one first.
         refused: known values that cannot be used here, each with the reason and the cure.
-        kind: of the registry, if any: names that other packages register there are accepted, too.
+        kind: of the registry, if any: names that other packages register there are accepted, too, if what they name can be
+            imported.
+        section: of the configuration where this stands; a database of another package must belong there.
     """
     canonical = {spelling: row.split("|")[0] for row in rows for spelling in row.split("|")}
     refused = refused or {}
@@ -214,23 +215,20 @@ def choice(*rows: str, refused: Mapping[str, str] | None = None, kind: str = "")
             if found is not None:
                 return found
             if kind and registry.is_registered(kind, word):
-                return word
+                return of_other_package(word)
         others = registry.other_names(kind) if kind else []
         spellings = canonical | {name: name for name in others}
-        raise PydanticCustomError("choice", "one of {known}", {"known": [*allowed, *others], "spellings": spellings})
+        near = get_close_matches(value.lower(), spellings, n=1) if isinstance(value, str) else []
+        hint = f"; did you mean {spellings[near[0]]}?" if near else ""
+        raise problem(f"got {shown(value)}, expected one of: {', '.join([*allowed, *others])}{hint}")
+
+    def of_other_package(name: str) -> str:
+        try:
+            found = registry.implementation(kind, name)
+        except (ConfigError, MissingDependencyError) as error:
+            raise problem(" ".join(str(error).split())) from error
+        if section and registry.section_of(found) != section:
+            raise problem(f'got "{name}": this type belongs in {registry.section_of(found)}')
+        return name
 
     return BeforeValidator(read)
-
-
-def class_of_other_package(kind: str, name: str) -> Any:
-    """Import what another package has registered under `name`; None if the name is one of ours.
-
-    Raises:
-        PydanticCustomError: it cannot be imported; an error for the report.
-    """
-    if name in ("disabled", "auto") or name in registry.IMPLEMENTATIONS[kind]:
-        return None
-    try:
-        return registry.implementation(kind, name)
-    except (ConfigError, MissingDependencyError) as error:
-        raise problem(" ".join(str(error).split())) from error

@@ -7,7 +7,7 @@ Constructing a struct checks nothing but its required arguments: `load_configura
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -236,18 +236,19 @@ def python_path(config: ParameterServerConfig) -> Callable[[Location], str]:
     """A function that writes a location of the document in the structs' names."""
 
     def path(location: Location) -> str:
-        if location == ("supportlonglong",):
-            return "inference_params_array[0].i64_input_key"
-        if location == ("persistent_db", "type"):
-            return "persistent_db.backend"
-        if location[:1] != ("models",):
-            return path_of(location)
-        index, key, *rest = (*location[1:], None, None)[:2] + location[3:]
-        if key in _TABLE_DICTS and isinstance(index, int):
-            name = config.inference_params_array[index].model_name
-            return f"{_TABLE_DICTS[str(key)]}[{shown(name)}]" + "".join(f"[{step}]" for step in rest)
-        steps = (index, _JSON_NAMES.get(str(key), key), *rest)
-        return path_of(("inference_params_array", *(step for step in steps if step is not None)))
+        match location:
+            case ("supportlonglong",):
+                return "inference_params_array[0].i64_input_key"
+            case ("persistent_db", "type"):
+                return "persistent_db.backend"
+            case ("models", int(index), str(key), *rest) if key in _TABLE_DICTS:
+                name = config.inference_params_array[index].model_name
+                return f"{_TABLE_DICTS[key]}[{shown(name)}]" + "".join(f"[{step}]" for step in rest)
+            case ("models", int(index), str(key), *rest):
+                return path_of(("inference_params_array", index, _JSON_NAMES.get(key, key), *rest))
+            case ("models", *rest):
+                return path_of(("inference_params_array", *rest))
+        return path_of(location)
 
     return path
 
@@ -271,11 +272,7 @@ def _arguments(struct: Any, problems: list[str], location: Location) -> dict[str
     }
 
 
-def _default(argument: Field[Any]) -> Any:
-    return plain(argument.default if argument.default_factory is MISSING else argument.default_factory(), [])
-
-
-_MODEL_DEFAULTS = {argument.name: _default(argument) for argument in fields(InferenceParams)}
+_MODEL_DEFAULTS = vars(InferenceParams("", 0, 0.0, "", [], 0, True, 0.0, True))
 
 
 def _table_problems(tables: dict[str, Any], names: list[Any]) -> Iterator[str]:
@@ -331,8 +328,7 @@ def _model_document(model: dict[str, Any], tables: dict[str, Any]) -> dict[str, 
 
 def _database_document(struct: Any, problems: list[str], key: str) -> dict[str, Any]:
     """What differs from the defaults, so that a default that follows from another value does so here, too."""
-    defaults = {argument.name: _default(argument) for argument in fields(struct)}
-    given = _arguments(struct, problems, (key,))
+    defaults, given = _arguments(_DATABASES[key](), [], (key,)), _arguments(struct, problems, (key,))
     document = {name: value for name, value in given.items() if value != defaults[name]}
     document.pop("backend", None)
     return {**document, "type": given["backend"] if "backend" in given else given["type"]}

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
-    AfterValidator,
     ConfigDict,
     Field,
     ValidationInfo,
@@ -37,7 +36,6 @@ from hps.configuration.fields import (
     Token,
     Whole,
     choice,
-    class_of_other_package,
     notices_of,
     problem,
     validate_with,
@@ -50,14 +48,7 @@ CacheType: TypeAlias = Annotated[
     Literal["dynamic", "static", "uvm", "stochastic"],
     choice("dynamic", "static", "uvm", "stochastic"),
 ]
-
-
-def _of_device(value: str) -> str:
-    class_of_other_package("cache", value)
-    return value
-
-
-DeviceChoice: TypeAlias = Annotated[str, choice("auto", *IMPLEMENTATIONS["cache"], kind="cache"), AfterValidator(_of_device)]
+DeviceChoice: TypeAlias = Annotated[str, choice("auto", *IMPLEMENTATIONS["cache"], kind="cache")]
 
 
 class ServiceConfig(Section):

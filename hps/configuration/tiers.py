@@ -1,8 +1,8 @@
 """The configuration of the host tiers and of what feeds them: databases, `model_source`, `update_source`."""
 
 import os
-import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
@@ -21,6 +21,7 @@ from hps.configuration.fields import (
     INT32_MAX,
     UINT64_MAX,
     Bytes,
+    Endpoint,
     Expression,
     Flag,
     ListOf,
@@ -34,12 +35,10 @@ from hps.configuration.fields import (
     check_addresses,
     check_place,
     choice,
-    class_of_other_package,
-    expected,
     notices_of,
     problem,
 )
-from hps.registry import IMPLEMENTATIONS, section_of
+from hps.registry import IMPLEMENTATIONS
 
 _MULTI_PROCESS = "multi_process_hash_map|multi_process_hashmap|multi_process_hash|multi_process_map"
 _NO_SHARED_MEMORY = "it is not implemented; use redis_cluster to share vectors between processes, otherwise hash_map"
@@ -55,26 +54,37 @@ def _spelling(section: str) -> BeforeValidator:
         for name, one in ours.items()
         if one.section != section
     }
-    return choice(*rows, refused=refused | {"multi_process_hash_map": _NO_SHARED_MEMORY}, kind="database")
+    return choice(*rows, refused=refused | {"multi_process_hash_map": _NO_SHARED_MEMORY}, kind="database", section=section)
 
 
-def _placed(section: str) -> AfterValidator:
-    """The same for the database of another package, whose class says where it belongs."""
-
-    def check(value: str) -> str:
-        found = class_of_other_package("database", value)
-        if found is not None and section_of(found) != section:
-            raise problem(f'got "{value}": this type belongs in {section_of(found)}')
-        return value
-
-    return AfterValidator(check)
+VolatileDbType: TypeAlias = Annotated[str, _spelling("volatile_db")]
+PersistentDbType: TypeAlias = Annotated[str, _spelling("persistent_db")]
 
 
-VolatileDbType: TypeAlias = Annotated[str, _spelling("volatile_db"), _placed("volatile_db")]
-PersistentDbType: TypeAlias = Annotated[str, _spelling("persistent_db"), _placed("persistent_db")]
-Options: TypeAlias = dict[str, Any]
+def _for_other_packages(value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    chosen = info.data.get("type")
+    if value and (chosen == "disabled" or chosen in IMPLEMENTATIONS["database"]):
+        raise problem(f"got options for {chosen}, expected none; only databases of other packages take options")
+    return value
+
+
+Options: TypeAlias = Annotated[dict[str, Any], AfterValidator(_for_other_packages), Field(repr=False)]
 """Settings of another package's database, which its `from_config` checks."""
 
+
+def _used_when(key: str, value: str | bool, check: Callable[[str], str]) -> AfterValidator:
+    """Check a setting only where `key`, which stands before it, has the `value` that uses it.
+
+    HugeCTR's users have files in which the others are empty.
+    """
+
+    def check_if_used(setting: str, info: ValidationInfo) -> str:
+        return check(setting) if info.data.get(key) == value else setting
+
+    return AfterValidator(check_if_used)
+
+
+TlsFile: TypeAlias = Annotated[str, _used_when("enable_tls", True, check_place)]
 OverflowPolicy: TypeAlias = Annotated[
     Literal["evict_random", "evict_least_used", "evict_oldest"],
     choice("evict_random|random", "evict_least_used|least_used", "evict_oldest|oldest"),
@@ -109,32 +119,20 @@ class Section(BaseModel):
         return self
 
 
-class DatabaseConfig(Section):
-    """What both databases have in common."""
-
-    @field_validator("options", check_fields=False)
-    @classmethod
-    def _for_other_packages(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        chosen = info.data.get("type")
-        if value and (chosen == "disabled" or chosen in IMPLEMENTATIONS["database"]):
-            raise problem(f"got options for {chosen}, expected none; only databases of other packages take options")
-        return value
-
-
 def _batch_size(data: dict[str, Any]) -> int:
     """HugeCTR 4.1 had one size for reading and one for writing; the smaller stands for both."""
     older = [data[key] for key in ("max_get_batch_size", "max_set_batch_size") if data[key] is not None]
     return min(older, default=65536)
 
 
-class VolatileDbConfig(DatabaseConfig):
+class VolatileDbConfig(Section):
     """`volatile_db`: the tier in memory."""
 
     model_config = ConfigDict(title="volatile_db")
     older_keys = frozenset({"max_get_batch_size", "max_set_batch_size", "refresh_time_after_fetch"})
 
     type: VolatileDbType = "disabled"
-    address: str = "127.0.0.1:7000"
+    address: Annotated[str, _used_when("type", "redis_cluster", check_addresses)] = "127.0.0.1:7000"
     user_name: str = "default"
     password: Secret = ""
     num_partitions: Annotated[Whole, Field(ge=1, le=65536)] = Field(default_factory=lambda: min(16, os.cpu_count() or 1))
@@ -148,9 +146,9 @@ class VolatileDbConfig(DatabaseConfig):
     max_set_batch_size: Older[Positive] = None
     max_batch_size: Positive = Field(default_factory=_batch_size)
     enable_tls: Flag = False
-    tls_ca_certificate: str = "cacertbundle.crt"
-    tls_client_certificate: str = "client_cert.pem"
-    tls_client_key: str = "client_key.pem"
+    tls_ca_certificate: TlsFile = "cacertbundle.crt"
+    tls_client_certificate: TlsFile = "client_cert.pem"
+    tls_client_key: TlsFile = "client_key.pem"
     tls_server_name_identification: str = "redis.localhost"
     refresh_time_after_fetch: Older[Flag] = None
     overflow_margin: Annotated[Whole, Field(ge=1, le=UINT64_MAX)] = UINT64_MAX
@@ -160,19 +158,7 @@ class VolatileDbConfig(DatabaseConfig):
     initial_cache_rate: Share = 1.0
     cache_missed_embeddings: Flag = False
     update_filters: ListOf[Expression] = ("^hps_.+$",)
-    options: Options = Field(default={}, repr=False)
-
-    # Settings that the chosen type does not use are not checked: HugeCTR's users have files in which they are empty.
-
-    @field_validator("address")
-    @classmethod
-    def _reachable(cls, value: str, info: ValidationInfo) -> str:
-        return check_addresses(value) if info.data.get("type") == "redis_cluster" else value
-
-    @field_validator("tls_ca_certificate", "tls_client_certificate", "tls_client_key")
-    @classmethod
-    def _openable(cls, value: str, info: ValidationInfo) -> str:
-        return check_place(value) if info.data.get("enable_tls") else value
+    options: Options = {}
 
     @field_validator("num_node_connections")
     @classmethod
@@ -183,7 +169,7 @@ class VolatileDbConfig(DatabaseConfig):
         return value
 
 
-class PersistentDbConfig(DatabaseConfig):
+class PersistentDbConfig(Section):
     """`persistent_db`: the tier on disk, which holds every row."""
 
     model_config = ConfigDict(title="persistent_db")
@@ -191,7 +177,9 @@ class PersistentDbConfig(DatabaseConfig):
 
     backend: Older[PersistentDbType] = None
     type: PersistentDbType = Field(default_factory=lambda data: data["backend"] or "disabled")
-    path: str = Field(default_factory=lambda: str(Path(tempfile.gettempdir(), "rocksdb")))
+    path: Annotated[str, _used_when("type", "rocks_db", check_place)] = Field(
+        default_factory=lambda: str(Path(tempfile.gettempdir(), "rocksdb"))
+    )
     num_threads: Annotated[Whole, Field(ge=1, le=1024)] = 16
     read_only: Flag = False
     max_get_batch_size: Older[Positive] = None
@@ -199,7 +187,7 @@ class PersistentDbConfig(DatabaseConfig):
     max_batch_size: Positive = Field(default_factory=_batch_size)
     initialize_after_startup: Flag = Field(default_factory=lambda data: not data["read_only"])
     update_filters: ListOf[Expression] = ("^hps_.+$",)
-    options: Options = Field(default={}, repr=False)
+    options: Options = {}
 
     @field_validator("type")
     @classmethod
@@ -208,11 +196,6 @@ class PersistentDbConfig(DatabaseConfig):
         if backend is not None and backend != value:
             raise problem(f'got "{value}" here and "{backend}" as backend, another name of this key; write one of them')
         return value
-
-    @field_validator("path")
-    @classmethod
-    def _openable(cls, value: str, info: ValidationInfo) -> str:
-        return check_place(value) if info.data.get("type") == "rocks_db" else value
 
     @field_validator("initialize_after_startup")
     @classmethod
@@ -231,15 +214,8 @@ class ModelSourceConfig(Section):
     deadline_s: Timeout = 60.0
     max_attempts: Annotated[Whole, Field(ge=1, le=100)] = 5
     parallel_reads: Annotated[Whole, Field(ge=1, le=64)] = 8
-    s3_endpoint_url: str = ""
-    gcs_endpoint_url: str = ""
-
-    @field_validator("s3_endpoint_url", "gcs_endpoint_url")
-    @classmethod
-    def _reachable(cls, value: str) -> str:
-        if value and not re.match(r"https?://[^/\s]+", value):
-            raise expected("https://host or http://host, optionally with a port, or an empty string")
-        return value
+    s3_endpoint_url: Endpoint = ""
+    gcs_endpoint_url: Endpoint = ""
 
 
 class UpdateSourceConfig(Section):
@@ -248,18 +224,13 @@ class UpdateSourceConfig(Section):
     model_config = ConfigDict(title="update_source")
 
     type: UpdateSourceType = "null"
-    brokers: str = "127.0.0.1:9092"
+    brokers: Annotated[str, _used_when("type", "kafka_message_queue", check_addresses)] = "127.0.0.1:9092"
     metadata_refresh_interval_ms: Annotated[Whole, Field(ge=10, le=INT32_MAX)] = 30_000
     receive_buffer_size: Annotated[Whole, Field(ge=1024, le=INT32_MAX)] = 262_144
     poll_timeout_ms: Positive = 500
     max_batch_size: Positive = 8192
     failure_backoff_ms: NonNegative = 50
     max_commit_interval: Positive = 32
-
-    @field_validator("brokers")
-    @classmethod
-    def _reachable(cls, value: str, info: ValidationInfo) -> str:
-        return check_addresses(value) if info.data.get("type") == "kafka_message_queue" else value
 
     @model_validator(mode="after")
     def _note_what_is_missing(self, info: ValidationInfo) -> Self:

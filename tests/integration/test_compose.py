@@ -82,7 +82,7 @@ def run_python(code, writable, environment):
 def assert_answers(stack, name, keys, table="item", timeout_s=20):
     """Look keys up through one service, and compare every bit."""
     dim, seed, rows = TABLES[table]
-    url = f"http://{stack.address(name, 8000)}/v1/models/sample/lookup"
+    url = f"{stack.url(name)}/v1/models/sample/lookup"
     body = {"tables": {table: [int(key) for key in keys]}}
     answer = httpx.post(url, json=body, headers=TOKEN, timeout=timeout_s)
     assert answer.status_code == 200, answer.text
@@ -94,7 +94,7 @@ def assert_answers(stack, name, keys, table="item", timeout_s=20):
 
 def metric(stack, name, line):
     """The value of one line of a replica's metrics."""
-    text = httpx.get(f"http://{stack.address(name, 8000)}/metrics", headers=TOKEN).text
+    text = httpx.get(f"{stack.url(name)}/metrics", headers=TOKEN).text
     return next(float(one.rpartition(" ")[2]) for one in text.splitlines() if one.startswith(line))
 
 
@@ -120,15 +120,14 @@ def test_every_replica_answers_bit_for_bit(stack, name, table):
 
 
 def test_requests_without_the_token_are_refused(stack):
-    url = f"http://{stack.address('hps-1', 8000)}"
+    url = stack.url("hps-1")
     for answer in (httpx.get(f"{url}/metrics"), httpx.post(f"{url}/v1/models/sample/lookup", json={"tables": {"user": [1]}})):
         assert answer.status_code == 401
     assert httpx.get(f"{url}/v2/health/ready").status_code == 200
 
 
 def test_redis_refuses_who_has_no_password(stack):
-    host, _, port = stack.address("redis", 6379).partition(":")
-    with redis.Redis(host, int(port), socket_timeout=10) as client, pytest.raises(redis.AuthenticationError):
+    with redis.Redis(stack.addresses["redis"], 6379, socket_timeout=10) as client, pytest.raises(redis.AuthenticationError):
         client.ping()
 
 
@@ -151,8 +150,8 @@ def test_rocksdb_of_a_replica_is_locked_against_another(stack, tmp_path):
 @needs_balancer
 def test_balancer_answers_and_keeps_the_metrics_of_replicas_to_itself(stack):
     assert_answers(stack, "balancer", range(100))
-    assert httpx.get(f"http://{stack.address('balancer', 8000)}/metrics", headers=TOKEN).status_code == 404
-    assert "haproxy_server_status" in httpx.get(f"http://{stack.address('balancer', 8404)}/metrics").text
+    assert httpx.get(f"{stack.url('balancer')}/metrics", headers=TOKEN).status_code == 404
+    assert "haproxy_server_status" in httpx.get(f"{stack.url('balancer', 8404)}/metrics").text
 
 
 def test_others_go_on_when_a_replica_is_killed(stack):
@@ -160,8 +159,7 @@ def test_others_go_on_when_a_replica_is_killed(stack):
     for turn in range(10):
         for name in ("hps-1", "hps-3"):
             assert_answers(stack, name, range(turn * 100, turn * 100 + 100))
-    stack.start("hps-2")
-    stack.wait_healthy("hps-2")
+    stack.bring_back("hps-2")
     assert "embeddings in persistent database (rocks_db); all were there" in stack.log("hps-2")
     assert_answers(stack, "hps-2", range(1000))
 
@@ -184,8 +182,7 @@ def test_no_lookup_through_the_balancer_fails_while_replicas_are_replaced(stack)
         for name in REPLICAS:  # the upgrade of docs/deployment.md
             before = answered[0]
             assert stack.stop(name) == 0
-            stack.start(name)
-            stack.wait_healthy(name)
+            stack.bring_back(name)
             wait_until(lambda before=before: answered[0] > before, "lookups went on")
             # The balancer asks each replica once a second.
             wait_until(lambda name=name: backend_is_up(stack, name), f"the balancer found {name} again")
@@ -197,7 +194,7 @@ def test_no_lookup_through_the_balancer_fails_while_replicas_are_replaced(stack)
 
 
 def backend_is_up(stack, name):
-    text = httpx.get(f"http://{stack.address('balancer', 8404)}/metrics").text
+    text = httpx.get(f"{stack.url('balancer', 8404)}/metrics").text
     return f'haproxy_server_status{{proxy="replicas",server="{name}",state="UP"}} 1' in text
 
 
@@ -207,8 +204,7 @@ def test_lookups_go_on_while_redis_is_gone_and_fill_it_when_it_is_back(stack):
         for name in REPLICAS:
             assert_answers(stack, name, range(30_000 + turn * 200, 30_200 + turn * 200))
     assert metric(stack, "hps-1", 'hps_tier_errors_total{tier="volatile_db"}') > 0
-    stack.start("redis")
-    stack.wait_healthy("redis")
+    stack.bring_back("redis")
     promoted = metric(stack, "hps-1", "hps_promoted_keys_total")
     asked = iter(range(40_000, 50_000, 50))
 
@@ -227,14 +223,12 @@ def test_replica_is_restored_from_a_copy_of_its_volume_and_refilled_without_one(
     shutil.copytree(volume / "rocksdb", tmp_path / "backup")
     shutil.rmtree(volume / "rocksdb")
     shutil.copytree(tmp_path / "backup", volume / "rocksdb")
-    stack.start("hps-3")
-    stack.wait_healthy("hps-3")
+    stack.bring_back("hps-3")
     assert "50000 embeddings in persistent database (rocks_db); all were there" in stack.log("hps-3")
     assert_answers(stack, "hps-3", range(500))
     stack.kill("hps-3")
     shutil.rmtree(volume / "rocksdb")
-    stack.start("hps-3")
-    stack.wait_healthy("hps-3")
+    stack.bring_back("hps-3")
     assert "50000 embeddings in persistent database (rocks_db); complete" in stack.log("hps-3")
     assert_answers(stack, "hps-3", range(500))
 
@@ -253,8 +247,7 @@ def test_cluster_profile_serves_and_survives_the_loss_of_a_master(tmp_path_facto
         for turn in range(5):
             for name in REPLICAS:
                 assert_answers(stack, name, range(20_000 + turn * 300, 20_300 + turn * 300))
-        stack.start("redis-1")
-        stack.wait_healthy("redis-1")
+        stack.bring_back("redis-1")
         stack.start("redis-cluster")  # as `up` does: it finds the cluster and leaves it alone
         stack.wait_completed("redis-cluster")
         for name in REPLICAS:

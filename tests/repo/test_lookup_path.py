@@ -1,39 +1,53 @@
-"""How many files a reader opens who follows a lookup in process: where every key hits, ten at most."""
+"""How many files of the package a reader opens who follows a lookup whose keys all hit."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 import torch
 
 import hps
-from tests.servers.running_service import document_of, model_of
+from tests.servers.running_service import document_of, model_of, running_service
 
-PACKAGE = str(Path(hps.__file__).parent)
-MOST_FILES = 10
+PACKAGE = Path(hps.__file__).parent
+MOST_FILES_IN_PROCESS, MOST_FILES_OVER_HTTP, MOST_FILES_OF_THE_SERVICE = 10, 16, 6
 ROWS, DIM = 100, 4
+CHANGES = {"gpucacheper": 1.0, "hit_rate_threshold": 1.1}
 Call = Callable[[hps.HPS], Any]
 
 
-def files_of(call: Callable[[], Any]) -> set[str]:
-    """The files of the package whose functions run during a call."""
-    files = set()
+class Called(set[str]):
+    """The files of the package whose functions run while it is `on`."""
 
-    def note(frame: FrameType, event: str, _argument: Any) -> None:
-        name = frame.f_code.co_filename
-        if event == "call" and name.startswith(PACKAGE):
-            files.add(name.removeprefix(PACKAGE + "/"))
+    on = False
 
-    sys.setprofile(note)
+    def note(self, frame: FrameType, event: str, _argument: Any) -> None:
+        if self.on and event == "call" and (path := Path(frame.f_code.co_filename)).is_relative_to(PACKAGE):
+            self.add(path.relative_to(PACKAGE).as_posix())
+
+
+@pytest.fixture
+def called() -> Iterator[Called]:
+    called = Called()
+    sys.setprofile(called.note)  # of this thread alone
     try:
-        call()
+        yield called
     finally:
         sys.setprofile(None)
-    return files
+        threading.setprofile(None)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    keys = np.arange(ROWS)
+    hps.write_sparse_model(tmp_path / "t", (keys, np.repeat(keys.astype(np.float32)[:, None], DIM, axis=1)))
+    return tmp_path / "t"
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -42,11 +56,8 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def server(device: str, tmp_path: Path) -> Iterator[hps.HPS]:
-    keys = np.arange(ROWS)
-    hps.write_sparse_model(tmp_path / "t", (keys, np.ones((ROWS, DIM), np.float32)))
-    changes = {"cache_refresh_percentage_per_iteration": 1.0, "gpucacheper": 1.0, "hit_rate_threshold": 1.1}
-    model = model_of("m", [tmp_path / "t"] * 2, {"a": DIM, "b": DIM}, **changes)
+def server(device: str, files: Path) -> Iterator[hps.HPS]:
+    model = model_of("m", [files] * 2, {"a": DIM, "b": DIM}, cache_refresh_percentage_per_iteration=1.0, **CHANGES)
     with hps.HPS(document_of(model, device=device)) as server:
         yield server
 
@@ -63,7 +74,7 @@ def calls(resident: np.ndarray, place: Callable[[np.ndarray], Any]) -> dict[str,
 
 @pytest.mark.parametrize("name", ["lookup", "lookup_fromdlpack", "lookup_tables", "lookup_concatenated"])
 @pytest.mark.parametrize("kind", ["numpy", "torch", "cupy"])
-def test_a_lookup_whose_keys_all_hit_crosses_few_files(server: hps.HPS, device: str, name: str, kind: str) -> None:
+def test_a_lookup_in_process_crosses_few_files(server: hps.HPS, device: str, name: str, kind: str, called: Called) -> None:
     places: dict[str, Callable[[np.ndarray], Any]] = {
         "numpy": np.array,
         "torch": lambda array: torch.from_numpy(array).to(device),
@@ -77,7 +88,25 @@ def test_a_lookup_whose_keys_all_hit_crosses_few_files(server: hps.HPS, device: 
         call(server)
     counters = server.metrics.table("m", "a")
     misses = counters.misses[0]
-    files = files_of(lambda: call(server))
+    called.on = True
+    call(server)
+    called.on = False
     assert counters.misses[0] == misses
-    assert len(files) <= MOST_FILES, sorted(files)
-    assert {"parameter_server.py", "lookup/session.py"} <= files
+    assert len(called) <= MOST_FILES_IN_PROCESS, sorted(called)
+    assert {"parameter_server.py", "lookup/session.py"} <= called
+
+
+def test_a_lookup_over_http_crosses_few_files(files: Path, called: Called) -> None:
+    tensor = {"name": "item", "datatype": "INT64", "shape": [10], "parameters": {"binary_data_size": 80}}
+    text = orjson.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}})
+    length = {"Inference-Header-Content-Length": str(len(text))}
+    threading.setprofile(called.note)
+    with running_service(document_of(model_of("m", [files], {"item": DIM}, **CHANGES))) as service:
+        for called.on in (False, False, True):
+            response = service.client.post("/v2/models/m/infer", content=text + np.arange(10).tobytes(), headers=length)
+        called.on = False
+    assert response.content.endswith(np.arange(10).repeat(DIM).astype(np.float32).tobytes())
+    assert "parameter_server.py" in called  # the profile reaches the threads
+    service_files = {path for path in called if path.startswith("service/")}
+    assert len(service_files) <= MOST_FILES_OF_THE_SERVICE, sorted(service_files)
+    assert len(called) <= MOST_FILES_OVER_HTTP, sorted(called)

@@ -3,6 +3,8 @@
 import json
 import re
 from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +41,17 @@ def seconds(text: str) -> float:
     return sum(int(number) * units[unit] for number, unit in parts)
 
 
+@dataclass
 class Stage:
     """What a stage of a Dockerfile says of the containers made of it, with what it has from its base."""
 
-    def __init__(self, base: "Stage | None", image: str) -> None:
-        self.image = image
-        self.environment: dict[str, str] = dict(base.environment) if base else {}
-        self.entrypoint: list[str] = list(base.entrypoint) if base else []
-        self.command: list[str] = list(base.command) if base else []
-        self.healthcheck: dict[str, Any] = dict(base.healthcheck) if base else {}
-        self.user = base.user if base else "root"
-        self.instructions: list[tuple[str, str]] = list(base.instructions) if base else []
+    image: str
+    environment: dict[str, str] = field(default_factory=dict)
+    entrypoint: list[str] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+    healthcheck: dict[str, Any] = field(default_factory=dict)
+    user: str = "root"
+    instructions: list[tuple[str, str]] = field(default_factory=list)
 
 
 def read_dockerfile(path: Path) -> dict[str, Stage]:
@@ -57,7 +59,7 @@ def read_dockerfile(path: Path) -> dict[str, Stage]:
     text = re.sub(r"^\s*#.*\n", "", path.read_text(), flags=re.MULTILINE)
     arguments: dict[str, str] = {}
     stages: dict[str, Stage] = {}
-    stage = Stage(None, "")
+    stage = Stage("")
     for line in re.sub(r"\\\n", " ", text).splitlines():
         name, _, rest = line.strip().partition(" ")
         rest = rest.strip()
@@ -70,7 +72,7 @@ def read_dockerfile(path: Path) -> dict[str, Stage]:
             case "FROM":
                 base, _, alias = rest.partition(" AS ")
                 base = interpolate(base, arguments)
-                stage = stages[alias.strip()] = Stage(stages.get(base), stages[base].image if base in stages else base)
+                stage = stages[alias.strip()] = deepcopy(stages[base]) if base in stages else Stage(base)
             case "ENV":
                 stage.environment.update((key, value.strip('"')) for key, value in re.findall(r'(\w+)=("[^"]*"|\S+)', rest))
             case "ENTRYPOINT":
@@ -127,7 +129,7 @@ class Compose:
         """What the image of a service says; nothing where it is somebody else's."""
         build = self.services[name].get("build")
         if build is None:
-            return Stage(None, self.services[name]["image"])
+            return Stage(self.services[name]["image"])
         return read_dockerfile((self.directory / build["context"]).resolve() / build["dockerfile"])[build["target"]]
 
 

@@ -74,11 +74,10 @@ class Stack:
             elif condition == "service_healthy":
                 self.wait_healthy(other)
         self._lay_out(name)
+        argv = self._argv(name)
         with self._log(name).open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                isolated(self._argv(name), self.directory)
-                if self.compose.services[name].get("read_only")
-                else self._argv(name),
+                isolated(argv, self.directory) if self.compose.services[name].get("read_only") else argv,
                 env=self._environment(name),
                 cwd=self.directory,
                 stdin=subprocess.DEVNULL,
@@ -87,6 +86,11 @@ class Stack:
                 start_new_session=True,
                 preexec_fn=own_signals,
             )
+
+    def bring_back(self, name: str) -> None:
+        """Start a service and wait until it is healthy."""
+        self.start(name)
+        self.wait_healthy(name)
 
     def stop(self, name: str) -> int:
         """Stop as `docker compose stop` does; fails where the service does not end within its grace period."""
@@ -127,9 +131,9 @@ class Stack:
             assert time.monotonic() < deadline, f"{name} is not healthy: {done.stderr.decode()}\n{self.log(name)}"
             time.sleep(seconds(check.get("start_interval", "1s")) / 5)
 
-    def address(self, name: str, port: int) -> str:
-        """Where a port of a container is here."""
-        return f"{self.addresses[name]}:{port}"
+    def url(self, name: str, port: int = 8000) -> str:
+        """Where a port of a container answers HTTP here."""
+        return f"http://{self.addresses[name]}:{port}"
 
     def volume(self, name: str) -> Path:
         """Where a volume is here."""

@@ -15,7 +15,7 @@ from hps.models.sample import sample_chunks
 from hps.models.writer import write_sparse_model
 from hps.service.app import CLOSE_TIMEOUT_S
 from tests.servers.compose_file import Compose, compose_of, interpolate, read_dockerfile, seconds
-from tests.servers.running_service import running_service
+from tests.servers.running_service import document_of, model_of, running_service
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
@@ -206,16 +206,9 @@ def exposed(tmp_path_factory):
     """The names of the series that a service really exposes, buckets and counts of histograms among them."""
     directory = tmp_path_factory.mktemp("metrics")
     write_sparse_model(directory / "user.model", sample_chunks(100, 4, 1))
-    document = json.loads((ROOT / "configs" / "docker.json").read_text())
-    document["volatile_db"] = {"type": "hash_map"}
-    document["persistent_db"]["path"] = str(directory / "rocksdb")
-    model = document["models"][0]
-    model |= {"sparse_files": [str(directory / "user.model")], "embedding_table_names": ["user"]}
-    model |= {"embedding_vecsize_per_table": [4], "maxnum_catfeature_query_per_table_per_sample": [1]}
-    model |= {"default_value_for_each_table": [0.0]}
-    document |= {"device": "cpu", "service": {}}
+    model = model_of("sample", [directory / "user.model"], {"user": 4})
     names = {"up"}
-    with running_service(document) as service:
+    with running_service(document_of(model, persistent=directory / "rocksdb")) as service:
         service.client.post("/v1/models/sample/lookup", json={"tables": {"user": [1, 1000]}})
         text = service.client.get("/metrics").text
     for name, kind in re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE):

@@ -3,8 +3,7 @@
 import copy
 import json
 import logging
-import subprocess
-import sys
+import re
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.configuration.load import Configuration, ModelConfig, PersistentDbConfig, VolatileDbConfig, load_configuration
+from hps.configuration.load import Configuration, ModelConfig, load_configuration, read_configuration
 from hps.errors import ConfigError
 from hps.types import TableSpec
 
-ROOT = Path(__file__).parents[3]
 MODEL = {
     "model": "ranker",
     "sparse_files": ["models/user", "s3://bucket/item"],
@@ -31,16 +29,17 @@ def load(model: dict[str, Any] | None = None, **top: Any) -> Configuration:
     return load_configuration({"models": [{**MODEL, **(model or {})}], **copy.deepcopy(top)})
 
 
-def test_reads_a_file_given_as_text_or_as_a_path(tmp_path: Path) -> None:
+def notices(model: dict[str, Any] | None = None, **top: Any) -> str:
+    """What the reader of a configuration is told, one line a notice."""
+    _, found = read_configuration({"models": [{**MODEL, **(model or {})}], **copy.deepcopy(top)})
+    return "\n".join(f"{logging.getLevelName(level)} {text}" for level, text in found)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])  # the latter begins with a byte order mark
+def test_reads_a_file_given_as_text_or_as_a_path(tmp_path: Path, encoding: str) -> None:
     path = tmp_path / "ps.json"
-    path.write_text(json.dumps({"models": [MODEL], "device": "cpu"}))
+    path.write_text(json.dumps({"models": [MODEL], "device": "cpu"}), encoding=encoding)
     assert load_configuration(path) == load_configuration(str(path)) == load(device="cpu")
-
-
-def test_reads_a_file_that_begins_with_a_byte_order_mark(tmp_path: Path) -> None:
-    path = tmp_path / "ps.json"
-    path.write_text(json.dumps({"models": [MODEL]}), encoding="utf-8-sig")
-    assert load_configuration(path) == load()
 
 
 def test_returns_a_configuration_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,20 +59,13 @@ def test_takes_any_mapping_and_numpy_values_and_leaves_them_alone() -> None:
     assert str(document) == str(before)
 
 
-def test_takes_paths_as_paths(tmp_path: Path) -> None:
-    configuration = load(
-        {"sparse_files": [tmp_path / "a", tmp_path / "b"]}, persistent_db={"type": "rocks_db", "path": tmp_path / "db"}
-    )
-    assert configuration.models[0].sparse_files == (str(tmp_path / "a"), str(tmp_path / "b"))
-    assert configuration.persistent_db.path == str(tmp_path / "db")
-
-
 def test_is_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load().device = "cpu"  # type: ignore[misc]
 
 
 def test_defaults_of_a_model_are_those_of_hugectrs_json() -> None:
+    """test_config_documentation.py holds all others."""
     model = load().models[0]
     expected = {
         "max_batch_size": 64,
@@ -94,8 +86,6 @@ def test_defaults_of_a_model_are_those_of_hugectrs_json() -> None:
         "init_ec": True,
         "enable_pagelock": False,
         "fp8_quant": False,
-        "workspace_timeout_s": 1.0,
-        "insert_queue_length": 64,
     }
     assert {key: getattr(model, key) for key in expected} == expected
 
@@ -105,24 +95,21 @@ def test_tables_hold_what_the_lists_say() -> None:
     assert model.tables == (TableSpec("ranker", "user", 16, 0.0, 8), TableSpec("ranker", "item", 32, 0.5, 400))
 
 
-def test_a_hash_map_is_used_without_volatile_db_and_none_with_an_empty_one(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "hps"):
-        assert load().volatile_db.type == "parallel_hash_map"
-        assert not caplog.records
-        assert load(volatile_db={"num_partitions": 3}).volatile_db.type == "disabled"
-    assert "volatile_db names no type and is disabled" in caplog.text
+def test_a_hash_map_is_used_without_volatile_db_and_none_with_an_empty_one() -> None:
+    assert (load().volatile_db.type, notices()) == ("parallel_hash_map", "")
+    assert load(volatile_db={"num_partitions": 3}).volatile_db.type == "disabled"
+    assert "WARNING configuration: volatile_db names no type and is disabled" in notices(volatile_db={"num_partitions": 3})
 
 
-def test_batch_sizes_of_4_1_stand_for_max_batch_size(caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_sizes_of_4_1_stand_for_max_batch_size() -> None:
     older = {"type": "hash_map", "max_get_batch_size": 300, "max_set_batch_size": 200, "refresh_time_after_fetch": True}
-    with caplog.at_level(logging.INFO, "hps"):
-        configuration = load(volatile_db=older, persistent_db={"type": "rocks_db", "max_get_batch_size": 400})
-    assert configuration.volatile_db.max_batch_size == 200
-    assert configuration.persistent_db.max_batch_size == 400
-    assert len(caplog.records) == 1
+    top = {"volatile_db": older, "persistent_db": {"type": "rocks_db", "max_get_batch_size": 400}}
+    configuration = load(**top)
+    assert (configuration.volatile_db.max_batch_size, configuration.persistent_db.max_batch_size) == (200, 400)
     assert load(volatile_db={**older, "max_batch_size": 1000}).volatile_db.max_batch_size == 1000
+    [notice] = notices(**top).splitlines()
     for key in ("volatile_db.max_get_batch_size", "volatile_db.refresh_time_after_fetch", "persistent_db.max_get_batch_size"):
-        assert key in caplog.text
+        assert key in notice
 
 
 def test_dense_keys_of_all_models_are_ignored_with_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -134,21 +121,27 @@ def test_dense_keys_of_all_models_are_ignored_with_one_log_line(caplog: pytest.L
     assert all(key in caplog.text for key in dense)
 
 
-def test_numbers_and_booleans_in_quotes_are_read_with_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "hps"):
-        model = load(
-            {
-                "max_batch_size": "8",
-                "gpucache": "False",
-                "gpucacheper": " 0.25 ",
-                "embedding_vecsize_per_table": ["16", 32],
-                "hit_rate_threshold": "1",
-            }
-        ).models[0]
-    assert (model.max_batch_size, model.gpucache, model.gpucacheper, model.hit_rate_threshold) == (8, False, 0.25, 1.0)
-    assert model.embedding_vecsize_per_table == (16, 32)
-    assert len(caplog.records) == 1
-    assert "models[].max_batch_size" in caplog.text
+def test_numbers_and_booleans_in_quotes_are_read_with_a_log_line() -> None:
+    quoted = {
+        "max_batch_size": "8",
+        "gpucache": "False",
+        "gpucacheper": " 0.25 ",
+        "embedding_vecsize_per_table": ["16", 32],
+        "default_value_for_each_table": ["0.0", "0.5"],
+        "deployed_device_list": ["1"],
+        "hit_rate_threshold": "1",
+    }
+    configuration = load(quoted, supportlonglong="false")
+    plain = {
+        "max_batch_size": 8,
+        "gpucache": False,
+        "gpucacheper": 0.25,
+        "deployed_device_list": [1],
+        "hit_rate_threshold": 1.0,
+    }
+    assert configuration == load(plain, supportlonglong=False)
+    [notice] = notices(quoted, supportlonglong="false").splitlines()
+    assert "models[].max_batch_size" in notice
 
 
 # What a document says, where to look, and what must be there.
@@ -179,6 +172,18 @@ READ: list[tuple[dict[str, Any], str, Any]] = [
     ({"model": {"max_batch_size": 1e3}}, "models.0.max_batch_size", 1000),
     ({"model": {"hit_rate_threshold": 1.1}}, "models.0.hit_rate_threshold", 1.1),
     ({"model": {"hit_rate_threshold": -3}}, "models.0.hit_rate_threshold", -3.0),
+    # Paths are read as text.
+    ({"model": {"sparse_files": [Path("a"), Path("/b")]}}, "models.0.sparse_files", ("a", "/b")),
+    ({"persistent_db": {"type": "rocks_db", "path": Path("/db")}}, "persistent_db.path", "/db"),
+    # What the chosen type does not use is not judged.
+    ({"volatile_db": {"type": "hash_map", "address": "", "tls_client_key": ""}}, "volatile_db.address", ""),
+    (
+        {"volatile_db": {"type": "hash_map", "num_partitions": 4, "num_node_connections": 9}},
+        "volatile_db.num_node_connections",
+        9,
+    ),
+    ({"persistent_db": {"type": "disabled", "path": ""}}, "persistent_db.path", ""),
+    ({"update_source": {"type": "null", "brokers": ""}}, "update_source.brokers", ""),
 ]
 
 
@@ -191,7 +196,7 @@ def test_a_value_is_read_as_it_is_meant(document: dict[str, Any], place: str, ex
     assert type(found) is type(expected)
 
 
-def test_reads_files_as_hugectrs_users_have_them() -> None:
+def test_reads_a_file_as_hugectrs_users_have_it() -> None:
     cluster = {
         "supportlonglong": True,
         "volatile_db": {
@@ -208,42 +213,9 @@ def test_reads_files_as_hugectrs_users_have_them() -> None:
         },
         "persistent_db": {"type": "rocks_db", "path": "/var/lib/hps/rocksdb", "num_threads": 16, "update_filters": [".+"]},
         "update_source": {"type": "kafka_message_queue", "brokers": "10.0.0.21:9092", "max_commit_interval": 32},
-        "models": [
-            {
-                **MODEL,
-                "dense_file": "",
-                "network_file": "",
-                "maxnum_des_feature_per_sample": 0,
-                "num_of_refresher_buffer_in_pool": 0,
-            }
-        ],
     }
-    assert load_configuration(cluster).volatile_db.num_partitions == 12
-    quoted = {
-        "supportlonglong": "true",
-        "models": [
-            {
-                **MODEL,
-                "max_batch_size": "64",
-                "gpucache": "true",
-                "hit_rate_threshold": "0.9",
-                "gpucacheper": "0.5",
-                "num_of_worker_buffer_in_pool": "4",
-                "deployed_device_list": ["0"],
-                "default_value_for_each_table": ["0.0", "0.0"],
-            }
-        ],
-    }
-    assert load_configuration(quoted).models[0].deployed_device_list == (0,)
-
-
-def test_what_the_chosen_type_does_not_use_is_not_judged() -> None:
-    configuration = load(
-        volatile_db={"type": "hash_map", "address": "", "tls_client_key": "", "num_partitions": 4, "num_node_connections": 9},
-        persistent_db={"type": "disabled", "path": ""},
-        update_source={"type": "null", "brokers": ""},
-    )
-    assert (configuration.volatile_db.address, configuration.volatile_db.num_node_connections) == ("", 9)
+    dense = {"dense_file": "", "network_file": "", "maxnum_des_feature_per_sample": 0, "num_of_refresher_buffer_in_pool": 0}
+    assert load(dense, **cluster).volatile_db.num_partitions == 12
 
 
 def test_secrets_of_the_environment_stand_in_for_configured_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,38 +256,5 @@ def test_secrets_are_in_no_repr() -> None:
         ({}, {"persistent_db": {"path": "x"}}, "persistent_db names no type"),
     ],
 )
-def test_what_is_read_and_not_done_is_a_warning(
-    model: dict[str, Any], top: dict[str, Any], warning: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, "hps"):
-        load(model, **top)
-    assert warning in caplog.text
-
-
-def test_a_plain_configuration_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "hps"):
-        load_configuration(ROOT / "configs" / "minimal.json")
-        load_configuration(ROOT / "configs" / "reference.json")
-    assert not caplog.records
-
-
-def test_sections_can_be_made_directly() -> None:
-    assert VolatileDbConfig(type="redis").type == "redis_cluster"
-    assert PersistentDbConfig(type="rocks", path="x").type == "rocks_db"
-    assert ModelConfig(**MODEL).tables[0].table_name == "sparse_embedding0"
-
-
-def test_importing_it_loads_nothing_heavy() -> None:
-    code = """
-import sys, types
-package = types.ModuleType("hps")
-package.__path__ = [sys.argv[1]]
-sys.modules["hps"] = package
-import hps.configuration.load
-heavy = {"numba", "cupy", "torch", "redis", "boto3", "rocksdict", "fastapi", "uvicorn", "prometheus_client", "typer"}
-print(sorted(heavy & set(sys.modules)))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(ROOT / "hps")], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.strip() == "[]"
+def test_what_is_read_and_not_done_is_a_warning(model: dict[str, Any], top: dict[str, Any], warning: str) -> None:
+    assert re.search(f"WARNING .*{warning}", notices(model, **top))

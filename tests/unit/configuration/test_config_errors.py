@@ -9,16 +9,14 @@ import pytest
 
 from hps.configuration.load import load_configuration
 from hps.errors import ConfigError
+from tests.servers.running_service import model_of
 
-MODEL = {
-    "model": "ranker",
-    "sparse_files": ["models/user", "models/item"],
-    "embedding_table_names": ["user", "item"],
-    "embedding_vecsize_per_table": [16, 32],
-    "maxnum_catfeature_query_per_table_per_sample": [1, 50],
-    "default_value_for_each_table": [0.0, 0.5],
-    "deployed_device_list": [0],
-}
+MODEL = model_of(
+    "ranker",
+    ["models/user", "models/item"],
+    {"user": 16, "item": 32},
+    maxnum_catfeature_query_per_table_per_sample=[1, 50],
+)
 
 
 def problems(source: Any) -> list[str]:
@@ -57,6 +55,8 @@ MODEL_VALUES = [
     ("deployed_device_list", 0, "got 0, expected a list"),
     ("max_batch_size", 0, "got 0, expected at least 1"),
     ("max_batch_size", 2**31, "got 2147483648, expected at most 2147483647"),
+    # Python does not print that many digits.
+    pytest.param("max_batch_size", 10**5000, "got a number of 16610 bits, expected at most 2147483647", id="many digits"),
     ("max_batch_size", 8.5, "got 8.5, expected a whole number"),
     ("max_batch_size", True, "got true, expected a whole number"),
     ("max_batch_size", "8 samples", 'got "8 samples", expected a whole number'),
@@ -76,6 +76,8 @@ MODEL_VALUES = [
     ("workspace_timeout_s", 0, "got 0, expected more than 0"),
     ("insert_queue_length", 0, "got 0, expected at least 1"),
     ("refresh_interval", -1, "got -1, expected at least 0"),
+    ("max_batchsize", 1, "unknown key; it is called max_batch_size here"),  # the name in HugeCTR's Python structs
+    ("cache_size_percentage", 1, "unknown key; it is called gpucacheper here"),
     (
         "embedding_cache_type",
         "dynamik",
@@ -184,74 +186,53 @@ def test_a_wrong_value_elsewhere_is_one_problem(key: str, value: Any, text: str)
     assert rest == text
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "model",
-        "sparse_files",
-        "deployed_device_list",
-        "maxnum_catfeature_query_per_table_per_sample",
-        "embedding_vecsize_per_table",
-        "default_value_for_each_table",
-    ],
-)
-def test_a_missing_key_is_named(key: str) -> None:
-    model = {name: value for name, value in MODEL.items() if name != key}
-    assert problems({"models": [model]}) == [f"models[0].{key}: missing; it has no default, so write it"]
+# Other documents, each with its problem.
+MISTAKES = [
+    ({}, "models: missing; it has no default, so write it"),
+    *(
+        (
+            {"models": [{name: MODEL[name] for name in MODEL if name != key}]},
+            f"models[0].{key}: missing; it has no default, so write it",
+        )
+        for key in (
+            "model",
+            "sparse_files",
+            "deployed_device_list",
+            "maxnum_catfeature_query_per_table_per_sample",
+            "embedding_vecsize_per_table",
+            "default_value_for_each_table",
+        )
+    ),
+    ({"models": [MODEL, MODEL]}, 'models: the name "ranker" stands at 0 and at 1; expected each once'),
+    (
+        document({"max_batch_size": 2**20, "maxnum_catfeature_query_per_table_per_sample": [1, 2048]}),
+        "models[0].maxnum_catfeature_query_per_table_per_sample: got 2048 keys a sample and 1048576 samples (max_batch_size), "
+        "2147483648 keys in one lookup; expected at most 2147483647",
+    ),
+    (
+        document(persistent_db={"type": "rocks_db", "read_only": True, "initialize_after_startup": True}),
+        "persistent_db.initialize_after_startup: a read_only database cannot be filled at startup; set this to false, or "
+        "read_only to false",
+    ),
+    (document(peristent_db={}), "peristent_db: unknown key; did you mean persistent_db?"),
+    (document(gpucacheper=1), "gpucacheper: unknown key here; it belongs in an entry of models"),
+    (document(update_filters=[]), "update_filters: unknown key here; it belongs in volatile_db or persistent_db"),
+    (
+        document(volatile_db={"type": "redis", "pasword": "hunter2"}),  # the value is not shown
+        "volatile_db.pasword: unknown key; did you mean password?",
+    ),
+    (document(service={"prot": 1}), "service.prot: unknown key; did you mean port?"),
+    (
+        document(**{"a.b": 1}),
+        '["a.b"]: unknown key; known are: device, fuse_embedding_table, model_source, models, persistent_db, service, '
+        "supportlonglong, update_source, volatile_db",
+    ),
+]
 
 
-def test_missing_models_are_named() -> None:
-    assert problems({}) == ["models: missing; it has no default, so write it"]
-
-
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [
-        ({"peristent_db": {}}, "peristent_db: unknown key; did you mean persistent_db?"),
-        ({"gpucacheper": 1}, "gpucacheper: unknown key here; it belongs in an entry of models"),
-        ({"update_filters": []}, "update_filters: unknown key here; it belongs in volatile_db or persistent_db"),
-        ({"volatile_db": {"type": "hash_map", "pasword": "x"}}, "volatile_db.pasword: unknown key; did you mean password?"),
-        ({"service": {"prot": 1}}, "service.prot: unknown key; did you mean port?"),
-        ({"a.b": 1}, '["a.b"]: unknown key; known are: device, fuse_embedding_table, model_source, models, persistent_db, '
-                     "service, supportlonglong, update_source, volatile_db"),
-    ],
-)  # fmt: skip
-def test_an_unknown_key_is_named_with_the_nearest_known_one(source: dict[str, Any], text: str) -> None:
-    assert problems({"models": [MODEL], **source}) == [text]
-
-
-def test_an_unknown_keys_value_is_not_shown() -> None:
-    assert "hunter2" not in str(problems({"models": [MODEL], "volatile_db": {"type": "redis", "pasword": "hunter2"}}))
-
-
-@pytest.mark.parametrize(
-    ("python", "json_key"), [("max_batchsize", "max_batch_size"), ("cache_size_percentage", "gpucacheper")]
-)
-def test_a_name_of_the_python_structs_is_translated(python: str, json_key: str) -> None:
-    assert problems(document({python: 1})) == [f"models[0].{python}: unknown key; it is called {json_key} here"]
-
-
-def test_a_number_that_python_cannot_print_is_described() -> None:
-    assert problems(document({"max_batch_size": 10**5000})) == [
-        "models[0].max_batch_size: got a number of 16610 bits, expected at most 2147483647"
-    ]
-
-
-def test_models_of_one_name_are_named() -> None:
-    assert problems({"models": [MODEL, MODEL]}) == ['models: the name "ranker" stands at 0 and at 1; expected each once']
-
-
-def test_more_keys_in_one_lookup_than_can_be_counted_are_refused() -> None:
-    [problem] = problems(document({"max_batch_size": 2**20, "maxnum_catfeature_query_per_table_per_sample": [1, 2048]}))
-    assert problem.startswith(
-        "models[0].maxnum_catfeature_query_per_table_per_sample: got 2048 keys a sample and 1048576 samples"
-    )
-
-
-def test_a_read_only_database_that_is_to_be_filled_is_refused() -> None:
-    database = {"type": "rocks_db", "read_only": True, "initialize_after_startup": True}
-    [problem] = problems(document(persistent_db=database))
-    assert problem.startswith("persistent_db.initialize_after_startup: a read_only database cannot be filled at startup")
+@pytest.mark.parametrize(("source", "problem"), MISTAKES)
+def test_a_mistake_is_one_problem(source: dict[str, Any], problem: str) -> None:
+    assert problems(source) == [problem]
 
 
 def test_all_problems_are_in_one_report() -> None:

@@ -5,6 +5,7 @@ import inspect
 import logging
 import os
 import tempfile
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -56,89 +57,64 @@ def problems(config: ParameterServerConfig) -> list[str]:
     return caught.value.problems
 
 
-def test_keywords_and_their_order_are_hugectrs() -> None:
-    expected = {
-        ParameterServerConfig: "emb_table_name embedding_vec_size max_feature_num_per_sample_per_emb_table "
-        "inference_params_array volatile_db persistent_db update_source",
-        VolatileDatabaseParams: "type address user_name password num_partitions allocation_rate shared_memory_size "
-        "shared_memory_name shared_memory_auto_remove num_node_connections max_batch_size enable_tls tls_ca_certificate "
-        "tls_client_certificate tls_client_key tls_server_name_identification overflow_margin overflow_policy "
-        "overflow_resolution_target initialize_after_startup initial_cache_rate cache_missed_embeddings update_filters",
-        PersistentDatabaseParams: "backend path num_threads read_only max_batch_size initialize_after_startup update_filters",
-        UpdateSourceParams: "type brokers metadata_refresh_interval_ms receive_buffer_size poll_timeout_ms max_batch_size "
-        "failure_backoff_ms max_commit_interval",
-        InferenceParams: "model_name max_batchsize hit_rate_threshold dense_model_file sparse_model_files device_id "
-        "use_gpu_embedding_cache cache_size_percentage i64_input_key use_mixed_precision scaler use_algorithm_search "
-        "use_cuda_graph number_of_worker_buffers_in_pool number_of_refresh_buffers_in_pool thread_pool_size "
-        "cache_refresh_percentage_per_iteration deployed_devices default_value_for_each_table volatile_db persistent_db "
-        "update_source maxnum_des_feature_per_sample refresh_delay refresh_interval "
-        "maxnum_catfeature_query_per_table_per_sample embedding_vecsize_per_table embedding_table_names network_file "
-        "label_dim slot_num non_trainable_params_file use_static_table embedding_cache_type use_context_stream "
-        "fuse_embedding_table use_hctr_cache_implementation init_ec enable_pagelock fp8_quant",
-    }
-    for struct, keywords in expected.items():
-        assert list(inspect.signature(struct).parameters) == keywords.split()
+ARGUMENTS = {
+    ParameterServerConfig: "emb_table_name embedding_vec_size max_feature_num_per_sample_per_emb_table "
+    "inference_params_array volatile_db persistent_db update_source",
+    VolatileDatabaseParams: "type=parallel_hash_map address=127.0.0.1:7000 user_name=default password= num_partitions "
+    "allocation_rate=268435456 shared_memory_size=17179869184 shared_memory_name=hctr_mp_hash_map_database "
+    "shared_memory_auto_remove=True num_node_connections=5 max_batch_size=65536 enable_tls=False "
+    "tls_ca_certificate=cacertbundle.crt tls_client_certificate=client_cert.pem tls_client_key=client_key.pem "
+    "tls_server_name_identification=redis.localhost overflow_margin=18446744073709551615 overflow_policy=evict_random "
+    "overflow_resolution_target=0.8 initialize_after_startup=True initial_cache_rate=1.0 cache_missed_embeddings=False "
+    "update_filters=['^hps_.+$']",
+    PersistentDatabaseParams: "backend=disabled path num_threads=16 read_only=False max_batch_size=65536 "
+    "initialize_after_startup=True update_filters=['^hps_.+$']",
+    UpdateSourceParams: "type=null brokers=127.0.0.1:9092 metadata_refresh_interval_ms=30000 receive_buffer_size=262144 "
+    "poll_timeout_ms=500 max_batch_size=8192 failure_backoff_ms=50 max_commit_interval=32",
+    InferenceParams: "model_name max_batchsize hit_rate_threshold dense_model_file sparse_model_files device_id=0 "
+    "use_gpu_embedding_cache cache_size_percentage i64_input_key use_mixed_precision=False scaler=1.0 "
+    "use_algorithm_search=True use_cuda_graph=True number_of_worker_buffers_in_pool=2 number_of_refresh_buffers_in_pool=1 "
+    "thread_pool_size=16 cache_refresh_percentage_per_iteration=0.0 deployed_devices=[0] default_value_for_each_table=[0.0] "
+    "volatile_db persistent_db update_source maxnum_des_feature_per_sample=26 refresh_delay=0.0 refresh_interval=0.0 "
+    "maxnum_catfeature_query_per_table_per_sample=[26] embedding_vecsize_per_table=[128] embedding_table_names=[''] "
+    "network_file= label_dim=1 slot_num=10 non_trainable_params_file= use_static_table=False embedding_cache_type=Dynamic "
+    "use_context_stream=True fuse_embedding_table=False use_hctr_cache_implementation=True init_ec=True "
+    "enable_pagelock=False fp8_quant=False",
+}
+"""The structs' arguments in HugeCTR's order with its defaults; without one that is required or depends on something else."""
 
 
-def test_defaults_are_hugectrs() -> None:
-    params = inference_params()
-    expected = {
-        "device_id": 0,
-        "use_mixed_precision": False,
-        "scaler": 1.0,
-        "use_algorithm_search": True,
-        "use_cuda_graph": True,
-        "number_of_worker_buffers_in_pool": 2,
-        "number_of_refresh_buffers_in_pool": 1,
-        "thread_pool_size": 16,
-        "cache_refresh_percentage_per_iteration": 0.0,
-        "deployed_devices": [0],
-        "default_value_for_each_table": [0.0],
-        "maxnum_des_feature_per_sample": 26,
-        "refresh_delay": 0.0,
-        "refresh_interval": 0.0,
-        "maxnum_catfeature_query_per_table_per_sample": [26],
-        "embedding_vecsize_per_table": [128],
-        "embedding_table_names": [""],
-        "network_file": "",
-        "label_dim": 1,
-        "slot_num": 10,
-        "non_trainable_params_file": "",
-        "use_static_table": False,
-        "embedding_cache_type": EmbeddingCacheType_t.Dynamic,
-        "use_context_stream": True,
-        "fuse_embedding_table": False,
-        "use_hctr_cache_implementation": True,
-        "init_ec": True,
-        "enable_pagelock": False,
-        "fp8_quant": False,
-    }
-    assert {key: getattr(params, key) for key in expected} == expected
-    assert VolatileDatabaseParams() == VolatileDatabaseParams(
-        type=DatabaseType_t.parallel_hash_map,
-        num_partitions=min(16, os.cpu_count() or 1),
-        num_node_connections=5,
-        max_batch_size=65536,
-        overflow_margin=2**64 - 1,
-        overflow_policy=DatabaseOverflowPolicy_t.evict_random,
-    )
-    database = PersistentDatabaseParams()
-    assert (database.backend, database.path) == (DatabaseType_t.disabled, str(Path(tempfile.gettempdir()) / "rocksdb"))
-    assert UpdateSourceParams().type is UpdateSourceType_t.null
+@pytest.mark.parametrize("struct", ARGUMENTS)
+def test_keywords_their_order_and_defaults_are_hugectrs(struct: type) -> None:
+    arguments = [argument.partition("=") for argument in ARGUMENTS[struct].split()]
+    assert list(inspect.signature(struct).parameters) == [name for name, _, _ in arguments]
+    made: dict[type, Any] = {InferenceParams: inference_params(), ParameterServerConfig: server_config()}
+    one = made.get(struct) or struct()
+    for name, equals, default in arguments:
+        if equals:
+            value = getattr(one, name)
+            assert (value.name if isinstance(value, Enum) else str(value)) == default, name
 
 
-def test_enum_members_are_spelled_as_in_hugectr() -> None:
-    assert [member.name for member in DatabaseType_t] == [
-        "disabled",
-        "hash_map",
-        "parallel_hash_map",
-        "multi_process_hash_map",
-        "redis_cluster",
-        "rocks_db",
-    ]
-    assert [member.name for member in DatabaseOverflowPolicy_t] == ["evict_random", "evict_least_used", "evict_oldest"]
-    assert [member.name for member in UpdateSourceType_t] == ["null", "kafka_message_queue"]
-    assert [member.name for member in EmbeddingCacheType_t] == ["Dynamic", "UVM", "Static", "stochastic"]
+def test_defaults_that_depend_on_something_else_are_hugectrs() -> None:
+    assert VolatileDatabaseParams().num_partitions == min(16, os.cpu_count() or 1)
+    assert PersistentDatabaseParams().path == str(Path(tempfile.gettempdir()) / "rocksdb")
+    for one in (inference_params(), server_config()):
+        databases = (VolatileDatabaseParams(), PersistentDatabaseParams(), UpdateSourceParams())
+        assert (one.volatile_db, one.persistent_db, one.update_source) == databases
+
+
+@pytest.mark.parametrize(
+    ("enum", "members"),
+    [
+        (DatabaseType_t, "disabled hash_map parallel_hash_map multi_process_hash_map redis_cluster rocks_db"),
+        (DatabaseOverflowPolicy_t, "evict_random evict_least_used evict_oldest"),
+        (UpdateSourceType_t, "null kafka_message_queue"),
+        (EmbeddingCacheType_t, "Dynamic UVM Static stochastic"),
+    ],
+)
+def test_enum_members_are_spelled_as_in_hugectr(enum: type[Enum], members: str) -> None:
+    assert [member.name for member in enum] == members.split()
 
 
 def test_a_missing_argument_is_a_type_error() -> None:

@@ -20,7 +20,7 @@ from redis.cluster import ClusterNode, NodesManager
 from redis.connection import BlockingConnectionPool
 
 from hps.databases.redis.connections import BulkConnection, IdleConnections, ReplyParser, time_left, until
-from hps.databases.redis.requests import Buffer, Call, FetchRows, Request
+from hps.databases.redis.requests import Buffer, Call, Request
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError, NotReadyError
 
 _log = logging.getLogger(__name__)
@@ -384,17 +384,19 @@ class _Lane:
 
     def receive(self) -> None:
         """Read replies: one if more is to be sent, else all. A refusal is kept with its request."""
+        sent, read = self._sent, self._replies.read
         try:
-            while self._sent and self.fault is None:
-                request = self._sent[0]
+            while sent and self.fault is None:
+                request = sent[0]
                 if request.asking:
-                    self._read(None)
-                try:
-                    self._read(request)
-                except exceptions.ResponseError as error:
-                    request.error = error
+                    read(None, last=False)
+                reply = read(request, last=len(sent) == 1)
+                if isinstance(reply, exceptions.ResponseError):
+                    request.error = reply
+                else:
+                    request.reply = reply
                 self._in_flight -= request.weight
-                self._sent.popleft()
+                sent.popleft()
                 if self._queue:
                     return
         except (exceptions.RedisError, DatabaseError) as error:
@@ -404,7 +406,6 @@ class _Lane:
         """Give the connection back; it is closed unless it is to be kept and every reply on it has been read."""
         if not keep or self.fault is not None or self._queue or self._sent:
             self._connection.disconnect()
-        self._replies.expect(None, last=True)
         self._connection.shrink()
         self._pool.release(self._connection)
 
@@ -424,13 +425,6 @@ class _Lane:
             self._in_flight += request.weight
             self._sent.append(self._queue.popleft())
         return at
-
-    def _read(self, request: Request | None) -> None:
-        rows = request if type(request) is FetchRows else None
-        self._replies.expect(rows, last=request is not None and len(self._sent) == 1)
-        reply = self._connection.read_response()
-        if request is not None:
-            request.reply = reply
 
 
 def _database_error(node: ClusterNode, error: Exception | None) -> DatabaseError:

@@ -1,6 +1,7 @@
 """The requests that go to Redis: any command of a few words, and the three with many keys, which the bulk codec encodes."""
 
 from abc import ABC, abstractmethod
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -52,13 +53,14 @@ class Request(ABC):
         error: the error that Redis replied, or None.
     """
 
+    asking = False
+    reply: Any = None
+    error: Exception | None = None
+
     def __init__(self, slot: int, size: int, weight: int = 0) -> None:
         self.slot = slot
         self.size = size
         self.weight = max(size, weight)
-        self.asking = False
-        self.reply: Any = None
-        self.error: Exception | None = None
 
     @abstractmethod
     def write(self, buffer: Buffer, at: int) -> int:
@@ -78,6 +80,27 @@ class Call(Request):
         return end
 
 
+class GetMark(Call):
+    """GET of a partition's mark. Unless rows were lost its reply is known beforehand, and then costs no parser.
+
+    Attributes:
+        expected: the mark.
+        likely: the reply that brings it.
+    """
+
+    def __init__(self, slot: int, key: bytes, expected: bytes) -> None:
+        super().__init__(slot, "GET", key)
+        self.expected = expected
+        self.likely = b"$%d\r\n%b\r\n" % (len(expected), expected)
+
+
+@lru_cache(maxsize=4096)
+def _packed(words: tuple[Any, ...]) -> bytes:
+    """The words of a command without their number; nearly the same ones are sent again and again."""
+    packed: bytes = pack_command(words)
+    return packed[packed.index(b"\r") :]
+
+
 class _Fields(Request):
     """A command whose last words are the keys `keys[order]`, each with a value or without.
 
@@ -93,13 +116,11 @@ class _Fields(Request):
     def __init__(
         self, slot: int, words: tuple[Any, ...], keys: KeyArray, order: IndexArray, value_bytes: int = 0, reply_bytes: int = 0
     ) -> None:
-        packed = pack_command(words)
-        count = len(words) + (2 if value_bytes else 1) * order.size
-        self._start = b"*%d" % count + packed[packed.index(b"\r") :]
         self._keys = keys
         self._order = order
-        size = len(self._start) + (FIELD_BYTES + value_bytes) * order.size
-        super().__init__(slot, size, reply_bytes * order.size)
+        fields = order.size
+        self._start = b"*%d%b" % (len(words) + (2 if value_bytes else 1) * fields, _packed(words))
+        super().__init__(slot, len(self._start) + (FIELD_BYTES + value_bytes) * fields, reply_bytes * fields)
 
     def write(self, buffer: Buffer, at: int) -> int:
         end = at + len(self._start)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.exceptions import InvalidResponse, MovedError, RedisError
 
-from hps.databases.redis.codec import KeySet
 from hps.databases.redis.connections import ReplyParser
 from hps.databases.redis.requests import FetchRows, GetMark
+from hps.databases.redis.scan import KeySet
 from hps.errors import DatabaseError
 
 rows_lists = st.lists(st.one_of(st.none(), st.binary(min_size=12, max_size=12)), min_size=1, max_size=40)

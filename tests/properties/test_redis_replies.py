@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.exceptions import InvalidResponse, MovedError, RedisError
 
-from hps.databases.redis.codec import KeySet
 from hps.databases.redis.connections import ReplyParser
-from hps.databases.redis.requests import FetchRows
+from hps.databases.redis.requests import FetchRows, GetMark
+from hps.databases.redis.scan import KeySet
 from hps.errors import DatabaseError
 
 rows_lists = st.lists(st.one_of(st.none(), st.binary(min_size=12, max_size=12)), min_size=1, max_size=40)
@@ -45,7 +45,6 @@ def parser_of(data, sizes):
     parser = ReplyParser(10.0)
     parser.on_connect(SimpleNamespace(socket=Pieces(data, sizes)))
     parser.waiting_since = time.monotonic()
-    parser.expect(None, last=False)
     return parser
 
 
@@ -72,13 +71,18 @@ def test_rows_come_out_between_other_replies_however_they_are_cut(rows, before, 
     request, out, found = request_for(rows, order)
     replies = [reply_of(before), b"-MOVED 7 h:1\r\n", reply_of([rows[i] for i in order]), reply_of(after)]
     parser = parser_of(b"".join(replies), sizes)
-    assert parser.read_response() == before
-    parser.expect(request, last=False)  # Redis refuses it, and gets it again
-    assert isinstance(parser.read_response(), MovedError)
-    assert parser.read_response() == sum(row is not None for row in rows)
+    assert parser.read(None, last=False) == before
+    assert isinstance(parser.read(request, last=False), MovedError)  # Redis refuses it, and gets it again
+    assert parser.read(request, last=False) == sum(row is not None for row in rows)
     assert [out[i].tobytes() if found[i] else None for i in range(len(rows))] == rows
-    parser.expect(None, last=True)
-    assert parser.read_response() == after
+    assert parser.read(None, last=True) == after
+
+
+@given(st.one_of(st.none(), st.just(b"0123"), st.binary(max_size=6)), values, cuts)
+def test_a_mark_is_read_whether_it_is_the_expected_one_or_not(mark, after, sizes):
+    parser = parser_of(reply_of(mark) + reply_of(after), sizes)
+    assert parser.read(GetMark(0, b"k", b"0123"), last=False) == mark
+    assert parser.read(None, last=True) == after
 
 
 @given(rows_lists, cuts, st.integers(0, 10**6))
@@ -86,9 +90,8 @@ def test_a_row_is_marked_when_it_is_whole(rows, sizes, stop):
     reply = reply_of(rows)
     request, out, found = request_for(rows, range(len(rows)))
     parser = parser_of(reply[: stop % len(reply)], sizes)
-    parser.expect(request, last=False)
     with pytest.raises(RedisError, match="closed"):
-        parser.read_response()
+        parser.read(request, last=False)
     for i, row in enumerate(rows):
         assert not found[i] or out[i].tobytes() == row
 
@@ -101,9 +104,8 @@ def test_a_changed_byte_gives_no_row_that_was_not_sent(rows, sizes, where, byte)
     reply[heads[where % len(heads)]] = byte
     request, out, found = request_for(rows, range(len(rows)))
     parser = parser_of(bytes(reply), sizes)
-    parser.expect(request, last=False)
     with suppress(DatabaseError, RedisError):
-        parser.read_response()
+        parser.read(request, last=False)
     for i, row in enumerate(rows):
         assert not found[i] or out[i].tobytes() == row
 
@@ -121,15 +123,15 @@ def _starts(rows):
 @given(values, cuts)
 def test_bytes_behind_the_last_reply_are_an_error(value, sizes):
     parser = parser_of(reply_of(value) + b"+late\r\n", [1000, *sizes])
-    parser.expect(None, last=True)
     with pytest.raises(InvalidResponse, match="nobody asked for"):
-        parser.read_response()
+        parser.read(None, last=True)
 
 
 def test_a_new_connection_knows_nothing_of_the_last_one():
     request, _, found = request_for([bytes(12)], [0])
     parser = parser_of(b"", [1])
-    parser.expect(request, last=False)
+    with pytest.raises(RedisError, match="closed"):
+        parser.read(request, last=False)
     parser.on_connect(SimpleNamespace(socket=Pieces(b"+OK\r\n", [9])))
     assert parser.read_response() == b"OK"
     assert not found.any()

@@ -4,9 +4,8 @@ import hashlib
 import json
 import logging
 import secrets
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Final
 
 from hps.databases.redis.layout import ANY_KEY, RedisLayout, partition_number, tag_of
 from hps.databases.redis.nodes import RedisNodes
@@ -14,7 +13,6 @@ from hps.databases.redis.requests import Call
 from hps.errors import DatabaseCorruptError, DatabaseError, TableWidthError
 
 _log = logging.getLogger(__name__)
-_SCAN_COUNT: Final = 10_000
 _LOADED: Final = b"loaded"
 
 
@@ -94,7 +92,7 @@ class Catalog:
 
     def tags(self) -> list[str]:
         """Tags of all tables, sorted."""
-        return sorted({tag for key in self._keys(ANY_KEY) if (tag := tag_of(key)) is not None})
+        return sorted({tag for key in self._nodes.keys(ANY_KEY) if (tag := tag_of(key)) is not None})
 
     def drop(self, tag: str) -> None:
         """Remove every key of a table, except the lease of a process that is about to load it.
@@ -106,7 +104,7 @@ class Catalog:
         if about:
             partitions = max(self._num_partitions, int(about.get(b"num_partitions", 0)))
         else:
-            numbers = (partition_number(key) for key in self._keys(b"hps_et{%b/p*}?" % tag.encode()))
+            numbers = (partition_number(key) for key in self._nodes.keys(b"hps_et{%b/p*}?" % tag.encode()))
             partitions = max(numbers, default=-1) + 1
         layout = RedisLayout.of(tag, 1, partitions)
         for kind in ("mark", "uses", "values"):
@@ -147,7 +145,7 @@ class Catalog:
 
     def _check_foreign(self, layout: RedisLayout) -> None:
         """Refuse another number of partitions, or another width, of a table that another program, as HugeCTR, wrote."""
-        keys = [key for key in self._keys(b"hps_et{%b/p*}v" % layout.tag.encode()) if tag_of(key) == layout.tag]
+        keys = [key for key in self._nodes.keys(b"hps_et{%b/p*}v" % layout.tag.encode()) if tag_of(key) == layout.tag]
         if not keys:
             return
         _log.info("Table: %s; %d partitions of it are in Redis and are used as they are.", layout.tag, len(keys))
@@ -163,17 +161,6 @@ class Catalog:
                     f"redis: opening table {layout.tag}: got vectors of {layout.dim} elements ({4 * layout.dim} bytes), "
                     f"expected ones of {len(row[1])} bytes, which it holds; drop the table first, or correct the width"
                 )
-
-    def _keys(self, pattern: bytes) -> Iterator[bytes]:
-        """Yield the keys of all nodes that match, some perhaps twice."""
-        cursors: dict[Any, bytes] = dict.fromkeys(self._nodes.masters(), b"0")
-        while cursors:
-            calls = {node: Call(0, "SCAN", at, "MATCH", pattern, "COUNT", _SCAN_COUNT) for node, at in cursors.items()}
-            self._nodes.run_at(calls)
-            for node, call in calls.items():
-                cursors[node], keys = call.reply
-                yield from keys
-            cursors = {node: cursor for node, cursor in cursors.items() if cursor != b"0"}
 
 
 def digest(marks: list[bytes]) -> str:

@@ -16,7 +16,6 @@ from numba import boolean, int64, njit, uint8, uint64, void
 
 from hps.hashing import mix
 from hps.numba_kernels import kernel, read_only
-from hps.types import BoolArray, KeyArray
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
@@ -31,7 +30,6 @@ PHASE, ROW, HITS, LENGTH = range(4)
 
 _INCOMPLETE: Final = -1
 _NO_NUMBER: Final = -2
-_LEAST_PLACES: Final = 1024
 _CR, _LF, _DOLLAR, _STAR, _MINUS, _ZERO, _EIGHT, _NINE = (np.uint8(ord(c)) for c in "\r\n$*-089")
 
 _BYTES: Any = uint8[::1]
@@ -221,39 +219,3 @@ def read_rows(buffer, at, end, state, order, header, out, found):  # type: ignor
     if row == order.size and state[PHASE] == ROWS:
         state[PHASE] = WHOLE
     return np.int64(start)
-
-
-@kernel(int64, _KEYS, int64[::1], _FLAGS, _FLAGS)
-def _add_keys(keys, places, taken, new):  # type: ignore[no-untyped-def]
-    mask = np.uint64(places.size - 1)
-    added = 0
-    for i in range(keys.size):
-        place = mix(keys[i]) & mask
-        while taken[place] and places[place] != keys[i]:
-            place = (place + np.uint64(1)) & mask
-        new[i] = not taken[place]
-        if new[i]:
-            taken[place] = True
-            places[place] = keys[i]
-            added += 1
-    return added
-
-
-class KeySet:
-    """A set of keys: those that a scan has seen. *One per thread.*"""
-
-    def __init__(self) -> None:
-        self._size = 0
-        self._keys = np.empty(_LEAST_PLACES, np.int64)
-        self._taken = np.zeros(_LEAST_PLACES, np.bool_)
-
-    def add(self, keys: KeyArray) -> BoolArray:
-        """Add keys; returns which of them are new. Of a key that is given twice, the first is."""
-        if 2 * (self._size + keys.size) > self._keys.size:
-            old = self._keys[self._taken]
-            places = 1 << (4 * (self._size + keys.size)).bit_length()
-            self._keys, self._taken = np.empty(places, np.int64), np.zeros(places, np.bool_)
-            _add_keys(old, self._keys, self._taken, np.empty(old.size, np.bool_))
-        new: BoolArray = np.empty(keys.size, np.bool_)
-        self._size += _add_keys(keys, self._keys, self._taken, new)
-        return new

@@ -18,7 +18,7 @@ import hiredis
 from redis import exceptions
 from redis.connection import Connection, DefaultParser
 
-from hps.databases.redis.requests import Buffer, FetchRows
+from hps.databases.redis.requests import Buffer, FetchRows, GetMark, Request
 from hps.errors import ConfigError, DatabaseError
 
 _RECEIVE_BYTES: Final = 256 << 10
@@ -73,7 +73,6 @@ class ReplyParser:
     """
 
     def __init__(self, read_timeout_s: float) -> None:
-        self.expect(None, last=True)
         self.heard = False
         self.waiting_since = 0.0
         self._read_timeout_s = read_timeout_s
@@ -82,14 +81,8 @@ class ReplyParser:
         self._buffer = Buffer(_RECEIVE_BYTES)
         self._start = self._end = 0  # bytes that have arrived and are not yet read
 
-    def expect(self, rows: FetchRows | None, *, last: bool) -> None:
-        """Say whether the next reply brings the vectors of a request, and whether no other reply is to follow it."""
-        self._rows = rows
-        self._last = last
-
     def on_connect(self, connection: "BulkConnection") -> None:
         """As redis-py's parsers do: begin with a new socket."""
-        self.expect(None, last=True)
         self._socket = connection.socket
         self._reader = hiredis.Reader(exceptions.InvalidResponse, DefaultParser.parse_error, notEnoughData=_MORE)
         self._start = self._end = 0
@@ -107,7 +100,15 @@ class ReplyParser:
         return self._start < self._end or bool(poll.poll(1000 * timeout))
 
     def read_response(self, **_: object) -> Any:
-        """Read the next reply; an error of Redis is returned, as redis-py expects it, or raised where it ends the connection.
+        """As redis-py's parsers do, and as redis-py's own commands need it: read a reply that no other follows."""
+        return self.read(None, last=True)
+
+    def read(self, request: Request | None, *, last: bool) -> Any:
+        """Read the next reply. An error of Redis is returned, as redis-py expects it, or raised where it ends the connection.
+
+        Args:
+            request: what it replies to; None where that says nothing about the reply.
+            last: no other reply is to follow it.
 
         Raises:
             redis.TimeoutError: the node was silent for too long, or the call's deadline has passed.
@@ -117,10 +118,14 @@ class ReplyParser:
         """
         if self._start == self._end:
             self._receive()
-        rows = self._rows
-        refused = self._buffer.bytes[self._start] == _MINUS
-        reply = self._read_any() if rows is None or refused else self._read_rows(rows)
-        if self._last and (self._start < self._end or self._reader.has_data()):
+        if type(request) is FetchRows and self._buffer.bytes[self._start] != _MINUS:
+            reply = self._read_rows(request)
+        elif type(request) is GetMark and self._buffer.bytes.startswith(request.likely, self._start, self._end):
+            self._start += len(request.likely)
+            reply = request.expected
+        else:
+            reply = self._read_any(last)
+        if last and (self._start < self._end or self._reader.has_data()):
             raise exceptions.InvalidResponse("it sent bytes that nobody asked for")
         if isinstance(reply, exceptions.ConnectionError):
             raise reply
@@ -138,13 +143,13 @@ class ReplyParser:
                 return rows.reply
             self._receive()
 
-    def _read_any(self) -> Any:
+    def _read_any(self, last: bool) -> Any:
         reply: Any = _MORE
         while reply is _MORE:
             if self._start == self._end:
                 self._receive()
             stop = self._end
-            if not self._last:  # hiredis must not take bytes of the next reply; every reply ends with a line
+            if not last:  # hiredis must not take bytes of the next reply; every reply ends with a line
                 stop = self._buffer.bytes.find(b"\n", self._start, self._end) + 1 or self._end
             self._reader.feed(self._buffer.bytes, self._start, stop - self._start)
             self._start = stop
@@ -172,6 +177,8 @@ class ReplyParser:
             if time_left() <= 0:
                 raise exceptions.TimeoutError("it had not answered everything when the time for the call was over") from error
             raise exceptions.TimeoutError(f"it was silent for {self._read_timeout_s:.3g} s while it owed a reply") from error
+        except OSError as error:
+            raise exceptions.ConnectionError(str(error)) from error
         if count == 0:
             raise exceptions.ConnectionError("it closed the connection")
         self._end += count

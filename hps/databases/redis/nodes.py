@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from ssl import SSLContext
 from typing import Any, Final
@@ -20,7 +20,7 @@ from redis.cluster import ClusterNode, NodesManager
 from redis.connection import BlockingConnectionPool
 
 from hps.databases.redis.connections import BulkConnection, IdleConnections, ReplyParser, time_left, until
-from hps.databases.redis.requests import Buffer, Call, FetchRows, Request
+from hps.databases.redis.requests import Buffer, Call, Request
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError, NotReadyError
 
 _log = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ idle. Requests that wait and replies that are not read yet fit the buffers of th
 _MESSAGE_BYTES: Final = 64 << 10  # small requests go out together
 _ROUNDS: Final = 16  # of redirections, as many as a slot that is being moved may cause
 _PAUSE_S: Final = 0.01
+_SCAN_COUNT: Final = 10_000
 _LEAST_REFRESH_S: Final = 0.1  # between two looks at a cluster that is in disorder
 _NO_CLUSTER: Final = (exceptions.RedisError, exceptions.RedisClusterException, IndexError)
 """What redis-py raises where the nodes of a cluster do not answer, or none serves a slot."""
@@ -136,10 +137,6 @@ class RedisNodes:
         """Connections to all nodes, in use or idle."""
         return sum(connection.is_connected for connection in self._connections())
 
-    def masters(self) -> list[ClusterNode]:
-        """The server, or the masters of the cluster."""
-        return self._cluster.get_nodes_by_server_type("primary") if self._cluster else [self._server]
-
     def ask(self, slot: int, *words: str | bytes | int) -> Any:
         """Run one command; returns its reply, and raises as `run` does."""
         call = Call(slot, *words)
@@ -160,14 +157,25 @@ class RedisNodes:
         with until(deadline):
             self._refresh()
             at: dict[ClusterNode, list[Request]] = {}
-            for request in requests:
-                at.setdefault(self._node_of(request.slot), []).append(request)
+            if self._cluster:
+                for request in requests:
+                    at.setdefault(self._node_of(self._cluster, request.slot), []).append(request)
+            elif requests:
+                at[self._server] = list(requests)
             self._run(at)
 
-    def run_at(self, requests: Mapping[ClusterNode, Request]) -> None:
-        """Run one request on each of several nodes; raises as `run` does."""
-        with until(time.monotonic() + self.timeout_s):
-            self._run({node: [request] for node, request in requests.items()})
+    def keys(self, pattern: bytes) -> Iterator[bytes]:
+        """Yield the keys of all nodes that match, some perhaps twice; raises as `run` does."""
+        for node in self._cluster.get_nodes_by_server_type("primary") if self._cluster else [self._server]:
+            cursor = b"0"
+            while True:
+                scan = Call(0, "SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)
+                with until(time.monotonic() + self.timeout_s):
+                    self._run({node: [scan]})
+                cursor, keys = scan.reply
+                yield from keys
+                if cursor == b"0":
+                    break
 
     def close(self) -> None:
         """Close every connection. Calls on other threads fail."""
@@ -243,10 +251,8 @@ class RedisNodes:
             self._failed = node.name
             self._stale = True
 
-    def _node_of(self, slot: int) -> ClusterNode:
-        if self._cluster is None:
-            return self._server
-        serving = self._cluster.slots_cache.get(slot)  # the master, and its replicas
+    def _node_of(self, cluster: NodesManager, slot: int) -> ClusterNode:
+        serving = cluster.slots_cache.get(slot)  # the master, and its replicas
         if not serving:
             self._doubt(self._seeds[0])
             raise DatabaseError(f"redis: no node of the cluster serves hash slot {slot}; see CLUSTER SLOTS")
@@ -384,17 +390,19 @@ class _Lane:
 
     def receive(self) -> None:
         """Read replies: one if more is to be sent, else all. A refusal is kept with its request."""
+        sent, read = self._sent, self._replies.read
         try:
-            while self._sent and self.fault is None:
-                request = self._sent[0]
+            while sent and self.fault is None:
+                request = sent[0]
                 if request.asking:
-                    self._read(None)
-                try:
-                    self._read(request)
-                except exceptions.ResponseError as error:
-                    request.error = error
+                    read(None, last=False)
+                reply = read(request, last=len(sent) == 1)
+                if isinstance(reply, exceptions.ResponseError):
+                    request.error = reply
+                else:
+                    request.reply = reply
                 self._in_flight -= request.weight
-                self._sent.popleft()
+                sent.popleft()
                 if self._queue:
                     return
         except (exceptions.RedisError, DatabaseError) as error:
@@ -404,7 +412,6 @@ class _Lane:
         """Give the connection back; it is closed unless it is to be kept and every reply on it has been read."""
         if not keep or self.fault is not None or self._queue or self._sent:
             self._connection.disconnect()
-        self._replies.expect(None, last=True)
         self._connection.shrink()
         self._pool.release(self._connection)
 
@@ -424,13 +431,6 @@ class _Lane:
             self._in_flight += request.weight
             self._sent.append(self._queue.popleft())
         return at
-
-    def _read(self, request: Request | None) -> None:
-        rows = request if type(request) is FetchRows else None
-        self._replies.expect(rows, last=request is not None and len(self._sent) == 1)
-        reply = self._connection.read_response()
-        if request is not None:
-            request.reply = reply
 
 
 def _database_error(node: ClusterNode, error: Exception | None) -> DatabaseError:

@@ -1,7 +1,8 @@
 """The requests that go to Redis: any command of a few words, and the three with many keys, which the bulk codec encodes."""
 
 from abc import ABC, abstractmethod
-from typing import Any, Final
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from hiredis import pack_command
@@ -52,13 +53,14 @@ class Request(ABC):
         error: the error that Redis replied, or None.
     """
 
+    asking = False
+    reply: Any = None
+    error: Exception | None = None
+
     def __init__(self, slot: int, size: int, weight: int = 0) -> None:
         self.slot = slot
         self.size = size
         self.weight = max(size, weight)
-        self.asking = False
-        self.reply: Any = None
-        self.error: Exception | None = None
 
     @abstractmethod
     def write(self, buffer: Buffer, at: int) -> int:
@@ -78,85 +80,105 @@ class Call(Request):
         return end
 
 
-class _Fields(Request):
-    """A command whose last words are the keys `keys[order]`, each with a value or without.
+class GetMark(Call):
+    """GET of a partition's mark. Unless rows were lost its reply is known beforehand, and then costs no parser.
+
+    Attributes:
+        expected: the mark.
+        likely: the reply that brings it.
+    """
+
+    def __init__(self, slot: int, key: bytes, expected: bytes) -> None:
+        super().__init__(slot, "GET", key)
+        self.expected = expected
+        self.likely = b"$%d\r\n%b\r\n" % (len(expected), expected)
+
+
+@lru_cache(maxsize=16)
+def _framed(value: bytes) -> Bytes:
+    """A value as it stands in a request; nothing for an empty one, which stands for none."""
+    return np.frombuffer(b"$%d\r\n%b\r\n" % (len(value), value) if value else b"", np.uint8)
+
+
+@lru_cache(maxsize=4096)
+def _packed(words: tuple[Any, ...]) -> bytes:
+    """The words of a command without their number; nearly the same ones are sent again and again."""
+    packed: bytes = pack_command(words)
+    return packed[packed.index(b"\r") :]
+
+
+class SendKeys(Request):
+    """A command that ends with the keys `keys[order]`, as HDEL, or with such keys and values, as HSET. Its reply is a number.
 
     Args:
         slot: as for `Request`.
         words: what precedes the keys.
         keys: (n,) int64.
         order: (count,) int64: positions in `keys` of those that are sent.
-        value_bytes: what the value of one key takes in the request, frame included; 0 where it has none.
+        value: of every key; empty where keys have none, or where a subclass writes them.
+        value_bytes: what the value of one key takes in the request, where a subclass writes it.
         reply_bytes: what the reply takes for one key, at most.
+
+    Attributes:
+        count: how many keys are sent.
     """
 
     def __init__(
-        self, slot: int, words: tuple[Any, ...], keys: KeyArray, order: IndexArray, value_bytes: int = 0, reply_bytes: int = 0
+        self,
+        slot: int,
+        words: tuple[Any, ...],
+        keys: KeyArray,
+        order: IndexArray,
+        value: bytes = b"",
+        *,
+        value_bytes: int = 0,
+        reply_bytes: int = 0,
     ) -> None:
-        packed = pack_command(words)
-        count = len(words) + (2 if value_bytes else 1) * order.size
-        self._start = b"*%d" % count + packed[packed.index(b"\r") :]
         self._keys = keys
         self._order = order
-        size = len(self._start) + (FIELD_BYTES + value_bytes) * order.size
-        super().__init__(slot, size, reply_bytes * order.size)
+        self._value = _framed(value)
+        self.count = order.size
+        value_bytes += self._value.size
+        self._start = b"*%d%b" % (len(words) + (2 if value_bytes else 1) * self.count, _packed(words))
+        super().__init__(slot, len(self._start) + (FIELD_BYTES + value_bytes) * self.count, reply_bytes * self.count)
 
     def write(self, buffer: Buffer, at: int) -> int:
         end = at + len(self._start)
         buffer.view[at:end] = self._start
         return self._write_keys(buffer.array, end)
 
-    @abstractmethod
-    def _write_keys(self, array: Bytes, at: int) -> int: ...
-
-
-class SendKeys(_Fields):
-    """A command with many keys, as HDEL, or with many keys of one value, as HSET. Its reply is a number.
-
-    Args:
-        value: of every key; empty where keys have none. The others are those of `_Fields`.
-    """
-
-    def __init__(self, slot: int, words: tuple[Any, ...], keys: KeyArray, order: IndexArray, value: bytes = b"") -> None:
-        framed = b"$%d\r\n%b\r\n" % (len(value), value) if value else b""
-        self._value: Bytes = np.frombuffer(framed, np.uint8)
-        super().__init__(slot, words, keys, order, len(framed))
-
     def _write_keys(self, array: Bytes, at: int) -> int:
         end: int = write_fields(self._keys, self._order, self._value, array, at)
         return end
 
 
-class StoreRows(_Fields):
+class StoreRows(SendKeys):
     """HSET of vectors. Its reply is the number of keys that were new.
 
     Args:
         key: of the hash.
         header: what precedes a vector in requests and replies.
-        rows: (n, 4 dim) uint8. The others are those of `_Fields`.
+        rows: (n, 4 dim) uint8. The others are those of `SendKeys`.
     """
 
     def __init__(self, slot: int, key: bytes, keys: KeyArray, order: IndexArray, header: Bytes, rows: Bytes) -> None:
         self._header = header
         self._rows = rows
-        super().__init__(slot, ("HSET", key), keys, order, header.size + rows.shape[1] + 2)
+        super().__init__(slot, ("HSET", key), keys, order, value_bytes=header.size + rows.shape[1] + 2)
 
     def _write_keys(self, array: Bytes, at: int) -> int:
         end: int = write_rows(self._keys, self._order, self._header, self._rows, array, at)
         return end
 
 
-class FetchRows(_Fields):
+class FetchRows(SendKeys):
     """HMGET of vectors, which land in the caller's arrays. Its reply is the number of keys that were found.
 
     Args:
         key: of the hash.
         header: what precedes a vector in requests and replies.
         out: (n, 4 dim) uint8; rows whose key is found are written.
-        found: (n,) bool; set for these rows, each when all of it is there. The others are those of `_Fields`.
-
-    Attributes:
-        count: how many keys are asked for.
+        found: (n,) bool; set for these rows, each when all of it is there. The others are those of `SendKeys`.
     """
 
     def __init__(
@@ -166,12 +188,7 @@ class FetchRows(_Fields):
         self._out = out
         self._found = found
         self._state = np.zeros(4, np.int64)
-        self.count = order.size
-        super().__init__(slot, ("HMGET", key), keys, order, 0, header.size + out.shape[1] + 2)
-
-    def _write_keys(self, array: Bytes, at: int) -> int:
-        end: int = write_fields(self._keys, self._order, _NO_VALUE, array, at)
-        return end
+        super().__init__(slot, ("HMGET", key), keys, order, reply_bytes=header.size + out.shape[1] + 2)
 
     def read(self, array: Bytes, at: int, end: int) -> int:
         """Read what has arrived of the reply, [at, end); returns the first position that is not read.
@@ -200,6 +217,3 @@ class FetchRows(_Fields):
         if length and length % 4 == 0:
             return TableWidthError(f"{text}: the table holds vectors of {length // 4} elements; drop it, or correct the width")
         return DatabaseCorruptError(f"{text}: it is no vector; insert the key again, or drop the table")
-
-
-_NO_VALUE: Final[Bytes] = np.empty(0, np.uint8)

@@ -12,7 +12,7 @@ from hps.databases.redis.codec import Bytes, group_by_partition
 from hps.databases.redis.layout import Partition, RedisLayout
 from hps.databases.redis.nodes import RedisNodes
 from hps.databases.redis.overflow import Overflow
-from hps.databases.redis.requests import Call, FetchRows, Request, StoreRows
+from hps.databases.redis.requests import Call, FetchRows, GetMark, Request, StoreRows
 from hps.databases.redis.scan import scan_hash
 from hps.errors import DatabaseError, TableWidthError, UnknownTableError
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
@@ -124,19 +124,19 @@ class RedisTable:
         """Fetch once; returns a partition that has lost rows and lacks some of the keys, or None."""
         rows = out.view(np.uint8)
         requests: list[Request] = []
-        checks: list[tuple[Partition, list[FetchRows], Call]] = []
+        checks: list[tuple[Partition, list[FetchRows], GetMark]] = []
         for partition, share in self._shares(keys, found):
             pieces = [
                 FetchRows(partition.slot, partition.values, keys, piece, self.layout.header, rows, found)
                 for piece in self._pieces(share)
             ]
             # Behind the vectors: if the mark is still there, what was absent before it was not lost.
-            mark = Call(partition.slot, "GET", partition.mark)
+            mark = GetMark(partition.slot, partition.mark, marks[partition.index])
             requests += [*pieces, mark]
             checks.append((partition, pieces, mark))
         self._run(requests, deadline, f"fetching {keys.size} keys of table {self.layout.tag}")
         for partition, pieces, mark in checks:
-            if mark.reply != marks[partition.index] and any(piece.reply < piece.count for piece in pieces):
+            if mark.reply != mark.expected and any(piece.reply < piece.count for piece in pieces):
                 return partition
         return None
 

@@ -11,19 +11,12 @@ from hps.databases.redis.database import RedisDatabase
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError
 from tests.contracts.database_contract import distinct_keys, fetched, vectors_of
 from tests.servers.redis_proxy import Proxy
-from tests.servers.redis_server import RedisServer
 
 pytestmark = pytest.mark.redis
 TAG, DIM = "hps_et.shop.item", 8
 KEYS = distinct_keys(2000)
 VECTORS = vectors_of(KEYS, DIM)
 TIMEOUT_S, READ_S, SLACK_S = 1.0, 0.4, 1.0
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
 
 
 @pytest.fixture

@@ -4,16 +4,10 @@ import pytest
 
 from hps.databases.redis.database import RedisDatabase
 from tests.contracts.database_contract import DatabaseContract
-from tests.servers.redis_server import RedisClusterServers, RedisServer, rows_of
+from tests.servers.redis_server import RedisClusterServers, rows_of
 
 pytestmark = pytest.mark.redis
 PARTITIONS = 4
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -24,18 +18,9 @@ def cluster(tmp_path_factory):
 
 class TestRedisServer(DatabaseContract):
     @pytest.fixture
-    def clients(self, server):
-        client = server.client()
-        client.flushall()
-        yield [client]
-        client.close()
-
-    @pytest.fixture
-    def database(self, server, clients):
-        database = RedisDatabase(server.address, num_partitions=PARTITIONS, timeout_s=20, read_timeout_s=20)
-        self.clients = clients
-        yield database
-        database.close()
+    def database(self, opened, client):
+        self.clients = [client]
+        return opened()
 
     def raw_rows(self, database, tag):
         return rows_of(self.clients, tag, PARTITIONS)
@@ -46,31 +31,22 @@ class TestRedisServer(DatabaseContract):
 
 class TestRedisServerThatNotesUses(TestRedisServer):
     @pytest.fixture(params=["evict_least_used", "evict_oldest"])
-    def database(self, server, clients, request):
-        database = RedisDatabase(
-            server.address, num_partitions=PARTITIONS, overflow_policy=request.param, timeout_s=20, read_timeout_s=20
-        )
-        self.clients = clients
-        yield database
-        database.close()
+    def database(self, opened, client, request):
+        self.clients = [client]
+        return opened(overflow_policy=request.param)
 
 
 class TestRedisCluster(TestRedisServer):
     @pytest.fixture
-    def clients(self, cluster):
-        clients = [server.client() for server in cluster.servers]
-        for client in clients:
+    def database(self, cluster):
+        self.clients = [server.client() for server in cluster.servers]
+        for client in self.clients:
             client.flushall()
-        yield clients
-        for client in clients:
-            client.close()
-
-    @pytest.fixture
-    def database(self, cluster, clients):
         database = RedisDatabase(cluster.address, num_partitions=PARTITIONS, timeout_s=20, read_timeout_s=20)
-        self.clients = clients
         yield database
         database.close()
+        for client in self.clients:
+            client.close()
 
     def test_it_is_found_to_be_a_server(self, database):
         assert database.clustered

@@ -89,12 +89,6 @@ def test_redis_py_still_opens_sockets_where_its_own_connections_do():
 
 @pytest.mark.redis
 class TestServer:
-    @pytest.fixture(scope="class")
-    @classmethod
-    def server(cls, tmp_path_factory):
-        with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-            yield server
-
     def test_a_name_is_looked_up(self, server):
         assert works(RedisDatabase(f"localhost:{server.port}"))
 

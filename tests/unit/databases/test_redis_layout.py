@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 from redis.crc import key_slot
 
-from hps.databases.redis.database import RedisDatabase
 from hps.databases.redis.layout import Partition, RedisLayout, partition_number, tag_of
 from hps.errors import DatabaseCorruptError, DatabaseError, TableWidthError, UnknownTableError
 from tests.contracts.database_contract import distinct_keys, fetched, vectors_of
-from tests.servers.redis_server import RedisServer
 
 TAG = "hps_et.shop.item"
 P0, P1, P2, P3 = (f"hps_et{{hps_et.shop.item/p{i}}}v".encode() for i in range(4))
@@ -23,32 +21,6 @@ ROWS = {
     42: (P1, "2a00000000000000", "000028420000a842"),
     2**62: (P2, "0000000000000040", "0000805e0000005f"),
 }
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture
-def client(server):
-    with server.client() as client:
-        client.flushall()
-        yield client
-
-
-@pytest.fixture
-def opened(server, client):
-    databases = []
-
-    def open_database(**settings):
-        databases.append(RedisDatabase(server.address, **{"num_partitions": 4, **settings}))
-        return databases[-1]
-
-    yield open_database
-    for database in databases:
-        database.close()
 
 
 def rows():

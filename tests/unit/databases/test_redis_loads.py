@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 
 from hps.databases.base import LoadRecord
-from hps.databases.redis.database import RedisDatabase
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import DatabaseCorruptError, DatabaseError, NotReadyError, UnknownTableError
 from hps.models.files import CHUNK_BYTES
 from hps.models.writer import write_sparse_model
 from hps.types import TableSpec
 from tests.contracts.database_contract import distinct_keys, fetched, vectors_of
-from tests.servers.redis_server import RedisServer
 from tests.tables.table_loads import load_table, nothing_to_do
 
 pytestmark = pytest.mark.redis
@@ -25,32 +23,16 @@ KEYS = distinct_keys(600)
 VECTORS = vectors_of(KEYS, DIM)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
 @pytest.fixture
-def client(server):
-    with server.client() as client:
-        client.flushall()
-        yield client
-
-
-@pytest.fixture
-def node(server, client):
+def node(opened):
     """Make databases, each as another process would; their table is open."""
-    databases = []
 
     def make(**settings):
-        databases.append(RedisDatabase(server.address, num_partitions=4, timeout_s=20, read_timeout_s=20, **settings))
-        databases[-1].open_table(TAG, DIM)
-        return databases[-1]
+        database = opened(**settings)
+        database.open_table(TAG, DIM)
+        return database
 
-    yield make
-    for database in databases:
-        database.close()
+    return make
 
 
 @pytest.fixture

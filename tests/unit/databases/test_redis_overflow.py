@@ -6,10 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from hps.databases.redis.database import RedisDatabase
 from hps.errors import DatabaseError
 from tests.contracts.database_contract import distinct_keys, fetched, vectors_of
-from tests.servers.redis_server import RedisServer
 from tests.tables.hash_map_inspection import mixed
 
 pytestmark = pytest.mark.redis
@@ -17,32 +15,16 @@ TAG, DIM, PARTITIONS, MARGIN = "hps_et.shop.item", 4, 4, 100
 POLICIES = ("evict_random", "evict_least_used", "evict_oldest")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
 @pytest.fixture
-def client(server):
-    with server.client() as client:
-        client.flushall()
-        yield client
-
-
-@pytest.fixture
-def opened(server, client):
-    databases = []
+def opened(opened):
+    """Open databases of few rows a partition, and their table."""
 
     def open_database(policy, **settings):
-        settings = {"overflow_margin": MARGIN, "num_partitions": PARTITIONS, "timeout_s": 20, "read_timeout_s": 20, **settings}
-        databases.append(RedisDatabase(server.address, overflow_policy=policy, **settings))
-        databases[-1].open_table(TAG, DIM)
-        return databases[-1]
+        database = opened(**{"overflow_policy": policy, "overflow_margin": MARGIN, **settings})
+        database.open_table(TAG, DIM)
+        return database
 
-    yield open_database
-    for database in databases:
-        database.close()
+    return open_database
 
 
 def lengths(client, kind="v"):

@@ -12,7 +12,7 @@ import hdfs_native
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
-from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed
+from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed, too_short
 from hps.filesystems.hdfs_connections import HdfsAddress, HdfsConnections, hdfs_address
 from hps.filesystems.hdfs_errors import UnansweredError, hdfs_failure
 from hps.filesystems.retries import retried
@@ -150,10 +150,7 @@ class HdfsStream:
         uri, path, end = self._address.uri, self._address.path, self._offset + len(self._buffer)
         status = self._status()
         if end > status.size_bytes:
-            raise ModelFileError(
-                f"reading {uri}: it ends at byte {status.size_bytes}, expected bytes {self._offset} to {end}; "
-                "it was cut short, or is being replaced"
-            )
+            raise too_short(uri, status.size_bytes, self._offset, end)
         reader = self._client.read(path)
         self._steps += 1
         if end > len(reader):  # hdfs-native panics beyond the end

@@ -7,7 +7,7 @@ from contextlib import suppress
 from urllib.parse import unquote
 
 from hps.errors import ModelFileError, ModelFileNotFoundError
-from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed
+from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed, too_short
 
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
@@ -51,10 +51,7 @@ class LocalFileSystem(FileSystem):
             while done < len(buffer):
                 count = os.preadv(descriptor, [buffer[done:]], offset + done)
                 if count == 0:
-                    raise ModelFileError(
-                        f"reading {path}: it ends at byte {offset + done}, expected bytes {offset} to {offset + len(buffer)}; "
-                        "it was cut short, or is being replaced"
-                    )
+                    raise too_short(path, offset + done, offset, offset + len(buffer))
                 done += count
             # Checked last, so that a write during the read is noticed, too.
             if version and (now := _status_of(path, os.fstat(descriptor)).version) != version:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
-from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed
+from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed, too_short
 from hps.filesystems.retries import retried
 
 _PAGE_NAMES = 1000  # the limit of both services
@@ -221,7 +221,7 @@ class ObjectStore(FileSystem):
             if reading.version and now.version != reading.version:
                 raise changed(address.uri, reading.version, now.version) from error
             if now.size_bytes < end:
-                raise _too_short(reading, now.size_bytes) from error
+                raise too_short(address.uri, now.size_bytes, reading.offset, end) from error
             raise ModelSourceError(f"reading {address.uri}: got {error} for version {now.version}, which is there") from error
 
 
@@ -235,17 +235,10 @@ def _check(reading: _Reading, answer: RangeAnswer) -> None:
     if (first, last) == (reading.offset, reading.end - 1):
         return
     if match and first == reading.offset and last < reading.end - 1:
-        raise _too_short(reading, last + 1)
+        raise too_short(reading.address.uri, last + 1, first, reading.end)
     raise ModelSourceError(
         f"reading {reading.address.uri}: got bytes {first} to {last + 1}, expected bytes {reading.offset} to {reading.end}; "
         "the server does not serve ranges as it should"
-    )
-
-
-def _too_short(reading: _Reading, size: int) -> ModelFileError:
-    return ModelFileError(
-        f"reading {reading.address.uri}: it ends at byte {size}, expected bytes {reading.offset} to {reading.end}; "
-        "it was cut short, or is being replaced"
     )
 
 

@@ -215,7 +215,7 @@ class GcsAccess:
         self.client: Any = Client(project=None, credentials=used, client_options=options, _http=self.session)
 
 
-def find_gcs_access(settings: ModelSourceConfig, seconds: float) -> GcsAccess:
+def _find_access(settings: ModelSourceConfig, deadline: float) -> GcsAccess:
     """Find the endpoint and Application Default Credentials, which may ask the metadata server of a cloud machine.
 
     The endpoint is the configured one, else STORAGE_EMULATOR_HOST, else Google's; the rule is the library's. Over plain http,
@@ -242,7 +242,7 @@ def find_gcs_access(settings: ModelSourceConfig, seconds: float) -> GcsAccess:
         return GcsAccess(endpoint, credentials)
 
     try:
-        return within("looking for Google credentials", seconds, find)
+        return within("looking for Google credentials", deadline, find)
     except ModelFileError:
         raise  # of `within`; it is an OSError, too
     except (GoogleAuthError, OSError, ValueError) as error:
@@ -266,10 +266,9 @@ class _GcsClient:
             ModelFileError: the service refused; the error of Google's library is its cause.
         """
         access = self._access or self._find(deadline)
-        left_s = max(deadline - time.monotonic(), 0.001)
-        timeout = min(self._settings.timeout_s, left_s)
+        timeout = min(self._settings.timeout_s, max(deadline - time.monotonic(), 0.001))
         try:
-            return within(f"{doing} {address.uri}", left_s, lambda: question(access, timeout))
+            return within(f"{doing} {address.uri}", deadline, lambda: question(access, timeout))
         except ModelFileError:
             raise
         except FAILURES as error:
@@ -277,7 +276,7 @@ class _GcsClient:
 
     def _find(self, deadline: float) -> GcsAccess:
         # Without a lock, because credentials may come over the network; of two that were found at once, one is kept.
-        found = find_gcs_access(self._settings, max(deadline - time.monotonic(), 0.001))
+        found = _find_access(self._settings, deadline)
         if self._access is None:
             self._access = found
             if found.anonymous and found.endpoint.startswith("https://"):
@@ -390,11 +389,11 @@ class _GcsWriter(ObjectWriter):
                 return put(access, timeout, f"{kept}-{end - 1}", part[kept - first :])
             return kept, made
 
-        def attempt(left_s: float) -> dict[str, Any]:
+        def attempt(deadline: float) -> dict[str, Any]:
             nonlocal unsure
             try:
                 # Noted here: a thread that was left behind must not change it.
-                self._kept, made = self._client.ask("writing", self._address, time.monotonic() + left_s, go_on)
+                self._kept, made = self._client.ask("writing", self._address, deadline, go_on)
             finally:
                 unsure = True
             if made is None:
@@ -410,7 +409,4 @@ class _GcsWriter(ObjectWriter):
         return access.client.bucket(self._address.bucket).blob(self._address.key)
 
     def _ask(self, question: Callable[[GcsAccess, float], T]) -> T:
-        return retried(
-            self._settings,
-            lambda left_s: self._client.ask("writing", self._address, time.monotonic() + left_s, question),
-        )
+        return retried(self._settings, lambda deadline: self._client.ask("writing", self._address, deadline, question))

@@ -129,16 +129,6 @@ def hdfs_failure(doing: str, uri: str, error: BaseException) -> ModelFileError:
     return ModelFileError(f"{doing} {uri}: hdfs-native refused ({said}); check the log of the NameNode")
 
 
-class UnansweredError(ModelSourceError):
-    """A NameNode or DataNode did not answer at all."""
-
-    def __init__(self, doing: str, uri: str, seconds: float) -> None:
-        super().__init__(
-            f"{doing} {uri}: no answer in {seconds:.1f} s; check that host and port are right, that NameNode and DataNodes run "
-            "and that they can be reached from here"
-        )
-
-
 def _first_line(error: BaseException) -> str:
     """What it says, without a Java stack trace."""
     return re.split(r"\\n|\n", str(error), maxsplit=1)[0]

@@ -132,8 +132,7 @@ class ObjectStore(FileSystem):
         """Tell whether an object or a prefix of objects is there."""
         address, doing = self._address(path), "looking for"
 
-        def attempt(left_s: float) -> bool:
-            deadline = time.monotonic() + left_s
+        def attempt(deadline: float) -> bool:
             found = address.key and self._find(doing, address, deadline) is not None
             return bool(found) or self._is_directory(doing, address, deadline)
 
@@ -142,23 +141,23 @@ class ObjectStore(FileSystem):
     def status(self, path: str) -> FileStatus:
         """Size and version of an object."""
         address = self._object(path, "opening")
-        return retried(self.settings, lambda left_s: self._status("opening", address, time.monotonic() + left_s))
+        return retried(self.settings, lambda deadline: self._status("opening", address, deadline))
 
     def read_into(self, path: str, offset: int, buffer: memoryview, version: str = "") -> None:
         """Fill `buffer` from byte `offset`. A read that breaks off goes on where it stopped, with the same version."""
         reading = _Reading(self._object(path, "reading"), offset, buffer, version)
         if buffer.nbytes:
-            retried(self.settings, lambda left_s: self._read(reading, left_s))
+            retried(self.settings, lambda deadline: self._read(reading, deadline))
 
     def list(self, path: str) -> list[str]:
         """Names of the objects and prefixes right below a prefix, sorted; at most 100,000."""
         address = self._address(path)
-        return sorted(retried(self.settings, lambda left_s: self._names(address, time.monotonic() + left_s)))
+        return sorted(retried(self.settings, lambda deadline: self._names(address, deadline)))
 
     def delete(self, path: str) -> None:
         """Remove an object."""
         address = self._object(path, "removing")
-        retried(self.settings, lambda left_s: self._remove(address, time.monotonic() + left_s))
+        retried(self.settings, lambda deadline: self._remove(address, deadline))
 
     def _object(self, path: str, doing: str) -> ObjectAddress:
         address = self._address(path)
@@ -195,9 +194,10 @@ class ObjectStore(FileSystem):
             raise ModelFileError(f"listing {address.uri}: it is an object, expected a directory (a prefix of objects)")
         raise ModelFileNotFoundError(f"listing {address.uri}: there is no such directory in bucket {address.bucket!r}")
 
-    def _read(self, reading: _Reading, left_s: float) -> None:
+    def _read(self, reading: _Reading, deadline: float) -> None:
         # Half of what is left, so that there is time for another connection when this one only trickles.
-        deadline = time.monotonic() + min(left_s, max(left_s / 2, self.settings.timeout_s))
+        begun = time.monotonic()
+        deadline = min(deadline, begun + max((deadline - begun) / 2, self.settings.timeout_s))
         address, end = reading.address, reading.end
         try:
             with self._range(address, reading.offset, end, reading.version, deadline) as answer:

@@ -224,7 +224,7 @@ class _S3Client:
             return answer
 
         try:
-            return within(f"{doing} {address.uri}", max(deadline - time.monotonic(), 0.0), ask)
+            return within(f"{doing} {address.uri}", deadline, ask)
         except ModelFileError:
             raise
         except FAILURES as error:
@@ -314,8 +314,7 @@ class _S3Writer(ObjectWriter):
                 self._client.call("ending", self._address, deadline, "abort_multipart_upload", **query)
 
     def _call(self, operation: str, **parameters: Any) -> dict[str, Any]:
-        def attempt(left_s: float) -> dict[str, Any]:
-            deadline = time.monotonic() + left_s
+        def attempt(deadline: float) -> dict[str, Any]:
             return self._client.call("writing", self._address, deadline, operation, Key=self._address.key, **parameters)
 
         return retried(self._settings, attempt)

@@ -26,8 +26,7 @@ class UnansweredError(ModelSourceError):
 
     def __init__(self, what: str, seconds: float) -> None:
         super().__init__(
-            f"{what}: no answer in {seconds:.1f} s; check that host and port are right, that the host runs and that it can be "
-            "reached from here"
+            f"{what}: no answer in {seconds:.1f} s; check that the host is right, runs and can be reached from here"
         )
 
 

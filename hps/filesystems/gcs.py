@@ -8,7 +8,6 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
@@ -296,7 +295,7 @@ class _GcsWriter(ObjectWriter):
         super().__init__(settings, address)
         self._client = client
         self._doing = f"writing {address.uri}"
-        self._upload = ""  # path and query of the session; who knows them may write
+        # `_upload` is path and query of the session; who knows them may write.
         self._kept = 0  # bytes that the service has
         self._crc = 0
 
@@ -309,21 +308,18 @@ class _GcsWriter(ObjectWriter):
         self._crc = google_crc32c.extend(self._crc, part)
         self._transmit(part)
 
-    def _finish(self, part: bytes) -> Callable[[], None]:
+    def _finish(self, part: bytes) -> None:
         self._crc = google_crc32c.extend(self._crc, part)
         checksum = base64.b64encode(struct.pack(">I", self._crc)).decode()
-        if self._upload:
-            return partial(self._check, self._transmit(part, checksum), checksum)
 
         def send_whole(access: GcsAccess, timeout: float) -> dict[str, Any]:
             blob = self._blob(access)
             blob.upload_from_string(part, content_type=_CONTENT_TYPE, checksum="crc32c", timeout=timeout, retry=None)
             return {"size": blob.size, "crc32c": blob.crc32c, "generation": blob.generation}
 
-        return partial(self._check, self._ask(send_whole), checksum)
-
-    def _check(self, made: dict[str, Any], checksum: str) -> None:
-        """Compare what the service says that it has; the object is removed if that is not what was sent."""
+        made = self._transmit(part, checksum) if self._upload else self._ask(send_whole)
+        self._upload = ""
+        # Compared with what the service says that it has; the object is removed if that is not what was sent.
         size, crc, generation = made.get("size"), made.get("crc32c", checksum), made.get("generation")
         if str(size) == str(self._size_bytes) and crc == checksum:
             return
@@ -339,8 +335,8 @@ class _GcsWriter(ObjectWriter):
         )
 
     def _cancel(self) -> None:
-        if self._upload:
-            self._try_once(lambda access, timeout: access.session.delete(f"{access.endpoint}{self._upload}", timeout=timeout))
+        place = self._upload
+        self._try_once(lambda access, timeout: access.session.delete(f"{access.endpoint}{place}", timeout=timeout))
 
     def _try_once(self, question: Callable[[GcsAccess, float], object]) -> None:
         with suppress(ModelFileError):
@@ -360,12 +356,13 @@ class _GcsWriter(ObjectWriter):
         first, end = self._kept, self._kept + len(part)
         total = str(end) if checksum else "*"
         headers = {"Content-Type": _CONTENT_TYPE} | ({"X-Goog-Hash": f"crc32c={checksum}"} if checksum else {})
+        session = self._upload  # for good: a thread that was left behind must not meet another
         unsure = False
 
         def put(access: GcsAccess, timeout: float, place: str, body: bytes) -> tuple[int, dict[str, Any] | None]:
             """How many bytes the service has, and once these are among them, what it says of the object."""
             answer = access.session.put(
-                f"{access.endpoint}{self._upload}",
+                f"{access.endpoint}{session}",
                 data=io.BytesIO(body) if body else None,  # sent in pieces, each with the timeout to itself
                 headers={**headers, "Content-Range": f"bytes {place}/{total}"},
                 timeout=timeout,

@@ -253,7 +253,7 @@ class ObjectWriter(FileWriter, ABC):
         self._address = address
         self._size_bytes = 0
         self._pending = bytearray()
-        self._ended = False
+        self._upload = ""  # names the upload in parts, from the first part until it has ended
 
     @abstractmethod
     def _part_bytes(self) -> int:
@@ -264,12 +264,12 @@ class ObjectWriter(FileWriter, ABC):
         """Send a part that is not the last."""
 
     @abstractmethod
-    def _finish(self, part: bytes) -> Callable[[], None]:
-        """Send the last part. Once this returns, the object is there; the result checks that it is the right one."""
+    def _finish(self, part: bytes) -> None:
+        """Send the last part, and check that the object is the right one. Once it is there, `_upload` is empty."""
 
     @abstractmethod
     def _cancel(self) -> None:
-        """Drop the parts that were sent, if the service answers. Never raises."""
+        """Drop the parts of `_upload`, if the service answers. Never raises."""
 
     def write(self, data: memoryview) -> None:
         """Append bytes. A full part is sent once it is known not to be the last."""
@@ -284,16 +284,14 @@ class ObjectWriter(FileWriter, ABC):
 
     def commit(self) -> None:
         """Make the object whole; it replaces one of the same name."""
-        check = self._finish(self._take())
-        self._ended = True
-        check()
+        self._finish(self._take())
 
     def abort(self) -> None:
         """Drop what was sent."""
-        if not self._ended:
-            self._ended = True
-            self._pending.clear()
+        self._pending.clear()
+        if self._upload:
             self._cancel()
+            self._upload = ""
 
     def _take(self) -> bytes:
         """What is pending, as bytes of its own: a request that was left behind may still be sending them."""

@@ -214,40 +214,6 @@ class GcsAccess:
         self.client: Any = Client(project=None, credentials=used, client_options=options, _http=self.session)
 
 
-def _find_access(settings: ModelSourceConfig, deadline: float) -> GcsAccess:
-    """Find the endpoint and Application Default Credentials, which may ask the metadata server of a cloud machine.
-
-    The endpoint is the configured one, else STORAGE_EMULATOR_HOST, else Google's; the rule is the library's. Over plain http,
-    which emulators speak, no credentials are looked for: a token must not be sent in the clear.
-
-    Raises:
-        ModelFileError: there are credentials and they cannot be used.
-        ModelSourceError: the metadata server did not answer in time.
-    """
-    endpoint: str = (settings.gcs_endpoint_url or Client.create_anonymous_client().api_endpoint).rstrip("/")
-    if "://" not in endpoint:  # STORAGE_EMULATOR_HOST=host:port, as other Google libraries take it
-        endpoint = f"http://{endpoint}"
-    if endpoint.startswith("http://"):
-        return GcsAccess(endpoint)
-
-    def find() -> GcsAccess:
-        try:
-            credentials, _ = google.auth.default(scopes=_SCOPES)
-        except DefaultCredentialsError as error:
-            # The same class says that a key file is missing or broken, which must not end in anonymous access.
-            if "default credentials were not found" not in str(error):
-                raise
-            credentials = None
-        return GcsAccess(endpoint, credentials)
-
-    try:
-        return within("looking for Google credentials", deadline, find)
-    except ModelFileError:
-        raise  # of `within`; it is an OSError, too
-    except (GoogleAuthError, OSError, ValueError) as error:
-        raise unusable_credentials(error) from error
-
-
 class _GcsClient:
     """Asks the service. *Thread-safe.* It finds out who asks at first use, and again if that failed; it tries nothing again."""
 
@@ -274,11 +240,40 @@ class _GcsClient:
             raise gcs_failure(f"{doing} {address.uri}", error, anonymous=access.anonymous) from error
 
     def _find(self, deadline: float) -> GcsAccess:
+        """Find the endpoint and Application Default Credentials, which may ask the metadata server of a cloud machine.
+
+        The endpoint is the configured one, else STORAGE_EMULATOR_HOST, else Google's; the rule is the library's. Over plain
+        http, which emulators speak, no credentials are looked for: a token must not be sent in the clear.
+
+        Raises:
+            ModelFileError: there are credentials and they cannot be used.
+            ModelSourceError: the metadata server did not answer in time.
+        """
+        endpoint: str = (self._settings.gcs_endpoint_url or Client.create_anonymous_client().api_endpoint).rstrip("/")
+        if "://" not in endpoint:  # STORAGE_EMULATOR_HOST=host:port, as other Google libraries take it
+            endpoint = f"http://{endpoint}"
+
+        def find() -> GcsAccess:
+            credentials = None
+            try:
+                if not endpoint.startswith("http://"):
+                    credentials, _ = google.auth.default(scopes=_SCOPES)
+            except DefaultCredentialsError as error:
+                # The same class says that a key file is missing or broken, which must not end in anonymous access.
+                if "default credentials were not found" not in str(error):
+                    raise
+            return GcsAccess(endpoint, credentials)
+
+        try:
+            found = within("looking for Google credentials", deadline, find)
+        except ModelFileError:
+            raise  # of `within`; it is an OSError, too
+        except (GoogleAuthError, OSError, ValueError) as error:
+            raise unusable_credentials(error) from error
         # Without a lock, because credentials may come over the network; of two that were found at once, one is kept.
-        found = _find_access(self._settings, deadline)
         if self._access is None:
             self._access = found
-            if found.anonymous and found.endpoint.startswith("https://"):
+            if found.anonymous and endpoint.startswith("https://"):
                 _log.info("No Google credentials were found: reading GCS without any, which public buckets allow.")
         return self._access
 

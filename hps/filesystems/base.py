@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hps.configuration.tiers import ModelSourceConfig
-from hps.errors import ModelFileChangedError
+from hps.errors import ModelFileChangedError, ModelFileError
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,4 +119,11 @@ def changed(path: str, expected: str, got: str = "") -> ModelFileChangedError:
     return ModelFileChangedError(
         f"reading {path}: it changed while it was being read (version {expected}{now}); "
         "load the model again when its writer is done, and write models to a new directory"
+    )
+
+
+def too_short(path: str, size: int, offset: int, end: int) -> ModelFileError:
+    """The error for a file that ends at byte `size`, before all of the bytes from `offset` to `end`."""
+    return ModelFileError(
+        f"reading {path}: it ends at byte {size}, expected bytes {offset} to {end}; it was cut short, or is being replaced"
     )

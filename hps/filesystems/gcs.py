@@ -8,7 +8,6 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
@@ -215,40 +214,6 @@ class GcsAccess:
         self.client: Any = Client(project=None, credentials=used, client_options=options, _http=self.session)
 
 
-def find_gcs_access(settings: ModelSourceConfig, seconds: float) -> GcsAccess:
-    """Find the endpoint and Application Default Credentials, which may ask the metadata server of a cloud machine.
-
-    The endpoint is the configured one, else STORAGE_EMULATOR_HOST, else Google's; the rule is the library's. Over plain http,
-    which emulators speak, no credentials are looked for: a token must not be sent in the clear.
-
-    Raises:
-        ModelFileError: there are credentials and they cannot be used.
-        ModelSourceError: the metadata server did not answer in time.
-    """
-    endpoint: str = (settings.gcs_endpoint_url or Client.create_anonymous_client().api_endpoint).rstrip("/")
-    if "://" not in endpoint:  # STORAGE_EMULATOR_HOST=host:port, as other Google libraries take it
-        endpoint = f"http://{endpoint}"
-    if endpoint.startswith("http://"):
-        return GcsAccess(endpoint)
-
-    def find() -> GcsAccess:
-        try:
-            credentials, _ = google.auth.default(scopes=_SCOPES)
-        except DefaultCredentialsError as error:
-            # The same class says that a key file is missing or broken, which must not end in anonymous access.
-            if "default credentials were not found" not in str(error):
-                raise
-            credentials = None
-        return GcsAccess(endpoint, credentials)
-
-    try:
-        return within("looking for Google credentials", seconds, find)
-    except ModelFileError:
-        raise  # of `within`; it is an OSError, too
-    except (GoogleAuthError, OSError, ValueError) as error:
-        raise unusable_credentials(error) from error
-
-
 class _GcsClient:
     """Asks the service. *Thread-safe.* It finds out who asks at first use, and again if that failed; it tries nothing again."""
 
@@ -266,21 +231,49 @@ class _GcsClient:
             ModelFileError: the service refused; the error of Google's library is its cause.
         """
         access = self._access or self._find(deadline)
-        left_s = max(deadline - time.monotonic(), 0.001)
-        timeout = min(self._settings.timeout_s, left_s)
+        timeout = min(self._settings.timeout_s, max(deadline - time.monotonic(), 0.001))
         try:
-            return within(f"{doing} {address.uri}", left_s, lambda: question(access, timeout))
+            return within(f"{doing} {address.uri}", deadline, lambda: question(access, timeout))
         except ModelFileError:
             raise
         except FAILURES as error:
             raise gcs_failure(f"{doing} {address.uri}", error, anonymous=access.anonymous) from error
 
     def _find(self, deadline: float) -> GcsAccess:
+        """Find the endpoint and Application Default Credentials, which may ask the metadata server of a cloud machine.
+
+        The endpoint is the configured one, else STORAGE_EMULATOR_HOST, else Google's; the rule is the library's. Over plain
+        http, which emulators speak, no credentials are looked for: a token must not be sent in the clear.
+
+        Raises:
+            ModelFileError: there are credentials and they cannot be used.
+            ModelSourceError: the metadata server did not answer in time.
+        """
+        endpoint: str = (self._settings.gcs_endpoint_url or Client.create_anonymous_client().api_endpoint).rstrip("/")
+        if "://" not in endpoint:  # STORAGE_EMULATOR_HOST=host:port, as other Google libraries take it
+            endpoint = f"http://{endpoint}"
+
+        def find() -> GcsAccess:
+            credentials = None
+            try:
+                if not endpoint.startswith("http://"):
+                    credentials, _ = google.auth.default(scopes=_SCOPES)
+            except DefaultCredentialsError as error:
+                # The same class says that a key file is missing or broken, which must not end in anonymous access.
+                if "default credentials were not found" not in str(error):
+                    raise
+            return GcsAccess(endpoint, credentials)
+
+        try:
+            found = within("looking for Google credentials", deadline, find)
+        except ModelFileError:
+            raise  # of `within`; it is an OSError, too
+        except (GoogleAuthError, OSError, ValueError) as error:
+            raise unusable_credentials(error) from error
         # Without a lock, because credentials may come over the network; of two that were found at once, one is kept.
-        found = find_gcs_access(self._settings, max(deadline - time.monotonic(), 0.001))
         if self._access is None:
             self._access = found
-            if found.anonymous and found.endpoint.startswith("https://"):
+            if found.anonymous and endpoint.startswith("https://"):
                 _log.info("No Google credentials were found: reading GCS without any, which public buckets allow.")
         return self._access
 
@@ -297,7 +290,7 @@ class _GcsWriter(ObjectWriter):
         super().__init__(settings, address)
         self._client = client
         self._doing = f"writing {address.uri}"
-        self._upload = ""  # path and query of the session; who knows them may write
+        # `_upload` is path and query of the session; who knows them may write.
         self._kept = 0  # bytes that the service has
         self._crc = 0
 
@@ -310,21 +303,18 @@ class _GcsWriter(ObjectWriter):
         self._crc = google_crc32c.extend(self._crc, part)
         self._transmit(part)
 
-    def _finish(self, part: bytes) -> Callable[[], None]:
+    def _finish(self, part: bytes) -> None:
         self._crc = google_crc32c.extend(self._crc, part)
         checksum = base64.b64encode(struct.pack(">I", self._crc)).decode()
-        if self._upload:
-            return partial(self._check, self._transmit(part, checksum), checksum)
 
         def send_whole(access: GcsAccess, timeout: float) -> dict[str, Any]:
             blob = self._blob(access)
             blob.upload_from_string(part, content_type=_CONTENT_TYPE, checksum="crc32c", timeout=timeout, retry=None)
             return {"size": blob.size, "crc32c": blob.crc32c, "generation": blob.generation}
 
-        return partial(self._check, self._ask(send_whole), checksum)
-
-    def _check(self, made: dict[str, Any], checksum: str) -> None:
-        """Compare what the service says that it has; the object is removed if that is not what was sent."""
+        made = self._transmit(part, checksum) if self._upload else self._ask(send_whole)
+        self._upload = ""
+        # Compared with what the service says that it has; the object is removed if that is not what was sent.
         size, crc, generation = made.get("size"), made.get("crc32c", checksum), made.get("generation")
         if str(size) == str(self._size_bytes) and crc == checksum:
             return
@@ -340,8 +330,8 @@ class _GcsWriter(ObjectWriter):
         )
 
     def _cancel(self) -> None:
-        if self._upload:
-            self._try_once(lambda access, timeout: access.session.delete(f"{access.endpoint}{self._upload}", timeout=timeout))
+        place = self._upload
+        self._try_once(lambda access, timeout: access.session.delete(f"{access.endpoint}{place}", timeout=timeout))
 
     def _try_once(self, question: Callable[[GcsAccess, float], object]) -> None:
         with suppress(ModelFileError):
@@ -361,12 +351,13 @@ class _GcsWriter(ObjectWriter):
         first, end = self._kept, self._kept + len(part)
         total = str(end) if checksum else "*"
         headers = {"Content-Type": _CONTENT_TYPE} | ({"X-Goog-Hash": f"crc32c={checksum}"} if checksum else {})
+        session = self._upload  # for good: a thread that was left behind must not meet another
         unsure = False
 
         def put(access: GcsAccess, timeout: float, place: str, body: bytes) -> tuple[int, dict[str, Any] | None]:
             """How many bytes the service has, and once these are among them, what it says of the object."""
             answer = access.session.put(
-                f"{access.endpoint}{self._upload}",
+                f"{access.endpoint}{session}",
                 data=io.BytesIO(body) if body else None,  # sent in pieces, each with the timeout to itself
                 headers={**headers, "Content-Range": f"bytes {place}/{total}"},
                 timeout=timeout,
@@ -390,11 +381,11 @@ class _GcsWriter(ObjectWriter):
                 return put(access, timeout, f"{kept}-{end - 1}", part[kept - first :])
             return kept, made
 
-        def attempt(left_s: float) -> dict[str, Any]:
+        def attempt(deadline: float) -> dict[str, Any]:
             nonlocal unsure
             try:
                 # Noted here: a thread that was left behind must not change it.
-                self._kept, made = self._client.ask("writing", self._address, time.monotonic() + left_s, go_on)
+                self._kept, made = self._client.ask("writing", self._address, deadline, go_on)
             finally:
                 unsure = True
             if made is None:
@@ -410,7 +401,4 @@ class _GcsWriter(ObjectWriter):
         return access.client.bucket(self._address.bucket).blob(self._address.key)
 
     def _ask(self, question: Callable[[GcsAccess, float], T]) -> T:
-        return retried(
-            self._settings,
-            lambda left_s: self._client.ask("writing", self._address, time.monotonic() + left_s, question),
-        )
+        return retried(self._settings, lambda deadline: self._client.ask("writing", self._address, deadline, question))

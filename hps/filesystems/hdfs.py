@@ -12,10 +12,10 @@ import hdfs_native
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
-from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed
+from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed, too_short
 from hps.filesystems.hdfs_connections import HdfsAddress, HdfsConnections, hdfs_address
-from hps.filesystems.hdfs_errors import UnansweredError, hdfs_failure
-from hps.filesystems.retries import retried
+from hps.filesystems.hdfs_errors import hdfs_failure
+from hps.filesystems.retries import UnansweredError, retried
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class HdfsFileSystem(FileSystem):
         """Fill `buffer` from byte `offset`."""
         if len(buffer):
             address = hdfs_address(path, "reading")
-            retried(self.settings, lambda left_s: self._read(address, offset, buffer, version, left_s))
+            retried(self.settings, lambda deadline: self._read(address, offset, buffer, version, deadline))
 
     def list(self, path: str) -> list[str]:
         """Names of what a directory holds, sorted."""
@@ -75,16 +75,14 @@ class HdfsFileSystem(FileSystem):
     def _info(self, doing: str, address: HdfsAddress) -> Any:
         return self._connections.ask(doing, address, lambda client: client.get_file_info(address.path))
 
-    def _read(self, address: HdfsAddress, offset: int, buffer: memoryview, version: str, left_s: float) -> None:
-        started = time.monotonic()
-        client = self._connections.client("reading", address, min(left_s, self.settings.timeout_s))
-        stream = HdfsStream(client, address, offset, buffer, version)
-        run = self._connections.counted("reading", address, left_s, stream.run)
+    def _read(self, address: HdfsAddress, offset: int, buffer: memoryview, version: str, deadline: float) -> None:
+        stream = HdfsStream(lambda: self._connections.client(address), address, offset, buffer, version)
+        run = self._connections.counted("reading", address, deadline, stream.run)
         threading.Thread(target=run, name="hps-hdfs-read", daemon=True).start()
         try:
-            stream.wait(self.settings.timeout_s, left_s - (time.monotonic() - started))
+            stream.wait(self.settings.timeout_s, deadline)
         except UnansweredError:
-            self._connections.drop(address, client)
+            self._connections.drop(address, stream.client)
             raise
 
 
@@ -98,15 +96,19 @@ class HdfsStream:
     afterwards, which tells that it was the expected one. Such a question takes 0.2 ms, a part about 20 ms.
 
     Args:
-        client: of hdfs-native.
+        connect: gives a client of hdfs-native; called in the thread.
         address: of the file.
         offset: where to begin.
         buffer: writable bytes. Nothing is written once `wait` has returned or raised.
         version: that the file must have; empty for any.
+
+    Attributes:
+        client: that is asked; None until there is one.
     """
 
-    def __init__(self, client: Any, address: HdfsAddress, offset: int, buffer: memoryview, version: str) -> None:
-        self._client, self._address, self._offset, self._buffer, self._version = client, address, offset, buffer, version
+    def __init__(self, connect: Callable[[], Any], address: HdfsAddress, offset: int, buffer: memoryview, version: str) -> None:
+        self._connect, self._address, self._offset, self._buffer, self._version = connect, address, offset, buffer, version
+        self.client: Any = None
         self._lock = threading.Lock()
         self._abandoned = False
         self._steps = self._done = 0
@@ -122,24 +124,23 @@ class HdfsStream:
         finally:
             self._ended.set()
 
-    def wait(self, timeout_s: float, left_s: float) -> None:
+    def wait(self, timeout_s: float, deadline: float) -> None:
         """Wait until the buffer is full. The caller calls this.
 
         Args:
             timeout_s: the longest wait for an answer or for more bytes.
-            left_s: the longest that everything may take.
+            deadline: of everything, by `time.monotonic`.
 
         Raises:
             UnansweredError: nothing came in time.
             ModelFileError: the file ends early, has another version, or cannot be read.
         """
         started, steps = time.monotonic(), -1
-        deadline = started + left_s
         while not self._ended.wait(max(min(timeout_s, deadline - time.monotonic()), 0.0)):
             with self._lock:
                 if self._steps == steps or time.monotonic() >= deadline:
                     self._abandoned = True
-                    raise UnansweredError("reading", self._address.uri, min(timeout_s, time.monotonic() - started))
+                    raise UnansweredError(f"reading {self._address.uri}", min(timeout_s, time.monotonic() - started))
                 steps = self._steps
         if isinstance(self._error, ModelFileError):
             raise self._error
@@ -148,13 +149,11 @@ class HdfsStream:
 
     def _read(self) -> None:
         uri, path, end = self._address.uri, self._address.path, self._offset + len(self._buffer)
+        self.client = self._connect()
         status = self._status()
         if end > status.size_bytes:
-            raise ModelFileError(
-                f"reading {uri}: it ends at byte {status.size_bytes}, expected bytes {self._offset} to {end}; "
-                "it was cut short, or is being replaced"
-            )
-        reader = self._client.read(path)
+            raise too_short(uri, status.size_bytes, self._offset, end)
+        reader = self.client.read(path)
         self._steps += 1
         if end > len(reader):  # hdfs-native panics beyond the end
             raise ModelSourceError(f"reading {uri}: it is being replaced; load the model again when its writer is done")
@@ -171,7 +170,7 @@ class HdfsStream:
             raise ModelSourceError(f"reading {uri}: it broke off at byte {self._offset + self._done}; load the model again")
 
     def _status(self) -> FileStatus:
-        status = status_of("reading", self._address, self._client.get_file_info(self._address.path))
+        status = status_of("reading", self._address, self.client.get_file_info(self._address.path))
         self._steps += 1
         if self._version and status.version != self._version:
             raise changed(self._address.uri, self._version, status.version)
@@ -231,8 +230,8 @@ class _HdfsWriter(FileWriter):
 
     def _once(self, call: Callable[[], T]) -> T:
         """Ask what cannot be repeated, since nobody knows which bytes arrived."""
-        left_s = self._connections.settings.deadline_s
+        deadline = time.monotonic() + self._connections.settings.timeout_s
         try:
-            return self._connections.ask_once("writing", self._address, left_s, lambda _: call())
+            return self._connections.ask_once("writing", self._address, deadline, lambda _: call())
         except ModelSourceError as error:
             raise ModelSourceError(f"{error}; nothing was changed: write it again") from error

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import hdfs_native
 
 from hps.configuration.tiers import ModelSourceConfig
-from hps.errors import ModelFileError, ModelSourceError
-from hps.filesystems.hdfs_errors import UnansweredError, hdfs_failure
-from hps.filesystems.retries import retried, within
+from hps.errors import ModelFileError
+from hps.filesystems.hdfs_errors import hdfs_failure
+from hps.filesystems.retries import UnansweredError, retried, within
 
 T = TypeVar("T")
 
@@ -84,27 +84,32 @@ class HdfsConnections:
 
     def ask(self, doing: str, address: HdfsAddress, question: Callable[[Any], T]) -> T:
         """Call `question` with a client of hdfs-native, as often as the settings allow."""
-        return retried(self.settings, lambda left_s: self.ask_once(doing, address, left_s, question))
+        return retried(self.settings, lambda deadline: self.ask_once(doing, address, deadline, question))
 
-    def ask_once(self, doing: str, address: HdfsAddress, left_s: float, question: Callable[[Any], T]) -> T:
-        """Call `question` once, and wait for `left_s`, but no longer than `timeout_s`."""
-        started = time.monotonic()
-        seconds = min(left_s, self.settings.timeout_s)
-        client = self.client(doing, address, seconds)
-        seconds = max(seconds - (time.monotonic() - started), 0.001)
-        call = self.counted(doing, address, seconds, lambda: question(client))
+    def ask_once(self, doing: str, address: HdfsAddress, deadline: float, question: Callable[[Any], T]) -> T:
+        """Call `question` once, and wait until the deadline, but no longer than `timeout_s`."""
+        deadline = min(deadline, time.monotonic() + self.settings.timeout_s)
+        client: Any = None
+
+        def ask() -> T:
+            nonlocal client
+            client = self.client(address)
+            return question(client)
+
+        call = self.counted(doing, address, deadline, ask)
         try:
-            return within(f"{doing} {address.uri}", seconds, call)
-        except ModelSourceError as error:
+            return within(f"{doing} {address.uri}", deadline, call)
+        except UnansweredError:
             self.drop(address, client)
-            raise UnansweredError(doing, address.uri, seconds) from error
+            raise
         except Exception as error:  # those of hdfs-native have no class in common
             raise hdfs_failure(doing, address.uri, error) from error
 
-    def counted(self, doing: str, address: HdfsAddress, seconds: float, call: Callable[[], T]) -> Callable[[], T]:
+    def counted(self, doing: str, address: HdfsAddress, deadline: float, call: Callable[[], T]) -> Callable[[], T]:
         """Count a call as one of `_MOST_THREADS` until it ends. The result is what its thread runs; it must be run."""
+        seconds = max(deadline - time.monotonic(), 0.0)
         if not self._threads.acquire(timeout=seconds):
-            raise UnansweredError(doing, address.uri, seconds)
+            raise UnansweredError(f"{doing} {address.uri}", seconds)
 
         def run() -> T:
             try:
@@ -118,28 +123,24 @@ class HdfsConnections:
 
         return run
 
-    def client(self, doing: str, address: HdfsAddress, seconds: float) -> Any:
-        """The client for an authority. It connects when it is asked something."""
+    def client(self, address: HdfsAddress) -> Any:
+        """The client for an authority; it connects when it is asked something.
+
+        Called in a thread that may be left behind: the first call reads the configuration of Hadoop, and may ask name servers.
+        """
         authority = address.authority
         with self._lock:
             client, shuffle = self._clients.get(authority), authority in self._unanswered
         if client is not None:
             return client
-        make = self.counted(doing, address, seconds, lambda: self._make(authority, shuffle=shuffle))
-        try:
-            # In a thread: it reads the configuration of Hadoop, and may have to ask name servers.
-            client = within(f"{doing} {address.uri}", seconds, make)
-        except ModelFileError:
-            raise
-        except Exception as error:
-            raise hdfs_failure(doing, address.uri, error) from error
+        client = self._make(authority, shuffle=shuffle)
         with self._lock:
             return self._clients.setdefault(authority, client)
 
     def drop(self, address: HdfsAddress, client: Any) -> None:
-        """Forget a client that got no answer: it would go on waiting at the same socket."""
+        """Forget a client that got no answer: it would go on waiting at the same socket. None where there is none yet."""
         with self._lock:
-            if self._clients.get(address.authority) is client:
+            if client is not None and self._clients.get(address.authority) is client:
                 del self._clients[address.authority]
             self._unanswered.add(address.authority)
 

@@ -6,20 +6,8 @@ so the classes of Hadoop's exceptions are found in the text; later versions word
 """
 
 import re
-from dataclasses import dataclass
 
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
-
-
-@dataclass(frozen=True, slots=True)
-class _Meaning:
-    """What a failure means if its text matches `pattern`. *Immutable.*"""
-
-    pattern: str
-    raises: type[ModelFileError]
-    cause: str  # {said}: the first line of what HDFS said
-    cure: str
-
 
 _ADDRESS = "check that host and port are those of the NameNode's RPC (8020 by default, not its web page), and that it runs"
 _AUTHENTICATE = (
@@ -28,76 +16,78 @@ _AUTHENTICATE = (
 )
 _DATANODES = "check that the DataNodes run and can be reached from here (dfs.client.use.datanode.hostname)"
 
-# The first that matches counts. Sources: exceptions of org.apache.hadoop (2.7 to 3.4) as the client protocol
-# carries them, `HdfsError` of hdfs-native 0.14, the texts of getaddrinfo and of Linux's errno.
-_MEANINGS = (
-    _Meaning("Path is not a file|IsADirectoryError", ModelFileError, "it is a directory, expected a file", "name the file"),
-    _Meaning(
-        "ParentNotDirectoryException|[( ]is not a directory", ModelFileNotFoundError, "there is no such file ({said})", ""
+# A pattern of the text, the error that it means, cause and cure; {said} is the first line of what HDFS said. The first that
+# matches counts. Sources: exceptions of org.apache.hadoop (2.7 to 3.4) as the client protocol carries them, `HdfsError` of
+# hdfs-native 0.14, the texts of getaddrinfo and of Linux's errno.
+_MEANINGS: tuple[tuple[str, type[ModelFileError], str, str], ...] = (
+    ("Path is not a file|IsADirectoryError", ModelFileError, "it is a directory, expected a file", "name the file"),
+    (
+        "ParentNotDirectoryException|[( ]is not a directory",
+        ModelFileNotFoundError,
+        "there is no such file ({said})",
+        "check the path",
     ),
-    _Meaning(
+    (
         "SIMPLE authentication is not enabled|SASLError|GSSAPIError|NoSASLMechanism|SaslException|InvalidToken|libgssapi",
         ModelFileError,
         "authentication failed ({said})",
         _AUTHENTICATE,
     ),
-    _Meaning(
+    (
         "AccessControlException|AuthorizationException",
         ModelFileError,
         "{said}",
         "let this user, whom HADOOP_USER_NAME or the Kerberos ticket names, read (to write models: write) it",
     ),
-    _Meaning(
+    (
         "SafeModeException",
         ModelSourceError,
         "the NameNode is in safe mode, in which nothing can be written",
         "wait until enough DataNodes have reported, or end it (hdfs dfsadmin -safemode leave)",
     ),
-    _Meaning(
+    (
         "StandbyException|ObserverRetryOnActiveException",
         ModelSourceError,
         "the NameNode is a standby, and none that is configured is active",
         "name the nameservice instead of one of its NameNodes (hdfs://nameservice/path with HADOOP_CONF_DIR)",
     ),
-    _Meaning("RetriableException|ServerTooBusy", ModelSourceError, "the NameNode is not ready ({said})", "wait until it is"),
+    ("RetriableException|ServerTooBusy", ModelSourceError, "the NameNode is not ready ({said})", "wait until it is"),
     # A full block whose predecessor is not reported yet. Hadoop's client waits, hdfs-native 0.14 gives up: its writer is lost.
-    _Meaning("NotReplicatedYet", ModelSourceError, "the DataNodes report blocks too slowly", "check their load"),
-    _Meaning("QuotaExceeded", ModelFileError, "a quota is used up ({said})", "raise it, or remove files"),
-    _Meaning("InvalidPath", ModelFileError, "HDFS has no such names ({said})", "leave out `:`, `.` and `..`"),
-    _Meaning("PathIsNotEmptyDirectory", ModelFileError, "it is a directory that is not empty", "name a file"),
-    _Meaning(
-        "must both be directories|already exists as a directory", ModelFileError, "a directory has this name", "choose another"
-    ),
-    _Meaning(
+    ("NotReplicatedYet", ModelSourceError, "the DataNodes report blocks too slowly", "check their load"),
+    ("QuotaExceeded", ModelFileError, "a quota is used up ({said})", "raise it, or remove files"),
+    ("InvalidPath", ModelFileError, "HDFS has no such names ({said})", "leave out `:`, `.` and `..`"),
+    ("PathIsNotEmptyDirectory", ModelFileError, "it is a directory that is not empty", "name a file"),
+    ("must both be directories|already exists as a directory", ModelFileError, "a directory has this name", "choose another"),
+    (
         "could only be (replicated|written) to",
         ModelSourceError,
         "no DataNode takes it ({said})",
         f"{_DATANODES} and have space",
     ),
-    _Meaning(
+    (
         "DataTransferError|BlocksNotFound|ChecksumError|checksums didn't match|data transfer error|blocks not found"
         "|to DataNode|Datanode connection|DataNode read|All DataNodes|datanode",
         ModelSourceError,
         "its blocks cannot be read or written ({said})",
         _DATANODES,
     ),
-    _Meaning("No NameNode hosts found", ModelFileError, "no NameNode is configured for it", _ADDRESS),
-    _Meaning(
+    ("No NameNode hosts found", ModelFileError, "no NameNode is configured for it", _ADDRESS),
+    (
         "fs.defaultFS|must contain a host",
         ModelFileError,
         "the URI names no host, and fs.defaultFS of Hadoop's configuration no HDFS",
         "write hdfs://host:port/path, or set HADOOP_CONF_DIR to the directory of core-site.xml and hdfs-site.xml",
     ),
-    _Meaning("UrlParseError", ModelFileError, "host or port is not valid ({said})", "write hdfs://host:port/path"),
-    _Meaning("XmlParseError", ModelFileError, "Hadoop's configuration cannot be read ({said})", "check HADOOP_CONF_DIR"),
-    _Meaning(
-        "Name or service not known|No address associated|nodename nor servname",
+    ("UrlParseError", ModelFileError, "host or port is not valid ({said})", "write hdfs://host:port/path"),
+    ("XmlParseError", ModelFileError, "Hadoop's configuration cannot be read ({said})", "check HADOOP_CONF_DIR"),
+    (
+        "Name or service not known|No address associated",
         ModelFileError,
         "no name server knows the host",
         "check that it is right; if it is a nameservice, set HADOOP_CONF_DIR",
     ),
-    _Meaning("Connection refused", ModelSourceError, "nothing listens there", _ADDRESS),
-    _Meaning(
+    ("Connection refused", ModelSourceError, "nothing listens there", _ADDRESS),
+    (
         "RPC listener disconnected|unexpected end of file|Connection reset|Broken pipe|InvalidRPCResponse|FatalRPCError",
         ModelSourceError,
         "the connection broke off ({said})",
@@ -118,25 +108,14 @@ def hdfs_failure(doing: str, uri: str, error: BaseException) -> ModelFileError:
         A `ModelSourceError` where it may pass, so that it is tried again.
     """
     line, said = _first_line(error), _said(error)
-    for meaning in _MEANINGS:
-        if re.search(meaning.pattern, line):
-            cure = f"; {meaning.cure}" if meaning.cure else ""
-            return meaning.raises(f"{doing} {uri}: {meaning.cause.format(said=said)}{cure}")
+    for pattern, kind, cause, cure in _MEANINGS:
+        if re.search(pattern, line):
+            return kind(f"{doing} {uri}: {cause.format(said=said)}; {cure}")
     if isinstance(error, FileNotFoundError):
         return ModelFileNotFoundError(f"{doing} {uri}: there is no such file or directory")
     if isinstance(error, OSError) and not isinstance(error, FileExistsError):
         return ModelSourceError(f"{doing} {uri}: {said}; {_ADDRESS}")
     return ModelFileError(f"{doing} {uri}: hdfs-native refused ({said}); check the log of the NameNode")
-
-
-class UnansweredError(ModelSourceError):
-    """A NameNode or DataNode did not answer at all."""
-
-    def __init__(self, doing: str, uri: str, seconds: float) -> None:
-        super().__init__(
-            f"{doing} {uri}: no answer in {seconds:.1f} s; check that host and port are right, that NameNode and DataNodes run "
-            "and that they can be reached from here"
-        )
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from urllib.parse import unquote
 
 from hps.errors import ModelFileError, ModelFileNotFoundError
-from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed
+from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed, too_short
 
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
@@ -51,10 +51,7 @@ class LocalFileSystem(FileSystem):
             while done < len(buffer):
                 count = os.preadv(descriptor, [buffer[done:]], offset + done)
                 if count == 0:
-                    raise ModelFileError(
-                        f"reading {path}: it ends at byte {offset + done}, expected bytes {offset} to {offset + len(buffer)}; "
-                        "it was cut short, or is being replaced"
-                    )
+                    raise too_short(path, offset + done, offset, offset + len(buffer))
                 done += count
             # Checked last, so that a write during the read is noticed, too.
             if version and (now := _status_of(path, os.fstat(descriptor)).version) != version:
@@ -68,8 +65,6 @@ class LocalFileSystem(FileSystem):
         """Names of what a directory holds, sorted."""
         try:
             return sorted(os.listdir(local_path(path)))
-        except FileNotFoundError as error:
-            raise ModelFileNotFoundError(f"listing {path}: there is no such directory") from error
         except NotADirectoryError as error:
             raise ModelFileError(f"listing {path}: it is a file, expected a directory") from error
         except OSError as error:
@@ -91,8 +86,6 @@ class LocalFileSystem(FileSystem):
     def _stat(self, path: str, doing: str) -> os.stat_result:
         try:
             return os.stat(local_path(path))
-        except _ABSENT as error:
-            raise ModelFileNotFoundError(f"{doing} {path}: there is no such file or directory") from error
         except OSError as error:
             raise _refusal(doing, path, error) from error
 
@@ -163,7 +156,7 @@ def local_path(path: str) -> str:
 
 def _refusal(doing: str, path: str, error: OSError) -> ModelFileError:
     if isinstance(error, _ABSENT):
-        return ModelFileNotFoundError(f"{doing} {path}: there is no such file")
+        return ModelFileNotFoundError(f"{doing} {path}: there is no such file or directory")
     if isinstance(error, PermissionError):
         return ModelFileError(f"{doing} {path}: permission denied; let the user that runs hps read it")
     return ModelFileError(f"{doing} {path}: {error.strerror or error}")

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
-from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed
+from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed, too_short
 from hps.filesystems.retries import retried
 
 _PAGE_NAMES = 1000  # the limit of both services
@@ -132,8 +132,7 @@ class ObjectStore(FileSystem):
         """Tell whether an object or a prefix of objects is there."""
         address, doing = self._address(path), "looking for"
 
-        def attempt(left_s: float) -> bool:
-            deadline = time.monotonic() + left_s
+        def attempt(deadline: float) -> bool:
             found = address.key and self._find(doing, address, deadline) is not None
             return bool(found) or self._is_directory(doing, address, deadline)
 
@@ -142,23 +141,23 @@ class ObjectStore(FileSystem):
     def status(self, path: str) -> FileStatus:
         """Size and version of an object."""
         address = self._object(path, "opening")
-        return retried(self.settings, lambda left_s: self._status("opening", address, time.monotonic() + left_s))
+        return retried(self.settings, lambda deadline: self._status("opening", address, deadline))
 
     def read_into(self, path: str, offset: int, buffer: memoryview, version: str = "") -> None:
         """Fill `buffer` from byte `offset`. A read that breaks off goes on where it stopped, with the same version."""
         reading = _Reading(self._object(path, "reading"), offset, buffer, version)
         if buffer.nbytes:
-            retried(self.settings, lambda left_s: self._read(reading, left_s))
+            retried(self.settings, lambda deadline: self._read(reading, deadline))
 
     def list(self, path: str) -> list[str]:
         """Names of the objects and prefixes right below a prefix, sorted; at most 100,000."""
         address = self._address(path)
-        return sorted(retried(self.settings, lambda left_s: self._names(address, time.monotonic() + left_s)))
+        return sorted(retried(self.settings, lambda deadline: self._names(address, deadline)))
 
     def delete(self, path: str) -> None:
         """Remove an object."""
         address = self._object(path, "removing")
-        retried(self.settings, lambda left_s: self._remove(address, time.monotonic() + left_s))
+        retried(self.settings, lambda deadline: self._remove(address, deadline))
 
     def _object(self, path: str, doing: str) -> ObjectAddress:
         address = self._address(path)
@@ -195,9 +194,10 @@ class ObjectStore(FileSystem):
             raise ModelFileError(f"listing {address.uri}: it is an object, expected a directory (a prefix of objects)")
         raise ModelFileNotFoundError(f"listing {address.uri}: there is no such directory in bucket {address.bucket!r}")
 
-    def _read(self, reading: _Reading, left_s: float) -> None:
+    def _read(self, reading: _Reading, deadline: float) -> None:
         # Half of what is left, so that there is time for another connection when this one only trickles.
-        deadline = time.monotonic() + min(left_s, max(left_s / 2, self.settings.timeout_s))
+        begun = time.monotonic()
+        deadline = min(deadline, begun + max((deadline - begun) / 2, self.settings.timeout_s))
         address, end = reading.address, reading.end
         try:
             with self._range(address, reading.offset, end, reading.version, deadline) as answer:
@@ -221,7 +221,7 @@ class ObjectStore(FileSystem):
             if reading.version and now.version != reading.version:
                 raise changed(address.uri, reading.version, now.version) from error
             if now.size_bytes < end:
-                raise _too_short(reading, now.size_bytes) from error
+                raise too_short(address.uri, now.size_bytes, reading.offset, end) from error
             raise ModelSourceError(f"reading {address.uri}: got {error} for version {now.version}, which is there") from error
 
 
@@ -235,17 +235,10 @@ def _check(reading: _Reading, answer: RangeAnswer) -> None:
     if (first, last) == (reading.offset, reading.end - 1):
         return
     if match and first == reading.offset and last < reading.end - 1:
-        raise _too_short(reading, last + 1)
+        raise too_short(reading.address.uri, last + 1, first, reading.end)
     raise ModelSourceError(
         f"reading {reading.address.uri}: got bytes {first} to {last + 1}, expected bytes {reading.offset} to {reading.end}; "
         "the server does not serve ranges as it should"
-    )
-
-
-def _too_short(reading: _Reading, size: int) -> ModelFileError:
-    return ModelFileError(
-        f"reading {reading.address.uri}: it ends at byte {size}, expected bytes {reading.offset} to {reading.end}; "
-        "it was cut short, or is being replaced"
     )
 
 
@@ -260,7 +253,7 @@ class ObjectWriter(FileWriter, ABC):
         self._address = address
         self._size_bytes = 0
         self._pending = bytearray()
-        self._ended = False
+        self._upload = ""  # names the upload in parts, from the first part until it has ended
 
     @abstractmethod
     def _part_bytes(self) -> int:
@@ -271,12 +264,12 @@ class ObjectWriter(FileWriter, ABC):
         """Send a part that is not the last."""
 
     @abstractmethod
-    def _finish(self, part: bytes) -> Callable[[], None]:
-        """Send the last part. Once this returns, the object is there; the result checks that it is the right one."""
+    def _finish(self, part: bytes) -> None:
+        """Send the last part, and check that the object is the right one. Once it is there, `_upload` is empty."""
 
     @abstractmethod
     def _cancel(self) -> None:
-        """Drop the parts that were sent, if the service answers. Never raises."""
+        """Drop the parts of `_upload`, if the service answers. Never raises."""
 
     def write(self, data: memoryview) -> None:
         """Append bytes. A full part is sent once it is known not to be the last."""
@@ -291,16 +284,14 @@ class ObjectWriter(FileWriter, ABC):
 
     def commit(self) -> None:
         """Make the object whole; it replaces one of the same name."""
-        check = self._finish(self._take())
-        self._ended = True
-        check()
+        self._finish(self._take())
 
     def abort(self) -> None:
         """Drop what was sent."""
-        if not self._ended:
-            self._ended = True
-            self._pending.clear()
+        self._pending.clear()
+        if self._upload:
             self._cancel()
+            self._upload = ""
 
     def _take(self) -> bytes:
         """What is pending, as bytes of its own: a request that was left behind may still be sending them."""

@@ -16,8 +16,22 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 T = TypeVar("T")
 
 
+class UnansweredError(ModelSourceError):
+    """A host did not answer at all.
+
+    Args:
+        what: was being done, e.g. `reading hdfs://nn/m/key`.
+        seconds: how long the answer was waited for.
+    """
+
+    def __init__(self, what: str, seconds: float) -> None:
+        super().__init__(
+            f"{what}: no answer in {seconds:.1f} s; check that the host is right, runs and can be reached from here"
+        )
+
+
 def retried(settings: ModelSourceConfig, attempt: Callable[[float], T]) -> T:
-    """Call `attempt` with the seconds that are left; after a `ModelSourceError` pause and call it again.
+    """Call `attempt` with the deadline, of `time.monotonic`; after a `ModelSourceError` pause and call it again.
 
     Raises:
         ModelSourceError: the last one, once attempts or time are used up; it says how many attempts and how long.
@@ -28,7 +42,7 @@ def retried(settings: ModelSourceConfig, attempt: Callable[[float], T]) -> T:
     while True:
         tried += 1
         try:
-            return attempt(max(deadline - time.monotonic(), 0.001))
+            return attempt(deadline)
         except ModelSourceError as error:
             # Jitter, so that parts that failed together do not come back together.
             pause = random.uniform(0.5, 1.0) * min(_FIRST_PAUSE_S * 2 ** (tried - 1), _LONGEST_PAUSE_S)
@@ -40,18 +54,18 @@ def retried(settings: ModelSourceConfig, attempt: Callable[[float], T]) -> T:
             time.sleep(pause)
 
 
-def within(doing: str, seconds: float, call: Callable[[], T]) -> T:
-    """Run a call that has no timeout of its own in a thread, and leave the thread behind when it takes too long.
+def within(what: str, deadline: float, call: Callable[[], T]) -> T:
+    """Run a call that has no timeout of its own in a thread, and leave the thread behind at the deadline.
 
     The call may still be running afterwards, so nobody else may use what it was given.
 
     Args:
-        doing: for the message, e.g. `reading hdfs://nn/m/key`.
-        seconds: how long to wait.
+        what: is being done, for the message.
+        deadline: of `time.monotonic`.
         call: what to run; what it raises is raised here.
 
     Raises:
-        ModelSourceError: no answer in time.
+        UnansweredError: no answer in time.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -63,12 +77,11 @@ def within(doing: str, seconds: float, call: Callable[[], T]) -> T:
             errors.append(error)
 
     thread = threading.Thread(target=run, name="hps-bounded-call", daemon=True)
+    seconds = max(deadline - time.monotonic(), 0.0)
     thread.start()
     thread.join(seconds)
     if results:
         return results[0]
     if errors:
         raise errors[0]
-    raise ModelSourceError(
-        f"{doing}: no answer in {seconds:.1f} s; check that the host is right, runs and can be reached from here"
-    )
+    raise UnansweredError(what, seconds)

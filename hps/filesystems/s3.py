@@ -4,9 +4,8 @@ import hashlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -224,7 +223,7 @@ class _S3Client:
             return answer
 
         try:
-            return within(f"{doing} {address.uri}", max(deadline - time.monotonic(), 0.0), ask)
+            return within(f"{doing} {address.uri}", deadline, ask)
         except ModelFileError:
             raise
         except FAILURES as error:
@@ -267,7 +266,6 @@ class _S3Writer(ObjectWriter):
     def __init__(self, client: _S3Client, settings: ModelSourceConfig, address: ObjectAddress) -> None:
         super().__init__(settings, address)
         self._client = client
-        self._upload = ""
         self._parts: list[dict[str, Any]] = []
 
     def _part_bytes(self) -> int:
@@ -280,11 +278,20 @@ class _S3Writer(ObjectWriter):
         answer = self._call("upload_part", UploadId=self._upload, PartNumber=number, Body=part)
         self._parts.append({"PartNumber": number, "ETag": answer["ETag"]})
 
-    def _finish(self, part: bytes) -> Callable[[], None]:
+    def _finish(self, part: bytes) -> None:
         if self._upload:
             self._send(part)
-            return partial(self._check, self._complete())
-        return partial(self._check, self._call("put_object", Body=part)["ETag"])
+            etag = self._complete()
+            self._upload = ""
+        else:
+            etag = self._call("put_object", Body=part)["ETag"]
+        # The size alone would also be right of an older object; another's ETag means that somebody writes at the same time.
+        head = self._call("head_object")
+        if head["ContentLength"] != self._size_bytes or head["ETag"] != etag:
+            raise ModelFileError(
+                f"writing {self._address.uri}: got an object of {head['ContentLength']} bytes, ETag {head['ETag']}, expected "
+                f"{self._size_bytes} bytes, ETag {etag}; check that nobody else writes it, and write it again"
+            )
 
     def _complete(self) -> str:
         try:
@@ -297,25 +304,14 @@ class _S3Writer(ObjectWriter):
             raise
         return str(answer["ETag"])
 
-    def _check(self, etag: str) -> None:
-        # The size alone would also be right of an older object; another's ETag means that somebody writes at the same time.
-        head = self._call("head_object")
-        if head["ContentLength"] != self._size_bytes or head["ETag"] != etag:
-            raise ModelFileError(
-                f"writing {self._address.uri}: got an object of {head['ContentLength']} bytes, ETag {head['ETag']}, expected "
-                f"{self._size_bytes} bytes, ETag {etag}; check that nobody else writes it, and write it again"
-            )
-
     def _cancel(self) -> None:
-        if self._upload:
-            query = {"Key": self._address.key, "UploadId": self._upload}
-            deadline = time.monotonic() + self._settings.timeout_s
-            with suppress(ModelFileError):
-                self._client.call("ending", self._address, deadline, "abort_multipart_upload", **query)
+        query = {"Key": self._address.key, "UploadId": self._upload}
+        deadline = time.monotonic() + self._settings.timeout_s
+        with suppress(ModelFileError):
+            self._client.call("ending", self._address, deadline, "abort_multipart_upload", **query)
 
     def _call(self, operation: str, **parameters: Any) -> dict[str, Any]:
-        def attempt(left_s: float) -> dict[str, Any]:
-            deadline = time.monotonic() + left_s
+        def attempt(deadline: float) -> dict[str, Any]:
             return self._client.call("writing", self._address, deadline, operation, Key=self._address.key, **parameters)
 
         return retried(self._settings, attempt)

@@ -47,18 +47,12 @@ _ALLOW = (
 # What the codes of S3 mean here: (cause, cure).
 _REFUSALS = {
     "AccessDenied": ("not allowed", _ALLOW),
-    "AllAccessDisabled": ("the bucket is closed to everybody", "ask its owner"),
-    "AccountProblem": ("there is a problem with the AWS account", "ask its owner"),
     "ExpiredToken": ("the credentials have expired", _RENEW),
-    "ExpiredTokenException": ("the credentials have expired", _RENEW),
-    "TokenRefreshRequired": ("the credentials have expired", _RENEW),
     "InvalidAccessKeyId": ("S3 does not know the access key", _WRONG),
     "InvalidToken": ("the session token is not valid", _WRONG),
     "SignatureDoesNotMatch": ("the secret access key is wrong", _WRONG),
     "RequestTimeTooSkewed": ("this machine's clock differs too much from S3's", "set the clock"),
-    "RequestExpired": ("this machine's clock differs too much from S3's", "set the clock"),
     "InvalidObjectState": ("the object is archived", "restore it from Glacier first"),
-    "EntityTooLarge": ("the object is too large for this store", "cut the table into several"),
     "NoSuchUpload": ("somebody else ended the upload", "write the model again; check the bucket's lifecycle rules"),
     "403": ("not allowed", _ALLOW),
 }
@@ -121,7 +115,7 @@ def _answered(what: str, address: ObjectAddress, client: Any, error: ClientError
         return ModelFileError(f"{what}: {_region(address, client, error)}")
     if code in ("NoSuchKey", "404"):
         return ModelFileNotFoundError(f"{what}: there is no such object in bucket {address.bucket!r}")
-    cause, cure = _REFUSALS.get(code) or (_REFUSALS["403"] if status == 403 else ("refused", "see what S3 said"))
+    cause, cure = _REFUSALS.get(code, ("refused", "see what S3 said"))
     return ModelFileError(f"{what}: {cause} ({answer}); {cure}")
 
 

@@ -168,7 +168,7 @@ def test_a_host_that_does_not_answer_is_an_error_within_the_deadline() -> None:
     with mute_server() as server:
         uri = f"hdfs://127.0.0.1:{server.getsockname()[1]}/models/item"
         started = time.monotonic()
-        with pytest.raises(ModelSourceError, match=rf"{uri}/key: no answer in 0\.5 s; check that host and port are right"):
+        with pytest.raises(ModelSourceError, match=rf"{uri}/key: no answer in 0\.5 s; check that the host is right"):
             open_sparse_model(uri, DIM, sources=ModelSources(HASTY))
         assert time.monotonic() - started < 60  # hdfs-native alone waits for ever
 

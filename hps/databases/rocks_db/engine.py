@@ -206,7 +206,8 @@ class Engine:
 
     def begin_load(self, family: Family, doing: str) -> None:
         """Let files lie side by side until `settle`: merging them during the load would write every row many times."""
-        self._merge_by_itself(family, False, doing)
+        with self._errors(doing):
+            family.set_options({"disable_auto_compactions": "true"})
 
     def stage(self, pieces: Iterable[tuple[list[bytes], list[bytes]]], staged: Path, doing: str) -> None:
         """Write rows to a file for `ingest`.
@@ -240,7 +241,8 @@ class Engine:
             family.flush()
         if self.figure(family, _SIDE_BY_SIDE):
             self._merge(family, doing)
-        self._merge_by_itself(family, True, doing)
+        with self._errors(doing):
+            family.set_options({"disable_auto_compactions": "false"})
 
     def _merge(self, family: Family, doing: str) -> None:
         needed, free = self.figure(family, "live-sst-files-size"), shutil.disk_usage(self.path).free
@@ -264,10 +266,6 @@ class Engine:
             family.set_options({"target_file_size_base": str(most)})
         if self.figure(family, "background-errors") > failures:
             raise DatabaseError(f"{doing} in {self.path}: merging its files failed; the newest LOG there says why")
-
-    def _merge_by_itself(self, family: Family, on: bool, doing: str) -> None:
-        with self._errors(doing):
-            family.set_options({"disable_auto_compactions": "false" if on else "true"})
 
 
 class _TypedErrors:

@@ -28,17 +28,8 @@ class LoadRecords:
         if data is None:
             return None
         try:
-            fields = json.loads(data)
-            return LoadRecord(
-                str(fields["fingerprint"]),
-                int(fields["rows_done"]),
-                int(fields["rows_total"]),
-                bool(fields.get("modified")),
-                str(fields.get("source", "")),
-                int(fields.get("size_bytes", 0)),
-                str(fields.get("checksum", "")),
-            )
-        except (ValueError, TypeError, KeyError) as error:
+            return LoadRecord(**json.loads(data))
+        except (ValueError, TypeError) as error:
             raise DatabaseCorruptError(
                 f"{doing}: got {data[:100]!r}, expected a load record; drop the table and load it again"
             ) from error

@@ -9,7 +9,7 @@ which other threads can run.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import compress, repeat
@@ -83,10 +83,7 @@ class RocksTable:
             rows = missing[start : start + self._fetch_rows]
             batch = _key_list(keys[rows])
             values = self._engine.get(self._family, batch, doing)
-            try:
-                vectors, there = _joined(values, self.dim)
-            except _WrongSizeError as error:
-                raise self._damaged(batch[error.row], error) from error
+            vectors, there = self._joined(batch, values)
             if there is not None:
                 rows = rows[there]
             out[rows] = vectors
@@ -101,10 +98,7 @@ class RocksTable:
             flat = self._engine.read(self._family, start, min(rows, self._piece_rows), doing)
             if not flat:
                 break
-            try:
-                pieces.append(_split_rows(flat, self.dim))
-            except _WrongSizeError as error:
-                raise self._damaged(flat[2 * error.row], error) from error
+            pieces.append(self._split_rows(flat))
             start = after(flat[-2])
             rows -= len(flat) // 2
         return np.concatenate([keys for keys, _ in pieces]), np.concatenate([vectors for _, vectors in pieces]), start
@@ -127,11 +121,51 @@ class RocksTable:
         figures = ("live-sst-files-size", "cur-size-all-mem-tables")
         return sum(self._engine.figure(self._family, figure) for figure in figures)
 
-    def _damaged(self, key: bytes, error: "_WrongSizeError") -> DatabaseCorruptError:
+    def _joined(self, keys: Sequence[bytes], values: Sequence[bytes | None]) -> tuple[FloatArray, BoolArray | None]:
+        """Join what a multi-get returned: one value a key, None for an absent key.
+
+        Returns:
+            The vectors of the keys that are there, (m, dim), read only; and which those are, (n,), or None for all of them.
+
+        Raises:
+            DatabaseCorruptError: a value is no vector of this width.
+        """
+        there = None
+        present: Sequence[bytes | None] = values
+        try:
+            sizes = set(map(len, values))  # type: ignore[arg-type]
+        except TypeError:  # None has no length: a key is absent
+            there = np.fromiter(_are_there(values), np.bool_, len(values))
+            present = list(compress(values, there))
+            sizes = set(map(len, present))  # type: ignore[arg-type]
+        if not sizes <= {4 * self.dim}:
+            raise self._damaged((key, value) for key, value in zip(keys, values, strict=True) if value is not None)
+        joined = np.frombuffer(b"".join(present), "<f4").reshape(-1, self.dim)  # type: ignore[arg-type]
+        return joined.astype(np.float32, copy=False), there
+
+    def _split_rows(self, flat: Sequence[bytes]) -> tuple[KeyArray, FloatArray]:
+        """Join what an iterator returned: key, value, key, value, ...
+
+        Returns:
+            The keys, (n,), and their vectors, (n, dim); read only and strided.
+
+        Raises:
+            DatabaseCorruptError: a key does not have 8 bytes, or a value is no vector of this width.
+        """
+        keys, values = flat[::2], flat[1::2]
+        if not (set(map(len, keys)) <= {_KEY_BYTES} and set(map(len, values)) <= {4 * self.dim}):
+            raise self._damaged(zip(keys, values, strict=True))
+        rows = np.frombuffer(b"".join(flat), np.dtype([("key", "<i8"), ("vector", "<f4", (self.dim,))]))
+        return rows["key"].astype(np.int64, copy=False), rows["vector"].astype(np.float32, copy=False)
+
+    def _damaged(self, rows: Iterable[tuple[bytes, bytes]]) -> DatabaseCorruptError:
+        """The error for the first of these rows that does not have the size of the table's rows."""
+        key, value = next(row for row in rows if (len(row[0]), len(row[1])) != (_KEY_BYTES, 4 * self.dim))
         name = int.from_bytes(key, "little", signed=True) if len(key) == _KEY_BYTES else f"0x{key.hex()}"
         return DatabaseCorruptError(
-            f"reading table {self.tag} in {self._engine.path}: the row of key {name} has {error.got}, expected "
-            f"{error.expected}. Something else wrote it: insert the key again, or drop the table and load it again"
+            f"reading table {self.tag} in {self._engine.path}: the row of key {name} has a vector of {len(value)} bytes, "
+            f"expected keys of {_KEY_BYTES} and vectors of {4 * self.dim} bytes. Something else wrote it: insert the key "
+            "again, or drop the table and load it again"
         )
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -255,16 +289,6 @@ def width_of(engine: Engine, tag: str) -> int | None:
 # -- rows as bytes and as arrays ---------------------------------------------------------------------------------------
 
 
-class _WrongSizeError(Exception):
-    """A row does not have the size of the table's rows. `row` is its index within the call."""
-
-    def __init__(self, row: int, what: str, got: int, expected: int) -> None:
-        super().__init__(row, what, got, expected)
-        self.row = row
-        self.got = f"{what} of {got} bytes"
-        self.expected = f"{what} of {expected} bytes"
-
-
 def _ranks(keys: KeyArray) -> npt.NDArray[np.uint64]:
     """Numbers, (n,), in whose order RocksDB has the keys."""
     ranks: npt.NDArray[np.uint64] = keys.astype("<i8", copy=False).view(">u8").astype(np.uint64)
@@ -297,44 +321,3 @@ def _vector_list(
 
 def _are_there(values: Sequence[bytes | None]) -> Iterator[bool]:
     return map(is_not, values, repeat(None))
-
-
-def _joined(values: Sequence[bytes | None], dim: int) -> tuple[FloatArray, BoolArray | None]:
-    """Join what a multi-get returned: one value a key, None for an absent key.
-
-    Returns:
-        The vectors of the keys that are there, (m, dim), read only; and which those are, (n,), or None for all of them.
-
-    Raises:
-        _WrongSizeError: a value is no vector of this width.
-    """
-    there = None
-    present: Sequence[bytes | None] = values
-    try:
-        sizes = set(map(len, values))  # type: ignore[arg-type]
-    except TypeError:  # None has no length: a key is absent
-        there = np.fromiter(_are_there(values), np.bool_, len(values))
-        present = list(compress(values, there))
-        sizes = set(map(len, present))  # type: ignore[arg-type]
-    if not sizes <= {4 * dim}:
-        row = next(i for i, value in enumerate(values) if value is not None and len(value) != 4 * dim)
-        raise _WrongSizeError(row, "a vector", len(values[row] or b""), 4 * dim)
-    joined = np.frombuffer(b"".join(present), "<f4").reshape(-1, dim)  # type: ignore[arg-type]
-    return joined.astype(np.float32, copy=False), there
-
-
-def _split_rows(flat: Sequence[bytes], dim: int) -> tuple[KeyArray, FloatArray]:
-    """Join what an iterator returned: key, value, key, value, ...
-
-    Returns:
-        The keys, (n,), and their vectors, (n, dim); read only and strided.
-
-    Raises:
-        _WrongSizeError: a key does not have 8 bytes, or a value is no vector of this width.
-    """
-    for what, fields, size in (("a key", flat[::2], _KEY_BYTES), ("a vector", flat[1::2], 4 * dim)):
-        if not set(map(len, fields)) <= {size}:
-            row = next(i for i, field in enumerate(fields) if len(field) != size)
-            raise _WrongSizeError(row, what, len(fields[row]), size)
-    rows = np.frombuffer(b"".join(flat), np.dtype([("key", "<i8"), ("vector", "<f4", (dim,))]))
-    return rows["key"].astype(np.int64, copy=False), rows["vector"].astype(np.float32, copy=False)

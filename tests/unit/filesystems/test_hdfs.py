@@ -1,6 +1,7 @@
 """Files in HDFS, on a real NameNode and DataNode."""
 
 import threading
+import time
 from collections.abc import Iterator
 
 import hdfs_native
@@ -11,7 +12,8 @@ from hps.errors import ModelFileChangedError, ModelFileError, ModelFileNotFoundE
 from hps.filesystems import hdfs_connections
 from hps.filesystems.hdfs import HdfsFileSystem, HdfsStream
 from hps.filesystems.hdfs_connections import HdfsAddress, hdfs_address
-from hps.filesystems.hdfs_errors import UnansweredError, hdfs_failure
+from hps.filesystems.hdfs_errors import hdfs_failure
+from hps.filesystems.retries import UnansweredError
 from tests.contracts.filesystem_contract import FileSystemContract, noise
 from tests.servers.hdfs_cluster import HdfsCluster, hdfs_cluster
 
@@ -128,9 +130,9 @@ def test_a_file_that_is_replaced_while_it_is_read_is_noticed(
 
 
 def read_stream(client: object, buffer: bytearray, timeout_s: float) -> None:
-    stream = HdfsStream(client, hdfs_address("hdfs://host/key", "reading"), 0, memoryview(buffer), "")
+    stream = HdfsStream(lambda: client, hdfs_address("hdfs://host/key", "reading"), 0, memoryview(buffer), "")
     threading.Thread(target=stream.run, daemon=True).start()
-    stream.wait(timeout_s, 60)
+    stream.wait(timeout_s, time.monotonic() + 60)
 
 
 class StallingClient:
@@ -233,11 +235,11 @@ def test_a_rename_whose_answer_was_lost_is_found_to_be_done(
         except OSError:
             return False
 
-    def ask_and_lose(connections, doing, address, left_s, question):
-        answer = ask_once(connections, doing, address, left_s, question)
+    def ask_and_lose(connections, doing, address, deadline, question):
+        answer = ask_once(connections, doing, address, deadline, question)
         if not lost and is_renamed():
             lost.append(answer)
-            raise UnansweredError(doing, address.uri, left_s)
+            raise UnansweredError(f"{doing} {address.uri}", 1.0)
         return answer
 
     monkeypatch.setattr(hdfs_connections.HdfsConnections, "ask_once", ask_and_lose)

@@ -30,11 +30,11 @@ def sample_vectors(
 
 
 def sample_chunks(rows: int, dim: int, seed: int = 0) -> Iterator[tuple[KeyArray, FloatArray]]:
-    """Yield the sample model of keys 0 to rows - 1, in chunks for `write_sparse_model`."""
+    """The sample model of keys 0 to rows - 1, in chunks for `write_sparse_model`."""
+    compile_kernels()  # before anything is written: the compiler may swallow an interrupt
     step = max(1, CHUNK_BYTES // (8 + 4 * dim))
-    for start in range(0, rows, step):
-        keys = np.arange(start, min(start + step, rows), dtype=np.int64)
-        yield keys, sample_vectors(keys, dim, seed)
+    spans = (np.arange(start, min(start + step, rows), dtype=np.int64) for start in range(0, rows, step))
+    return ((keys, sample_vectors(keys, dim, seed)) for keys in spans)
 
 
 @kernel(void, read_only(int64[::1]), int64, float32[:, ::1])

@@ -55,7 +55,7 @@ def spec(dim: int, name: str = "item", max_keys: int = 1 << 20) -> TableSpec:
 
 
 class CacheContract:
-    """Subclass it; give `cache_class`, the four `raw_` readers, and `to_device` and `to_host` where arrays are elsewhere."""
+    """Subclass it; give `cache_class` and `raw_rows`, and `to_device` and `to_host` where arrays are elsewhere."""
 
     cache_class: ClassVar[type[EmbeddingCache]]
     ways: ClassVar[int] = 14
@@ -76,18 +76,6 @@ class CacheContract:
     def raw_rows(self, cache: EmbeddingCache, table: int) -> dict[int, bytes]:
         """All resident rows of a table as key -> bytes of its vector, read without the methods under test."""
         raise NotImplementedError("a subclass reads the memory itself")
-
-    def raw_sets(self, cache: EmbeddingCache) -> np.ndarray:
-        """A copy of the sets of table 0: keys, versions and recency."""
-        raise NotImplementedError("a subclass reads the memory itself")
-
-    def raw_version(self, cache: EmbeddingCache) -> DeviceArray:
-        """(1,) uint16, the version of the first set of table 0, in place."""
-        raise NotImplementedError("a subclass reads the memory itself")
-
-    def keys_of_first_set(self, cache: EmbeddingCache, count: int) -> KeyArray:
-        """Different keys that belong into the first set of table 0, which has `ways` rows."""
-        return distinct_keys(count)
 
     def crowd(self, cache: EmbeddingCache) -> tuple[KeyArray, int]:
         """Keys that fill a table 0 of `ways` rows whole, and how many of them find no room."""
@@ -483,31 +471,6 @@ class CacheContract:
         with pytest.raises(NotReadyError):
             cache.insert(0, keys, vectors_of(keys, 4))
 
-    def test_calls_that_change_nothing_leave_versions_alone(self, create: Create):
-        cache, keys = create(spec(4), self.ways), distinct_keys(8)
-        cache.insert(0, keys[:4], vectors_of(keys[:4], 4))
-        before = self.raw_sets(cache)
-        cache.update(0, keys[4:], vectors_of(keys[4:], 4))
-        cache.erase(0, keys[4:])
-        cache.dump(0)
-        self.query(cache, keys[4:])
-        np.testing.assert_array_equal(self.raw_sets(cache), before)
-
-    def test_a_query_does_not_wait_for_a_set_that_a_writer_keeps(self, create: Create):
-        cache = create(spec(4), self.ways)
-        keys = self.keys_of_first_set(cache, 3)
-        cache.insert(0, keys, vectors_of(keys, 4))
-        assert len(self.raw_rows(cache, 0)) == 3
-        version = self.raw_version(cache)
-        version |= 1
-        assert int(version[0]) & 1
-        _out, found = self.query(cache, keys)
-        assert not found.any()
-        version ^= 1
-        assert not int(version[0]) & 1
-        _out, found = self.query(cache, keys)
-        assert found.all()
-
     @pytest.mark.parametrize(("dim", "capacity"), [(4, 28), (33, 56), (128, 28)])
     def test_no_vector_is_torn_stale_or_anothers(self, create: Create, dim: int, capacity: int):
         """Readers query skewed keys with duplicates while each writer inserts, updates and erases keys of its own.
@@ -569,3 +532,44 @@ class CacheContract:
         rows = self.raw_rows(cache, 0)
         stats = cache.stats(0)
         assert len(rows) == stats.resident_rows == cache.dump(0).size <= stats.capacity_rows
+
+
+class VersionedCacheContract(CacheContract):
+    """Also the behaviour of a cache whose sets carry versions; give `raw_sets` and `raw_version`, too."""
+
+    def raw_sets(self, cache: EmbeddingCache) -> np.ndarray:
+        """A copy of the sets of table 0: keys, versions and recency."""
+        raise NotImplementedError("a subclass reads the memory itself")
+
+    def raw_version(self, cache: EmbeddingCache) -> DeviceArray:
+        """(1,) uint16, the version of the first set of table 0, in place."""
+        raise NotImplementedError("a subclass reads the memory itself")
+
+    def keys_of_first_set(self, cache: EmbeddingCache, count: int) -> KeyArray:
+        """Different keys that belong into the first set of table 0, which has `ways` rows."""
+        return distinct_keys(count)
+
+    def test_calls_that_change_nothing_leave_versions_alone(self, create: Create):
+        cache, keys = create(spec(4), self.ways), distinct_keys(8)
+        cache.insert(0, keys[:4], vectors_of(keys[:4], 4))
+        before = self.raw_sets(cache)
+        cache.update(0, keys[4:], vectors_of(keys[4:], 4))
+        cache.erase(0, keys[4:])
+        cache.dump(0)
+        self.query(cache, keys[4:])
+        np.testing.assert_array_equal(self.raw_sets(cache), before)
+
+    def test_a_query_does_not_wait_for_a_set_that_a_writer_keeps(self, create: Create):
+        cache = create(spec(4), self.ways)
+        keys = self.keys_of_first_set(cache, 3)
+        cache.insert(0, keys, vectors_of(keys, 4))
+        assert len(self.raw_rows(cache, 0)) == 3
+        version = self.raw_version(cache)
+        version |= 1
+        assert int(version[0]) & 1
+        _out, found = self.query(cache, keys)
+        assert not found.any()
+        version ^= 1
+        assert not int(version[0]) & 1
+        _out, found = self.query(cache, keys)
+        assert found.all()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tritonclient.http as triton
 
 import hps
-from tests.integration.test_http_lookups import binary_input, outputs_of, post
 from tests.servers.running_service import running_service
 
 pytestmark = pytest.mark.gpu
@@ -69,10 +69,13 @@ def test_every_vector_comes_back_through_torch_tensors(table, tmp_path, gpucache
 
 def test_every_vector_comes_back_over_http(table, tmp_path):
     directory, vectors = table
-    with running_service(configuration(directory, tmp_path, 0.5)) as service:
+    with (
+        running_service(configuration(directory, tmp_path, 0.5)) as service,
+        triton.InferenceServerClient(service.url.removeprefix("http://")) as client,
+    ):
         for start in range(0, len(vectors), 4096):
             keys = np.arange(start, min(start + 4096, len(vectors)))
-            request = {"inputs": [binary_input("token", keys, "INT64")], "parameters": {"binary_data_output": True}}
-            answer = post(service.client, request, [keys], "/v2/models/minilm/infer")
-            assert answer.status_code == 200, answer.text
-            assert outputs_of(answer)["token"].tobytes() == vectors[keys].tobytes()
+            tensor = triton.InferInput("token", keys.shape, "INT64")
+            tensor.set_data_from_numpy(keys)
+            answer = client.infer("minilm", [tensor])
+            assert answer.as_numpy("token").tobytes() == vectors[keys].tobytes()

@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.http as triton
+from tritonclient.utils import np_to_triton_dtype
 
 import hps
 from examples.export_token_embeddings import token_embeddings
-from tests.integration.test_http_lookups import binary_input, outputs_of, post
-from tests.integration.test_http_triton import tensor
 from tests.servers.running_service import running_service
 
 ROOT = Path(__file__).parents[2]
@@ -87,27 +86,20 @@ def test_every_vector_comes_back_over_json(service, table):
         assert all(body["found"]["token"])
 
 
-def test_every_vector_comes_back_over_binary_v2(service, table):
-    _, vectors = table
-    for keys in batches(shuffled(table[0])):
-        request = {"inputs": [binary_input("token", keys, "INT64")], "parameters": {"binary_data_output": True}}
-        answer = post(service.client, request, [keys], "/v2/models/minilm/infer")
-        assert answer.status_code == 200, answer.text
-        got = outputs_of(answer)["token"]
-        assert got.shape == (keys.size, 384)
-        assert got.tobytes() == vectors[keys].tobytes()
-
-
+@pytest.mark.parametrize("by_table", [True, False])
 @pytest.mark.parametrize("binary", [True, False])
-def test_every_vector_comes_back_through_tritonclient(service, table, binary):
+def test_every_vector_comes_back_through_tritonclient(service, table, by_table, binary):
     _, vectors = table
     with triton.InferenceServerClient(service.url.removeprefix("http://")) as client:
         assert client.is_server_ready()
         assert client.is_model_ready("minilm")
         for keys in batches(shuffled(table[0]))[: None if binary else 2]:
-            counts = np.array([[keys.size]], np.int32)
-            inputs = [tensor("KEYS", keys[None], "INT64", binary), tensor("NUMKEYS", counts, "INT32", binary)]
-            outputs = [triton.InferRequestedOutput("OUTPUT0", binary_data=binary)]
-            answer = client.infer("minilm", inputs, outputs=outputs).as_numpy("OUTPUT0")
-            assert answer.shape == (keys.size * 384,)
+            given = {"token": keys} if by_table else {"KEYS": keys[None], "NUMKEYS": np.array([[keys.size]], np.int32)}
+            inputs = [triton.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)) for name, array in given.items()]
+            for tensor, array in zip(inputs, given.values(), strict=True):
+                tensor.set_data_from_numpy(array, binary_data=binary)
+            output = "token" if by_table else "OUTPUT0"
+            outputs = [triton.InferRequestedOutput(output, binary_data=binary)]
+            answer = client.infer("minilm", inputs, outputs=outputs).as_numpy(output)
+            assert answer.shape == ((keys.size, 384) if by_table else (keys.size * 384,))
             assert answer.astype(np.float32).tobytes() == vectors[keys].tobytes()

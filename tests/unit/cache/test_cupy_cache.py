@@ -12,7 +12,16 @@ from hps.cache.cuda import kernels
 from hps.errors import DeviceError, DeviceMemoryError, InvalidDtypeError, InvalidInputError
 from hps.tensors.segments import Segment
 from hps.types import KeyArray
-from tests.contracts.cache_contract import DEFAULT, CacheContract, Create, bits, distinct_keys, spec, vectors_of
+from tests.contracts.cache_contract import (
+    DEFAULT,
+    CacheContract,
+    Create,
+    VersionedCacheContract,
+    bits,
+    distinct_keys,
+    spec,
+    vectors_of,
+)
 from tests.gpu.cupy_if_installed import CupyCache, cupy
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +38,7 @@ def keys_at_home(cache: EmbeddingCache, bucket: int, count: int, seed: int = 1) 
     return keys
 
 
-class CupyContract(CacheContract):
+class CupyContract(VersionedCacheContract):
     ways = 28  # the least capacity: two pairs of buckets
 
     cache_class = CupyCache

@@ -12,10 +12,10 @@ from hps.cache.cpu.cache import NumpyCache
 from hps.cache.cpu.sets import WAYS, WRAPS
 from hps.errors import DeviceMemoryError, InvalidInputError
 from hps.tensors.segments import Segment
-from tests.contracts.cache_contract import CacheContract, distinct_keys, spec, vectors_of
+from tests.contracts.cache_contract import VersionedCacheContract, distinct_keys, spec, vectors_of
 
 
-class TestNumpyCache(CacheContract):
+class TestNumpyCache(VersionedCacheContract):
     cache_class = NumpyCache
 
     def raw_rows(self, cache: EmbeddingCache, table: int) -> dict[int, bytes]:

@@ -351,43 +351,43 @@ class _GcsWriter(ObjectWriter):
         first, end = self._kept, self._kept + len(part)
         total = str(end) if checksum else "*"
         headers = {"Content-Type": _CONTENT_TYPE} | ({"X-Goog-Hash": f"crc32c={checksum}"} if checksum else {})
-        session = self._upload  # for good: a thread that was left behind must not meet another
+        place = self._upload
         unsure = False
 
-        def put(access: GcsAccess, timeout: float, place: str, body: bytes) -> tuple[int, dict[str, Any] | None]:
-            """How many bytes the service has, and once these are among them, what it says of the object."""
-            answer = access.session.put(
-                f"{access.endpoint}{session}",
-                data=io.BytesIO(body) if body else None,  # sent in pieces, each with the timeout to itself
-                headers={**headers, "Content-Range": f"bytes {place}/{total}"},
-                timeout=timeout,
-                allow_redirects=False,
-            )
-            if answer.status_code in (200, 201):
-                return end, answer.json()
-            if answer.status_code != _INCOMPLETE:
-                raise RefusedError(response=answer)
-            match = re.fullmatch(r"bytes=0-(\d+)", answer.headers.get("Range", ""))
-            kept = int(match[1]) + 1 if match else 0
-            if not first <= kept <= end:
-                raise ModelFileError(
-                    f"{self._doing}: the service kept {kept} bytes, expected {first} to {end}; write it again from the start"
-                )
-            return kept, {} if kept == end and not checksum else None
+        def put(deadline: float, bounds: str, body: bytes) -> dict[str, Any] | None:
+            """Send these bytes, or none to ask how many arrived; once all have, what the service says of the object."""
 
-        def go_on(access: GcsAccess, timeout: float) -> tuple[int, dict[str, Any] | None]:
-            kept, made = put(access, timeout, "*", b"") if unsure else (first, None)  # how much arrived of what failed
-            if made is None:
-                return put(access, timeout, f"{kept}-{end - 1}", part[kept - first :])
-            return kept, made
+            def send(access: GcsAccess, timeout: float) -> tuple[int, dict[str, Any] | None]:
+                answer = access.session.put(
+                    f"{access.endpoint}{place}",
+                    data=io.BytesIO(body) if body else None,  # sent in pieces, each with the timeout to itself
+                    headers={**headers, "Content-Range": f"bytes {bounds}/{total}"},
+                    timeout=timeout,
+                    allow_redirects=False,
+                )
+                if answer.status_code in (200, 201):
+                    return end, answer.json()
+                if answer.status_code != _INCOMPLETE:
+                    raise RefusedError(response=answer)
+                match = re.fullmatch(r"bytes=0-(\d+)", answer.headers.get("Range", ""))
+                kept = int(match[1]) + 1 if match else 0
+                if not first <= kept <= end:
+                    raise ModelFileError(
+                        f"{self._doing}: the service kept {kept} bytes, expected {first} to {end}; write it again from "
+                        "the start"
+                    )
+                return kept, {} if kept == end and not checksum else None
+
+            # Noted here: a thread that was left behind must not change it.
+            self._kept, made = self._client.ask("writing", self._address, deadline, send)
+            return made
 
         def attempt(deadline: float) -> dict[str, Any]:
             nonlocal unsure
-            try:
-                # Noted here: a thread that was left behind must not change it.
-                self._kept, made = self._client.ask("writing", self._address, deadline, go_on)
-            finally:
-                unsure = True
+            made = put(deadline, "*", b"") if unsure else None  # how much arrived of what failed
+            unsure = True
+            if made is None:
+                made = put(deadline, f"{self._kept}-{end - 1}", part[self._kept - first :])
             if made is None:
                 raise ModelSourceError(f"{self._doing}: the service kept {self._kept} of {end} bytes")
             return made

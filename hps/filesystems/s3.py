@@ -77,11 +77,9 @@ def s3_address(uri: str) -> ObjectAddress:
     if not _BUCKET.fullmatch(bucket):
         raise _refused(uri, f"no bucket can be called {bucket!r}")
     try:
-        length = len(key.rstrip("/").encode())
+        key.encode()
     except UnicodeEncodeError as error:
         raise _refused(ascii(uri), "a character of the key has no UTF-8 form") from error
-    if length > 1024:
-        raise _refused(uri, f"the key has {length} bytes, S3's have at most 1024")
     return ObjectAddress(uri, bucket, key.rstrip("/"), region)
 
 

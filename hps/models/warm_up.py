@@ -43,7 +43,7 @@ def warm_up(
     rows = min(capacity, sparse_model.rows)
     if rows == 0 or fraction_per_iteration <= 0:
         return 0
-    step = _step_rows(capacity, fraction_per_iteration)
+    step = max(_MIN_STEP_ROWS, int(capacity * min(fraction_per_iteration, 1.0)))
     _log.info('EC initialization for model: "%s", num_tables: %d', table.model_name, len(cache.tables))
     _log.info("EC initialization on device: %d for %s", cache.device_id, table.tag)
     _log.info(  # HugeCTR's words
@@ -63,10 +63,6 @@ def warm_up(
                 )
             cache.insert(table_index, *_last_of_each(keys, vectors))
     return rows
-
-
-def _step_rows(capacity_rows: int, fraction: float) -> int:
-    return max(_MIN_STEP_ROWS, int(capacity_rows * min(fraction, 1.0)))
 
 
 def _pieces(rows: int, step: int, chunk_rows: int) -> Iterator[tuple[int, int]]:

@@ -113,7 +113,7 @@ class Catalog:
         self._nodes.ask(layout.slot, "UNLINK", layout.about)
 
     def note(self, layout: RedisLayout) -> LoadNote | None:
-        """How far which model was loaded; None where none was.
+        """Which model was loaded, and how far; None if none was.
 
         Raises:
             DatabaseCorruptError: the note cannot be read.
@@ -121,7 +121,7 @@ class Catalog:
         return _parse_note(self._nodes.ask(layout.slot, "HGET", layout.about, _LOADED), layout)
 
     def write_note(self, layout: RedisLayout, note: LoadNote) -> None:
-        """Remember how far which model was loaded."""
+        """Remember which model was loaded, and how far."""
         self._nodes.ask(layout.slot, "HSET", layout.about, _LOADED, json.dumps(asdict(note)))
 
     def _about(self, layout: RedisLayout) -> dict[bytes, bytes]:

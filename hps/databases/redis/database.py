@@ -28,7 +28,7 @@ _USES_WAITING: Final = 64  # batches of found keys that may wait for a note of t
 class RedisDatabase(SharedDatabase):
     """Tables in Redis (`"type": "redis_cluster"` or `"redis"`), laid out as HugeCTR HPS does. *Thread-safe.*
 
-    Whether the address is of a server or of a cluster is found out by asking. Nothing waits longer than its timeout: a node
+    The node itself says whether it is a server or part of a cluster. Nothing waits longer than its timeout: a node
     that is dead, paused or slow fails the call. Connections are bounded; one that failed is never used again. See
     `layout.py` for the keys and `docs/redis.md` for what survives which failure.
     """

@@ -64,7 +64,7 @@ def parse_addresses(address: str) -> list[tuple[str, int]]:
 
 
 class RedisNodes:
-    """A server, or the masters of a cluster: which of the two is found out by asking. *Thread-safe.*
+    """A server, or the masters of a cluster; the first node that answers says which. *Thread-safe.*
 
     Args:
         addresses: of the nodes that are asked which nodes there are.
@@ -224,7 +224,7 @@ class RedisNodes:
             raise DatabaseError(f"redis: no node says who serves which hash slot ({error}); see CLUSTER SLOTS") from error
 
     def _refresh(self) -> None:
-        """Ask again which nodes there are where something was found wrong, and no other thread does; the old ones serve on."""
+        """Ask again which nodes there are if one failed and no other thread is asking; until then the known ones serve."""
         if not self._stale or time.monotonic() < self._refreshed_at + _LEAST_REFRESH_S:
             return
         if not self._refreshing.acquire(blocking=False):
@@ -303,7 +303,7 @@ class RedisNodes:
     def _follow(
         self, node: ClusterNode, request: Request, again: dict[ClusterNode, list[Request]], failures: list[Exception]
     ) -> None:
-        """Send a request that got an error where that error says, or note the failure."""
+        """Send a request again to the node that its error names, or note the failure."""
         error, request.error = request.error, None
         target = node
         if self._cluster and isinstance(error, exceptions.AskError):
@@ -409,7 +409,7 @@ class _Lane:
             self.fault = error
 
     def release(self, *, keep: bool) -> None:
-        """Give the connection back; it is closed unless it is to be kept and every reply on it has been read."""
+        """Give the connection back. It stays open only if it is to be kept and every reply on it has been read."""
         if not keep or self.fault is not None or self._queue or self._sent:
             self._connection.disconnect()
         self._connection.shrink()

@@ -20,6 +20,7 @@ from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
 from hps.registry import implementation
 from hps.types import FloatArray, KeyArray
+from tests.servers.running_service import document_of, model_of
 from tests.tables.loading_child import BATCH_ROWS
 
 DIM = 8
@@ -40,22 +41,12 @@ def write_model(path: Path, numbers: KeyArray, seed: int) -> None:
 
 def configuration(directory: Path, **persistent: Any) -> Path:
     """A ps.json with a hash map and RocksDB."""
-    settings = {"type": "rocks_db", "path": str(directory / "rocksdb"), "num_threads": 2, **persistent}
-    model = {
-        "model": "shop",
-        "sparse_files": [str(directory / "item")],
-        "embedding_table_names": ["item"],
-        "embedding_vecsize_per_table": [DIM],
-        "maxnum_catfeature_query_per_table_per_sample": [1000],
-        "default_value_for_each_table": [0.25],
-        "deployed_device_list": [0],
-        "max_batch_size": 1000,
-        "gpucacheper": 0.1,
-        "hit_rate_threshold": 1.1,
-    }
-    content = {"supportlonglong": True, "device": "cpu", "volatile_db": {"type": "hash_map"}, "persistent_db": settings}
+    limits = {"maxnum_catfeature_query_per_table_per_sample": [1000], "gpucacheper": 0.1, "hit_rate_threshold": 1.1}
+    model = model_of("shop", [directory / "item"], {"item": DIM}, default_value_for_each_table=[0.25], **limits)
+    content = document_of(model, persistent=directory / "rocksdb")
+    content["persistent_db"] |= {"num_threads": 2, **persistent}
     path = directory / f"ps{'-'.join(persistent)}.json"
-    path.write_text(json.dumps({**content, "models": [model]}))
+    path.write_text(json.dumps(content))
     return path
 
 

@@ -11,6 +11,7 @@ from hps.configuration.tiers import ModelSourceConfig
 from hps.models.sample import sample_vectors
 from hps.models.sources import ModelSources
 from tests.servers.hdfs_cluster import hdfs_cluster
+from tests.servers.running_service import document_of, model_of
 from tests.servers.s3_server import know_only_moto, s3_server
 
 ROWS, TABLES = 30_000, {"user": 16, "item": 32}
@@ -62,27 +63,18 @@ def test_answers_are_the_same_from_every_source(
     monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 1 << 18)  # several chunks a table, each of several parts
     root, settings = place
     monkeypatch.setattr(type(ModelSources().locate(root)[0]), "part_bytes", 1 << 16)
-    configuration = {
-        "device": "cpu",
-        "volatile_db": {"type": "hash_map"},
-        "persistent_db": {"type": "rocks_db", "path": str(tmp_path / "rocksdb")},
-        "model_source": settings,
-        "models": [
-            {
-                "model": "shop",
-                "sparse_files": [f"{root}/{table}" for table in TABLES],
-                "embedding_table_names": list(TABLES),
-                "embedding_vecsize_per_table": list(TABLES.values()),
-                "maxnum_catfeature_query_per_table_per_sample": [ROWS, ROWS],
-                "default_value_for_each_table": [0.25, -1.0],
-                "deployed_device_list": [0],
-                "max_batch_size": 2,
-                "gpucacheper": 0.3,
-                "cache_refresh_percentage_per_iteration": 0.2,
-                "hit_rate_threshold": 1.1,
-            }
-        ],
-    }
+    model = model_of(
+        "shop",
+        [f"{root}/{table}" for table in TABLES],
+        TABLES,
+        maxnum_catfeature_query_per_table_per_sample=[ROWS, ROWS],
+        default_value_for_each_table=[0.25, -1.0],
+        max_batch_size=2,
+        gpucacheper=0.3,
+        cache_refresh_percentage_per_iteration=0.2,
+        hit_rate_threshold=1.1,
+    )
+    configuration = document_of(model, persistent=tmp_path / "rocksdb", model_source=settings)
     asked = np.concatenate([KEYS, KEYS + 1])  # the second half is in no table
     for start in ("loaded", "found in RocksDB"):
         with hps.HPS(configuration) as server:

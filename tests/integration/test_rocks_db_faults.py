@@ -12,7 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -287,65 +289,55 @@ FILL = """
 """
 
 
-def test_files_that_may_not_grow_end_in_an_error_and_what_was_there_stays_readable(path: Path):
-    code = """
-        def fill(path):
-            import resource
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
-
-        def empty_again(path):
-            import resource
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    """
-    assert outcome_of(textwrap.dedent(code) + textwrap.dedent(FILL), path).split("\n") == ["DatabaseError True"] * 2 + [""]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 12 MB."""
-    mount = tmp_path / "disk"
+@contextmanager
+def mounted(mount: Path, *calls: tuple[Any, ...]) -> Iterator[Path]:
+    """A new directory on which these calls of mount(2) have been made; skips where they are not allowed."""
     mount.mkdir()
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"none", bytes(mount), b"tmpfs", 0, b"size=12m"):
-        pytest.skip(f"cannot mount a small file system: {os.strerror(ctypes.get_errno())}")
-    yield mount
-    libc.umount2(bytes(mount), 2)
+    try:
+        for source, kind, flags, data in calls:
+            if libc.mount(source, bytes(mount), kind, flags, data):
+                pytest.skip(f"cannot mount a file system: {os.strerror(ctypes.get_errno())}")
+        yield mount
+    finally:
+        libc.umount2(bytes(mount), 2)
 
 
-def test_a_full_disk_ends_in_an_error_and_what_was_there_stays_readable(small_disk: Path):
-    code = """
+FULL = {
+    "files may not grow": """
+        def fill(path, most=1 << 20):
+            import resource
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+
+        def empty_again(path):
+            fill(path, -1)
+    """,
+    "disk": """
         def fill(path):
             with open(path.parent / "filler", "wb") as filler:
                 filler.write(bytes(shutil.disk_usage(path).free - 400_000))
 
         def empty_again(path):
             (path.parent / "filler").unlink()
-    """
-    path = small_disk / "rocksdb"
-    assert outcome_of(textwrap.dedent(code) + textwrap.dedent(FILL), path).split("\n") == ["DatabaseError True"] * 2 + [""]
+    """,
+}
 
 
-@pytest.fixture
-def read_only_disk(pristine: Path, tmp_path: Path) -> Iterator[Path]:
-    """The pristine database on a file system that cannot be written to."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    libc = ctypes.CDLL(None, use_errno=True)
+@pytest.mark.parametrize("full", FULL)
+def test_what_is_full_ends_in_an_error_and_what_was_there_stays_readable(tmp_path: Path, full: str):
+    disk = [(b"none", b"tmpfs", 0, b"size=12m")] if full == "disk" else []
+    with mounted(tmp_path / "disk", *disk) as place:
+        said = outcome_of(textwrap.dedent(FULL[full]) + textwrap.dedent(FILL), place / "rocksdb")
+    assert said.split("\n") == ["DatabaseError True"] * 2 + [""]
+
+
+def test_a_read_only_file_system_serves_read_only_and_refuses_writing(pristine: Path, tmp_path: Path):
     bind, remount, read_only = 4096, 32, 1
-    if libc.mount(bytes(pristine), bytes(mount), None, bind, None):
-        pytest.skip(f"cannot bind a directory: {os.strerror(ctypes.get_errno())}")
-    try:
-        if libc.mount(None, bytes(mount), None, bind | remount | read_only, None):
-            pytest.skip(f"cannot bind a directory for reading: {os.strerror(ctypes.get_errno())}")
-        yield mount
-    finally:
-        libc.umount2(bytes(mount), 2)
-
-
-def test_a_read_only_file_system_serves_read_only_and_refuses_writing(read_only_disk: Path):
-    read_everything(read_only_disk, read_only=True)
-    with pytest.raises(DatabaseError, match=rf"{read_only_disk}.*[Rr]ead-only"):
-        RocksDatabase(read_only_disk)
+    calls = [(bytes(pristine), None, bind, None), (None, None, bind | remount | read_only, None)]
+    with mounted(tmp_path / "disk", *calls) as disk:
+        read_everything(disk, read_only=True)
+        with pytest.raises(DatabaseError, match=rf"{disk}.*[Rr]ead-only"):
+            RocksDatabase(disk)
 
 
 # -- killed ------------------------------------------------------------------------------------------------------------

@@ -126,10 +126,8 @@ def test_a_table_that_hugectr_wrote_is_read_and_changed_and_can_be_read_by_it_ag
 
 def test_tables_with_32_bit_keys_are_refused_by_name(path: Path):
     as_hugectr_writes(path, TAG, {b"\1\0\0\0": bytes(8)})
-    database = RocksDatabase(path)
-    with pytest.raises(DatabaseCorruptError, match=rf"(?s){TAG}.*key of 4 bytes.*32-bit"):
-        database.open_table(TAG, 2)
-    database.close()
+    with pytest.raises(DatabaseCorruptError, match=rf"(?s){TAG}.*key of 4 bytes.*32-bit"), opened(path, 2):
+        pass
 
 
 # -- widths ------------------------------------------------------------------------------------------------------------
@@ -348,17 +346,7 @@ def killed(*_: object) -> None:
     raise Killed
 
 
-def reopened(database: RocksDatabase) -> RocksDatabase:
-    path = database.path
-    database.close()
-    database = RocksDatabase(path)
-    database.open_table(TAG, DIM)
-    return database
-
-
 def test_rows_that_were_killed_before_their_record_are_no_whole_table(path: Path, monkeypatch: pytest.MonkeyPatch):
-    database = RocksDatabase(path)
-    database.open_table(TAG, DIM)
     keys = distinct_keys(100)
     advance = LoadRecords.advance
 
@@ -366,12 +354,11 @@ def test_rows_that_were_killed_before_their_record_are_no_whole_table(path: Path
         return killed() if record.rows_done else advance(self, tag, record)
 
     monkeypatch.setattr(LoadRecords, "advance", kill_before_the_rows_count)
-    with pytest.raises(Killed):
+    with opened(path) as database, pytest.raises(Killed):
         database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", 100, 100, checksum="12345678"))
-    database = reopened(database)
-    assert fetched(database, TAG, keys, DIM)[1].all()
-    assert database.load_record(TAG) == LoadRecord("x", 0, 100)
-    database.close()
+    with opened(path) as database:
+        assert fetched(database, TAG, keys, DIM)[1].all()
+        assert database.load_record(TAG) == LoadRecord("x", 0, 100)
 
 
 @pytest.mark.parametrize("when", ["drop", "remove"])
@@ -432,19 +419,13 @@ def filled(path: Path) -> Path:
 
 def test_read_only_serves_beside_a_writer(filled: Path):
     keys = distinct_keys(3000)
-    writer = RocksDatabase(filled)
-    reader = RocksDatabase(filled, read_only=True)
-    writer.open_table(TAG, DIM)
-    reader.open_table(TAG, DIM)
-    writer.insert(TAG, keys, vectors_of(keys, DIM, 1))
-    writer.load_chunk(TAG, keys, vectors_of(keys, DIM, 2), LoadRecord("y", 3000, 3000))
-    writer.finish_load(TAG)  # removes the files that the reader reads
-    np.testing.assert_array_equal(fetched(reader, TAG, keys, DIM)[0], vectors_of(keys, DIM))
-    later = RocksDatabase(filled, read_only=True)
-    later.open_table(TAG, DIM)
-    np.testing.assert_array_equal(fetched(later, TAG, keys, DIM)[0], vectors_of(keys, DIM, 2))
-    for each in (reader, later, writer):
-        each.close()
+    with opened(filled) as writer, opened(filled, read_only=True) as reader:
+        writer.insert(TAG, keys, vectors_of(keys, DIM, 1))
+        writer.load_chunk(TAG, keys, vectors_of(keys, DIM, 2), LoadRecord("y", 3000, 3000))
+        writer.finish_load(TAG)  # removes the files that the reader reads
+        np.testing.assert_array_equal(fetched(reader, TAG, keys, DIM)[0], vectors_of(keys, DIM))
+        with opened(filled, read_only=True) as later:
+            np.testing.assert_array_equal(fetched(later, TAG, keys, DIM)[0], vectors_of(keys, DIM, 2))
 
 
 def test_read_only_serves_and_writes_nothing(filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

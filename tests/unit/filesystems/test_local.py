@@ -12,39 +12,22 @@ from hps.filesystems.local import LocalFileSystem
 from tests.contracts.filesystem_contract import FileSystemContract, noise
 
 
-def put(path: str, content: bytes) -> None:
-    """Write beside and rename, as a careful writer does."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    new = target.with_name(target.name + ".new")
-    new.write_bytes(content)
-    new.rename(target)
-
-
 class TestLocalFileSystem(FileSystemContract):
     @pytest.fixture
     def filesystem(self) -> LocalFileSystem:
         return LocalFileSystem()
 
-    @pytest.fixture
-    def root(self, tmp_path: Path) -> str:
-        return str(tmp_path / "root")
+    @pytest.fixture(params=["", "file://"])
+    def root(self, tmp_path: Path, request: pytest.FixtureRequest) -> str:
+        return f"{request.param}{tmp_path}/root"
 
     def put(self, path: str, content: bytes) -> None:
-        put(path, content)
-
-
-class TestLocalFileSystemByUri(FileSystemContract):
-    @pytest.fixture
-    def filesystem(self) -> LocalFileSystem:
-        return LocalFileSystem()
-
-    @pytest.fixture
-    def root(self, tmp_path: Path) -> str:
-        return f"file://{tmp_path}/root"
-
-    def put(self, path: str, content: bytes) -> None:
-        put(path.removeprefix("file://"), content)
+        """Write beside and rename, as a careful writer does."""
+        target = Path(path.removeprefix("file://"))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        new = target.with_name(target.name + ".new")
+        new.write_bytes(content)
+        new.rename(target)
 
 
 @pytest.mark.parametrize("form", ["file://{}", "FILE://{}", "file:{}", "file://localhost{}", "{}"])

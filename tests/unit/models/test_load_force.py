@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from hps.types import FloatArray, KeyArray
 from tests.fakes.gated_file_system import gates
 from tests.fakes.memory_database import MemoryDatabase, PersistentMemoryDatabase
 from tests.servers.redis_server import RedisServer
+from tests.servers.running_service import document_of, model_of
 from tests.tables.sparse_models import chunks_of
 from tests.tables.table_loads import (
     CHUNK_ROWS,
@@ -110,27 +111,31 @@ def test_online_updates_outlive_files_that_were_only_touched(
     assert held(rocks) == held(hash_map) == updated
 
 
-@pytest.mark.parametrize(("name", "place"), [("key", 8 * 500), ("emb_vector", 0), ("emb_vector", 4 * DIM * ROWS - 1)])
-def test_one_flipped_bit_is_another_version(source: str, rocks: RocksDatabase, name: str, place: int) -> None:
-    load_table(TABLE, source, [rocks])
-    update(rocks)
+def flip_a_bit(source: str, name: str, place: int) -> None:
     with open(f"{source}/{name}", "r+b") as file:
         file.seek(place)
         byte = file.read(1)[0]
         file.seek(place)
         file.write(bytes([byte ^ 1]))
-    report = load_table(TABLE, source, [rocks])
-    assert report.loads[0].rows == ROWS
-    model = open_sparse_model(source, DIM)
-    assert held(rocks) == content(*next(chunks_of(model, ROWS)))
-    assert not record_of(rocks).modified
 
 
-def test_vectors_that_changed_places_are_another_version(source: str, rocks: RocksDatabase) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda source: flip_a_bit(source, "key", 8 * 500),
+        lambda source: flip_a_bit(source, "emb_vector", 0),
+        lambda source: flip_a_bit(source, "emb_vector", 4 * DIM * ROWS - 1),
+        lambda source: write_sparse_model(source, (KEYS, VECTORS[::-1].copy()), overwrite=True),
+    ],
+    ids=["a bit of a key", "the first bit", "the last bit", "vectors that changed places"],
+)
+def test_the_least_change_is_another_version(source: str, rocks: RocksDatabase, change: Callable[[str], object]) -> None:
     load_table(TABLE, source, [rocks])
-    write_sparse_model(source, (KEYS, VECTORS[::-1].copy()), overwrite=True)
+    update(rocks)
+    change(source)
     assert load_table(TABLE, source, [rocks]).loads[0].rows == ROWS
-    assert held(rocks) == content(KEYS, VECTORS[::-1])
+    assert held(rocks) == content(*next(chunks_of(open_sparse_model(source, DIM), ROWS)))
+    assert not record_of(rocks).modified
 
 
 @pytest.mark.parametrize("unknown", [{"checksum": ""}, {"size_bytes": 0}])
@@ -327,26 +332,9 @@ def test_force_empties_redis_and_loads_it_again(source: str, tmp_path: Path) -> 
 
 @pytest.fixture
 def configuration(source: str, tmp_path: Path) -> dict[str, Any]:
-    return {
-        "supportlonglong": True,
-        "device": "cpu",
-        "volatile_db": {"type": "hash_map"},
-        "persistent_db": {"type": "rocks_db", "path": str(tmp_path / "served"), "num_threads": 2},
-        "models": [
-            {
-                "model": "shop",
-                "sparse_files": [source],
-                "embedding_table_names": ["item"],
-                "embedding_vecsize_per_table": [DIM],
-                "maxnum_catfeature_query_per_table_per_sample": [10],
-                "default_value_for_each_table": [0.5],
-                "deployed_device_list": [0],
-                "max_batch_size": 1000,
-                "gpucacheper": 0.5,
-                "hit_rate_threshold": 1.1,
-            }
-        ],
-    }
+    limits = {"maxnum_catfeature_query_per_table_per_sample": [10], "gpucacheper": 0.5, "hit_rate_threshold": 1.1}
+    model = model_of("shop", [source], {"item": DIM}, default_value_for_each_table=[0.5], **limits)
+    return document_of(model, persistent=tmp_path / "served")
 
 
 def served(server: hps.HPS, keys: KeyArray) -> dict[int, bytes | None]:

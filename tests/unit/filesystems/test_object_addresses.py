@@ -1,8 +1,9 @@
-"""Addresses of S3 objects are taken apart without S3."""
+"""Addresses of objects are taken apart, and none that is no address, without any store."""
 
 import pytest
 
 from hps.errors import ModelFileError
+from hps.filesystems.gcs import gcs_address
 from hps.filesystems.object_store import ObjectAddress
 from hps.filesystems.s3 import S3FileSystem, s3_address
 
@@ -40,7 +41,7 @@ from hps.filesystems.s3 import S3FileSystem, s3_address
         ("https://bucket.s3.us-west-2.amazonaws.com/what%3F", "bucket", "what?", "us-west-2"),
     ],
 )
-def test_bucket_key_and_region_are_found(uri: str, bucket: str, key: str, region: str) -> None:
+def test_bucket_key_and_region_of_an_s3_address_are_found(uri: str, bucket: str, key: str, region: str) -> None:
     assert s3_address(uri) == ObjectAddress(uri, bucket, key, region)
 
 
@@ -66,7 +67,7 @@ def test_bucket_key_and_region_are_found(uri: str, bucket: str, key: str, region
         ("s3://bucket/surrogate\ud800", "no UTF-8 form"),
     ],
 )
-def test_what_is_no_address_is_refused_by_its_name(uri: str, why: str) -> None:
+def test_what_is_no_s3_address_is_refused_by_its_name(uri: str, why: str) -> None:
     with pytest.raises(ModelFileError, match=why) as raised:
         s3_address(uri)
     shown = uri.encode("ascii", "backslashreplace").decode() if "\ud800" in uri else uri
@@ -88,7 +89,7 @@ def test_what_is_no_address_is_refused_by_its_name(uri: str, why: str) -> None:
         "https://AKIAUSER:secret@bucket.s3.us-west-2.amazonaws.com/%ff?secret",
     ],
 )
-def test_what_may_be_secret_is_not_repeated(uri: str) -> None:
+def test_what_may_be_secret_in_an_s3_address_is_not_repeated(uri: str) -> None:
     with pytest.raises(ModelFileError) as raised:
         s3_address(uri)
     assert "secret" not in str(raised.value)
@@ -99,3 +100,53 @@ def test_what_may_be_secret_is_not_repeated(uri: str) -> None:
 def test_an_object_needs_a_key(uri: str) -> None:
     with pytest.raises(ModelFileError, match=r"opening .*: it is the bucket 'bucket' itself, expected an object"):
         S3FileSystem().status(uri)
+
+
+@pytest.mark.parametrize(
+    ("uri", "bucket", "name"),
+    [
+        ("gs://my-bucket/models/key", "my-bucket", "models/key"),
+        ("GS://my-bucket/models/key", "my-bucket", "models/key"),
+        ("gs://a.dotted.bucket/key", "a.dotted.bucket", "key"),
+        ("gs://my-bucket", "my-bucket", ""),
+        ("gs://my-bucket/", "my-bucket", ""),
+        ("gs://my-bucket/models//", "my-bucket", "models"),
+        ("gs://my-bucket/100%25 of it?#x", "my-bucket", "100%25 of it?#x"),
+        ("https://storage.googleapis.com/my-bucket/models/key", "my-bucket", "models/key"),
+        ("https://storage.cloud.google.com/my-bucket/models/key", "my-bucket", "models/key"),
+        ("https://my-bucket.storage.googleapis.com/models/key", "my-bucket", "models/key"),
+        ("https://a.dotted.bucket.storage.googleapis.com/key", "a.dotted.bucket", "key"),
+        ("HTTPS://Storage.GoogleAPIs.com:443/my-bucket/key", "my-bucket", "key"),
+        ("https://storage.googleapis.com/my-bucket/a%20b%2Fc%25/%C3%A9", "my-bucket", "a b/c%/é"),
+    ],
+)
+def test_bucket_and_name_of_a_gcs_address_are_found(uri: str, bucket: str, name: str) -> None:
+    assert gcs_address(uri) == ObjectAddress(uri, bucket, name)
+
+
+@pytest.mark.parametrize(
+    ("uri", "why"),
+    [
+        ("gs://", "no address"),
+        ("gs:///models/key", "no address"),
+        ("gs://My_Bucket/key", "no address"),
+        ("gs://user@bucket/key", "no address"),
+        ("gs://bucket:80/key", "no address"),
+        ("gs://bucket/..", "no object can have"),
+        ("gs://bucket/a\nb", "no object can have"),
+        ("gs://bucket/\udcff", "Unicode"),
+        ("https://storage.googleapis.com/bucket/%FF", "Unicode"),
+        ("https://storage.googleapis.com/", "no address"),
+        ("https://storage.googleapis.com/bucket/key?X-Goog-Signature=SECRET", "signed links"),
+        ("https://bucket.storage.googleapis.com/key#SECRET", "signed links"),
+        ("https://user:SECRET@storage.googleapis.com/bucket/key?X-Goog-Signature=SECRET", "signed links"),
+        ("https://storage.googleapis.com:8443/bucket/key", "gcs_endpoint_url"),
+        ("https://bucket.storage.cloud.google.com/key", "no address"),
+        ("https://storage.googleapis.com:port/bucket/key", "no address"),
+        ("http://storage.googleapis.com/bucket/key", "gcs_endpoint_url"),
+    ],
+)
+def test_what_is_no_gcs_address_is_an_error_that_says_why(uri: str, why: str) -> None:
+    with pytest.raises(ModelFileError, match=why) as error:
+        gcs_address(uri)
+    assert "SECRET" not in str(error.value)

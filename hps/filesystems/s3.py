@@ -130,6 +130,8 @@ class S3FileSystem(ObjectStore):
         if token:
             query["ContinuationToken"] = token
         page = self._client.call(doing, address, deadline, "list_objects_v2", **query)
+        if "IsTruncated" not in page:  # S3 always says it; botocore takes an empty body for an empty page
+            raise ModelSourceError(f"{doing} {address.uri}: S3 answered with an empty page; try again")
         keys = [entry["Key"] for entry in page.get("Contents", ())]
         prefixes = [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
         return keys + prefixes, page.get("NextContinuationToken", "")

@@ -120,7 +120,7 @@ class ObjectStoreFaults(ModelsInStores):
 
     @pytest.mark.parametrize(
         "fault",
-        [Answer(500), Answer(502, b"<html>"), Answer(503), Answer(429), Answer(408), Drop(), Reset(), Truncate(1)],
+        [Answer(500), Answer(502, b"<html>"), Answer(503), Answer(429), Answer(408), Drop(), Reset(), Truncate(), Truncate(1)],
         ids=name_of,
     )
     def test_a_failure_that_passes_is_not_seen_by_any_operation(

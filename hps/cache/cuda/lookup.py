@@ -97,6 +97,7 @@ class CupyLookup(CacheLookup):
         self.memory = memory
         self.kernels = compiled
         self.changes = changes
+        self._dims = [spec.dim for spec in memory.specs]
         self._reader = TensorReader(memory.device_id)
         self._own = cupy.cuda.Stream(non_blocking=True)
         self._own_stream = int(self._own.ptr)
@@ -197,18 +198,20 @@ class CupyLookup(CacheLookup):
             self._unfinished = False
         self.host.reset()
         self._fetched_used = 0
-        reader, specs = self._reader, self.memory.specs
+        reader, dims = self._reader, self._dims
         reader.start()
         placed, missing = [], 0
         for segment in segments:
             place = PlacedSegment(segment, missing)
             keys, out = segment.keys, segment.out
             if segment.found is None and type(keys) is not np.ndarray and type(out) is not np.ndarray:
-                place.keys, place.n = reader.keys(keys)
-                place.out = reader.output(out, place.n, specs[place.table].dim)
+                place.keys, n = reader.keys(keys)
+                place.out = reader.output(out, n, dims[segment.table])
+                place.n = n
             else:
-                reader.place(place, specs[place.table], self.host)
-            missing += place.n
+                reader.place(place, self.memory.specs[segment.table], self.host)
+                n = place.n
+            missing += n
             placed.append(place)
         self.placed = placed
         self._choose_stream(reader.streams)

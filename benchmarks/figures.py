@@ -6,7 +6,7 @@ A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`; `
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ def figures(benchmark: str, **axes: Any) -> dict[str, Any]:
     return found[0]
 
 
-def _table(head: tuple[str, str, str], *rows: tuple[str, str, str]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (head, ("---", "---", "---"), *rows)]
+def _table(head: Sequence[str], *rows: Sequence[str]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
 
 
 def _round(value: float) -> str:
@@ -131,7 +131,100 @@ def readme_host() -> list[str]:
     )
 
 
-TABLES: dict[str, Callable[[], list[str]]] = {"readme-gpu": readme_gpu, "readme-host": readme_host}
+def model_sources() -> list[str]:
+    """How long loads take."""
+
+    def source(name: str, peer: str, what: str) -> tuple[str, str, str]:
+        row = figures("sources", source=name, peer=peer)
+        return what, f"{_round(row['mb_per_s'])} MB/s", f"{row['of_peer']:.2f} of `{peer}`"
+
+    load = figures("load", work="load", into="rocks_db", dim=32, order="random")
+    first = {
+        (dim, tier): figures("large_load", work="start", tiers=tier, dim=dim, start="first")
+        for dim in (32, 128)
+        for tier in ("rocks_db", "hash_map")
+    }
+    again, touched = (
+        figures("large_load", work="start", tiers="rocks_db", dim=128, start=start) for start in ("second", "touched files")
+    )
+    long = first[32, "rocks_db"]
+    return _table(
+        ("", "rate", "against, in the same run"),
+        source("local", "readinto", "reading 136 MB from local disk in page cache"),
+        source("hdfs", "read_range, 8 threads", "HDFS, one DataNode"),
+        source("s3 (nginx)", "get_object().read()", "S3, nginx as the store"),
+        source("gcs", "download_as_bytes", "GCS, fake-gcs-server"),
+        ("into RocksDB, 1 M rows x 32 in no order, merge included", f"{load['vectors_per_s'] / 1e6:.2f} M vectors/s", ""),
+        (
+            "the same, 20 M x 32",
+            f"{long['vectors_per_s'] / 1e6:.2f} M vectors/s: {long['start_s']:.0f} s, of which the merge {long['merge_s']:.0f}",
+            "",
+        ),
+        (
+            "10.7 GB (20.6 M x 128) into RocksDB / the hash map",
+            f"{first[128, 'rocks_db']['start_s']:.0f} s / {first[128, 'hash_map']['start_s']:.0f} s",
+            "",
+        ),
+        (
+            "a start that finds them in RocksDB / that must compare touched files",
+            f"{again['start_s']:.2f} s / {touched['start_s']:.0f} s",
+            "",
+        ),
+    )
+
+
+def redis_speed() -> list[str]:
+    """What a fetch and a load take from one server and from three."""
+    rows = []
+    for servers, name in ((1, "one server"), (3, "three servers")):
+        load = figures("redis", work="load", servers=servers, dim=32)
+        rows.append((f"load, {name}", load["ours_vectors_per_s"], load))
+        for batch in (1_000, 10_000, 100_000):
+            fetch = figures("redis", work="fetch", servers=servers, dim=32, batch=batch, hit_rate=1.0)
+            rows.append((f"fetch of {batch:,} keys, {name}", fetch["ours_keys_per_s"], fetch))
+    return _table(
+        ("dim 32", "M/s", "x redis-py with hiredis"),
+        *((what, f"{rate / 1e6:.2f}", f"{row['ours_to_redis_py']:.1f}") for what, rate, row in rows),
+    )
+
+
+def _query(dim: int, alpha: float, batch: int = 1 << 20) -> dict[str, Any]:
+    return figures("gpu_cache", work="query", dim=dim, batch=batch, alpha=alpha)
+
+
+def gpu_queries() -> list[str]:
+    """Queries of resident keys, beside a gather of the same vectors."""
+    rows = []
+    large = [(1 << 20, dim, alpha) for alpha in (0.0, 1.05) for dim in (32, 128)]
+    for batch, dim, alpha in [*large, (65_536, 128, 0.0), (8_192, 32, 0.0)]:
+        row = _query(dim, alpha, batch)
+        name = f"{'2^20' if batch == 1 << 20 else f'{batch:,}'}, {dim}, {f'alpha {alpha}' if alpha else 'uniform'}"
+        ratios = (f"{row[key]:.2f}" for key in ("of_gather", "of_tuned_gather", "one_call_of_gather"))
+        rows.append((name, _round(row["mkeys_per_s"]), *ratios))
+    return _table(("n, dim, keys", "M keys/s", "of gather, back to back", "of the tuned gather", "of gather, one call"), *rows)
+
+
+def gpu_insertions() -> list[str]:
+    """Insertions of 2^20 rows."""
+
+    def row(name: str, work: str) -> tuple[str, ...]:
+        return name, *(_round(figures("gpu_cache", work=work, dim=dim, batch=1 << 20)["mkeys_per_s"]) for dim in (32, 128))
+
+    return _table(
+        ("inserting n = 2^20, M keys/s", "dim 32", "dim 128"),
+        row("resident keys", "insert resident"),
+        row("new keys into full buckets", "insert new"),
+    )
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "readme-gpu": readme_gpu,
+    "readme-host": readme_host,
+    "model-sources": model_sources,
+    "redis-speed": redis_speed,
+    "gpu-queries": gpu_queries,
+    "gpu-insertions": gpu_insertions,
+}
 
 
 def pages() -> list[Path]:

@@ -1,8 +1,9 @@
 """`python -m benchmarks.compare BEFORE NAME...`: the same benchmarks of two checkouts, in turn, as ratios of one run.
 
-BEFORE is the other checkout, whose `.venv` holds its own `hps`. Each round runs each benchmark in both; the best round of
-each figure counts, since whatever disturbs a measurement slows it. `benchmarks/results/before_after.json` gets a row for each
-measurement that both have: a ratio of 1.05 is 5 % faster than before. This checkout's own results are written, too.
+BEFORE is the other checkout, whose `.venv` holds its own `hps`. Each round runs each benchmark in both, in the other order
+than the round before: the first of two often runs faster, so take an even number of rounds. The best round of each figure
+counts, since whatever disturbs a measurement slows it. `benchmarks/results/before_after.json` gets a row for each measurement
+that both have: a ratio of 1.05 is 5 % faster than before. This checkout's own results are written, too.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
     parser.add_argument("before", type=Path, help="the checkout to compare with")
     parser.add_argument("names", nargs="+", metavar="NAME", help="benchmarks")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the result (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs; the figures mean nothing")
     arguments = parser.parse_args()
@@ -72,8 +73,8 @@ def main() -> None:
     report.about = {"before": revision.stdout.strip(), "rounds": arguments.rounds}
     for name in arguments.names:
         best: list[dict[str, tuple[float, bool]]] = [{}, {}]
-        for _ in range(arguments.rounds):
-            for mine, checkout in zip(best, (arguments.before, HERE), strict=True):
+        for number in range(arguments.rounds):
+            for mine, checkout in list(zip(best, (arguments.before, HERE), strict=True))[:: 1 if number % 2 else -1]:
                 for axes, (figure, is_rate) in _measure(
                     checkout, name, arguments.quick, arguments.out if checkout is HERE else None
                 ).items():

@@ -217,6 +217,22 @@ def gpu_insertions() -> list[str]:
     )
 
 
+def query_order() -> list[str]:
+    """What it costs to order the second look at a bucket behind the copy of the row."""
+    kinds = {
+        "acquire fences and the dependency (in use)": "acquire_fences_and_dependency",
+        "acquire fences alone": "acquire_fences_alone",
+        "acquire fences and `__syncwarp()` (`HPS_FORMAL_ORDER=1`)": "formal",
+        "one `fence.acq_rel.gpu` and `__syncwarp()`": "acq_rel_fence",
+    }
+    cases = [(dim, batch) for batch in (1 << 20, 1 << 16, 1 << 13) for dim in (32, 128)]
+    found = [figures("gpu_query_order", dim=dim, batch=batch, alpha=0.0) for dim, batch in cases]
+    return _table(
+        ("uniform keys", *(f"{batch:,} x dim {dim}" for dim, batch in cases)),
+        *((name, *(f"{row[kind]:.3f}" for row in found)) for name, kind in kinds.items()),
+    )
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "readme-gpu": readme_gpu,
     "readme-host": readme_host,
@@ -224,6 +240,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "redis-speed": redis_speed,
     "gpu-queries": gpu_queries,
     "gpu-insertions": gpu_insertions,
+    "query-order": query_order,
 }
 
 

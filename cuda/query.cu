@@ -13,11 +13,11 @@
 // INVARIANTS  Every int64 is a key. Duplicates are allowed. Nothing is locked; a table of 0 pairs misses all.
 // RACES       Inserts, updates and erases may run meanwhile: a row is kept only if its bucket's version and the slot's key are
 //             the same after the copy (embedding_cache.cuh), else the key is asked again, HPS_PATIENCE times, then it counts as
-//             a miss, which is always a right answer. The second look comes after the copy because its address depends on
-//             all that was copied. A miss needs no second look: keys do not move between slots. Scores are set with an OR that
-//             nothing waits for, and only when they change; one that meets a writer may be lost, which costs nothing but
-//             recency. One atomic add a warp, and only of a warp that misses, reserves places in the list; whoever reserved
-//             the first sets any_missing.
+//             a miss, which is always a right answer. The second look comes after the copy because an acquire fence stands
+//             between the two, and because its address depends on all that the warp's lanes have copied. A miss needs no second
+//             look: keys do not move between slots. Scores are set with an OR that nothing waits for, and only when they change;
+//             one that meets a writer may be lost, which costs nothing but recency. One atomic add a warp, and only of a warp
+//             that misses, reserves places in the list; whoever reserved the first sets any_missing.
 // TWIN        hps.cache.cpu.kernels.query
 
 #include "embedding_cache.cuh"
@@ -166,6 +166,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
                 word = header;
             }
         }
+        acquire();
         const bool owned = word & 1;  // by a writer
         const bool copies = slot >= 0 && !owned;
         bool retry = slot >= 0 && owned;
@@ -203,6 +204,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
             if (!HPS_LONG_ROWS) break;
         }
         const u32 late = __any_sync(FULL_WARP, copied & request.zero);  // 0, once all rows are here
+        acquire();
 
         bool same = true;
         if (copies && member < 2) {  // member 0 reads the version again, member 1 the key

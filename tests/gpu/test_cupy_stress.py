@@ -87,6 +87,9 @@ def test_no_vector_is_torn_stale_or_anothers_on_several_streams(dim: int, capaci
         writing = [pool.submit(write, writer) for writer in range(WRITERS)]
         reading = [pool.submit(read, reader) for reader in range(READERS)]
         time.sleep(SECONDS)
+        patience = time.monotonic() + 60  # a slow machine needs longer until there is something to confuse
+        while complete.min() < 2 and time.monotonic() < patience:
+            time.sleep(0.05)
         done.set()
         generations = [writer.result(timeout=60) for writer in writing]
         results = [reader.result(timeout=60) for reader in reading]

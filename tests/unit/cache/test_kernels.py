@@ -21,6 +21,7 @@ SPECIALISATIONS = [
     kernels.query_kernel(4, 128, kernels.SEGMENTS_AT_ONCE),
     kernels.query_kernel(2, 300, kernels.SEGMENTS_AT_ONCE),
     kernels.query_kernel(1, 7, 1),
+    Kernel("query", "query", (("FORMAL_ORDER", 1),)),
     kernels.insert_kernel(4, 32),
     kernels.insert_kernel(1, 300),
     kernels.scatter_kernel(4),

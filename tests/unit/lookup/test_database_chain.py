@@ -52,6 +52,9 @@ class Host:
         assert count == found.sum()
         return out, found
 
+    def metric(self, name, tier, operation):
+        return self.metrics.registry.get_sample_value(name, {"tier": tier, "operation": operation})
+
     def resident(self, database):
         keys = np.sort(np.concatenate([np.empty(0, np.int64), *(keys for keys, _ in database.inner.scan(TABLE.tag, 100))]))
         return keys.tolist()
@@ -118,7 +121,7 @@ def test_table_that_was_dropped_from_the_volatile_database_is_opened_again(host)
     out, found = host.fetch([1, 2])
     assert found.all()
     np.testing.assert_array_equal(out, vectors_of([1, 2]))
-    assert host.metrics.registry.get_sample_value("hps_tier_errors_total", {"tier": "volatile_db"}) == 0
+    assert host.metric("hps_tier_errors_total", "volatile_db", "read") == 0
     assert host.resident(host.volatile) == []
 
 
@@ -148,6 +151,45 @@ def test_open_breaker_stops_asking_the_volatile_database_and_a_probe_brings_it_b
     clock.now = 1.5
     assert all(host.fetch([1])[1].all() for _ in range(3))
     assert host.volatile.calls["fetch"] == 5
+
+
+@pytest.mark.parametrize("volatile", [False, True])
+def test_writes_that_all_fail_do_not_stop_reads_and_are_probed_until_they_succeed(volatile):
+    """A full disk: nothing can be written, and every row can be read."""
+    clock = Clock()
+    host = Host(volatile=volatile, breaker=lambda: CircuitBreaker(failures=2, open_s=1, clock=clock))
+    host.put(host.persistent, [1, 2])
+    host.persistent.failing = {"insert", "delete"}
+
+    def insert():
+        host.chain.insert(TABLE, np.array([1]), vectors_of([1], 1), lambda written: None)
+
+    def metrics():
+        operations = ("read", "write")
+        return [host.metric("hps_tier_available", "persistent_db", operation) for operation in operations] + [
+            host.metric("hps_tier_errors_total", "persistent_db", operation) for operation in operations
+        ]
+
+    for _ in range(2):
+        for _ in range(3):
+            with pytest.raises(DatabaseError):
+                insert()
+        out, found = host.fetch([1, 2, 3])
+        assert found.tolist() == [True, True, False]
+        np.testing.assert_array_equal(out[:2], vectors_of([1, 2]))
+    assert host.persistent.calls["insert"] == 2
+    assert metrics() == [1, 0, 0, 2]
+    clock.now = 1.5  # the probe fails, too
+    with pytest.raises(DatabaseError):
+        insert()
+    assert host.persistent.calls["insert"] == 3
+    host.persistent.failing = set()
+    clock.now = 3
+    insert()
+    insert()
+    np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 1))
+    assert metrics() == [1, 1, 0, 3]
+    host.chain.close()
 
 
 @pytest.mark.parametrize("promote", [False, True])

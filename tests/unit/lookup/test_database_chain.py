@@ -3,6 +3,7 @@ import threading
 import numpy as np
 import pytest
 
+from hps.databases.hash_map.database import HashMapDatabase
 from hps.errors import DatabaseError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.circuit_breaker import CircuitBreaker
@@ -238,6 +239,59 @@ def test_insert_whose_volatile_write_fails_never_shows_the_old_vector_again(host
     np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 1))
     assert host.chain.quarantined == []
     assert host.resident(host.volatile) == []
+
+
+def test_write_that_fails_while_the_table_is_healed_keeps_it_quarantined(host, monkeypatch):
+    def insert(version, failing):
+        host.volatile.failing = failing
+        host.chain.insert(TABLE, np.array([1]), vectors_of([1], version), lambda written: None)
+
+    def open_table(tag, dim):
+        """The last step of healing; then one write reaches both databases, and the next one only the lower."""
+        monkeypatch.undo()
+        host.volatile.open_table(tag, dim)
+        insert(2, set())
+        insert(3, {"insert"})
+
+    insert(1, {"insert"})
+    host.volatile.failing = set()
+    monkeypatch.setattr(host.volatile, "open_table", open_table)
+    np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 3))
+    assert host.chain.quarantined == [TABLE.tag]
+    host.volatile.failing = set()
+    np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 3))
+    assert host.chain.quarantined == []
+
+
+class GatedMap(HashMapDatabase):
+    """A hash map whose first insertion waits."""
+
+    def __init__(self):
+        super().__init__()
+        self.entered, self.gate = threading.Event(), threading.Event()
+
+    def insert(self, tag, keys, vectors):
+        self.entered.set()
+        assert self.gate.wait(10)
+        super().insert(tag, keys, vectors)
+
+
+def test_queued_promotion_does_not_enter_a_table_that_was_released_meanwhile():
+    """The table may have been opened again, by another model of the same name."""
+    host, other = Host(), TableSpec("model", "other", 4, 0.5, 1000)
+    volatile = GatedMap()
+    chain = DatabaseChain(volatile, host.persistent, metrics=host.metrics, promote=True, modification_timeout_s=10)
+    for table in (other, TABLE):
+        chain.open_table(table)
+        host.persistent.insert(table.tag, np.array([1]), vectors_of([1]))
+        chain.fetch(table, np.array([1]), np.empty((1, 4), np.float32), np.zeros(1, np.bool_))
+        assert volatile.entered.wait(10)  # the promotion into the other table waits there, and this table's behind it
+    chain.release_table(TABLE)
+    chain.open_table(TABLE)
+    volatile.gate.set()
+    assert chain.drain(10)
+    assert (volatile.size(other.tag), volatile.size(TABLE.tag)) == (1, 0)
+    chain.close()
 
 
 def test_insert_that_fails_below_raises_and_forgets_the_key_above(host):

@@ -56,11 +56,13 @@ class Metrics:
         self.fetch_seconds = Histogram(
             "hps_fetch_seconds", "Time of one fetch from a database.", ["tier"], buckets=_LOOKUP_BUCKETS, registry=registry
         )
-        self.tier_errors = Counter("hps_tier_errors", "Failed calls of a database.", ["tier"], registry=registry)
+        self.tier_errors = Counter(
+            "hps_tier_errors", "Failed reads and writes of a database.", ["tier", "operation"], registry=registry
+        )
         self.tier_available = Gauge(
             "hps_tier_available",
-            "1 while a database is used, 0 while it is skipped after failures.",
-            ["tier"],
+            "1 while a database is read or written, 0 while that is not tried after failures.",
+            ["tier", "operation"],
             registry=registry,
         )
         self.table_quarantined = Gauge(

@@ -19,24 +19,58 @@ _log = logging.getLogger(__name__)
 _PROMOTION_QUEUE_LENGTH = 64
 
 
-class _Tier:
-    """One database of the chain with its breaker and its place in the metrics. *Thread-safe.*"""
+class _Access:
+    """Reads or writes of one database: a breaker of their own, and their metrics. *Thread-safe.*"""
 
-    def __init__(self, database: Database, name: str, metrics: Metrics, breaker: CircuitBreaker) -> None:
+    def __init__(self, what: str, tier: str, operation: str, metrics: Metrics, breaker: CircuitBreaker) -> None:
+        self._what = what
+        self._breaker = breaker
+        self._available = metrics.tier_available.labels(tier, operation)
+        self._errors = metrics.tier_errors.labels(tier, operation)
+        self._available.set(1)
+
+    def attempt(self, call: Callable[[], object]) -> DatabaseError | None:
+        """Make a call unless the breaker is open; report the outcome to the breaker, the metrics and the caller."""
+        if not self._breaker.allow():
+            return DatabaseError(f"{self._what} are not tried for a moment: they failed several times")
+        try:
+            call()
+        except UnknownTableError as error:  # dropped under us, by healing or by another process
+            return self._failed(DatabaseError(str(error)))
+        except DatabaseError as error:
+            return self._failed(error)
+        if self._breaker.is_open:
+            _log.info("%s succeed again", self._what)
+        self._breaker.succeeded()
+        self._available.set(1)
+        return None
+
+    def _failed(self, error: DatabaseError) -> DatabaseError:
+        self._breaker.failed()
+        self._errors.inc()
+        self._available.set(not self._breaker.is_open)
+        _log.warning("%s: %s", self._what, error)
+        return error
+
+
+class _Tier:
+    """One database of the chain and its place in the metrics. *Thread-safe.*
+
+    Reads and writes fail apart: on a full disk every write fails, and what is there can be read.
+    """
+
+    def __init__(self, database: Database, name: str, metrics: Metrics, breaker: Callable[[], CircuitBreaker]) -> None:
         self.database = database
         self.name = name
         self.index = TIERS.index(name)
-        self._breaker = breaker
-        self._metrics = metrics
+        self._reads = _Access(f"reads of {name} ({database.kind})", name, "read", metrics, breaker())
+        self._writes = _Access(f"writes to {name} ({database.kind})", name, "write", metrics, breaker())
         self._seconds = metrics.fetch_seconds.labels(name)
-        self._available = metrics.tier_available.labels(name)
-        self._errors = metrics.tier_errors.labels(name)
-        self._available.set(1)
 
     def fetch(
         self, table: TableSpec, keys: KeyArray, out: FloatArray, found: BoolArray, *, open_lost: bool
     ) -> DatabaseError | None:
-        """Fetch what is missing. An error is counted, reported to the breaker and returned.
+        """Fetch what is missing. An error is counted, reported to the breaker of reads and returned.
 
         With `open_lost`, a table that is gone, because someone emptied a shared database or dropped the table in it, is opened
         again, empty: a lower tier has its rows.
@@ -53,32 +87,13 @@ class _Tier:
                 self.database.fetch(table.tag, keys, out, found)
 
         start = time.perf_counter()
-        error = self.attempt(call)
+        error = self._reads.attempt(call)
         self._seconds.observe(time.perf_counter() - start)
         return error
 
-    def attempt(self, call: Callable[[], object]) -> DatabaseError | None:
-        """Make a call unless the breaker is open; report the outcome to the breaker, the metrics and the caller."""
-        if not self._breaker.allow():
-            return DatabaseError(f"{self.name} ({self.database.kind}) is not asked for a moment: it failed several times")
-        try:
-            call()
-        except UnknownTableError as error:  # dropped under us, by healing or by another process
-            return self._failed(DatabaseError(str(error)))
-        except DatabaseError as error:
-            return self._failed(error)
-        if self._breaker.is_open:
-            _log.info("%s (%s): answers again", self.name, self.database.kind)
-        self._breaker.succeeded()
-        self._available.set(1)
-        return None
-
-    def _failed(self, error: DatabaseError) -> DatabaseError:
-        self._breaker.failed()
-        self._errors.inc()
-        self._available.set(not self._breaker.is_open)
-        _log.warning("%s (%s): %s", self.name, self.database.kind, error)
-        return error
+    def attempt(self, write: Callable[[], object]) -> DatabaseError | None:
+        """Make a call that writes, unless the breaker of writes is open; an error is counted and returned."""
+        return self._writes.attempt(write)
 
 
 class DatabaseChain:
@@ -99,7 +114,7 @@ class DatabaseChain:
         persistent: the lower database, or None.
         metrics: where fetches are counted.
         promote: copy persistent hits into the volatile database (`cache_missed_embeddings`).
-        breaker: makes the circuit breaker of a tier.
+        breaker: makes the circuit breakers of a tier, one of its reads and one of its writes.
         modification_timeout_s: how long an insert or delete waits for earlier work on the table.
     """
 
@@ -113,8 +128,8 @@ class DatabaseChain:
         breaker: Callable[[], CircuitBreaker] = CircuitBreaker,
         modification_timeout_s: float = 10.0,
     ) -> None:
-        self._volatile = _Tier(volatile, "volatile_db", metrics, breaker()) if volatile else None
-        self._persistent = _Tier(persistent, "persistent_db", metrics, breaker()) if persistent else None
+        self._volatile = _Tier(volatile, "volatile_db", metrics, breaker) if volatile else None
+        self._persistent = _Tier(persistent, "persistent_db", metrics, breaker) if persistent else None
         self._tiers = [tier for tier in (self._volatile, self._persistent) if tier]
         self._metrics = metrics
         self._fences: dict[str, TableFence] = {}

@@ -19,13 +19,13 @@ class TableFence:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._version = 0
+        self._version = 0  # counts the modifications that have ended
         self._filling = 0
         self._modifying = False
 
     def token(self) -> int:
-        """A token for a fill that is about to read; -1, which is never current, while the table is being modified."""
-        return -1 if self._modifying else self._version
+        """A token for a fill that is about to read. One that is taken while the table is being modified is never current."""
+        return self._version
 
     def is_current(self, token: int) -> bool:
         """Whether nothing was modified since `token`."""
@@ -57,7 +57,6 @@ class TableFence:
         with self._changed:
             self._wait(lambda: not self._modifying, deadline)
             self._modifying = True
-            self._version += 1
             try:
                 self._wait(lambda: not self._filling, deadline)
             except DatabaseTimeoutError:
@@ -68,8 +67,8 @@ class TableFence:
             yield
         finally:
             with self._changed:
-                self._modifying = False
                 self._version += 1
+                self._modifying = False
                 self._changed.notify_all()
 
     def _wait(self, condition: Callable[[], bool], deadline: float) -> None:

@@ -203,7 +203,7 @@ def test_lookups_go_on_while_redis_is_gone_and_fill_it_when_it_is_back(stack):
     for turn in range(4):
         for name in REPLICAS:
             assert_answers(stack, name, range(30_000 + turn * 200, 30_200 + turn * 200))
-    assert metric(stack, "hps-1", 'hps_tier_errors_total{tier="volatile_db"}') > 0
+    assert metric(stack, "hps-1", 'hps_tier_errors_total{operation="read",tier="volatile_db"}') > 0
     stack.bring_back("redis")
     promoted = metric(stack, "hps-1", "hps_promoted_keys_total")
     asked = iter(range(40_000, 50_000, 50))
@@ -214,7 +214,9 @@ def test_lookups_go_on_while_redis_is_gone_and_fill_it_when_it_is_back(stack):
         return metric(stack, "hps-1", "hps_promoted_keys_total") > promoted
 
     wait_until(filled, "vectors are promoted into the new Redis")
-    wait_until(lambda: metric(stack, "hps-1", 'hps_tier_available{tier="volatile_db"}') == 1, "Redis is asked again")
+    wait_until(
+        lambda: metric(stack, "hps-1", 'hps_tier_available{operation="read",tier="volatile_db"}') == 1, "Redis is asked again"
+    )
 
 
 def test_replica_is_restored_from_a_copy_of_its_volume_and_refilled_without_one(stack, tmp_path):

@@ -204,6 +204,16 @@ def test_restart_serves_online_updates_from_the_persistent_database(configuratio
     assert found.tolist() == [True, False, True]
 
 
+def test_inserts_that_a_read_only_database_refuses_do_not_stop_lookups(configuration):
+    hps.HPS(configuration).close()
+    configuration["persistent_db"]["read_only"] = True
+    with hps.HPS(configuration) as server:
+        for _ in range(5):
+            with pytest.raises(hps.DatabaseError):
+                server.insert([1], np.zeros((1, 4), np.float32), "ranker", "user")
+        np.testing.assert_array_equal(server.lookup(range(90), "ranker", "user"), vectors_of(range(90), 4))
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -92,7 +92,8 @@ class Traffic:
 
     def redis_errors(self):
         """Calls of Redis that failed so far."""
-        return self.chain.metrics.registry.get_sample_value("hps_tier_errors_total", {"tier": "volatile_db"}) or 0
+        errors = self.chain.metrics.tier_errors
+        return sum(errors.labels("volatile_db", operation)._value.get() for operation in ("read", "write"))
 
     def wait_for_redis(self):
         """Wait until Redis answers, and not only the database below."""

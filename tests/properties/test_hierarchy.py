@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hps.cache.cpu.cache import NumpyCache
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.rocks_db.database import RocksDatabase
+from hps.deployment import Deployment
 from hps.errors import DatabaseError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.circuit_breaker import CircuitBreaker
@@ -76,6 +77,7 @@ class Hierarchy(RuleBasedStateMachine):
             )
             for threshold in (1.1, 0.0)
         ]
+        self.deployment = Deployment(None, TABLES, dict(enumerate(self.sessions)), self.chain)
         self.current = [{}, {}]  # per table: key -> set of vectors it may have; None stands for absent
         self.version = 0
 
@@ -89,7 +91,7 @@ class Hierarchy(RuleBasedStateMachine):
         if not hasattr(self, "sessions"):
             return
         for session in self.sessions:
-            session.close()
+            session.close(10)
         self.chain.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -119,16 +121,8 @@ class Hierarchy(RuleBasedStateMachine):
         new = {key: vector(table.dim, key, self.version) for key in sorted(keys)}
         array = np.array(list(new), np.int64)
         rows = np.array(list(new.values()), np.float32)
-
-        def apply(written):
-            for session in self.sessions:
-                if written:
-                    session.cache.update(index, array, rows)
-                else:
-                    session.cache.erase(index, array)
-
         try:
-            self.chain.insert(table, array, rows, apply)
+            self.deployment.insert(index, array, rows)
         except DatabaseError:
             assert self.failing
             for key, row in new.items():
@@ -139,13 +133,8 @@ class Hierarchy(RuleBasedStateMachine):
     @rule(index=TABLE, keys=st.sets(KEYS, min_size=1))
     def delete(self, index, keys):
         array = np.array(sorted(keys), np.int64)
-
-        def apply(written):
-            for session in self.sessions:
-                session.cache.erase(index, array)
-
         try:
-            self.chain.delete(TABLES[index], array, apply)
+            self.deployment.delete(index, array)
         except DatabaseError:
             assert self.failing
             for key in keys:

@@ -3,6 +3,7 @@ import threading
 import numpy as np
 import pytest
 
+from hps.databases.hash_map.database import HashMapDatabase
 from hps.errors import DatabaseError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.circuit_breaker import CircuitBreaker
@@ -51,6 +52,9 @@ class Host:
         count = self.chain.fetch(TABLE, keys, out, found)
         assert count == found.sum()
         return out, found
+
+    def metric(self, name, tier, operation):
+        return self.metrics.registry.get_sample_value(name, {"tier": tier, "operation": operation})
 
     def resident(self, database):
         keys = np.sort(np.concatenate([np.empty(0, np.int64), *(keys for keys, _ in database.inner.scan(TABLE.tag, 100))]))
@@ -118,7 +122,7 @@ def test_table_that_was_dropped_from_the_volatile_database_is_opened_again(host)
     out, found = host.fetch([1, 2])
     assert found.all()
     np.testing.assert_array_equal(out, vectors_of([1, 2]))
-    assert host.metrics.registry.get_sample_value("hps_tier_errors_total", {"tier": "volatile_db"}) == 0
+    assert host.metric("hps_tier_errors_total", "volatile_db", "read") == 0
     assert host.resident(host.volatile) == []
 
 
@@ -148,6 +152,45 @@ def test_open_breaker_stops_asking_the_volatile_database_and_a_probe_brings_it_b
     clock.now = 1.5
     assert all(host.fetch([1])[1].all() for _ in range(3))
     assert host.volatile.calls["fetch"] == 5
+
+
+@pytest.mark.parametrize("volatile", [False, True])
+def test_writes_that_all_fail_do_not_stop_reads_and_are_probed_until_they_succeed(volatile):
+    """A full disk: nothing can be written, and every row can be read."""
+    clock = Clock()
+    host = Host(volatile=volatile, breaker=lambda: CircuitBreaker(failures=2, open_s=1, clock=clock))
+    host.put(host.persistent, [1, 2])
+    host.persistent.failing = {"insert", "delete"}
+
+    def insert():
+        host.chain.insert(TABLE, np.array([1]), vectors_of([1], 1), lambda written: None)
+
+    def metrics():
+        operations = ("read", "write")
+        return [host.metric("hps_tier_available", "persistent_db", operation) for operation in operations] + [
+            host.metric("hps_tier_errors_total", "persistent_db", operation) for operation in operations
+        ]
+
+    for _ in range(2):
+        for _ in range(3):
+            with pytest.raises(DatabaseError):
+                insert()
+        out, found = host.fetch([1, 2, 3])
+        assert found.tolist() == [True, True, False]
+        np.testing.assert_array_equal(out[:2], vectors_of([1, 2]))
+    assert host.persistent.calls["insert"] == 2
+    assert metrics() == [1, 0, 0, 2]
+    clock.now = 1.5  # the probe fails, too
+    with pytest.raises(DatabaseError):
+        insert()
+    assert host.persistent.calls["insert"] == 3
+    host.persistent.failing = set()
+    clock.now = 3
+    insert()
+    insert()
+    np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 1))
+    assert metrics() == [1, 1, 0, 3]
+    host.chain.close()
 
 
 @pytest.mark.parametrize("promote", [False, True])
@@ -196,6 +239,59 @@ def test_insert_whose_volatile_write_fails_never_shows_the_old_vector_again(host
     np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 1))
     assert host.chain.quarantined == []
     assert host.resident(host.volatile) == []
+
+
+def test_write_that_fails_while_the_table_is_healed_keeps_it_quarantined(host, monkeypatch):
+    def insert(version, failing):
+        host.volatile.failing = failing
+        host.chain.insert(TABLE, np.array([1]), vectors_of([1], version), lambda written: None)
+
+    def open_table(tag, dim):
+        """The last step of healing; then one write reaches both databases, and the next one only the lower."""
+        monkeypatch.undo()
+        host.volatile.open_table(tag, dim)
+        insert(2, set())
+        insert(3, {"insert"})
+
+    insert(1, {"insert"})
+    host.volatile.failing = set()
+    monkeypatch.setattr(host.volatile, "open_table", open_table)
+    np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 3))
+    assert host.chain.quarantined == [TABLE.tag]
+    host.volatile.failing = set()
+    np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 3))
+    assert host.chain.quarantined == []
+
+
+class GatedMap(HashMapDatabase):
+    """A hash map whose first insertion waits."""
+
+    def __init__(self):
+        super().__init__()
+        self.entered, self.gate = threading.Event(), threading.Event()
+
+    def insert(self, tag, keys, vectors):
+        self.entered.set()
+        assert self.gate.wait(10)
+        super().insert(tag, keys, vectors)
+
+
+def test_queued_promotion_does_not_enter_a_table_that_was_released_meanwhile():
+    """The table may have been opened again, by another model of the same name."""
+    host, other = Host(), TableSpec("model", "other", 4, 0.5, 1000)
+    volatile = GatedMap()
+    chain = DatabaseChain(volatile, host.persistent, metrics=host.metrics, promote=True, modification_timeout_s=10)
+    for table in (other, TABLE):
+        chain.open_table(table)
+        host.persistent.insert(table.tag, np.array([1]), vectors_of([1]))
+        chain.fetch(table, np.array([1]), np.empty((1, 4), np.float32), np.zeros(1, np.bool_))
+        assert volatile.entered.wait(10)  # the promotion into the other table waits there, and this table's behind it
+    chain.release_table(TABLE)
+    chain.open_table(TABLE)
+    volatile.gate.set()
+    assert chain.drain(10)
+    assert (volatile.size(other.tag), volatile.size(TABLE.tag)) == (1, 0)
+    chain.close()
 
 
 def test_insert_that_fails_below_raises_and_forgets_the_key_above(host):

@@ -1,4 +1,5 @@
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ class Source:
 
 class Lookup(threading.Thread):
     def __init__(self, coalescer, fence, keys):
-        super().__init__()
+        super().__init__(daemon=True)
         self.arguments = coalescer, fence, np.asarray(keys, np.int64)
         self.error = None
         self.start()
@@ -70,7 +71,7 @@ def source():
 
 @pytest.fixture
 def coalescer(source):
-    return FetchCoalescer(source.fetch, Metrics(), timeout_s=5)
+    return FetchCoalescer(source.fetch, Metrics(), timeout_s=60)  # longer than any wait of a test
 
 
 def test_lone_fetch_fills_what_exists(source, coalescer):
@@ -85,11 +86,12 @@ def test_lookup_whose_keys_are_all_under_way_fetches_nothing(source, coalescer):
     assert source.entered.acquire(timeout=10)
     second = Lookup(coalescer, fence, [2, 4])
     while not coalescer._flights[TABLE.tag][0].landed:
-        pass
+        time.sleep(0.001)
     source.gate.set()
     first.check()
     second.check()
     assert source.asked == [[2, 3, 4]]
+    assert coalescer._joined._value.get() == 2
 
 
 def test_lookup_fetches_for_itself_when_the_one_it_joined_fails(source, coalescer):
@@ -100,7 +102,7 @@ def test_lookup_fetches_for_itself_when_the_one_it_joined_fails(source, coalesce
     assert source.entered.acquire(timeout=10)
     second = Lookup(coalescer, fence, [4])
     while not coalescer._flights[TABLE.tag][0].landed:
-        pass
+        time.sleep(0.001)
     source.gate.set()
     second.check()
     first.join(10)
@@ -147,3 +149,30 @@ def test_key_missing_in_several_lookups_is_fetched_once(source, coalescer, looku
     for lookup in running:
         lookup.check()
     assert source.asked == asked
+
+
+def test_lookup_gets_what_was_fetched_although_the_fetching_one_uses_its_buffer_again():
+    gates = {key: threading.Event() for key in (2, 4)}
+    entered = threading.Semaphore(0)
+
+    def fetch(table, keys, out, found):
+        entered.release()
+        assert gates[int(keys[0])].wait(10)
+        out[:] = keys[:, None]
+        found[:] = True
+        return keys.size
+
+    coalescer, fence = FetchCoalescer(fetch, Metrics(), timeout_s=60), TableFence()
+    slow = Lookup(coalescer, fence, [2])
+    assert entered.acquire(timeout=10)
+    quick = Lookup(coalescer, fence, [4])
+    assert entered.acquire(timeout=10)
+    third = Lookup(coalescer, fence, [2, 4])  # waits for key 2 first, and only then looks at key 4
+    while not all(flight.landed for flight in coalescer._flights[TABLE.tag]):
+        time.sleep(0.001)
+    gates[4].set()
+    quick.check()
+    quick.out[:], quick.found[:] = -7, False
+    gates[2].set()
+    slow.check()
+    third.check()

@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 from hps.cache.cpu.cache import NumpyCache
+from hps.deployment import Deployment
 from hps.errors import DatabaseError, NotReadyError, TooManyKeysError, WorkspaceTimeoutError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.lookup.coalescing import FetchCoalescer
-from hps.lookup.session import CachedSession, SessionSettings
+from hps.lookup.session import CachedSession, DirectSession, SessionSettings
 from hps.metrics import Metrics
 from hps.tensors.segments import Segment
 from hps.types import TableSpec
@@ -215,6 +216,46 @@ def test_vector_that_was_read_before_an_update_does_not_become_resident(serve):
     served.check(served.lookup({0: [1]}), version=1)
 
 
+def test_failed_insert_or_delete_erases_cached_vectors(serve):
+    """Half of the keys were written; a cache that kept the others' old vectors would say what no database says."""
+    served = serve()
+    deployment = Deployment(None, TABLES, {0: served.session}, served.chain)
+    keys = np.arange(4)
+    served.lookup({0: keys})
+    served.database.failing_halfway = {"insert", "delete"}
+    with pytest.raises(DatabaseError):
+        deployment.insert(0, keys, vectors_of(keys, 3, version=1))
+    served.check(served.lookup({0: keys[:2]}), version=1)
+    served.check(served.lookup({0: keys[2:]}), version=0)
+    with pytest.raises(DatabaseError):
+        deployment.delete(0, keys)
+    [segment] = served.lookup({0: keys})
+    assert segment.found.tolist() == [False, False, True, True]
+
+
+def test_queued_insertions_end_before_the_cache_closes(serve, monkeypatch):
+    served = serve(hit_rate_threshold=0.0)
+    served.database.gate = threading.Event()
+    closed, resident = threading.Event(), []
+
+    def close_cache():
+        monkeypatch.undo()
+        resident.extend(served.cache.dump(0).tolist())
+        closed.set()
+        served.cache.close()
+
+    monkeypatch.setattr(served.cache, "close", close_cache)
+    served.lookup({0: [1, 2]})
+    assert served.database.entered.acquire(timeout=10)
+    closing = threading.Thread(target=served.session.close, args=(10,))
+    closing.start()
+    assert not closed.wait(0.2)
+    served.database.gate.set()
+    closing.join(10)
+    assert closed.is_set()
+    assert resident == [1, 2]
+
+
 def test_two_sessions_fetch_a_key_that_both_miss_once(serve):
     served = serve()
     other = CachedSession(
@@ -235,12 +276,13 @@ def test_two_sessions_fetch_a_key_that_both_miss_once(serve):
         for answer in answers:
             served.check(answer.result(10))
     assert sorted(fetched_keys(served.database).tolist()) == [1, 2, 3]
-    other.close()
+    assert served.metrics.registry.get_sample_value("hps_coalesced_keys_total") == 1
+    other.close(10)
 
 
 def test_closed_session_refuses_lookups(serve):
     served = serve(workspace_timeout_s=0.05)
-    served.session.close()
+    served.session.close(1)
     with pytest.raises(NotReadyError):
         served.lookup({0: [1]})
 
@@ -254,3 +296,13 @@ def test_metrics_count_keys_hits_misses_and_defaults(serve):
     assert counters.hits == [1, 0, 3]  # key 1; and 1, 2, 3 from the persistent database
     assert counters.misses == [5, 0, 1]
     assert counters.defaults == 1
+
+
+@pytest.mark.parametrize("kind", ["now", "later", "direct"])
+def test_keys_that_no_tier_has_are_counted_as_defaults_once_a_lookup(serve, kind):
+    served = serve(hit_rate_threshold=0.0 if kind == "later" else 1.1)
+    session = DirectSession(TABLES, served.chain, served.metrics) if kind == "direct" else served.session
+    for _ in range(2):
+        served.lookup({0: [1, 98, 99], 1: [2]}, session)
+        assert session.drain(10)
+    assert [served.metrics.table("model", name).defaults for name in ("a", "b")] == [4, 0]

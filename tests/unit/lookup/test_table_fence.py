@@ -56,6 +56,24 @@ def test_modification_waits_for_a_running_fill():
     assert order == ["fill", "modification"]
 
 
+@pytest.mark.parametrize("earlier", ["fill", "modification"])
+def test_modification_goes_on_as_soon_as_earlier_work_ends(earlier):
+    """If it were not told, it would go on when its ten minutes are over."""
+    fence = TableFence()
+    started, done = threading.Event(), threading.Event()
+
+    def modify():
+        started.set()
+        with fence.modifying(600):
+            done.set()
+
+    with fence.filling(fence.token()) if earlier == "fill" else fence.modifying(1):
+        threading.Thread(target=modify, daemon=True).start()
+        assert started.wait(10)
+        assert not done.wait(0.1)
+    assert done.wait(20)
+
+
 def test_modification_gives_up_when_a_fill_does_not_end_and_later_fills_work():
     fence = TableFence()
     with fence.filling(fence.token()), pytest.raises(DatabaseTimeoutError), fence.modifying(0.01):

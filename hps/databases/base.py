@@ -7,6 +7,7 @@
 - `PersistentDatabase`: it holds every row, and remembers which model files they came from (RocksDB).
 """
 
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -126,6 +127,20 @@ class Database(ABC):
     ) -> None:
         """Add or replace vectors. A concurrent `fetch` sees, for each key, the old or the new vector, whole."""
 
+    def promote(
+        self,
+        tag: str,
+        keys: KeyArray,  # (n,)
+        vectors: FloatArray,  # (n, dim)
+    ) -> int:
+        """Add vectors that the database below was found to have. A database that others write to, too, replaces none.
+
+        Returns:
+            How many vectors were taken; the others are dropped, which costs a later miss and nothing else.
+        """
+        self.insert(tag, keys, vectors)
+        return keys.size
+
     @abstractmethod
     def delete(self, tag: str, keys: KeyArray) -> int:
         """Remove keys; returns how many distinct ones were there, -1 if the engine cannot say cheaply."""
@@ -195,12 +210,43 @@ class SharedDatabase(Database):
             them after `wait_s`.
         """
 
+    def stand_above(self, tag: str, database: "PersistentDatabase") -> None:
+        """Hear which database of this process holds every row of an open table.
+
+        From then on this one is used only as far as it cannot show a row that is older than a modification that this process
+        has made, also one that it made before it was started: where it cannot tell, it has no rows, and takes none.
+        """
+
 
 class PersistentDatabase(Database):
     """A database that holds every row, and remembers which model files they came from."""
 
     load_bytes: int = 0
     """Bytes of keys and vectors in a `load_chunk` that the engine takes best; 0 if any size will do."""
+
+    read_only: bool = False
+    """Whether it refuses modifications."""
+
+    def writer_token(self, tag: str) -> str | None:
+        """The token by which a shared database knows what was modified here; None if nothing was since the table was loaded.
+
+        The first `insert` or `delete` stores one, durably, before it changes a row. By default there always is one, and another
+        one for each object, so that a shared database never counts on what an earlier process wrote to it.
+        """
+        tokens: dict[str, str] = self.__dict__.setdefault("_writer_tokens", {})
+        return tokens.setdefault(tag, secrets.token_hex(6))
+
+    def renew_writer_token(self, tag: str) -> str | None:
+        """Store another token in place of the one that is there, if any; durably, and before the next modification returns.
+
+        A shared database then no longer counts on what it holds of the table.
+
+        Returns:
+            The token that is stored now.
+        """
+        if self.writer_token(tag) is not None:
+            self.__dict__["_writer_tokens"][tag] = secrets.token_hex(6)
+        return self.writer_token(tag)
 
     @abstractmethod
     def load_record(self, tag: str) -> LoadRecord | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from hps.background import BackgroundQueue
-from hps.databases.base import Database, InProcessDatabase
+from hps.databases.base import Database, InProcessDatabase, PersistentDatabase
 from hps.errors import DatabaseError, UnknownTableError
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.lookup.fences import TableFence
@@ -106,8 +106,9 @@ class DatabaseChain:
     Only vectors that the persistent database really had are promoted. That happens in the background and through the table's
     fence, so that a promotion never overwrites a newer vector.
 
-    When a modification fails to write to the volatile database, an old vector may be left there. The table is then
-    *quarantined*: its volatile rows are not read until they have been dropped.
+    When a modification or a promotion fails in the volatile database, nobody knows what it left there, or may still leave. The
+    table is then *quarantined*: its volatile rows are neither read nor written until they have been dropped. Before a
+    modification returns that is not in the volatile database, the persistent one remembers that, also for the next start.
 
     Args:
         volatile: the upper database, or None.
@@ -134,6 +135,7 @@ class DatabaseChain:
         self._metrics = metrics
         self._fences: dict[str, TableFence] = {}
         self._quarantined: dict[str, int] = {}  # tag -> failed writes since it was last emptied
+        self._doubted: set[str] = set()  # tags of those of which the persistent database remembers it
         self._quarantine_lock = threading.Lock()
         self._healing = threading.Lock()
         self._promotions = (
@@ -248,9 +250,12 @@ class DatabaseChain:
             if self._volatile and self._persistent:
                 upper = self._volatile.database
                 # After a failure nobody knows which vectors are below, so those above must go.
-                error = self._volatile.attempt(lambda: upper.delete(table.tag, keys) if failure else write(upper))
-                if error:
+                if table.tag not in self._quarantined and self._volatile.attempt(
+                    lambda: upper.delete(table.tag, keys) if failure else write(upper)
+                ):
                     self._quarantine(table)
+                if table.tag in self._quarantined:
+                    failure = failure or self._doubt(table)
             then(failure is None)
             if failure:
                 raise failure
@@ -260,6 +265,17 @@ class DatabaseChain:
             self._quarantined[table.tag] = self._quarantined.get(table.tag, 0) + 1
         self._metrics.table_quarantined.labels(table.tag).set(1)
         _log.warning("%s: a write failed; its vectors in the volatile database are not read until dropped", table.tag)
+
+    def _doubt(self, table: TableSpec) -> DatabaseError | None:
+        """Let the persistent database remember, once, that the volatile one lacks a modification."""
+        if self._persistent and table.tag not in self._doubted:
+            database = self._persistent.database
+            if isinstance(database, PersistentDatabase) and (
+                error := self._persistent.attempt(lambda: database.renew_writer_token(table.tag))
+            ):
+                return error
+            self._doubted.add(table.tag)
+        return None
 
     def _heal(self, table: TableSpec) -> bool:
         """Drop the volatile rows of a table if it is quarantined; returns whether the volatile database may be read."""
@@ -275,12 +291,15 @@ class DatabaseChain:
         if not self._healing.acquire(blocking=False):
             return False
         try:
-            if self._volatile.attempt(empty):
-                return False
-            with self._quarantine_lock:
-                if self._quarantined.get(table.tag) != failures:
-                    return False  # another write failed meanwhile
-                del self._quarantined[table.tag]
+            fence = self._fences[table.tag]
+            with fence.filling(fence.token()) as allowed:  # a modification waits, so that it is either dropped or written
+                if not allowed or self._volatile.attempt(empty):
+                    return False
+                with self._quarantine_lock:
+                    if self._quarantined.get(table.tag) != failures:
+                        return False  # another promotion failed meanwhile
+                    self._doubted.discard(table.tag)
+                    del self._quarantined[table.tag]
         finally:
             self._healing.release()
         self._metrics.table_quarantined.labels(table.tag).set(0)
@@ -291,13 +310,20 @@ class DatabaseChain:
         if self._promotions is None or self._volatile is None:
             return
         volatile, promoted, vectors = self._volatile, keys[fresh], out[fresh]
+        counts: list[int] = []
+
+        def promote() -> None:
+            counts.append(-1)  # what follows may be done although it fails
+            counts.append(volatile.database.promote(table.tag, promoted, vectors))
 
         def job() -> None:
             with self._fences[table.tag].filling(token) as allowed:
                 if not allowed or table.tag in self._quarantined:
                     return
-                if volatile.attempt(lambda: volatile.database.insert(table.tag, promoted, vectors)) is None:
-                    self._metrics.promoted.inc(promoted.size)
+                if volatile.attempt(promote) is None:
+                    self._metrics.promoted.inc(counts[-1])
+                elif counts:
+                    self._quarantine(table)
 
         self._promotions.submit(job)
 

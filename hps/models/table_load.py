@@ -126,15 +126,25 @@ class TableLoad:
         differs = authority is not None and self._differs(authority)
         if not all(self._is_whole(record) for record in records):
             self._model.verify()  # before a database loses what it has
+        if authority and self._is_whole(authority.load_record(self._tag)):
+            self._put_above(authority)  # what others loaded from copies of the files need not be loaded again
         loads = [self._planned(database, record, differs) for database, record in zip(databases, records, strict=True)]
         self._read_into([(one, load) for one, load in zip(databases, loads, strict=True) if load.rows and not load.elsewhere])
         for i, database in enumerate(databases):
             if loads[i].elsewhere and isinstance(database, SharedDatabase):
                 loads[i] = self._awaited(database, loads[i].last_row)
-            elif authority and differs and not isinstance(database, PersistentDatabase):
+        if authority:
+            self._put_above(authority)
+        for i, database in enumerate(databases):
+            if authority and differs and not isinstance(database, PersistentDatabase):
                 loads[i] = self._copied(authority, database)
             self._log_loaded(database, loads[i])
         return LoadReport(self._tag, self._model, time.monotonic() - started, tuple(loads), differs)
+
+    def _put_above(self, authority: PersistentDatabase) -> None:
+        for database in (*self._targets.load, *self._targets.keep):
+            if isinstance(database, SharedDatabase):
+                database.stand_above(self._tag, authority)
 
     # -- what is there ------------------------------------------------------------------------------------------------
 
@@ -299,7 +309,7 @@ class TableLoad:
             count = min(keys.size, limit - done)
             if count <= 0:
                 break
-            database.insert(self._tag, keys[:count], vectors[:count])
+            database.promote(self._tag, keys[:count], vectors[:count])
             done += count
             self._progress.advance(self._tag, count)
         self._progress.finish(self._tag)

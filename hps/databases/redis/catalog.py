@@ -4,16 +4,27 @@ import hashlib
 import json
 import logging
 import secrets
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from hps.databases.redis.layout import ANY_KEY, RedisLayout, partition_number, tag_of
+from hps.databases.redis.layout import ANY_KEY, Partition, RedisLayout, partition_number, tag_of
+from hps.databases.redis.marks import Mark, Process, opened, parse
 from hps.databases.redis.nodes import RedisNodes
 from hps.databases.redis.requests import Call
-from hps.errors import DatabaseCorruptError, DatabaseError, TableWidthError
+from hps.errors import DatabaseCorruptError, DatabaseError, TableWidthError, UnknownTableError
 
 _log = logging.getLogger(__name__)
 _LOADED: Final = b"loaded"
+_ATTEMPTS: Final = 8
+_CHANGE: Final = """
+local mark = redis.call('get', KEYS[1]) or ''
+if mark ~= ARGV[1] then return mark end
+if KEYS[2] then redis.call('unlink', KEYS[2], KEYS[3]) end
+redis.call('set', KEYS[1], ARGV[2])
+return ARGV[2]
+"""
+"""Replaces a mark that is still what it was; drops the rows of its partition where their keys are given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +35,7 @@ class LoadNote:
         fingerprint: of the model's files.
         rows_done: leading rows of the files that the table was given.
         rows: leading rows that it is to be given.
-        marks: digest of the marks of the partitions that got them; where the marks differ, rows were lost.
+        marks: digest of the incarnations of the partitions that got them; where they differ, rows were lost.
     """
 
     fingerprint: str
@@ -45,8 +56,8 @@ class Catalog:
         self._nodes = nodes
         self._num_partitions = num_partitions
 
-    def open(self, tag: str, dim: int) -> tuple[RedisLayout, list[bytes]]:
-        """Make a table where there is none; returns its layout and the marks of its partitions.
+    def open(self, tag: str, dim: int) -> RedisLayout:
+        """Make a table where there is none; returns its layout. `look` makes the marks of its partitions.
 
         Raises:
             TableWidthError: it holds vectors of another width.
@@ -65,30 +76,74 @@ class Catalog:
                 "drop the table first, or give it another name"
             )
         self._check_partitions(layout, int(about.get(b"num_partitions", 0)))
-        return layout, self._mark(layout)
+        return layout
 
-    def marks(self, layout: RedisLayout, deadline: float, *, whole: bool) -> list[bytes] | None:
-        """The marks that the partitions have now; None where one has none, or the table has another shape.
-
-        Args:
-            layout: the table as it was opened.
-            deadline: when the answer must be there, on the monotonic clock.
-            whole: None, too, while a model is being loaded into it.
+    def marks(self, layout: RedisLayout, deadline: float | None = None) -> list[bytes] | None:
+        """What stands where the marks of the partitions belong, nothing where there is none; None if the table is gone.
 
         Raises:
             DatabaseError: Redis failed.
         """
-        about = Call(layout.slot, "HMGET", layout.about, "dim", "num_partitions", _LOADED)
+        about = Call(layout.slot, "HMGET", layout.about, "dim", "num_partitions")
         marks = [Call(partition.slot, "GET", partition.mark) for partition in layout.partitions]
         self._nodes.run([about, *marks], deadline)
-        dim, partitions, loaded = about.reply
-        if (dim, partitions) != (b"%d" % layout.dim, b"%d" % len(layout.partitions)):
+        if about.reply != [b"%d" % layout.dim, b"%d" % len(layout.partitions)]:
             return None
-        note = _parse_note(loaded, layout)
-        if whole and note is not None and note.rows_done < note.rows:
-            return None
-        found = [mark.reply for mark in marks]
-        return found if all(found) else None
+        return [mark.reply or b"" for mark in marks]
+
+    def change(
+        self, changes: Sequence[tuple[Partition, bytes, Mark]], deadline: float | None = None, *, empty: Sequence[bool] = ()
+    ) -> list[bytes]:
+        """Replace marks that are still what they were, and remove the rows below where that is asked for.
+
+        Args:
+            changes: each a partition, what stands where its mark belongs, and the mark to be.
+            deadline: when all must be done, on the monotonic clock.
+            empty: which of the partitions are to be emptied; none if it is empty.
+
+        Returns:
+            What stands there now.
+        """
+        calls = [
+            Call(partition.slot, "EVAL", _CHANGE, 1 + 2 * gone, *keys[: 1 + 2 * gone], before, after.text)
+            for (partition, before, after), gone in zip(changes, empty or [False] * len(changes), strict=True)
+            for keys in [(partition.mark, partition.values, partition.uses)]
+        ]
+        self._nodes.run(calls, deadline)
+        return [call.reply for call in calls]
+
+    def look(self, layout: RedisLayout, me: Process, deadline: float | None = None, *, make: bool) -> list[bytes] | None:
+        """The marks of all partitions, once this process may use them.
+
+        Args:
+            layout: the table.
+            me: decides whether it may, and what has to be changed for it.
+            deadline: when the answer must be there, on the monotonic clock.
+            make: with no database below, make marks where there are none; what is not there then counts as absent.
+
+        Returns:
+            The marks; None if the table holds another model, or is being loaded.
+
+        Raises:
+            UnknownTableError: it is gone.
+            DatabaseError: Redis failed, or others change the marks all the time.
+        """
+        for _ in range(_ATTEMPTS):
+            texts = self.marks(layout, deadline)
+            if texts is None or not (make or me.base or all(map(parse, texts))):
+                raise lost(layout)
+            steps = [opened(parse(text), me, fresh) for text in texts]
+            changes, empty = [], []
+            for partition, text, step in zip(layout.partitions, texts, steps, strict=True):
+                if step is None:
+                    return None
+                if step[0].text != text:
+                    changes.append((partition, text, step[0]))
+                    empty.append(step[1])
+            if not changes:
+                return texts
+            self.change(changes, deadline, empty=empty)
+        raise DatabaseError(f"redis: table {layout.tag}: others changed its marks {_ATTEMPTS} times while it was looked at")
 
     def tags(self) -> list[str]:
         """Tags of all tables, sorted."""
@@ -128,14 +183,6 @@ class Catalog:
         flat = self._nodes.ask(layout.slot, "HGETALL", layout.about)
         return dict(zip(flat[::2], flat[1::2], strict=True))
 
-    def _mark(self, layout: RedisLayout) -> list[bytes]:
-        calls: list[Call] = []
-        for partition in layout.partitions:
-            calls.append(Call(partition.slot, "SET", partition.mark, secrets.token_hex(8), "NX"))
-            calls.append(Call(partition.slot, "GET", partition.mark))
-        self._nodes.run(calls)
-        return [call.reply or b"" for call in calls[1::2]]
-
     def _check_partitions(self, layout: RedisLayout, partitions: int) -> None:
         if partitions != len(layout.partitions):
             raise DatabaseError(
@@ -163,9 +210,23 @@ class Catalog:
                 )
 
 
-def digest(marks: list[bytes]) -> str:
-    """The marks of all partitions, shortened."""
-    return hashlib.blake2b(b"".join(marks), digest_size=8).hexdigest()
+def digest(texts: list[bytes]) -> str:
+    """The incarnations of all partitions, shortened."""
+    incarnations = "".join(mark.incarnation if mark else "-" for mark in map(parse, texts))
+    return hashlib.blake2b(incarnations.encode(), digest_size=8).hexdigest()
+
+
+def fresh() -> str:
+    """A text that was never in a mark."""
+    return secrets.token_hex(8)
+
+
+def lost(layout: RedisLayout) -> UnknownTableError:
+    """The error for a table that is not what it was."""
+    return UnknownTableError(
+        f"redis: table {layout.tag} is not what it was when it was opened: Redis was emptied or restarted without its data, or "
+        "another process dropped the table; open it again, and load it"
+    )
 
 
 def _parse_note(text: bytes | None, layout: RedisLayout) -> LoadNote | None:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any, Final, Self
 
 from hps.background import BackgroundQueue
-from hps.databases.base import UNBOUNDED_ROWS, LoadRecord, SharedDatabase, TableStats
+from hps.databases.base import UNBOUNDED_ROWS, LoadRecord, PersistentDatabase, SharedDatabase, TableStats
+from hps.databases.redis.below import Below
 from hps.databases.redis.catalog import Catalog
 from hps.databases.redis.connections import tls_context
 from hps.databases.redis.load_leases import LoadLeases
@@ -97,6 +98,7 @@ class RedisDatabase(SharedDatabase):
         self._catalog = Catalog(self._nodes, num_partitions)
         self._leases = LoadLeases(self._nodes, self._catalog, lease_s)
         self._tables: dict[str, RedisTable] = {}
+        self._below: dict[str, Below] = {}
         self._uses: BackgroundQueue | None = None
         self._uses_after = 0.0  # none are noted before this time
         if self._overflow.notes_uses:
@@ -133,8 +135,20 @@ class RedisDatabase(SharedDatabase):
 
     def open_table(self, tag: str, dim: int) -> None:
         check_positive(f"redis: opening table {tag}", "dim", dim)
-        layout, marks = self._catalog.open(tag, dim)
-        self._tables[tag] = RedisTable(layout, marks, self._catalog, self._nodes, self._overflow, self._batch)
+        layout = self._catalog.open(tag, dim)
+        table = self._tables.get(tag)
+        if table is None or table.layout != layout:
+            below = self._below.setdefault(tag, Below(tag))
+            table = RedisTable(layout, below, self._catalog, self._nodes, self._overflow, self._batch)
+        table.look(make=True)
+        self._tables[tag] = table
+
+    def stand_above(self, tag: str, database: PersistentDatabase) -> None:
+        table = self._table(tag)
+        self._below[tag] = table.below = Below(tag, database)
+        table.look(make=True)
+        if table.marks is None:
+            _log.warning("redis: table %s holds another model than the database below; it is not used until that changes", tag)
 
     def fetch(self, tag: str, keys: KeyArray, out: FloatArray, found: BoolArray) -> int:
         table = self._table(tag)
@@ -151,6 +165,10 @@ class RedisDatabase(SharedDatabase):
     def insert(self, tag: str, keys: KeyArray, vectors: FloatArray) -> None:
         table = self._table(tag)
         table.insert(*check_rows(f"redis: inserting into table {tag}", keys, vectors, table.layout.dim))
+
+    def promote(self, tag: str, keys: KeyArray, vectors: FloatArray) -> int:
+        table = self._table(tag)
+        return table.promote(*check_rows(f"redis: promoting into table {tag}", keys, vectors, table.layout.dim))
 
     def delete(self, tag: str, keys: KeyArray) -> int:
         table = self._table(tag)
@@ -180,8 +198,8 @@ class RedisDatabase(SharedDatabase):
     def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
         table = self._table(tag)
         keys, vectors = check_rows(f"redis: loading into table {tag}", keys, vectors, table.layout.dim)
-        table.insert(keys, vectors, same_marks=True)
-        self._leases.renew(table, record.rows_done)
+        table.insert(keys, vectors, loading=self._leases.holds(table))
+        self._leases.advance(table, record.rows_done)
 
     def finish_load(self, tag: str) -> None:
         self._leases.end(self._table(tag))

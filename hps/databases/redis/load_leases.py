@@ -2,11 +2,13 @@
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from hps.databases.redis.catalog import Catalog, LoadNote, digest
+from hps.databases.redis.catalog import Catalog, LoadNote, digest, fresh, lost
 from hps.databases.redis.layout import RedisLayout
+from hps.databases.redis.marks import LOADING, UNKNOWN, Mark, base_of, begun, loadable, loaded, parse
 from hps.databases.redis.nodes import RedisNodes
 from hps.databases.redis.requests import Call
 from hps.databases.redis.table import RedisTable
@@ -40,9 +42,11 @@ class LoadLeases:
         """As `Database.claim_load`."""
         deadline = time.monotonic() + wait_s
         layout = table.layout
+        table.loading = False
         while True:
-            _, table.marks = self._catalog.open(layout.tag, layout.dim)
-            if not afresh and self._first_row(table, self._catalog.note(layout), fingerprint, rows) == rows:
+            texts = self._open(layout)
+            whole = not any(mark and mark.base == LOADING for mark in map(parse, texts))
+            if whole and not afresh and self._first_row(table, texts, self._catalog.note(layout), fingerprint, rows) == rows:
                 return rows
             if self._acquire(layout):
                 return self._begin(table, fingerprint, rows, afresh=afresh)
@@ -50,52 +54,97 @@ class LoadLeases:
                 return None
             time.sleep(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
 
-    def renew(self, table: RedisTable, rows_done: int) -> None:
-        """Renew the lease of a claimed table, and remember that its first `rows_done` rows are there.
+    def holds(self, table: RedisTable) -> bool:
+        """Renew the lease of a table; False if it is not claimed.
 
         Raises:
             DatabaseError: the lease has run out and another process has it, or Redis failed.
         """
         layout = table.layout
-        claimed = self._claimed.get(layout.tag)
-        if claimed is None:
-            return
+        if layout.tag not in self._claimed:
+            return False
         renewed = self._nodes.ask(layout.slot, "EVAL", _RENEW, 1, layout.lease, self._token, self._lease_ms)
         if not renewed and not self._acquire(layout):
             raise DatabaseError(
                 f"redis: loading table {layout.tag}: this process was silent for more than {self._lease_ms / 1000:g} s, so "
                 "another one has taken the load over; load the table again"
             )
-        self._catalog.write_note(layout, replace(claimed, rows_done=rows_done))
+        return True
+
+    def advance(self, table: RedisTable, rows_done: int) -> None:
+        """Remember that the first `rows_done` rows of a claimed table are there."""
+        claimed = self._claimed.get(table.layout.tag)
+        if claimed is not None:
+            self._catalog.write_note(table.layout, replace(claimed, rows_done=rows_done))
 
     def end(self, table: RedisTable) -> None:
-        """Remember that a claimed table is complete, and give the lease back."""
+        """Remember that a claimed table is complete, and give the lease back.
+
+        Raises:
+            UnknownTableError: the table is not the one that was loaded.
+            DatabaseError: Redis failed.
+        """
         claimed = self._claimed.pop(table.layout.tag, None)
         if claimed is not None:
+            base = base_of(claimed.fingerprint)
+            self._change(table, table.marks or [], lambda mark: loaded(mark or Mark("", ""), base, fresh))
+            table.loading = False
             self._catalog.write_note(table.layout, replace(claimed, rows_done=claimed.rows))
             self._release(table.layout)
 
+    def _open(self, layout: RedisLayout) -> list[bytes]:
+        self._catalog.open(layout.tag, layout.dim)
+        texts = self._catalog.marks(layout)
+        if texts is None:
+            raise lost(layout)
+        return texts
+
     def _begin(self, table: RedisTable, fingerprint: str, rows: int, *, afresh: bool) -> int:
         layout = table.layout
-        note = self._catalog.note(layout)  # again: another process may have completed it before we got the lease
-        if afresh or (note is not None and note.fingerprint != fingerprint):
-            self._catalog.drop(layout.tag)
-            # Before the table has marks again, or its emptiness would count as the truth.
-            note = LoadNote(fingerprint, 0, rows, "")
-            self._catalog.write_note(layout, note)
-            _, table.marks = self._catalog.open(layout.tag, layout.dim)
-        first = self._first_row(table, note, fingerprint, rows)
-        if first == rows:
+        note, texts = self._catalog.note(layout), self._open(layout)  # again: another process may have completed it meanwhile
+        first = 0 if afresh else self._first_row(table, texts, note, fingerprint, rows)
+        marks = [mark for mark in map(parse, texts) if mark]
+        if first == rows and not any(mark.base == LOADING for mark in marks):
             self._release(layout)
             return rows
-        self._claimed[layout.tag] = LoadNote(fingerprint, first, rows, digest(table.marks))
+        if afresh or (not first and not self._may_stay(table, marks, note, fingerprint)):
+            self._catalog.drop(layout.tag)
+            # Before the table has marks again, or its emptiness would count as the truth.
+            self._catalog.write_note(layout, LoadNote(fingerprint, 0, rows, ""))
+            texts = self._open(layout)
+        texts = self._change(table, texts, lambda mark: begun(mark, fresh))
+        table.loading = True
+        self._claimed[layout.tag] = LoadNote(fingerprint, first, rows, digest(texts))
         self._catalog.write_note(layout, self._claimed[layout.tag])
+        if first == rows:  # its loader died when all rows were there
+            self.end(table)
         return first
 
-    def _first_row(self, table: RedisTable, note: LoadNote | None, fingerprint: str, rows: int) -> int:
-        if note is None or note.fingerprint != fingerprint or note.marks != digest(table.marks):
+    def _change(self, table: RedisTable, texts: list[bytes], to: Callable[[Mark | None], Mark]) -> list[bytes]:
+        """Change the marks of all partitions, which are these; the table is then used under them."""
+        changes = [(part, text, to(parse(text))) for part, text in zip(table.layout.partitions, texts, strict=True)]
+        made = self._catalog.change(changes)
+        if made != [mark.text for _, _, mark in changes]:
+            raise lost(table.layout)
+        table.adopt(made, made)
+        return made
+
+    def _first_row(self, table: RedisTable, texts: list[bytes], note: LoadNote | None, fingerprint: str, rows: int) -> int:
+        me, marks = table.below.process(), [parse(text) for text in texts]
+        ours = {base_of(fingerprint), me.base, me.alias}
+        if any(mark and not loadable(mark) and mark.base in ours for mark in marks):
+            return rows  # what is there may be newer than the files, and what is not is below
+        if note is None or note.marks != digest(texts):
             return 0
-        return min(note.rows_done, rows)
+        same = note.fingerprint == fingerprint or all(mark and UNKNOWN != mark.base == me.base for mark in marks)
+        return min(note.rows_done, rows) if same else 0
+
+    def _may_stay(self, table: RedisTable, marks: list[Mark], note: LoadNote | None, fingerprint: str) -> bool:
+        """Whether rows that are there may stay, to be overwritten: they are of the same model, or nobody recorded them."""
+        if note is not None and note.fingerprint != fingerprint:
+            return False
+        me = table.below.process()
+        return all(mark.base in {UNKNOWN, LOADING if note else "", base_of(fingerprint), me.base, me.alias} for mark in marks)
 
     def _acquire(self, layout: RedisLayout) -> bool:
         take = Call(layout.slot, "SET", layout.lease, self._token, "NX", "PX", self._lease_ms)

@@ -285,7 +285,8 @@ class RedisNodes:
                 # An idle connection may have ended without our knowing: by a restart, or because it was idle.
                 if type(lane.fault) is exceptions.ConnectionError and not lane.heard and lane.node.name not in retried:
                     retried.add(lane.node.name)
-                    again.setdefault(lane.node, []).extend(lane.requests)
+                    # A copy that arrives later than the call returned would undo what is written then.
+                    again.setdefault(lane.node, []).extend(request for request in lane.requests if not request.once)
                 else:
                     failures.append(_database_error(lane.node, lane.fault))
                     self._doubt(lane.node)
@@ -295,7 +296,7 @@ class RedisNodes:
                         self._follow(node, request, again, failures)
             if failures:
                 raise failures[0]
-            if not again:
+            if not any(again.values()):
                 return
             at = again
         raise DatabaseError(f"redis: the cluster sent us from node to node {_ROUNDS} times; see CLUSTER NODES")
@@ -307,8 +308,10 @@ class RedisNodes:
         error, request.error = request.error, None
         target = node
         if self._cluster and isinstance(error, exceptions.AskError):
-            target = self._redirected(self._cluster, node, error)
-            request.asking = not isinstance(error, exceptions.MovedError)
+            moved = isinstance(error, exceptions.MovedError)
+            if moved or not request.preceding:  # a transaction waits until the slot has moved
+                target = self._redirected(self._cluster, node, error)
+                request.asking, request.redirected = not moved, True
         elif not isinstance(error, exceptions.TryAgainError):
             failures.append(_database_error(node, error))
             if isinstance(error, (exceptions.ClusterDownError, exceptions.ReadOnlyError)):
@@ -396,7 +399,8 @@ class _Lane:
                 request = sent[0]
                 if request.asking:
                     read(None, last=False)
-                reply = read(request, last=len(sent) == 1)
+                last = len(sent) == 1
+                reply = self._read_transaction(request, last) if request.preceding else read(request, last=last)
                 if isinstance(reply, exceptions.ResponseError):
                     request.error = reply
                 else:
@@ -407,6 +411,13 @@ class _Lane:
                     return
         except (exceptions.RedisError, DatabaseError) as error:
             self.fault = error
+
+    def _read_transaction(self, request: Request, last: bool) -> Any:
+        """The first error, else the reply to the last command; None where the transaction was refused."""
+        replies = [self._replies.read(None, last=False) for _ in range(request.preceding)]
+        done = self._replies.read(request, last=last)
+        replies += done if isinstance(done, list) else [done]
+        return next((reply for reply in replies if isinstance(reply, exceptions.ResponseError)), replies[-1])
 
     def release(self, *, keep: bool) -> None:
         """Give the connection back. It stays open only if it is to be kept and every reply on it has been read."""

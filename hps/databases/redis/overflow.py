@@ -3,7 +3,7 @@
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, Literal, TypeAlias
 
@@ -80,16 +80,9 @@ class Overflow:
             return self._send(partition, ("EVAL", _COUNT, 1, partition.uses), keys, order)
         return self._send(partition, ("HSET", partition.uses), keys, order, struct.pack("<q", int(time.time())))
 
-    def delete(self, shares: Iterable[tuple[Partition, IndexArray]], keys: KeyArray) -> int:
-        """Remove the keys at these positions of `keys`, and their uses; returns how many rows there were."""
-        values: list[Request] = []
-        uses: list[Request] = []
-        for partition, order in shares:
-            values += self._send(partition, ("HDEL", partition.values), keys, order)
-            if self.notes_uses:
-                uses += self._send(partition, ("HDEL", partition.uses), keys, order)
-        self._nodes.run([*values, *uses])
-        return sum(request.reply for request in values)
+    def forget_uses(self, partition: Partition, keys: KeyArray, order: IndexArray) -> list[Request]:
+        """Requests that remove the notes of `keys[order]`."""
+        return self._send(partition, ("HDEL", partition.uses), keys, order) if self.notes_uses else []
 
     def resolve(self, partition: Partition, rows: int) -> None:
         """Evict until a partition that was seen to have `rows` rows is within its margin.

@@ -1,8 +1,9 @@
-"""The requests that go to Redis: any command of a few words, and the three with many keys, which the bulk codec encodes."""
+"""The requests that go to Redis: any command of a few words, and those with many keys, which the bulk codec encodes."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from hiredis import pack_command
@@ -23,6 +24,24 @@ from hps.databases.redis.codec import (
 )
 from hps.errors import DatabaseCorruptError, TableWidthError
 from hps.types import BoolArray, IndexArray, KeyArray
+
+_TOUCH_UNLESS: Final = """
+local mark = redis.call('get', KEYS[1])
+if mark ~= ARGV[1] then
+    redis.call('del', KEYS[1])
+    redis.call('set', KEYS[1], mark or '')
+    if not mark then redis.call('del', KEYS[1]) end
+end
+return 1
+"""
+"""Writes a mark that is not the expected one to where it is, so that whoever watches it is refused. A full Redis allows the SET
+because a DEL went before it."""
+_PROMOTE: Final = """
+if redis.call('get', KEYS[1]) ~= ARGV[1] then return -1 end
+local added = 0
+for i = 2, #ARGV, 2 do added = added + redis.call('hsetnx', KEYS[2], ARGV[i], ARGV[i + 1]) end
+return added
+"""
 
 
 class Buffer:
@@ -49,11 +68,17 @@ class Request(ABC):
         size: most bytes that `write` writes.
         weight: bytes of the request or of its reply, whichever is known to be more.
         asking: whether the node gets it that is only about to serve the slot, and must be told so.
+        once: whether it must not be sent again where nobody knows what became of it. Its reply is then None.
+        preceding: how many replies come before its own.
+        redirected: whether it was sent again to another node, and thus perhaps after requests that it preceded.
         reply: what Redis replied.
         error: the error that Redis replied, or None.
     """
 
     asking = False
+    once = False
+    preceding = 0
+    redirected = False
     reply: Any = None
     error: Exception | None = None
 
@@ -94,6 +119,29 @@ class GetMark(Call):
         self.likely = b"$%d\r\n%b\r\n" % (len(expected), expected)
 
 
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """The mark under which a partition may be written to. *Immutable.*
+
+    A script could compare the mark and write, too, but takes three times as long for each key. So the mark is watched, written
+    to if it is not the expected one, and the transaction with the command is then refused. That the mark is also read inside
+    the transaction makes a node refuse it that is handing the slot over and has the mark no longer.
+    """
+
+    key: bytes
+    mark: bytes
+
+    PRECEDING = 5  # replies: of WATCH, EVAL, MULTI, GET and of the command, which is queued
+
+    @property
+    def start(self) -> bytes:
+        """What goes before the command."""
+        watch, touch = ("WATCH", self.key), ("EVAL", _TOUCH_UNLESS, 1, self.key, self.mark)
+        return b"".join(map(pack_command, (watch, touch, ("MULTI",), ("GET", self.key))))  # type: ignore[arg-type]
+
+    end = b"*1\r\n$4\r\nEXEC\r\n"
+
+
 @lru_cache(maxsize=16)
 def _framed(value: bytes) -> Bytes:
     """A value as it stands in a request; nothing for an empty one, which stands for none."""
@@ -118,6 +166,7 @@ class SendKeys(Request):
         value: of every key; empty where keys have none, or where a subclass writes them.
         value_bytes: what the value of one key takes in the request, where a subclass writes it.
         reply_bytes: what the reply takes for one key, at most.
+        guard: the mark under which it may be done; elsewhere it is refused, and the reply None.
 
     Attributes:
         count: how many keys are sent.
@@ -133,6 +182,7 @@ class SendKeys(Request):
         *,
         value_bytes: int = 0,
         reply_bytes: int = 0,
+        guard: Guard | None = None,
     ) -> None:
         self._keys = keys
         self._order = order
@@ -140,12 +190,20 @@ class SendKeys(Request):
         self.count = order.size
         value_bytes += self._value.size
         self._start = b"*%d%b" % (len(words) + (2 if value_bytes else 1) * self.count, _packed(words))
-        super().__init__(slot, len(self._start) + (FIELD_BYTES + value_bytes) * self.count, reply_bytes * self.count)
+        self._end = b""
+        if guard:
+            self._start, self._end = guard.start + self._start, guard.end
+            self.once, self.preceding = True, guard.PRECEDING
+        size = len(self._start) + (FIELD_BYTES + value_bytes) * self.count + len(self._end)
+        super().__init__(slot, size, reply_bytes * self.count)
 
     def write(self, buffer: Buffer, at: int) -> int:
         end = at + len(self._start)
         buffer.view[at:end] = self._start
-        return self._write_keys(buffer.array, end)
+        start = self._write_keys(buffer.array, end)
+        end = start + len(self._end)
+        buffer.view[start:end] = self._end
+        return end
 
     def _write_keys(self, array: Bytes, at: int) -> int:
         end: int = write_fields(self._keys, self._order, self._value, array, at)
@@ -158,13 +216,30 @@ class StoreRows(SendKeys):
     Args:
         key: of the hash.
         header: what precedes a vector in requests and replies.
-        rows: (n, 4 dim) uint8. The others are those of `SendKeys`.
+        rows: (n, 4 dim) uint8.
+        guard: the mark under which it may be done.
+        promotion: add keys that are not there, and replace nothing; where the mark is another one the reply is -1. The others
+            are those of `SendKeys`.
     """
 
-    def __init__(self, slot: int, key: bytes, keys: KeyArray, order: IndexArray, header: Bytes, rows: Bytes) -> None:
+    def __init__(
+        self,
+        slot: int,
+        key: bytes,
+        keys: KeyArray,
+        order: IndexArray,
+        header: Bytes,
+        rows: Bytes,
+        guard: Guard | None = None,
+        *,
+        promotion: bool = False,
+    ) -> None:
         self._header = header
         self._rows = rows
-        super().__init__(slot, ("HSET", key), keys, order, value_bytes=header.size + rows.shape[1] + 2)
+        words: tuple[Any, ...] = ("HSET", key)
+        if guard and promotion:
+            words, self.once, guard = ("EVAL", _PROMOTE, 2, guard.key, key, guard.mark), True, None
+        super().__init__(slot, words, keys, order, value_bytes=header.size + rows.shape[1] + 2, guard=guard)
 
     def _write_keys(self, array: Bytes, at: int) -> int:
         end: int = write_rows(self._keys, self._order, self._header, self._rows, array, at)

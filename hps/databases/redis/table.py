@@ -1,78 +1,137 @@
 """One table in Redis: its vectors fetched, inserted, deleted and scanned, partition by partition."""
 
+import random
+import threading
 import time
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from hps.databases.base import UNBOUNDED_ROWS, TableStats
-from hps.databases.redis.catalog import Catalog
+from hps.databases.redis.below import Below
+from hps.databases.redis.catalog import Catalog, fresh, lost
 from hps.databases.redis.codec import Bytes, group_by_partition
 from hps.databases.redis.layout import Partition, RedisLayout
+from hps.databases.redis.marks import Mark, counts, may_promote, parse, taken
 from hps.databases.redis.nodes import RedisNodes
 from hps.databases.redis.overflow import Overflow
-from hps.databases.redis.requests import Call, FetchRows, GetMark, Request, StoreRows
+from hps.databases.redis.requests import Call, FetchRows, GetMark, Guard, Request, SendKeys, StoreRows
 from hps.databases.redis.scan import scan_hash
-from hps.errors import DatabaseError, TableWidthError, UnknownTableError
+from hps.errors import DatabaseError, DatabaseTimeoutError, TableWidthError
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
 _CHUNK_FIELDS: Final = 4096
 _CHUNK_BYTES: Final = 1 << 20
+_FETCHES: Final = 3  # before a fetch fails because marks change all the time
+_TAKES: Final = 16  # as many changes of marks by others does one write bear before it is sent
+_LOOK_S: Final = 1.0  # between two looks at a table that is not to be used
+_PAUSE_S: Final = 0.001  # between two attempts to write beside others
+Making: TypeAlias = Callable[[Partition, IndexArray, Guard], list[Request]]
 
 
 class RedisTable:
     """The rows of one table. *Thread-safe.*
 
+    It is used under the marks of its partitions that were seen last. Where `marks` is None the table holds another model than
+    the database below, or is being loaded; it is then looked at again once a second, has nothing and takes nothing.
+
     Attributes:
         layout: its keys in Redis.
-        marks: those that its partitions are known by.
+        marks: what stands where the marks of its partitions belong.
+        below: the database below.
+        loading: whether this process is loading it.
 
     Args:
         layout: its keys in Redis.
-        marks: of its partitions, as they were when it was opened; a partition that has another one has lost its rows.
-        catalog: says what the marks are now.
+        below: the database below.
+        catalog: reads and changes marks.
         nodes: run the requests.
         overflow: notes uses and evicts.
         batch: most keys that have one timeout, and after which margins are enforced (`max_batch_size`).
     """
 
     def __init__(
-        self, layout: RedisLayout, marks: list[bytes], catalog: Catalog, nodes: RedisNodes, overflow: Overflow, batch: int
+        self, layout: RedisLayout, below: Below, catalog: Catalog, nodes: RedisNodes, overflow: Overflow, batch: int
     ) -> None:
         self.layout = layout
-        self.marks = marks
+        self.below = below
+        self.marks: list[bytes] | None = None
+        self.loading = False
+        self._pens: set[bytes] = set()  # marks that were made here to write under, and under which no write failed
+        self._unmodified = True  # when the marks were seen last
+        self._looked_at = 0.0
+        self._writing = threading.Lock()
         self._catalog = catalog
         self._nodes = nodes
         self._overflow = overflow
         self._batch = batch
         self._chunk = max(1, min(_CHUNK_FIELDS, batch, _CHUNK_BYTES // (4 * layout.dim)))
 
+    def look(self, deadline: float | None = None, *, make: bool = False) -> None:
+        """See what the marks are now, and make them such that the table can be used, if it may; see `Catalog.look`."""
+        if self.loading:
+            return
+        me = self.below.process()
+        self._looked_at = time.monotonic()
+        marks = self._catalog.look(self.layout, me, deadline, make=make)
+        self._unmodified = me.token is None
+        self.marks = marks
+
+    def adopt(self, marks: list[bytes], made: Iterable[bytes]) -> None:
+        """Use the table under these marks, some of which were made here to write under."""
+        self.marks = marks
+        self._pens.update(made)
+        self._pens.intersection_update(marks)
+
     def fetch(self, keys: KeyArray, out: FloatArray, found: BoolArray) -> int:
-        """As `Database.fetch`; keys of a partition that has lost its rows are a failure, not absent."""
+        """As `Database.fetch`. What a partition holds under another mark than the known one does not count.
+
+        Keys of a partition that has lost its rows are a failure, not absent. So are all keys while the table is being loaded or
+        holds another model, unless a database below has them.
+        """
         before = int(np.count_nonzero(found))
         deadline = self._deadline(keys)
-        marks = self.marks
-        lost = self._fetch(marks, keys, out, found, deadline)
-        if lost is not None:
-            # Dropped or lost. If it has been made anew meanwhile, what it has now is the truth.
-            if marks is self.marks:
-                self._adopt_marks(lost, deadline, whole=True)
-            lost = self._fetch(self.marks, keys, out, found, deadline)
-            if lost is not None:
-                raise self._lost(lost)
+        for attempt in range(_FETCHES):
+            marks = self._usable(deadline)
+            if marks is None:
+                return 0
+            if not self._fetch(marks, keys, out, found, deadline):
+                break
+            if attempt + 1 == _FETCHES:
+                raise DatabaseError(
+                    f"redis: fetching from table {self.layout.tag}: its marks changed {_FETCHES} times meanwhile"
+                )
+            self.look(deadline)
         return int(np.count_nonzero(found)) - before
 
-    def insert(self, keys: KeyArray, vectors: FloatArray, *, same_marks: bool = False) -> None:
-        """As `Database.insert`. With `same_marks`, fails where the table has been made anew since it was opened."""
+    def insert(self, keys: KeyArray, vectors: FloatArray, *, loading: bool = False) -> None:
+        """As `Database.insert`. With `loading`, fails where the marks are not those of this process' load any more."""
         rows = vectors.view(np.uint8)
         for start in range(0, keys.size, self._batch):
-            self._insert(keys[start : start + self._batch], rows[start : start + self._batch], same_marks)
+            self._insert(keys[start : start + self._batch], rows[start : start + self._batch], loading)
+
+    def promote(self, keys: KeyArray, vectors: FloatArray) -> int:
+        """As `Database.promote`."""
+        rows = vectors.view(np.uint8)
+        batches = range(0, keys.size, self._batch)
+        return sum(self._promote(keys[i : i + self._batch], rows[i : i + self._batch]) for i in batches)
 
     def delete(self, keys: KeyArray) -> int:
         """As `Database.delete`."""
-        batches = (keys[start : start + self._batch] for start in range(0, keys.size, self._batch))
-        return sum(self._overflow.delete(self._shares(batch), batch) for batch in batches)
+
+        def removal(partition: Partition, share: IndexArray, guard: Guard) -> list[Request]:
+            pieces = self._pieces(share)
+            return [SendKeys(partition.slot, ("HDEL", partition.values), batch, piece, guard=guard) for piece in pieces]
+
+        removed = 0
+        for start in range(0, keys.size, self._batch):
+            batch = keys[start : start + self._batch]
+            removed += self._write(batch, removal, f"deleting {batch.size} keys from table {self.layout.tag}")
+            forgotten = [self._overflow.forget_uses(partition, batch, share) for partition, share in self._shares(batch)]
+            self._nodes.run([request for requests in forgotten for request in requests])
+        return removed
 
     def touch(self, keys: KeyArray) -> None:
         """Note a use of keys that were found."""
@@ -83,7 +142,9 @@ class RedisTable:
 
     def scan(self, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         """As `Database.scan`; fails where rows were lost meanwhile."""
-        width, dim = 4 * self.layout.dim, self.layout.dim
+        width, dim, known = 4 * self.layout.dim, self.layout.dim, self._usable(None)
+        if known is None:
+            return
         for partition in self.layout.partitions:
             for keys, values in scan_hash(self._nodes, partition.slot, partition.values, min(chunk_rows, self._chunk)):
                 for key, value in zip(keys, values, strict=True):
@@ -95,8 +156,9 @@ class RedisTable:
                 vectors = np.frombuffer(bytearray().join(values), np.float32).reshape(-1, dim)
                 for start in range(0, keys.size, chunk_rows):
                     yield keys[start : start + chunk_rows], vectors[start : start + chunk_rows]
-            if self._nodes.ask(partition.slot, "GET", partition.mark) != self.marks[partition.index]:
-                raise self._lost(partition)
+            mark = parse(self._nodes.ask(partition.slot, "GET", partition.mark))
+            if not counts(mark, self.below.process(), _parsed(known[partition.index])):
+                raise lost(self.layout)
 
     def size(self) -> int:
         """As `Database.size`."""
@@ -118,52 +180,174 @@ class RedisTable:
         capacity = min(UNBOUNDED_ROWS, self._overflow.margin * len(self.layout.partitions))
         return TableStats(rows, vector_bytes, overhead, capacity)
 
-    def _fetch(
-        self, marks: list[bytes], keys: KeyArray, out: FloatArray, found: BoolArray, deadline: float
-    ) -> Partition | None:
-        """Fetch once; returns a partition that has lost rows and lacks some of the keys, or None."""
+    def _usable(self, deadline: float | None) -> list[bytes] | None:
+        """The marks, or None if the table is not to be used and a database below has its rows.
+
+        Raises:
+            DatabaseError: it is not to be used, and there is nothing below.
+        """
+        if self.marks is None and time.monotonic() >= self._looked_at + _LOOK_S:
+            self.look(deadline)
+        if self.marks is None and self.below.process().base is None:
+            self._looked_at = 0.0
+            raise DatabaseError(f"redis: table {self.layout.tag} is being loaded; try again when it is whole")
+        return self.marks
+
+    def _fetch(self, marks: list[bytes], keys: KeyArray, out: FloatArray, found: BoolArray, deadline: float) -> bool:
+        """Fetch once; returns whether something does not count, which is then not `found`."""
         rows = out.view(np.uint8)
         requests: list[Request] = []
-        checks: list[tuple[Partition, list[FetchRows], GetMark]] = []
+        checks: list[tuple[Partition, IndexArray, list[Request]]] = []
         for partition, share in self._shares(keys, found):
-            pieces = [
+            pieces: list[Request] = [
                 FetchRows(partition.slot, partition.values, keys, piece, self.layout.header, rows, found)
                 for piece in self._pieces(share)
             ]
-            # Behind the vectors: if the mark is still there, what was absent before it was not lost.
-            mark = GetMark(partition.slot, partition.mark, marks[partition.index])
-            requests += [*pieces, mark]
-            checks.append((partition, pieces, mark))
-        self._run(requests, deadline, f"fetching {keys.size} keys of table {self.layout.tag}")
-        for partition, pieces, mark in checks:
-            if mark.reply != mark.expected and any(piece.reply < piece.count for piece in pieces):
-                return partition
-        return None
+            # Behind the vectors: if the mark is still there, they lay under it, and what was absent was not lost.
+            pieces.append(GetMark(partition.slot, partition.mark, marks[partition.index]))
+            requests += pieces
+            checks.append((partition, share, pieces))
+        try:
+            self._run(requests, deadline, f"fetching {keys.size} keys of table {self.layout.tag}")
+        except DatabaseError:
+            for partition, share, pieces in checks:
+                if pieces[-1].reply != marks[partition.index]:
+                    found[share] = False
+            raise
+        moved = [(pieces, Call(part.slot, "GET", part.mark)) for part, _, pieces in checks if any(p.redirected for p in pieces)]
+        if moved:
+            self._run([call for _, call in moved], deadline, "reading marks again")
+            for pieces, call in moved:
+                pieces[-1].reply = call.reply
+        changed = [(partition, share, pieces[-1].reply) for partition, share, pieces in checks]
+        changed = [(partition, share, text) for partition, share, text in changed if text != marks[partition.index]]
+        return bool(changed) and self._adopt_changed(marks, changed, found)
 
-    def _insert(self, keys: KeyArray, rows: Bytes, same_marks: bool) -> None:
+    def _adopt_changed(
+        self, marks: list[bytes], changed: list[tuple[Partition, IndexArray, bytes | None]], found: BoolArray
+    ) -> bool:
+        """Take over marks under which what was fetched counts, too; returns whether something does not count."""
+        me, now, stale = self.below.process(), list(marks), False
+        for partition, share, text in changed:
+            if counts(parse(text), me, _parsed(marks[partition.index])):
+                now[partition.index] = text or b""
+            else:
+                found[share] = False
+                stale = True
+        if self.marks is marks and not stale:
+            self.marks = now
+        return stale
+
+    def _insert(self, keys: KeyArray, rows: Bytes, loading: bool) -> None:
+        def storing(partition: Partition, share: IndexArray, guard: Guard) -> list[Request]:
+            return self._storing(partition, share, guard, keys, rows)
+
+        doing = f"inserting {keys.size} keys into table {self.layout.tag}"
+        self._write(keys, storing, doing, loading=loading)
+
+    def _storing(
+        self, partition: Partition, share: IndexArray, guard: Guard, keys: KeyArray, rows: Bytes, *, promotion: bool = False
+    ) -> list[Request]:
+        slot, values, header = partition.slot, partition.values, self.layout.header
+        pieces = self._pieces(share)
+        return [
+            *self._overflow.note_uses(partition, keys, share),
+            *(StoreRows(slot, values, keys, piece, header, rows, guard, promotion=promotion) for piece in pieces),
+        ]
+
+    def _promote(self, keys: KeyArray, rows: Bytes) -> int:
+        deadline = self._deadline(keys)
+        me, marks = self.below.process(), self._usable(deadline)
+        shares: list[tuple[Partition, list[Request]]] = []
+        for partition, share in self._shares(keys) if marks else ():
+            text = marks[partition.index] if marks else b""
+            if may_promote(_parsed(text), me):
+                guard = Guard(partition.mark, text)
+                shares.append((partition, self._storing(partition, share, guard, keys, rows, promotion=True)))
+        self._perform(shares, deadline, f"promoting {keys.size} keys into table {self.layout.tag}")
+        return sum(max(0, one.reply or 0) for _, requests in shares for one in requests if isinstance(one, StoreRows))
+
+    def _write(self, keys: KeyArray, make: Making, doing: str, *, loading: bool = False) -> int:
+        """Let `make` make guarded requests until every partition has taken them; returns the sum of their replies."""
+        deadline = self._deadline(keys)
+        todo, total = self._shares(keys), 0
+        for attempt in count():
+            marks = self._taken([partition for partition, _ in todo], deadline, loading=loading)
+            if marks is None:
+                return total
+            shares = [
+                (partition, make(partition, share, Guard(partition.mark, marks[partition.index]))) for partition, share in todo
+            ]
+            refused = self._perform(shares, deadline, doing)
+            total += sum(one.reply or 0 for _, requests in shares for one in requests if one.preceding)
+            todo = [(partition, share) for partition, share in todo if partition in refused]
+            if not todo:
+                return total
+            if time.monotonic() >= deadline:
+                raise DatabaseTimeoutError(f"redis: {doing}: others wrote first, {attempt + 1} times")
+            time.sleep(random.uniform(0, min(_PAUSE_S * attempt, 16 * _PAUSE_S)))  # lets one of two go first
+        raise AssertionError  # pragma: no cover - count() does not end
+
+    def _perform(self, shares: list[tuple[Partition, list[Request]]], deadline: float, doing: str) -> set[Partition]:
+        """Run guarded requests and enforce the margins; returns the partitions that refused some."""
+        marks = self.marks or []
         bounded = self._overflow.margin < UNBOUNDED_ROWS
-        known = self.marks
-        requests: list[Request] = []
-        counts: list[tuple[Partition, Call]] = []
-        marks: list[tuple[Partition, Call]] = []
-        for partition, share in self._shares(keys):
-            requests += self._overflow.note_uses(partition, keys, share)
-            for piece in self._pieces(share):
-                requests.append(StoreRows(partition.slot, partition.values, keys, piece, self.layout.header, rows))
-            if bounded:
-                counts.append((partition, Call(partition.slot, "HLEN", partition.values)))
-                requests.append(counts[-1][1])
-            marks.append((partition, Call(partition.slot, "GET", partition.mark)))
-            requests.append(marks[-1][1])
-        self._run(requests, self._deadline(keys), f"inserting {keys.size} keys into table {self.layout.tag}")
-        for partition, count in counts:
-            self._overflow.resolve(partition, count.reply)
-        for partition, mark in marks:
-            if mark.reply != known[partition.index]:
-                if same_marks:
-                    raise self._lost(partition)
-                self._adopt_marks(partition, self._deadline(keys), whole=False)
-                return
+        counted = [(partition, Call(partition.slot, "HLEN", partition.values)) for partition, _ in shares] if bounded else []
+        requests = [request for _, some in shares for request in some]
+        try:
+            self._run([*requests, *(call for _, call in counted)], deadline, doing)
+        except DatabaseError:
+            # Some may still be on their way. They must not land after what is written next.
+            self._pens.clear()
+            raise
+        refused = {partition for partition, some in shares if any(one.once and one.reply in (None, -1) for one in some)}
+        if refused and marks:
+            self._pens.difference_update(marks[partition.index] for partition in refused)
+        for partition, call in counted:
+            self._overflow.resolve(partition, call.reply)
+        return refused
+
+    def _taken(self, partitions: list[Partition], deadline: float, *, loading: bool) -> list[bytes] | None:
+        """Marks under which this process may write to these partitions, made here if need be; None if it is not to write.
+
+        The first modification enters this process among the writers of all partitions, whatever it writes.
+        """
+        if not self._writing.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise DatabaseTimeoutError(f"redis: table {self.layout.tag}: another write was still preparing; try again")
+        try:
+            for _ in range(_TAKES):
+                marks, me = self._usable(deadline), self.below.process()
+                if marks is None:
+                    return None
+                parsed = [_parsed(text) for text in marks]
+                entered = loading or me.token is None or all(me.token in mark.writers for mark in parsed)
+                if not entered and not self._unmodified and me.base is not None:
+                    self.look(deadline)  # what was written before is not all there
+                    continue
+                self._unmodified &= entered
+                wanted = partitions if entered else list(self.layout.partitions)
+                changes = [
+                    (partition, marks[partition.index], taken(parsed[partition.index], me, fresh))
+                    for partition in wanted
+                    if marks[partition.index] not in self._pens or not entered
+                ]
+                if not changes:
+                    return marks
+                there = self._catalog.change(changes, deadline)
+                made = [after.text for (_, _, after), text in zip(changes, there, strict=True) if after.text == text]
+                marks = list(marks)
+                for (partition, _, _), text in zip(changes, there, strict=True):
+                    marks[partition.index] = text
+                if len(made) == len(changes):
+                    self.adopt(marks, made)
+                    return marks
+                if loading:
+                    raise lost(self.layout)
+                self._pens.update(made)
+                self.look(deadline)
+        finally:
+            self._writing.release()
+        raise DatabaseError(f"redis: table {self.layout.tag}: others changed its marks {_TAKES} times before a write")
 
     def _deadline(self, keys: KeyArray) -> float:
         return time.monotonic() + max(1, -(-keys.size // self._batch)) * self._nodes.timeout_s
@@ -190,14 +374,8 @@ class RedisTable:
             if start < stop
         ]
 
-    def _adopt_marks(self, partition: Partition, deadline: float, *, whole: bool) -> None:
-        marks = self._catalog.marks(self.layout, deadline, whole=whole)
-        if marks is None:
-            raise self._lost(partition)
-        self.marks = marks
 
-    def _lost(self, partition: Partition) -> UnknownTableError:
-        return UnknownTableError(
-            f"redis: partition {partition.index} of table {self.layout.tag} is not what it was when it was opened: Redis was "
-            "emptied or restarted without its data, or another process dropped the table; open it again, and load it"
-        )
+def _parsed(text: bytes) -> Mark:
+    """A mark that this process has seen to be one."""
+    mark = parse(text)
+    return Mark("", "") if mark is None else mark

@@ -264,6 +264,14 @@ class RocksDatabase(PersistentDatabase):
             vector_bytes = rows * table.dim * 4
             return TableStats(rows, vector_bytes, max(0, table.held_bytes() - vector_bytes))
 
+    def writer_token(self, tag: str) -> str | None:
+        with self._calls:
+            return self._table(tag).writer_token()
+
+    def renew_writer_token(self, tag: str) -> str | None:
+        with self._calls:
+            return self._table(tag).renew_writer_token()
+
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def load_record(self, tag: str) -> LoadRecord | None:

@@ -1,6 +1,7 @@
-"""How far each table's model files are loaded, kept durably beside the tables."""
+"""How far each table's model files are loaded, and whether it was modified since, kept durably beside the tables."""
 
 import json
+import secrets
 from dataclasses import asdict, replace
 
 from hps.databases.base import LoadRecord
@@ -8,6 +9,7 @@ from hps.databases.rocks_db.engine import DEFAULT, Engine, after
 from hps.errors import DatabaseCorruptError
 
 _PREFIX = b"hps-server/load/"  # in RocksDB's own column family, where HugeCTR keeps nothing
+_WRITER = b"hps-server/writer/"
 _DROPPED = LoadRecord("", 0, 1)
 
 
@@ -52,6 +54,18 @@ class LoadRecords:
         if record is not None and not record.modified:
             self._put(tag, replace(record, modified=True), f"marking table {tag} as modified")
 
+    def writer(self, tag: str) -> str | None:
+        """The token of a table that was modified; None if none is stored."""
+        (data,) = self._engine.get(self._engine.family(DEFAULT), [_WRITER + tag.encode()], f"reading the writer of table {tag}")
+        return None if data is None else data.decode()
+
+    def renew_writer(self, tag: str) -> str:
+        """Store another token of a table that was modified; on disk on return."""
+        token, doing = secrets.token_hex(6), f"naming the writer of table {tag}"
+        self._engine.put(DEFAULT, [_WRITER + tag.encode()], [token.encode()], doing)
+        self._engine.sync(doing)
+        return token
+
     def mark_dropped(self, tag: str) -> None:
         """Remember, until `remove`, that a table is being dropped; on disk on return."""
         self._put(tag, _DROPPED, f"dropping table {tag}")
@@ -74,7 +88,7 @@ class LoadRecords:
     def remove(self, tag: str) -> None:
         """Forget a table; on disk on return."""
         doing = f"forgetting the load of table {tag}"
-        self._engine.remove(DEFAULT, [_key(tag)], doing)
+        self._engine.remove(DEFAULT, [_WRITER + tag.encode(), _key(tag)], doing)
         self._engine.sync(doing)
 
     def _put(self, tag: str, record: LoadRecord, doing: str) -> None:

@@ -8,6 +8,7 @@ code that runs over a list does not release the interpreter lock either, so the 
 which other threads can run.
 """
 
+import secrets
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,6 +62,7 @@ class RocksTable:
         self._loading = False  # until `settle`, files lie side by side
         self._dropped = False
         self._marked = False  # its record, if any, says that it was modified
+        self._writer = records.writer(tag)
         self._piece_rows = max(1, min(_PIECE_ROWS, _PIECE_BYTES // (_KEY_BYTES + 4 * dim)))
         self._fetch_rows = min(max_batch_size, _FETCH_ROWS)
         self._write_rows = min(max_batch_size, self._piece_rows)
@@ -256,10 +258,25 @@ class RocksTable:
         finally:
             self._writing.release()
 
+    def writer_token(self) -> str | None:
+        """The token that is stored with a table that was modified; a new one for one that an older version modified."""
+        if self._writer is None and (record := self._records.get(self.tag)) is not None and record.modified:
+            return secrets.token_hex(6)
+        return self._writer
+
+    def renew_writer_token(self) -> str | None:
+        """Store another token if the table was modified, and return it; it is on disk on return."""
+        with self._alone(f"naming the writer of table {self.tag}"):
+            if self.writer_token() is not None:
+                self._writer = self._records.renew_writer(self.tag)
+            return self._writer
+
     def _mark_modified(self) -> None:
         if not self._marked:
             self._records.mark_modified(self.tag)
             self._marked = True
+        if self._writer is None:
+            self._writer = self._records.renew_writer(self.tag)
 
     def _sorted_pieces(self, keys: KeyArray, vectors: FloatArray) -> Iterator[tuple[list[bytes], list[bytes]]]:
         order = _last_of_each(keys)

@@ -1,0 +1,138 @@
+"""The mark of a partition, and the rules by which processes share it: pure functions, which the tests check exhaustively.
+
+A mark is one string, `<incarnation> <generation> <base> <writers>`, that is compared and replaced as a whole:
+
+- *incarnation*: another one wherever rows were dropped or lost. Rows that were read before a mark of the same incarnation lay
+  there all the time.
+- *generation*: made by the one process that writes under it. Whoever else is to write makes another one first, and so does a
+  process of which a write failed. What is still on its way under the older one is then refused.
+- *base*: which model the rows come from; `-` where nobody knows, `~` while they are being loaded.
+- *writers*: `-`, or tokens of the processes that modified the table online, separated by commas; `*` stands for those without a
+  database below. Where there is one, only that process promotes, and only it trusts rows whose writers lack its token: it never
+  modified the table.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+UNKNOWN: Final = "-"
+LOADING: Final = "~"
+NOBODY_BELOW: Final = "*"
+MOST_WRITERS: Final = 16
+"""Tokens in a mark. Whose token is forgotten empties the partition when it looks, and enters itself again."""
+
+_MARK: Final = re.compile(rb"(\w+) (\w+) (-|~|\w+) (-|[\w*]+(?:,[\w*]+)*)")
+Fresh = Callable[[], str]
+"""Makes a text that was never in a mark."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A mark, taken apart. *Immutable.*"""
+
+    incarnation: str
+    generation: str
+    base: str = UNKNOWN
+    writers: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> bytes:
+        return f"{self.incarnation} {self.generation} {self.base} {','.join(self.writers) or '-'}".encode()
+
+
+def parse(text: bytes | None) -> Mark | None:
+    """The mark with this text; None where there is none, or one of an older version."""
+    found = _MARK.fullmatch(text or b"")
+    if found is None:
+        return None
+    incarnation, generation, base, writers = (part.decode() for part in found.groups())
+    return Mark(incarnation, generation, base, () if writers == "-" else tuple(writers.split(",")))
+
+
+def base_of(content: str) -> str:
+    """The base that stands for a model: for the checksum of its rows, or for its files."""
+    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What a process is to a table. *Immutable.*
+
+    Attributes:
+        base: of the rows in the database below; None where there is none.
+        alias: the base that a load of the same files leaves.
+        token: by which its modifications are known; None if it never modified the table.
+        previous: the token that it had before it was started; what it wrote then is still there where that one is.
+        passive: the database below is read only, and was modified.
+    """
+
+    base: str | None = None
+    alias: str = ""
+    token: str | None = NOBODY_BELOW
+    previous: str | None = None
+    passive: bool = False
+
+
+def opened(mark: Mark | None, me: Process, fresh: Fresh) -> tuple[Mark, bool] | None:
+    """What a process that is about to use a partition makes of its mark, and whether the rows must go first.
+
+    Returns:
+        The mark, the same one if nothing is to be changed; None if the process may not use the partition.
+    """
+    if me.base is None:
+        if mark is None:
+            return Mark(fresh(), fresh()), False
+        return None if mark.base == LOADING else (mark, False)
+    if mark is None:  # rows without a mark are HugeCTR's
+        return Mark(fresh(), fresh(), me.base, (me.token,) if me.token else ()), bool(me.token) or me.passive
+    foreign = mark.base == UNKNOWN and not mark.writers
+    if not foreign and mark.base not in (me.base, me.alias):
+        return None
+    if me.token is None or me.token in mark.writers:
+        return (mark if mark.base == me.base else replace(mark, generation=fresh(), base=me.base)), False
+    if me.previous is not None and me.previous in mark.writers:
+        writers = tuple(me.token if writer == me.previous else writer for writer in mark.writers)
+        return Mark(mark.incarnation, fresh(), me.base, writers), False
+    return Mark(fresh(), fresh(), me.base, _with(mark.writers, me.token)), True
+
+
+def taken(mark: Mark, me: Process, fresh: Fresh) -> Mark:
+    """The mark under which a process may write to a partition that it uses; the rows stay."""
+    writers = mark.writers if me.token is None or mark.base == LOADING else _with(mark.writers, me.token)
+    return replace(mark, generation=fresh(), writers=writers)
+
+
+def may_promote(mark: Mark, me: Process) -> bool:
+    """Whether vectors of the database below may be added: nobody else has modified the table."""
+    return not me.passive and mark.base != LOADING and mark.writers in ((), (me.token,))
+
+
+def counts(mark: Mark | None, me: Process, known: Mark) -> bool:
+    """Whether rows count that were read under the mark `known`, and before `mark` was seen."""
+    if mark is None or mark.incarnation != known.incarnation:
+        return False
+    if me.base is None:
+        return True
+    return opened(mark, me, lambda: "") == (mark, False)
+
+
+def begun(mark: Mark | None, fresh: Fresh) -> Mark:
+    """The mark while a process loads model files; rows that nobody recorded stay."""
+    return Mark(mark.incarnation if mark else fresh(), fresh(), LOADING)
+
+
+def loaded(mark: Mark, base: str, fresh: Fresh) -> Mark:
+    """The mark once they are loaded."""
+    return replace(mark, generation=fresh(), base=base)
+
+
+def loadable(mark: Mark | None) -> bool:
+    """Whether files may be loaded over the rows: none of them is newer, as far as a database below knows."""
+    return mark is None or set(mark.writers) <= {NOBODY_BELOW}
+
+
+def _with(writers: tuple[str, ...], token: str) -> tuple[str, ...]:
+    return writers if token in writers else (*writers[1 - MOST_WRITERS :], token)

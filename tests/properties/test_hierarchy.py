@@ -127,6 +127,7 @@ class Hierarchy(RuleBasedStateMachine):
             assert self.failing
             for key, row in new.items():
                 self.current[index][key] = self.allowed(index, key) | {row}
+            self.assert_not_cached(index, new)
         else:
             self.current[index].update({key: {row} for key, row in new.items()})
 
@@ -139,8 +140,13 @@ class Hierarchy(RuleBasedStateMachine):
             assert self.failing
             for key in keys:
                 self.current[index][key] = self.allowed(index, key) | {None}
+            self.assert_not_cached(index, keys)
         else:
             self.current[index].update({key: {None} for key in keys})
+
+    def assert_not_cached(self, index, keys):
+        """After a failure only the databases can say what a key has. (The other session may fill its cache meanwhile.)"""
+        assert not set(keys) & set(self.sessions[0].cache.dump(index).tolist())
 
     def allowed(self, index, key):
         return self.current[index].get(key, {None})

@@ -1,6 +1,7 @@
 """Slow, broken and greedy clients, stuck and failing lookups: each ends in its own error, and nothing stays behind."""
 
 import asyncio
+import gzip
 import json
 import socket
 import threading
@@ -157,6 +158,18 @@ def test_bodies_share_a_bound_on_memory(fake):
             for connection in connections:
                 connection.close()
         wait_until(lambda: is_idle(service), "the bodies are dropped")
+
+
+@pytest.mark.parametrize("encoding", [None, "gzip"])
+def test_bodies_that_were_answered_make_room_for_others(fake, encoding):
+    """Many times as much as may be held at once, one after the other."""
+    body = LOOKUP + b" " * 90_000
+    headers = {"Content-Encoding": encoding} if encoding else {}
+    with running_service(document(max_body_bytes=100_000), fake) as service:
+        for _ in range(30):
+            answer = service.client.post(PATH, content=gzip.compress(body) if encoding else body, headers=headers)
+            assert answer.status_code == 200, answer.text
+        assert is_idle(service)
 
 
 def test_half_a_head_and_silence_are_dropped(fake):

@@ -1,11 +1,15 @@
 import json
 import os
+import threading
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 import hps
+from hps.cache.cpu.cache import NumpyCache
+from hps.registry import IMPLEMENTATIONS
 from tests.servers.running_service import document_of, model_of
 from tests.tables.readers import reading
 
@@ -151,6 +155,7 @@ def test_lookup_concatenated_answers_all_tables_from_one_run_of_keys(server, cou
         ((3, 2, 1), 99, "expected 2 of them"),
         ((7, -1), 99, "none negative"),
         ((3, 4), 99, "got 6 keys, expected 7"),
+        ((3, 2), 99, "got 6 keys, expected 5"),
         ((3, 3), 3 * sum(DIMS.values()) - 1, "output"),
     ],
 )
@@ -231,6 +236,7 @@ def test_every_kind_of_deployment_gives_the_same_vectors(configuration, change):
         for device in configuration["models"][0]["deployed_device_list"]:
             vectors, found = server.lookup([*range(-10, 60), 4000], "ranker", 1, device, return_found=True)
             np.testing.assert_array_equal(vectors[:-1], vectors_of(np.arange(-10, 60), 7))
+            np.testing.assert_array_equal(vectors[-1], np.float32(-2))
             assert found.tolist() == [True] * 70 + [False]
         with pytest.raises(hps.TooManyKeysError):
             server.lookup(np.zeros(251, np.int64), "ranker", "item")
@@ -288,6 +294,34 @@ def test_a_model_that_could_not_be_deployed_leaves_nothing_behind(configuration,
         write_models(tmp_path, np.arange(5))  # a table that was loaded before the failure has fewer rows now
         server.deploy(model)
         assert not server.lookup([5, 6], "ranker", 0, return_found=True)[1].any()
+
+
+class WarmsOneTable(NumpyCache):
+    """An embedding cache whose memory fails when its second table is warmed up."""
+
+    made: ClassVar[list[NumpyCache]] = []
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.made.append(self)
+
+    def insert(self, table, keys, vectors):
+        if table == 1:
+            raise hps.DeviceMemoryError("warming up: told to fail")
+        super().insert(table, keys, vectors)
+
+
+def test_a_model_that_could_not_be_warmed_up_gives_back_its_cache_and_its_threads(configuration, monkeypatch):
+    monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cpu", (f"{__name__}:WarmsOneTable", "nothing"))
+    configuration["models"][0]["cache_refresh_percentage_per_iteration"] = 1.0
+    with hps.HPS(configuration, deploy_models=False) as server:
+        before = set(threading.enumerate())
+        with pytest.raises(hps.DeviceMemoryError):
+            server.deploy(server.config.models[0])
+        [cache] = WarmsOneTable.made
+        with pytest.raises(hps.NotReadyError):
+            cache.dump(0)
+        assert set(threading.enumerate()) <= before
 
 
 def test_closed_server_says_so(configuration):

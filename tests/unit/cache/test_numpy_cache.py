@@ -9,7 +9,7 @@ import pytest
 
 from hps.cache.base import EmbeddingCache
 from hps.cache.cpu.cache import NumpyCache
-from hps.cache.cpu.sets import WAYS, WRAPS
+from hps.cache.cpu.sets import CLOCK, WAYS, WRAPS
 from hps.errors import DeviceMemoryError, InvalidInputError
 from hps.tensors.segments import Segment
 from tests.contracts.cache_contract import VersionedCacheContract, distinct_keys, spec, vectors_of
@@ -89,6 +89,19 @@ class TestSets:
                 key = new[epoch // 20, None]
                 cache.insert(0, key, vectors_of(key, 4))
                 assert set(cache.dump(0).tolist()) == {*old[1:].tolist(), int(key[0])}
+
+    @pytest.mark.parametrize("epoch", [0, 100, 240])
+    def test_what_a_thread_of_a_later_epoch_has_used_is_not_evicted_first(self, cache: NumpyCache, epoch: int):
+        """That thread counted its keys after ours had read the clock; counted modulo 255, its age looks 254 epochs old."""
+        memory, keys = cache._open[0], distinct_keys(WAYS + 1)
+        memory.state[CLOCK] = epoch * WAYS
+        cache.insert(0, keys[:WAYS], vectors_of(keys[:WAYS], 4))
+        ages = memory.lines.view(np.uint8)[0, 2:16]
+        later = np.arange(1, WAYS)  # epochs, for all slots but the first
+        ages[0], ages[1:] = (epoch - 1) % 255 + 1, (epoch + later) % 255 + 1  # one epoch old; the others are in the future
+        first = int(memory.lines[0, 2])
+        cache.insert(0, keys[WAYS:], vectors_of(keys[WAYS:], 4))
+        assert set(cache.dump(0).tolist()) == set(keys.tolist()) - {first}
 
 
 class TestMemory:

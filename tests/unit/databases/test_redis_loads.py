@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hps.databases.base import LoadRecord
+from hps.databases.redis.load_leases import LoadLeases
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import DatabaseCorruptError, DatabaseError, NotReadyError, UnknownTableError
 from hps.models.files import CHUNK_BYTES
@@ -64,6 +65,24 @@ def test_one_loads_and_the_others_find_it_loaded(node, client):
     assert node().claim_load(TAG, "v1", 600) == 600
     holds(second, 600)
     assert not client.exists(f"hps_et{{{TAG}}}l")
+
+
+def test_who_gets_the_right_to_load_when_all_is_loaded_gives_it_back(node, client, monkeypatch):
+    first, second = node(), node()
+    first.claim_load(TAG, "v1", 600)
+    acquire = LoadLeases._acquire
+
+    def finish_and_acquire(leases, layout):
+        """The first process ends its load after the second has looked, and before it gets the lease."""
+        monkeypatch.undo()
+        chunk(first, 0, 600)
+        first.finish_load(TAG)
+        return acquire(leases, layout)
+
+    monkeypatch.setattr(LoadLeases, "_acquire", finish_and_acquire)
+    assert second.claim_load(TAG, "v1", 600) == 600
+    assert not client.exists(f"hps_et{{{TAG}}}l")
+    assert node().claim_load(TAG, "v2", 600) == 0
 
 
 def test_waiting_ends_with_the_load(node):

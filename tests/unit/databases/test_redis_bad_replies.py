@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hps.databases.redis.database import RedisDatabase
+from hps.databases.redis.nodes import RedisNodes
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError
 from tests.contracts.database_contract import distinct_keys, fetched, vectors_of
 from tests.servers.redis_proxy import Proxy
@@ -231,3 +232,20 @@ def test_arrays_in_files_and_unaligned_ones(database, tmp_path):
     assert database.fetch(TAG, shifted, out_shifted, np.zeros(KEYS.size, np.bool_)) == KEYS.size - 5
     np.testing.assert_array_equal(out_shifted[5:], VECTORS[5:])
     database.insert(TAG, shifted, out_shifted)
+
+
+@pytest.mark.parametrize(("count", "batches"), [(1, 1), (100, 1), (101, 2), (250, 3)])
+def test_a_fetch_has_the_time_of_all_its_batches_also_of_one_in_part(opened, monkeypatch, count, batches):
+    database, keys, left_s = opened(max_batch_size=100, timeout_s=1000), distinct_keys(count), []
+    database.open_table(TAG, DIM)
+    run = RedisNodes.run
+
+    def run_and_note(nodes, requests, deadline=None):
+        left_s.append(deadline - time.monotonic())
+        run(nodes, requests, deadline)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RedisNodes, "run", run_and_note)
+        fetched(database, TAG, keys, DIM)
+    [left] = left_s
+    assert 1000 * (batches - 1) < left <= 1000 * batches

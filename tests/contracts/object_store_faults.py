@@ -231,6 +231,14 @@ class ObjectStoreFaults(ModelsInStores):
         with ThreadPoolExecutor(len(operations)) as pool:
             list(pool.map(fail, operations))
 
+    def test_a_body_that_stops_is_not_waited_for_beyond_the_deadline(self, proxy: MisbehavingProxy, file: str) -> None:
+        """Where one byte may take longer than the whole read."""
+        proxy.rule = always(Trickle(pause_s=600, after_bytes=1000), self.is_read)
+        started = time.monotonic()
+        with pytest.raises(ModelSourceError, match=f"reading {file}: .*check"):
+            read(store_at(proxy.url, file, timeout_s=45, deadline_s=2, max_attempts=1), file)
+        assert time.monotonic() - started < 40  # 2 s; less than the timeout of one byte
+
     def test_nobody_holds_or_fills_a_buffer_whose_read_has_ended(
         self, proxy: MisbehavingProxy, hasty: ObjectStore, file: str, caplog: pytest.LogCaptureFixture
     ) -> None:

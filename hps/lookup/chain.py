@@ -134,9 +134,8 @@ class DatabaseChain:
         self._tiers = [tier for tier in (self._volatile, self._persistent) if tier]
         self._metrics = metrics
         self._fences: dict[str, TableFence] = {}
-        self._quarantined: dict[str, int] = {}  # tag -> failed writes since it was last emptied
+        self._quarantined: set[str] = set()  # tags
         self._doubted: set[str] = set()  # tags of those of which the persistent database remembers it
-        self._quarantine_lock = threading.Lock()
         self._healing = threading.Lock()
         self._promotions = (
             BackgroundQueue("promotion", _PROMOTION_QUEUE_LENGTH, 1, metrics) if promote and volatile and persistent else None
@@ -261,8 +260,7 @@ class DatabaseChain:
                 raise failure
 
     def _quarantine(self, table: TableSpec) -> None:
-        with self._quarantine_lock:
-            self._quarantined[table.tag] = self._quarantined.get(table.tag, 0) + 1
+        self._quarantined.add(table.tag)
         self._metrics.table_quarantined.labels(table.tag).set(1)
         _log.warning("%s: a write failed; its vectors in the volatile database are not read until dropped", table.tag)
 
@@ -279,8 +277,7 @@ class DatabaseChain:
 
     def _heal(self, table: TableSpec) -> bool:
         """Drop the volatile rows of a table if it is quarantined; returns whether the volatile database may be read."""
-        failures = self._quarantined.get(table.tag)
-        if failures is None or self._volatile is None:
+        if table.tag not in self._quarantined or self._volatile is None:
             return True
         database = self._volatile.database
 
@@ -295,14 +292,12 @@ class DatabaseChain:
             with fence.filling(fence.token()) as allowed:  # a modification waits, so that it is either dropped or written
                 if not allowed or self._volatile.attempt(empty):
                     return False
-                with self._quarantine_lock:
-                    if self._quarantined.get(table.tag) != failures:
-                        return False  # another promotion failed meanwhile
-                    self._doubted.discard(table.tag)
-                    del self._quarantined[table.tag]
+                # Nor has a promotion failed meanwhile: none runs into a table that is quarantined.
+                self._doubted.discard(table.tag)
+                self._metrics.table_quarantined.labels(table.tag).set(0)
+                self._quarantined.discard(table.tag)
         finally:
             self._healing.release()
-        self._metrics.table_quarantined.labels(table.tag).set(0)
         _log.info("%s: its vectors in the volatile database were dropped; it is read again", table.tag)
         return True
 

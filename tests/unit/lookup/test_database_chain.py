@@ -241,26 +241,32 @@ def test_insert_whose_volatile_write_fails_never_shows_the_old_vector_again(host
     assert host.resident(host.volatile) == []
 
 
-def test_write_that_fails_while_the_table_is_healed_keeps_it_quarantined(host, monkeypatch):
-    def insert(version, failing):
+def test_writes_wait_while_the_table_is_healed(host, monkeypatch):
+    """Else one of them might be noted as missing above after the note was cleared, or fail unseen."""
+    done = threading.Event()
+
+    def insert(version, failing=frozenset()):
         host.volatile.failing = failing
         host.chain.insert(TABLE, np.array([1]), vectors_of([1], version), lambda written: None)
 
+    def write():
+        insert(2)
+        insert(3, {"insert"})
+        done.set()
+
     def open_table(tag, dim):
-        """The last step of healing; then one write reaches both databases, and the next one only the lower."""
+        """The last step of healing: writes begin now."""
         monkeypatch.undo()
         host.volatile.open_table(tag, dim)
-        insert(2, set())
-        insert(3, {"insert"})
+        threading.Thread(target=write, daemon=True).start()
+        assert not done.wait(0.2)
 
     insert(1, {"insert"})
     host.volatile.failing = set()
     monkeypatch.setattr(host.volatile, "open_table", open_table)
+    host.fetch([1])
+    assert done.wait(10)
     np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 3))
-    assert host.chain.quarantined == [TABLE.tag]
-    host.volatile.failing = set()
-    np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 3))
-    assert host.chain.quarantined == []
 
 
 class GatedMap(HashMapDatabase):

@@ -192,16 +192,36 @@ def test_config_may_be_a_file(configuration, tmp_path):
         assert server.models == ("ranker",)
 
 
-def test_restart_serves_online_updates_from_the_persistent_database(configuration):
-    new = np.array([[4, 3, 2, 1]], np.float32)
-    configuration["models"][0]["cache_refresh_percentage_per_iteration"] = 1.0
+@pytest.mark.parametrize("written_as", ["dynamic", "static", "uvm"])
+@pytest.mark.parametrize("read_as", ["dynamic", "static", "uvm"])
+@pytest.mark.parametrize("persistent", [{}, {"initialize_after_startup": False}])
+def test_restart_serves_online_updates_from_the_persistent_database(configuration, written_as, read_as, persistent):
+    new = np.array([[4, 3, 2, 1], [8, 7, 6, 5]], np.float32)
+    configuration["models"][0].update(cache_refresh_percentage_per_iteration=1.0, embedding_cache_type=written_as)
     with hps.HPS(configuration) as server:
-        server.insert([-10], new, "ranker", 0)
+        server.insert([-10, 7000], new, "ranker", 0)
         server.delete([-9], "ranker", 0)
+        np.testing.assert_array_equal(server.lookup([-10, 7000], "ranker", 0), new)
+    configuration["models"][0]["embedding_cache_type"] = read_as
+    configuration["persistent_db"].update(persistent)
     with hps.HPS(configuration) as server:
-        vectors, found = server.lookup([-10, -9, 1], "ranker", 0, return_found=True)
-    np.testing.assert_array_equal(vectors[0], new[0])
-    assert found.tolist() == [True, False, True]
+        vectors, found = server.lookup([-10, 7000, -9, 1], "ranker", 0, return_found=True)
+    np.testing.assert_array_equal(vectors[:2], new)
+    assert found.tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tiers"), [("static", ["volatile_db"]), ("uvm", ["volatile_db"]), ("static", []), ("dynamic", [])]
+)
+def test_a_modification_that_no_database_would_keep_is_refused(configuration, kind, tiers):
+    configuration["models"][0]["embedding_cache_type"] = kind
+    for tier in {"volatile_db", "persistent_db"}.difference(tiers):
+        configuration[tier] = {"type": "disabled"}
+    with hps.HPS(configuration) as server:
+        with pytest.raises(hps.InvalidInputError, match="no database that would keep it"):
+            server.insert([1], np.ones((1, 4), np.float32), "ranker", 0)
+        with pytest.raises(hps.InvalidInputError, match="no database that would keep it"):
+            server.delete([1], "ranker", 0)
 
 
 def test_inserts_that_a_read_only_database_refuses_do_not_stop_lookups(configuration):

@@ -54,7 +54,7 @@ class Session(Protocol):
     def drain(self, timeout_s: float) -> bool:
         """Wait for queued insertions; False when the timeout comes first."""
 
-    def close(self, timeout_s: float) -> bool:
+    def close(self, timeout_s: float = 10.0) -> bool:
         """Refuse new lookups, let running ones and queued insertions end, and free the cache.
 
         Returns:
@@ -141,7 +141,7 @@ class CachedSession:
         """Wait for queued insertions; False when the timeout comes first."""
         return self._inserts.drain(timeout_s)
 
-    def close(self, timeout_s: float) -> bool:
+    def close(self, timeout_s: float = 10.0) -> bool:
         """Refuse new lookups, let running ones and queued insertions end, and free the cache. See `Session.close`."""
         if not self._lookups.close(timeout_s):
             return False
@@ -278,7 +278,7 @@ class DirectSession:
         """Return True: nothing runs in the background."""
         return True
 
-    def close(self, timeout_s: float) -> bool:
+    def close(self, timeout_s: float = 10.0) -> bool:
         """Refuse new lookups and let running ones end. See `Session.close`."""
         return self._calls.close(timeout_s)
 
@@ -328,7 +328,7 @@ class _LookupPool:
         """Let the next caller have a lookup."""
         self._free.put(lookup)
 
-    def close(self, timeout_s: float) -> bool:
+    def close(self, timeout_s: float = 10.0) -> bool:
         """Take all lookups away for good; False when some were still running after `timeout_s`, and may be asked again."""
         self._closed = True
         deadline = time.monotonic() + timeout_s

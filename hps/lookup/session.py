@@ -263,8 +263,11 @@ class DirectSession:
         with self._calls:
             for segment in segments:
                 table = self.tables[segment.table]
-                found = np.zeros(segment.n, np.bool_) if segment.found is None else segment.found
-                found[...] = False
+                found = segment.found
+                if found is None:
+                    found = np.zeros(segment.n, np.bool_)
+                else:
+                    found[...] = False
                 absent = found.size - self._chain.fetch(table, segment.keys, segment.out, found)
                 if absent:
                     segment.out[~found] = table.default_value

@@ -19,7 +19,9 @@ from hps.metrics import Metrics
 from hps.progress import Progress
 from hps.tensors.segments import (
     Segment,
+    as_counts,
     as_host_keys,
+    as_host_vectors,
     concatenated_segments,
     named_segments,
     refuse_repeated_tables,
@@ -192,7 +194,8 @@ class HPS:
                 its first n x dim elements.
             model_name: a deployed model.
             table_id: the table, by id or by name.
-            device_id: whose embedding cache to use; where the tensors are is independent of it.
+            device_id: whose embedding cache to use. Each tensor may be in host memory or on that GPU, independently of the
+                other; one on another GPU is refused.
             return_found: return the found-mask.
 
         Returns:
@@ -239,6 +242,7 @@ class HPS:
         """
         deployment = self.model(model_name)
         session = deployment.session(device_id)
+        counts = as_counts(counts)
         found = np.empty(max(sum(counts), 0), np.bool_) if return_found else None
         segments = concatenated_segments(keys, counts, out_tensor, deployment.tables, on_cuda=session.on_cuda, found=found)
         session.lookup(segments)
@@ -263,13 +267,15 @@ class HPS:
 
         Args:
             keys: (n,) integers, distinct.
-            vectors: (n, dim) float32.
+            vectors: (n, dim) float32, or what NumPy reads as real numbers.
 
         Raises:
+            InvalidInputError: keys or vectors are of the wrong kind or shape, or no database would keep them: there is none, or
+                none that is persistent for a `static` or `uvm` model.
             DatabaseError: the database that holds everything failed; each key then has its old or its new vector.
         """
         deployment = self.model(model_name)
-        deployment.insert(deployment.table_index(table_id), as_host_keys(keys), np.ascontiguousarray(vectors, np.float32))
+        deployment.insert(deployment.table_index(table_id), as_host_keys(keys), as_host_vectors(vectors))
 
     def delete(self, keys: Any, model_name: str, table_id: int | str) -> None:
         """Remove keys from every tier, online; they get the default vector from then on.

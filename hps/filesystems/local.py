@@ -15,8 +15,8 @@ _ABSENT = (FileNotFoundError, NotADirectoryError)
 class LocalFileSystem(FileSystem):
     """Reads and writes files by path, relative to the working directory or absolute, or by `file://` URI. *Immutable.*
 
-    The version of a file is its modification time, size and inode: it changes when the file is written or when another
-    file takes its place, also one of the same size and time.
+    The version of a file is its modification and change times, size and inode: it changes when the file is written, also if its
+    modification time is put back, or when another file takes its place, also one of the same size and time.
     """
 
     is_local = True
@@ -127,7 +127,7 @@ class _LocalWriter(FileWriter):
 
 def _status_of(path: str, status: os.stat_result) -> FileStatus:
     if stat.S_ISREG(status.st_mode):
-        return FileStatus(status.st_size, f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}")
+        return FileStatus(status.st_size, f"{status.st_mtime_ns}-{status.st_ctime_ns}-{status.st_size}-{status.st_ino}")
     what = "a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
     raise ModelFileError(f"opening {path}: it is {what}, expected a file")
 

@@ -159,6 +159,39 @@ def test_lookup_concatenated_refuses_what_does_not_fit(server, counts, floats, m
         server.lookup_concatenated(np.arange(6), counts, np.zeros(floats, np.float32), "ranker")
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.int64])
+def test_counts_of_small_integers_do_not_wrap(server, dtype):
+    counts, keys = np.array([100, 100], dtype), np.arange(200)
+    out = np.zeros(100 * (4 + 7), np.float32)
+    found = server.lookup_concatenated(keys, counts, out, "ranker", return_found=True)
+    assert found.size == 200
+    np.testing.assert_array_equal(out[:400].reshape(100, 4), vectors_of(keys[:100], 4))
+    np.testing.assert_array_equal(out[400:].reshape(100, 7), vectors_of(keys[100:], 7))
+
+
+@pytest.mark.parametrize("counts", [[1.0, 1], ["1", 1], [None, 2], 2, np.array([1.0, 1.0])])
+def test_counts_that_are_no_integers_are_typed_errors(server, counts):
+    with pytest.raises(hps.InvalidInputError, match="expected integers"):
+        server.lookup_concatenated(np.arange(2), counts, np.zeros(11, np.float32), "ranker", return_found=True)
+
+
+@pytest.mark.parametrize(
+    "vectors",
+    [
+        [[1, 2, 3, 4], [1, 2]],
+        torch.zeros(2, 4, dtype=torch.bfloat16),
+        torch.zeros(2, 4, requires_grad=True),
+        np.zeros((2, 4), np.complex64),
+        [["1", "2", "3", "4"]] * 2,
+        None,
+    ],
+)
+def test_vectors_of_the_wrong_kind_are_typed_errors_and_change_nothing(server, vectors):
+    with pytest.raises(hps.InvalidInputError, match="reading vectors"):
+        server.insert([1, 2], vectors, "ranker", "user")
+    np.testing.assert_array_equal(server.lookup([1, 2], "ranker", "user"), vectors_of([1, 2], 4))
+
+
 def test_insert_and_delete_are_seen_by_the_next_lookup(server):
     server.lookup([1, 2], "ranker", 0)
     new = np.array([[9, 9, 9, 9]], np.float32)

@@ -18,6 +18,8 @@ from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.refresh import refresh
 from hps.lookup.session import CachedSession, DirectSession, Session, SessionSettings
 from hps.metrics import Metrics
+from hps.models.files import SparseModel
+from hps.models.repeats import find_repeats
 from hps.models.sources import ModelSources
 from hps.models.table_load import LoadReport, LoadTargets, TableLoad
 from hps.models.warm_up import warm_up
@@ -247,6 +249,7 @@ def _cached_sessions(
         share = fraction = 0.0
     capacities = [math.ceil(share * report.model.rows) for report in reports]
     sessions: dict[int, Session] = {}
+    stale = [report.differs or report.model.may_change_unseen() for report in reports]
     try:
         for device_id in config.deployed_device_list:
             if cache_class.device == "cpu" and sessions:
@@ -255,14 +258,27 @@ def _cached_sessions(
             cache = cache_class.create(config.tables, capacities, device_id)
             sessions[device_id] = CachedSession(config.tables, cache, chain, coalescer, settings, metrics)
             for index, (table, report) in enumerate(zip(config.tables, reports, strict=True)):
-                warm_up(cache, index, table, report.model, fraction)
-                if report.differs:
+                warmed = warm_up(cache, index, table, report.model, fraction)
+                stale[index] = stale[index] or _warmed_in_part(table, report.model, warmed, chain)
+                if stale[index] and chain.databases:
                     refresh(cache, index, table, chain, fraction)
     except BaseException:
         for session in dict.fromkeys(sessions.values()):
             session.close(0.0)
         raise
     return sessions
+
+
+def _warmed_in_part(table: TableSpec, model: SparseModel, rows: int, chain: DatabaseChain) -> bool:
+    """Whether keys of the rows that a cache was warmed with occur again in later rows, which count.
+
+    Raises:
+        ModelFileError: they do, and no database has the later ones.
+    """
+    repeats = find_repeats(model, rows)
+    if repeats and not chain.databases:
+        raise repeats.refusal(f"warming up {table.tag} from {model.place}", "the cache", rows)
+    return repeats is not None
 
 
 def _load_tables(

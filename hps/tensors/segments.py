@@ -116,7 +116,9 @@ def as_counts(counts: Iterable[Any]) -> list[int]:
     try:
         return [operator.index(count) for count in counts]
     except TypeError as error:
-        raise InvalidInputError(f"looking up concatenated tables: got counts {counts!r}, expected integers ({error})") from error
+        raise InvalidInputError(
+            f"looking up concatenated tables: got counts {counts!r}, expected integers ({error})"
+        ) from error
 
 
 def tensor_segment(table: int, dim: int, keys: Any, out: Any, *, on_cuda: bool, with_found: bool) -> Segment:

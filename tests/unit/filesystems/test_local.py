@@ -1,9 +1,9 @@
 """Files of this machine."""
 
 import os
-import time
 import re
 import stat
+import time
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,8 @@ Whoever holds only the first rows would answer another vector than the rest of t
 """
 
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ from hps.models.files import CHUNK_BYTES, SparseModel
 from hps.numba_kernels import compile_kernels, kernel, read_only
 from hps.types import KeyArray
 
+_tuple: Any = types.UniTuple
+_PAIR = _tuple(int64, 2)
 _SLOTS_A_ROW = 1.6  # 13 bytes a row, while the rest of the keys is read
 
 
@@ -56,15 +58,13 @@ def find_repeats(model: SparseModel, rows: int) -> Repeats | None:
     compile_kernels()
     slots = np.zeros(int(rows * _SLOTS_A_ROW) + 2, np.uint64)
     found, first_key, first_row = 0, 0, 0
-    with closing(_chunks(model, 0, rows)) as chunks:
-        for _, keys in chunks:
-            _enter(keys, slots)
-    with closing(_chunks(model, rows, model.rows)) as chunks:
-        for start, keys in chunks:
-            more, position = _count(keys, slots)
-            if more and not found:
-                first_key, first_row = int(keys[position]), start + position
-            found += more
+    for _, keys in _chunks(model, 0, rows):
+        _enter(keys, slots)
+    for start, keys in _chunks(model, rows, model.rows):
+        more, position = _count(keys, slots)
+        if more and not found:
+            first_key, first_row = int(keys[position]), start + position
+        found += more
     return Repeats(found, first_key, first_row) if found else None
 
 
@@ -96,7 +96,7 @@ def _enter(keys: KeyArray, slots: npt.NDArray[np.uint64]) -> None:
         slots[slot] = hashed
 
 
-@kernel(types.UniTuple(int64, 2), read_only(int64[::1]), uint64[::1])
+@kernel(_PAIR, read_only(int64[::1]), uint64[::1])
 def _count(keys: KeyArray, slots: npt.NDArray[np.uint64]) -> tuple[int, int]:
     """How many of the keys are entered, and the position of the first of them."""
     most = np.uint64(slots.size - 1)

@@ -11,21 +11,27 @@ import numpy as np
 
 from hps.cache.base import EmbeddingCache
 from hps.configuration.load import Configuration, ModelConfig
-from hps.databases.base import Database
-from hps.errors import DatabaseError, InvalidInputError, UnknownDeviceError, UnknownTableError
+from hps.databases.base import Database, PersistentDatabase
+from hps.errors import DatabaseError, InvalidInputError, NotReadyError, UnknownDeviceError, UnknownTableError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.refresh import refresh
 from hps.lookup.session import CachedSession, DirectSession, Session, SessionSettings
 from hps.metrics import Metrics
+from hps.models.files import SparseModel
+from hps.models.repeats import find_repeats
 from hps.models.sources import ModelSources
 from hps.models.table_load import LoadReport, LoadTargets, TableLoad
 from hps.models.warm_up import warm_up
+from hps.open_calls import OpenCalls
 from hps.progress import Progress
 from hps.registry import implementation
 from hps.types import FloatArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
+
+DRAIN_S = 10.0
+"""How long a deployment that is closed waits for its lookups; they go on afterwards, and keep their tables."""
 
 _STATIC_LOAD = 0.7
 """How full a static cache on a GPU is. Sets are then rarely too small for their keys; the few vectors that find no place stay
@@ -41,18 +47,19 @@ class Deployment:
         tables: its tables, in the order of their ids.
         sessions: by device id. On the CPU all device ids share one session.
         chain: the host tiers that hold its tables.
-        owns_chain: whether the chain is this model's alone, and closed with it.
         indices: of the tables, by name and by id.
+        changes: the modifications and refreshes under way.
     """
 
     config: ModelConfig
     tables: tuple[TableSpec, ...]
     sessions: dict[int, Session]
     chain: DatabaseChain
-    owns_chain: bool = False
     indices: dict[str | int, int] = field(init=False, repr=False)
+    changes: OpenCalls = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "changes", OpenCalls(f"the deployment of model {self.config.model!r}"))
         names = {spec.table_name: index for index, spec in enumerate(self.tables)}
         object.__setattr__(self, "indices", names | {index: index for index in names.values()})
 
@@ -97,6 +104,7 @@ class Deployment:
     def insert(self, index: int, keys: KeyArray, vectors: FloatArray) -> None:
         """Add or replace vectors of a table in every tier; see `HPS.insert`."""
         table = self.tables[index]
+        self._refuse_what_nobody_keeps(f"inserting into {table.tag}")
         if vectors.shape != (keys.size, table.dim):
             raise InvalidInputError(
                 f"inserting into {table.tag}: got vectors of shape {vectors.shape}, expected {(keys.size, table.dim)}"
@@ -109,31 +117,57 @@ class Deployment:
                 else:
                     cache.erase(index, keys)
 
-        self.chain.insert(table, keys, vectors, apply)
+        with self.changes:
+            self.chain.insert(table, keys, vectors, apply)
 
     def delete(self, index: int, keys: KeyArray) -> None:
         """Remove keys of a table from every tier; see `HPS.delete`."""
+        self._refuse_what_nobody_keeps(f"deleting from {self.tables[index].tag}")
 
         def apply(_written: bool) -> None:
             for cache in self.caches:
                 cache.erase(index, keys)
 
-        self.chain.delete(self.tables[index], keys, apply)
+        with self.changes:
+            self.chain.delete(self.tables[index], keys, apply)
+
+    def refresh(self) -> None:
+        """Read the vectors of all resident keys again; see `HPS.refresh`."""
+        with self.changes:
+            for cache in self.caches:
+                for index, table in enumerate(self.tables):
+                    refresh(cache, index, table, self.chain, self.config.cache_refresh_percentage_per_iteration)
+
+    def _refuse_what_nobody_keeps(self, doing: str) -> None:
+        """Refuse a modification that no database would hold: it would be acknowledged, and lost with this deployment."""
+        resident = self.config.embedding_cache_type in ("static", "uvm")
+        kept_by = PersistentDatabase if resident else Database
+        if not any(isinstance(database, kept_by) for database in self.chain.databases):
+            raise InvalidInputError(
+                f"{doing}: got no database that would keep it, expected {'a persistent_db' if resident else 'one'}; configure "
+                "it, or write new model files and deploy the model again"
+            )
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for queued insertions; False when the timeout comes first."""
         return all(session.drain(timeout_s) for session in dict.fromkeys(self.sessions.values()))
 
-    def close(self) -> None:
-        """Let running lookups end and free the caches, and the tables that are in this process's memory."""
-        for session in dict.fromkeys(self.sessions.values()):
-            session.close()
-        if self.owns_chain:
-            self.chain.close()
-        else:
+    def close(self) -> bool:
+        """Refuse new lookups, let running ones end and free the caches, and the tables that are in this process's memory.
+
+        Returns:
+            False when some still run after `DRAIN_S`: what they read stays, and `close` may be called again.
+        """
+        ended = [session.close(DRAIN_S) for session in dict.fromkeys(self.sessions.values())]
+        if not (self.changes.close(DRAIN_S) and all(ended)):
+            return False
+        try:
             for table in self.tables:
-                with suppress(DatabaseError):  # a promotion that does not end: the table is left, unused
-                    self.chain.release_table(table)
+                self.chain.release_table(table)
+        except (DatabaseError, NotReadyError) as error:  # a promotion that does not end, or the databases are closed
+            _log.warning("undeploying model %r: %s", self.config.model, error)
+            return False
+        return True
 
 
 def choose_cache(device: str) -> type[EmbeddingCache]:
@@ -215,6 +249,7 @@ def _cached_sessions(
         share = fraction = 0.0
     capacities = [math.ceil(share * report.model.rows) for report in reports]
     sessions: dict[int, Session] = {}
+    stale = [report.differs or report.model.may_change_unseen() for report in reports]
     try:
         for device_id in config.deployed_device_list:
             if cache_class.device == "cpu" and sessions:
@@ -223,14 +258,27 @@ def _cached_sessions(
             cache = cache_class.create(config.tables, capacities, device_id)
             sessions[device_id] = CachedSession(config.tables, cache, chain, coalescer, settings, metrics)
             for index, (table, report) in enumerate(zip(config.tables, reports, strict=True)):
-                warm_up(cache, index, table, report.model, fraction)
-                if report.differs:
+                warmed = warm_up(cache, index, table, report.model, fraction)
+                stale[index] = stale[index] or _warmed_in_part(table, report.model, warmed, chain)
+                if stale[index] and chain.databases:
                     refresh(cache, index, table, chain, fraction)
     except BaseException:
         for session in dict.fromkeys(sessions.values()):
-            session.close()
+            session.close(0.0)
         raise
     return sessions
+
+
+def _warmed_in_part(table: TableSpec, model: SparseModel, rows: int, chain: DatabaseChain) -> bool:
+    """Whether keys of the rows that a cache was warmed with occur again in later rows, which count.
+
+    Raises:
+        ModelFileError: they do, and no database has the later ones.
+    """
+    repeats = find_repeats(model, rows)
+    if repeats and not chain.databases:
+        raise repeats.refusal(f"warming up {table.tag} from {model.place}", "the cache", rows)
+    return repeats is not None
 
 
 def _load_tables(
@@ -245,17 +293,15 @@ def _load_tables(
 
 
 def _deploy_resident(config: ModelConfig, targets: LoadTargets, metrics: Metrics, progress: Progress | None) -> Deployment:
-    """On the CPU a static (or uvm) cache is a hash map of its own that holds every row; the databases are not used."""
+    """On the CPU a static (or uvm) cache is a hash map of its own that holds every row, over the persistent database if any."""
     resident: Database = implementation("database", "hash_map")()
-    chain = DatabaseChain(resident, None, metrics=metrics)
-    try:
-        _load_tables(config, chain, replace(targets, load=(resident,), keep=(), initial_cache_rate=1.0), progress)
-    except BaseException:
-        chain.close()
-        raise
+    load = tuple(database for database in targets.load if isinstance(database, PersistentDatabase))
+    keep = tuple(database for database in targets.keep if isinstance(database, PersistentDatabase))
+    chain = DatabaseChain(resident, next(iter(load + keep), None), metrics=metrics)
+    _load_tables(config, chain, replace(targets, load=(resident, *load), keep=keep, initial_cache_rate=1.0), progress)
     session = DirectSession(config.tables, chain, metrics)
     sessions: dict[int, Session] = dict.fromkeys(config.deployed_device_list, session)
-    return Deployment(config, config.tables, sessions, chain, owns_chain=True)
+    return Deployment(config, config.tables, sessions, chain)
 
 
 def _cache_class(device: str) -> type[EmbeddingCache]:

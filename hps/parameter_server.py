@@ -15,12 +15,13 @@ from hps.configuration.load import Configuration, ModelConfig, load_configuratio
 from hps.deployment import Deployment, choose_cache, deploy, open_databases
 from hps.errors import InvalidInputError, NotReadyError, UnknownModelError
 from hps.lookup.coalescing import FetchCoalescer
-from hps.lookup.refresh import refresh
 from hps.metrics import Metrics
 from hps.progress import Progress
 from hps.tensors.segments import (
     Segment,
+    as_counts,
     as_host_keys,
+    as_host_vectors,
     concatenated_segments,
     named_segments,
     refuse_repeated_tables,
@@ -60,6 +61,7 @@ class HPS:
         self.metrics = Metrics()
         self._cache_class = choose_cache(self.config.device)
         self._deployments: dict[str, Deployment] = {}
+        self._leaving: dict[str, Deployment] = {}  # undeployed, while their last lookups still run
         self._changing = threading.Lock()  # deploying or undeploying
         self._closed = False
         self._chain, self._targets = open_databases(self.config, self.metrics)
@@ -192,7 +194,8 @@ class HPS:
                 its first n x dim elements.
             model_name: a deployed model.
             table_id: the table, by id or by name.
-            device_id: whose embedding cache to use; where the tensors are is independent of it.
+            device_id: whose embedding cache to use. Each tensor may be in host memory or on that GPU, independently of the
+                other; one on another GPU is refused.
             return_found: return the found-mask.
 
         Returns:
@@ -239,6 +242,7 @@ class HPS:
         """
         deployment = self.model(model_name)
         session = deployment.session(device_id)
+        counts = as_counts(counts)
         found = np.empty(max(sum(counts), 0), np.bool_) if return_found else None
         segments = concatenated_segments(keys, counts, out_tensor, deployment.tables, on_cuda=session.on_cuda, found=found)
         session.lookup(segments)
@@ -263,13 +267,15 @@ class HPS:
 
         Args:
             keys: (n,) integers, distinct.
-            vectors: (n, dim) float32.
+            vectors: (n, dim) float32, or what NumPy reads as real numbers.
 
         Raises:
+            InvalidInputError: keys or vectors are of the wrong kind or shape, or no database would keep them: there is none, or
+                none that is persistent for a `static` or `uvm` model.
             DatabaseError: the database that holds everything failed; each key then has its old or its new vector.
         """
         deployment = self.model(model_name)
-        deployment.insert(deployment.table_index(table_id), as_host_keys(keys), np.ascontiguousarray(vectors, np.float32))
+        deployment.insert(deployment.table_index(table_id), as_host_keys(keys), as_host_vectors(vectors))
 
     def delete(self, keys: Any, model_name: str, table_id: int | str) -> None:
         """Remove keys from every tier, online; they get the default vector from then on.
@@ -290,6 +296,7 @@ class HPS:
 
         Raises:
             InvalidInputError: a model of this name is deployed already.
+            NotReadyError: one was undeployed, and lookups of it still run.
             ModelFileError, DatabaseError, DeviceError: it cannot be loaded; nothing is deployed then.
         """
         with self._changing:
@@ -297,6 +304,11 @@ class HPS:
                 raise NotReadyError("the parameter server is closed")
             if model.model in self._deployments:
                 raise InvalidInputError(f"deploying model {model.model!r}: it is deployed already; undeploy it first")
+            if model.model in self._leaving:
+                raise NotReadyError(
+                    f"deploying model {model.model!r}: lookups of the deployment before it still run and read its tables; try "
+                    "again when they have ended"
+                )
             deployed = deploy(
                 model,
                 self._cache_class,
@@ -311,20 +323,30 @@ class HPS:
     def undeploy(self, model_name: str) -> None:
         """Take a model out of service and free its caches and its tables in the hash map; Redis and RocksDB keep theirs.
 
+        New lookups are refused at once, and running ones are waited for. Those that still run after 10 s keep what they read,
+        and answer from it; it is freed when the last of them has ended, and the name can be deployed again then.
+
         Raises:
             UnknownModelError: no model of this name is deployed.
         """
         with self._changing:
             deployment = self.model(model_name)
             self._deployments = {name: other for name, other in self._deployments.items() if name != model_name}
-            deployment.close()
+            if not deployment.close():
+                _log.warning("model %r: lookups still run; they keep its tables and caches until they have ended", model_name)
+                self._leaving[model_name] = deployment
+                name = f"hps-undeploy-{model_name}"
+                threading.Thread(target=self._release, args=(model_name,), name=name, daemon=True).start()
+
+    def _release(self, model_name: str) -> None:
+        """Wait for the last lookups of an undeployed model, then let its name be used again."""
+        while not self._closed and not self._leaving[model_name].close():
+            pass
+        del self._leaving[model_name]
 
     def refresh(self, model_name: str) -> None:
         """Read the vectors of all resident keys again, in place, on every device of a model."""
-        deployment = self.model(model_name)
-        for cache in deployment.caches:
-            for index, table in enumerate(deployment.tables):
-                refresh(cache, index, table, deployment.chain, deployment.config.cache_refresh_percentage_per_iteration)
+        self.model(model_name).refresh()
 
     def drain(self, timeout_s: float = 10.0) -> bool:
         """Wait until background insertions and promotions are done; False when the timeout comes first."""

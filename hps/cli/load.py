@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from hps.progress import Progress
 
 EXAMPLE = "Example: `hps load configs/minimal.json && hps serve configs/minimal.json`"
-_WITHOUT_DATABASES = ("static", "stochastic")  # kinds of embedding cache
 
 
 def load_command(config: console.ConfigPath, force: console.Force = False) -> None:
@@ -87,8 +86,8 @@ def _load_model(
     """Load the tables of one model; return the lines to print."""
     from hps.models.table_load import LoadTargets, TableLoad
 
-    if model.embedding_cache_type in _WITHOUT_DATABASES:
-        return [f"{model.model}: embedding_cache_type {model.embedding_cache_type} uses no database"]
+    if model.embedding_cache_type == "stochastic":
+        return [f"{model.model}: embedding_cache_type stochastic uses no database"]
     targets = LoadTargets(
         load=tuple(databases),
         initial_cache_rate=configuration.volatile_db.initial_cache_rate,

@@ -100,6 +100,10 @@ class FileSystem(ABC):
             ModelFileChangedError: it has another version.
         """
 
+    def may_change_unseen(self, path: str, version: str) -> bool:
+        """Whether the content of a file of this version may change from now on while its version stays."""
+        return False
+
     @abstractmethod
     def list(self, path: str) -> list[str]:
         """Names (not paths) of what a directory holds, sorted."""

@@ -1,5 +1,6 @@
 """Files of this machine."""
 
+import fcntl
 import os
 import secrets
 import stat
@@ -15,8 +16,8 @@ _ABSENT = (FileNotFoundError, NotADirectoryError)
 class LocalFileSystem(FileSystem):
     """Reads and writes files by path, relative to the working directory or absolute, or by `file://` URI. *Immutable.*
 
-    The version of a file is its modification time, size and inode: it changes when the file is written or when another
-    file takes its place, also one of the same size and time.
+    The version of a file is its modification and change times, size and inode: it changes when the file is written, also if its
+    modification time is put back, or when another file takes its place, also one of the same size and time.
     """
 
     is_local = True
@@ -60,6 +61,29 @@ class LocalFileSystem(FileSystem):
             raise _refusal("reading", path, error) from error
         finally:
             os.close(descriptor)
+
+    def may_change_unseen(self, path: str, version: str) -> bool:
+        """Whether somebody has the file open for writing: stores through a memory map change its times only now and then.
+
+        Linux grants a read lease only on a file that nobody has open, or mapped, for writing. Where it grants none at all (to a
+        user who does not own the file, on network file systems), nobody can tell, and the answer is no.
+        """
+        try:
+            descriptor = os.open(local_path(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise _refusal("opening", path, error) from error
+        try:
+            if (now := _status_of(path, os.fstat(descriptor)).version) != version:
+                raise changed(path, version, now)
+            fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+            fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        except BlockingIOError:
+            return True
+        except (OSError, AttributeError):  # AttributeError: not Linux
+            return False
+        finally:
+            os.close(descriptor)
+        return False
 
     def list(self, path: str) -> list[str]:
         """Names of what a directory holds, sorted."""
@@ -127,7 +151,7 @@ class _LocalWriter(FileWriter):
 
 def _status_of(path: str, status: os.stat_result) -> FileStatus:
     if stat.S_ISREG(status.st_mode):
-        return FileStatus(status.st_size, f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}")
+        return FileStatus(status.st_size, f"{status.st_mtime_ns}-{status.st_ctime_ns}-{status.st_size}-{status.st_ino}")
     what = "a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
     raise ModelFileError(f"opening {path}: it is {what}, expected a file")
 

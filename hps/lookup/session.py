@@ -1,6 +1,5 @@
 """The hot path: the lookups of one model on one device."""
 
-import logging
 import queue
 import threading
 import time
@@ -17,10 +16,10 @@ from hps.errors import NotReadyError, TooManyKeysError, WorkspaceTimeoutError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
 from hps.metrics import Metrics
+from hps.open_calls import OpenCalls
 from hps.tensors.segments import Segment
 from hps.types import BoolArray, KeyArray, TableSpec
 
-_log = logging.getLogger(__name__)
 _STAGE_ROWS = 16_384  # vectors fetched before their copy to the device begins; the next chunk is fetched meanwhile
 
 
@@ -55,8 +54,12 @@ class Session(Protocol):
     def drain(self, timeout_s: float) -> bool:
         """Wait for queued insertions; False when the timeout comes first."""
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Refuse new lookups, let running ones and queued insertions end, and free the cache."""
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Refuse new lookups, let running ones and queued insertions end, and free the cache.
+
+        Returns:
+            False when lookups still run after `timeout_s`: they keep the cache, and `close` may be called again.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +141,13 @@ class CachedSession:
         """Wait for queued insertions; False when the timeout comes first."""
         return self._inserts.drain(timeout_s)
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Refuse new lookups, let running ones and queued insertions end, and free the cache."""
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Refuse new lookups, let running ones and queued insertions end, and free the cache. See `Session.close`."""
         if not self._lookups.close(timeout_s):
-            model = self.tables[0].model_name
-            _log.warning("model %r: lookups still run after %g s; they keep its cache", model, timeout_s)
-            return
+            return False
         self._inserts.close()
         self.cache.close()
+        return True
 
     def _answer_misses(self, lookup: CacheLookup, segments: Sequence[Segment], counts: Sequence[int]) -> None:
         deferred = {
@@ -252,30 +254,36 @@ class DirectSession:
         self._max_keys = [table.max_keys for table in self.tables]
         self._counters = [metrics.table(table.model_name, table.table_name) for table in self.tables]
         self._seconds = metrics.lookup_seconds.labels(self.tables[0].model_name)
+        self._calls = OpenCalls(f"the deployment of model {self.tables[0].model_name!r}")
 
     def lookup(self, segments: Sequence[Segment]) -> None:
         """Write the vector of every key to its row of `out`. See `Session.lookup`."""
         start = time.perf_counter()
         _refuse_too_many_keys(self.tables, self._max_keys, segments)
-        for segment in segments:
-            table = self.tables[segment.table]
-            found = np.zeros(segment.n, np.bool_) if segment.found is None else segment.found
-            found[...] = False
-            absent = found.size - self._chain.fetch(table, segment.keys, segment.out, found)
-            if absent:
-                segment.out[~found] = table.default_value
-            with self._metrics.lock:
-                counters = self._counters[segment.table]
-                counters.keys += found.size
-                counters.defaults += absent
+        with self._calls:
+            for segment in segments:
+                table = self.tables[segment.table]
+                found = segment.found
+                if found is None:
+                    found = np.zeros(segment.n, np.bool_)
+                else:
+                    found[...] = False
+                absent = found.size - self._chain.fetch(table, segment.keys, segment.out, found)
+                if absent:
+                    segment.out[~found] = table.default_value
+                with self._metrics.lock:
+                    counters = self._counters[segment.table]
+                    counters.keys += found.size
+                    counters.defaults += absent
         self._seconds.observe(time.perf_counter() - start)
 
     def drain(self, timeout_s: float) -> bool:
         """Return True: nothing runs in the background."""
         return True
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Do nothing: there is nothing to release."""
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Refuse new lookups and let running ones end. See `Session.close`."""
+        return self._calls.close(timeout_s)
 
 
 class _LookupPool:
@@ -307,6 +315,8 @@ class _LookupPool:
             NotReadyError: the pool was closed.
         """
         try:
+            if self._closed:  # else it would take what `close` waits for
+                raise queue.Empty
             return self._free.get(timeout=self._timeout_s)
         except queue.Empty:
             if self._closed:
@@ -321,16 +331,16 @@ class _LookupPool:
         """Let the next caller have a lookup."""
         self._free.put(lookup)
 
-    def close(self, timeout_s: float) -> bool:
-        """Take all lookups away for good; False when some were still running after `timeout_s`."""
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Take all lookups away for good; False when some were still running after `timeout_s`, and may be asked again."""
         self._closed = True
         deadline = time.monotonic() + timeout_s
-        for _ in range(self._size):
+        while self._size:
             try:
                 self._free.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 return False
-        self._size = 0
+            self._size -= 1
         return True
 
 

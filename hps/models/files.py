@@ -101,6 +101,15 @@ class SparseModel:
         """
         self._filesystem.read_into(part.path, part.offset, part.buffer, part.version)
 
+    def read_keys(self, start_row: int, keys: KeyArray) -> None:
+        """Read the keys of the rows from `start_row` on into an array, (n,) int64, C-contiguous.
+
+        Raises:
+            ModelFileError: as `read_part`.
+        """
+        path, version = self._versions[0]
+        self._filesystem.read_into(path, start_row * _KEY_BYTES, keys.data.cast("B"), version)
+
     @property
     def parallel_reads(self) -> int:
         """How many parts are worth reading at a time."""
@@ -110,6 +119,14 @@ class SparseModel:
     def chunks_ahead(self) -> int:
         """How many chunks to read ahead so that `parallel_reads` parts are being read."""
         return max(self.parallel_reads * min(self._filesystem.part_bytes, CHUNK_BYTES) // CHUNK_BYTES, 2)
+
+    def may_change_unseen(self) -> bool:
+        """Whether a file may change from now on without getting another version, since somebody has it open for writing.
+
+        Raises:
+            ModelFileError: a file changed, or cannot be opened.
+        """
+        return self.is_local and any(self._filesystem.may_change_unseen(path, version) for path, version in self._versions)
 
     def verify(self) -> None:
         """Check, before any row is used, that the files are still those that were opened, and with `int32_keys` every key.
@@ -125,11 +142,11 @@ class SparseModel:
                 raise changed(path, opened, now)
         if not self.int32_keys:
             return
-        key_path, version = self._versions[0]
+        key_path = self._versions[0][0]
         buffer = np.empty(min(self.rows, CHUNK_BYTES // _KEY_BYTES), np.int64)
         for start in range(0, self.rows, buffer.size):
             keys = buffer[: min(buffer.size, self.rows - start)]
-            self._filesystem.read_into(key_path, start * _KEY_BYTES, keys.data.cast("B"), version)
+            self.read_keys(start, keys)
             if keys.min() < 0 or keys.max() >= _UINT32_KEYS:
                 row = int(np.argmax((keys < 0) | (keys >= _UINT32_KEYS)))
                 raise ModelFileError(

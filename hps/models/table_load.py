@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hps.databases.base import UNBOUNDED_ROWS, Database, InProcessDatabase, LoadRecord, PersistentDatabase, SharedDatabase
-from hps.errors import DatabaseError
+from hps.errors import DatabaseError, ModelFileChangedError
+from hps.filesystems.base import changed
 from hps.models.files import CHUNK_BYTES, SparseModel, open_sparse_model
 from hps.models.read_ahead import read_ahead
+from hps.models.repeats import find_repeats
 from hps.models.sources import ModelSources
 from hps.progress import NoProgress, Progress
 from hps.types import FloatArray, KeyArray, TableSpec
@@ -69,8 +71,9 @@ class LoadReport:
         model: the files, as they were loaded; `warm_up` from it fills a cache with the same version.
         seconds: how long the load took.
         loads: one entry for each of the databases to load, in their order.
-        differs: whether the persistent database has other vectors than the files (it was updated online, or kept as it was).
-            A cache that is warmed up from the files must then be refreshed before it serves.
+        differs: whether the persistent database has, or may have, other vectors than the files (it was updated online, or kept
+            as it was), or than their first rows (a later row of the same key counts). A cache that is warmed up from the files
+            must then be refreshed before it serves.
     """
 
     tag: str
@@ -89,7 +92,8 @@ class TableLoad:
     takes a few chunks, however large the model is.
 
     The persistent database is the authority: if it was modified after its files were loaded, or is kept as it is, the volatile
-    databases are filled from it and not from the files, whose vectors may be old.
+    databases are filled from it and not from the files, whose vectors may be old. Likewise if they are to hold the first rows
+    only, and keys of those occur again in later rows: of the rows of a key, the last counts on every tier.
 
     Args:
         table: the table; it is opened in each database, also in those to keep.
@@ -106,6 +110,7 @@ class TableLoad:
         self._tag = table.tag
         self._targets = targets
         self._progress = progress or NoProgress()
+        self._watched = False  # whether the files may change without another version
         self._model = open_sparse_model(source, table.dim, int32_keys=targets.int32_keys, sources=targets.sources)
 
     def run(self) -> LoadReport:
@@ -126,7 +131,12 @@ class TableLoad:
         differs = authority is not None and self._differs(authority)
         if not all(self._is_whole(record) for record in records):
             self._model.verify()  # before a database loses what it has
-        if authority and self._is_whole(authority.load_record(self._tag)):
+        self._watched = self._model.may_change_unseen()
+        whole = authority is not None and self._is_whole(authority.load_record(self._tag))
+        if self._watched and whole and not self._targets.force:
+            differs = True  # the files may be others by now than those that it holds
+        differs = differs or self._repeats(authority)
+        if authority and whole:
             self._put_above(authority)  # what others loaded from copies of the files need not be loaded again
         loads = [self._planned(database, record, differs) for database, record in zip(databases, records, strict=True)]
         self._read_into([(one, load) for one, load in zip(databases, loads, strict=True) if load.rows and not load.elsewhere])
@@ -168,12 +178,8 @@ class TableLoad:
         if not model.is_local or (record.rows_total, record.size_bytes) != (model.rows, model.size_bytes):
             return record
         _log.info("Table: %s; the files have another place or time than those in %s; comparing them.", self._tag, database.kind)
-        checksum = ""
         model.verify()
-        with closing(read_ahead(model, self._ranges(0, model.rows))) as chunks:
-            for _, keys, vectors in chunks:
-                checksum = extended(checksum, keys, vectors)
-        if checksum != record.checksum:
+        if self._checksum(0, model.rows) != record.checksum:
             return record
         record = replace(record, fingerprint=model.fingerprint, source=model.place)
         self._remember(database, record)
@@ -188,6 +194,25 @@ class TableLoad:
         if record is None or not self._is_whole(record):
             return kept
         return record.modified and (kept or not self._targets.force)
+
+    def _repeats(self, authority: Database | None) -> bool:
+        """Whether a volatile database that is to hold only the first rows would hold vectors that later rows replace.
+
+        Raises:
+            ModelFileError: it would, and no database has the later ones.
+        """
+        model = self._model
+        for database in self._targets.load:
+            if isinstance(database, PersistentDatabase):
+                continue
+            rows = self._share(database, model.rows)
+            repeats = find_repeats(model, rows)
+            if repeats and authority is None:
+                raise repeats.refusal(f"loading {self._tag} from {model.place}", database.kind, rows)
+            if repeats:
+                self._empty(database)  # an older load may have left the earlier rows there
+                return True
+        return False
 
     # -- what is needed -----------------------------------------------------------------------------------------------
 
@@ -252,6 +277,7 @@ class TableLoad:
                 for feed in feeds:
                     feed.add(start, keys, vectors)
                 self._progress.advance(self._tag, keys.size)
+        self._check_unchanged(targets, feeds)
         for (database, _), feed in zip(targets, feeds, strict=True):
             feed.end()
             started = time.monotonic()
@@ -259,6 +285,33 @@ class TableLoad:
             if (seconds := time.monotonic() - started) > _LONG_MERGE_S:
                 _log.info("Table: %s; %s merged its rows in %.1f s.", self._tag, database.kind, seconds)
         self._progress.finish(self._tag)
+
+    def _check_unchanged(self, targets: Sequence[tuple[Database, DatabaseLoad]], feeds: "Sequence[LoadFeed]") -> None:
+        """Make sure that what was read is one state of the files.
+
+        A local file that nobody had open for writing has another version after each write, which every read notices. One that
+        somebody may have mapped has not: it is read again, and what is loaded goes if that was not the same.
+
+        Raises:
+            ModelFileChangedError: it was not.
+        """
+        try:
+            if self._model.may_change_unseen() or self._watched:
+                for (_, load), feed in zip(targets, feeds, strict=True):
+                    if not self._watched or self._checksum(feed.first_summed_row, load.last_row) != feed.checksum:
+                        raise changed(self._model.place, "at the opening")
+        except ModelFileChangedError:
+            for database, _ in targets:
+                self._empty(database)
+            raise
+
+    def _checksum(self, first: int, last: int) -> str:
+        """The checksum of rows [first, last), as the files have them now."""
+        checksum = ""
+        with closing(read_ahead(self._model, self._ranges(first, last))) as chunks:
+            for _, keys, vectors in chunks:
+                checksum = extended(checksum, keys, vectors)
+        return checksum
 
     def _feed(self, database: Database, load: DatabaseLoad) -> "LoadFeed":
         model = self._model
@@ -271,7 +324,7 @@ class TableLoad:
                 record = replace(record, checksum=before.checksum)
             else:
                 self._remember(database, record)  # so that a start that keeps what is there refuses it until it is whole
-        return LoadFeed(database, self._tag, self._table.dim, record, load.last_row)
+        return LoadFeed(database, self._tag, self._table.dim, record, load.last_row, sums=self._watched)
 
     def _remember(self, database: PersistentDatabase, record: LoadRecord) -> None:
         database.load_chunk(self._tag, np.empty(0, np.int64), np.empty((0, self._table.dim), np.float32), record)
@@ -345,16 +398,25 @@ class LoadFeed:
         dim: floats of a vector.
         record: what it holds already: `rows_done` is the first row to load, `checksum` that of the rows before.
         last_row: the row behind the last to load.
+        sums: compute the checksum, also for a database that keeps none.
     """
 
-    def __init__(self, database: Database, tag: str, dim: int, record: LoadRecord, last_row: int) -> None:
+    def __init__(
+        self, database: Database, tag: str, dim: int, record: LoadRecord, last_row: int, *, sums: bool = False
+    ) -> None:
         self._database, self._tag = database, tag
         self._record, self._last_row = record, last_row
-        self._sums = isinstance(database, PersistentDatabase)  # what others hold is never compared with files
+        self._sums = sums or isinstance(database, PersistentDatabase)  # what others hold is not compared with files later
+        self.first_summed_row = 0 if record.checksum else record.rows_done
         batch_bytes = database.load_bytes if isinstance(database, PersistentDatabase) else 0
         rows = min(batch_bytes // (8 + 4 * dim), _MOST_BATCH_ROWS, last_row - record.rows_done)
         self._keys, self._vectors = np.empty(rows, np.int64), np.empty((rows, dim), np.float32)
         self._held = 0
+
+    @property
+    def checksum(self) -> str:
+        """Of the rows from `first_summed_row` on that it has taken."""
+        return self._record.checksum
 
     def add(
         self,

@@ -5,7 +5,8 @@ as it is, where the lookup runs on a CUDA cache: that cache finds and checks it 
 as DLPack would.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from hps.errors import InvalidDtypeError, InvalidInputError
 from hps.tensors.dlpack import adopt, as_keys, as_output, view_as_keys, view_as_output
-from hps.types import BoolArray, DeviceArray, KeyArray, TableSpec
+from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
 
 
 class Stretch:
@@ -73,7 +74,7 @@ def as_host_keys(keys: Any) -> KeyArray:
     """
     try:
         array = np.asarray(keys)
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise InvalidInputError(
             f"reading keys: got {type(keys).__name__} ({error}), expected a sequence of integers"
         ) from error
@@ -86,6 +87,38 @@ def as_host_keys(keys: Any) -> KeyArray:
     if array.dtype == np.uint64:
         return np.ascontiguousarray(array).view(np.int64)
     return np.ascontiguousarray(array, np.int64)
+
+
+def as_host_vectors(vectors: Any) -> FloatArray:
+    """Bring an array, or nested sequences, of numbers to float32, C-contiguous, in host memory; copies only where necessary.
+
+    Raises:
+        InvalidDtypeError: they are not real numbers.
+        InvalidInputError: they are ragged, or cannot be read as an array in host memory (bfloat16, tensors with gradients).
+    """
+    try:
+        array = np.asarray(vectors)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise InvalidInputError(
+            f"reading vectors: got {type(vectors).__name__} ({error}), expected an (n, dim) array of float32 in host memory"
+        ) from error
+    if array.dtype.kind not in "fiu":
+        raise InvalidDtypeError(f"reading vectors: got dtype {array.dtype}, expected float32 (or other real numbers)")
+    return np.ascontiguousarray(array, np.float32)
+
+
+def as_counts(counts: Iterable[Any]) -> list[int]:
+    """Bring the counts of concatenated tables to Python's integers, whose sums cannot wrap.
+
+    Raises:
+        InvalidInputError: they are not integers.
+    """
+    try:
+        return [operator.index(count) for count in counts]
+    except TypeError as error:
+        raise InvalidInputError(
+            f"looking up concatenated tables: got counts {counts!r}, expected integers ({error})"
+        ) from error
 
 
 def tensor_segment(table: int, dim: int, keys: Any, out: Any, *, on_cuda: bool, with_found: bool) -> Segment:
@@ -164,6 +197,7 @@ def concatenated_segments(
         InvalidDtypeError, InvalidInputError: as `tensor_segment`; also when there is not one count for each table, or the
             counts do not add up to the keys.
     """
+    counts = as_counts(counts)
     if len(counts) != len(specs) or min(counts, default=0) < 0:
         raise InvalidInputError(
             f"looking up concatenated tables: got counts {list(counts)[:8]}, expected {len(specs)} of them, one per table, "

@@ -164,6 +164,39 @@ def test_lookup_concatenated_refuses_what_does_not_fit(server, counts, floats, m
         server.lookup_concatenated(np.arange(6), counts, np.zeros(floats, np.float32), "ranker")
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.int64])
+def test_counts_of_small_integers_do_not_wrap(server, dtype):
+    counts, keys = np.array([100, 100], dtype), np.arange(200)
+    out = np.zeros(100 * (4 + 7), np.float32)
+    found = server.lookup_concatenated(keys, counts, out, "ranker", return_found=True)
+    assert found.size == 200
+    np.testing.assert_array_equal(out[:400].reshape(100, 4), vectors_of(keys[:100], 4))
+    np.testing.assert_array_equal(out[400:].reshape(100, 7), vectors_of(keys[100:], 7))
+
+
+@pytest.mark.parametrize("counts", [[1.0, 1], ["1", 1], [None, 2], 2, np.array([1.0, 1.0])])
+def test_counts_that_are_no_integers_are_typed_errors(server, counts):
+    with pytest.raises(hps.InvalidInputError, match="expected integers"):
+        server.lookup_concatenated(np.arange(2), counts, np.zeros(11, np.float32), "ranker", return_found=True)
+
+
+@pytest.mark.parametrize(
+    "vectors",
+    [
+        [[1, 2, 3, 4], [1, 2]],
+        torch.zeros(2, 4, dtype=torch.bfloat16),
+        torch.zeros(2, 4, requires_grad=True),
+        np.zeros((2, 4), np.complex64),
+        [["1", "2", "3", "4"]] * 2,
+        None,
+    ],
+)
+def test_vectors_of_the_wrong_kind_are_typed_errors_and_change_nothing(server, vectors):
+    with pytest.raises(hps.InvalidInputError, match="reading vectors"):
+        server.insert([1, 2], vectors, "ranker", "user")
+    np.testing.assert_array_equal(server.lookup([1, 2], "ranker", "user"), vectors_of([1, 2], 4))
+
+
 def test_insert_and_delete_are_seen_by_the_next_lookup(server):
     server.lookup([1, 2], "ranker", 0)
     new = np.array([[9, 9, 9, 9]], np.float32)
@@ -197,16 +230,36 @@ def test_config_may_be_a_file(configuration, tmp_path):
         assert server.models == ("ranker",)
 
 
-def test_restart_serves_online_updates_from_the_persistent_database(configuration):
-    new = np.array([[4, 3, 2, 1]], np.float32)
-    configuration["models"][0]["cache_refresh_percentage_per_iteration"] = 1.0
+@pytest.mark.parametrize("written_as", ["dynamic", "static", "uvm"])
+@pytest.mark.parametrize("read_as", ["dynamic", "static", "uvm"])
+@pytest.mark.parametrize("persistent", [{}, {"initialize_after_startup": False}])
+def test_restart_serves_online_updates_from_the_persistent_database(configuration, written_as, read_as, persistent):
+    new = np.array([[4, 3, 2, 1], [8, 7, 6, 5]], np.float32)
+    configuration["models"][0].update(cache_refresh_percentage_per_iteration=1.0, embedding_cache_type=written_as)
     with hps.HPS(configuration) as server:
-        server.insert([-10], new, "ranker", 0)
+        server.insert([-10, 7000], new, "ranker", 0)
         server.delete([-9], "ranker", 0)
+        np.testing.assert_array_equal(server.lookup([-10, 7000], "ranker", 0), new)
+    configuration["models"][0]["embedding_cache_type"] = read_as
+    configuration["persistent_db"].update(persistent)
     with hps.HPS(configuration) as server:
-        vectors, found = server.lookup([-10, -9, 1], "ranker", 0, return_found=True)
-    np.testing.assert_array_equal(vectors[0], new[0])
-    assert found.tolist() == [True, False, True]
+        vectors, found = server.lookup([-10, 7000, -9, 1], "ranker", 0, return_found=True)
+    np.testing.assert_array_equal(vectors[:2], new)
+    assert found.tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tiers"), [("static", ["volatile_db"]), ("uvm", ["volatile_db"]), ("static", []), ("dynamic", [])]
+)
+def test_a_modification_that_no_database_would_keep_is_refused(configuration, kind, tiers):
+    configuration["models"][0]["embedding_cache_type"] = kind
+    for tier in {"volatile_db", "persistent_db"}.difference(tiers):
+        configuration[tier] = {"type": "disabled"}
+    with hps.HPS(configuration) as server:
+        with pytest.raises(hps.InvalidInputError, match="no database that would keep it"):
+            server.insert([1], np.ones((1, 4), np.float32), "ranker", 0)
+        with pytest.raises(hps.InvalidInputError, match="no database that would keep it"):
+            server.delete([1], "ranker", 0)
 
 
 def test_inserts_that_a_read_only_database_refuses_do_not_stop_lookups(configuration):

@@ -26,7 +26,6 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from hps.databases.base import LoadRecord, PersistentDatabase, TableStats
@@ -34,8 +33,9 @@ from hps.databases.rocks_db import directory
 from hps.databases.rocks_db.engine import DEFAULT, Engine
 from hps.databases.rocks_db.load_records import LoadRecords
 from hps.databases.rocks_db.table import RocksTable, width_of
-from hps.errors import DatabaseError, DatabaseTimeoutError, InvalidInputError, NotReadyError, TableWidthError, UnknownTableError
+from hps.errors import DatabaseError, DatabaseTimeoutError, InvalidInputError, TableWidthError, UnknownTableError
 from hps.input_checks import check_positive
+from hps.open_calls import OpenCalls
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _log = logging.getLogger(__name__)
@@ -194,7 +194,11 @@ class RocksDatabase(PersistentDatabase):
             self._records.remove(tag)
 
     def close(self) -> None:
-        self._calls.close(self._close_timeout_s)
+        if not self._calls.close(self._close_timeout_s):  # new calls stay refused, and `close` may be called again
+            raise DatabaseTimeoutError(
+                f"closing the database {self.path}: calls still running after {self._close_timeout_s:g} s: "
+                f"{self._calls.under_way}; close it again when they have ended"
+            )
         with self._tables_lock:
             if self._released:
                 return
@@ -294,43 +298,3 @@ class RocksDatabase(PersistentDatabase):
         with self._calls:
             self._table(tag).settle()
             self._seal_now()
-
-
-class OpenCalls:
-    """Counts the calls under way, so that the database is closed only when nothing reads it any more. *Thread-safe.*
-
-    Each call of the engine is made inside `with calls:`; `close` waits for those under way and refuses new ones.
-    """
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._changed = threading.Condition()
-        self._under_way = 0
-        self._closed = False
-
-    def __enter__(self) -> Self:
-        with self._changed:
-            if self._closed:
-                raise NotReadyError(f"{self._what} is closed; open it again to use it")
-            self._under_way += 1
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with self._changed:
-            self._under_way -= 1
-            if not self._under_way:
-                self._changed.notify_all()
-
-    def close(self, timeout_s: float) -> None:
-        """Refuse new calls, then wait for those under way.
-
-        Raises:
-            DatabaseTimeoutError: some have not ended. New ones stay refused, and `close` may be called again.
-        """
-        with self._changed:
-            self._closed = True
-            if not self._changed.wait_for(lambda: not self._under_way, timeout_s):
-                raise DatabaseTimeoutError(
-                    f"closing {self._what}: calls still running after {timeout_s:g} s: {self._under_way}; close it again when "
-                    "they have ended"
-                )

@@ -250,10 +250,10 @@ def test_load_takes_the_new_version_of_a_model(tmp_path: Path, config: Path) -> 
 
 
 def test_load_passes_over_models_that_use_no_database(tmp_path: Path, content: dict[str, Any]) -> None:
-    content["models"][0]["embedding_cache_type"] = "static"
+    content["models"][0]["embedding_cache_type"] = "stochastic"
     result = run("load", write_config(tmp_path, content))
     assert result.exit_code == 0
-    assert result.stdout == "shop: embedding_cache_type static uses no database\n"
+    assert result.stdout == "shop: embedding_cache_type stochastic uses no database\n"
 
 
 @pytest.mark.parametrize(

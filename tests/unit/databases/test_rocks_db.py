@@ -12,7 +12,7 @@ import pytest
 import rocksdict
 
 from hps.databases.base import Database, LoadRecord
-from hps.databases.rocks_db.database import OpenCalls, RocksDatabase
+from hps.databases.rocks_db.database import RocksDatabase
 from hps.databases.rocks_db.engine import Engine
 from hps.databases.rocks_db.load_records import LoadRecords
 from hps.errors import (
@@ -529,14 +529,12 @@ def test_closing_while_others_read_and_write_ends_them_with_an_error(path: Path)
         assert again.size(TAG) == 20_000
 
 
-def test_closing_waits_for_calls_under_way_but_not_for_ever():
-    calls = OpenCalls("the database /x")
-    with calls:
-        with pytest.raises(DatabaseTimeoutError, match=r"/x: calls still running after 0\.01 s: 1;"):
-            calls.close(0.01)
-        with pytest.raises(NotReadyError), calls:
-            pass
-    calls.close(0.01)
+def test_closing_waits_for_calls_under_way_but_not_for_ever(path: Path):
+    with opened(path, close_timeout_s=0.01) as database, database._calls:
+        with pytest.raises(DatabaseTimeoutError, match=r"calls still running after 0\.01 s: 1;"):
+            database.close()
+        with pytest.raises(NotReadyError):
+            database.size(TAG)
 
 
 def test_writes_that_rocksdb_holds_back_end_in_a_timeout_and_then_go_on(path: Path):

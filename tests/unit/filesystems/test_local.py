@@ -3,6 +3,7 @@
 import os
 import re
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,17 @@ def test_a_file_written_in_place_has_another_version(tmp_path: Path) -> None:
     path.write_bytes(b"new")
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))  # a clock tick may be longer than this test
     assert LocalFileSystem().status(str(path)).version != before
+
+
+def test_a_time_that_is_put_back_hides_no_write(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"before")
+    status, before = path.stat(), LocalFileSystem().status(str(path)).version
+    deadline = time.monotonic() + 30
+    while LocalFileSystem().status(str(path)).version == before:  # within the same tick of the clock nothing can be seen
+        assert time.monotonic() < deadline
+        path.write_bytes(b"behind")
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def test_a_replacement_that_keeps_the_time_has_another_version(tmp_path: Path) -> None:

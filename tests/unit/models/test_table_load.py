@@ -1,17 +1,20 @@
 """Model files into databases: what is read, skipped, continued, replaced or copied, and what a failure leaves behind."""
 
 import logging
+import mmap
+import os
 import threading
+import time
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hps.databases.base import LoadRecord, TableStats
+from hps.databases.base import Database, LoadRecord, TableStats
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.rocks_db.database import RocksDatabase
-from hps.errors import DatabaseError, ModelFileError, ModelFileNotFoundError, TableWidthError
+from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError, TableWidthError
 from hps.models.files import open_sparse_model
 from hps.models.sample import sample_vectors
 from hps.models.table_load import DatabaseLoad
@@ -369,6 +372,74 @@ def test_a_model_replaced_while_loading_is_never_taken_for_whole(source: str) ->
     persistent.before_chunk = lambda row: None
     load_table(TABLE, source, [persistent])
     assert held(persistent) == content(*rows_of(ROWS, seed=2))
+
+
+class Writing(Events):
+    """Changes the vectors of the first and the last row in the middle of a load."""
+
+    def __init__(self, source: str, how: str) -> None:
+        super().__init__()
+        self.path, self.how = Path(source) / "emb_vector", how
+        while time.time_ns() < self.path.stat().st_ctime_ns + 20_000_000:  # a write within one tick of the clock has no time
+            time.sleep(0.005)
+        self.file = self.path.open("r+b") if how == "mapped" else None
+        self.map = mmap.mmap(self.file.fileno(), 0) if self.file else None
+        if self.map:
+            for place in (0, -1):
+                self.map[place] = self.map[place]  # later stores to these pages do not change the file's times
+
+    def advance(self, tag: str, rows: int) -> None:
+        super().advance(tag, rows)
+        if self.advanced != CHUNK_ROWS * 5:
+            return
+        if self.map:
+            self.map[0] ^= 1
+            self.map[-1] ^= 1
+            return
+        status = self.path.stat()
+        with self.path.open("r+b") as file:
+            for place in (0, status.st_size - 1):
+                file.seek(place)
+                file.write(b"\x55")
+        os.utime(self.path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    def close(self) -> None:
+        for one in (self.map, self.file):
+            if one:
+                one.close()
+
+
+@pytest.mark.parametrize("make", [PersistentMemoryDatabase, MemoryDatabase, HashMapDatabase])
+@pytest.mark.parametrize("how", ["mapped", "time put back"])
+def test_files_that_are_written_in_place_during_a_load_are_never_mixed(source: str, how: str, make: type[Database]) -> None:
+    database, writing = make(), Writing(source, how)
+    try:
+        with pytest.raises(ModelFileChangedError):
+            load_table(TABLE, source, [database], progress=writing)
+    finally:
+        writing.close()
+    if how == "mapped":
+        assert held(database) == {}
+    if isinstance(database, PersistentMemoryDatabase):
+        record = database.load_record(TAG)
+        assert record is None or not record.complete
+    load_table(TABLE, source, [database])
+    changed = np.fromfile(Path(source) / "emb_vector", np.float32).reshape(-1, DIM)
+    assert held(database) == content(KEYS, changed)
+
+
+def test_files_that_somebody_has_mapped_and_leaves_alone_are_loaded(source: str) -> None:
+    writing = Writing(source, "mapped")
+    try:
+        volatile, persistent = MemoryDatabase(), PersistentMemoryDatabase()
+        load_table(TABLE, source, [volatile, persistent])
+        assert held(volatile) == held(persistent) == FILES
+        writing.map[0] ^= 1  # type: ignore[index]
+        fresh = MemoryDatabase()
+        assert load_table(TABLE, source, [fresh, persistent]).differs  # what is in the files now is not what was loaded
+        assert held(fresh) == FILES
+    finally:
+        writing.close()
 
 
 def test_files_that_do_not_fit_leave_the_databases_alone(source: str) -> None:

@@ -16,18 +16,19 @@ from benchmarks.harness import RESULTS, Report
 from benchmarks.soak.bad_clients import ATTACKS
 from benchmarks.soak.clients import PROBES
 from benchmarks.soak.ledger import COUNTERS, PROCESSES
-from benchmarks.soak.stage import CHAOS, Stage
+from benchmarks.soak.stage import CHAOS, LASTING, Stage
 
 WRONG = ("default", "torn", "foreign", "invented", "stale", "mask", "shape")
 _TICK_S = 0.5
+_LEAK_S, _LEAK_BYTES = 300, 16 << 20  # growth that is a leak, in a soak of at least that length
 
 
 def _disturb(stage: Stage, kinds: list[str], every_s: float, end: float, rng: np.random.Generator) -> Counter[str]:
-    """Do one thing after the other to the stage, each as often as the others, until the time is over."""
+    """Do one thing after the other to the stage, each as often as the others, until the time is over and each was done."""
     done: Counter[str] = Counter()
     due = time.monotonic() + every_s
     turn: list[str] = []
-    while (now := time.monotonic()) < end:
+    while (now := time.monotonic()) < end or len(done) < len(kinds):
         stage.watch()
         if kinds and now >= due:
             turn = turn or [str(kind) for kind in rng.permutation(kinds)]
@@ -47,6 +48,8 @@ def _examine(stage: Stage, limit_s: float) -> dict[str, dict[str, float]]:
     for name, budget in stage.budget_bytes.items():
         if stage.peak_bytes[name] > budget:
             ledger.violation("memory", process=name, peak_mb=stage.peak_bytes[name] / 1e6, budget_mb=budget / 1e6)
+    if len(stage.resident_bytes) * _TICK_S >= _LEAK_S and stage.growth_bytes > _LEAK_BYTES:
+        ledger.violation("leak", process=LASTING, growth_mb=stage.growth_bytes / 1e6)
     figures = {}
     taken = json.loads((stage.directory / "probes.json").read_text())
     for name in PROBES:
@@ -86,6 +89,7 @@ def soak(arguments: argparse.Namespace, directory: Path, report: Report) -> list
         end = time.monotonic() + 60 * arguments.minutes
         done = _disturb(stage, arguments.chaos, arguments.every, end, np.random.default_rng(arguments.seed))
         stage.end_clients()
+        stage.check_idle()
         for process in range(len(PROCESSES)):
             stage.tell(process, "audit")
             stage.measure(process)
@@ -100,7 +104,9 @@ def soak(arguments: argparse.Namespace, directory: Path, report: Report) -> list
     totals = {name: stage.ledger.total(name) for name in COUNTERS}
     report.add(axes, {**totals, "wrong_vectors": sum(kinds[kind] for kind in WRONG)})
     for name in PROCESSES:
-        mb = {"peak_mb": stage.peak_bytes[name] / 1e6, "budget_mb": stage.budget_bytes[name] / 1e6}
+        mb: dict[str, float] = {"peak_mb": stage.peak_bytes[name] / 1e6, "budget_mb": stage.budget_bytes[name] / 1e6}
+        if name == LASTING:
+            mb |= {"growth_mb": stage.growth_bytes / 1e6}
         report.add({"work": "memory", "process": name}, mb)
     for name, figures in health.items():
         report.add({"work": "health", "process": name, "limit_ms": arguments.health_limit_ms}, figures)

@@ -10,6 +10,7 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +41,7 @@ COUNTERS = (
     *("probes", "attacks", "violations"),
 )
 _ACTORS = 64
-_MAX_NOTED = 100  # violations a process writes down; it counts all
+_MAX_NOTED = 20  # violations of a kind that a process describes; it counts all
 _STOP, _START, _SEQUENCE = range(3)
 _SEQUENCE_LOCK, _CONTESTED_LOCK = range(2)
 _A, _B, _C = (np.uint64(one) for one in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93))
@@ -95,7 +96,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._locks = os.open(directory / "locks", os.O_RDWR | os.O_CREAT)
         self._notes = os.open(directory / "notes", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._noted = 0
+        self._noted: Counter[str] = Counter()
 
     def _array(self, name: str, *shape: int) -> npt.NDArray[np.int64]:
         path = self.directory / name
@@ -128,8 +129,8 @@ class Ledger:
         """Count and write down something that must not be."""
         self.count(violations=1)
         with self._lock:
-            self._noted += 1
-            if self._noted > _MAX_NOTED:
+            self._noted[kind] += 1
+            if self._noted[kind] > _MAX_NOTED:
                 details = {}
         self._note({"kind": kind, "by": self.name, **details})
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 import hps
 from benchmarks.soak.ledger import ABSENT, DEFAULT, PROCESSES, ROWS, TABLES, Bounds, Ledger, draw, encode
@@ -93,11 +94,12 @@ class Node:
     def fork(self) -> None:
         """Look up in a forked child, which may be refused, while this process goes on; neither may get anything wrong."""
         reader, writer = os.pipe()
+        known = self._ledger.acknowledged[self._process, 0].copy()  # the child cannot know what is written later
         child = os.fork()
         if not child:
             try:
                 signal.alarm(_FORK_S)
-                os.write(writer, json.dumps(self._of_child()).encode())
+                os.write(writer, json.dumps(self._of_child(known)).encode())
             finally:
                 os._exit(0)
         os.close(writer)
@@ -116,13 +118,13 @@ class Node:
         caches = [(cache, len(model.tables)) for model in deployed for cache in model.caches]
         return {"caches": sum(cache.stats(table).size_bytes for cache, tables in caches for table in range(tables))}
 
-    def _of_child(self) -> list[str]:
+    def _of_child(self, known: npt.NDArray[np.int64]) -> list[str]:
         """What is wrong in a forked child. Takes no lock that a thread of the parent's may have held."""
         rng = np.random.default_rng(os.getpid())
         problems = []
         for _ in range(_LOOKUPS_OF_A_FORK):
             keys = draw(rng, _CHECK_KEYS)
-            bounds = self._ledger.bounds(self._process, 0, keys)
+            bounds = Bounds(0, keys, known[keys])
             try:
                 vectors = self._server.lookup(keys, *TABLES[0][:2])
             except hps.HPSError:

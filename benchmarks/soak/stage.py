@@ -7,20 +7,25 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.soak.ledger import DEFAULT, PROCESSES, ROWS, TABLES, Ledger, encode
 from hps.models.writer import write_sparse_model
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.redis_server import RedisServer, free_ports
 
+LASTING = "b"  # is never restarted, so that a slow leak shows
 MAX_BODY_BYTES, HELD_BODIES = 4 << 20, 8
 _START_S, _EXIT_S, _REPLY_S = 120.0, 40.0, 120.0
 _BASE_BYTES = 160 << 20  # allocators, threads, compiled kernels, RocksDB's buffers for these few rows, answers in flight
+_IDLE_S = 60.0
+_IDLE = ("hps_http_lookups_pending", "hps_http_held_body_bytes")
 _MAIN_ACTOR = 63
 
 
@@ -42,8 +47,16 @@ class Stage:
         self.nodes: dict[int, subprocess.Popen[str]] = {}
         self.peak_bytes = dict.fromkeys(PROCESSES, 0)
         self.budget_bytes = dict.fromkeys(PROCESSES, 0)
+        self.resident_bytes: list[int] = []  # of LASTING, twice a second
         self._children = ChildProcesses()
         self._clients: list[subprocess.Popen[str]] = []
+
+    @property
+    def growth_bytes(self) -> float:
+        """By how much `LASTING` grew from the middle third of the soak to the last."""
+        third = len(self.resident_bytes) // 3
+        middle, last = (np.median(self.resident_bytes[part : part + third]) for part in (third, 2 * third))
+        return float(last - middle)
 
     def open(self) -> None:
         """Write the model files, and start Redis and the processes."""
@@ -61,15 +74,15 @@ class Stage:
     def start_clients(self, good: int, bad: int, attacks: Sequence[str]) -> None:
         """Start the clients and the probes."""
         ports = self.ports[:2]
-        self._run("benchmarks.soak.clients", "echo", self._echo_port)
+        self._run("echo", "clients", "echo", self._echo_port)
         actor = len(PROCESSES)
         probe = ("probe", self.directory, actor, *ports, self._echo_port)
-        self._clients.append(self._run("benchmarks.soak.clients", *probe))
+        self._clients.append(self._run("probe", "clients", *probe))
         for count in (good // 2, good - good // 2):
             actor += 1
-            self._clients.append(self._run("benchmarks.soak.clients", "good", self.directory, actor, *ports, count))
+            self._clients.append(self._run("good", "clients", "good", self.directory, actor, *ports, count))
         if bad:
-            self._clients.append(self._run("benchmarks.soak.bad_clients", self.directory, actor + 1, *ports, bad, *attacks))
+            self._clients.append(self._run("bad", "bad_clients", self.directory, actor + 1, *ports, bad, *attacks))
 
     def end_clients(self) -> None:
         """Let clients and probes end by themselves."""
@@ -80,6 +93,21 @@ class Stage:
             except subprocess.TimeoutExpired:
                 self.ledger.violation("client", problem=f"{client.args} did not end")
 
+    def check_idle(self) -> None:
+        """Without clients, nothing of any request may stay in a server."""
+        for process, port in enumerate(self.ports):
+            deadline = time.monotonic() + _IDLE_S
+            left: dict[str, float] = {"unknown": 0.0}
+            while port and left and time.monotonic() < deadline:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+                    families = text_string_to_metric_families(answer.read().decode())
+                    left = {
+                        one.name: one.value for family in families for one in family.samples if one.name in _IDLE and one.value
+                    }
+                time.sleep(0.1)
+            if port and left:
+                self.ledger.violation("left over", process=PROCESSES[process], **left)
+
     def close(self) -> None:
         """Kill what still runs."""
         self._children.end()
@@ -89,7 +117,7 @@ class Stage:
         """Start a process, and wait until it serves."""
         name = PROCESSES[process]
         arguments = (self.directory, process, self.ports[process], *self._faults.get(name, ()))
-        self.nodes[process] = self._run("benchmarks.soak.server", *arguments, stdin=subprocess.PIPE)
+        self.nodes[process] = self._run(name, "server", *arguments, stdin=subprocess.PIPE)
         if self.ports[process]:
             self._wait(process, "/v2/health/live")
             self.ledger.generation[process] += 1
@@ -134,18 +162,17 @@ class Stage:
                 self.take_down(process)
                 self.start(process)
                 continue
-            try:
-                lines = Path(f"/proc/{node.pid}/status").read_text().splitlines()
-            except OSError:
-                continue
-            peak = next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)
+            status = dict(line.split(":\t", 1) for line in Path(f"/proc/{node.pid}/status").read_text().splitlines())
+            peak, resident = (int(status.get(one, "0").split()[0]) << 10 for one in ("VmHWM", "VmRSS"))
             self.peak_bytes[name] = max(self.peak_bytes[name], peak)
+            if name == LASTING:
+                self.resident_bytes.append(resident)
 
-    def _run(self, module: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
-        name = module.rpartition(".")[2]
-        with (self.directory / f"{name}-{len(self._clients)}.log").open("a") as log:
+    def _run(self, name: str, module: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
+        """Start a module of this package as a process whose log has a name."""
+        with (self.directory / f"{name}.log").open("a") as log:
             options = {"stdout": subprocess.PIPE if options else log, "stderr": log, **options}
-            return self._children.start(sys.executable, "-m", module, *arguments, **options)
+            return self._children.start(sys.executable, "-m", f"benchmarks.soak.{module}", *arguments, **options)
 
     def _wait(self, process: int, path: str) -> None:
         deadline = time.monotonic() + _START_S
@@ -221,15 +248,15 @@ def _redis_restart(stage: Stage, rng: np.random.Generator) -> None:
 
 
 def _kill(stage: Stage, rng: np.random.Generator) -> None:
-    process = int(rng.integers(len(PROCESSES)))
+    process = PROCESSES.index(("a", "user")[rng.integers(2)])
     node = stage.take_down(process)
     node.kill()
     node.wait(_EXIT_S)
     stage.start(process)
 
 
-def _terminate(stage: Stage, rng: np.random.Generator) -> None:
-    process = int(rng.integers(2))
+def _terminate(stage: Stage, _: np.random.Generator) -> None:
+    process = PROCESSES.index("a")
     node = stage.take_down(process)
     node.send_signal(signal.SIGTERM)
     try:

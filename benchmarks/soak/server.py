@@ -223,8 +223,8 @@ def make_faulty(ledger: Ledger, process: int, faults: list[str]) -> None:
     def misbehave() -> None:
         leaked = []
         while True:
-            if "leak" in faults:
-                leaked.append(np.ones(4 << 20))  # 32 MB
+            if "leak" in faults and len(leaked) < 64:
+                leaked.append(np.ones(1 << 20))  # 8 MB
             if "stall" in faults:
                 sum(range(30_000_000))  # holds the interpreter lock
             time.sleep(0.2)

@@ -45,7 +45,7 @@ def test_a_soak_finds_faults_that_are_made_on_purpose(tmp_path):
     status, violations, _ = soak(tmp_path, "--minutes", 0.3, "--chaos", "--bad", 0, "--good", 8, "--fault", *faults)
     assert status == 1
     found = {(one["kind"], one["process"]) for one in violations if "process" in one}
-    assert found == {(kind, "a") for kind in wrong} | {(kind, "b") for kind in ("stale", "memory", "health")}
+    assert {(kind, "a") for kind in wrong} | {(kind, "b") for kind in ("stale", "memory", "health")} <= found
 
 
 @pytest.fixture

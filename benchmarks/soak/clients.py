@@ -173,6 +173,7 @@ def _live(port: int) -> bool:
 def echo(port: int) -> None:
     """Answer every connection with 200 and nothing else."""
     with socket.create_server(("127.0.0.1", port)) as listener:
+        print("listening", flush=True)
         while True:
             connection, _ = listener.accept()
             with connection:

@@ -25,7 +25,7 @@ MAX_BODY_BYTES, HELD_BODIES = 4 << 20, 8
 _START_S, _EXIT_S, _REPLY_S = 120.0, 40.0, 120.0
 _BASE_BYTES = 160 << 20  # allocators, threads, compiled kernels, RocksDB's buffers for these few rows, answers in flight
 _IDLE_S = 60.0
-_IDLE = ("hps_http_lookups_pending", "hps_http_held_body_bytes")
+_IDLE = ("hps_http_lookups_pending", "hps_http_held_body_bytes", "hps_http_held_bytes")
 _MAIN_ACTOR = 63
 
 
@@ -74,7 +74,9 @@ class Stage:
     def start_clients(self, good: int, bad: int, attacks: Sequence[str]) -> None:
         """Start the clients and the probes."""
         ports = self.ports[:2]
-        self._run("echo", "clients", "echo", self._echo_port)
+        echo = self._run("echo", "clients", "echo", self._echo_port, stdin=subprocess.PIPE)
+        if echo.stdout is not None:
+            echo.stdout.readline()
         actor = len(PROCESSES)
         probe = ("probe", self.directory, actor, *ports, self._echo_port)
         self._clients.append(self._run("probe", "clients", *probe))

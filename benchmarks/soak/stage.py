@@ -25,7 +25,7 @@ MAX_BODY_BYTES, HELD_BODIES = 4 << 20, 8
 _START_S, _EXIT_S, _REPLY_S = 120.0, 40.0, 120.0
 _BASE_BYTES = 160 << 20  # allocators, threads, compiled kernels, RocksDB's buffers for these few rows, answers in flight
 _IDLE_S = 60.0
-_IDLE = ("hps_http_lookups_pending", "hps_http_held_body_bytes", "hps_http_held_bytes")
+_IDLE = {"hps_http_lookups_pending": 0, "hps_http_held_bytes": 4096}  # the question itself is held
 _MAIN_ACTOR = 63
 
 
@@ -104,7 +104,10 @@ class Stage:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
                     families = text_string_to_metric_families(answer.read().decode())
                     left = {
-                        one.name: one.value for family in families for one in family.samples if one.name in _IDLE and one.value
+                        one.name: one.value
+                        for family in families
+                        for one in family.samples
+                        if one.value > _IDLE.get(one.name, np.inf)
                     }
                 time.sleep(0.1)
             if port and left:

@@ -1,7 +1,7 @@
 """Good clients of the soak, and the probes of its health.
 
 python -m benchmarks.soak.clients good DIRECTORY ACTOR PORT PORT COUNT    clients, each a thread, that judge every answer
-python -m benchmarks.soak.clients probe DIRECTORY ACTOR PORT PORT         asks both servers every 100 ms whether they live
+python -m benchmarks.soak.clients probe DIRECTORY ACTOR LIMIT_S PORT...   asks servers every 100 ms whether they live
 python -m benchmarks.soak.clients echo PORT                               answers such probes, with nothing behind it
 """
 
@@ -130,8 +130,13 @@ def good(directory: Path, actor: int, ports: list[int], count: int) -> None:
         thread.join()
 
 
-def probe(directory: Path, actor: int, ports: list[int]) -> None:
-    """Ask every 100 ms, on a new connection each time, as orchestrators do; note how long each answer took."""
+def probe(directory: Path, actor: int, limit_s: float, ports: list[int]) -> None:
+    """Ask every 100 ms, on a new connection each time, as orchestrators do; note how long each answer took.
+
+    Args:
+        limit_s: a server that takes longer is not healthy.
+        ports: of what `PROBES` names.
+    """
     ledger = Ledger(directory, actor, "probe")
     taken: list[list[float]] = [[] for _ in ports]
 
@@ -150,6 +155,8 @@ def probe(directory: Path, actor: int, ports: list[int]) -> None:
             if generation % 2 and (place >= 2 or int(ledger.generation[place]) == generation):
                 taken[place].append(seconds)
                 ledger.count(probes=1)
+                if place < 2 and seconds > limit_s:
+                    ledger.violation("health", process=PROBES[place], seconds=round(seconds, 3))
                 if not right:
                     ledger.violation("not alive", process=PROBES[place], seconds=round(seconds, 3))
 
@@ -186,6 +193,6 @@ if __name__ == "__main__":
     if kind == "echo":
         echo(int(rest[0]))
     elif kind == "probe":
-        probe(Path(rest[0]), int(rest[1]), [int(port) for port in rest[2:]])
+        probe(Path(rest[0]), int(rest[1]), float(rest[2]), [int(port) for port in rest[3:]])
     else:
         good(Path(rest[0]), int(rest[1]), [int(rest[2]), int(rest[3])], int(rest[4]))

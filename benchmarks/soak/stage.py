@@ -71,14 +71,14 @@ class Stage:
         for process in range(len(PROCESSES)):
             self.measure(process)
 
-    def start_clients(self, good: int, bad: int, attacks: Sequence[str]) -> None:
-        """Start the clients and the probes."""
+    def start_clients(self, good: int, bad: int, attacks: Sequence[str], limit_s: float) -> None:
+        """Start the clients and the probes, which take longer answers than the limit for a violation."""
         ports = self.ports[:2]
         echo = self._run("echo", "clients", "echo", self._echo_port, stdin=subprocess.PIPE)
         if echo.stdout is not None:
             echo.stdout.readline()
         actor = len(PROCESSES)
-        probe = ("probe", self.directory, actor, *ports, self._echo_port)
+        probe = ("probe", self.directory, actor, limit_s, *ports, self._echo_port)
         self._clients.append(self._run("probe", "clients", *probe))
         for count in (good // 2, good - good // 2):
             actor += 1

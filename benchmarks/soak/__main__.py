@@ -14,7 +14,6 @@ import numpy as np
 
 from benchmarks.harness import RESULTS, Report
 from benchmarks.soak.bad_clients import ATTACKS
-from benchmarks.soak.clients import PROBES
 from benchmarks.soak.ledger import COUNTERS, PROCESSES
 from benchmarks.soak.stage import CHAOS, LASTING, Stage
 
@@ -52,7 +51,7 @@ def _examine(stage: Stage) -> dict[str, dict[str, float]]:
         ledger.violation("leak", process=LASTING, growth_mb=stage.growth_bytes / 1e6)
     figures = {}
     taken = json.loads((stage.directory / "probes.json").read_text())
-    for name in PROBES:
+    for name in taken:
         seconds = np.array(taken[name] or [0.0])
         figures[name] = {
             "probes": len(taken[name]),

@@ -23,6 +23,7 @@ from hps.types import BoolArray, FloatArray
 
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 PROBES = (*PROCESSES[:2], "echo")  # what is probed; the last shows what the machine alone takes
+STARTING = "starting or ending"  # servers whose probes are not judged
 _PROBE_S, _PROBE_TIMEOUT_S = 0.1, 5.0
 _TIMEOUT_S, _THINK_S = 30.0, 0.4
 _LENGTH = "Inference-Header-Content-Length"
@@ -138,7 +139,7 @@ def probe(directory: Path, actor: int, limit_s: float, ports: list[int]) -> None
         ports: of what `PROBES` names.
     """
     ledger = Ledger(directory, actor, "probe")
-    taken: list[list[float]] = [[] for _ in ports]
+    taken: dict[str, list[float]] = {name: [] for name in (*PROBES, STARTING)}
 
     def ask(place: int) -> None:
         due = time.monotonic()
@@ -152,8 +153,11 @@ def probe(directory: Path, actor: int, limit_s: float, ports: list[int]) -> None
             except OSError:
                 right = False
             seconds = time.perf_counter() - start
-            if generation % 2 and (place >= 2 or int(ledger.generation[place]) == generation):
-                taken[place].append(seconds)
+            if not generation % 2:
+                if right:
+                    taken[STARTING].append(seconds)
+            elif place >= 2 or int(ledger.generation[place]) == generation:
+                taken[PROBES[place]].append(seconds)
                 ledger.count(probes=1)
                 if place < 2 and seconds > limit_s:
                     ledger.violation("health", process=PROBES[place], seconds=round(seconds, 3))
@@ -165,7 +169,7 @@ def probe(directory: Path, actor: int, limit_s: float, ports: list[int]) -> None
         thread.start()
     for thread in threads:
         thread.join()
-    (directory / "probes.json").write_text(json.dumps(dict(zip(PROBES, taken, strict=True))))
+    (directory / "probes.json").write_text(json.dumps(taken))
 
 
 def _live(port: int) -> bool:

@@ -124,9 +124,8 @@ class Stage:
         arguments = (self.directory, process, self.ports[process], *self._faults.get(name, ()))
         self.nodes[process] = self._run(name, "server", *arguments, stdin=subprocess.PIPE)
         if self.ports[process]:
-            self._wait(process, "/v2/health/live")
-            self.ledger.generation[process] += 1
             self._wait(process, "/v2/health/ready")
+            self.ledger.generation[process] += 1
         else:
             self.tell(process, "memory")
             self.ledger.generation[process] += 1

@@ -33,7 +33,7 @@ def _disturb(stage: Stage, kinds: list[str], every_s: float, end: float, rng: np
             turn = turn or [str(kind) for kind in rng.permutation(kinds)]
             kind = turn.pop()
             print(f"{kind} ", end="", file=sys.stderr, flush=True)
-            stage.ledger.event(kind)
+            stage.ledger.note(event=kind)
             CHAOS[kind](stage, rng)
             done[kind] += 1
             due = time.monotonic() + every_s

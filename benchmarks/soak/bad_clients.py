@@ -241,6 +241,7 @@ def _run(ledger: Ledger, ports: list[int], names: list[str], seed: int) -> None:
         if generation % 2:
             name = names[rng.integers(len(names))]
             attack, right = ATTACKS[name]
+            began = time.monotonic()
             try:
                 status = attack(ports[process], rng)
             except OSError as error:
@@ -248,6 +249,8 @@ def _run(ledger: Ledger, ports: list[int], names: list[str], seed: int) -> None:
                     ledger.violation("no answer", process=PROCESSES[process], attack=name, error=repr(error)[:200])
             else:
                 ledger.count(attacks=1)
+                seconds = round(time.monotonic() - began, 3)
+                ledger.note(attack=name, process=PROCESSES[process], status=status, seconds=seconds)
                 if status not in right:
                     ledger.violation("attack", process=PROCESSES[process], attack=name, status=status)
         time.sleep(rng.random() * 2 * _THINK_S)

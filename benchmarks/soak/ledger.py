@@ -132,11 +132,7 @@ class Ledger:
             self._noted[kind] += 1
             if self._noted[kind] > _MAX_NOTED:
                 details = {}
-        self._note({"kind": kind, "by": self.name, **details})
-
-    def event(self, name: str) -> None:
-        """Write down what was done to the processes."""
-        self._note({"event": name})
+        self.note(kind=kind, by=self.name, **details)
 
     def violations(self) -> list[dict[str, Any]]:
         """What all processes wrote down as wrong, each with the last event before it."""
@@ -148,9 +144,10 @@ class Ledger:
                 violations.append({**note, "after": event})
         return violations
 
-    def _note(self, note: dict[str, Any]) -> None:
+    def note(self, **details: Any) -> None:
+        """Write down something that happened: an event, an attack, a violation."""
         at = round((time.monotonic_ns() - int(self._state[_START])) / 1e9, 3)
-        os.write(self._notes, json.dumps({"at": at, **note}).encode() + b"\n")
+        os.write(self._notes, json.dumps({"at": at, **details}).encode() + b"\n")
 
     @contextmanager
     def writing(self, table: int, keys: KeyArray, *, delete: bool, contested: bool) -> Iterator[int]:

@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 CONFIG ?= configs/minimal.json
 
-.PHONY: help install dev sample serve test test-gpu check lint types imports format bench docs wheel clean
+.PHONY: help install dev sample serve test test-gpu check lint types imports format soak bench docs wheel clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -59,6 +59,9 @@ imports: dev
 format: dev      ## put the code into its form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+soak: dev        ## 64 good and bad clients, updates and chaos, every answer judged: make soak MINUTES=20
+	$(BIN)/python -m benchmarks.soak --minutes $(or $(MINUTES),20) $(ARGS)
 
 bench: dev       ## benchmarks of the host tiers and HTTP: make bench NAMES="hash_map http"
 	$(BIN)/python -m benchmarks $(NAMES)

@@ -3,7 +3,7 @@
 import threading
 from types import TracebackType
 
-from hps.errors import NotReadyError
+from hps.lifetimes import disown_in_children, refusal
 
 
 class OpenCalls:
@@ -21,6 +21,7 @@ class OpenCalls:
         self._calls: list[None] = []  # as long as there are calls; appending to a list and popping from it are atomic
         self._closed = False
         self._ended = threading.Condition()
+        disown_in_children(self)
 
     @property
     def under_way(self) -> int:
@@ -31,13 +32,17 @@ class OpenCalls:
         self._calls.append(None)
         if self._closed:
             self.__exit__(None, None, None)
-            raise NotReadyError(f"{self._what} is closed; open it again to use it")
+            raise refusal(self, self._what)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._calls.pop()
         if self._closed:
             with self._ended:
                 self._ended.notify_all()
+
+    def disown(self) -> None:
+        """In a forked child: refuse every call. Those under way are the parent's."""
+        self._calls, self._closed, self._ended = [], True, threading.Condition()
 
     def close(self, timeout_s: float) -> bool:
         """Refuse new calls, then wait for those under way; False when some have not ended. It may be called again."""

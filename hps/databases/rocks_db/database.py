@@ -20,7 +20,6 @@ that serialises opening and dropping tables. No fetch takes either.
 
 import logging
 import os
-import tempfile
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -35,6 +34,7 @@ from hps.databases.rocks_db.load_records import LoadRecords
 from hps.databases.rocks_db.table import RocksTable, width_of
 from hps.errors import DatabaseError, DatabaseTimeoutError, InvalidInputError, TableWidthError, UnknownTableError
 from hps.input_checks import check_positive
+from hps.lifetimes import disown_in_children
 from hps.open_calls import OpenCalls
 from hps.types import BoolArray, FloatArray, KeyArray
 
@@ -89,7 +89,7 @@ class RocksDatabase(PersistentDatabase):
         self._staged = count()
         self._seal_lock = threading.Lock()
         self._seal: directory.Seal | None = None
-        self._view: tempfile.TemporaryDirectory[str] | None = None
+        self._view: directory.View | None = None
         self._released = False
         exists = directory.check_directory(self.path, read_only)
 
@@ -107,6 +107,7 @@ class RocksDatabase(PersistentDatabase):
         else:
             self._engine = open_at(self.path)
         self._records = LoadRecords(self._engine)
+        disown_in_children(self)
         if read_only:
             return
         try:
@@ -211,6 +212,11 @@ class RocksDatabase(PersistentDatabase):
                 _log.warning("%s; it is closed and whole, but later damage to its list of files may go unnoticed", error)
             if self._view:
                 self._view.cleanup()
+
+    def disown(self) -> None:
+        """In a forked child: leave the files, and RocksDB's threads, which are not here, to the parent."""
+        self._tables_lock = threading.Lock()
+        self._released = True
 
     def _seal_now(self) -> None:
         if not self.read_only:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
+from weakref import finalize
 
 from hps.errors import DatabaseCorruptError, DatabaseError
 
@@ -133,7 +134,25 @@ def clear_staging(path: Path) -> None:
         raise DatabaseError(f"clearing {staging}: {error}; it must be possible to write there") from error
 
 
-def opened_in_view(path: Path, open_at: Callable[[Path], T]) -> "tuple[tempfile.TemporaryDirectory[str], T]":
+class View:
+    """A temporary directory for links. *Thread-safe.*
+
+    Attributes:
+        path: where it is.
+        cleanup: removes it; so do its last reference and the exit of the process that made it, but no forked child.
+    """
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="hps-rocks-db-"))
+        self.cleanup = finalize(self, _remove_own, self.path, os.getpid())
+
+
+def _remove_own(path: Path, owner: int) -> None:
+    if os.getpid() == owner:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def opened_in_view(path: Path, open_at: Callable[[Path], T]) -> tuple[View, T]:
     """Call `open_at` with a temporary directory of links to the files of the database, for reading.
 
     Returns:
@@ -145,10 +164,10 @@ def opened_in_view(path: Path, open_at: Callable[[Path], T]) -> "tuple[tempfile.
     attempts = 0
     while True:
         attempts += 1
-        view = tempfile.TemporaryDirectory(prefix="hps-rocks-db-", ignore_cleanup_errors=True)
+        view = View()
         try:
-            _link_files(path, view.name)
-            return view, open_at(Path(view.name))
+            _link_files(path, view.path)
+            return view, open_at(view.path)
         except DatabaseCorruptError:
             view.cleanup()
             if attempts == _VIEW_ATTEMPTS:  # a process that writes may replace files after we listed them
@@ -158,12 +177,12 @@ def opened_in_view(path: Path, open_at: Callable[[Path], T]) -> "tuple[tempfile.
             raise
 
 
-def _link_files(path: Path, view: str) -> None:
+def _link_files(path: Path, view: Path) -> None:
     try:
         # Copied, and first: a link would follow a writer to a new MANIFEST, which has no link here.
-        shutil.copyfile(path / _CURRENT, Path(view, _CURRENT))
+        shutil.copyfile(path / _CURRENT, view / _CURRENT)
         for entry in os.scandir(path):
             if entry.name not in _NOT_LINKED and not entry.name.startswith("LOG.") and entry.is_file():
-                os.symlink(os.path.abspath(entry.path), os.path.join(view, entry.name))
+                os.symlink(os.path.abspath(entry.path), view / entry.name)
     except OSError as error:
         raise DatabaseError(f"opening the database {path} with read_only: {error}; it must be possible to read it") from error

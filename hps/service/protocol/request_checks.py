@@ -1,5 +1,6 @@
 """The checks that both kinds of request share: strict JSON values, the tables of the model, the limits on keys."""
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,11 +13,11 @@ from hps.types import KeyArray, TableSpec
 _KINDS = {bool: "a boolean", float: "a float", str: "a string", list: "a list", dict: "an object", type(None): "null"}
 
 
-def parse_object(text: bytes | memoryview) -> dict[str, Any]:
+def parse_object(text: bytes | bytearray) -> dict[str, Any]:
     """Parse JSON whose value must be an object.
 
     Raises:
-        InvalidInputError: it is not JSON, or not an object.
+        InvalidInputError: it is not JSON, or not an object, or names a member twice.
     """
     try:
         value = orjson.loads(text)
@@ -24,7 +25,33 @@ def parse_object(text: bytes | memoryview) -> dict[str, Any]:
         raise InvalidInputError(f"reading the request: it is not JSON: {error}") from error
     if type(value) is not dict:
         raise InvalidInputError(f"reading the request: got {kind_of(value)}, expected a JSON object")
+    members = len(value)
+    for member in value.values():
+        if type(member) is dict:
+            members += len(member)
+    colons = text.count(b":")
+    if colons != members and colons != _count_members(value):  # the parser keeps the last of a name; or a string has a colon
+        try:
+            json.loads(text, object_pairs_hook=_members_named_once)
+        except RecursionError as error:
+            raise InvalidInputError("reading the request: it is nested too deeply") from error
     return value
+
+
+def _count_members(value: Any) -> int:
+    """Members of an object and of the objects in it, as far as a request has any."""
+    if type(value) is dict:
+        return len(value) + sum(_count_members(member) for member in value.values() if type(member) in (dict, list))
+    return sum(map(_count_members, value)) if value and type(value[0]) is dict and {dict}.issuperset(map(type, value)) else 0
+
+
+def _members_named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in members if names.count(name) > 1)
+        raise InvalidInputError(f"reading the request: {twice[:120]!r} is given twice, expected each name once")
+    return members
 
 
 def int64_array(values: Any, what: str) -> KeyArray:

@@ -63,6 +63,17 @@ class ServiceConfig(Section):
     max_keys_per_request: Positive = 1_000_000
     lookup_threads: Annotated[Whole, Field(ge=1, le=1024)] = 8
     request_timeout_s: Timeout = 10.0
+    answer_timeout_s: Timeout = 10.0
+    max_connections: Positive = 4096
+    max_held_bytes: Bytes = Field(default_factory=lambda data: max(1 << 30, 8 * data.get("max_body_bytes", 0)))
+
+    @field_validator("max_held_bytes")
+    @classmethod
+    def _check_held(cls, value: int, info: ValidationInfo) -> int:
+        least = 2 * info.data.get("max_body_bytes", 0)
+        if value < least:
+            raise problem(f"got {value}, expected at least {least}, twice max_body_bytes")
+        return value
 
 
 _COUNTED = {

@@ -18,12 +18,14 @@ from starlette.types import Message, Receive, Scope, Send
 from hps.errors import DeviceError, DeviceMemoryError, HPSError
 from hps.parameter_server import HPS
 from hps.service.control_routes import control_app
+from hps.service.held_memory import SMALL_BYTES, HeldMemory
 from hps.service.http_answer import BINARY, JSON, HTTPAnswer, RequestError, error_answer
 from hps.service.http_metrics import DISCONNECTED, HTTPMetrics
 from hps.service.lifecycle import Lifecycle
 from hps.service.lookup_threads import LookupThreads
-from hps.service.protocol.json_lookup import decode_lookup, encode_lookup
-from hps.service.protocol.open_inference import decode_request, parse_header_length
+from hps.service.protocol.json_lookup import JSONLookup, decode_lookup
+from hps.service.protocol.json_size import SMALL_JSON_BYTES, parsed_bytes
+from hps.service.protocol.open_inference import Inference, decode_request, parse_header_length
 from hps.service.protocol.request_checks import ModelTables
 from hps.service.request_body import BodyReader, ClientDisconnected
 from hps.service.schemas import INFER, INFER_VERSION, LOOKUP, VERSION, check_version
@@ -66,6 +68,7 @@ class Application:
 
     Attributes:
         lifecycle: as given.
+        memory: what is held for clients.
         closed: whether it was stopped, and nothing of it runs any more.
     """
 
@@ -76,11 +79,12 @@ class Application:
         self._token = settings.bearer_token.encode()
         self._max_keys = settings.max_keys_per_request
         self._models: dict[LookupTarget, ModelTables] = {}
+        self.memory = HeldMemory(settings.max_held_bytes)
         self._threads = LookupThreads(settings.lookup_threads, settings.request_timeout_s)
-        self._bodies = BodyReader(settings.max_body_bytes, settings.request_timeout_s, self._threads)
+        self._bodies = BodyReader(settings.max_body_bytes, settings.request_timeout_s, self._threads, self.memory)
         self._metrics = HTTPMetrics(
             pending=lambda: self._threads.pending,
-            held_bytes=lambda: self._bodies.held_bytes,
+            held_bytes=lambda: self.memory.held,
             ready=lambda: self.lifecycle.settled,
         )
         self._control = control_app(lifecycle, self._metrics, self._lifespan, self._error_answer)
@@ -106,7 +110,7 @@ class Application:
     async def _serve(self, target: LookupTarget | None, scope: Scope, receive: Receive, send: Send) -> int:
         """Serve one request: a lookup, or without a target what FastAPI has. Returns the status of the answer."""
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        body: bytes | None = None
+        body: bytes | bytearray | None = None
         try:
             if self._token and scope["path"] not in _OPEN_PATHS:
                 self._authorize(headers)
@@ -127,32 +131,75 @@ class Application:
             answer = self._error_answer(error, scope)
         finally:
             if body is not None:
-                self._bodies.release(body)
-        await _send(answer, send, unread=receive if body is None else None)
+                self.memory.held -= len(body)
+        unread = receive if body is None else None
+        body = None  # a client may take long to read
+        try:
+            await _send(answer, send, unread)
+        finally:
+            self.memory.held -= answer.held
         return answer.status
 
-    async def _look_up(self, server: HPS, target: LookupTarget, headers: Mapping[bytes, bytes], body: bytes) -> HTTPAnswer:
-        """Look up what the body asks for.
+    async def _look_up(
+        self, server: HPS, target: LookupTarget, headers: Mapping[bytes, bytes], body: bytes | bytearray
+    ) -> HTTPAnswer:
+        """Look up what the body asks for. The memory of the answer is held once its size is known, and stays so.
 
-        The lookup alone runs on another thread: orjson never releases the interpreter lock, so writing JSON elsewhere would
-        hold up the event loop just as long, and add a fight for the lock.
+        The lookup runs on another thread, and so does the parsing of much JSON. To write JSON there is no use: orjson never
+        releases the interpreter lock, so that would hold up the event loop just as long, and add a fight for the lock. It is
+        written here, in pieces, between which others have their turn.
         """
         tables = server.model(target.model_name).tables
         model = self._models.get(target)
         if model is None or model.tables is not tables:  # unknown so far, or deployed anew
             check_version(target.model_name, target.version)
             model = self._models[target] = ModelTables(target.model_name, tables)
-        if target.route == LOOKUP:
-            segments = decode_lookup(body, model, self._max_keys)
-            await self._threads.run(server.lookup_segments, model.name, segments)
-            return HTTPAnswer(200, [JSON], (encode_lookup(segments, model),))
-        header_length = parse_header_length(headers.get(b"inference-header-content-length"), len(body))
-        inference = decode_request(body, header_length, model, self._max_keys)
-        await self._threads.run(server.lookup_segments, model.name, inference.segments)
-        chunks, length = inference.encode()
-        if length is None:
-            return HTTPAnswer(200, [JSON], chunks)
-        return HTTPAnswer(200, [BINARY, (b"inference-header-content-length", str(length).encode())], chunks)
+        header_length = None
+        request: JSONLookup | Inference
+        if target.route != LOOKUP:
+            header_length = parse_header_length(headers.get(b"inference-header-content-length"), len(body))
+        if (len(body) if header_length is None else header_length) > SMALL_JSON_BYTES:
+            request = await self._decode_much(target, header_length, body, model)
+        elif target.route == LOOKUP:
+            request = decode_lookup(body, model, self._max_keys)
+        else:
+            request = decode_request(body, header_length, model, self._max_keys)
+        held = request.held_bytes
+        if held <= SMALL_BYTES:
+            self.memory.held += held
+        else:
+            self.memory.take(held, "answering the request")
+        try:
+            await self._threads.run(server.lookup_segments, model.name, request.segments)
+            if (whole := request.binary_answer) is not None:
+                length = (b"inference-header-content-length", str(whole[1]).encode())
+                return HTTPAnswer(200, [BINARY, length], whole[:1], held)
+            text, binary = request.encode()
+            chunks: list[bytes | memoryview] = []
+            for piece in text:
+                if chunks:
+                    await asyncio.sleep(0)
+                chunks.append(piece)
+            if not binary:
+                return HTTPAnswer(200, [JSON], chunks, held)
+            length = (b"inference-header-content-length", str(sum(map(len, chunks))).encode())
+            return HTTPAnswer(200, [BINARY, length], [*chunks, *binary], held)
+        except BaseException:
+            self.memory.held -= held
+            raise
+
+    async def _decode_much(
+        self, target: LookupTarget, header_length: int | None, body: bytes | bytearray, model: ModelTables
+    ) -> JSONLookup | Inference:
+        """Parse a request with much JSON on another thread, and only if there is memory for what it becomes."""
+        text = memoryview(body)[:header_length]
+        size = self.memory.take(await self._threads.run(parsed_bytes, text, self._max_keys), "parsing the request")
+        try:
+            if target.route == LOOKUP:
+                return await self._threads.run(decode_lookup, body, model, self._max_keys)
+            return await self._threads.run(decode_request, body, header_length, model, self._max_keys)
+        finally:
+            self.memory.held -= size
 
     async def _serve_control(self, scope: Scope, receive: Receive, send: Send) -> int:
         status = DISCONNECTED

@@ -52,11 +52,15 @@ class RequestError(HPSError):
 
 
 class HTTPAnswer(NamedTuple):
-    """An answer: its status, its headers without Content-Length, and its body in pieces, which are sent uncopied."""
+    """An answer: its status, its headers without Content-Length, and its body in pieces, which are sent uncopied.
+
+    `held` are bytes of `HeldMemory` that the answer takes until it is sent.
+    """
 
     status: int
     headers: list[Header]
     chunks: Sequence[bytes | memoryview]
+    held: int = 0
 
 
 def error_answer(error: BaseException) -> HTTPAnswer:

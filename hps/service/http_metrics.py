@@ -30,7 +30,7 @@ class HTTPMetrics(Collector):
 
     Args:
         pending: returns how many lookups run or wait now.
-        held_bytes: returns how many bytes of large request bodies are in memory now.
+        held_bytes: returns how many bytes of memory are held for clients now.
         ready: returns whether lookups of every model are answered now, except of those that cannot be loaded.
     """
 
@@ -39,7 +39,7 @@ class HTTPMetrics(Collector):
         self._routes: dict[str, _RouteTimes] = {}
         self._gauges = (
             ("hps_http_lookups_pending", "Lookups that run or wait for a thread.", pending),
-            ("hps_http_held_body_bytes", "Bytes of large request bodies in memory.", held_bytes),
+            ("hps_http_held_bytes", "Bytes of memory that are held for clients.", held_bytes),
             ("hps_ready", "1 while lookups are answered, ignoring models that cannot be loaded.", ready),
         )
         self._process = ProcessCollector(registry=None)

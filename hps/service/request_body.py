@@ -8,13 +8,14 @@ from typing import Any
 from starlette.types import Receive
 
 from hps.errors import InvalidInputError
+from hps.service.held_memory import SMALL_BYTES, HeldMemory
 from hps.service.http_answer import RequestError
 from hps.service.lookup_threads import LookupThreads
 
-_HELD_BODIES = 8  # full-size bodies that may be in memory at once
 _ENCODINGS = (b"identity", b"gzip", b"deflate")
 _EXPIRED = -1.0
-_UNCOUNTED_BYTES = 65_536  # smaller bodies are bounded by the number of connections
+_COMPRESSED_BYTES, _INFLATED_BYTES = 1 << 16, 1 << 20  # at once
+_MOST_INFLATION = 1032  # of deflate: https://zlib.net/zlib_tech.html
 
 
 class ClientDisconnected(Exception):
@@ -28,23 +29,20 @@ class BodyReader:
         max_bytes: of one body, as sent and decompressed.
         timeout_s: for the whole body to arrive.
         threads: where bodies are decompressed.
-
-    Attributes:
-        held_bytes: bytes of large bodies in memory.
+        memory: what counts them.
     """
 
-    def __init__(self, max_bytes: int, timeout_s: float, threads: LookupThreads) -> None:
+    def __init__(self, max_bytes: int, timeout_s: float, threads: LookupThreads, memory: HeldMemory) -> None:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._threads = threads
-        self.held_bytes = 0
+        self._memory = memory
         self._deadlines: dict[asyncio.Task[Any], float] = {}  # of the bodies that are being read
         self._sweep_s = min(timeout_s / 4, 0.25)
         self._sweeping = False
-        self._max_held = _HELD_BODIES * max_bytes
 
-    async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
-        """Read the whole body, as it was sent. The caller gives it back with `release` when the request is done.
+    async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes | bytearray:
+        """Read the whole body, as it was sent. Its length is held; the caller subtracts it when the request is done.
 
         Raises:
             RequestError: 408, it did not arrive in time; 413, it is declared or found to be too large, and the rest of it is
@@ -60,24 +58,30 @@ class BodyReader:
             raise RequestError(415, f"reading the request: {got}, expected gzip, deflate or none")
         task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]  # never None within a coroutine
         self._start_clock(task)
-        chunks: list[bytes] = []
-        size = held = 0
+        memory = self._memory
+        body: bytes | bytearray = b""
         more = True
         try:
             while more:
                 message = await receive()
                 if message["type"] != "http.request":
                     raise ClientDisconnected
-                chunks.append(message.get("body", b""))
-                size += len(chunks[-1])
-                if size > self._max_bytes:
-                    raise self._too_large(f"got {size} bytes")
-                if size > _UNCOUNTED_BYTES:
-                    self._hold(size - held)
-                    held = size
+                chunk = message.get("body", b"")
+                if body:
+                    if type(body) is bytes:
+                        body = bytearray(body)  # which pieces of any size are added to
+                    body += chunk
+                else:
+                    body = chunk
+                memory.held += len(chunk)
+                if len(body) > self._max_bytes:
+                    raise self._too_large(f"got {len(body)} bytes")
+                most = memory.limit if len(body) <= SMALL_BYTES else memory.large_limit
+                if memory.held > most and chunk:
+                    raise memory.full("reading the request", most)
                 more = message.get("more_body", False)
         except BaseException as error:
-            self.held_bytes -= held
+            memory.held -= len(body)
             if isinstance(error, asyncio.CancelledError) and self._deadlines[task] == _EXPIRED:
                 task.uncancel()
                 limit = f"{self._timeout_s:g} s (service.request_timeout_s)"
@@ -85,28 +89,27 @@ class BodyReader:
             raise
         finally:
             del self._deadlines[task]
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        return body
 
-    async def decompress(self, headers: Mapping[bytes, bytes], body: bytes) -> bytes:
-        """Decompress a body that was read, of a request with a Content-Encoding. The result replaces it, for `release`, too.
+    async def decompress(self, headers: Mapping[bytes, bytes], body: bytes | bytearray) -> bytes | bytearray:
+        """Decompress a body that was read, of a request with a Content-Encoding. The result replaces it, also as what is held.
+
+        The memory for it is held before there is any of it.
 
         Raises:
-            RequestError: 413, it decompresses to more than the limit, which is never passed; 503 and 504, as
-                `LookupThreads.run`.
+            RequestError: 413, it decompresses to more than the limit, which is never passed; 503, there is no memory for it
+                now; 503 and 504, as `LookupThreads.run`.
             InvalidInputError: it is not what the headers say.
         """
         if _encoding(headers) == b"identity":
             return body
-        decompressed = await self._threads.run(self._inflate, body)
-        if len(decompressed) > _UNCOUNTED_BYTES:
-            self._hold(len(decompressed))
-        self.release(body)
+        most = self._memory.take(min(_MOST_INFLATION * len(body), self._max_bytes), "decompressing the request")
+        try:
+            decompressed = await self._threads.run(self._inflate, body)
+            self._memory.held += len(decompressed) - len(body)
+        finally:
+            self._memory.held -= most
         return decompressed
-
-    def release(self, body: bytes) -> None:
-        """The body is no longer used."""
-        if len(body) > _UNCOUNTED_BYTES:
-            self.held_bytes -= len(body)
 
     def _start_clock(self, task: "asyncio.Task[Any]") -> None:
         """Cancel the task when its body takes too long.
@@ -129,22 +132,27 @@ class BodyReader:
         if self._sweeping:
             loop.call_later(self._sweep_s, self._sweep, loop)
 
-    def _hold(self, size: int) -> None:
-        if self.held_bytes + size > self._max_held:
-            held = f"the bodies of other requests hold {self.held_bytes} bytes, expected at most {self._max_held}"
-            raise RequestError(503, f"reading the request: {held}; send the request again later")
-        self.held_bytes += size
-
-    def _inflate(self, body: bytes) -> bytes:
+    def _inflate(self, body: bytes | bytearray) -> bytes | bytearray:
         decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip or zlib, by its header
+        decompressed = bytearray()  # in pieces: zlib itself would hold the whole twice
+        taken = 0
         try:
-            decompressed = decompressor.decompress(body, self._max_bytes + 1)
+            while taken < len(body) and not decompressor.eof:
+                piece: bytes | memoryview = memoryview(body)[taken : taken + _COMPRESSED_BYTES]
+                taken += len(piece)
+                full = True
+                while full and not decompressor.eof:
+                    most = min(_INFLATED_BYTES, self._max_bytes + 1 - len(decompressed))
+                    inflated = decompressor.decompress(piece, most)
+                    decompressed += inflated
+                    if len(decompressed) > self._max_bytes:
+                        raise self._too_large("it decompresses to more")
+                    piece, full = decompressor.unconsumed_tail, len(inflated) == most
         except zlib.error as error:
             raise InvalidInputError(f"decompressing the request: {error}") from error
-        if len(decompressed) > self._max_bytes:
-            raise self._too_large("it decompresses to more")
-        if not decompressor.eof or decompressor.unused_data:
-            found = "is cut short" if not decompressor.eof else f"ends {len(decompressor.unused_data)} bytes before the body"
+        left = len(decompressor.unused_data) + len(body) - taken
+        if not decompressor.eof or left:
+            found = "is cut short" if not decompressor.eof else f"ends {left} bytes before the body"
             raise InvalidInputError(f"decompressing the request: the compressed stream {found}")
         return decompressed
 

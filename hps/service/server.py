@@ -5,23 +5,24 @@ import logging
 import math
 import signal
 import socket
-import time
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from hps.configuration.load import Configuration
 from hps.errors import ConfigError
 from hps.progress import Progress
 from hps.service.app import CLOSE_TIMEOUT_S, Application
+from hps.service.connection import Connection, Connections, OnceAMinute
 from hps.service.lifecycle import Lifecycle
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 2048
-_MAX_HEADER_BYTES = 65_536
 _TICK_S = 0.5
+
+logging.getLogger("uvicorn.error").addFilter(OnceAMinute())
 
 
 def serve(
@@ -84,11 +85,12 @@ class Server:
         self._app = app
         self._configuration = app.lifecycle.configuration
         self._listener = listener
+        connection = partial(Connection, Connections(app.memory, self._configuration.service.max_connections))
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(
                 app,
                 loop="none",
-                http=_WatchedConnection,
+                http=cast(Any, connection),  # which uvicorn calls, and asks for nothing else
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -109,7 +111,7 @@ class Server:
         self._uvicorn.should_exit = True
 
     async def _serve(self) -> None:
-        count = len(self._configuration.models)
+        count, settings = len(self._configuration.models), self._configuration.service
         _log.info("listening on %s; loading %d model%s", self.url, count, "" if count == 1 else "s")
         serving = asyncio.create_task(self._uvicorn.serve([self._listener]))
         announced = False
@@ -121,8 +123,8 @@ class Server:
                 announced = True
                 self._announce()
             for connection in tuple(self._uvicorn.server_state.connections):
-                if isinstance(connection, _WatchedConnection):
-                    connection.abort_if_stalled(self._configuration.service.request_timeout_s)
+                if isinstance(connection, Connection):
+                    connection.abort_if_stalled(settings.request_timeout_s, settings.answer_timeout_s)
         serving.result()
 
     def _announce(self) -> None:
@@ -133,55 +135,6 @@ class Server:
             token = " -H 'Authorization: Bearer <token>'" if self._configuration.service.bearer_token else ""
             url, table = f"{self.url}/v1/models/{model.model}/lookup", model.embedding_table_names[0]
             _log.info("""ready; try: curl -s%s %s -d '{"tables": {"%s": [1, 2, 3]}}'""", token, url, table)
-
-
-class _WatchedConnection(HttpToolsProtocol):
-    """A connection of uvicorn's that ends when its client stalls or sends endless headers, which uvicorn allows.
-
-    A client stalls when the headers of a request are not complete in time, be it the first request or a later one, or when
-    it reads nothing of its answer. Bodies and lookups have timeouts of their own, and uvicorn closes idle connections.
-
-    It extends uvicorn only in the methods of `asyncio.Protocol` and in the callbacks of httptools' parser.
-    """
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._transport = transport
-        self._header_bytes = 0  # of a request whose headers are not complete
-        self._header_since: float | None = time.monotonic()  # None while no headers are expected
-        self._in_body = self._got_headers = False
-        self._unsent, self._unsent_since = 0, 0.0
-
-    def data_received(self, data: bytes) -> None:
-        self._got_headers = self._in_body
-        super().data_received(data)
-        if self._got_headers:
-            self._header_bytes, self._header_since = 0, None
-            return
-        self._header_bytes += len(data)
-        if self._header_since is None:
-            self._header_since = time.monotonic()
-        if self._header_bytes > _MAX_HEADER_BYTES:
-            _log.warning("closing a connection whose request has more than %d bytes of headers", _MAX_HEADER_BYTES)
-            self._transport.abort()
-
-    def on_headers_complete(self) -> None:
-        super().on_headers_complete()
-        self._got_headers = self._in_body = True
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._in_body = False
-
-    def abort_if_stalled(self, timeout_s: float) -> None:
-        """Abort the connection when its client has stalled for longer than this. Called twice a second."""
-        now = time.monotonic()
-        unsent = self._transport.get_write_buffer_size()
-        if unsent != self._unsent:
-            self._unsent, self._unsent_since = unsent, now
-        since = self._unsent_since if unsent else self._header_since
-        if since is not None and now - since > timeout_s:
-            self._transport.abort()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -15,8 +15,8 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from hps.errors import DatabaseTimeoutError, DeviceError, DeviceMemoryError, UnknownDeviceError, WorkspaceTimeoutError
+from hps.service.connection import Connection
 from hps.service.lookup_threads import MAX_WAITING
-from hps.service.server import _WatchedConnection
 from hps.types import TableSpec
 from tests.fakes.fake_parameter_server import FakeParameterServer
 from tests.servers.running_service import document_of, model_of, running_service, wait_until
@@ -76,6 +76,21 @@ def read_answer(connection):
     return int(start.split()[1]), json.loads(rest)
 
 
+def connection_answers(connection):
+    """The JSON of one answer on a connection that may have got more of them."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        chunk = connection.recv(1)
+        assert chunk, received
+        received += chunk
+    size = int(received.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
+    assert received.startswith(b"HTTP/1.1 200"), received + connection.recv(1000)
+    body = b""
+    while len(body) < size:
+        body += connection.recv(size - len(body))
+    return json.loads(body)
+
+
 def closes(connection):
     """Whether the server closes the connection (with an end or a reset) within the socket's timeout."""
     with suppress(ConnectionError):
@@ -86,7 +101,7 @@ def closes(connection):
 
 def is_idle(service):
     """Nothing of any request is left: no lookup, no body."""
-    return service.app._threads.pending == 0 and service.app._bodies.held_bytes == 0
+    return service.app._threads.pending == 0 and service.app.memory.held == 0
 
 
 @pytest.mark.parametrize("path", [PATH, "/v2/health/live"])
@@ -108,7 +123,7 @@ def test_a_client_that_goes_away_in_mid_body_leaves_nothing(fake):
                 connection.sendall(head(**framing))
                 piece = b"x" * (BIG // 2)
                 connection.sendall(b"%x\r\n%s\r\n" % (len(piece), piece) if "Transfer_Encoding" in framing else piece)
-                wait_until(lambda: service.app._bodies.held_bytes > 0, "the body is being read")
+                wait_until(lambda: service.app.memory.held >= BIG // 2, "the body is being read")
         wait_until(lambda: is_idle(service), "the body is dropped")
         wait_until(lambda: service.connections == 0, "the connection is gone")
         assert (
@@ -139,24 +154,23 @@ def test_a_client_that_writes_its_whole_body_before_it_reads_gets_the_413(fake):
     with running_service(document(), fake) as service:
         assert service.client.post(PATH, content=b"x" * 3_000_000).status_code == 413
         assert service.client.post(PATH, content=iter([b"x" * 1000] * 3000)).status_code == 413
-        assert is_idle(service)
+        wait_until(lambda: is_idle(service), "the rest of the body was dropped")
 
 
-def test_bodies_share_a_bound_on_memory(fake):
-    with running_service(document(max_body_bytes=100_000), fake) as service:
-        connections = [service.connect() for _ in range(9)]
-        try:
-            for connection in connections[:8]:
+def test_requests_share_a_bound_on_memory_that_leaves_room_for_small_ones(fake):
+    with running_service(document(max_body_bytes=100_000, max_held_bytes=2_000_000), fake) as service:
+        for others, status in ((500_000, 400), (1_450_000, 503)):
+            service.app.memory.held += others
+            with service.connect() as connection:
                 connection.sendall(head(Content_Length=100_000) + b"x" * 99_999)
-            wait_until(lambda: service.app._bodies.held_bytes == 8 * 99_999, "eight bodies are held")
-            connections[8].sendall(head(Content_Length=100_000) + b"x" * 99_999)
-            status, answer = read_answer(connections[8])
-            assert status == 503
-            assert "the bodies of other requests hold 799992 bytes, expected at most 800000" in answer["error"]
+                wait_until(lambda others=others: service.app.memory.held > others, "the body arrives")
+                connection.sendall(b"x")
+                got, answer = read_answer(connection)
+            assert got == status
+            if status == 503:
+                assert "expected at most 1500000 (from service.max_held_bytes); send the request again" in answer["error"]
             assert service.client.post(PATH, content=LOOKUP).status_code == 200  # small ones go on
-        finally:
-            for connection in connections:
-                connection.close()
+            service.app.memory.held -= others
         wait_until(lambda: is_idle(service), "the bodies are dropped")
 
 
@@ -202,7 +216,7 @@ def test_an_endless_head_is_dropped(fake):
 
 def test_a_client_that_does_not_read_its_answer_is_dropped(fake):
     body = b'{"tables": {"item": [%s]}}' % b", ".join([b"1"] * 1000)
-    with running_service(document(request_timeout_s=0.3), fake) as service, service.connect() as connection:
+    with running_service(document(answer_timeout_s=0.3), fake) as service, service.connect() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.settimeout(1)
         with suppress(TimeoutError, ConnectionError):
@@ -221,9 +235,59 @@ def test_a_connection_that_idles_with_empty_lines_is_dropped(fake):
 
 
 def test_uvicorn_is_extended_only_by_callbacks_of_asyncio_and_httptools():
-    callbacks = {"on_headers_complete", "on_message_complete"}
-    extended = {name for name in vars(_WatchedConnection) if hasattr(HttpToolsProtocol, name) and not name.startswith("__")}
+    callbacks = {"on_headers_complete", "on_message_complete", "on_response_complete", "send_400_response"}
+    extended = {name for name in vars(Connection) if hasattr(HttpToolsProtocol, name) and not name.startswith("__")}
     assert callbacks < extended <= callbacks | set(dir(asyncio.Protocol))
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 1000])
+def test_a_request_that_offers_another_protocol_is_answered_in_this_one(fake, pieces):
+    offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABk"}
+    chunked = b"%x\r\n%s\r\n0\r\nTrailer: x\r\n\r\n" % (len(LOOKUP), LOOKUP)
+    requests = [
+        head(Content_Length=len(LOOKUP), **offer) + LOOKUP,
+        head(Transfer_Encoding="chunked", **offer) + chunked,
+        head("/v2/health/live", **offer).replace(b"POST", b"GET"),
+        WHOLE,
+    ]
+    with running_service(document(), fake) as service, service.connect() as connection:
+        for sent in (requests, [b"".join(requests)]):  # one after the other, and at once
+            for request in sent:
+                step = -(-len(request) // pieces)
+                for start in range(0, len(request), step):
+                    connection.sendall(request[start : start + step])
+                for _ in range(len(requests) // len(sent)):
+                    assert connection_answers(connection) in ({"tables": {"item": [[1, 2, 3]]}}, {"live": True})
+
+
+def test_trailers_are_no_headers(fake):
+    with running_service(document(bearer_token="secret"), fake) as service, service.connect() as connection:
+        body = b"%x\r\n%s\r\n0\r\nAuthorization: Bearer secret\r\n\r\n" % (len(LOOKUP), LOOKUP)
+        connection.sendall(head(Transfer_Encoding="chunked") + body)
+        assert read_answer(connection)[0] == 401
+
+
+@pytest.mark.parametrize("size", [20, 2000])
+def test_requests_sent_at_once_are_answered_in_order(fake, size):
+    count = 60
+    requests = [head(Content_Length=30, X="x" * size) + b'{"tables": {"item": [%6d]}}' % key for key in range(count)]
+    for key in range(count):
+        fake.rows[0][key] = np.full(3, key, np.float32)
+    with running_service(document(), fake) as service, service.connect() as connection:
+        connection.sendall(b"".join(requests))
+        for key in range(count):
+            assert connection_answers(connection) == {"tables": {"item": [[key] * 3]}}
+        wait_until(lambda: is_idle(service), "nothing is held")
+
+
+def test_more_requests_at_once_than_are_kept_are_dropped_after_the_answers_of_the_others(fake):
+    with running_service(document(), fake) as service, service.connect() as connection:
+        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\n\r\n" * 200)
+        received = b""
+        while chunk := connection.recv(65536):
+            received += chunk
+        assert received.count(b"HTTP/1.1 200") == received.count(b'{"live":true}') == 65
+        assert received.count(b"connection: close") == 1
 
 
 def test_what_is_not_http_is_refused(fake):

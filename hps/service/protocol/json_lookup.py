@@ -1,18 +1,55 @@
 """The lookup for people with curl: `{"tables": {"item": [1, 2]}}`, answered by `{"tables": {"item": [[...], [...]]}}`."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import orjson
 
 from hps.errors import InvalidInputError
+from hps.service.protocol.json_size import JSON_MASK_SHARE, JSON_VECTOR_SHARE, write_json
 from hps.service.protocol.request_checks import ModelTables, check_counts, int64_array, kind_of, parse_object
 from hps.tensors.segments import Segment
 
 _EXAMPLE = '{"tables": {"<table>": [1, 2, 3]}}'
 
 
-def decode_lookup(body: bytes, model: ModelTables, max_keys: int) -> list[Segment]:
+class JSONLookup:
+    """A request that was understood, with room for its vectors.
+
+    Args:
+        segments: what to look up.
+        names: of their tables.
+
+    Attributes:
+        segments: as given.
+        held_bytes: the most that vectors, masks and the text of the answer take.
+        binary_answer: none; an inference may have one.
+    """
+
+    binary_answer = None
+
+    def __init__(self, segments: list[Segment], names: list[str]) -> None:
+        self.segments = segments
+        self._names = names
+        self.held_bytes = 0
+        for segment in segments:
+            self.held_bytes += JSON_VECTOR_SHARE * segment.out.nbytes
+            if segment.found is not None:
+                self.held_bytes += JSON_MASK_SHARE * segment.found.nbytes
+
+    def encode(self) -> tuple[Iterable[bytes], Sequence[memoryview]]:
+        """Write the vectors and, where requested, the found-masks, in pieces; the second part of the answer is empty.
+
+        A value that JSON cannot express (NaN, infinities) is null.
+        """
+        names, segments = self._names, self.segments
+        answer: dict[str, Any] = {"tables": {name: one.out for name, one in zip(names, segments, strict=True)}}
+        if segments[0].found is not None:
+            answer["found"] = {name: one.found for name, one in zip(names, segments, strict=True)}
+        return write_json(answer, self.held_bytes), ()
+
+
+def decode_lookup(body: bytes | bytearray, model: ModelTables, max_keys: int) -> JSONLookup:
     """Turn the body into a lookup with room for its answer.
 
     Args:
@@ -42,7 +79,7 @@ def decode_lookup(body: bytes, model: ModelTables, max_keys: int) -> list[Segmen
         keys = int64_array(values, f"reading the keys of table {name!r}")
         named.append((index, keys))
     check_counts([(model.tables[index], keys.size) for index, keys in named], max_keys)
-    return [
+    segments = [
         Segment(
             index,
             keys,
@@ -51,12 +88,4 @@ def decode_lookup(body: bytes, model: ModelTables, max_keys: int) -> list[Segmen
         )
         for index, keys in named
     ]
-
-
-def encode_lookup(segments: list[Segment], model: ModelTables) -> bytes:
-    """Write the vectors and, where requested, the found-masks. A value that JSON cannot express (NaN, infinities) is null."""
-    names = [model.tables[segment.table].table_name for segment in segments]
-    answer: dict[str, Any] = {"tables": {name: segment.out for name, segment in zip(names, segments, strict=True)}}
-    if segments[0].found is not None:
-        answer["found"] = {name: segment.found for name, segment in zip(names, segments, strict=True)}
-    return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+    return JSONLookup(segments, list(tables))

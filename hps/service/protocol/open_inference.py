@@ -12,7 +12,7 @@ The found-mask is requested by the request parameter `"found": true`, or by nami
 Source: https://github.com/kserve/open-inference-protocol (inference_rest.md) and Triton's extension_binary_data.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,6 +21,7 @@ import numpy as np
 import orjson
 
 from hps.errors import InvalidDtypeError, InvalidInputError
+from hps.service.protocol.json_size import JSON_MASK_SHARE, JSON_VECTOR_SHARE, write_json
 from hps.service.protocol.open_inference_header import (
     CACHED_BYTES,
     InferenceHeader,
@@ -99,12 +100,14 @@ class AnswerLayout:
         self.text = b""
         sent = sum(output.size_bytes for output in outputs)
         if all(output.binary for output in outputs) and sent == self.vectors_size + masks_size:
-            text = self.describe([None] * len(self.outputs))
+            text = orjson.dumps(self.describe([None] * len(self.outputs)))
             self.text = text + b" " * (-len(text) % _ALIGNMENT)
         self.size = len(self.text) + self.vectors_size + masks_size
+        shares = JSON_VECTOR_SHARE * self.vectors_size + JSON_MASK_SHARE * masks_size
+        self.held_bytes = self.size if self.text else shares
 
-    def describe(self, values: Sequence[FloatArray | BoolArray | None]) -> bytes:
-        """Write the JSON part; `values` holds the elements of each output, used where it is not binary."""
+    def describe(self, values: Sequence[FloatArray | BoolArray | None]) -> dict[str, Any]:
+        """What the JSON part says; `values` holds the elements of each output, used where it is not binary."""
         outputs: list[dict[str, Any]] = []
         for output, data in zip(self.outputs, values, strict=True):
             tensor: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": output.shape}
@@ -113,7 +116,7 @@ class AnswerLayout:
             else:
                 tensor["data"] = data
             outputs.append(tensor)
-        return orjson.dumps({**self._members, "outputs": outputs}, option=orjson.OPT_SERIALIZE_NUMPY)
+        return {**self._members, "outputs": outputs}
 
 
 class Inference:
@@ -125,10 +128,12 @@ class Inference:
 
     Attributes:
         segments: what to look up; the lookup writes into the memory of the answer.
+        held_bytes: the most that vectors, masks and the text of the answer take.
     """
 
     def __init__(self, layout: AnswerLayout, inputs: Sequence[KeyArray]) -> None:
         self._layout = layout
+        self.held_bytes = layout.held_bytes
         self._memory = np.empty(layout.size, np.uint8)
         if layout.text:
             self._memory.data[: len(layout.text)] = layout.text
@@ -144,27 +149,29 @@ class Inference:
                 mask_place += count
             self.segments.append(segment)
 
-    def encode(self) -> tuple[Sequence[bytes | memoryview], int | None]:
-        """Make the body of the answer, once the lookup has written vectors and masks.
+    @property
+    def binary_answer(self) -> tuple[memoryview, int] | None:
+        """The body of an answer whose outputs are all binary, which the lookup writes into; and the length of its JSON part."""
+        layout = self._layout
+        return (self._memory.data, len(layout.text)) if layout.text else None
+
+    def encode(self) -> tuple[Iterable[bytes], Sequence[memoryview]]:
+        """Make the body of another answer, once the lookup has written vectors and masks.
 
         A value that JSON cannot express (NaN, infinities) is null; binary outputs carry it.
 
         Returns:
-            The body in pieces, which are views of what the lookup wrote; and the length of its JSON part, None where the
-            body is JSON alone.
+            Its JSON part in pieces, and its binary outputs, which are views of what the lookup wrote.
         """
         layout = self._layout
-        if layout.text:
-            return (self._memory.data,), len(layout.text)
         vectors = self._memory[: layout.vectors_size].view(np.float32)
         masks = self._memory[layout.vectors_size :].view(np.bool_)
         values: list[FloatArray | BoolArray] = [
             (vectors if output.datatype == "FP32" else masks)[output.start : output.start + output.size]
             for output in layout.outputs
         ]
-        text = layout.describe(values)
         binary = [data.view(np.uint8).data for data, output in zip(values, layout.outputs, strict=True) if output.binary]
-        return (text, *binary), len(text) if binary else None
+        return write_json(layout.describe(values), layout.held_bytes), binary
 
 
 def parse_header_length(value: bytes | None, body_size: int) -> int | None:
@@ -183,7 +190,7 @@ def parse_header_length(value: bytes | None, body_size: int) -> int | None:
     return int(value)
 
 
-def decode_request(body: bytes, header_length: int | None, model: ModelTables, max_keys: int) -> Inference:
+def decode_request(body: bytes | bytearray, header_length: int | None, model: ModelTables, max_keys: int) -> Inference:
     """Turn the body of an inference request into a lookup with room for its answer.
 
     Args:
@@ -197,7 +204,7 @@ def decode_request(body: bytes, header_length: int | None, model: ModelTables, m
         UnknownTableError: an input names no table of the model.
         TooManyKeysError: more keys than `max_keys` or than a table's `max_keys`.
     """
-    text = body if header_length is None else body[:header_length]
+    text = bytes(body if header_length is None else body[:header_length])  # a copy of a bytearray alone
     repeated = len(text) <= CACHED_BYTES
     header = (cached_header if repeated else read_header)(text)
     if len(body) - len(text) != header.binary_size:
@@ -218,7 +225,7 @@ def _size_error(expected: int, got: int | None) -> InvalidInputError:
     return InvalidInputError(f"reading the request: got {got} bytes of binary data, expected {expected}; {hint}")
 
 
-def _values(tensor: InputTensor, body: bytes, binary_start: int) -> KeyArray:
+def _values(tensor: InputTensor, body: bytes | bytearray, binary_start: int) -> KeyArray:
     """The values of an input: (count,) int64, aligned, a copy of its own. The body is long enough."""
     if tensor.start >= 0:
         if not tensor.count:

@@ -5,7 +5,8 @@ import orjson
 import pytest
 
 from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError, UnknownTableError
-from hps.service.protocol.json_lookup import decode_lookup, encode_lookup
+from hps.service.protocol.json_lookup import decode_lookup
+from hps.service.protocol.json_size import json_pieces, parsed_bytes
 from hps.service.protocol.open_inference import decode_request, parse_header_length
 from hps.service.protocol.request_checks import ModelTables
 from hps.types import TableSpec
@@ -54,9 +55,12 @@ def answer(inference):
         segment.out[...] = (1000 * segment.table + segment.keys)[:, None]
         if segment.found is not None:
             segment.found[...] = segment.keys % 2 == 0
-    chunks, length = inference.encode()
-    body = b"".join(chunks)
-    return json.loads(body[:length]), b"" if length is None else body[length:]
+    if (whole := inference.binary_answer) is not None:
+        body, length = whole
+    else:
+        text, binary = (list(part) for part in inference.encode())
+        body, length = b"".join(text + binary), sum(map(len, text)) if binary else None
+    return json.loads(bytes(body[:length])), b"" if length is None else bytes(body[length:])
 
 
 def test_keys_and_numkeys_name_the_tables_in_order():
@@ -112,9 +116,8 @@ def test_json_and_binary_inputs_may_be_mixed():
 
 def test_binary_outputs_are_sent_from_the_memory_that_the_lookup_wrote():
     inference = decode(triton([5, 6], [1, 1], parameters={"binary_data_output": True, "found": True}))
-    chunks, length = inference.encode()
-    assert len(chunks) == 1
-    written = np.frombuffer(chunks[0], np.uint8)
+    body, length = inference.binary_answer
+    written = np.frombuffer(body, np.uint8)
     assert all(np.shares_memory(written, segment.out) for segment in inference.segments)
     assert all(np.shares_memory(written, segment.found) for segment in inference.segments)
     assert length % 16 == 0
@@ -169,8 +172,8 @@ def test_nan_and_infinity_are_null_in_json_and_whole_in_binary():
     assert json.loads(b"".join(inference.encode()[0]))["outputs"][0]["data"] == [None, None]
     inference = decode(named(json_input("user", [1]), parameters={"binary_data_output": True}))
     inference.segments[0].out[...] = strange
-    chunks, length = inference.encode()
-    np.testing.assert_array_equal(np.frombuffer(b"".join(chunks)[length:], np.float32), strange)
+    body, length = inference.binary_answer
+    np.testing.assert_array_equal(np.frombuffer(body[length:], np.float32), strange)
 
 
 @pytest.mark.parametrize(
@@ -287,17 +290,33 @@ def test_a_header_length_is_missing_or_a_number_within_the_body(value):
 
 
 def test_curl_lookup_answers_vectors_by_table_and_masks_where_asked():
-    segments = decode_lookup(b'{"tables": {"item": [2, 3], "user": []}, "found": true}', MODEL, 1000)
-    for segment in segments:
+    lookup = decode_lookup(b'{"tables": {"item": [2, 3], "user": []}, "found": true}', MODEL, 1000)
+    for segment in lookup.segments:
         segment.out[...] = segment.keys[:, None]
         segment.found[...] = segment.keys == 2
-    assert json.loads(encode_lookup(segments, MODEL)) == {
+    assert json.loads(b"".join(lookup.encode()[0])) == {
         "tables": {"item": [[2, 2, 2], [3, 3, 3]], "user": []},
         "found": {"item": [True, False], "user": []},
     }
-    segments = decode_lookup(b'{"tables": {"user": [2]}}', MODEL, 1000)
-    segments[0].out[...] = [[np.nan, 0.1]]
-    assert encode_lookup(segments, MODEL) == b'{"tables":{"user":[[null,0.1]]}}'
+    lookup = decode_lookup(b'{"tables": {"user": [2]}}', MODEL, 1000)
+    lookup.segments[0].out[...] = [[np.nan, 0.1]]
+    assert list(lookup.encode()[0]) == [b'{"tables":{"user":[[null,0.1]]}}']
+
+
+@pytest.mark.parametrize("shape", [(70_000,), (20_000, 3), (1, 100_000), (3, 0), (0, 3)])
+def test_json_in_pieces_is_the_json_of_the_whole(shape):
+    array = np.random.default_rng(1).random(shape, np.float32)
+    document = {"tables": {"a:b": array, 'c"': array > 0.5}, "outputs": [{"data": array}, {"data": []}], "none": {}, "id": "x"}
+    assert b"".join(json_pieces(document)) == orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+    assert all(len(piece) < 2_000_000 for piece in json_pieces(document))
+
+
+def test_the_size_of_parsed_json_is_bounded_by_its_marks():
+    assert parsed_bytes(b'{"a": [1, 2, {}]}', 1) == 64 * (1 + 1 + 3 + 2) + 6 * 17
+    keys = b"[%s1]" % (b"1," * 300_000)
+    assert parsed_bytes(keys, 100_000) > 64 * 300_000
+    with pytest.raises(TooManyKeysError, match=r"got JSON with 300002 commas, .* expected at most 295534 for 76666 keys"):
+        parsed_bytes(keys, 76_666)
 
 
 @pytest.mark.parametrize(
@@ -316,6 +335,11 @@ def test_curl_lookup_answers_vectors_by_table_and_masks_where_asked():
         (b'{"tables": {"item": [1, 18446744073709551616]}}', InvalidDtypeError, "got a float .* at position 1"),
         (b'{"tables": {"item": [9223372036854775808]}}', InvalidDtypeError, "got 9223372036854775808 at position 0"),
         (b'{"tables": {"item": [[1]]}}', InvalidDtypeError, "got a list at position 0"),
+        (b'{"tables": {"item": [1], "item": [2]}}', InvalidInputError, "'item' is given twice"),
+        (b'{"tables": {"item": [1]}, "tables": {"item": [2]}}', InvalidInputError, "'tables' is given twice"),
+        (b'{"tables": {"item": [1], "\\u0069tem": [2]}}', InvalidInputError, "'item' is given twice"),
+        (b'{"tables": {"a:b": [1]}}', UnknownTableError, "got table 'a:b'"),
+        (b'{"tables": {"item": %s":", 1%s}}' % (b"[" * 1000, b"]" * 1000), InvalidInputError, "nested too deeply"),
         (b'{"tables": {"item": [%s1]}}' % (b"1," * 50), TooManyKeysError, "got 51 keys, expected at most 50"),
         (
             b'{"tables": {"item": [%s1], "user": [%s1]}}' % (b"1," * 40, b"1," * 40),

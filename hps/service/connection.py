@@ -1,0 +1,303 @@
+"""The connections of the service: uvicorn's, with the bounds on memory and time that uvicorn does not have.
+
+Per connection: 64 KB and 128 lines of headers, as much of trailers, and 64 requests that wait for the answer of an earlier one;
+nothing more is parsed until they are answered, and nothing more is read. All bytes that are held count in one `HeldMemory`.
+"""
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from hps.service.held_memory import HeldMemory
+
+MAX_HEADER_BYTES = 65_536
+MAX_HEADERS = 128
+_MOST_HEADERS = (MAX_HEADER_BYTES, MAX_HEADERS)
+MAX_PIPELINED = 64
+
+_PARSED_BYTES = 16_384  # at once: bounds the objects that are made before limits are looked at
+_PIPELINED_REQUEST_BYTES = 4096  # about what a request's objects take that has few headers
+_LEAST_PROGRESS_BYTES = 65_536  # of an answer, or an eighth of what is unread, within the time for it
+_LOG_PAUSE_S = 60.0
+_TOO_MANY = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
+    b'content-length: 62\r\n\r\n{"error":"too many connections; send the request again later"}'
+)
+_log = logging.getLogger(__name__)
+
+
+class OnceAMinute(logging.Filter):
+    """Lets each message below ERROR pass once a minute, with the number of those in between. *Thread-safe* as logging is.
+
+    Clients cause these messages, as many as they like.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passed: dict[object, tuple[float, int]] = {}  # by its format: when it passed, how often it did not since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to log the record."""
+        if record.levelno >= logging.ERROR:
+            return True
+        since, dropped = self._passed.get(record.msg, (float("-inf"), 0))
+        now = time.monotonic()
+        if now - since < _LOG_PAUSE_S:
+            self._passed[record.msg] = (since, dropped + 1)
+            return False
+        self._passed[record.msg] = (now, 0)
+        if dropped:
+            record.msg = f"{record.msg} ({dropped} more since the last such line)"
+        return True
+
+
+_log.addFilter(OnceAMinute())
+
+
+class Connections:
+    """What the connections of a server share. *One per event loop.*
+
+    Args:
+        memory: where they count what they hold.
+        max_connections: beyond them, the one that has been idle for longest is closed for a new one.
+
+    Attributes:
+        memory, max_connections: as given.
+        idle: those that wait for the headers of a request, in the order in which they began to.
+    """
+
+    def __init__(self, memory: HeldMemory, max_connections: int) -> None:
+        self.memory = memory
+        self.max_connections = max_connections
+        self.idle: dict[Connection, None] = {}
+
+
+class _Parser(httptools.HttpRequestParser):
+    """Reads a request that asks for another protocol (`Upgrade: h2c`) as one that does not: a server may ignore that.
+
+    httptools ends such a request with its headers, as if its body was of the other protocol.
+    """
+
+    def __init__(self, connection: "Connection") -> None:
+        super().__init__(connection)
+        self._connection = connection
+
+    def feed_data(self, data: Any) -> None:
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            head = self._connection.take_upgrade()
+            if not head:
+                raise
+            super().feed_data(head)
+            self.feed_data(memoryview(data)[upgrade.args[0] :])
+
+
+class _Flow(FlowControl):
+    """Reads nothing while there is something to parse: uvicorn would read on with each request that it begins or ends."""
+
+    unparsed = False
+
+    def resume_reading(self) -> None:
+        if self.read_paused and not self.unparsed:
+            super().resume_reading()
+
+
+class Connection(HttpToolsProtocol):
+    """A connection of uvicorn's within limits. *Used by its event loop alone.*
+
+    It is closed when its client stalls: the headers of a request are not complete in time, be it the first request or a later
+    one, or the client does not read its answer. Bodies and lookups have timeouts of their own, and uvicorn closes idle
+    connections.
+
+    It extends uvicorn only in the methods of `asyncio.Protocol`, in the callbacks of httptools' parser, and in the public
+    methods that these call.
+
+    Args:
+        shared: with the other connections.
+        more: as uvicorn calls it.
+    """
+
+    def __init__(self, shared: Connections, **more: Any) -> None:
+        super().__init__(**more)
+        self.parser = _Parser(self)
+        self.headers = []
+        self._shared = shared
+        self._memory, self._idle = shared.memory, shared.idle
+        self._held = self._held_unsent = 0  # of the memory's bytes
+        self._in_body = self._busy = self._ended = False  # busy: requests are complete and not answered
+        self._unparsed = bytearray()  # while it is busy
+        self._header_bytes = 0  # of a request whose headers, or trailers, are not complete
+        self._header_since: float | None = time.monotonic()  # None while no headers are expected
+        self._upgrade = b""
+        self._unread, self._unread_since, self._progressed = 0, 0.0, False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow: _Flow = _Flow(transport)
+        shared = self._shared
+        if len(self.connections) > shared.max_connections:
+            limit = f"{shared.max_connections} connections (service.max_connections)"
+            _log.warning("there are %s; closing the longest idle ones for others", limit)
+            if not shared.idle:
+                self._ended = True
+                transport.write(_TOO_MANY)
+                transport.close()
+                return
+            next(iter(shared.idle)).close()
+        shared.idle[self] = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._idle.pop(self, None)
+        self._unparsed.clear()
+        self._hold(0)
+        self._hold_unsent(0)
+
+    def data_received(self, data: bytes) -> None:
+        size = len(data)
+        if size <= _PARSED_BYTES and not (self._busy or self._unparsed or self._in_body or self._ended):
+            self._held += size
+            self._memory.held += size
+            super().data_received(data)
+            if not self._busy:
+                self._look_at(size, None, 0)
+            return
+        view = memoryview(data)
+        for start in range(0, len(data), _PARSED_BYTES):
+            if self._busy or self._unparsed:
+                self._set_aside(view[start:])
+                return
+            self._parse(view[start : start + _PARSED_BYTES])
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and (method := self.parser.get_method()) != b"CONNECT":
+            lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
+            lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+            self._upgrade = b"\r\n".join([*lines, b"", b""])
+            return
+        if self._busy:
+            if len(self.pipeline) == MAX_PIPELINED:
+                raise ValueError("too many requests wait for the answer of an earlier one")
+            self._hold(self._held + _PIPELINED_REQUEST_BYTES)
+        super().on_headers_complete()
+        self.headers = []  # for the trailers, which count for nothing
+        self._in_body = True
+        self._idle.pop(self, None)
+
+    def on_message_complete(self) -> None:
+        if self._upgrade:
+            return
+        super().on_message_complete()
+        self._in_body = False
+        self._header_bytes, self._header_since = 0, None
+        self._busy = not self.cycle.response_complete
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._progressed = True
+        if self.cycle.response_complete or (self._in_body and not self.pipeline):  # else a complete request has its turn
+            self._busy = False
+            self._memory.held -= self._held
+            self._held = 0
+            if self._unparsed:
+                self._hold(len(self._unparsed))
+                self.loop.call_soon(self._parse_more)
+            if self.cycle.response_complete:
+                self._idle[self] = None
+
+    def send_400_response(self, msg: str) -> None:
+        if self._busy:  # earlier requests are answered first; then it closes
+            self.cycle.keep_alive = False
+            self._ended = True
+        else:
+            super().send_400_response(msg)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._hold_unsent(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._progressed = True
+        self._hold_unsent(0)
+
+    def take_upgrade(self) -> bytes:
+        """The headers of the request that asked for another protocol, without asking for it; empty if there was none."""
+        head, self._upgrade = self._upgrade, b""
+        return head
+
+    def close(self) -> None:
+        """Close an idle connection, for another one."""
+        del self._idle[self]
+        self._ended = True
+        self.transport.close()
+
+    def abort_if_stalled(self, header_timeout_s: float, answer_timeout_s: float) -> None:
+        """Abort the connection when its client has stalled for longer than this. Called twice a second."""
+        now = time.monotonic()
+        unread = self.transport.get_write_buffer_size()
+        self._hold_unsent(unread)
+        if self._in_body and not self.pipeline:
+            self._hold(len(self.cycle.body))  # the application has taken, and counts, the rest
+        if not unread or not self._unread or self._progressed or unread <= self._unread - self._least_progress:
+            self._unread, self._unread_since, self._progressed = unread, now, False
+        stalled = self._header_since is not None and now - self._header_since > header_timeout_s
+        if stalled or now - self._unread_since > answer_timeout_s:
+            self.transport.abort()
+
+    @property
+    def _least_progress(self) -> int:
+        return max(_LEAST_PROGRESS_BYTES, self._unread // 8)
+
+    def _parse(self, data: bytes | memoryview) -> None:
+        if self._ended or self.transport.is_closing():
+            return
+        cycle, size = (self.cycle, len(self.cycle.body)) if self._in_body else (None, 0)
+        self._hold(self._held + len(data))
+        super().data_received(data)  # type: ignore[arg-type]  # httptools takes any buffer
+        if not self._busy:
+            self._look_at(len(data), cycle, size)
+
+    def _look_at(self, received: int, cycle: RequestResponseCycle | None, size: int) -> None:
+        """Hold a request to its limits that is not complete after these bytes; before, this one had that much of its body."""
+        if self._in_body and (self.cycle is not cycle or len(self.cycle.body) > size):
+            self._header_bytes, self._header_since = 0, None
+            self._hold(len(self.cycle.body))
+            return
+        self._header_bytes += received
+        if not self._in_body and self._header_since is None:
+            self._header_since = time.monotonic()
+        if self._memory.held > self._memory.limit:
+            self.transport.abort()
+        elif self._header_bytes > MAX_HEADER_BYTES or len(self.headers) > MAX_HEADERS:
+            _log.warning("closing a connection with headers or trailers of more than %d bytes or %d lines", *_MOST_HEADERS)
+            self.send_400_response("The headers are too long.")
+
+    def _parse_more(self) -> None:
+        data, self._unparsed = self._unparsed, bytearray()
+        self._hold(0)
+        self.flow.unparsed = False
+        self.data_received(bytes(data))
+        self.flow.resume_reading()
+
+    def _set_aside(self, data: memoryview) -> None:
+        self._unparsed += data
+        self._hold(self._held + len(data))
+        self.flow.pause_reading()
+        self.flow.unparsed = True
+        if self._memory.held > self._memory.limit:
+            self.transport.abort()
+
+    def _hold(self, size: int) -> None:
+        self._memory.held += size - self._held
+        self._held = size
+
+    def _hold_unsent(self, size: int) -> None:
+        self._memory.held += size - self._held_unsent
+        self._held_unsent = size

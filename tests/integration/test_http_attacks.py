@@ -1,0 +1,275 @@
+"""Clients that try to make a server process hold more memory than its budget, or to keep it from answering others."""
+
+import gzip
+import json
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+import hps
+from tests.servers.running_service import document_of, model_of, wait_until
+
+MB = 1 << 20
+BUDGET = 64 * MB
+BODY = 16 * MB
+GROWTH = 2 * BUDGET  # beyond the budget: what is not counted, and what the allocator keeps
+KEYS, DIM = 100_000, 32
+PATH = "/v1/models/m/lookup"
+TOKEN = "Authorization: Bearer secret"
+LIMITS = {
+    "port": 0,
+    "bearer_token": "secret",
+    "max_body_bytes": BODY,
+    "max_keys_per_request": KEYS,
+    "max_held_bytes": BUDGET,
+    "max_connections": 100,
+    "answer_timeout_s": 2,
+    "request_timeout_s": 5,
+}
+
+
+class Victim:
+    """A server process, and a client of it that asks all the time whether it is live."""
+
+    def __init__(self, process, log):
+        self.process = process
+        self._log = log
+        wait_until(lambda: "ready; try" in self.log, "the server is ready")
+        self.port = int(self.log.partition("listening on http://127.0.0.1:")[2].partition(";")[0])
+        self._stop = threading.Event()
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
+        self.before = self.rss
+        self.most = self.probes = 0
+        self.failures = []
+        self._prober = threading.Thread(target=self._probe)
+        self._prober.start()
+
+    @property
+    def log(self):
+        return self._log.read_text()
+
+    @property
+    def rss(self):
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0]) * 1024
+
+    def _probe(self):
+        while not self._stop.wait(0.02):
+            self.most = max(self.most, self.rss)
+            try:
+                status = self.client.get("/v2/health/live").status_code
+            except httpx.HTTPError as error:
+                status = repr(error)
+            if status != 200:
+                self.failures.append(status)
+            self.probes += 1
+
+    def connect(self, timeout=20):
+        return socket.create_connection(("127.0.0.1", self.port), timeout=timeout)
+
+    def look_up(self):
+        answer = self.client.post(PATH, content=b'{"tables": {"item": [7]}}', headers=dict([TOKEN.split(": ")]))
+        assert answer.json() == {"tables": {"item": [[7] * DIM]}}
+
+    def check(self):
+        """It held little, and answers as before."""
+        probes = self.probes
+        wait_until(lambda: self.probes > probes + 1, "it was seen to live, and measured, after the attack")
+        self.stop()
+        assert not self.failures
+        assert self.most - self.before < BUDGET + GROWTH, f"grew by {(self.most - self.before) / MB:.0f} MB"
+        wait_until(lambda: self.held < 10_000, "nothing is held but by the one who asks", 20)
+        self.look_up()
+
+    @property
+    def held(self):
+        text = self.client.get("/metrics", headers=dict([TOKEN.split(": ")])).text
+        return float(text.partition("\nhps_http_held_bytes ")[2].split()[0])
+
+    def stop(self):
+        """End the probes."""
+        self._stop.set()
+        self._prober.join()
+
+
+@pytest.fixture
+def victim(children, tmp_path):
+    keys = np.arange(1000)
+    hps.write_sparse_model(tmp_path / "item.model", (keys, np.repeat(keys.astype(np.float32)[:, None], DIM, axis=1)))
+    model = model_of("m", [tmp_path / "item.model"], {"item": DIM}, max_batch_size=KEYS, gpucacheper=1.0, init_ec=False)
+    (tmp_path / "ps.json").write_text(json.dumps(document_of(model, service=LIMITS)))
+    log = tmp_path / "log"
+    with log.open("w") as stderr:
+        victim = Victim(children.hps("serve", tmp_path / "ps.json", stdout=stderr, stderr=stderr), log)
+    victim.look_up()
+    yield victim
+    victim.stop()
+    victim.client.close()
+
+
+def head(*headers, path=PATH):
+    return "\r\n".join([f"POST {path} HTTP/1.1", "Host: x", *headers, "", ""]).encode()
+
+
+def drop_errors(call):
+    """What a client makes of it that the server closes its connection."""
+    with suppress(OSError):
+        call()
+
+
+def flood(connection, piece, size):
+    """Send a piece again and again, until all is sent, nothing is taken for a second, or the server closes."""
+    connection.settimeout(1)
+
+    def send():
+        for _ in range(size // len(piece)):
+            connection.sendall(piece)
+
+    drop_errors(send)
+
+
+def bombs():
+    size = BODY - 100
+    return {
+        "lists": (PATH, b'{"tables": {"item": [' + b"[]," * (size // 3) + b"1]}}"),
+        "objects": (PATH, b'{"tables": {"item": [' + b'{"":0},' * (size // 7) + b"1]}}"),
+        "keys": (PATH, b'{"tables": {"item": [' + b"1234567," * (size // 8) + b"1]}}"),
+        "strings": (PATH, b'{"tables": {"item": ["' + b"a" * (size - 40) + "€".encode() + b'"]}}'),
+        "tables": (PATH, b'{"tables": {%s"item": [1]}}' % b"".join(b'"%07d":[],' % number for number in range(size // 13))),
+        "data": (
+            "/v2/models/m/infer",
+            b'{"inputs": [{"name": "item", "datatype": "INT64", "shape": [1], "data": [' + b"[]," * (size // 3) + b"1]}]}",
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", ["lists", "objects", "keys", "strings", "tables", "data"])
+def test_a_small_body_that_becomes_large_is_refused(victim, kind):
+    path, text = bombs()[kind]
+    body = gzip.compress(text, 9)
+    headers = {"Content-Encoding": "gzip", "Authorization": "Bearer secret"}
+    with ThreadPoolExecutor(4) as clients:
+        answers = clients.map(lambda _: victim.client.post(path, content=body, headers=headers).status_code, range(12))
+        assert set(answers) <= {400, 413, 503}
+    victim.check()
+
+
+def test_a_body_that_is_decompressed_has_its_share_of_the_budget_first(victim):
+    body = gzip.compress(b" " * BODY, 9)
+    headers = {"Content-Encoding": "gzip", "Authorization": "Bearer secret"}
+    with ThreadPoolExecutor(16) as clients:
+        answers = clients.map(
+            lambda _: (
+                httpx.post(f"http://127.0.0.1:{victim.port}{PATH}", content=body, headers=headers, timeout=30).status_code
+            ),
+            range(32),
+        )
+        assert set(answers) <= {400, 413, 503}
+    victim.check()
+
+
+@pytest.mark.parametrize(
+    ("start", "piece"),
+    [
+        (head("Transfer-Encoding: chunked") + b"1\r\nx\r\n0\r\n", b"X: " + b"y" * 1000 + b"\r\n"),
+        (head("Transfer-Encoding: chunked") + b"1\r\nx\r\n0\r\n", b"a:\r\n" * 1000),
+        (head("Transfer-Encoding: chunked") + b"1\r\nx\r\n0\r\nX: ", b"y" * 1000),
+        (head()[:-2], b"X: " + b"y" * 1000 + b"\r\n"),
+        (head()[:-2], b"a:\r\n" * 1000),
+        (b"GET /", b"y" * 1000),
+    ],
+    ids=["trailers", "short trailers", "a long trailer", "headers", "short headers", "a long path"],
+)
+def test_headers_and_trailers_without_end(victim, start, piece):
+    with ThreadPoolExecutor(4) as clients, ExitStack() as stack:
+        connections = [stack.enter_context(victim.connect()) for _ in range(4)]
+        for connection in connections:
+            connection.sendall(start)
+        list(clients.map(lambda connection: flood(connection, piece, 40 * MB), connections))
+        victim.check()
+
+
+@pytest.mark.parametrize("request_bytes", [1700, 30])
+def test_requests_that_are_sent_without_reading_an_answer(victim, request_bytes):
+    more = b"X: %s\r\n" % (b"y" * (request_bytes - 40)) if request_bytes > 100 else b""
+    piece = b"GET /v2/health/live HTTP/1.1\r\n" + more + b"\r\n"
+    with ThreadPoolExecutor(8) as clients, ExitStack() as stack:
+        connections = [stack.enter_context(victim.connect()) for _ in range(8)]
+        list(clients.map(lambda connection: flood(connection, piece * 100, 40 * MB), connections))
+        victim.check()
+
+
+def test_answers_that_are_not_read(victim):
+    keys = gzip.compress(b'{"tables": {"item": [' + b"1," * 60_000 + b"1]}}")
+    request = head(TOKEN, "Content-Encoding: gzip", f"Content-Length: {len(keys)}") + keys
+    with ExitStack() as stack:
+        connections = [stack.enter_context(victim.connect()) for _ in range(40)]
+        for connection in connections:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.sendall(request)
+        for connection in connections:
+            drop_errors(lambda connection=connection: connection.recv(1, socket.MSG_PEEK))
+        wait_until(lambda: victim.held < 10_000, "those that do not read are gone", 20)
+        victim.check()
+
+
+def test_the_longest_idle_connections_make_room_for_new_ones(victim):
+    with ExitStack() as stack:
+        silent = [stack.enter_context(victim.connect()) for _ in range(300)]
+        for _ in range(20):
+            with victim.connect() as late:
+                late.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert late.recv(100).startswith(b"HTTP/1.1 200")
+        assert sum(closed(connection) for connection in silent) >= 200
+        victim.failures.clear()  # its connection may have been one of them
+        victim.check()
+    assert victim.log.count("there are 100 connections") == 1
+
+
+def closed(connection):
+    connection.settimeout(0.01)
+    try:
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_busy_connections_are_not_closed_for_new_ones(victim):
+    victim.stop()
+    victim.client.close()
+    with ExitStack() as stack:
+        busy = [stack.enter_context(victim.connect()) for _ in range(100)]
+        for connection in busy:
+            connection.sendall(head(TOKEN, "Content-Length: 25", "Expect: 100-continue"))
+        for connection in busy:
+            assert connection.recv(100).startswith(b"HTTP/1.1 100")
+        for _ in range(10):
+            with victim.connect() as late:
+                assert late.recv(1000).endswith(b'{"error":"too many connections; send the request again later"}')
+        for connection in busy:
+            connection.sendall(b'{"tables": {"item": [7]}}')
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_bad_requests_do_not_fill_the_log(victim):
+    lines = victim.log.count("\n")
+    for start in (
+        b"\x16\x03\x01\r\n\r\n",
+        head()[:-2] + b"a:\r\n" * 200,
+        b"CONNECT / HTTP/1.1\r\n\r\n",
+        head("Content-Length: x"),
+    ):
+        for _ in range(50):
+            with victim.connect() as connection:
+                connection.sendall(start)
+                drop_errors(lambda connection=connection: connection.recv(1000))
+    victim.check()
+    assert victim.log.count("\n") - lines <= 5

@@ -135,6 +135,7 @@ class Connection(HttpToolsProtocol):
         self._header_bytes = 0  # of a request whose headers, or trailers, are not complete
         self._header_since: float | None = time.monotonic()  # None while no headers are expected
         self._upgrade = b""
+        self._answering: RequestResponseCycle | None = None  # of those that came at once, the one whose turn it is
         self._unread, self._unread_since, self._progressed = 0, 0.0, False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -154,6 +155,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        if self._answering is not None:  # uvicorn tells the request that came last
+            self._answering.disconnected = True
         self._idle.pop(self, None)
         self._unparsed.clear()
         self._hold(0)
@@ -186,6 +189,8 @@ class Connection(HttpToolsProtocol):
                 raise ValueError("too many requests wait for the answer of an earlier one")
             self._hold(self._held + _PIPELINED_REQUEST_BYTES)
         super().on_headers_complete()
+        if not self.pipeline:
+            self._answering = self.cycle
         self.headers = []  # for the trailers, which count for nothing
         self._in_body = True
         self._idle.pop(self, None)
@@ -199,6 +204,8 @@ class Connection(HttpToolsProtocol):
         self._busy = not self.cycle.response_complete
 
     def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._answering = self.pipeline[-1][0]
         super().on_response_complete()
         self._progressed = True
         if self.cycle.response_complete or (self._in_body and not self.pipeline):  # else a complete request has its turn

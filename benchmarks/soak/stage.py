@@ -21,7 +21,7 @@ from tests.servers.child_processes import ChildProcesses
 from tests.servers.redis_server import RedisServer, free_ports
 
 LASTING = "b"  # is never restarted, so that a slow leak shows
-MAX_BODY_BYTES, HELD_BODIES = 4 << 20, 8
+MAX_BODY_BYTES, MAX_HELD_BYTES = 4 << 20, 64 << 20
 _START_S, _EXIT_S, _REPLY_S = 120.0, 40.0, 120.0
 _BASE_BYTES = 160 << 20  # allocators, threads, compiled kernels, RocksDB's buffers for these few rows, answers in flight
 _IDLE_S = 60.0
@@ -153,8 +153,7 @@ class Stage:
     def measure(self, process: int) -> None:
         """Compute how much memory a process may take, from what its tiers hold."""
         said = self.tell(process, "memory")
-        held = 2 * HELD_BODIES * MAX_BODY_BYTES  # as sent and, at most, parsed or decompressed
-        name, budget = PROCESSES[process], said.get("base", 0) + said.get("caches", 0) + held + _BASE_BYTES
+        name, budget = PROCESSES[process], said.get("base", 0) + said.get("caches", 0) + MAX_HELD_BYTES + _BASE_BYTES
         self.budget_bytes[name] = max(self.budget_bytes[name], budget)
 
     def watch(self) -> None:
@@ -225,7 +224,12 @@ class Stage:
                 "cache_missed_embeddings": True,
             },
             "persistent_db": {"type": "rocks_db", "path": str(self.directory / f"rocksdb-{name}"), "num_threads": 2},
-            "service": {"max_body_bytes": MAX_BODY_BYTES, "max_keys_per_request": 8000, "lookup_threads": 4},
+            "service": {
+                "max_body_bytes": MAX_BODY_BYTES,
+                "max_held_bytes": MAX_HELD_BYTES,
+                "max_keys_per_request": 8000,
+                "lookup_threads": 4,
+            },
             "models": [model(name) for name in dict.fromkeys(table.model for table in TABLES)],
         }
 

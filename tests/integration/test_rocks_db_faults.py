@@ -67,7 +67,10 @@ def child(code: str, *arguments: str | Path, **options) -> subprocess.Popen:
 
 def outcome_of(code: str, *arguments: str | Path, **options) -> str:
     with child(code, *arguments, **options) as process:
-        out, err = process.communicate(timeout=60)
+        try:
+            out, err = process.communicate(timeout=240)
+        finally:
+            process.kill()
     assert process.returncode == 0, err
     return out
 

@@ -33,6 +33,7 @@ from hps.databases.rocks_db import directory
 from hps.databases.rocks_db.engine import DEFAULT, Engine
 from hps.databases.rocks_db.load_records import LoadRecords
 from hps.databases.rocks_db.table import RocksTable, width_of
+from hps.databases.rocks_db.write_ahead_log import CheckedLogs, check_logs, damaged, logs_in
 from hps.errors import DatabaseError, DatabaseTimeoutError, InvalidInputError, TableWidthError, UnknownTableError
 from hps.input_checks import check_positive
 from hps.open_calls import OpenCalls
@@ -91,22 +92,15 @@ class RocksDatabase(PersistentDatabase):
         self._seal: directory.Seal | None = None
         self._view: tempfile.TemporaryDirectory[str] | None = None
         self._released = False
-        exists = directory.check_directory(self.path, read_only)
-
-        open_at = partial(
-            Engine,
+        self._engine = Engine(
             self.path,
-            exists=exists,
             read_only=read_only,
             num_threads=num_threads,
             block_cache_bytes=block_cache_bytes,
             write_timeout_s=write_timeout_s,
         )
-        if read_only:
-            self._view, self._engine = directory.opened_in_view(self.path, open_at)
-        else:
-            self._engine = open_at(self.path)
         self._records = LoadRecords(self._engine)
+        self._open()
         if read_only:
             return
         try:
@@ -116,6 +110,19 @@ class RocksDatabase(PersistentDatabase):
         except DatabaseError:
             self.close()
             raise
+
+    def _open(self) -> None:
+        """Open the engine if all that was acknowledged is there."""
+        exists = directory.check_directory(self.path, self.read_only)
+        logs = check_logs(self.path, partial(oldest_needed_log, self.path)) if exists else CheckedLogs(True, {}, {})
+        for name, what in logs.damages.items():
+            raise damaged(self.path, name, what)
+        open_at = partial(self._engine.open, exists=exists, torn=logs.sealed)
+        if self.read_only:
+            self._view, _ = directory.opened_in_view(self.path, open_at, logs.ends)
+        else:
+            directory.cut_logs(self.path, logs.ends)
+            open_at(self.path)
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
@@ -298,3 +305,15 @@ class RocksDatabase(PersistentDatabase):
         with self._calls:
             self._table(tag).settle()
             self._seal_now()
+
+
+def oldest_needed_log(path: Path) -> int:
+    """Ask the MANIFEST for the number of the oldest write-ahead log that holds rows which are in no other file."""
+    engine = Engine(path, read_only=True, num_threads=1, block_cache_bytes=0, write_timeout_s=0)
+    without_logs = dict.fromkeys(logs_in(path).values(), 0)
+    view, _ = directory.opened_in_view(path, partial(engine.open, exists=True, torn=True), without_logs)
+    try:
+        return engine.figure(engine.family(DEFAULT), "min-log-number-to-keep")
+    finally:
+        engine.close()
+        view.cleanup()

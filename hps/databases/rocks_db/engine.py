@@ -22,6 +22,7 @@ from typing import Any
 
 import rocksdict
 
+from hps.databases.rocks_db.write_ahead_log import LogSeal
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseLockedError, DatabaseTimeoutError
 
 _log = logging.getLogger(__name__)
@@ -44,12 +45,11 @@ _SIDE_BY_SIDE = "num-files-at-level0"
 
 
 class Engine:
-    """One open RocksDB. *Thread-safe*, except that `close` must be the last call.
+    """One RocksDB. *Thread-safe*, except that nothing may call it during `open` and `close`, nor after a `close` until it is
+    opened again. Column families are of one opening.
 
     Args:
         path: the directory, as errors name it.
-        place: the directory to open: the same one, or a view of it.
-        exists: whether a database is there.
         read_only: open it without locking its directory.
         num_threads: for flushing and compacting.
         block_cache_bytes: 0 for no cache.
@@ -59,9 +59,7 @@ class Engine:
     def __init__(
         self,
         path: Path,
-        place: Path,
         *,
-        exists: bool,
         read_only: bool,
         num_threads: int,
         block_cache_bytes: int,
@@ -75,11 +73,32 @@ class Engine:
         self._refuse.no_slowdown = True
         self._move = rocksdict.IngestExternalFileOptions()
         self._move.set_move_files(True)
-        access = rocksdict.AccessType.read_only(False) if read_only else rocksdict.AccessType.read_write()
+        self._db: Any = None
+        self._families: dict[str, Family] = {}
+        self._logs: LogSeal | None = None
+
+    def open(self, place: Path, *, exists: bool, torn: bool) -> None:
+        """Open RocksDB.
+
+        Args:
+            place: the directory: `path`, or a view of it.
+            exists: whether a database is there.
+            torn: whether the write-ahead logs may end in damaged records, which are dropped, and not only in an incomplete one.
+        """
+        modes, access = rocksdict.DBRecoveryMode, rocksdict.AccessType
+        self._options.set_wal_recovery_mode(modes.point_in_time() if torn else modes.tolerate_corrupted_tail_records())
         with self._errors("opening the database"):
             names = rocksdict.Rdict.list_cf(str(place)) if exists else [DEFAULT]
-            self._db: Any = rocksdict.Rdict(str(place), self._options, dict.fromkeys(names, self._options), access)
-            self._families: dict[str, Family] = {name: self._db.get_column_family(name) for name in names}
+            families = dict.fromkeys(names, self._options)
+            how = access.read_only(False) if self.read_only else access.read_write()
+            self._db = rocksdict.Rdict(str(place), self._options, families, how)
+            self._families = {name: self._db.get_column_family(name) for name in names}
+            if not self.read_only:
+                try:
+                    self._logs = LogSeal(self.path)
+                except OSError:
+                    self.close()
+                    raise
 
     def _errors(self, doing: str) -> "_TypedErrors":
         return _TypedErrors(doing, self.path)
@@ -109,7 +128,13 @@ class Engine:
         while self._families:
             _, family = self._families.popitem()
             self._close(family)
-        self._close(self._db)
+        if self._db is not None:
+            self._close(self._db)
+            self._db = None
+        if self._logs is not None:
+            with self._errors("sealing the write-ahead logs"):
+                self._logs.close()
+            self._logs = None
 
     def _close(self, database: Any) -> None:
         try:
@@ -198,9 +223,12 @@ class Engine:
             time.sleep(_STALL_POLL_S)
 
     def sync(self, doing: str) -> None:
-        """Return when every earlier write is on disk."""
+        """Return when every earlier write is on disk, and will be missed if it is no longer there."""
         with self._errors(doing):
+            reached = self._logs.reached() if self._logs else None
             self._db.flush_wal(True)
+            if self._logs and reached:
+                self._logs.seal(reached)
 
     # -- loading ------------------------------------------------------------------------------------------------------
 

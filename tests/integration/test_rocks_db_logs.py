@@ -198,6 +198,7 @@ def test_a_log_that_was_written_to_files_is_not_missed(killed: Path, tmp_path: P
 
 def test_kills_are_never_refused_whatever_the_logs_are_at(tmp_path: Path):
     code = """
+        from tests.integration.test_rocks_db_logs import *
         database = RocksDatabase(sys.argv[1])
         tags = [f"{TAG}.{i}" for i in range(4)]
         for tag in tags:

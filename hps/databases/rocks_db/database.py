@@ -22,7 +22,9 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -30,7 +32,7 @@ from typing import Any, Self
 
 from hps.databases.base import LoadRecord, PersistentDatabase, TableStats
 from hps.databases.rocks_db import directory
-from hps.databases.rocks_db.engine import DEFAULT, Engine
+from hps.databases.rocks_db.engine import DEFAULT, Engine, database_error
 from hps.databases.rocks_db.load_records import LoadRecords
 from hps.databases.rocks_db.table import RocksTable, width_of
 from hps.databases.rocks_db.write_ahead_log import CheckedLogs, check_logs, damaged, logs_in
@@ -40,6 +42,10 @@ from hps.open_calls import OpenCalls
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _log = logging.getLogger(__name__)
+
+_RECOVER_EVERY_S = 0.5
+_PAUSE_TIMEOUT_S = 30
+_ROOM_BYTES = 4 << 20  # beside what the write-ahead logs hold, for what RocksDB writes at an opening
 
 
 class RocksDatabase(PersistentDatabase):
@@ -92,6 +98,8 @@ class RocksDatabase(PersistentDatabase):
         self._seal: directory.Seal | None = None
         self._view: tempfile.TemporaryDirectory[str] | None = None
         self._released = False
+        self._recovering = threading.Lock()
+        self._recover_at = 0.0
         self._engine = Engine(
             self.path,
             read_only=read_only,
@@ -139,6 +147,7 @@ class RocksDatabase(PersistentDatabase):
         check_positive(f"opening table {tag}", "dim", dim)
         if tag == DEFAULT:
             raise InvalidInputError(f"opening table {tag}: got the name of RocksDB's own column family, expected another tag")
+        self._recover()
         with self._calls, self._tables_lock:
             table = self._tables.get(tag)
             held = table.dim if table else self._width(tag)
@@ -181,6 +190,7 @@ class RocksDatabase(PersistentDatabase):
             return sorted(self._engine.names())
 
     def drop_table(self, tag: str) -> None:
+        self._recover()
         with self._calls, self._tables_lock:
             if tag == DEFAULT or self._engine.family(tag) is None:
                 return
@@ -200,13 +210,41 @@ class RocksDatabase(PersistentDatabase):
                 self._engine.drop(tag)
             self._records.remove(tag)
 
+    def _recover(self) -> None:
+        """Open RocksDB again if it refuses to write since a write failed, and there is room again.
+
+        Other calls wait meanwhile, for as long as it takes to write out what the write-ahead logs hold.
+
+        Raises:
+            DatabaseError: it cannot be opened, or writes would fail again. Reads go on, if it was not closed; the next call tries
+                again.
+        """
+        if not self._engine.stuck:
+            return
+        with self._recovering:
+            if not self._engine.stuck or self._released or time.monotonic() < self._recover_at:
+                return
+            self._recover_at = time.monotonic() + _RECOVER_EVERY_S
+            try:
+                logs = sum(os.path.getsize(self.path / name) for name in logs_in(self.path).values())
+                directory.check_room(self.path, logs + _ROOM_BYTES)
+            except OSError as error:
+                raise database_error(str(error), "opening the database again after a failed write", self.path) from error
+            with self._calls.alone(self._close_timeout_s), self._tables_lock:
+                _log.warning("%s refuses writes since one failed: opening it again", self.path)
+                self._engine.close()
+                self._open()
+                for table in self._tables.values():
+                    table.renew()
+                self._seal_now()
+
     def close(self) -> None:
         if not self._calls.close(self._close_timeout_s):  # new calls stay refused, and `close` may be called again
             raise DatabaseTimeoutError(
                 f"closing the database {self.path}: calls still running after {self._close_timeout_s:g} s: "
                 f"{self._calls.under_way}; close it again when they have ended"
             )
-        with self._tables_lock:
+        with self._recovering, self._tables_lock:
             if self._released:
                 return
             self._released = True
@@ -233,6 +271,8 @@ class RocksDatabase(PersistentDatabase):
         out: FloatArray,  # (n, dim)
         found: BoolArray,  # (n,)
     ) -> int:
+        if not self._engine.is_open:
+            self._recover()
         with self._calls:
             return self._table(tag).fetch(keys, out, found)
 
@@ -242,10 +282,12 @@ class RocksDatabase(PersistentDatabase):
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
     ) -> None:
+        self._recover()
         with self._calls:
             self._table(tag).insert(keys, vectors)
 
     def delete(self, tag: str, keys: KeyArray) -> int:
+        self._recover()
         with self._calls:
             return self._table(tag).delete(keys)
 
@@ -297,11 +339,13 @@ class RocksDatabase(PersistentDatabase):
         vectors: FloatArray,  # (n, dim)
         record: LoadRecord,
     ) -> None:
+        self._recover()
         with self._calls:
             self._table(tag).load(keys, vectors, record, self.path / directory.STAGING / f"{next(self._staged)}.sst")
             self._seal_now()
 
     def finish_load(self, tag: str) -> None:
+        self._recover()
         with self._calls:
             self._table(tag).settle()
             self._seal_now()

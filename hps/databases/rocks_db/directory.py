@@ -143,11 +143,27 @@ def cut_logs(path: Path, ends: dict[str, int]) -> None:
         DatabaseError: a log cannot be written.
     """
     for name, size in ends.items():
-        _log.warning("opening the database %s: %s ends in damaged records, which nobody was promised: cut to %d", path, name, size)
+        _log.warning(
+            "opening the database %s: %s ends in damaged records, which nobody was promised: cut to %d", path, name, size
+        )
         try:
             os.truncate(path / name, size)
         except OSError as error:
             raise DatabaseError(f"cutting {path / name} to {size} bytes: {error}") from error
+
+
+def check_room(path: Path, size_bytes: int) -> None:
+    """Make sure that a file of this size could be written.
+
+    Raises:
+        OSError: it could not.
+    """
+    trial = path / STAGING / "room"
+    try:
+        with open(trial, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
+    finally:
+        trial.unlink(missing_ok=True)
 
 
 def clear_staging(path: Path) -> None:

@@ -76,6 +76,8 @@ class Engine:
         self._db: Any = None
         self._families: dict[str, Family] = {}
         self._logs: LogSeal | None = None
+        self.stuck = False
+        """Whether a write failed: RocksDB then refuses all others, also when their cause has passed, until it is opened again."""
 
     def open(self, place: Path, *, exists: bool, torn: bool) -> None:
         """Open RocksDB.
@@ -93,6 +95,7 @@ class Engine:
             how = access.read_only(False) if self.read_only else access.read_write()
             self._db = rocksdict.Rdict(str(place), self._options, families, how)
             self._families = {name: self._db.get_column_family(name) for name in names}
+            self.stuck = False
             if not self.read_only:
                 try:
                     self._logs = LogSeal(self.path)
@@ -102,6 +105,12 @@ class Engine:
 
     def _errors(self, doing: str) -> "_TypedErrors":
         return _TypedErrors(doing, self.path)
+
+    def _write_errors(self, doing: str) -> "_TypedErrors":
+        return _TypedErrors(doing, self.path, self._on_write_error)
+
+    def _on_write_error(self, error: DatabaseError) -> None:
+        self.stuck = self.stuck or not isinstance(error, WriteStalledError)
 
     def names(self) -> list[str]:
         """The column families, without RocksDB's own."""
@@ -113,13 +122,13 @@ class Engine:
 
     def create(self, name: str) -> Family:
         """Add a column family. Only one thread at a time may create or drop."""
-        with self._errors(f"creating table {name}"):
+        with self._write_errors(f"creating table {name}"):
             family = self._families[name] = self._db.create_column_family(name, self._options)
         return family
 
     def drop(self, name: str) -> None:
         """Remove a column family; calls that still read it may go on."""
-        with self._errors(f"dropping table {name}"):
+        with self._write_errors(f"dropping table {name}"):
             self._db.drop_column_family(name)
         del self._families[name]
 
@@ -132,9 +141,12 @@ class Engine:
             self._close(self._db)
             self._db = None
         if self._logs is not None:
-            with self._errors("sealing the write-ahead logs"):
-                self._logs.close()
+            self._logs.close()
             self._logs = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._db is not None
 
     def _close(self, database: Any) -> None:
         try:
@@ -214,7 +226,7 @@ class Engine:
                 batch.set_default_column_family(self._db.get_column_family_handle(name))
                 deque(fill(batch), maxlen=0)
             try:
-                with self._errors(doing):
+                with self._write_errors(doing):
                     self._db.write(batch, self._refuse)
                 return
             except WriteStalledError:
@@ -224,7 +236,7 @@ class Engine:
 
     def sync(self, doing: str) -> None:
         """Return when every earlier write is on disk, and will be missed if it is no longer there."""
-        with self._errors(doing):
+        with self._write_errors(doing):
             reached = self._logs.reached() if self._logs else None
             self._db.flush_wal(True)
             if self._logs and reached:
@@ -255,7 +267,7 @@ class Engine:
         """Add or replace the rows of a staged file, which is moved into the database. They are on disk on return."""
         if self.figure(family, _SIDE_BY_SIDE) >= _LOAD_FILES:
             self._merge(family, doing)
-        with self._errors(doing):
+        with self._write_errors(doing):
             family.flush()  # the ingest would do it, but with the interpreter lock held
             family.ingest_external_file([str(staged)], self._move)
 
@@ -265,7 +277,7 @@ class Engine:
         Raises:
             DatabaseError: the merge failed. All rows are there.
         """
-        with self._errors(doing):
+        with self._write_errors(doing):
             family.flush()
         if self.figure(family, _SIDE_BY_SIDE):
             self._merge(family, doing)
@@ -293,23 +305,29 @@ class Engine:
             family.compact_range(None, None, options)
             family.set_options({"target_file_size_base": str(most)})
         if self.figure(family, "background-errors") > failures:
+            self.stuck = True
             raise DatabaseError(f"{doing} in {self.path}: merging its files failed; the newest LOG there says why")
 
 
 class _TypedErrors:
     """`with _TypedErrors("reading table t", path):` turns the engine's bare exceptions into typed errors. *One per use.*"""
 
-    __slots__ = ("_doing", "_path")  # a class, since a generator would cost a small fetch a twentieth of its time
+    __slots__ = ("_doing", "_on_error", "_path")  # a class, since a generator would cost a small fetch a twentieth of its time
 
-    def __init__(self, doing: str, path: Path) -> None:
+    def __init__(self, doing: str, path: Path, on_error: Callable[[DatabaseError], None] | None = None) -> None:
         self._doing = doing
         self._path = path
+        self._on_error = on_error
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if type(error) is Exception or isinstance(error, OSError):  # the binding's; any other is a fault of our own
-            raise database_error(str(error), self._doing, self._path) from error
+        # The binding's; any other is a fault of our own.
+        if type(error) is Exception or isinstance(error, OSError | rocksdict.DbClosedError):
+            typed = database_error(str(error), self._doing, self._path)
+            if self._on_error:
+                self._on_error(typed)
+            raise typed from error
 
 
 class WriteStalledError(DatabaseTimeoutError):
@@ -326,10 +344,10 @@ _MEANINGS: tuple[tuple[tuple[str, ...], type[DatabaseError], str], ...] = (
     (
         ("No space left on device", "File too large", "Disk quota exceeded"),
         DatabaseError,
-        "The disk is full; the rows that were there can still be read. Make room, then open it again",
+        "The disk is full; the rows that were there can still be read. Make room, and writing goes on by itself",
     ),
     (("Write stall",), WriteStalledError, "The disk does not keep up with the writes; write less, or use a faster disk"),
-    (("Too many open files",), DatabaseError, "Raise the limit of open files (`ulimit -n`)"),
+    (("Too many open files",), DatabaseError, "Raise the limit of open files (`ulimit -n`); writing goes on by itself"),
     (
         (
             "Permission denied",
@@ -345,7 +363,7 @@ _MEANINGS: tuple[tuple[tuple[str, ...], type[DatabaseError], str], ...] = (
     (
         ("Corruption", "No such file or directory"),  # RocksDB names only files that it has written
         DatabaseCorruptError,
-        "Files are damaged or missing, so nothing is answered from there. Restore the directory from a backup, or remove it "
+        "Files are damaged or missing, so nothing is answered from there (`hps check-database {path}` says what is left). Restore the directory from a backup, or remove it "
         "and load the models again",
     ),
 )

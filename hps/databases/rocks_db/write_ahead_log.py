@@ -15,6 +15,7 @@ that is still needed.
 it reads that header again and again, with the interpreter lock held. So none may be where it looks.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -80,16 +81,13 @@ class LogSeal:
                 self._write(reached)
 
     def close(self) -> None:
-        """Seal what is there after RocksDB was closed, and release the files."""
-        self._write(self.reached())
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Release the files and leave the seal as it is."""
+        """Forget logs that RocksDB has deleted at its end, which saves the next opening the question, and release the files."""
+        with contextlib.suppress(OSError):  # an older seal is true, too
+            there = logs_in(self._path)
+            self._write(tuple(end for end in self._sealed if end.number in there))
         for file in (self._seal, self._log):
             if file >= 0:
                 os.close(file)
-        self._seal = self._log = -1
 
     def _read_on(self) -> None:
         if self._log < 0:

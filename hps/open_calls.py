@@ -13,8 +13,8 @@ _PAUSE_TIMEOUT_S = 30
 class OpenCalls:
     """Counts the calls under way, so that what they use is released only when nothing uses it any more. *Thread-safe.*
 
-    Each call is made inside `with calls:`; `close` waits for those under way and refuses new ones, `alone` lets new ones wait. A
-    call takes no lock: it first counts itself, then looks whether it may; `close` and `alone` first forbid, then count.
+    Each call is made inside `with calls:`; `close` waits for those under way and refuses new ones, `alone` lets new ones wait.
+    A call takes no lock: it first counts itself, then looks whether it may; `close` and `alone` first forbid, then count.
 
     Args:
         what: it is that the calls use, in messages.
@@ -37,10 +37,10 @@ class OpenCalls:
         while self._forbidden:
             self.__exit__(None, None, None)
             with self._ended:
-                self._ended.wait_for(lambda: self._closed or not self._forbidden, _PAUSE_TIMEOUT_S)
+                allowed = self._ended.wait_for(lambda: self._closed or not self._forbidden, _PAUSE_TIMEOUT_S)
                 if self._closed:
                     raise NotReadyError(f"{self._what} is closed; open it again to use it")
-                if self._forbidden:
+                if not allowed:
                     raise DatabaseTimeoutError(
                         f"{self._what} is still being opened again after {_PAUSE_TIMEOUT_S} s; try again"
                     )

@@ -10,8 +10,11 @@ in use costs more than it saves (benchmarks/bench_rocks_db.py). Every block that
 memory-mapped reads would be faster, but a truncated file would then kill the process.
 
 **Durability.** `insert` and `delete` return once the write-ahead log is synced to disk, which they do once a call, as HugeCTR
-does; `load_chunk` returns once the rows, and then the record that counts them, are on disk. A damaged end of the write-ahead
-log, as a power cut leaves it, is dropped at the next opening.
+does; `load_chunk` returns once the rows, and then the record that counts them, are on disk. What was acknowledged is there at
+the next opening, or that is refused (write_ahead_log.py); a damaged end behind it, as a power cut leaves it, is dropped.
+
+**Failed writes.** When the disk is full or descriptors run out, RocksDB refuses to write for good, and goes on reading. So the
+next write finds out whether there is room again, and then RocksDB is opened again under all calls, which wait for it.
 
 **Waiting.** RocksDB knows no timeouts: a call takes as long as the disk does. Where RocksDB would hold a write back, we wait
 instead, at most `write_timeout_s`. Two locks are held while RocksDB works: one a table, which serialises its writers, and one
@@ -24,15 +27,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-from hps.databases.base import LoadRecord, PersistentDatabase, TableStats
+from hps.databases.base import DatabaseReport, LoadRecord, PersistentDatabase, TableStats
 from hps.databases.rocks_db import directory
 from hps.databases.rocks_db.engine import DEFAULT, Engine, database_error
+from hps.databases.rocks_db.inspection import inspect, oldest_needed_log
 from hps.databases.rocks_db.load_records import LoadRecords
 from hps.databases.rocks_db.table import RocksTable, width_of
 from hps.databases.rocks_db.write_ahead_log import CheckedLogs, check_logs, damaged, logs_in
@@ -43,8 +46,8 @@ from hps.types import BoolArray, FloatArray, KeyArray
 
 _log = logging.getLogger(__name__)
 
-_RECOVER_EVERY_S = 0.5
-_PAUSE_TIMEOUT_S = 30
+_RECOVER_EVERY_S = 0.5  # how often a database that refuses writes is looked at
+_DRAIN_TIMEOUT_S = 0.1  # how long reads wait for others to end, a merge among them, before it is opened again
 _ROOM_BYTES = 4 << 20  # beside what the write-ahead logs hold, for what RocksDB writes at an opening
 
 
@@ -141,6 +144,10 @@ class RocksDatabase(PersistentDatabase):
             max_batch_size=config.max_batch_size,
         )
 
+    @classmethod
+    def inspect(cls, path: Path) -> DatabaseReport:
+        return inspect(Path(path).absolute())
+
     # -- tables -------------------------------------------------------------------------------------------------------
 
     def open_table(self, tag: str, dim: int) -> None:
@@ -216,8 +223,8 @@ class RocksDatabase(PersistentDatabase):
         Other calls wait meanwhile, for as long as it takes to write out what the write-ahead logs hold.
 
         Raises:
-            DatabaseError: it cannot be opened, or writes would fail again. Reads go on, if it was not closed; the next call tries
-                again.
+            DatabaseError: it cannot be opened, or writes would fail again. If it was not closed, reads go on; the
+                next call tries again.
         """
         if not self._engine.stuck:
             return
@@ -230,10 +237,11 @@ class RocksDatabase(PersistentDatabase):
                 directory.check_room(self.path, logs + _ROOM_BYTES)
             except OSError as error:
                 raise database_error(str(error), "opening the database again after a failed write", self.path) from error
-            with self._calls.alone(self._close_timeout_s), self._tables_lock:
+            with self._calls.alone(_DRAIN_TIMEOUT_S), self._tables_lock:
                 _log.warning("%s refuses writes since one failed: opening it again", self.path)
                 self._engine.close()
                 self._open()
+                self._drop_the_rest()
                 for table in self._tables.values():
                     table.renew()
                 self._seal_now()
@@ -322,6 +330,7 @@ class RocksDatabase(PersistentDatabase):
             return self._table(tag).writer_token()
 
     def renew_writer_token(self, tag: str) -> str | None:
+        self._recover()
         with self._calls:
             return self._table(tag).renew_writer_token()
 
@@ -349,15 +358,3 @@ class RocksDatabase(PersistentDatabase):
         with self._calls:
             self._table(tag).settle()
             self._seal_now()
-
-
-def oldest_needed_log(path: Path) -> int:
-    """Ask the MANIFEST for the number of the oldest write-ahead log that holds rows which are in no other file."""
-    engine = Engine(path, read_only=True, num_threads=1, block_cache_bytes=0, write_timeout_s=0)
-    without_logs = dict.fromkeys(logs_in(path).values(), 0)
-    view, _ = directory.opened_in_view(path, partial(engine.open, exists=True, torn=True), without_logs)
-    try:
-        return engine.figure(engine.family(DEFAULT), "min-log-number-to-keep")
-    finally:
-        engine.close()
-        view.cleanup()

@@ -77,7 +77,7 @@ class Engine:
         self._families: dict[str, Family] = {}
         self._logs: LogSeal | None = None
         self.stuck = False
-        """Whether a write failed: RocksDB then refuses all others, also when their cause has passed, until it is opened again."""
+        """Whether a write failed: RocksDB then refuses all others, also when the cause has passed, until it is opened again."""
 
     def open(self, place: Path, *, exists: bool, torn: bool) -> None:
         """Open RocksDB.
@@ -110,7 +110,7 @@ class Engine:
         return _TypedErrors(doing, self.path, self._on_write_error)
 
     def _on_write_error(self, error: DatabaseError) -> None:
-        self.stuck = self.stuck or not isinstance(error, WriteStalledError)
+        self.stuck = self.stuck or not (self.read_only or isinstance(error, WriteStalledError))
 
     def names(self) -> list[str]:
         """The column families, without RocksDB's own."""
@@ -198,6 +198,14 @@ class Engine:
         """An integer property of a column family, such as `estimate-num-keys`; 0 if RocksDB does not know it."""
         with self._errors("reading properties"):
             return int(family.property_value(f"rocksdb.{name}") or 0)
+
+    def database_figure(self, name: str) -> int:
+        """An integer property of the whole database."""
+        return self.figure(self._db, name)
+
+    def last_sequence(self) -> int:
+        """The sequence number of the last write."""
+        return int(self._db.latest_sequence_number())
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -363,8 +371,8 @@ _MEANINGS: tuple[tuple[tuple[str, ...], type[DatabaseError], str], ...] = (
     (
         ("Corruption", "No such file or directory"),  # RocksDB names only files that it has written
         DatabaseCorruptError,
-        "Files are damaged or missing, so nothing is answered from there (`hps check-database {path}` says what is left). Restore the directory from a backup, or remove it "
-        "and load the models again",
+        "Files are damaged or missing, so nothing is answered from there; `hps check-database {path}` says what is left. "
+        "Restore the directory from a backup, or remove it and load the models again",
     ),
 )
 """What the engine's messages contain, the error that they become, and what to do."""

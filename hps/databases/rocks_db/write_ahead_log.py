@@ -11,8 +11,8 @@ that is still needed.
 
 **Without a seal** (HugeCTR wrote it, or an earlier hps), a last record that is incomplete is a torn end; all else is damage.
 
-**A record that hangs RocksDB.** Where RocksDB 9.8.4 meets the header of a recycled record in a log that does not begin with one,
-it reads that header again and again, with the interpreter lock held. So none may be where it looks.
+**A record that hangs RocksDB.** Where RocksDB 9.8.4 meets the header of a recycled record in a log that does not begin with
+one, it reads that header again and again, with the interpreter lock held. So none may be where it looks.
 """
 
 import contextlib
@@ -32,6 +32,9 @@ SEAL = "hps-log.json"
 _BLOCK_BYTES = 1 << 15  # of RocksDB's logs; a record header stands at the start of each
 _HEADER = struct.Struct("<IHB")  # checksum, bytes that follow, type
 _RECYCLED = frozenset({5, 6, 7, 8, 11})  # types of records in logs that are used again, which neither HugeCTR nor hps asks for
+_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4  # types of a record, and of the parts of one that is in several blocks
+_BEGINNINGS = frozenset({_FULL, _FIRST})  # they go on with a sequence number
+_CONTINUATIONS = frozenset({_MIDDLE, _LAST})
 _READ_BYTES = 1 << 20
 
 
@@ -61,6 +64,7 @@ class LogSeal:
         self._changed_ns = 0
         self._sealed: tuple[LogEnd, ...] = ()
         self._seal = os.open(path / SEAL, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._seal_bytes = os.fstat(self._seal).st_size
         self._write(self.reached())
 
     def reached(self) -> tuple[LogEnd, ...]:
@@ -93,11 +97,10 @@ class LogSeal:
         if self._log < 0:
             return
         number, size, crc = self._end
-        while True:
-            data = os.pread(self._log, _READ_BYTES, size)
+        there = os.fstat(self._log).st_size
+        while size < there:
+            data = os.pread(self._log, min(_READ_BYTES, there - size), size)
             size, crc = size + len(data), zlib.crc32(data, crc)
-            if len(data) < _READ_BYTES:
-                break
         self._end = LogEnd(number, size, crc)
 
     def _find_newer_logs(self) -> None:
@@ -119,7 +122,9 @@ class LogSeal:
         body = json.dumps([end for end in ends if end.size_bytes])
         text = f'{{"crc32": {zlib.crc32(body.encode())}, "logs": {body}}}\n'.encode()
         os.pwrite(self._seal, text, 0)
-        os.ftruncate(self._seal, len(text))
+        if len(text) < self._seal_bytes:
+            os.ftruncate(self._seal, len(text))
+        self._seal_bytes = len(text)
         self._sealed = ends
 
 
@@ -191,16 +196,34 @@ def check_manifest(path: Path, name: str) -> None:
     """
     try:
         hangs = _hanging_record(path / name, 0)
-    except OSError:
-        return  # RocksDB says so itself
+    except (OSError, ValueError):  # none, or no name of a file: RocksDB says so itself
+        return
     if hangs is not None:
         raise damaged(path, name, f"a record at {hangs} is damaged")
+
+
+def record_after(log: Path, sequence: int) -> int:
+    """The offset of the first record that is of later writes than `sequence` or lacks a part; else the size."""
+    data, at, begun = log.read_bytes(), 0, None
+    while at + _HEADER.size + 8 <= len(data):
+        left = _BLOCK_BYTES - at % _BLOCK_BYTES
+        if left < _HEADER.size:  # zeros up to the next block
+            at += left
+            continue
+        _, length, kind = _HEADER.unpack_from(data, at)
+        body = at + _HEADER.size
+        later = kind in _BEGINNINGS and int.from_bytes(data[body : body + 8], "little") > sequence
+        if later or kind not in (_BEGINNINGS if begun is None else _CONTINUATIONS):
+            break
+        begun = at if kind == _FIRST else begun if kind == _MIDDLE else None
+        at = body + length
+    return at if begun is None else begun
 
 
 def damaged(path: Path, name: str, what: str) -> DatabaseCorruptError:
     """The error for a file that misses rows."""
     return DatabaseCorruptError(
-        f"opening the database {path}: {path / name} is damaged: {what}. Rows that were acknowledged would be missing unnoticed. "
+        f"opening the database {path}: {path / name} is damaged: {what}. Acknowledged rows would be missing unnoticed. "
         f"`hps check-database {path}` says what is left. Restore the directory from a backup, or remove it and load the models "
         "again"
     )

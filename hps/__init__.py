@@ -43,6 +43,7 @@ _ERRORS = (
     "UnknownTableError",
     "UnknownDeviceError",
     "NotReadyError",
+    "ForkedProcessError",
     "WorkspaceTimeoutError",
     "DatabaseError",
     "DatabaseTimeoutError",

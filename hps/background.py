@@ -6,8 +6,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from weakref import finalize
 
 from hps.errors import HPSError
+from hps.lifetimes import close_at_exit, disown_in_children
 from hps.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -31,6 +33,8 @@ class BackgroundQueue:
         self._threads = [threading.Thread(target=self._run, name=f"hps-{name}-{i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
             thread.start()
+        close_at_exit(self, BackgroundQueue.abandon)
+        disown_in_children(self)
 
     def submit(self, job: Callable[[], None]) -> bool:
         """Queue a job. When the queue is full or closed, count the job as dropped and return False."""
@@ -67,6 +71,28 @@ class BackgroundQueue:
         for thread in self._threads:
             thread.join(timeout_s)
 
+    def end_with(self, owner: object) -> None:
+        """Let the threads end when the owner is collected; the jobs that are queued keep theirs alive."""
+        finalize(owner, self._refuse).atexit = False
+
+    def abandon(self, timeout_s: float = 10.0) -> None:
+        """Drop what is queued, and wait for the jobs that run."""
+        self._closed = True
+        self._discard()
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                _log.warning("%s: a job still runs after %g s", self._name, timeout_s)
+
+    def disown(self) -> None:
+        """In a forked child, where the threads are not: drop what is queued, and take no more."""
+        self._jobs = queue.Queue()
+        self._closed = True
+
+    def _refuse(self) -> None:  # takes no lock: the thread that collects garbage may hold any
+        self._closed = True
+
     def _discard(self) -> None:
         while True:
             try:
@@ -96,5 +122,6 @@ class BackgroundQueue:
                 self._metrics.background_errors.labels(self._name).inc()
                 _log.exception("%s: a job failed", self._name)
             finally:
+                del job  # what it refers to may be collected while this thread waits for the next
                 self._jobs.task_done()
                 self._metrics.background_batches.labels(self._name).set(self._jobs.qsize())

@@ -13,7 +13,8 @@
     ├── UnknownModelError        (KeyError)
     ├── UnknownTableError        (KeyError)
     ├── UnknownDeviceError       (KeyError)
-    ├── NotReadyError                                 still loading, or already closed
+    ├── NotReadyError            (RuntimeError)       still loading, or already closed
+    │   └── ForkedProcessError                        opened by the process that this one was forked from
     ├── WorkspaceTimeoutError    (TimeoutError)       every lookup workspace stayed busy
     ├── DatabaseError            (RuntimeError)       a volatile or persistent database failed
     │   ├── DatabaseTimeoutError (TimeoutError)
@@ -91,6 +92,10 @@ class UnknownDeviceError(HPSError, KeyError):
 
 class NotReadyError(HPSError, RuntimeError):
     """The parameter server is still loading or is closed."""
+
+
+class ForkedProcessError(NotReadyError):
+    """What is used was opened before this process was forked; create `HPS` after the fork."""
 
 
 class WorkspaceTimeoutError(HPSError, TimeoutError):

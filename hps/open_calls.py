@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from hps.errors import DatabaseTimeoutError, NotReadyError
+from hps.errors import DatabaseTimeoutError
+from hps.lifetimes import disown_in_children, refusal
 
 _PAUSE_TIMEOUT_S = 30
 
@@ -26,6 +27,7 @@ class OpenCalls:
         self._closed = False
         self._forbidden = False  # closed, or somebody is alone
         self._ended = threading.Condition()
+        disown_in_children(self)
 
     @property
     def under_way(self) -> int:
@@ -39,7 +41,7 @@ class OpenCalls:
             with self._ended:
                 allowed = self._ended.wait_for(lambda: self._closed or not self._forbidden, _PAUSE_TIMEOUT_S)
                 if self._closed:
-                    raise NotReadyError(f"{self._what} is closed; open it again to use it")
+                    raise refusal(self, self._what)
                 if not allowed:
                     raise DatabaseTimeoutError(
                         f"{self._what} is still being opened again after {_PAUSE_TIMEOUT_S} s; try again"
@@ -51,6 +53,11 @@ class OpenCalls:
         if self._forbidden:
             with self._ended:
                 self._ended.notify_all()
+
+    def disown(self) -> None:
+        """In a forked child: refuse every call. Those under way are the parent's."""
+        self._calls, self._ended = [], threading.Condition()
+        self._closed = self._forbidden = True
 
     def close(self, timeout_s: float) -> bool:
         """Refuse new calls, then wait for those under way; False when some have not ended. It may be called again."""

@@ -12,9 +12,12 @@ import numpy as np
 
 from hps.configuration.hugectr_structs import ParameterServerConfig
 from hps.configuration.load import Configuration, ModelConfig, load_configuration
+from hps.databases.base import SharedDatabase
 from hps.deployment import Deployment, choose_cache, deploy, open_databases
 from hps.errors import InvalidInputError, NotReadyError, UnknownModelError
+from hps.lifetimes import close_at_exit, disown_in_children, refusal
 from hps.lookup.coalescing import FetchCoalescer
+from hps.lookup.session import DirectSession, Session
 from hps.metrics import Metrics
 from hps.progress import Progress
 from hps.tensors.segments import (
@@ -30,12 +33,17 @@ from hps.tensors.segments import (
 from hps.types import BoolArray, FloatArray
 
 _log = logging.getLogger(__name__)
+_EXIT_WAIT_S = 5.0  # for a model that is being loaded when the interpreter ends
 
 
 class HPS:
     """A hierarchical parameter server: loads the configured models and answers lookups of their tables. *Thread-safe.*
 
-    A context manager; `close` releases caches and databases. Every error it raises is an `hps.HPSError`.
+    A context manager; `close` releases caches and databases, and the exit of the interpreter closes what is still open.
+    Every error it raises is an `hps.HPSError`.
+
+    It belongs to the process that made it: in a forked child every call raises `ForkedProcessError`, and `close` does nothing.
+    Only where Redis is all that it uses (no other database, no embedding cache) does the child open connections of its own.
 
     Args:
         config: path of a `ps.json`, its content as a dict, a `ParameterServerConfig`, or a `Configuration`.
@@ -62,8 +70,11 @@ class HPS:
         self._cache_class = choose_cache(self.config.device)
         self._deployments: dict[str, Deployment] = {}
         self._leaving: dict[str, Deployment] = {}  # undeployed, while their last lookups still run
-        self._changing = threading.Lock()  # deploying or undeploying
+        self._changing = threading.RLock()  # deploying or undeploying
         self._closed = False
+        self._reopenable: dict[str, Deployment] = {}  # in a forked child, until the first call
+        disown_in_children(self)
+        close_at_exit(self, HPS._close_at_exit)
         self._chain, self._targets = open_databases(self.config, self.metrics)
         self._coalescer = FetchCoalescer(self._chain.fetch, self.metrics)
         if not self._chain.databases:
@@ -78,7 +89,7 @@ class HPS:
     @property
     def models(self) -> tuple[str, ...]:
         """Names of the deployed models."""
-        return tuple(self._deployments)
+        return tuple(self._deployments or self._reopenable)
 
     def model(self, name: str) -> Deployment:
         """A deployed model: its tables and devices.
@@ -86,12 +97,16 @@ class HPS:
         Raises:
             UnknownModelError: no model of this name is deployed.
             NotReadyError: the server is closed.
+            ForkedProcessError: it was made before this process was forked.
         """
         try:
             return self._deployments[name]
         except KeyError:
+            if self._reopenable:
+                self._reopen()
+                return self.model(name)
             if self._closed:
-                raise NotReadyError("the parameter server is closed") from None
+                raise refusal(self, "the parameter server") from None
             known = ", ".join(self._deployments) or "none"
             raise UnknownModelError(f"looking up model {name!r}: it is not deployed; deployed: {known}") from None
 
@@ -300,8 +315,9 @@ class HPS:
             ModelFileError, DatabaseError, DeviceError: it cannot be loaded; nothing is deployed then.
         """
         with self._changing:
+            self._reopen()
             if self._closed:
-                raise NotReadyError("the parameter server is closed")
+                raise refusal(self, "the parameter server")
             if model.model in self._deployments:
                 raise InvalidInputError(f"deploying model {model.model!r}: it is deployed already; undeploy it first")
             if model.model in self._leaving:
@@ -355,13 +371,53 @@ class HPS:
     def close(self) -> None:
         """Let running lookups end, free the caches and close the databases. Closing twice changes nothing."""
         with self._changing:
-            if self._closed:
+            self._close()
+
+    def _close(self) -> None:
+        self._reopenable = {}
+        if self._closed:
+            return
+        self._closed = True
+        deployments, self._deployments = self._deployments, {}
+        for deployment in deployments.values():
+            deployment.close()
+        self._chain.close()
+
+    def _close_at_exit(self) -> None:
+        """As `close`; a model that is being loaded on another thread is waited for only so long, and then fails."""
+        changing = self._changing.acquire(timeout=_EXIT_WAIT_S)
+        try:
+            self._close()
+        finally:
+            if changing:
+                self._changing.release()
+
+    def disown(self) -> None:
+        """In a forked child: refuse every call, and close nothing that is the parent's."""
+        self._changing = threading.RLock()
+        self._closed = True
+        self._disowned, self._deployments = self._deployments, {}  # kept: to free a cache would call its device
+        shared = [isinstance(database, SharedDatabase) for database in self._chain.databases]
+        if shared and all(shared) and not any(one.caches or one.chain is not self._chain for one in self._disowned.values()):
+            self._reopenable = self._disowned
+
+    def _reopen(self) -> None:
+        """In a forked child: open the shared databases anew, with the models that were in service."""
+        with self._changing:
+            if not self._reopenable:
                 return
-            self._closed = True
-            deployments, self._deployments = self._deployments, {}
-            for deployment in deployments.values():
-                deployment.close()
-            self._chain.close()
+            self.metrics = Metrics()
+            chain, self._targets = open_databases(self.config, self.metrics)
+            deployments = {}
+            for name, deployment in self._reopenable.items():
+                for table in deployment.tables:
+                    chain.open_table(table)
+                session: Session = DirectSession(deployment.tables, chain, self.metrics)
+                deployments[name] = replace(deployment, sessions=dict.fromkeys(deployment.devices, session), chain=chain)
+            self._chain, self._coalescer = chain, FetchCoalescer(chain.fetch, self.metrics)
+            self._deployments, self._leaving, self._closed, self._reopenable = deployments, {}, False, {}
+            disown_in_children(self)
+            close_at_exit(self, HPS._close_at_exit)
 
     def __enter__(self) -> Self:
         return self

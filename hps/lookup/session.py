@@ -118,6 +118,7 @@ class CachedSession:
             metrics.workspace_timeouts.labels(model),
         )
         self._inserts = BackgroundQueue("insertion", settings.insert_queue_length, 1, metrics)
+        self._inserts.end_with(self)
         self._pending_lock = threading.Lock()
         self._pending = [np.empty(0, np.int64) for _ in self.tables]  # ascending: queued or being inserted
 

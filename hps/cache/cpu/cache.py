@@ -11,7 +11,8 @@ from hps.cache.base import CacheLookup, CacheStats, EmbeddingCache, MissedKeys
 from hps.cache.cpu import kernels as numpy_kernels
 from hps.cache.cpu import misses as numpy_misses
 from hps.cache.cpu.sets import EVICTIONS, INSERTS, LINE_WORDS, RESIDENT, STATE_WORDS, WAYS
-from hps.errors import DeviceMemoryError, InvalidInputError, NotReadyError
+from hps.errors import DeviceMemoryError, InvalidInputError
+from hps.lifetimes import disown_in_children, refusal
 from hps.numba_kernels import compile_kernels
 from hps.tensors.segments import Segment, check_rows, check_segment
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
@@ -54,6 +55,7 @@ class NumpyCache(EmbeddingCache):
         self.tables = tuple(tables)
         self.device_id = 0
         self._open: tuple[HostTable, ...] | None = _allocate(tables, capacity_rows)
+        disown_in_children(self)
 
     @classmethod
     def create(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> Self:
@@ -105,6 +107,10 @@ class NumpyCache(EmbeddingCache):
         """Release the memory; running calls keep it until they return. Closing twice changes nothing."""
         self._open = None
 
+    def disown(self) -> None:
+        """In a forked child: refuse every call. What was inserted in the parent would never arrive here."""
+        self.close()
+
     def open_tables(self) -> tuple[HostTable, ...]:
         """The tables, which a caller keeps for as long as it works on them.
 
@@ -113,7 +119,7 @@ class NumpyCache(EmbeddingCache):
         """
         tables = self._open
         if tables is None:
-            raise NotReadyError("using an embedding cache that is closed")
+            raise refusal(self, "an embedding cache")
         return tables
 
     def _checked(self, index: int, keys: KeyArray, vectors: FloatArray | None, doing: str) -> HostTable:

@@ -11,7 +11,8 @@ from cupy_backends.cuda.api import runtime
 
 from hps.cache.cuda import kernels
 from hps.cache.cuda.device import CUDA_ERRORS
-from hps.errors import ConfigError, DeviceError, DeviceMemoryError, NotReadyError
+from hps.errors import ConfigError, DeviceError, DeviceMemoryError
+from hps.lifetimes import disown_in_children, refusal
 from hps.types import TableSpec
 
 P = ParamSpec("P")
@@ -59,13 +60,19 @@ class TableMemory:
         error: the CUDA error that left the device in no state to go on; None while there was none.
     """
 
-    __slots__ = ("device_id", "error", "open", "specs")
+    __slots__ = ("__weakref__", "_disowned", "device_id", "error", "open", "specs")
 
     def __init__(self, specs: Sequence[TableSpec], device_id: int) -> None:
         self.specs = tuple(specs)
         self.device_id = device_id
         self.open: tuple[DeviceTable, ...] | None = None
         self.error: str | None = None
+        self._disowned: object = None
+        disown_in_children(self)
+
+    def disown(self) -> None:
+        """In a forked child, which must not call CUDA: refuse every call, and keep the memory from being freed here."""
+        self._disowned, self.open = self.open, None
 
     def tables(self) -> tuple[DeviceTable, ...]:
         """The tables, which a caller keeps for as long as it works on them.
@@ -78,7 +85,7 @@ class TableMemory:
             raise DeviceError(f"using the embedding cache of CUDA device {self.device_id}: it failed before ({self.error})")
         tables = self.open
         if tables is None:
-            raise NotReadyError("using an embedding cache that is closed")
+            raise refusal(self, "an embedding cache")
         return tables
 
     def fail(self, doing: str, error: Exception) -> NoReturn:

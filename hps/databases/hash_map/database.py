@@ -11,8 +11,9 @@ from hps.databases.base import UNBOUNDED_ROWS, InProcessDatabase, TableStats
 from hps.databases.hash_map.eviction import HashMapOverflow, Policy
 from hps.databases.hash_map.memory import MAX_ROWS
 from hps.databases.hash_map.table import SLICE_ROWS, HashMapTable
-from hps.errors import InvalidInputError, NotReadyError, TableWidthError, UnknownTableError
+from hps.errors import InvalidInputError, TableWidthError, UnknownTableError
 from hps.input_checks import check_fetch, check_keys, check_positive, check_rows
+from hps.lifetimes import disown_in_children, refusal
 from hps.numba_kernels import compile_kernels
 from hps.types import BoolArray, FloatArray, KeyArray
 
@@ -75,6 +76,7 @@ class HashMapDatabase(InProcessDatabase):
         )
         self._tables: dict[str, HashMapTable] = {}
         self._closed = False
+        disown_in_children(self)
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
@@ -138,6 +140,10 @@ class HashMapDatabase(InProcessDatabase):
         self._closed = True
         self._tables = {}
 
+    def disown(self) -> None:
+        """In a forked child: refuse every call. The parent's writers may have been in the middle of a bucket."""
+        self.close()
+
     def reserve(self, tag: str, rows: int) -> None:
         """Make room in the buckets of a table for `rows` in all, so that inserting them does not grow it step by step.
 
@@ -150,7 +156,7 @@ class HashMapDatabase(InProcessDatabase):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise NotReadyError("hash map: this database is closed; open another")
+            raise refusal(self, "a hash map")
 
     def _table(self, tag: str) -> HashMapTable:
         try:

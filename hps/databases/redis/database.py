@@ -103,6 +103,7 @@ class RedisDatabase(SharedDatabase):
         self._uses_after = 0.0  # none are noted before this time
         if self._overflow.notes_uses:
             self._uses = BackgroundQueue("redis_uses", _USES_WAITING, 1, metrics or Metrics())
+            self._uses.end_with(self)
 
     @classmethod
     def from_config(cls, config: Any) -> Self:

@@ -21,7 +21,8 @@ from redis.connection import BlockingConnectionPool
 
 from hps.databases.redis.connections import BulkConnection, IdleConnections, ReplyParser, time_left, until
 from hps.databases.redis.requests import Buffer, Call, Request
-from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError, NotReadyError
+from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError
+from hps.lifetimes import disown_in_children, refusal
 
 _log = logging.getLogger(__name__)
 _DEFAULT_PORT: Final = 6379
@@ -124,6 +125,7 @@ class RedisNodes:
         self._failed: str | None = None  # the node that made us doubt what we know
         self._stale = False
         self._closed = False
+        disown_in_children(self)
         with until(time.monotonic() + timeout_s):
             self._discover()
 
@@ -182,6 +184,10 @@ class RedisNodes:
         self._closed = True
         for connection in self._connections():
             connection.disconnect()
+
+    def disown(self) -> None:
+        """In a forked child: close its copies of the sockets. redis-py shuts down none that another process has opened."""
+        self.close()
 
     def _connections(self) -> list[Any]:
         found = (reference() for reference in self._family.valuerefs())
@@ -272,7 +278,7 @@ class RedisNodes:
 
     def _run(self, at: dict[ClusterNode, list[Request]]) -> None:
         if self._closed:
-            raise NotReadyError("redis: this database is closed; open another")
+            raise refusal(self, "redis")
         retried: set[str] = set()
         for rounds in range(_ROUNDS):
             if rounds > 2:  # a slot is being moved, or the nodes do not agree yet

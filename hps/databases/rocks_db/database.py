@@ -23,7 +23,6 @@ that serialises opening and dropping tables. No fetch takes either.
 
 import logging
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -41,6 +40,7 @@ from hps.databases.rocks_db.table import RocksTable, width_of
 from hps.databases.rocks_db.write_ahead_log import CheckedLogs, check_logs, damaged, logs_in
 from hps.errors import DatabaseError, DatabaseTimeoutError, InvalidInputError, TableWidthError, UnknownTableError
 from hps.input_checks import check_positive
+from hps.lifetimes import disown_in_children
 from hps.open_calls import OpenCalls
 from hps.types import BoolArray, FloatArray, KeyArray
 
@@ -99,7 +99,7 @@ class RocksDatabase(PersistentDatabase):
         self._staged = count()
         self._seal_lock = threading.Lock()
         self._seal: directory.Seal | None = None
-        self._view: tempfile.TemporaryDirectory[str] | None = None
+        self._view: directory.View | None = None
         self._released = False
         self._recovering = threading.Lock()
         self._recover_at = 0.0
@@ -112,6 +112,7 @@ class RocksDatabase(PersistentDatabase):
         )
         self._records = LoadRecords(self._engine)
         self._open()
+        disown_in_children(self)
         if read_only:
             return
         try:
@@ -264,6 +265,12 @@ class RocksDatabase(PersistentDatabase):
                 _log.warning("%s; it is closed and whole, but later damage to its list of files may go unnoticed", error)
             if self._view:
                 self._view.cleanup()
+
+    def disown(self) -> None:
+        """In a forked child: leave the files, and RocksDB's threads, which are not here, to the parent."""
+        self._tables_lock = threading.Lock()
+        self._recovering = threading.Lock()
+        self._released = True
 
     def _seal_now(self) -> None:
         if not self.read_only:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
+from weakref import finalize
 
 from hps.databases.rocks_db.write_ahead_log import SEAL as LOG_SEAL
 from hps.databases.rocks_db.write_ahead_log import check_manifest
@@ -177,9 +178,25 @@ def clear_staging(path: Path) -> None:
         raise DatabaseError(f"clearing {staging}: {error}; it must be possible to write there") from error
 
 
-def opened_in_view(
-    path: Path, open_at: Callable[[Path], T], ends: dict[str, int] | None = None
-) -> "tuple[tempfile.TemporaryDirectory[str], T]":
+class View:
+    """A temporary directory for links. *Thread-safe.*
+
+    Attributes:
+        path: where it is.
+        cleanup: removes it; so do its last reference and the exit of the process that made it, but no forked child.
+    """
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="hps-rocks-db-"))
+        self.cleanup = finalize(self, _remove_own, self.path, os.getpid())
+
+
+def _remove_own(path: Path, owner: int) -> None:
+    if os.getpid() == owner:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def opened_in_view(path: Path, open_at: Callable[[Path], T], ends: dict[str, int] | None = None) -> tuple[View, T]:
     """Call `open_at` with a temporary directory of links to the files of the database, for reading.
 
     Args:
@@ -196,10 +213,10 @@ def opened_in_view(
     attempts = 0
     while True:
         attempts += 1
-        view = tempfile.TemporaryDirectory(prefix="hps-rocks-db-", ignore_cleanup_errors=True)
+        view = View()
         try:
-            _link_files(path, view.name, ends or {})
-            return view, open_at(Path(view.name))
+            _link_files(path, view.path, ends or {})
+            return view, open_at(view.path)
         except DatabaseCorruptError:
             view.cleanup()
             if attempts == _VIEW_ATTEMPTS:  # a process that writes may replace files after we listed them
@@ -209,18 +226,18 @@ def opened_in_view(
             raise
 
 
-def _link_files(path: Path, view: str, ends: dict[str, int]) -> None:
+def _link_files(path: Path, view: Path, ends: dict[str, int]) -> None:
     try:
         # Copied, and first: a link would follow a writer to a new MANIFEST, which has no link here.
-        shutil.copyfile(path / _CURRENT, Path(view, _CURRENT))
+        shutil.copyfile(path / _CURRENT, view / _CURRENT)
         for entry in os.scandir(path):
             if entry.name in _NOT_LINKED or entry.name.startswith("LOG.") or not entry.is_file():
                 continue
             end = ends.get(entry.name)
             if end:
-                shutil.copyfile(entry.path, Path(view, entry.name))
-                os.truncate(Path(view, entry.name), end)
+                shutil.copyfile(entry.path, view / entry.name)
+                os.truncate(view / entry.name, end)
             elif end is None:
-                os.symlink(os.path.abspath(entry.path), os.path.join(view, entry.name))
+                os.symlink(os.path.abspath(entry.path), view / entry.name)
     except OSError as error:
         raise DatabaseError(f"opening the database {path} with read_only: {error}; it must be possible to read it") from error

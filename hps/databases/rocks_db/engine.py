@@ -10,6 +10,7 @@ What the binding does not document and this module takes care of (each seen with
 - Errors are bare `Exception`s with the engine's text.
 """
 
+import ctypes
 import logging
 import shutil
 import time
@@ -23,7 +24,8 @@ from typing import Any
 import rocksdict
 
 from hps.databases.rocks_db.write_ahead_log import LogSeal
-from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseLockedError, DatabaseTimeoutError
+from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseLockedError, DatabaseTimeoutError, ForkedProcessError
+from hps.lifetimes import disown_in_children
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +44,36 @@ _FILE_BYTES = (16 << 20, 256 << 20)  # of a merged file, least and most: few ope
 _WRITE_BUFFERS_BYTES = 128 << 20  # of all tables together
 _STALL_POLL_S = 0.01
 _SIDE_BY_SIDE = "num-files-at-level0"
+
+
+class _Threads:
+    """RocksDB's own threads, which all databases of a process share and which stay when those are closed.
+
+    A forked child has none, but RocksDB believes that it has: a flush waits for them for ever, and its last words when the
+    process exits are to join them, which is a segmentation fault.
+    """
+
+    def __init__(self) -> None:
+        self.missing = False
+
+    def use(self, path: Path) -> None:
+        if self.missing:
+            raise ForkedProcessError(
+                f"opening the database {path}: this process was forked from one that had used RocksDB, and RocksDB's threads "
+                "are not forked with it. Fork before the first HPS is created, or start a new process (multiprocessing: spawn)"
+            )
+        disown_in_children(self)
+
+    def disown(self) -> None:
+        """In a forked child: let the process end without RocksDB's last words."""
+        if not self.missing:
+            self.missing = True
+            libc = ctypes.CDLL(None)
+            if hasattr(libc, "on_exit"):  # glibc's: called first, since it was registered last, with the exit status
+                libc.on_exit(libc._exit, None)
+
+
+_threads = _Threads()
 
 
 class Engine:
@@ -65,6 +97,7 @@ class Engine:
         block_cache_bytes: int,
         write_timeout_s: float,
     ) -> None:
+        _threads.use(path)
         self.path = path
         self.read_only = read_only
         self._write_timeout_s = write_timeout_s

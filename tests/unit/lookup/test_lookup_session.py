@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from hps.cache.cpu.cache import NumpyCache
+from hps.configuration.models import ModelConfig
 from hps.deployment import Deployment
 from hps.errors import DatabaseError, NotReadyError, TooManyKeysError, WorkspaceTimeoutError
 from hps.lookup.chain import DatabaseChain
@@ -16,6 +17,7 @@ from hps.tensors.segments import Segment
 from hps.types import TableSpec
 from tests.fakes.faulty_database import FaultyDatabase, fetched_keys
 from tests.fakes.memory_database import MemoryDatabase
+from tests.servers.running_service import model_of
 
 TABLES = (TableSpec("model", "a", 3, -1.0, 100), TableSpec("model", "b", 8, 0.5, 50))
 
@@ -219,7 +221,9 @@ def test_vector_that_was_read_before_an_update_does_not_become_resident(serve):
 def test_failed_insert_or_delete_erases_cached_vectors(serve):
     """Half of the keys were written; a cache that kept the others' old vectors would say what no database says."""
     served = serve()
-    deployment = Deployment(None, TABLES, {0: served.session}, served.chain)
+    dims = {table.table_name: table.dim for table in TABLES}
+    config = ModelConfig.model_validate(model_of("model", ["/a", "/b"], dims))
+    deployment = Deployment(config, TABLES, {0: served.session}, served.chain)
     keys = np.arange(4)
     served.lookup({0: keys})
     served.database.failing_halfway = {"insert", "delete"}

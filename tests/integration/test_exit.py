@@ -1,0 +1,99 @@
+"""Scripts that end without `close`: they end as Python scripts do, whatever runs in the background."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+import hps
+from tests.servers.running_service import document_of, model_of
+
+ROWS, DIM = 200_000, 16
+RUNS = 6  # of the scripts; before they were ended well, most of them were aborted
+
+PROGRAM = """
+import json, os, signal, sys, threading
+import numpy as np
+import hps, hps.parameter_server, hps.deployment  # once, for all scripts
+
+ROWS = 200_000
+document, runs, threads, end = json.loads(sys.argv[1]), *map(int, sys.argv[2:4]), sys.argv[4]
+
+
+def script():
+    server, random = hps.HPS(document), np.random.default_rng()
+
+    def look_up():
+        while True:
+            try:
+                server.lookup(random.integers(0, ROWS, 20_000), "m", "a")
+            except hps.NotReadyError:
+                return
+
+    for _ in range(threads):
+        threading.Thread(target=look_up, daemon=True).start()
+    for _ in range(20):
+        server.lookup(random.integers(0, ROWS, 20_000), "m", "a")
+    if end == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+        look_up()
+
+
+statuses = []
+for _ in range(runs):
+    pid = os.fork()  # nothing is open yet
+    if not pid:
+        try:
+            script()
+        except KeyboardInterrupt:
+            sys.exit(130)
+        sys.exit(0)
+    statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+print(json.dumps(statuses))
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpucache", "threads", "end"),
+    [
+        (True, 0, "return"),  # insertions are under way
+        (False, 2, "return"),  # lookups of daemon threads are
+        (False, 2, "interrupt"),
+    ],
+)
+def test_a_script_without_close_ends_as_it_says(gpucache, threads, end, tmp_path, children):
+    keys = np.arange(ROWS)
+    hps.write_sparse_model(tmp_path / "t", (keys, np.ones((ROWS, DIM), np.float32)))
+    more = {"gpucacheper": 0.5, "hit_rate_threshold": 0.0, "max_batch_size": 20_000, "num_of_worker_buffer_in_pool": 4}
+    model = model_of("m", [tmp_path / "t"], {"a": DIM}, gpucache=gpucache, workspace_timeout_s=60, **more)
+    document = document_of(model, persistent=tmp_path / "db", volatile_db={"type": "disabled"})
+    process = children.start(sys.executable, "-c", PROGRAM, json.dumps(document), RUNS, threads, end)
+    output, errors = process.communicate(timeout=300)
+    assert json.loads(output) == [130 if end == "interrupt" else 0] * RUNS, errors
+
+
+def test_an_hps_that_nobody_holds_is_collected_with_its_threads(tmp_path, children):
+    keys = np.arange(1000)
+    hps.write_sparse_model(tmp_path / "t", (keys, np.ones((1000, DIM), np.float32)))
+    model = model_of("m", [tmp_path / "t"], {"a": DIM}, gpucacheper=0.5, hit_rate_threshold=0.0)
+    volatile = {"type": "hash_map", "cache_missed_embeddings": True, "initial_cache_rate": 0.5}
+    document = document_of(model, persistent=tmp_path / "db", volatile_db=volatile)
+    program = """
+import gc, json, sys, threading, time, weakref
+import numpy as np
+import hps
+server = hps.HPS(json.loads(sys.argv[1]))
+server.lookup(np.arange(1000), "m", "a")
+assert any(thread.name.startswith("hps") for thread in threading.enumerate())
+gone = [weakref.ref(server), weakref.ref(server.model("m")), *map(weakref.ref, server.model("m").chain.databases)]
+del server
+deadline = time.monotonic() + 60
+while [ref for ref in gone if ref()] or [thread for thread in threading.enumerate() if thread.name.startswith("hps")]:
+    assert time.monotonic() < deadline, ([ref() for ref in gone], threading.enumerate())
+    gc.collect()
+    time.sleep(0.05)
+"""
+    process = children.start(sys.executable, "-c", program, json.dumps(document))
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors

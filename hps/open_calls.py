@@ -1,16 +1,21 @@
 """Counts the calls under way, so that what they use is released only when they have ended."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
+from hps.errors import DatabaseTimeoutError
 from hps.lifetimes import disown_in_children, refusal
+
+_PAUSE_TIMEOUT_S = 30
 
 
 class OpenCalls:
     """Counts the calls under way, so that what they use is released only when nothing uses it any more. *Thread-safe.*
 
-    Each call is made inside `with calls:`; `close` waits for those under way and refuses new ones. A call takes no lock: it
-    first counts itself, then looks whether it may; `close` first forbids, then counts.
+    Each call is made inside `with calls:`; `close` waits for those under way and refuses new ones, `alone` lets new ones wait.
+    A call takes no lock: it first counts itself, then looks whether it may; `close` and `alone` first forbid, then count.
 
     Args:
         what: it is that the calls use, in messages.
@@ -20,6 +25,7 @@ class OpenCalls:
         self._what = what
         self._calls: list[None] = []  # as long as there are calls; appending to a list and popping from it are atomic
         self._closed = False
+        self._forbidden = False  # closed, or somebody is alone
         self._ended = threading.Condition()
         disown_in_children(self)
 
@@ -30,22 +36,52 @@ class OpenCalls:
 
     def __enter__(self) -> None:
         self._calls.append(None)
-        if self._closed:
+        while self._forbidden:
             self.__exit__(None, None, None)
-            raise refusal(self, self._what)
+            with self._ended:
+                allowed = self._ended.wait_for(lambda: self._closed or not self._forbidden, _PAUSE_TIMEOUT_S)
+                if self._closed:
+                    raise refusal(self, self._what)
+                if not allowed:
+                    raise DatabaseTimeoutError(
+                        f"{self._what} is still being opened again after {_PAUSE_TIMEOUT_S} s; try again"
+                    )
+            self._calls.append(None)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._calls.pop()
-        if self._closed:
+        if self._forbidden:
             with self._ended:
                 self._ended.notify_all()
 
     def disown(self) -> None:
         """In a forked child: refuse every call. Those under way are the parent's."""
-        self._calls, self._closed, self._ended = [], True, threading.Condition()
+        self._calls, self._ended = [], threading.Condition()
+        self._closed = self._forbidden = True
 
     def close(self, timeout_s: float) -> bool:
         """Refuse new calls, then wait for those under way; False when some have not ended. It may be called again."""
         with self._ended:
-            self._closed = True
+            self._closed = self._forbidden = True
+            self._ended.notify_all()
             return self._ended.wait_for(lambda: not self._calls, timeout_s)
+
+    @contextmanager
+    def alone(self, timeout_s: float) -> Iterator[None]:
+        """Let new calls wait, and wait for those under way, until this is done.
+
+        Raises:
+            DatabaseTimeoutError: some have not ended. New ones go on.
+        """
+        try:
+            with self._ended:
+                self._forbidden = True
+                if not self._ended.wait_for(lambda: not self._calls, timeout_s):
+                    raise DatabaseTimeoutError(
+                        f"opening {self._what} again: calls still running after {timeout_s:g} s; try again"
+                    )
+            yield
+        finally:
+            with self._ended:
+                self._forbidden = self._closed
+                self._ended.notify_all()

@@ -1,4 +1,4 @@
-"""The command line: `hps serve | load | lookup | check-config | create-model | import`, one module a command.
+"""The command line: `hps serve | load | lookup | check-config | check-database | create-model | import`, one module a command.
 
 Exit codes: 0 done; 2 the configuration, the model files or the arguments are wrong; 1 something failed while running (a
 database, a device); 130 stopped by Ctrl-C. An error is one message on standard error. Commands import what they work with
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from hps import __version__
-from hps.cli import check_config, create_model, import_tables, load, lookup, serve
+from hps.cli import check_config, check_database, create_model, import_tables, load, lookup, serve
 
 app = typer.Typer(
     name="hps",
@@ -29,6 +29,7 @@ app.command(
     context_settings={"ignore_unknown_options": True},  # so that -5 is a key
 )(lookup.lookup_command)
 app.command("check-config", epilog=check_config.EXAMPLE)(check_config.check_config_command)
+app.command("check-database", epilog=check_database.EXAMPLE)(check_database.check_database_command)
 app.command("create-model", epilog=create_model.EXAMPLE)(create_model.create_model_command)
 
 
@@ -48,7 +49,7 @@ def _hps(
 ) -> None:
     """Serve embedding vectors of recommender models from GPU memory, RAM, Redis and RocksDB.
 
-    Every command but create-model and import takes CONFIG: a ps.json, as HugeCTR's parameter server does.
+    Every command but check-database, create-model and import takes CONFIG: a ps.json, as HugeCTR's parameter server does.
     """
     if version:
         typer.echo(f"hps {__version__}")

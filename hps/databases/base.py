@@ -11,8 +11,10 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
+from hps.errors import DatabaseError
 from hps.types import BoolArray, FloatArray, KeyArray
 
 UNBOUNDED_ROWS: Final = 2**64 - 1
@@ -45,6 +47,38 @@ class LoadRecord:
     @property
     def complete(self) -> bool:
         return self.rows_done == self.rows_total
+
+
+@dataclass(frozen=True, slots=True)
+class TableReport:
+    """What can be read of one table. *Immutable.*
+
+    Attributes:
+        tag: of the table.
+        dim: floats of a vector; 0 if the table is empty or its first row cannot be read.
+        rows: that can be read.
+        damage: why no more can be read; empty if all can.
+    """
+
+    tag: str
+    dim: int
+    rows: int
+    damage: str
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseReport:
+    """What is damaged in a persistent database. *One per thread.*
+
+    Attributes:
+        tables: what can be read; empty if nothing can.
+        damages: what is damaged and how; empty if nothing is.
+        cures: steps that save what can be read and give up the rest.
+    """
+
+    tables: list[TableReport]
+    damages: list[str]
+    cures: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +254,15 @@ class SharedDatabase(Database):
 
 class PersistentDatabase(Database):
     """A database that holds every row, and remembers which model files they came from."""
+
+    @classmethod
+    def inspect(cls, path: Path) -> DatabaseReport:
+        """Read a whole database that no process writes to, and change nothing there.
+
+        Raises:
+            DatabaseError: it cannot be looked at, or this kind of database cannot be looked at so.
+        """
+        raise DatabaseError(f"inspecting {path}: databases of type {cls.kind} cannot be inspected")
 
     load_bytes: int = 0
     """Bytes of keys and vectors in a `load_chunk` that the engine takes best; 0 if any size will do."""

@@ -30,6 +30,7 @@ from hps.errors import (
     InvalidInputError,
     UnknownTableError,
 )
+from hps.types import KeyArray
 from tests.contracts.database_contract import DIM, TAG, distinct_keys, fetched, vectors_of
 from tests.tables.rocks_database import opened
 
@@ -67,7 +68,10 @@ def child(code: str, *arguments: str | Path, **options) -> subprocess.Popen:
 
 def outcome_of(code: str, *arguments: str | Path, **options) -> str:
     with child(code, *arguments, **options) as process:
-        out, err = process.communicate(timeout=60)
+        try:
+            out, err = process.communicate(timeout=240)
+        finally:
+            process.kill()
     assert process.returncode == 0, err
     return out
 
@@ -237,7 +241,7 @@ def test_a_path_that_cannot_be_made_is_refused():
         ("IO error: lock hold by current process, acquire time 1: /x/LOCK: No locks available", DatabaseLockedError, "fuser"),
         ("Corruption: block checksum mismatch: stored = 1", DatabaseCorruptError, "backup"),
         ("IO error: No such file or directory: While open a file for random read: /x/1.sst", DatabaseCorruptError, "backup"),
-        ("IO error: No space left on device: While appending to file: /x/1.log", DatabaseError, "Make room"),
+        ("IO error: No space left on device: While appending to file: /x/1.log", DatabaseError, "by itself"),
         ("IO error: While fsync: /x/1.log: File too large", DatabaseError, "Make room"),
         ("IO error: While open a file for appending: /x/1.log: Permission denied", DatabaseError, "may write"),
         ("IO error: While open a file: /x/1.log: Read-only file system", DatabaseError, "read_only"),
@@ -280,13 +284,43 @@ FILL = """
         failing(lambda step: database.load_chunk(TAG, wide, vectors_of(wide, DIM), LoadRecord("y", 1, 1)))
         failing(lambda step: database.insert(TAG, part(step), vectors_of(part(step), DIM)))
         assert list((path / "hps-ingest").iterdir()) == []
-    empty_again(path)
+        empty_again(path)
+        with ThreadPoolExecutor(1) as pool:
+            done = threading.Event()
+            reads = pool.submit(read_until, done, database)
+            try:
+                insert_when_possible(database, wide)
+            finally:
+                done.set()
+            assert reads.result(60) > 0
     with opened(path) as database:
         out, found = fetched(database, TAG, KEYS, DIM)
         assert found.all() and (out == VECTORS).all(), "what was there is lost"
-        database.insert(TAG, wide, vectors_of(wide, DIM))
-        assert fetched(database, TAG, wide, DIM)[1].all()
+        out, found = fetched(database, TAG, wide, DIM)
+        assert found.all() and (out == vectors_of(wide, DIM)).all(), "what was acknowledged is lost"
 """
+
+
+def read_until(done: threading.Event, database: RocksDatabase) -> int:
+    """Count fetches, all of which must answer with every vector."""
+    reads = 0
+    while not done.is_set():
+        out, found = fetched(database, TAG, KEYS, DIM)
+        assert found.all(), "what was there is lost"
+        np.testing.assert_array_equal(out, VECTORS)
+        reads += 1
+    return reads
+
+
+def insert_when_possible(database: RocksDatabase, keys: KeyArray) -> None:
+    give_up = time.monotonic() + 60
+    while True:
+        try:
+            return database.insert(TAG, keys, vectors_of(keys, DIM))
+        except DatabaseError:
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(0.1)
 
 
 @contextmanager
@@ -329,6 +363,73 @@ def test_what_is_full_ends_in_an_error_and_what_was_there_stays_readable(tmp_pat
     with mounted(tmp_path / "disk", *disk) as place:
         said = outcome_of(textwrap.dedent(FULL[full]) + textwrap.dedent(FILL), place / "rocksdb")
     assert said.split("\n") == ["DatabaseError True"] * 2 + [""]
+
+
+def test_inserts_go_on_when_there_are_descriptors_again(path: Path):
+    code = """
+        with opened(sys.argv[1]) as database:
+            database.load_chunk(TAG, KEYS, VECTORS, LoadRecord("x", ROWS, ROWS))
+            database.insert(TAG, KEYS[:10], VECTORS[:10])
+            import resource
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, limits[1]))
+            failed = 0
+            for work in (lambda: database.finish_load(TAG), lambda: database.insert(TAG, KEYS, VECTORS)):
+                try:
+                    work()
+                except DatabaseError as error:
+                    failed += "ulimit" in str(error)
+            assert failed, "the descriptors sufficed"
+            assert fetched(database, TAG, KEYS, DIM)[1].all()
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            more = distinct_keys(1000, seed=9)
+            insert_when_possible(database, more)
+        with opened(sys.argv[1]) as database:
+            assert fetched(database, TAG, more, DIM)[1].all()
+    """
+    outcome_of(code, path)
+
+
+def test_a_database_that_cannot_be_opened_again_answers_nothing_until_it_can(path: Path):
+    code = (
+        textwrap.dedent(FULL["files may not grow"])
+        + """
+path = Path(sys.argv[1])
+with opened(path) as database:
+    database.insert(TAG, KEYS, VECTORS)
+    fill(path, 1000)
+    try:
+        database.insert(TAG, KEYS, VECTORS)
+    except DatabaseError:
+        fill(path, -1)
+    (path / "CURRENT").rename(path / "away")
+    give_up = time.monotonic() + 60
+    while time.monotonic() < give_up:
+        try:
+            database.insert(TAG, KEYS[:1], VECTORS[:1])
+        except DatabaseCorruptError:
+            break
+        except DatabaseError:
+            continue
+    for _ in range(3):
+        try:
+            fetched(database, TAG, KEYS, DIM)
+        except DatabaseError as error:
+            assert str(path) in str(error)
+        else:
+            raise SystemExit("answered")
+    (path / "away").rename(path / "CURRENT")
+    while time.monotonic() < give_up:
+        try:
+            out, found = fetched(database, TAG, KEYS, DIM)
+            break
+        except DatabaseError:
+            time.sleep(0.1)
+    assert found.all() and (out == VECTORS).all()
+    database.insert(TAG, KEYS[:1], VECTORS[:1])
+"""
+    )
+    outcome_of(code, path)
 
 
 def test_a_read_only_file_system_serves_read_only_and_refuses_writing(pristine: Path, tmp_path: Path):

@@ -10,8 +10,11 @@ in use costs more than it saves (benchmarks/bench_rocks_db.py). Every block that
 memory-mapped reads would be faster, but a truncated file would then kill the process.
 
 **Durability.** `insert` and `delete` return once the write-ahead log is synced to disk, which they do once a call, as HugeCTR
-does; `load_chunk` returns once the rows, and then the record that counts them, are on disk. A damaged end of the write-ahead
-log, as a power cut leaves it, is dropped at the next opening.
+does; `load_chunk` returns once the rows, and then the record that counts them, are on disk. What was acknowledged is there at
+the next opening, or that is refused (write_ahead_log.py); a damaged end behind it, as a power cut leaves it, is dropped.
+
+**Failed writes.** When the disk is full or descriptors run out, RocksDB refuses to write for good, and goes on reading. So the
+next write finds out whether there is room again, and then RocksDB is opened again under all calls, which wait for it.
 
 **Waiting.** RocksDB knows no timeouts: a call takes as long as the disk does. Where RocksDB would hold a write back, we wait
 instead, at most `write_timeout_s`. Two locks are held while RocksDB works: one a table, which serialises its writers, and one
@@ -21,17 +24,20 @@ that serialises opening and dropping tables. No fetch takes either.
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-from hps.databases.base import LoadRecord, PersistentDatabase, TableStats
+from hps.databases.base import DatabaseReport, LoadRecord, PersistentDatabase, TableStats
 from hps.databases.rocks_db import directory
-from hps.databases.rocks_db.engine import DEFAULT, Engine
+from hps.databases.rocks_db.engine import DEFAULT, Engine, database_error
+from hps.databases.rocks_db.inspection import inspect, oldest_needed_log
 from hps.databases.rocks_db.load_records import LoadRecords
 from hps.databases.rocks_db.table import RocksTable, width_of
+from hps.databases.rocks_db.write_ahead_log import CheckedLogs, check_logs, damaged, logs_in
 from hps.errors import DatabaseError, DatabaseTimeoutError, InvalidInputError, TableWidthError, UnknownTableError
 from hps.input_checks import check_positive
 from hps.lifetimes import disown_in_children
@@ -39,6 +45,10 @@ from hps.open_calls import OpenCalls
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _log = logging.getLogger(__name__)
+
+_RECOVER_EVERY_S = 0.5  # how often a database that refuses writes is looked at
+_DRAIN_TIMEOUT_S = 0.1  # how long reads wait for others to end, a merge among them, before it is opened again
+_ROOM_BYTES = 4 << 20  # beside what the write-ahead logs hold, for what RocksDB writes at an opening
 
 
 class RocksDatabase(PersistentDatabase):
@@ -91,22 +101,17 @@ class RocksDatabase(PersistentDatabase):
         self._seal: directory.Seal | None = None
         self._view: directory.View | None = None
         self._released = False
-        exists = directory.check_directory(self.path, read_only)
-
-        open_at = partial(
-            Engine,
+        self._recovering = threading.Lock()
+        self._recover_at = 0.0
+        self._engine = Engine(
             self.path,
-            exists=exists,
             read_only=read_only,
             num_threads=num_threads,
             block_cache_bytes=block_cache_bytes,
             write_timeout_s=write_timeout_s,
         )
-        if read_only:
-            self._view, self._engine = directory.opened_in_view(self.path, open_at)
-        else:
-            self._engine = open_at(self.path)
         self._records = LoadRecords(self._engine)
+        self._open()
         disown_in_children(self)
         if read_only:
             return
@@ -118,6 +123,19 @@ class RocksDatabase(PersistentDatabase):
             self.close()
             raise
 
+    def _open(self) -> None:
+        """Open the engine if all that was acknowledged is there."""
+        exists = directory.check_directory(self.path, self.read_only)
+        logs = check_logs(self.path, partial(oldest_needed_log, self.path)) if exists else CheckedLogs(True, {}, {})
+        for name, what in logs.damages.items():
+            raise damaged(self.path, name, what)
+        open_at = partial(self._engine.open, exists=exists, torn=logs.sealed)
+        if self.read_only:
+            self._view, _ = directory.opened_in_view(self.path, open_at, logs.ends)
+        else:
+            directory.cut_logs(self.path, logs.ends)
+            open_at(self.path)
+
     @classmethod
     def from_config(cls, config: Any) -> Self:
         return cls(
@@ -127,12 +145,17 @@ class RocksDatabase(PersistentDatabase):
             max_batch_size=config.max_batch_size,
         )
 
+    @classmethod
+    def inspect(cls, path: Path) -> DatabaseReport:
+        return inspect(Path(path).absolute())
+
     # -- tables -------------------------------------------------------------------------------------------------------
 
     def open_table(self, tag: str, dim: int) -> None:
         check_positive(f"opening table {tag}", "dim", dim)
         if tag == DEFAULT:
             raise InvalidInputError(f"opening table {tag}: got the name of RocksDB's own column family, expected another tag")
+        self._recover()
         with self._calls, self._tables_lock:
             table = self._tables.get(tag)
             held = table.dim if table else self._width(tag)
@@ -175,6 +198,7 @@ class RocksDatabase(PersistentDatabase):
             return sorted(self._engine.names())
 
     def drop_table(self, tag: str) -> None:
+        self._recover()
         with self._calls, self._tables_lock:
             if tag == DEFAULT or self._engine.family(tag) is None:
                 return
@@ -194,13 +218,42 @@ class RocksDatabase(PersistentDatabase):
                 self._engine.drop(tag)
             self._records.remove(tag)
 
+    def _recover(self) -> None:
+        """Open RocksDB again if it refuses to write since a write failed, and there is room again.
+
+        Other calls wait meanwhile, for as long as it takes to write out what the write-ahead logs hold.
+
+        Raises:
+            DatabaseError: it cannot be opened, or writes would fail again. If it was not closed, reads go on; the
+                next call tries again.
+        """
+        if not self._engine.stuck:
+            return
+        with self._recovering:
+            if not self._engine.stuck or self._released or time.monotonic() < self._recover_at:
+                return
+            self._recover_at = time.monotonic() + _RECOVER_EVERY_S
+            try:
+                logs = sum(os.path.getsize(self.path / name) for name in logs_in(self.path).values())
+                directory.check_room(self.path, logs + _ROOM_BYTES)
+            except OSError as error:
+                raise database_error(str(error), "opening the database again after a failed write", self.path) from error
+            with self._calls.alone(_DRAIN_TIMEOUT_S), self._tables_lock:
+                _log.warning("%s refuses writes since one failed: opening it again", self.path)
+                self._engine.close()
+                self._open()
+                self._drop_the_rest()
+                for table in self._tables.values():
+                    table.renew()
+                self._seal_now()
+
     def close(self) -> None:
         if not self._calls.close(self._close_timeout_s):  # new calls stay refused, and `close` may be called again
             raise DatabaseTimeoutError(
                 f"closing the database {self.path}: calls still running after {self._close_timeout_s:g} s: "
                 f"{self._calls.under_way}; close it again when they have ended"
             )
-        with self._tables_lock:
+        with self._recovering, self._tables_lock:
             if self._released:
                 return
             self._released = True
@@ -216,6 +269,7 @@ class RocksDatabase(PersistentDatabase):
     def disown(self) -> None:
         """In a forked child: leave the files, and RocksDB's threads, which are not here, to the parent."""
         self._tables_lock = threading.Lock()
+        self._recovering = threading.Lock()
         self._released = True
 
     def _seal_now(self) -> None:
@@ -232,6 +286,8 @@ class RocksDatabase(PersistentDatabase):
         out: FloatArray,  # (n, dim)
         found: BoolArray,  # (n,)
     ) -> int:
+        if not self._engine.is_open:
+            self._recover()
         with self._calls:
             return self._table(tag).fetch(keys, out, found)
 
@@ -241,10 +297,12 @@ class RocksDatabase(PersistentDatabase):
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
     ) -> None:
+        self._recover()
         with self._calls:
             self._table(tag).insert(keys, vectors)
 
     def delete(self, tag: str, keys: KeyArray) -> int:
+        self._recover()
         with self._calls:
             return self._table(tag).delete(keys)
 
@@ -279,6 +337,7 @@ class RocksDatabase(PersistentDatabase):
             return self._table(tag).writer_token()
 
     def renew_writer_token(self, tag: str) -> str | None:
+        self._recover()
         with self._calls:
             return self._table(tag).renew_writer_token()
 
@@ -296,11 +355,13 @@ class RocksDatabase(PersistentDatabase):
         vectors: FloatArray,  # (n, dim)
         record: LoadRecord,
     ) -> None:
+        self._recover()
         with self._calls:
             self._table(tag).load(keys, vectors, record, self.path / directory.STAGING / f"{next(self._staged)}.sst")
             self._seal_now()
 
     def finish_load(self, tag: str) -> None:
+        self._recover()
         with self._calls:
             self._table(tag).settle()
             self._seal_now()

@@ -10,6 +10,7 @@ shown a directory of links to the files instead, which also works on a read-only
 """
 
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -20,13 +21,17 @@ from pathlib import Path
 from typing import TypeVar
 from weakref import finalize
 
+from hps.databases.rocks_db.write_ahead_log import SEAL as LOG_SEAL
+from hps.databases.rocks_db.write_ahead_log import check_manifest
 from hps.errors import DatabaseCorruptError, DatabaseError
+
+_log = logging.getLogger(__name__)
 
 STAGING = "hps-ingest"
 """Subdirectory for files being loaded: on the database's file system, so that they can be moved into it."""
 _SEAL = "hps-manifest.json"
 _CURRENT = "CURRENT"
-_NOT_LINKED = frozenset({_CURRENT, "LOCK", "LOG", "rocksdict-config.json", _SEAL})
+_NOT_LINKED = frozenset({_CURRENT, "LOCK", "LOG", "rocksdict-config.json", _SEAL, LOG_SEAL})
 _READ_BYTES = 1 << 20
 _VIEW_ATTEMPTS = 3
 
@@ -57,6 +62,7 @@ def check_directory(path: Path, read_only: bool) -> bool:
         raise DatabaseError(f"opening the database {path}: {error}; expected a directory that this process may use") from error
     if _CURRENT in names:
         _check_seal(path)
+        _check_list(path)
         return True
     leftover = sorted(name for name in names if name.startswith("MANIFEST-") or name.endswith(".sst"))
     if leftover:
@@ -123,6 +129,44 @@ def _check_seal(path: Path) -> None:
         )
 
 
+def _check_list(path: Path) -> None:
+    try:
+        name = (path / _CURRENT).read_text().strip()
+    except (OSError, ValueError):
+        return  # RocksDB says so itself
+    check_manifest(path, name)
+
+
+def cut_logs(path: Path, ends: dict[str, int]) -> None:
+    """Drop what nobody was promised and RocksDB would hang at: the damaged ends of logs, given by name.
+
+    Raises:
+        DatabaseError: a log cannot be written.
+    """
+    for name, size in ends.items():
+        _log.warning(
+            "opening the database %s: %s ends in damaged records, which nobody was promised: cut to %d", path, name, size
+        )
+        try:
+            os.truncate(path / name, size)
+        except OSError as error:
+            raise DatabaseError(f"cutting {path / name} to {size} bytes: {error}") from error
+
+
+def check_room(path: Path, size_bytes: int) -> None:
+    """Make sure that a file of this size could be written.
+
+    Raises:
+        OSError: it could not.
+    """
+    trial = path / STAGING / "room"
+    try:
+        with open(trial, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
+    finally:
+        trial.unlink(missing_ok=True)
+
+
 def clear_staging(path: Path) -> None:
     """Make an empty directory for files being loaded, without what a killed process left there."""
     staging = path / STAGING
@@ -152,8 +196,13 @@ def _remove_own(path: Path, owner: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def opened_in_view(path: Path, open_at: Callable[[Path], T]) -> tuple[View, T]:
+def opened_in_view(path: Path, open_at: Callable[[Path], T], ends: dict[str, int] | None = None) -> tuple[View, T]:
     """Call `open_at` with a temporary directory of links to the files of the database, for reading.
+
+    Args:
+        path: the directory of the database.
+        open_at: opens RocksDB.
+        ends: sizes to which files are copied, by name; 0 leaves a file out.
 
     Returns:
         The directory, to be cleaned up when the database is closed, and what `open_at` returned.
@@ -166,7 +215,7 @@ def opened_in_view(path: Path, open_at: Callable[[Path], T]) -> tuple[View, T]:
         attempts += 1
         view = View()
         try:
-            _link_files(path, view.path)
+            _link_files(path, view.path, ends or {})
             return view, open_at(view.path)
         except DatabaseCorruptError:
             view.cleanup()
@@ -177,12 +226,18 @@ def opened_in_view(path: Path, open_at: Callable[[Path], T]) -> tuple[View, T]:
             raise
 
 
-def _link_files(path: Path, view: Path) -> None:
+def _link_files(path: Path, view: Path, ends: dict[str, int]) -> None:
     try:
         # Copied, and first: a link would follow a writer to a new MANIFEST, which has no link here.
         shutil.copyfile(path / _CURRENT, view / _CURRENT)
         for entry in os.scandir(path):
-            if entry.name not in _NOT_LINKED and not entry.name.startswith("LOG.") and entry.is_file():
+            if entry.name in _NOT_LINKED or entry.name.startswith("LOG.") or not entry.is_file():
+                continue
+            end = ends.get(entry.name)
+            if end:
+                shutil.copyfile(entry.path, view / entry.name)
+                os.truncate(view / entry.name, end)
+            elif end is None:
                 os.symlink(os.path.abspath(entry.path), view / entry.name)
     except OSError as error:
         raise DatabaseError(f"opening the database {path} with read_only: {error}; it must be possible to read it") from error

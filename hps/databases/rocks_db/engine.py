@@ -23,6 +23,7 @@ from typing import Any
 
 import rocksdict
 
+from hps.databases.rocks_db.write_ahead_log import LogSeal
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseLockedError, DatabaseTimeoutError, ForkedProcessError
 from hps.lifetimes import disown_in_children
 
@@ -76,12 +77,11 @@ _threads = _Threads()
 
 
 class Engine:
-    """One open RocksDB. *Thread-safe*, except that `close` must be the last call.
+    """One RocksDB. *Thread-safe*, except that nothing may call it during `open` and `close`, nor after a `close` until it is
+    opened again. Column families are of one opening.
 
     Args:
         path: the directory, as errors name it.
-        place: the directory to open: the same one, or a view of it.
-        exists: whether a database is there.
         read_only: open it without locking its directory.
         num_threads: for flushing and compacting.
         block_cache_bytes: 0 for no cache.
@@ -91,9 +91,7 @@ class Engine:
     def __init__(
         self,
         path: Path,
-        place: Path,
         *,
-        exists: bool,
         read_only: bool,
         num_threads: int,
         block_cache_bytes: int,
@@ -108,14 +106,44 @@ class Engine:
         self._refuse.no_slowdown = True
         self._move = rocksdict.IngestExternalFileOptions()
         self._move.set_move_files(True)
-        access = rocksdict.AccessType.read_only(False) if read_only else rocksdict.AccessType.read_write()
+        self._db: Any = None
+        self._families: dict[str, Family] = {}
+        self._logs: LogSeal | None = None
+        self.stuck = False
+        """Whether a write failed: RocksDB then refuses all others, also when the cause has passed, until it is opened again."""
+
+    def open(self, place: Path, *, exists: bool, torn: bool) -> None:
+        """Open RocksDB.
+
+        Args:
+            place: the directory: `path`, or a view of it.
+            exists: whether a database is there.
+            torn: whether the write-ahead logs may end in damaged records, which are dropped, and not only in an incomplete one.
+        """
+        modes, access = rocksdict.DBRecoveryMode, rocksdict.AccessType
+        self._options.set_wal_recovery_mode(modes.point_in_time() if torn else modes.tolerate_corrupted_tail_records())
         with self._errors("opening the database"):
             names = rocksdict.Rdict.list_cf(str(place)) if exists else [DEFAULT]
-            self._db: Any = rocksdict.Rdict(str(place), self._options, dict.fromkeys(names, self._options), access)
-            self._families: dict[str, Family] = {name: self._db.get_column_family(name) for name in names}
+            families = dict.fromkeys(names, self._options)
+            how = access.read_only(False) if self.read_only else access.read_write()
+            self._db = rocksdict.Rdict(str(place), self._options, families, how)
+            self._families = {name: self._db.get_column_family(name) for name in names}
+            self.stuck = False
+            if not self.read_only:
+                try:
+                    self._logs = LogSeal(self.path)
+                except OSError:
+                    self.close()
+                    raise
 
     def _errors(self, doing: str) -> "_TypedErrors":
         return _TypedErrors(doing, self.path)
+
+    def _write_errors(self, doing: str) -> "_TypedErrors":
+        return _TypedErrors(doing, self.path, self._on_write_error)
+
+    def _on_write_error(self, error: DatabaseError) -> None:
+        self.stuck = self.stuck or not (self.read_only or isinstance(error, WriteStalledError))
 
     def names(self) -> list[str]:
         """The column families, without RocksDB's own."""
@@ -127,13 +155,13 @@ class Engine:
 
     def create(self, name: str) -> Family:
         """Add a column family. Only one thread at a time may create or drop."""
-        with self._errors(f"creating table {name}"):
+        with self._write_errors(f"creating table {name}"):
             family = self._families[name] = self._db.create_column_family(name, self._options)
         return family
 
     def drop(self, name: str) -> None:
         """Remove a column family; calls that still read it may go on."""
-        with self._errors(f"dropping table {name}"):
+        with self._write_errors(f"dropping table {name}"):
             self._db.drop_column_family(name)
         del self._families[name]
 
@@ -142,7 +170,16 @@ class Engine:
         while self._families:
             _, family = self._families.popitem()
             self._close(family)
-        self._close(self._db)
+        if self._db is not None:
+            self._close(self._db)
+            self._db = None
+        if self._logs is not None:
+            self._logs.close()
+            self._logs = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._db is not None
 
     def _close(self, database: Any) -> None:
         try:
@@ -195,6 +232,14 @@ class Engine:
         with self._errors("reading properties"):
             return int(family.property_value(f"rocksdb.{name}") or 0)
 
+    def database_figure(self, name: str) -> int:
+        """An integer property of the whole database."""
+        return self.figure(self._db, name)
+
+    def last_sequence(self) -> int:
+        """The sequence number of the last write."""
+        return int(self._db.latest_sequence_number())
+
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def check_writable(self, doing: str) -> None:
@@ -222,7 +267,7 @@ class Engine:
                 batch.set_default_column_family(self._db.get_column_family_handle(name))
                 deque(fill(batch), maxlen=0)
             try:
-                with self._errors(doing):
+                with self._write_errors(doing):
                     self._db.write(batch, self._refuse)
                 return
             except WriteStalledError:
@@ -231,9 +276,12 @@ class Engine:
             time.sleep(_STALL_POLL_S)
 
     def sync(self, doing: str) -> None:
-        """Return when every earlier write is on disk."""
-        with self._errors(doing):
+        """Return when every earlier write is on disk, and will be missed if it is no longer there."""
+        with self._write_errors(doing):
+            reached = self._logs.reached() if self._logs else None
             self._db.flush_wal(True)
+            if self._logs and reached:
+                self._logs.seal(reached)
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -260,7 +308,7 @@ class Engine:
         """Add or replace the rows of a staged file, which is moved into the database. They are on disk on return."""
         if self.figure(family, _SIDE_BY_SIDE) >= _LOAD_FILES:
             self._merge(family, doing)
-        with self._errors(doing):
+        with self._write_errors(doing):
             family.flush()  # the ingest would do it, but with the interpreter lock held
             family.ingest_external_file([str(staged)], self._move)
 
@@ -270,7 +318,7 @@ class Engine:
         Raises:
             DatabaseError: the merge failed. All rows are there.
         """
-        with self._errors(doing):
+        with self._write_errors(doing):
             family.flush()
         if self.figure(family, _SIDE_BY_SIDE):
             self._merge(family, doing)
@@ -298,23 +346,29 @@ class Engine:
             family.compact_range(None, None, options)
             family.set_options({"target_file_size_base": str(most)})
         if self.figure(family, "background-errors") > failures:
+            self.stuck = True
             raise DatabaseError(f"{doing} in {self.path}: merging its files failed; the newest LOG there says why")
 
 
 class _TypedErrors:
     """`with _TypedErrors("reading table t", path):` turns the engine's bare exceptions into typed errors. *One per use.*"""
 
-    __slots__ = ("_doing", "_path")  # a class, since a generator would cost a small fetch a twentieth of its time
+    __slots__ = ("_doing", "_on_error", "_path")  # a class, since a generator would cost a small fetch a twentieth of its time
 
-    def __init__(self, doing: str, path: Path) -> None:
+    def __init__(self, doing: str, path: Path, on_error: Callable[[DatabaseError], None] | None = None) -> None:
         self._doing = doing
         self._path = path
+        self._on_error = on_error
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if type(error) is Exception or isinstance(error, OSError):  # the binding's; any other is a fault of our own
-            raise database_error(str(error), self._doing, self._path) from error
+        # The binding's; any other is a fault of our own.
+        if type(error) is Exception or isinstance(error, OSError | rocksdict.DbClosedError):
+            typed = database_error(str(error), self._doing, self._path)
+            if self._on_error:
+                self._on_error(typed)
+            raise typed from error
 
 
 class WriteStalledError(DatabaseTimeoutError):
@@ -331,10 +385,10 @@ _MEANINGS: tuple[tuple[tuple[str, ...], type[DatabaseError], str], ...] = (
     (
         ("No space left on device", "File too large", "Disk quota exceeded"),
         DatabaseError,
-        "The disk is full; the rows that were there can still be read. Make room, then open it again",
+        "The disk is full; the rows that were there can still be read. Make room, and writing goes on by itself",
     ),
     (("Write stall",), WriteStalledError, "The disk does not keep up with the writes; write less, or use a faster disk"),
-    (("Too many open files",), DatabaseError, "Raise the limit of open files (`ulimit -n`)"),
+    (("Too many open files",), DatabaseError, "Raise the limit of open files (`ulimit -n`); writing goes on by itself"),
     (
         (
             "Permission denied",
@@ -350,8 +404,8 @@ _MEANINGS: tuple[tuple[tuple[str, ...], type[DatabaseError], str], ...] = (
     (
         ("Corruption", "No such file or directory"),  # RocksDB names only files that it has written
         DatabaseCorruptError,
-        "Files are damaged or missing, so nothing is answered from there. Restore the directory from a backup, or remove it "
-        "and load the models again",
+        "Files are damaged or missing, so nothing is answered from there; `hps check-database {path}` says what is left. "
+        "Restore the directory from a backup, or remove it and load the models again",
     ),
 )
 """What the engine's messages contain, the error that they become, and what to do."""

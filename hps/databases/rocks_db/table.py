@@ -238,6 +238,11 @@ class RocksTable:
         self._engine.settle(self._family, doing)
         self._loading = False
 
+    def renew(self) -> None:
+        """Go on after the engine was opened again; no other call may run."""
+        self._family = self._engine.family(self.tag)
+        self._loading = False  # the engine merges by itself again
+
     def retire(self) -> None:
         """Refuse writes from now on: RocksDB knows the table by its name, which another table may soon have."""
         with self._alone(f"dropping table {self.tag}"):

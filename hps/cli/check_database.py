@@ -1,0 +1,41 @@
+"""`hps check-database`: say what is damaged in a persistent database, what can still be read, and how to save it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hps import errors
+from hps.cli import console
+
+EXAMPLE = "Example: `hps check-database /var/lib/hps/rocksdb`"
+
+
+def check_database_command(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The `path` of a `persistent_db`.", show_default=False)],
+) -> None:
+    """Read the whole database in PATH, and change nothing there. No process may write to it meanwhile.
+
+    Exit codes: 0 all rows can be read, 1 something is damaged, 2 it cannot be looked at.
+    """
+    with console.reported():
+        from hps.registry import implementation
+
+        try:
+            report = implementation("database", "rocks_db").inspect(path)
+        except errors.DatabaseError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from error
+    for table in report.tables:
+        width = f" of {table.dim} floats" if table.dim else ""
+        rest = ", then it is damaged" if table.damage else ""
+        typer.echo(f"{table.tag}: {console.rows_text(table.rows)}{width} can be read{rest}")
+    if not report.damages:
+        typer.echo(f"{path}: good")
+        return
+    for damage in report.damages:
+        typer.echo(f"damaged: {damage}")
+    typer.echo("These rows can be saved. Copy the directory, then restore a backup, or keep them and give up the rest:")
+    for cure in report.cures:
+        typer.echo(f"  {cure}")
+    raise typer.Exit(1)

@@ -1,0 +1,96 @@
+"""What is damaged in the directory of a database, what can still be read, and how to save it. Nothing there is changed."""
+
+from functools import partial
+from pathlib import Path
+
+from hps.databases.base import DatabaseReport, TableReport
+from hps.databases.rocks_db import directory
+from hps.databases.rocks_db.engine import Engine, after
+from hps.databases.rocks_db.table import width_of
+from hps.databases.rocks_db.write_ahead_log import SEAL, check_logs, logs_in, record_after
+from hps.errors import DatabaseCorruptError
+
+_CHUNK_ROWS = 4096
+_LOAD_AGAIN = "restore the directory from a backup, or remove it and load the models again"
+
+
+def inspect(path: Path) -> DatabaseReport:
+    """Look at a database that no process writes to; see `PersistentDatabase.inspect`."""
+    report = DatabaseReport([], [], [])
+    try:
+        directory.check_directory(path, read_only=True)
+        ends = _check_logs(path, report)
+        engine = _engine(path)
+        view, _ = directory.opened_in_view(path, partial(engine.open, exists=True, torn=False), ends)
+    except DatabaseCorruptError as error:
+        report.damages.append(str(error))
+        report.cures.append(_LOAD_AGAIN)
+        return report
+    try:
+        for tag in sorted(engine.names()):
+            report.tables.append(_read_table(engine, tag))
+    finally:
+        engine.close()
+        view.cleanup()
+    for table in report.tables:
+        if table.damage:
+            report.damages.append(f"table {table.tag}: {table.damage}")
+            report.cures.append(f"table {table.tag}: {_LOAD_AGAIN}, or drop the table and load it alone")
+    return report
+
+
+def _engine(path: Path) -> Engine:
+    return Engine(path, read_only=True, num_threads=1, block_cache_bytes=0, write_timeout_s=0)
+
+
+def oldest_needed_log(path: Path) -> int:
+    """Ask the MANIFEST for the number of the oldest write-ahead log that holds rows which are in no other file."""
+    engine = _engine(path)
+    without_logs = dict.fromkeys(logs_in(path).values(), 0)
+    view, _ = directory.opened_in_view(path, partial(engine.open, exists=True, torn=True), without_logs)
+    try:
+        return engine.database_figure("min-log-number-to-keep")
+    finally:
+        engine.close()
+        view.cleanup()
+
+
+def _check_logs(path: Path, report: DatabaseReport) -> dict[str, int]:
+    """Report damaged logs; returns the sizes to which they can be read."""
+    logs = check_logs(path, partial(oldest_needed_log, path))
+    if not logs.damages:
+        return logs.ends
+    ends, there = dict(logs.ends), set(logs_in(path).values())
+    for name, what in logs.damages.items():
+        report.damages.append(f"{path / name}: {what}")
+        if name in there:
+            ends[name] = _readable_end(path, name, logs.ends)
+            report.cures.append(f"truncate --size={ends[name]} {path / name}")
+    report.cures.append(f"rm -f {path / SEAL}")
+    return ends
+
+
+def _readable_end(path: Path, name: str, ends: dict[str, int]) -> int:
+    """The size of a damaged log before its first damaged record."""
+    engine = _engine(path)
+    later = {other: 0 for number, other in logs_in(path).items() if number > int(name[:-4])}
+    try:
+        view, _ = directory.opened_in_view(path, partial(engine.open, exists=True, torn=True), {**ends, **later})
+    except DatabaseCorruptError:  # whole records in the wrong order
+        return 0
+    try:
+        return record_after(path / name, engine.last_sequence())
+    finally:
+        engine.close()
+        view.cleanup()
+
+
+def _read_table(engine: Engine, tag: str) -> TableReport:
+    rows, start, dim, damage = 0, b"", None, ""
+    try:
+        dim = width_of(engine, tag)
+        while keys := engine.read_keys(engine.family(tag), start, _CHUNK_ROWS, f"reading table {tag}"):
+            rows, start = rows + len(keys), after(keys[-1])
+    except DatabaseCorruptError as error:
+        damage = str(error)
+    return TableReport(tag, dim or 0, rows, damage)

@@ -1,0 +1,267 @@
+"""RocksDB's write-ahead logs, seen from outside: acknowledged rows that are missing from them, and records that hang RocksDB.
+
+**What was acknowledged is there, or nothing is answered.** To RocksDB a log that is damaged, cut short or gone ends there: it
+opens, and later rows are absent. So each sync is followed by a note of how far the logs reached before it, with the checksum
+of what they held (the "seal", 2 % of an insert of 1,000 rows), and the opening compares. The seal itself is not synced: a
+power cut leaves an older one, which is true, too. Bytes behind the seal were acknowledged to nobody, unless a power cut took
+the seal's last seconds, so RocksDB keeps of them what it can read. That is how a torn end is told from damage.
+
+**A log that is gone** was either written to files, and RocksDB deleted it, or lost. The MANIFEST tells: it names the oldest log
+that is still needed.
+
+**Without a seal** (HugeCTR wrote it, or an earlier hps), a last record that is incomplete is a torn end; all else is damage.
+
+**A record that hangs RocksDB.** Where RocksDB 9.8.4 meets the header of a recycled record in a log that does not begin with
+one, it reads that header again and again, with the interpreter lock held. So none may be where it looks.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from hps.errors import DatabaseCorruptError, DatabaseError
+
+SEAL = "hps-log.json"
+_BLOCK_BYTES = 1 << 15  # of RocksDB's logs; a record header stands at the start of each
+_HEADER = struct.Struct("<IHB")  # checksum, bytes that follow, type
+_RECYCLED = frozenset({5, 6, 7, 8, 11})  # types of records in logs that are used again, which neither HugeCTR nor hps asks for
+_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4  # types of a record, and of the parts of one that is in several blocks
+_BEGINNINGS = frozenset({_FULL, _FIRST})  # they go on with a sequence number
+_CONTINUATIONS = frozenset({_MIDDLE, _LAST})
+_READ_BYTES = 1 << 20
+
+
+class LogEnd(NamedTuple):
+    """How far a log reached, and the checksum of what it held."""
+
+    number: int
+    size_bytes: int
+    crc32: int
+
+
+class LogSeal:
+    """Follows the logs of a database that this process writes to, and keeps the seal. *Thread-safe.*
+
+    Call `reached` before a sync and `seal` with its result after it.
+
+    Raises:
+        OSError: the directory cannot be read or written; the next call may succeed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()  # held while the page cache is read and written, never during a sync
+        self._closed_logs: tuple[LogEnd, ...] = ()
+        self._end = LogEnd(-1, 0, 0)
+        self._log = -1
+        self._changed_ns = 0
+        self._sealed: tuple[LogEnd, ...] = ()
+        self._seal = os.open(path / SEAL, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._seal_bytes = os.fstat(self._seal).st_size
+        self._write(self.reached())
+
+    def reached(self) -> tuple[LogEnd, ...]:
+        """How far the logs reach now, oldest first. Reads what was added since the last call."""
+        with self._lock:
+            before = self._end
+            self._read_on()
+            changed_ns = os.stat(self._path).st_mtime_ns
+            if changed_ns != self._changed_ns or self._end == before:  # a new log? The clock of the former ticks slowly
+                self._find_newer_logs()
+                self._changed_ns = changed_ns
+            return (*self._closed_logs, self._end)
+
+    def seal(self, reached: tuple[LogEnd, ...]) -> None:
+        """Remember how far the logs reached before a sync that has succeeded."""
+        with self._lock:
+            if reached[-1] > self._sealed[-1]:
+                self._write(reached)
+
+    def close(self) -> None:
+        """Forget logs that RocksDB has deleted at its end, which saves the next opening the question, and release the files."""
+        with contextlib.suppress(OSError):  # an older seal is true, too
+            there = logs_in(self._path)
+            self._write(tuple(end for end in self._sealed if end.number in there))
+        for file in (self._seal, self._log):
+            if file >= 0:
+                os.close(file)
+
+    def _read_on(self) -> None:
+        if self._log < 0:
+            return
+        number, size, crc = self._end
+        there = os.fstat(self._log).st_size
+        while size < there:
+            data = os.pread(self._log, min(_READ_BYTES, there - size), size)
+            size, crc = size + len(data), zlib.crc32(data, crc)
+        self._end = LogEnd(number, size, crc)
+
+    def _find_newer_logs(self) -> None:
+        there = logs_in(self._path)
+        self._closed_logs = tuple(end for end in self._closed_logs if end.number in there)
+        for number in sorted(number for number in there if number > self._end.number):
+            try:
+                log = os.open(self._path / there[number], os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:  # written to files, and deleted
+                continue
+            self._read_on()  # to the end: RocksDB has left it
+            if self._log >= 0:
+                self._closed_logs += (self._end,)
+                os.close(self._log)
+            self._log, self._end = log, LogEnd(number, 0, 0)
+            self._read_on()
+
+    def _write(self, ends: tuple[LogEnd, ...]) -> None:
+        body = json.dumps([end for end in ends if end.size_bytes])
+        text = f'{{"crc32": {zlib.crc32(body.encode())}, "logs": {body}}}\n'.encode()
+        os.pwrite(self._seal, text, 0)
+        if len(text) < self._seal_bytes:
+            os.ftruncate(self._seal, len(text))
+        self._seal_bytes = len(text)
+        self._sealed = ends
+
+
+class CheckedLogs(NamedTuple):
+    """What the logs of a closed database are found to be.
+
+    Attributes:
+        sealed: whether there is a seal, so that what lies behind it may be torn.
+        damages: what is wrong, by name of the log; empty if all that was acknowledged is there.
+        ends: sizes of the logs that must be read no further, by name, since a record behind would hang RocksDB.
+    """
+
+    sealed: bool
+    damages: dict[str, str]
+    ends: dict[str, int]
+
+
+def logs_in(path: Path) -> dict[int, str]:
+    """Names of the logs in a directory, by number."""
+    return {int(name[:-4]): name for name in os.listdir(path) if name.endswith(".log") and name[:-4].isdecimal()}
+
+
+def check_logs(path: Path, oldest_needed: Callable[[], int]) -> CheckedLogs:
+    """Compare the logs with their seal, and look for records that hang RocksDB; changes nothing.
+
+    Args:
+        path: the directory of a database that this process does not have open.
+        oldest_needed: called if a sealed log is missing; the number of the oldest log that the MANIFEST still needs.
+
+    Raises:
+        DatabaseError: a log cannot be read.
+    """
+    seal = _read_seal(path)
+    damages, ends, missing = {}, {}, []
+    try:
+        there = logs_in(path)
+        for number, size, crc in seal or ():
+            name = there.get(number, f"{number:06}.log")
+            try:
+                got = _checksum(path / name, size)
+            except FileNotFoundError:  # perhaps just now, by a process that writes here
+                missing.append(name)
+                continue
+            if got != (size, crc):
+                damages[name] = (
+                    f"its first {size} bytes had checksum {crc:#010x}, and now {got[0]} bytes with {got[1]:#010x} are there"
+                )
+        sizes = {number: size for number, size, _ in seal or ()}
+        for number, name in there.items():
+            whole = 0 if name in damages else sizes.get(number, 0)
+            hangs = _hanging_record(path / name, whole // _BLOCK_BYTES * _BLOCK_BYTES)
+            if hangs is not None:
+                ends[name] = hangs
+                if seal is None:
+                    damages[name] = f"a record at {hangs} is damaged"
+    except OSError as error:
+        raise DatabaseError(f"opening the database {path}: {error}; it must be possible to read it") from error
+    if missing:
+        oldest = oldest_needed()
+        damages |= {name: "it is missing, and was not yet written to files" for name in missing if int(name[:-4]) >= oldest}
+    return CheckedLogs(seal is not None, damages, ends)
+
+
+def check_manifest(path: Path, name: str) -> None:
+    """Refuse a MANIFEST at which RocksDB would hang; it has the format of a log.
+
+    Raises:
+        DatabaseCorruptError: it is one.
+    """
+    try:
+        hangs = _hanging_record(path / name, 0)
+    except (OSError, ValueError):  # none, or no name of a file: RocksDB says so itself
+        return
+    if hangs is not None:
+        raise damaged(path, name, f"a record at {hangs} is damaged")
+
+
+def record_after(log: Path, sequence: int) -> int:
+    """The offset of the first record that is of later writes than `sequence` or lacks a part; else the size."""
+    data, at, begun = log.read_bytes(), 0, None
+    while at + _HEADER.size + 8 <= len(data):
+        left = _BLOCK_BYTES - at % _BLOCK_BYTES
+        if left < _HEADER.size:  # zeros up to the next block
+            at += left
+            continue
+        _, length, kind = _HEADER.unpack_from(data, at)
+        body = at + _HEADER.size
+        later = kind in _BEGINNINGS and int.from_bytes(data[body : body + 8], "little") > sequence
+        if later or kind not in (_BEGINNINGS if begun is None else _CONTINUATIONS):
+            break
+        begun = at if kind == _FIRST else begun if kind == _MIDDLE else None
+        at = body + length
+    return at if begun is None else begun
+
+
+def damaged(path: Path, name: str, what: str) -> DatabaseCorruptError:
+    """The error for a file that misses rows."""
+    return DatabaseCorruptError(
+        f"opening the database {path}: {path / name} is damaged: {what}. Acknowledged rows would be missing unnoticed. "
+        f"`hps check-database {path}` says what is left. Restore the directory from a backup, or remove it and load the models "
+        "again"
+    )
+
+
+def _read_seal(path: Path) -> list[LogEnd] | None:
+    try:
+        data = (path / SEAL).read_bytes()
+        seal = json.loads(data)
+        if zlib.crc32(json.dumps(seal["logs"]).encode()) != seal["crc32"]:
+            return None
+        return [LogEnd(*end) for end in seal["logs"]]
+    except (OSError, ValueError, TypeError, KeyError):  # none, or a power cut left half of it
+        return None
+
+
+def _checksum(log: Path, size: int) -> tuple[int, int]:
+    done = crc = 0
+    with open(log, "rb") as file:
+        while data := file.read(min(_READ_BYTES, size - done)):
+            done, crc = done + len(data), zlib.crc32(data, crc)
+    return done, crc
+
+
+def _hanging_record(log: Path, start: int) -> int | None:
+    """Find the first header that hangs RocksDB, from the block at `start` on, wherever RocksDB may look for one."""
+    with open(log, "rb") as file:
+        file.seek(start)
+        for at in itertools.count(start, _BLOCK_BYTES):
+            block = file.read(_BLOCK_BYTES)
+            if not block:
+                return None
+            place = 0
+            while place + _HEADER.size <= len(block):
+                _, length, kind = _HEADER.unpack_from(block, place)
+                if kind in _RECYCLED:
+                    return at + place
+                if not length and not kind:
+                    break
+                place += _HEADER.size + length  # past the block's end if it is no length, so that the next block follows
+    return None

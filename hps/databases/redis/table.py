@@ -214,21 +214,27 @@ class RedisTable:
                 if pieces[-1].reply != marks[partition.index]:
                     found[share] = False
             raise
-        moved = [(pieces, Call(part.slot, "GET", part.mark)) for part, _, pieces in checks if any(p.redirected for p in pieces)]
-        if moved:
-            self._run([call for _, call in moved], deadline, "reading marks again")
-            for pieces, call in moved:
-                pieces[-1].reply = call.reply
-        changed = [(partition, share, pieces[-1].reply) for partition, share, pieces in checks]
-        changed = [(partition, share, text) for partition, share, text in changed if text != marks[partition.index]]
+        if self._nodes.clustered:
+            self._read_marks_again([pieces for _, _, pieces in checks], deadline)
+        changed = [check for check in checks if check[2][-1].reply != marks[check[0].index]]
         return bool(changed) and self._adopt_changed(marks, changed, found)
 
+    def _read_marks_again(self, fetches: list[list[Request]], deadline: float) -> None:
+        """Read marks behind the vectors where either came from another node than the one that was asked first."""
+        moved = [pieces[-1] for pieces in fetches if any(piece.redirected for piece in pieces)]
+        while moved:
+            for mark in moved:
+                mark.redirected = mark.asking = False
+            self._run(moved, deadline, "reading marks again")
+            moved = [mark for mark in moved if mark.redirected and not mark.asking]
+
     def _adopt_changed(
-        self, marks: list[bytes], changed: list[tuple[Partition, IndexArray, bytes | None]], found: BoolArray
+        self, marks: list[bytes], changed: list[tuple[Partition, IndexArray, list[Request]]], found: BoolArray
     ) -> bool:
         """Take over marks under which what was fetched counts, too; returns whether something does not count."""
         me, now, stale = self.below.process(), list(marks), False
-        for partition, share, text in changed:
+        for partition, share, pieces in changed:
+            text = pieces[-1].reply
             if counts(parse(text), me, _parsed(marks[partition.index])):
                 now[partition.index] = text or b""
             else:
@@ -279,7 +285,7 @@ class RedisTable:
                 (partition, make(partition, share, Guard(partition.mark, marks[partition.index]))) for partition, share in todo
             ]
             refused = self._perform(shares, deadline, doing)
-            total += sum(one.reply or 0 for _, requests in shares for one in requests if one.preceding)
+            total += sum(max(0, one.reply or 0) for _, requests in shares for one in requests if one.once)
             todo = [(partition, share) for partition, share in todo if partition in refused]
             if not todo:
                 return total

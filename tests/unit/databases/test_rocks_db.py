@@ -104,7 +104,7 @@ def test_rows_are_laid_out_as_hugectr_lays_them_out_and_loads_remembered_elsewhe
         database.finish_load(TAG)
     else:
         database.insert(TAG, KEYS, VECTORS)
-    assert list(raw_items(database.path, "default")) == [b"hps-server/load/" + TAG.encode()] * bulk
+    assert list(raw_items(database.path, "default")) == [b"hps-server/" + (b"load/" if bulk else b"writer/") + TAG.encode()]
     database.close()
     other = raw(database.path, [TAG])  # fails where there are other column families
     assert dict(other.get_column_family(TAG).items()) == HUGECTR_ROWS

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import count
 from typing import Final, TypeAlias
 
@@ -69,14 +70,21 @@ class RedisTable:
         self._batch = batch
         self._chunk = max(1, min(_CHUNK_FIELDS, batch, _CHUNK_BYTES // (4 * layout.dim)))
 
-    def look(self, deadline: float | None = None, *, make: bool = False) -> None:
-        """See what the marks are now, and make them such that the table can be used, if it may; see `Catalog.look`."""
+    def look(self, deadline: float | None = None, *, make: bool = False, first: bool = False) -> None:
+        """See what the marks are now, and make them such that the table can be used, if it may; see `Catalog.look`.
+
+        Args:
+            deadline: when the answer must be there, on the monotonic clock.
+            make: as for `Catalog.look`.
+            first: the process is about to write what is its first modification.
+        """
         if self.loading:
             return
         me = self.below.process()
+        me = replace(me, token=None, previous=None) if first else me
         self._looked_at = time.monotonic()
         marks = self._catalog.look(self.layout, me, deadline, make=make)
-        self._unmodified = me.token is None
+        self._unmodified = me.token is None and not first
         self.marks = marks
 
     def adopt(self, marks: list[bytes], made: Iterable[bytes]) -> None:
@@ -321,16 +329,16 @@ class RedisTable:
         if not self._writing.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise DatabaseTimeoutError(f"redis: table {self.layout.tag}: another write was still preparing; try again")
         try:
+            first, self._unmodified = self._unmodified or self.below.process().base is None, False
             for _ in range(_TAKES):
                 marks, me = self._usable(deadline), self.below.process()
                 if marks is None:
                     return None
                 parsed = [_parsed(text) for text in marks]
                 entered = loading or me.token is None or all(me.token in mark.writers for mark in parsed)
-                if not entered and not self._unmodified and me.base is not None:
+                if not entered and not first:
                     self.look(deadline)  # what was written before is not all there
                     continue
-                self._unmodified &= entered
                 wanted = partitions if entered else list(self.layout.partitions)
                 changes = [
                     (partition, marks[partition.index], taken(parsed[partition.index], me, fresh))
@@ -350,7 +358,7 @@ class RedisTable:
                 if loading:
                     raise lost(self.layout)
                 self._pens.update(made)
-                self.look(deadline)
+                self.look(deadline, first=first and not entered)
         finally:
             self._writing.release()
         raise DatabaseError(f"redis: table {self.layout.tag}: others changed its marks {_TAKES} times before a write")

@@ -198,12 +198,12 @@ class SendKeys(Request):
         self._value = _framed(value)
         self.count = order.size
         value_bytes += self._value.size
-        if guard and self.count <= _SCRIPTED_KEYS:
+        if guard and (self.count <= _SCRIPTED_KEYS or not value_bytes):  # a full Redis queues nothing, and still deletes
             command, key = words
-            words, self.once = ("EVAL", _UNDER_MARK, 2, guard.key, key, guard.mark, command), True
+            words, self.once, guard = ("EVAL", _UNDER_MARK, 2, guard.key, key, guard.mark, command), True, None
         self._start = b"*%d%b" % (len(words) + (2 if value_bytes else 1) * self.count, _packed(words))
         self._end = b""
-        if guard and self.count > _SCRIPTED_KEYS:
+        if guard:
             self._start, self._end = guard.start + self._start, guard.end
             self.once, self.preceding = True, guard.PRECEDING
         size = len(self._start) + (FIELD_BYTES + value_bytes) * self.count + len(self._end)

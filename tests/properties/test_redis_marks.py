@@ -134,6 +134,7 @@ def test_the_scripts_do_what_their_mirror_does(tmp_path):
                     perform(step, mirror, nodes, catalog, client)
 
             run()
+            client.flushall()
             # A full one still deletes.
             client.set(PARTITION.mark, MARKS[0].text)
             client.hset(PARTITION.values, KEYS[7:8].tobytes(), b"x")

@@ -80,6 +80,7 @@ class Request(ABC):
         once: whether it must not be sent again where nobody knows what became of it. Its reply is then None.
         preceding: how many replies come before its own.
         redirected: whether it was sent again to another node, and thus perhaps after requests that it preceded.
+        refused: whether Redis answered that it does not do it.
         reply: what Redis replied.
         error: the error that Redis replied, or None.
     """
@@ -88,6 +89,7 @@ class Request(ABC):
     once = False
     preceding = 0
     redirected = False
+    refused = False
     reply: Any = None
     error: Exception | None = None
 

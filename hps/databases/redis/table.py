@@ -1,5 +1,6 @@
 """One table in Redis: its vectors fetched, inserted, deleted and scanned, partition by partition."""
 
+import logging
 import random
 import threading
 import time
@@ -23,6 +24,7 @@ from hps.databases.redis.scan import scan_hash
 from hps.errors import DatabaseError, DatabaseTimeoutError, TableWidthError
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
+_log = logging.getLogger(__name__)
 _CHUNK_FIELDS: Final = 4096
 _CHUNK_BYTES: Final = 1 << 20
 _FETCHES: Final = 3  # before a fetch fails because marks change all the time
@@ -63,6 +65,7 @@ class RedisTable:
         self._pens: set[bytes] = set()  # marks that were made here to write under, and under which no write failed
         self._unmodified = True  # when the marks were seen last
         self._looked_at = 0.0
+        self._promotes_after = 0.0
         self._writing = threading.Lock()
         self._catalog = catalog
         self._nodes = nodes
@@ -270,6 +273,8 @@ class RedisTable:
         ]
 
     def _promote(self, keys: KeyArray, rows: Bytes) -> int:
+        if time.monotonic() < self._promotes_after:
+            return 0
         deadline = self._deadline(keys)
         me, marks = self.below.process(), self._usable(deadline)
         shares: list[tuple[Partition, list[Request]]] = []
@@ -278,8 +283,16 @@ class RedisTable:
             if may_promote(_parsed(text), me):
                 guard = Guard(partition.mark, text)
                 shares.append((partition, self._storing(partition, share, guard, keys, rows, promotion=True)))
-        self._perform(shares, deadline, f"promoting {keys.size} keys into table {self.layout.tag}")
-        return sum(max(0, one.reply or 0) for _, requests in shares for one in requests if isinstance(one, StoreRows))
+        promotions = [one for _, requests in shares for one in requests if one.once]
+        try:
+            self._perform(shares, deadline, f"promoting {keys.size} keys into table {self.layout.tag}")
+        except DatabaseError as error:
+            if not all(one.refused or one.reply is not None for one in promotions):
+                raise
+            # All were answered, as where Redis is full: nothing of them is left or still on its way.
+            self._promotes_after = time.monotonic() + _LOOK_S
+            _log.warning("%s; nothing is promoted into table %s for %g s", error, self.layout.tag, _LOOK_S)
+        return sum(max(0, one.reply or 0) for one in promotions)
 
     def _write(self, keys: KeyArray, make: Making, doing: str, *, loading: bool = False) -> int:
         """Let `make` make guarded requests until every partition has taken them; returns the sum of their replies."""

@@ -339,14 +339,16 @@ def test_what_a_failed_promotion_may_have_left_is_not_read(how):
 
 
 def test_a_promotion_that_was_not_tried_quarantines_nothing():
-    clock = Clock()
+    other, clock = TableSpec("model", "other", 4, 0.5, 1000), Clock()
     host = Host(promote=True, breaker=lambda: CircuitBreaker(failures=1, open_s=1, clock=clock))
+    host.chain.open_table(other)
     host.put(host.persistent, [1])
-    host.volatile.failing = {"fetch"}
+    host.volatile.failing = {"insert"}
+    host.chain.insert(other, np.array([1]), vectors_of([1]), lambda written: None)
     host.fetch([1])
     assert host.chain.drain(10)
-    assert "insert" not in host.volatile.calls
-    assert host.chain.quarantined == []
+    assert host.volatile.calls["insert"] == 1
+    assert host.chain.quarantined == [other.tag]
     host.chain.close()
 
 

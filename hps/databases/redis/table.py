@@ -197,11 +197,12 @@ class RedisTable:
         Raises:
             DatabaseError: it is not to be used, and there is nothing below.
         """
-        if self.marks is None and time.monotonic() >= self._looked_at + _LOOK_S:
-            self.look(deadline)
-        if self.marks is None and self.below.process().base is None:
-            self._looked_at = 0.0
-            raise DatabaseError(f"redis: table {self.layout.tag} is being loaded; try again when it is whole")
+        if self.marks is None:
+            alone = self.below.process().base is None
+            if alone or time.monotonic() >= self._looked_at + _LOOK_S:
+                self.look(deadline)
+            if self.marks is None and alone:
+                raise DatabaseError(f"redis: table {self.layout.tag} is being loaded; try again when it is whole")
         return self.marks
 
     def _fetch(self, marks: list[bytes], keys: KeyArray, out: FloatArray, found: BoolArray, deadline: float) -> bool:

@@ -149,7 +149,7 @@ class Database(ABC):
 
         Raises:
             DatabaseError: the database failed. `out` and `found` may be partly filled; every row that is marked as found
-                holds its whole vector.
+                holds its whole vector, others may have been written.
         """
 
     @abstractmethod

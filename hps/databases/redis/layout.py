@@ -5,14 +5,14 @@ hash slot:
 
     hps_et{T/p<i>}v   hash: field = 8 little-endian bytes of a key, value = its vector, raw float32      HugeCTR's
     hps_et{T/p<i>}t   hash: field = the same, value = when or how often it was used; by overflow policy   HugeCTR's
-    hps_et{T/p<i>}m   string: a random mark, made when the partition was first opened                     ours
+    hps_et{T/p<i>}m   string: the partition's mark, see marks.py                                          ours
 
 The tag T is the whole `hps_et.<model>.<table>`, so a key reads `hps_et{hps_et.shop.item/p0}v`. With evict_oldest a value of
 `t` is 8 little-endian bytes of seconds since 1970, with evict_least_used a decimal count; evict_random writes none. HugeCTR
 neither reads nor writes `m`.
 
-The mark tells an absent key from a lost one. A server that was emptied, or restarted without its data, has no marks, so that
-what it does not have no longer counts as absent.
+The mark tells an absent key from a lost one, and rows that count from those of another model or of an older write. A server
+that was emptied, or restarted without its data, has no marks, so that what it does not have no longer counts as absent.
 
 Beside the partitions there is one hash of the table itself, in a slot of its own:
 

@@ -320,6 +320,7 @@ class RedisNodes:
                 request.asking, request.redirected = not moved, True
         elif not isinstance(error, exceptions.TryAgainError):
             failures.append(_database_error(node, error))
+            request.refused = True
             if isinstance(error, (exceptions.ClusterDownError, exceptions.ReadOnlyError)):
                 self._doubt(node)
             return

@@ -36,12 +36,21 @@ return 1
 """
 """Writes a mark that is not the expected one to where it is, so that whoever watches it is refused. A full Redis allows the SET
 because a DEL went before it."""
+_UNDER_MARK: Final = """
+if redis.call('get', KEYS[1]) ~= ARGV[1] then return -1 end
+return redis.call(ARGV[2], KEYS[2], unpack(ARGV, 3))
+"""
 _PROMOTE: Final = """
 if redis.call('get', KEYS[1]) ~= ARGV[1] then return -1 end
 local added = 0
 for i = 2, #ARGV, 2 do added = added + redis.call('hsetnx', KEYS[2], ARGV[i], ARGV[i + 1]) end
 return added
 """
+
+
+_SCRIPTED_KEYS: Final = 256
+"""Up to so many keys a script that compares the mark and writes takes less time than a transaction; for thousands, three times
+as long."""
 
 
 class Buffer:
@@ -71,6 +80,7 @@ class Request(ABC):
         once: whether it must not be sent again where nobody knows what became of it. Its reply is then None.
         preceding: how many replies come before its own.
         redirected: whether it was sent again to another node, and thus perhaps after requests that it preceded.
+        refused: whether Redis answered that it does not do it.
         reply: what Redis replied.
         error: the error that Redis replied, or None.
     """
@@ -79,6 +89,7 @@ class Request(ABC):
     once = False
     preceding = 0
     redirected = False
+    refused = False
     reply: Any = None
     error: Exception | None = None
 
@@ -123,9 +134,9 @@ class GetMark(Call):
 class Guard:
     """The mark under which a partition may be written to. *Immutable.*
 
-    A script could compare the mark and write, too, but takes three times as long for each key. So the mark is watched, written
-    to if it is not the expected one, and the transaction with the command is then refused. That the mark is also read inside
-    the transaction makes a node refuse it that is handing the slot over and has the mark no longer.
+    A script compares the mark and writes. With many keys it is slow, so that the mark is watched, written to if it is not the
+    expected one, and the transaction with the command is then refused. That the mark is also read inside the transaction makes
+    a node refuse it that is handing the slot over and has the mark no longer.
     """
 
     key: bytes
@@ -166,7 +177,7 @@ class SendKeys(Request):
         value: of every key; empty where keys have none, or where a subclass writes them.
         value_bytes: what the value of one key takes in the request, where a subclass writes it.
         reply_bytes: what the reply takes for one key, at most.
-        guard: the mark under which it may be done; elsewhere it is refused, and the reply None.
+        guard: the mark under which it may be done; elsewhere it is refused, and the reply None or -1.
 
     Attributes:
         count: how many keys are sent.
@@ -189,6 +200,9 @@ class SendKeys(Request):
         self._value = _framed(value)
         self.count = order.size
         value_bytes += self._value.size
+        if guard and (self.count <= _SCRIPTED_KEYS or not value_bytes):  # a full Redis queues nothing, and still deletes
+            command, key = words
+            words, self.once, guard = ("EVAL", _UNDER_MARK, 2, guard.key, key, guard.mark, command), True, None
         self._start = b"*%d%b" % (len(words) + (2 if value_bytes else 1) * self.count, _packed(words))
         self._end = b""
         if guard:

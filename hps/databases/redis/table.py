@@ -1,9 +1,11 @@
 """One table in Redis: its vectors fetched, inserted, deleted and scanned, partition by partition."""
 
+import logging
 import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import count
 from typing import Final, TypeAlias
 
@@ -22,6 +24,7 @@ from hps.databases.redis.scan import scan_hash
 from hps.errors import DatabaseError, DatabaseTimeoutError, TableWidthError
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
+_log = logging.getLogger(__name__)
 _CHUNK_FIELDS: Final = 4096
 _CHUNK_BYTES: Final = 1 << 20
 _FETCHES: Final = 3  # before a fetch fails because marks change all the time
@@ -62,6 +65,7 @@ class RedisTable:
         self._pens: set[bytes] = set()  # marks that were made here to write under, and under which no write failed
         self._unmodified = True  # when the marks were seen last
         self._looked_at = 0.0
+        self._promotes_after = 0.0
         self._writing = threading.Lock()
         self._catalog = catalog
         self._nodes = nodes
@@ -69,14 +73,21 @@ class RedisTable:
         self._batch = batch
         self._chunk = max(1, min(_CHUNK_FIELDS, batch, _CHUNK_BYTES // (4 * layout.dim)))
 
-    def look(self, deadline: float | None = None, *, make: bool = False) -> None:
-        """See what the marks are now, and make them such that the table can be used, if it may; see `Catalog.look`."""
+    def look(self, deadline: float | None = None, *, make: bool = False, first: bool = False) -> None:
+        """See what the marks are now, and make them such that the table can be used, if it may; see `Catalog.look`.
+
+        Args:
+            deadline: when the answer must be there, on the monotonic clock.
+            make: as for `Catalog.look`.
+            first: the process is about to write what is its first modification.
+        """
         if self.loading:
             return
         me = self.below.process()
+        me = replace(me, token=None, previous=None) if first else me
         self._looked_at = time.monotonic()
         marks = self._catalog.look(self.layout, me, deadline, make=make)
-        self._unmodified = me.token is None
+        self._unmodified = me.token is None and not first
         self.marks = marks
 
     def adopt(self, marks: list[bytes], made: Iterable[bytes]) -> None:
@@ -186,11 +197,12 @@ class RedisTable:
         Raises:
             DatabaseError: it is not to be used, and there is nothing below.
         """
-        if self.marks is None and time.monotonic() >= self._looked_at + _LOOK_S:
-            self.look(deadline)
-        if self.marks is None and self.below.process().base is None:
-            self._looked_at = 0.0
-            raise DatabaseError(f"redis: table {self.layout.tag} is being loaded; try again when it is whole")
+        if self.marks is None:
+            alone = self.below.process().base is None
+            if alone or time.monotonic() >= self._looked_at + _LOOK_S:
+                self.look(deadline)
+            if self.marks is None and alone:
+                raise DatabaseError(f"redis: table {self.layout.tag} is being loaded; try again when it is whole")
         return self.marks
 
     def _fetch(self, marks: list[bytes], keys: KeyArray, out: FloatArray, found: BoolArray, deadline: float) -> bool:
@@ -214,21 +226,27 @@ class RedisTable:
                 if pieces[-1].reply != marks[partition.index]:
                     found[share] = False
             raise
-        moved = [(pieces, Call(part.slot, "GET", part.mark)) for part, _, pieces in checks if any(p.redirected for p in pieces)]
-        if moved:
-            self._run([call for _, call in moved], deadline, "reading marks again")
-            for pieces, call in moved:
-                pieces[-1].reply = call.reply
-        changed = [(partition, share, pieces[-1].reply) for partition, share, pieces in checks]
-        changed = [(partition, share, text) for partition, share, text in changed if text != marks[partition.index]]
+        if self._nodes.clustered:
+            self._read_marks_again([pieces for _, _, pieces in checks], deadline)
+        changed = [check for check in checks if check[2][-1].reply != marks[check[0].index]]
         return bool(changed) and self._adopt_changed(marks, changed, found)
 
+    def _read_marks_again(self, fetches: list[list[Request]], deadline: float) -> None:
+        """Read marks behind the vectors where either came from another node than the one that was asked first."""
+        moved = [pieces[-1] for pieces in fetches if any(piece.redirected for piece in pieces)]
+        while moved:
+            for mark in moved:
+                mark.redirected = mark.asking = False
+            self._run(moved, deadline, "reading marks again")
+            moved = [mark for mark in moved if mark.redirected and not mark.asking]
+
     def _adopt_changed(
-        self, marks: list[bytes], changed: list[tuple[Partition, IndexArray, bytes | None]], found: BoolArray
+        self, marks: list[bytes], changed: list[tuple[Partition, IndexArray, list[Request]]], found: BoolArray
     ) -> bool:
         """Take over marks under which what was fetched counts, too; returns whether something does not count."""
         me, now, stale = self.below.process(), list(marks), False
-        for partition, share, text in changed:
+        for partition, share, pieces in changed:
+            text = pieces[-1].reply
             if counts(parse(text), me, _parsed(marks[partition.index])):
                 now[partition.index] = text or b""
             else:
@@ -256,6 +274,8 @@ class RedisTable:
         ]
 
     def _promote(self, keys: KeyArray, rows: Bytes) -> int:
+        if time.monotonic() < self._promotes_after:
+            return 0
         deadline = self._deadline(keys)
         me, marks = self.below.process(), self._usable(deadline)
         shares: list[tuple[Partition, list[Request]]] = []
@@ -264,8 +284,16 @@ class RedisTable:
             if may_promote(_parsed(text), me):
                 guard = Guard(partition.mark, text)
                 shares.append((partition, self._storing(partition, share, guard, keys, rows, promotion=True)))
-        self._perform(shares, deadline, f"promoting {keys.size} keys into table {self.layout.tag}")
-        return sum(max(0, one.reply or 0) for _, requests in shares for one in requests if isinstance(one, StoreRows))
+        promotions = [one for _, requests in shares for one in requests if one.once]
+        try:
+            self._perform(shares, deadline, f"promoting {keys.size} keys into table {self.layout.tag}")
+        except DatabaseError as error:
+            if not all(one.refused or one.reply is not None for one in promotions):
+                raise
+            # All were answered, as where Redis is full: nothing of them is left or still on its way.
+            self._promotes_after = time.monotonic() + _LOOK_S
+            _log.warning("%s; nothing is promoted into table %s for %g s", error, self.layout.tag, _LOOK_S)
+        return sum(max(0, one.reply or 0) for one in promotions)
 
     def _write(self, keys: KeyArray, make: Making, doing: str, *, loading: bool = False) -> int:
         """Let `make` make guarded requests until every partition has taken them; returns the sum of their replies."""
@@ -279,7 +307,7 @@ class RedisTable:
                 (partition, make(partition, share, Guard(partition.mark, marks[partition.index]))) for partition, share in todo
             ]
             refused = self._perform(shares, deadline, doing)
-            total += sum(one.reply or 0 for _, requests in shares for one in requests if one.preceding)
+            total += sum(max(0, one.reply or 0) for _, requests in shares for one in requests if one.once)
             todo = [(partition, share) for partition, share in todo if partition in refused]
             if not todo:
                 return total
@@ -315,16 +343,16 @@ class RedisTable:
         if not self._writing.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise DatabaseTimeoutError(f"redis: table {self.layout.tag}: another write was still preparing; try again")
         try:
+            first, self._unmodified = self._unmodified or self.below.process().base is None, False
             for _ in range(_TAKES):
                 marks, me = self._usable(deadline), self.below.process()
                 if marks is None:
                     return None
                 parsed = [_parsed(text) for text in marks]
                 entered = loading or me.token is None or all(me.token in mark.writers for mark in parsed)
-                if not entered and not self._unmodified and me.base is not None:
+                if not entered and not first:
                     self.look(deadline)  # what was written before is not all there
                     continue
-                self._unmodified &= entered
                 wanted = partitions if entered else list(self.layout.partitions)
                 changes = [
                     (partition, marks[partition.index], taken(parsed[partition.index], me, fresh))
@@ -344,7 +372,7 @@ class RedisTable:
                 if loading:
                     raise lost(self.layout)
                 self._pens.update(made)
-                self.look(deadline)
+                self.look(deadline, first=first and not entered)
         finally:
             self._writing.release()
         raise DatabaseError(f"redis: table {self.layout.tag}: others changed its marks {_TAKES} times before a write")

@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -575,3 +576,23 @@ def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.
         keys = distinct_keys(10)
         database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", 10, 10))
     assert len(raw_items(tmp_path / "here" / "rocksdb", TAG)) == 10
+
+
+def test_the_token_of_a_modified_table_is_kept_and_goes_with_the_table(tmp_path):
+    with closing(RocksDatabase(tmp_path)) as database:
+        database.open_table(TAG, 2)
+        database.load_chunk(TAG, KEYS, VECTORS, LoadRecord("x", 3, 3))
+        assert database.writer_token(TAG) is None
+        assert database.renew_writer_token(TAG) is None  # nothing was modified
+        database.delete(TAG, KEYS[:1])
+        token = database.writer_token(TAG)
+        database.insert(TAG, KEYS[:1], VECTORS[:1])
+        assert database.writer_token(TAG) == token is not None
+    with closing(RocksDatabase(tmp_path)) as database:
+        database.open_table(TAG, 2)
+        assert database.writer_token(TAG) == token
+        renewed = database.renew_writer_token(TAG)
+        assert renewed == database.writer_token(TAG) != token
+        database.drop_table(TAG)
+        database.open_table(TAG, 2)
+        assert database.writer_token(TAG) is None

@@ -11,7 +11,7 @@ from hps.metrics import Metrics
 from hps.types import TableSpec
 from tests.fakes.clock import Clock
 from tests.fakes.faulty_database import FaultyDatabase
-from tests.fakes.memory_database import MemoryDatabase
+from tests.fakes.memory_database import MemoryDatabase, PersistentMemoryDatabase
 
 TABLE = TableSpec("model", "table", 4, 0.5, 1000)
 
@@ -319,3 +319,62 @@ def test_hits_and_misses_are_counted_per_tier(host):
     counters = host.metrics.table("model", "table")
     assert counters.hits == [0, 1, 1]
     assert counters.misses == [0, 2, 1]
+
+
+@pytest.mark.parametrize("how", ["failing", "failing_halfway"])
+def test_what_a_failed_promotion_may_have_left_is_not_read(how):
+    host = Host(promote=True)
+    host.put(host.persistent, [1, 2])
+    setattr(host.volatile, how, {"insert"})
+    host.fetch([1, 2])
+    assert host.chain.drain(10)
+    assert host.chain.quarantined == [TABLE.tag]
+    host.volatile.failing, host.volatile.failing_halfway = {"drop_table"}, set()
+    host.put(host.volatile, [1], version=1)  # it lands late
+    np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1]))
+    host.volatile.failing = set()
+    np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1]))
+    assert host.chain.quarantined == []
+    host.chain.close()
+
+
+def test_a_promotion_that_was_not_tried_quarantines_nothing():
+    other, clock = TableSpec("model", "other", 4, 0.5, 1000), Clock()
+    host = Host(promote=True, breaker=lambda: CircuitBreaker(failures=1, open_s=1, clock=clock))
+    host.chain.open_table(other)
+    host.put(host.persistent, [1])
+    host.volatile.failing = {"insert"}
+    host.chain.insert(other, np.array([1]), vectors_of([1]), lambda written: None)
+    host.fetch([1])
+    assert host.chain.drain(10)
+    assert host.volatile.calls["insert"] == 1
+    assert host.chain.quarantined == [other.tag]
+    host.chain.close()
+
+
+def test_a_modification_that_the_volatile_database_lacks_is_remembered_before_it_returns():
+    volatile, below = FaultyDatabase(MemoryDatabase()), PersistentMemoryDatabase()
+    chain = DatabaseChain(volatile, below, metrics=Metrics(), breaker=never_open)
+    chain.open_table(TABLE)
+
+    def insert(version):
+        chain.insert(TABLE, np.array([1]), vectors_of([1], version), lambda written: None)
+        return below.writer_token(TABLE.tag)
+
+    before = below.writer_token(TABLE.tag)
+    assert insert(0) == before
+    volatile.failing = {"insert"}
+    doubted = insert(1)
+    assert doubted != before
+    volatile.failing = set()
+    assert insert(2) == doubted  # remembered once
+    assert volatile.calls["insert"] == 2  # what is to be dropped is not written to
+    out, found = np.empty((1, 4), np.float32), np.zeros(1, np.bool_)
+    chain.fetch(TABLE, np.array([1]), out, found)
+    np.testing.assert_array_equal(out, vectors_of([1], 2))
+    assert chain.quarantined == []
+    insert(3)
+    assert volatile.inner.size(TABLE.tag) == 1
+    volatile.failing = {"insert"}
+    assert insert(4) != doubted
+    chain.close()

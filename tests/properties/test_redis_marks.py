@@ -1,0 +1,155 @@
+"""The rules of marks, searched exhaustively in a model; the scripts that carry them out, compared with a mirror in Python."""
+
+from contextlib import closing
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hps.databases.redis.catalog import Catalog
+from hps.databases.redis.layout import RedisLayout
+from hps.databases.redis.marks import Mark, parse
+from hps.databases.redis.nodes import RedisNodes, parse_addresses
+from hps.databases.redis.requests import Guard, SendKeys, StoreRows
+from tests.servers.redis_server import RedisServer
+from tests.tables.redis_order_model import Rules, Search, WrongAnswer, start
+
+LEAST_TRANSITIONS = 1_000_000
+
+
+@pytest.mark.slow
+def test_no_interleaving_shows_a_process_what_is_older_than_its_own_write():
+    executions = transitions = 0
+    for processes, budget in (
+        (2, {"writes": 1, "fetches": 2, "losses": 1, "crashes": 1}),
+        (2, {"writes": 1, "fetches": 2, "losses": 2, "failures": 1}),
+        (2, {"writes": 2, "fetches": 1, "failures": 1, "crashes": 1}),
+        (3, {"writes": 1, "fetches": 2, "losses": 1}),
+        (1, {"writes": 2, "fetches": 1, "crashes": 1, "copies": 1}),
+        (1, {"writes": 2, "fetches": 2, "losses": 1, "copies": 1}),
+    ):
+        search = Search(Rules())
+        executions += search.executions(start(processes, **budget))
+        transitions += search.transitions
+    assert executions > transitions > LEAST_TRANSITIONS
+
+
+@pytest.mark.parametrize(
+    ("fault", "processes", "budget"),
+    [
+        ("guarded", 2, {"writes": 2, "fetches": 1, "failures": 1, "refusals": 1}),
+        ("careful", 2, {"writes": 1, "fetches": 2, "losses": 1}),
+        ("counting", 2, {"writes": 1, "fetches": 2, "losses": 1}),
+        ("remembering", 2, {"writes": 1, "fetches": 2, "losses": 1, "crashes": 1}),
+        ("quarantine", 1, {"writes": 2, "fetches": 2, "losses": 2, "failures": 1}),
+        pytest.param("pens", 2, {"writes": 3, "fetches": 1, "failures": 1, "refusals": 1}, marks=pytest.mark.slow),
+        pytest.param("doubt", 2, {"writes": 2, "fetches": 1, "failures": 1, "crashes": 1}, marks=pytest.mark.slow),
+    ],
+)
+def test_without_one_of_the_rules_a_wrong_answer_is_found(fault, processes, budget):
+    with pytest.raises(WrongAnswer, match="answers with"):
+        Search(Rules(**{fault: False})).executions(start(processes, **budget))
+
+
+DIM, ROWS = 2, 400  # more keys than a script takes
+LAYOUT = RedisLayout.of("hps_et.shop.item", DIM, 1)
+PARTITION = LAYOUT.partitions[0]
+KEYS = np.arange(ROWS, dtype=np.int64)
+MARKS = [Mark(incarnation, generation, "b", ("w",)) for incarnation in "ij" for generation in "gh"]
+marks = st.sampled_from(MARKS)
+some = st.sampled_from([slice(0, 1), slice(0, 3), slice(2, 5), slice(0, ROWS)])
+steps = st.one_of(
+    st.tuples(st.just("change"), st.one_of(st.none(), marks), marks, st.booleans()),
+    st.tuples(st.sampled_from(["write", "promote"]), marks, some, st.integers(1, 9)),
+    st.tuples(st.just("delete"), marks, some, st.none()),
+    st.tuples(st.just("lose"), st.none(), st.none(), st.booleans()),
+)
+
+
+class Mirror:
+    """What the scripts do, in Python."""
+
+    def __init__(self):
+        self.mark, self.rows = b"", {}
+
+    def change(self, expected, mark, empty):
+        if self.mark == expected:
+            self.rows = {} if empty else self.rows
+            self.mark = mark
+        return self.mark
+
+    def write(self, mark, rows):
+        if self.mark == mark:
+            self.rows.update(rows)
+
+    def promote(self, mark, rows):
+        if self.mark == mark:
+            self.rows = {**rows, **self.rows}
+
+    def delete(self, mark, keys):
+        if self.mark == mark:
+            self.rows = {key: row for key, row in self.rows.items() if key not in keys}
+
+
+def perform(step, mirror, nodes, catalog, client):
+    what, mark, part, more = step
+    if what == "change":
+        expected = b"" if mark is None else mark.text
+        (there,) = catalog.change([(PARTITION, expected, part)], empty=[more])
+        assert there == mirror.change(expected, part.text, more)
+    elif what == "lose":
+        mirror.mark, mirror.rows = b"", mirror.rows if more else {}
+        client.delete(*([PARTITION.mark] if more else [PARTITION.mark, PARTITION.values]))
+    else:
+        order, guard = KEYS[part].copy(), Guard(PARTITION.mark, mark.text)
+        if what == "delete":
+            request = SendKeys(PARTITION.slot, ("HDEL", PARTITION.values), KEYS, order, guard=guard)
+            mirror.delete(mark.text, set(order.tolist()))
+        else:
+            vectors = np.full((ROWS, DIM), more, np.float32)
+            header, raw, add = LAYOUT.header, vectors.view(np.uint8), what == "promote"
+            request = StoreRows(PARTITION.slot, PARTITION.values, KEYS, order, header, raw, guard, promotion=add)
+            getattr(mirror, what)(mark.text, dict.fromkeys(order.tolist(), vectors[0].tobytes()))
+        allowed = mirror.mark == mark.text
+        nodes.run([request])
+        assert (request.reply not in (None, -1)) == allowed
+    rows = {int.from_bytes(field, "little"): row for field, row in client.hgetall(PARTITION.values).items()}
+    assert (client.get(PARTITION.mark) or b"", rows) == (mirror.mark, mirror.rows)
+
+
+@pytest.mark.redis
+def test_the_scripts_do_what_their_mirror_does(tmp_path):
+    with RedisServer(tmp_path) as server, server.client() as client:
+        settings_of = {"user_name": "", "password": "", "tls": None, "tls_server_name": "", "connections": 1}
+        waits = dict.fromkeys(("connect_timeout_s", "read_timeout_s", "timeout_s"), 20.0)
+        with closing(RedisNodes(parse_addresses(server.address), **settings_of, **waits)) as nodes:
+
+            @settings(max_examples=100, deadline=None)
+            @given(st.lists(steps, max_size=25))
+            def run(sequence):
+                client.flushall()
+                mirror, catalog = Mirror(), Catalog(nodes, 1)
+                for step in sequence:
+                    perform(step, mirror, nodes, catalog, client)
+
+            run()
+            client.flushall()
+            # A full one still deletes.
+            client.set(PARTITION.mark, MARKS[0].text)
+            client.hset(PARTITION.values, KEYS[7:8].tobytes(), b"x")
+            client.config_set("maxmemory", "1")
+            mirror = Mirror()
+            mirror.mark, mirror.rows = MARKS[0].text, {7: b"x"}
+            for mark in MARKS[1], MARKS[0]:
+                perform(("delete", mark, slice(0, ROWS), None), mirror, nodes, Catalog(nodes, 1), client)
+
+
+@pytest.mark.parametrize("text", [None, b"", b"0123456789abcdef", b"a b c", b"a b c d e", b"a b c ,", b"a b ? -"])
+def test_what_is_no_mark_is_none(text):
+    assert parse(text) is None
+
+
+def test_a_mark_is_read_as_it_is_written():
+    for mark in (*MARKS, Mark("i", "g"), Mark("i", "g", "~"), Mark("i", "g", "-", ("*", "w"))):
+        assert parse(mark.text) == mark

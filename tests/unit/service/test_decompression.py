@@ -4,6 +4,7 @@ import zlib
 
 import pytest
 
+from hps.service.held_memory import HeldMemory
 from hps.service.http_answer import RequestError
 from hps.service.lookup_threads import LookupThreads
 from hps.service.request_body import BodyReader
@@ -12,7 +13,7 @@ from hps.service.request_body import BodyReader
 def test_no_more_than_the_limit_is_decompressed():
     body = zlib.compress(bytes(64 << 20))
     threads = LookupThreads(1, timeout_s=10)
-    reader = BodyReader(100_000, 10, threads)
+    reader = BodyReader(100_000, 10, threads, HeldMemory(1 << 20))
     tracemalloc.start()
     try:
         with pytest.raises(RequestError, match="decompresses to more"):

@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 CONFIG ?= configs/minimal.json
 
-.PHONY: help install dev sample serve test test-gpu check lint types imports format soak bench docs wheel clean
+.PHONY: help install dev sample serve test test-gpu mutants check lint types imports format soak bench docs wheel clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -43,6 +43,9 @@ test: dev        ## all tests
 
 test-gpu: dev    ## the tests of the CUDA cache; fail where there is no GPU
 	HPS_REQUIRE=gpu $(BIN)/python -m pytest -m gpu $(ARGS)
+
+mutants: dev     ## put bugs into copies of the tree and see the tests notice them: make mutants ARGS="redis --jobs 2"
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 check: lint types imports             ## everything but the tests
 

@@ -227,6 +227,20 @@ class CacheContract:
         _out, found = self.query(cache, keys)
         np.testing.assert_array_equal(found, np.arange(200) < 120)
 
+    def test_a_vector_that_became_resident_meanwhile_is_kept(self, create: Create):
+        cache, keys = create(spec(3), 2000), distinct_keys(20)
+        lookup, every = cache.create_lookup(), np.ones(20, np.bool_)
+        lookup.query([self.segment(cache, 0, keys)])
+        (missed,) = lookup.unique()
+        missed.buffer()[:] = vectors_of(missed.keys, 3)
+        missed.stage(0, 20)
+        cache.insert(0, keys[:5], vectors_of(keys[:5], 3, 1))
+        missed.scatter(every)
+        missed.insert(every)
+        lookup.finish()
+        out, _ = self.query(cache, keys)
+        np.testing.assert_array_equal(bits(out), bits(vectors_of(keys, 3, np.arange(20) < 5)))
+
     def test_scattering_nothing_found_answers_all_misses_and_leaves_the_hits_of_another_table(self, create: Create):
         cache = create([spec(4, "a"), spec(9, "b")], [1000, 1000])
         keys = distinct_keys(80)
@@ -383,6 +397,7 @@ class CacheContract:
         assert self.lookup(cache, [segment], keys) == [50]
         assert self.lookup(cache, [segment], keys) == [50]
         np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(vectors_of(keys, 4, 1)))
+        assert not self.query(cache, keys)[1].any()
         assert cache.dump(0).size == 0
         assert cache.stats(0).capacity_rows == cache.stats(0).resident_rows == 0
 

@@ -7,6 +7,7 @@ import pytest
 from redis.crc import key_slot
 
 from hps.databases.redis.layout import Partition, RedisLayout, partition_number, tag_of
+from hps.databases.redis.scan import KeySet
 from hps.errors import DatabaseCorruptError, DatabaseError, TableWidthError, UnknownTableError
 from tests.contracts.database_contract import distinct_keys, fetched, vectors_of
 
@@ -47,6 +48,13 @@ def test_keys_of_other_programs_belong_to_no_table():
     assert partition_number(b"hps_et{hps_et.shop.item}m") == -1
     for key in (b"hps_et.shop.item/p0/v", b"hps_et{a/b/p0}v", b"hps_et{a/p0}x", b"x" + P0, b"hps_et{hps_et.shop.item}l"):
         assert tag_of(key) is None
+
+
+def test_a_scan_knows_every_key_that_it_has_seen():
+    keys, seen = distinct_keys(5000), KeySet()
+    for part in np.array_split(keys, 10):
+        assert seen.add(part).all()
+    assert not seen.add(keys).any()
 
 
 @pytest.mark.redis
@@ -109,11 +117,13 @@ def test_found_keys_have_their_time_written(opened, client):
         name = f"hps_et{{{TAG}/p{i}}}t"
         for field in client.hgetall(name):
             client.hset(name, field, bytes(8))
-    fetched(database, TAG, keys[:40], 2)
+    database.fetch(TAG, keys[:50], np.empty((50, 2), np.float32), np.arange(50) >= 40)  # another tier found the last ten
     assert database.drain(10)
     uses = {field: value for i in range(4) for field, value in client.hgetall(f"hps_et{{{TAG}/p{i}}}t").items()}
     recent = {int.from_bytes(field, "little", signed=True) for field, value in uses.items() if value != bytes(8)}
     assert recent == set(keys[:40].tolist())
+    database.delete(TAG, keys)
+    assert not client.keys("*}t")
 
 
 @pytest.mark.redis

@@ -78,6 +78,17 @@ def test_a_batch_of_more_than_the_margin_does_not_empty_a_partition(opened, clie
     assert lengths(client) == [8] * PARTITIONS
 
 
+def test_an_eviction_that_failed_does_not_bar_the_next(opened, client):
+    database = opened("evict_random")
+    partition = database._tables[TAG].layout.partitions[0]
+    client.set(partition.values, "no hash")
+    with pytest.raises(DatabaseError, match="WRONGTYPE"):
+        database._overflow.resolve(partition, MARGIN + 1)
+    client.delete(partition.values)
+    put(database, keys_of_partition(0, 2 * MARGIN))
+    assert lengths(client)[0] <= MARGIN
+
+
 def test_evict_random_keeps_nothing_beside_the_vectors_and_any_row_may_go(opened, client):
     database = opened("evict_random")
     keys = keys_of_partition(1, 400)

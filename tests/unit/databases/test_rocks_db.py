@@ -531,6 +531,17 @@ def test_closing_while_others_read_and_write_ends_them_with_an_error(path: Path)
         assert again.size(TAG) == 20_000
 
 
+def test_a_scan_that_nobody_finishes_does_not_keep_the_database_open(path: Path):
+    database = RocksDatabase(path, close_timeout_s=0.5)
+    database.open_table(TAG, 4)
+    keys = distinct_keys(20)
+    database.insert(TAG, keys, vectors_of(keys, 4))
+    scan = database.scan(TAG, 10)
+    next(scan)
+    database.close()
+    RocksDatabase(path).close()
+
+
 def test_closing_waits_for_calls_under_way_but_not_for_ever(path: Path):
     with opened(path, close_timeout_s=0.01) as database, database._calls:
         with pytest.raises(DatabaseTimeoutError, match=r"calls still running after 0\.01 s: 1;"):

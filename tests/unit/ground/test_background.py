@@ -47,9 +47,10 @@ def test_failing_job_is_counted_and_the_next_one_runs():
 
 
 def test_drain_gives_up_at_its_timeout():
-    gate = threading.Event()
+    started, gate = threading.Event(), threading.Event()
     jobs = BackgroundQueue("work", 10, 1, Metrics())
-    jobs.submit(lambda: gate.wait(10))
+    jobs.submit(lambda: started.set() or gate.wait(10))
+    assert started.wait(10)  # nothing is queued any more
     assert not jobs.drain(0.01)
     gate.set()
     assert jobs.drain(10)

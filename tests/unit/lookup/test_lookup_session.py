@@ -111,6 +111,7 @@ def test_more_keys_than_configured_are_refused_before_anything_is_asked(serve):
     with pytest.raises(TooManyKeysError, match=r"table 'b' of model 'model': got 51 keys, expected at most 50"):
         served.lookup({0: [1], 1: np.zeros(51)})
     assert served.database.fetched == []
+    served.check(served.lookup({0: [1], 1: np.zeros(50)}))
 
 
 def test_at_the_threshold_missing_keys_get_defaults_now_and_vectors_later(serve):
@@ -133,11 +134,11 @@ def test_below_the_threshold_the_answer_is_complete(serve):
 def test_threshold_is_taken_table_by_table(serve):
     served = serve(hit_rate_threshold=0.5)
     served.lookup({0: [1], 1: [1]})
-    a, b = served.lookup({0: [1, 2], 1: [1, 2, 3]})
-    assert a.found.tolist() == [True, False]
+    a, b = served.lookup({0: [1, 1, 2, 3], 1: [1, 2, 3]})
+    assert a.found.tolist() == [True, True, False, False]
     served.check([b])
     counters = served.metrics.table("model", "a")
-    assert counters.deferred == 1
+    assert counters.deferred == 2
 
 
 def test_key_that_waits_for_insertion_is_not_queued_again(serve):
@@ -201,8 +202,9 @@ def test_busy_workspaces_end_in_a_typed_error_after_the_timeout(serve):
     served.check(served.lookup({0: [2]}))
 
 
-def test_vector_that_was_read_before_an_update_does_not_become_resident(serve):
-    served = serve()
+@pytest.mark.parametrize("threshold", [1.1, 0.0], ids=["lookup", "background"])
+def test_vector_that_was_read_before_an_update_does_not_become_resident(serve, threshold):
+    served = serve(hit_rate_threshold=threshold)
     served.database.gate_late = threading.Event()
     thread = threading.Thread(target=served.lookup, args=({0: [1]},))
     thread.start()
@@ -215,7 +217,8 @@ def test_vector_that_was_read_before_an_update_does_not_become_resident(serve):
     )
     served.database.gate_late.set()
     thread.join(10)
-    served.check(served.lookup({0: [1]}), version=1)
+    assert served.session.drain(10)
+    assert not served.cache.dump(0).size
 
 
 def test_failed_insert_or_delete_erases_cached_vectors(serve):
@@ -300,6 +303,15 @@ def test_metrics_count_keys_hits_misses_and_defaults(serve):
     assert counters.hits == [1, 0, 3]  # key 1; and 1, 2, 3 from the persistent database
     assert counters.misses == [5, 0, 1]
     assert counters.defaults == 1
+
+
+def test_lookup_without_a_cache_asks_for_every_key_whatever_the_mask_held(serve):
+    served = serve()
+    keys = np.array([5, 99, 5, -1, 39])
+    segment = Segment(1, keys, np.full((5, 8), np.nan, np.float32), np.ones(5, np.bool_))
+    DirectSession(TABLES, served.chain, served.metrics).lookup([segment])
+    served.check([segment])
+    assert served.metrics.table("model", "b").keys == 5
 
 
 @pytest.mark.parametrize("kind", ["now", "later", "direct"])

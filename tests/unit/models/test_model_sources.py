@@ -186,6 +186,7 @@ def test_memory_is_bounded_by_the_parts_that_are_being_read(sources: ModelSource
 def test_an_existing_remote_model_is_replaced_only_when_asked(sources: ModelSources, store: Store) -> None:
     write_sparse_model("store://models/item", sample_chunks(10, DIM), sources=sources)
     before = dict(store.files)
+    assert list(before) == ["store://models/item/emb_vector", "store://models/item/key"]  # in the order of their commits
     with pytest.raises(ModelFileError, match="it exists"):
         write_sparse_model("store://models/item", sample_chunks(20, DIM), sources=sources)
     assert store.files == before

@@ -118,9 +118,10 @@ def test_a_warm_cache_agrees_with_the_databases_on_keys_that_stand_twice(tmp_pat
     keys[40:] = keys[:24]
     keys[10] = keys[11] = keys[12]
     write_sparse_model(tmp_path / "m", (keys, vectors))
-    cache = NumpyCache([TABLE], [1400])
+    cache = RecordingCache([TABLE], [1400])
     warm_up(cache, 0, TABLE, open_sparse_model(tmp_path / "m", DIM), 1.0)
     distinct = np.unique(keys)
+    assert sum(map(len, cache.inserted)) == distinct.size  # of two rows at once, a cache keeps either
     out, found = lookup(cache, distinct)
     assert found.all()
     wanted = content(keys, vectors)

@@ -56,10 +56,16 @@ def test_many_calls_each_get_their_own_result(run):
     assert run(main, threads=3) == [base * base for base in range(60)] * 50
 
 
+def _raises_generator_exit():
+    raise GeneratorExit
+
+
 def test_what_a_call_raises_is_raised_where_it_is_awaited(run):
     async def main(threads):
         with pytest.raises(ZeroDivisionError):
             await threads.run(lambda: 1 // 0)
+        with pytest.raises(GeneratorExit):  # no Exception
+            await threads.run(_raises_generator_exit)
         return await threads.run(lambda: "alive")
 
     assert run(main, threads=1) == "alive"

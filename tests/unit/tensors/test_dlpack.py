@@ -235,6 +235,13 @@ class TestCapsules:
             adopt(capsule)
         field.value = was
 
+    def test_an_offset_that_a_description_gives_is_added(self):
+        array = np.arange(5)
+        capsule = array.__dlpack__()
+        offset = ctypes.c_uint64.from_address(_pointer(capsule, b"dltensor") + 40)
+        offset.value = 16
+        assert adopt(capsule).pointer == array.ctypes.data + 16
+
 
 def _pointer(capsule: Any, name: bytes) -> int:
     get = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))

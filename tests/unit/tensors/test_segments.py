@@ -65,6 +65,7 @@ def test_new_outputs_are_made_where_none_are_given():
     [
         ({"a": [1]}, {}, InvalidInputError, "out has no entry for 'a'"),
         ({"a": [1], 0: [2]}, None, InvalidInputError, "a table is named twice"),
+        ({"a": [1], 0: [2]}, {"a": DeviceTensor(4), 0: DeviceTensor(4)}, InvalidInputError, "a table is named twice"),
         ({"unknown": DeviceTensor(1)}, {"unknown": DeviceTensor(4)}, UnknownTableError, "unknown"),
         ({2: [1]}, None, UnknownTableError, "no table 2"),
     ],

@@ -1,0 +1,1 @@
+"""Bugs that the tests must notice, one patch each; see `__main__.py`."""

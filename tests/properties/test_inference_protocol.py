@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hps.errors import HPSError, InvalidInputError
-from hps.service.protocol.json_lookup import decode_lookup, encode_lookup
+from hps.service.protocol.json_lookup import decode_lookup
 from hps.service.protocol.open_inference import decode_request, parse_header_length
 from hps.service.protocol.request_checks import ModelTables
 from hps.types import TableSpec
@@ -213,14 +213,14 @@ curl_lookups = either(st.fixed_dictionaries({"tables": either(key_lists)}, optio
 @given(st.one_of(st.binary(max_size=60), curl_lookups.map(orjson.dumps)))
 def test_curl_lookups_are_answered_or_a_typed_error(body):
     try:
-        segments = decode_lookup(body, MODEL, MAX_KEYS)
+        lookup = decode_lookup(body, MODEL, MAX_KEYS)
     except HPSError:
         return
-    for segment in segments:
+    for segment in lookup.segments:
         segment.out[...] = np.nan
         if segment.found is not None:
             segment.found[...] = False
-    answer = orjson.loads(encode_lookup(segments, MODEL))
+    answer = orjson.loads(b"".join(lookup.encode()[0]))
     for name, keys in orjson.loads(body)["tables"].items():
         dim = MODEL.tables[MODEL.table_index(name, "")].dim
         assert answer["tables"][name] == [[None] * dim] * len(keys)
@@ -229,7 +229,7 @@ def test_curl_lookups_are_answered_or_a_typed_error(body):
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=20))
 def test_json_carries_every_finite_float32_bit_for_bit(values):
     vectors = np.array(values + [0.0] * (len(values) % 2), np.float32).reshape(-1, 2)
-    [segment] = decode_lookup(orjson.dumps({"tables": {"user": list(range(len(vectors)))}}), MODEL, MAX_KEYS)
-    segment.out[...] = vectors
-    read = np.array(orjson.loads(encode_lookup([segment], MODEL))["tables"]["user"], np.float32)
+    lookup = decode_lookup(orjson.dumps({"tables": {"user": list(range(len(vectors)))}}), MODEL, MAX_KEYS)
+    lookup.segments[0].out[...] = vectors
+    read = np.array(orjson.loads(b"".join(lookup.encode()[0]))["tables"]["user"], np.float32)
     assert read.tobytes() == vectors.tobytes()

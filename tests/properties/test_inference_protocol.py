@@ -87,10 +87,13 @@ def check(inference):
         segment.out[...] = 1.5
         if segment.found is not None:
             segment.found[...] = True
-    chunks, length = inference.encode()
-    body = b"".join(chunks)
-    response = orjson.loads(body if length is None else body[:length])
-    rest = b"" if length is None else body[length:]
+    if inference.binary_answer is None:
+        pieces, binary = inference.encode()
+        text, rest = b"".join(pieces), b"".join(binary)
+    else:
+        body, length = inference.binary_answer
+        text, rest = bytes(body[:length]), bytes(body[length:])
+    response = orjson.loads(text)
     for output in response["outputs"]:
         elements = int(np.prod(output["shape"], dtype=object))
         one = 1.5 if output["datatype"] == "FP32" else True

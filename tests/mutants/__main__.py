@@ -72,10 +72,14 @@ class Copy:
         ).stdout.decode()
         for name in filter(None, names.split("\0")):
             if (ROOT / name).is_file():  # else: deleted and not committed
-                self._restore(name)
+                _copy(ROOT / name, directory / name)
 
     def run(self, mutant: Mutant) -> tuple[str, str]:
         """Run a mutant's tests with it applied; returns how that ended and what to say of it."""
+        kept = self._root.with_suffix(".kept")
+        for name in mutant.changed:
+            if (self._root / name).is_file():
+                _copy(self._root / name, kept / name)
         apply = subprocess.run(
             ["git", "apply", "--whitespace=nowarn", str(mutant.patch)],
             cwd=self._root,
@@ -89,7 +93,7 @@ class Copy:
             return self.test(mutant.tests, "-x")
         finally:
             for name in mutant.changed:
-                self._restore(name)
+                _copy(kept / name, self._root / name)
 
     def test(self, tests: tuple[str, ...], *options: str) -> tuple[str, str]:
         """Run tests; returns how that ended and what to say of it."""
@@ -140,10 +144,11 @@ class Copy:
             return KILLED, f"by signal {-run.returncode}"
         return BROKEN, "\n".join(lines[-15:])
 
-    def _restore(self, name: str) -> None:
-        """Copy a file of the tree with its times, by which Python and numba know that what they made of it is still good."""
-        (self._root / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, self._root / name)
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file with its times, by which Python and numba know that what they made of it is still good."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(source, target)
 
 
 def main() -> int:

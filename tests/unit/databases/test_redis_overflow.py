@@ -78,6 +78,16 @@ def test_a_batch_of_more_than_the_margin_does_not_empty_a_partition(opened, clie
     assert lengths(client) == [8] * PARTITIONS
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_evicts_beside_another_removes_no_more_than_is_left_of_the_surplus(opened, client, policy):
+    """As if another process had evicted since this one chose its keys."""
+    database = opened(policy)
+    keys = keys_of_partition(0, MARGIN)
+    put(database, keys)
+    assert database._overflow._trim(database._tables[TAG].layout.partitions[0], keys[:60]) == 20
+    assert lengths(client)[0] == 80
+
+
 def test_an_eviction_that_failed_does_not_bar_the_next(opened, client):
     database = opened("evict_random")
     partition = database._tables[TAG].layout.partitions[0]

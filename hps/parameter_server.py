@@ -73,10 +73,10 @@ class HPS:
         self._changing = threading.RLock()  # deploying or undeploying
         self._closed = False
         self._reopenable: dict[str, Deployment] = {}  # in a forked child, until the first call
-        disown_in_children(self)
-        close_at_exit(self, HPS._close_at_exit)
         self._chain, self._targets = open_databases(self.config, self.metrics)
         self._coalescer = FetchCoalescer(self._chain.fetch, self.metrics)
+        disown_in_children(self)
+        close_at_exit(self, HPS._close_at_exit)
         if not self._chain.databases:
             _log.warning("no database is configured: keys that the embedding cache does not hold get the default vector")
         try:

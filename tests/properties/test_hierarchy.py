@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hps.cache.cpu.cache import NumpyCache
+from hps.configuration.models import ModelConfig
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.deployment import Deployment
@@ -31,6 +32,7 @@ from hps.tensors.segments import Segment
 from hps.types import TableSpec
 from tests.fakes.faulty_database import FaultyDatabase
 from tests.fakes.memory_database import MemoryDatabase
+from tests.servers.running_service import model_of
 
 TABLES = (TableSpec("model", "narrow", 1, -1.0, 64), TableSpec("model", "wide", 5, 0.25, 64))
 ALL_KEYS = [-(2**63), -1, 0, 1, 2**32, 2**63 - 1]
@@ -77,7 +79,8 @@ class Hierarchy(RuleBasedStateMachine):
             )
             for threshold in (1.1, 0.0)
         ]
-        self.deployment = Deployment(None, TABLES, dict(enumerate(self.sessions)), self.chain)
+        config = ModelConfig.model_validate(model_of("model", ["/a", "/b"], {table.table_name: table.dim for table in TABLES}))
+        self.deployment = Deployment(config, TABLES, dict(enumerate(self.sessions)), self.chain)
         self.current = [{}, {}]  # per table: key -> set of vectors it may have; None stands for absent
         self.version = 0
 

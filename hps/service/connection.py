@@ -68,13 +68,18 @@ class Connections:
 
     Attributes:
         memory, max_connections: as given.
-        idle: those that wait for the headers of a request, in the order in which they began to.
+        order: all of them; those that have been idle for longest come first, to half a second.
     """
 
     def __init__(self, memory: HeldMemory, max_connections: int) -> None:
         self.memory = memory
         self.max_connections = max_connections
-        self.idle: dict[Connection, None] = {}
+        self.order: dict[Connection, None] = {}
+
+    def longest_idle(self) -> "Connection | None":
+        """The connection that has waited longest for the headers of a request; None if all are busy."""
+        idle = [one for one in self.order if one.idle]
+        return next((one for one in idle if not one.used), idle[0] if idle else None)
 
 
 class _Parser(httptools.HttpRequestParser):
@@ -128,7 +133,8 @@ class Connection(HttpToolsProtocol):
         self.parser = _Parser(self)
         self.headers = []
         self._shared = shared
-        self._memory, self._idle = shared.memory, shared.idle
+        self._memory = shared.memory
+        self.used = False  # since `abort_if_stalled` was called last
         self._held = self._held_unsent = 0  # of the memory's bytes
         self._in_body = self._busy = self._ended = False  # busy: requests are complete and not answered
         self._unparsed = bytearray()  # while it is busy
@@ -145,19 +151,20 @@ class Connection(HttpToolsProtocol):
         if len(self.connections) > shared.max_connections:
             limit = f"{shared.max_connections} connections (service.max_connections)"
             _log.warning("there are %s; closing the longest idle ones for others", limit)
-            if not shared.idle:
+            longest_idle = shared.longest_idle()
+            if longest_idle is None:
                 self._ended = True
                 transport.write(_TOO_MANY)
                 transport.close()
                 return
-            next(iter(shared.idle)).close()
-        shared.idle[self] = None
+            longest_idle.close()
+        shared.order[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         if self._answering is not None:  # uvicorn tells the request that came last
             self._answering.disconnected = True
-        self._idle.pop(self, None)
+        self._shared.order.pop(self, None)
         self._unparsed.clear()
         self._hold(0)
         self._hold_unsent(0)
@@ -192,8 +199,7 @@ class Connection(HttpToolsProtocol):
         if not self.pipeline:
             self._answering = self.cycle
         self.headers = []  # for the trailers, which count for nothing
-        self._in_body = True
-        self._idle.pop(self, None)
+        self._in_body = self.used = True
 
     def on_message_complete(self) -> None:
         if self._upgrade:
@@ -215,8 +221,6 @@ class Connection(HttpToolsProtocol):
             if self._unparsed:
                 self._hold(len(self._unparsed))
                 self.loop.call_soon(self._parse_more)
-            if self.cycle.response_complete:
-                self._idle[self] = None
 
     def send_400_response(self, msg: str) -> None:
         if self._busy:  # earlier requests are answered first; then it closes
@@ -234,6 +238,11 @@ class Connection(HttpToolsProtocol):
         self._progressed = True
         self._hold_unsent(0)
 
+    @property
+    def idle(self) -> bool:
+        """Whether it waits for the headers of a request."""
+        return not (self._in_body or self._busy or self._ended)
+
     def take_upgrade(self) -> bytes:
         """The headers of the request that asked for another protocol, without asking for it; empty if there was none."""
         head, self._upgrade = self._upgrade, b""
@@ -241,13 +250,16 @@ class Connection(HttpToolsProtocol):
 
     def close(self) -> None:
         """Close an idle connection, for another one."""
-        del self._idle[self]
         self._ended = True
         self.transport.close()
 
     def abort_if_stalled(self, header_timeout_s: float, answer_timeout_s: float) -> None:
         """Abort the connection when its client has stalled for longer than this. Called twice a second."""
         now = time.monotonic()
+        if self.used:
+            self.used = False
+            order = self._shared.order
+            order[self] = order.pop(self, None)  # behind the others
         unread = self.transport.get_write_buffer_size()
         self._hold_unsent(unread)
         if self._in_body and not self.pipeline:

@@ -259,7 +259,8 @@ def _cached_sessions(
             sessions[device_id] = CachedSession(config.tables, cache, chain, coalescer, settings, metrics)
             for index, (table, report) in enumerate(zip(config.tables, reports, strict=True)):
                 warmed = warm_up(cache, index, table, report.model, fraction)
-                stale[index] = stale[index] or _warmed_in_part(table, report.model, warmed, chain)
+                if len(sessions) == 1:  # the caches of the other devices hold as many rows
+                    stale[index] = stale[index] or _warmed_in_part(table, report.model, warmed, chain)
                 if stale[index] and chain.databases:
                     refresh(cache, index, table, chain, fraction)
     except BaseException:

@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -22,7 +23,6 @@ from hps.metrics import Metrics
 from hps.progress import Progress
 from hps.tensors.segments import (
     Segment,
-    as_counts,
     as_host_keys,
     as_host_vectors,
     concatenated_segments,
@@ -33,6 +33,7 @@ from hps.tensors.segments import (
 from hps.types import BoolArray, FloatArray
 
 _log = logging.getLogger(__name__)
+_RELEASE_PAUSE_S = 0.1  # where a table's release fails at once, and not after a wait
 _EXIT_WAIT_S = 5.0  # for a model that is being loaded when the interpreter ends
 
 
@@ -257,9 +258,9 @@ class HPS:
         """
         deployment = self.model(model_name)
         session = deployment.session(device_id)
-        counts = as_counts(counts)
-        found = np.empty(max(sum(counts), 0), np.bool_) if return_found else None
-        segments = concatenated_segments(keys, counts, out_tensor, deployment.tables, on_cuda=session.on_cuda, found=found)
+        segments, found = concatenated_segments(
+            keys, counts, out_tensor, deployment.tables, on_cuda=session.on_cuda, with_found=return_found
+        )
         session.lookup(segments)
         return found
 
@@ -357,7 +358,7 @@ class HPS:
     def _release(self, model_name: str) -> None:
         """Wait for the last lookups of an undeployed model, then let its name be used again."""
         while not self._closed and not self._leaving[model_name].close():
-            pass
+            time.sleep(_RELEASE_PAUSE_S)
         del self._leaving[model_name]
 
     def refresh(self, model_name: str) -> None:

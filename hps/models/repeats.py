@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import int64, types, uint64
+from numba import int64, njit, types, uint64
 
 from hps.errors import ModelFileError
-from hps.hashing import mix
+from hps.hashing import mix, scale
 from hps.models.files import CHUNK_BYTES, SparseModel
 from hps.numba_kernels import compile_kernels, kernel, read_only
 from hps.types import KeyArray
@@ -80,39 +80,33 @@ def _chunks(model: SparseModel, first: int, last: int) -> Iterator[tuple[int, Ke
 # is in the last slot.
 
 
+@njit(inline="always")
+def _place_of(hashed: np.uint64, slots: npt.NDArray[np.uint64]) -> int:
+    """The slot of a mixed key: where it stands, or the free one where it would."""
+    most = slots.size - 1
+    if hashed == np.uint64(0):
+        return most
+    slot = int(scale(hashed, np.int64(most)))
+    while slots[slot] != np.uint64(0) and slots[slot] != hashed:
+        slot += 1
+        if slot == most:
+            slot = 0
+    return slot
+
+
 @kernel(types.void, read_only(int64[::1]), uint64[::1])
 def _enter(keys: KeyArray, slots: npt.NDArray[np.uint64]) -> None:
-    most = np.uint64(slots.size - 1)
     for i in range(keys.size):
         hashed = mix(keys[i])
-        if hashed == np.uint64(0):
-            slots[slots.size - 1] = np.uint64(1)
-            continue
-        slot = ((hashed >> np.uint64(32)) * most) >> np.uint64(32)
-        while slots[slot] != np.uint64(0) and slots[slot] != hashed:
-            slot += np.uint64(1)
-            if slot == most:
-                slot = np.uint64(0)
-        slots[slot] = hashed
+        slots[_place_of(hashed, slots)] = max(hashed, np.uint64(1))
 
 
 @kernel(_PAIR, read_only(int64[::1]), uint64[::1])
 def _count(keys: KeyArray, slots: npt.NDArray[np.uint64]) -> tuple[int, int]:
     """How many of the keys are entered, and the position of the first of them."""
-    most = np.uint64(slots.size - 1)
     found, first = 0, -1
     for i in range(keys.size):
-        hashed = mix(keys[i])
-        if hashed == np.uint64(0):
-            there = slots[slots.size - 1] != np.uint64(0)
-        else:
-            slot = ((hashed >> np.uint64(32)) * most) >> np.uint64(32)
-            while slots[slot] != np.uint64(0) and slots[slot] != hashed:
-                slot += np.uint64(1)
-                if slot == most:
-                    slot = np.uint64(0)
-            there = slots[slot] == hashed
-        if there:
+        if slots[_place_of(mix(keys[i]), slots)] != np.uint64(0):
             if first < 0:
                 first = i
             found += 1

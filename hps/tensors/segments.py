@@ -72,12 +72,7 @@ def as_host_keys(keys: Any) -> KeyArray:
         InvalidDtypeError: they are not integers.
         InvalidInputError: they are not one-dimensional, or do not fit 64 bits.
     """
-    try:
-        array = np.asarray(keys)
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise InvalidInputError(
-            f"reading keys: got {type(keys).__name__} ({error}), expected a sequence of integers"
-        ) from error
+    array = _as_host_array(keys, "keys", "a sequence of integers")
     if array.ndim != 1:
         raise InvalidInputError(f"reading keys: got shape {array.shape}, expected one dimension; flatten them")
     if array.size == 0 and array.dtype == np.float64:  # numpy's dtype of []
@@ -96,18 +91,20 @@ def as_host_vectors(vectors: Any) -> FloatArray:
         InvalidDtypeError: they are not real numbers.
         InvalidInputError: they are ragged, or cannot be read as an array in host memory (bfloat16, tensors with gradients).
     """
-    try:
-        array = np.asarray(vectors)
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise InvalidInputError(
-            f"reading vectors: got {type(vectors).__name__} ({error}), expected an (n, dim) array of float32 in host memory"
-        ) from error
+    array = _as_host_array(vectors, "vectors", "an (n, dim) array of float32 in host memory")
     if array.dtype.kind not in "fiu":
         raise InvalidDtypeError(f"reading vectors: got dtype {array.dtype}, expected float32 (or other real numbers)")
     return np.ascontiguousarray(array, np.float32)
 
 
-def as_counts(counts: Iterable[Any]) -> list[int]:
+def _as_host_array(values: Any, what: str, expected: str) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise InvalidInputError(f"reading {what}: got {type(values).__name__} ({error}), expected {expected}") from error
+
+
+def _as_counts(counts: Iterable[Any]) -> list[int]:
     """Bring the counts of concatenated tables to Python's integers, whose sums cannot wrap.
 
     Raises:
@@ -189,15 +186,15 @@ def concatenated_segments(
     specs: Sequence[TableSpec],
     *,
     on_cuda: bool,
-    found: BoolArray | None,
-) -> list[Segment]:
-    """One segment for each table of a model whose keys, outputs and masks follow each other in one tensor each.
+    with_found: bool,
+) -> tuple[list[Segment], BoolArray | None]:
+    """One segment for each table of a model whose keys, outputs and masks follow each other in one tensor each; and the masks.
 
     Raises:
         InvalidDtypeError, InvalidInputError: as `tensor_segment`; also when there is not one count for each table, or the
             counts do not add up to the keys.
     """
-    counts = as_counts(counts)
+    counts = _as_counts(counts)
     if len(counts) != len(specs) or min(counts, default=0) < 0:
         raise InvalidInputError(
             f"looking up concatenated tables: got counts {list(counts)[:8]}, expected {len(specs)} of them, one per table, "
@@ -207,6 +204,7 @@ def concatenated_segments(
     total, size = sum(counts), sum([count * spec.dim for count, spec in zip(counts, specs, strict=True)])
     if n != total:
         raise InvalidInputError(f"looking up concatenated tables: got {n} keys, expected {total}, the sum of the counts")
+    found = np.empty(total, np.bool_) if with_found else None
     place = _output_of(out, size, 1, on_cuda)
     keys_on_host, out_on_host = isinstance(flat, np.ndarray), isinstance(place, np.ndarray)
     row = element = 0
@@ -226,7 +224,7 @@ def concatenated_segments(
         )
         row += count
         element += length
-    return segments
+    return segments, found
 
 
 def refuse_repeated_tables(segments: Sequence[Segment], specs: Sequence[TableSpec]) -> None:

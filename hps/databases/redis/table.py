@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import count
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -299,7 +298,8 @@ class RedisTable:
         """Let `make` make guarded requests until every partition has taken them; returns the sum of their replies."""
         deadline = self._deadline(keys)
         todo, total = self._shares(keys), 0
-        for attempt in count():
+        attempts = 0
+        while True:
             marks = self._taken([partition for partition, _ in todo], deadline, loading=loading)
             if marks is None:
                 return total
@@ -311,10 +311,10 @@ class RedisTable:
             todo = [(partition, share) for partition, share in todo if partition in refused]
             if not todo:
                 return total
+            attempts += 1
             if time.monotonic() >= deadline:
-                raise DatabaseTimeoutError(f"redis: {doing}: others wrote first, {attempt + 1} times")
-            time.sleep(random.uniform(0, min(_PAUSE_S * attempt, 16 * _PAUSE_S)))  # lets one of two go first
-        raise AssertionError  # pragma: no cover - count() does not end
+                raise DatabaseTimeoutError(f"redis: {doing}: others wrote first, {attempts} times")
+            time.sleep(random.uniform(0, _PAUSE_S * min(attempts - 1, 16)))  # lets one of two go first
 
     def _perform(self, shares: list[tuple[Partition, list[Request]]], deadline: float, doing: str) -> set[Partition]:
         """Run guarded requests and enforce the margins; returns the partitions that refused some."""

@@ -229,7 +229,11 @@ class RocksDatabase(PersistentDatabase):
         """
         if not self._engine.stuck:
             return
-        with self._recovering:
+        if not self._recovering.acquire(timeout=self._write_timeout_s):
+            raise DatabaseTimeoutError(
+                f"{self.path}: another call was still opening it again after {self._write_timeout_s:g} s; try again"
+            )
+        try:
             if not self._engine.stuck or self._released or time.monotonic() < self._recover_at:
                 return
             self._recover_at = time.monotonic() + _RECOVER_EVERY_S
@@ -246,6 +250,8 @@ class RocksDatabase(PersistentDatabase):
                 for table in self._tables.values():
                     table.renew()
                 self._seal_now()
+        finally:
+            self._recovering.release()
 
     def close(self) -> None:
         if not self._calls.close(self._close_timeout_s):  # new calls stay refused, and `close` may be called again

@@ -11,8 +11,11 @@
     │   ├── InvalidDtypeError    (TypeError)
     │   └── TooManyKeysError                          more keys than the model is configured for
     ├── UnknownModelError        (KeyError)
+    │   └── UnknownVersionError
     ├── UnknownTableError        (KeyError)
     ├── UnknownDeviceError       (KeyError)
+    ├── ConflictError            (RuntimeError)       the change of a model does not go with its state, or with another change
+    ├── CapacityError            (MemoryError)        a model does not fit in memory, on disk or on the device
     ├── NotReadyError            (RuntimeError)       still loading, or already closed
     │   └── ForkedProcessError                        opened by the process that this one was forked from
     ├── WorkspaceTimeoutError    (TimeoutError)       every lookup workspace stayed busy
@@ -20,6 +23,7 @@
     │   ├── DatabaseTimeoutError (TimeoutError)
     │   ├── DatabaseLockedError                       another process holds the directory
     │   ├── DatabaseCorruptError
+    │   ├── ReadOnlyError                             it is configured as read-only
     │   └── TableWidthError      (ValueError)         a table holds vectors of another width
     └── DeviceError              (RuntimeError)       CUDA failed
         └── DeviceMemoryError    (MemoryError)        a cache does not fit into the device's memory
@@ -82,12 +86,24 @@ class UnknownModelError(HPSError, KeyError):
     """No model of this name is deployed."""
 
 
+class UnknownVersionError(UnknownModelError):
+    """The model is deployed, but not in this version, or there is no such version to be deployed."""
+
+
 class UnknownTableError(HPSError, KeyError):
     """The model has no such table."""
 
 
 class UnknownDeviceError(HPSError, KeyError):
     """The model is not deployed on this device."""
+
+
+class ConflictError(HPSError, RuntimeError):
+    """A model cannot be changed so: its state forbids it, or another change of it is under way."""
+
+
+class CapacityError(HPSError, MemoryError):
+    """A model does not fit in memory, on disk or on the device; nothing of it was loaded."""
 
 
 class NotReadyError(HPSError, RuntimeError):
@@ -116,6 +132,10 @@ class DatabaseLockedError(DatabaseError):
 
 class DatabaseCorruptError(DatabaseError):
     """A database holds bytes that cannot be what was written."""
+
+
+class ReadOnlyError(DatabaseError):
+    """A database that is configured as read-only was asked to change."""
 
 
 class TableWidthError(DatabaseError, ValueError):

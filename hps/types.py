@@ -24,6 +24,7 @@ class TableSpec:
         dim: float32 elements of a vector, at least 1.
         default_value: every element of the vector that an absent key gets.
         max_keys: most keys of this table in one lookup.
+        slot: tells apart the tables of a model's versions; empty for the first, whose tables have HugeCTR's names.
     """
 
     model_name: str
@@ -31,8 +32,10 @@ class TableSpec:
     dim: int
     default_value: float
     max_keys: int
+    slot: str = ""
 
     @property
     def tag(self) -> str:
-        """Name of the table in every database and topic (HugeCTR HPS: `hps_et.<model>.<table>`)."""
-        return f"hps_et.{self.model_name}.{self.table_name}"
+        """Name of the table in every database (HugeCTR HPS: `hps_et.<model>.<table>`); no name of a model has an `@`."""
+        slot = f"@{self.slot}" if self.slot else ""
+        return f"hps_et.{self.model_name}{slot}.{self.table_name}"

@@ -6,11 +6,14 @@ from typing import NamedTuple
 import orjson
 
 from hps.errors import (
+    CapacityError,
+    ConflictError,
     DatabaseError,
     DeviceError,
     HPSError,
     InvalidInputError,
     NotReadyError,
+    ReadOnlyError,
     TooManyKeysError,
     UnknownDeviceError,
     UnknownModelError,
@@ -27,7 +30,10 @@ STATUS_OF_ERROR: dict[type[BaseException], int] = {
     UnknownModelError: 404,
     UnknownTableError: 404,
     UnknownDeviceError: 404,
+    ConflictError: 409,
+    ReadOnlyError: 409,
     TooManyKeysError: 413,
+    CapacityError: 507,
     NotReadyError: 503,
     WorkspaceTimeoutError: 503,
     DatabaseError: 503,

@@ -1,11 +1,13 @@
-"""Puts one model into service: its tables loaded, its caches built and warmed, its sessions ready."""
+"""Puts one version of a model into service: its tables loaded, its caches built and warmed, its sessions ready."""
 
 import logging
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.refresh import refresh
 from hps.lookup.session import CachedSession, DirectSession, Session, SessionSettings
 from hps.metrics import Metrics
-from hps.models.files import SparseModel
+from hps.models.files import CHUNK_BYTES, SparseModel, joint_fingerprint
 from hps.models.repeats import find_repeats
 from hps.models.sources import ModelSources
 from hps.models.table_load import LoadReport, LoadTargets, TableLoad
@@ -38,15 +40,19 @@ _STATIC_LOAD = 0.7
 in the databases, which hold every row."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Deployment:
-    """One model in service. *Thread-safe.*
+    """One version of a model in service. *Thread-safe.*
 
     Attributes:
         config: the model's configuration.
         tables: its tables, in the order of their ids.
         sessions: by device id. On the CPU all device ids share one session.
         chain: the host tiers that hold its tables.
+        rows: of each table, in its files.
+        fingerprint: identifies the files.
+        renew: makes the sessions anew, the caches warmed from the databases.
+        since: when it was put into service, in seconds since the epoch.
         indices: of the tables, by name and by id.
         changes: the modifications and refreshes under way.
     """
@@ -55,6 +61,10 @@ class Deployment:
     tables: tuple[TableSpec, ...]
     sessions: dict[int, Session]
     chain: DatabaseChain
+    rows: tuple[int, ...] = ()
+    fingerprint: str = ""
+    renew: Callable[[], dict[int, Session]] = field(default=dict, repr=False)
+    since: float = field(default_factory=time.time)
     indices: dict[str | int, int] = field(init=False, repr=False)
     changes: OpenCalls = field(init=False, repr=False)
 
@@ -62,6 +72,11 @@ class Deployment:
         object.__setattr__(self, "changes", OpenCalls(f"the deployment of model {self.config.model!r}"))
         names = {spec.table_name: index for index, spec in enumerate(self.tables)}
         object.__setattr__(self, "indices", names | {index: index for index in names.values()})
+
+    @property
+    def version(self) -> str:
+        """Its number, as a string."""
+        return self.config.version
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -152,8 +167,12 @@ class Deployment:
         """Wait for queued insertions; False when the timeout comes first."""
         return all(session.drain(timeout_s) for session in dict.fromkeys(self.sessions.values()))
 
-    def close(self) -> bool:
-        """Refuse new lookups, let running ones end and free the caches, and the tables that are in this process's memory.
+    def close(self, tables: Literal["keep", "release", "drop"] = "release") -> bool:
+        """Refuse new lookups, let running ones end and free the caches.
+
+        Args:
+            tables: what becomes of its tables: `keep` leaves them where they are, `release` frees those in this process's
+                memory, `drop` drops them from every database.
 
         Returns:
             False when some still run after `DRAIN_S`: what they read stays, and `close` may be called again.
@@ -161,13 +180,23 @@ class Deployment:
         ended = [session.close(DRAIN_S) for session in dict.fromkeys(self.sessions.values())]
         if not (self.changes.close(DRAIN_S) and all(ended)):
             return False
+        if tables == "keep":
+            return True
         try:
             for table in self.tables:
-                self.chain.release_table(table)
+                self.chain.release_table(table, everywhere=tables == "drop")
         except (DatabaseError, NotReadyError) as error:  # a promotion that does not end, or the databases are closed
             _log.warning("undeploying model %r: %s", self.config.model, error)
             return False
         return True
+
+    def renewed(self) -> "Deployment":
+        """The same tables with new sessions, after `close("keep")`; the caches are warmed from the databases.
+
+        Raises:
+            DatabaseError, DeviceError: a tier failed.
+        """
+        return replace(self, sessions=self.renew(), since=time.time())
 
 
 def choose_cache(device: str) -> type[EmbeddingCache]:
@@ -191,6 +220,7 @@ def choose_cache(device: str) -> type[EmbeddingCache]:
 
 def deploy(
     config: ModelConfig,
+    tables: Sequence[TableSpec],
     cache_class: type[EmbeddingCache],
     chain: DatabaseChain,
     coalescer: FetchCoalescer,
@@ -199,41 +229,51 @@ def deploy(
     targets: LoadTargets,
     progress: Progress | None = None,
 ) -> Deployment:
-    """Load a model's tables into the databases, build its caches and sessions, and warm the caches.
+    """Load a version's tables into the databases, build its caches and sessions, and warm the caches.
 
     Args:
+        config: of this version.
+        tables: its tables, with the slots that they are to have.
         targets: the databases of the chain that are to be initialised from the model files, and how.
 
     Raises:
         ModelFileError: a table's files are missing or do not fit its configuration.
         DatabaseError, DeviceError: a tier failed.
     """
-    tables = config.tables
-    if config.embedding_cache_type in ("static", "uvm") and cache_class.device == "cpu":
-        return _deploy_resident(config, targets, metrics, progress)
-    if config.embedding_cache_type == "stochastic":  # HugeCTR: such a model does not fill the databases
+    tables, resident = tuple(tables), config.embedding_cache_type in ("static", "uvm") and cache_class.device == "cpu"
+    if resident:
+        chain, targets = _resident(targets, metrics)
+    elif config.embedding_cache_type == "stochastic":  # HugeCTR: such a model does not fill the databases
         targets = replace(targets, load=(), keep=())
     try:
-        reports = _load_tables(config, chain, targets, progress)
-        if not config.gpucache and cache_class.device == "cpu":
-            session = DirectSession(tables, chain, metrics)
-            return Deployment(config, tables, dict.fromkeys(config.deployed_device_list, session), chain)
-        sessions = _cached_sessions(config, cache_class, chain, coalescer, metrics, reports)
+        reports = _load_tables(config, tables, chain, targets, progress)
+        rows = tuple(report.model.rows for report in reports)
+        fingerprint = joint_fingerprint(report.model.fingerprint for report in reports)
+        if cache_class.device == "cpu" and (resident or not config.gpucache):
+
+            def renew() -> dict[int, Session]:
+                return dict.fromkeys(config.deployed_device_list, DirectSession(tables, chain, metrics))
+
+            return Deployment(config, tables, renew(), chain, rows, fingerprint, renew)
+        build = partial(_cached_sessions, config, tables, rows, cache_class, chain, coalescer, metrics)
+        sessions = build(_FromFiles(tables, reports, chain))
+        return Deployment(config, tables, sessions, chain, rows, fingerprint, partial(build, _FromDatabases(tables, chain)))
     except BaseException:
         for table in tables:  # what was loaded of a model that is not served
             with suppress(DatabaseError):
                 chain.release_table(table)
         raise
-    return Deployment(config, tables, sessions, chain)
 
 
 def _cached_sessions(
     config: ModelConfig,
+    tables: Sequence[TableSpec],
+    rows: Sequence[int],
     cache_class: type[EmbeddingCache],
     chain: DatabaseChain,
     coalescer: FetchCoalescer,
     metrics: Metrics,
-    reports: Sequence[LoadReport],
+    warm: "_FromFiles | _FromDatabases",
 ) -> dict[int, Session]:
     """Build and warm the cache of every device; on the CPU all device ids share one."""
     settings = SessionSettings(
@@ -247,27 +287,58 @@ def _cached_sessions(
         share, fraction = 1 / _STATIC_LOAD, 1.0
     if not config.gpucache:
         share = fraction = 0.0
-    capacities = [math.ceil(share * report.model.rows) for report in reports]
+    capacities = [math.ceil(share * count) for count in rows]
     sessions: dict[int, Session] = {}
-    stale = [report.differs or report.model.may_change_unseen() for report in reports]
     try:
         for device_id in config.deployed_device_list:
             if cache_class.device == "cpu" and sessions:
                 sessions[device_id] = next(iter(sessions.values()))
                 continue
-            cache = cache_class.create(config.tables, capacities, device_id)
-            sessions[device_id] = CachedSession(config.tables, cache, chain, coalescer, settings, metrics)
-            for index, (table, report) in enumerate(zip(config.tables, reports, strict=True)):
-                warmed = warm_up(cache, index, table, report.model, fraction)
-                if len(sessions) == 1:  # the caches of the other devices hold as many rows
-                    stale[index] = stale[index] or _warmed_in_part(table, report.model, warmed, chain)
-                if stale[index] and chain.databases:
-                    refresh(cache, index, table, chain, fraction)
+            cache = cache_class.create(tables, capacities, device_id)
+            sessions[device_id] = CachedSession(tables, cache, chain, coalescer, settings, metrics)
+            for index in range(len(tables)):
+                warm.fill(cache, index, fraction)
     except BaseException:
         for session in dict.fromkeys(sessions.values()):
             session.close(0.0)
         raise
     return sessions
+
+
+class _FromFiles:
+    """Warms caches from the model files, which were just loaded. *One thread.*"""
+
+    def __init__(self, tables: Sequence[TableSpec], reports: Sequence[LoadReport], chain: DatabaseChain) -> None:
+        self._tables, self._reports, self._chain = tables, reports, chain
+        self._stale = [report.differs or report.model.may_change_unseen() for report in reports]
+        self._looked = [False] * len(reports)  # for repeated keys: the caches of all devices hold as many rows
+
+    def fill(self, cache: EmbeddingCache, index: int, fraction: float) -> None:
+        table, model = self._tables[index], self._reports[index].model
+        warmed = warm_up(cache, index, table, model, fraction)
+        if not self._looked[index]:
+            self._looked[index] = True
+            self._stale[index] = self._stale[index] or _warmed_in_part(table, model, warmed, self._chain)
+        if self._stale[index] and self._chain.databases:
+            refresh(cache, index, table, self._chain, fraction)
+
+
+class _FromDatabases:
+    """Warms caches from the database that holds every row. *One thread.*"""
+
+    def __init__(self, tables: Sequence[TableSpec], chain: DatabaseChain) -> None:
+        self._tables, self._chain = tables, chain
+
+    def fill(self, cache: EmbeddingCache, index: int, fraction: float) -> None:
+        room = cache.stats(index).capacity_rows if fraction > 0 else 0
+        if not room or not self._chain.databases:
+            return
+        table = self._tables[index]
+        for keys, vectors in self._chain.databases[-1].scan(table.tag, max(1, CHUNK_BYTES // (8 + 4 * table.dim))):
+            cache.insert(index, keys[:room], vectors[:room])
+            room -= min(room, keys.size)
+            if not room:
+                return
 
 
 def _warmed_in_part(table: TableSpec, model: SparseModel, rows: int, chain: DatabaseChain) -> bool:
@@ -283,26 +354,23 @@ def _warmed_in_part(table: TableSpec, model: SparseModel, rows: int, chain: Data
 
 
 def _load_tables(
-    config: ModelConfig, chain: DatabaseChain, targets: LoadTargets, progress: Progress | None
+    config: ModelConfig, tables: Sequence[TableSpec], chain: DatabaseChain, targets: LoadTargets, progress: Progress | None
 ) -> list[LoadReport]:
     """Fill the databases with every table of a model."""
     reports = []
-    for table, source in zip(config.tables, config.sparse_files, strict=True):
+    for table, source in zip(tables, config.sparse_files, strict=True):
         chain.open_table(table)
         reports.append(TableLoad(table, source, targets, progress).run())
     return reports
 
 
-def _deploy_resident(config: ModelConfig, targets: LoadTargets, metrics: Metrics, progress: Progress | None) -> Deployment:
+def _resident(targets: LoadTargets, metrics: Metrics) -> tuple[DatabaseChain, LoadTargets]:
     """On the CPU a static (or uvm) cache is a hash map of its own that holds every row, over the persistent database if any."""
     resident: Database = implementation("database", "hash_map")()
     load = tuple(database for database in targets.load if isinstance(database, PersistentDatabase))
     keep = tuple(database for database in targets.keep if isinstance(database, PersistentDatabase))
     chain = DatabaseChain(resident, next(iter(load + keep), None), metrics=metrics)
-    _load_tables(config, chain, replace(targets, load=(resident, *load), keep=keep, initial_cache_rate=1.0), progress)
-    session = DirectSession(config.tables, chain, metrics)
-    sessions: dict[int, Session] = dict.fromkeys(config.deployed_device_list, session)
-    return Deployment(config, config.tables, sessions, chain)
+    return chain, replace(targets, load=(resident, *load), keep=keep, initial_cache_rate=1.0)
 
 
 def _cache_class(device: str) -> type[EmbeddingCache]:

@@ -1,25 +1,27 @@
-"""The public face: models by name, and the lookups of their tables."""
+"""The public face: models by name and version, and the lookups of their tables."""
 
 import logging
 import os
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial, wraps
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, TypeVar, cast, overload
 
 import numpy as np
 
 from hps.configuration.hugectr_structs import ParameterServerConfig
 from hps.configuration.load import Configuration, ModelConfig, load_configuration
-from hps.databases.base import SharedDatabase
+from hps.databases.base import PersistentDatabase, SharedDatabase
 from hps.deployment import Deployment, choose_cache, deploy, open_databases
-from hps.errors import InvalidInputError, NotReadyError, UnknownModelError
+from hps.errors import ConflictError, NotReadyError, UnknownModelError
 from hps.lifetimes import close_at_exit, disown_in_children, refusal
+from hps.live_models import LiveModels, VersionStatus, version_status
 from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.session import DirectSession, Session
 from hps.metrics import Metrics
+from hps.models.catalog import ModelCatalog, ModelVersion
 from hps.progress import Progress
 from hps.tensors.segments import (
     Segment,
@@ -30,11 +32,27 @@ from hps.tensors.segments import (
     refuse_repeated_tables,
     tensor_segment,
 )
-from hps.types import BoolArray, FloatArray
+from hps.types import BoolArray, FloatArray, TableSpec, split_tag
 
 _log = logging.getLogger(__name__)
-_RELEASE_PAUSE_S = 0.1  # where a table's release fails at once, and not after a wait
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _EXIT_WAIT_S = 5.0  # for a model that is being loaded when the interpreter ends
+
+
+def _on_the_next_version(method: _Method) -> _Method:
+    """Call a method again where the version that it began with was retired before it did anything."""
+
+    @wraps(method)
+    def call(self: "HPS", *args: Any, **kwargs: Any) -> Any:
+        while True:
+            state = self._live.serving
+            try:
+                return method(self, *args, **kwargs)
+            except NotReadyError:
+                if self._live.serving is state:
+                    raise
+
+    return cast(_Method, call)
 
 
 class HPS:
@@ -69,20 +87,20 @@ class HPS:
         self.config = load_configuration(config)
         self.metrics = Metrics()
         self._cache_class = choose_cache(self.config.device)
-        self._deployments: dict[str, Deployment] = {}
-        self._leaving: dict[str, Deployment] = {}  # undeployed, while their last lookups still run
-        self._changing = threading.RLock()  # deploying or undeploying
+        self._live = LiveModels()
+        self._closing = threading.Lock()
         self._closed = False
         self._reopenable: dict[str, Deployment] = {}  # in a forked child, until the first call
         self._chain, self._targets = open_databases(self.config, self.metrics)
+        self.catalog = ModelCatalog(self.config, self._targets.sources)
         self._coalescer = FetchCoalescer(self._chain.fetch, self.metrics)
         disown_in_children(self)
-        close_at_exit(self, HPS._close_at_exit)
+        close_at_exit(self, lambda server: server._close(_EXIT_WAIT_S))
         if not self._chain.databases:
             _log.warning("no database is configured: keys that the embedding cache does not hold get the default vector")
         try:
             for model in self.config.models if deploy_models else ():
-                self.deploy(model, progress=progress, force=force)
+                self.deploy(model.model, progress=progress, force=force)
         except BaseException:
             self.close()
             raise
@@ -90,26 +108,40 @@ class HPS:
     @property
     def models(self) -> tuple[str, ...]:
         """Names of the deployed models."""
-        return tuple(self._deployments or self._reopenable)
+        return tuple(self._live.serving or self._reopenable)
 
-    def model(self, name: str) -> Deployment:
-        """A deployed model: its tables and devices.
+    def model(self, name: str, version: str | None = None) -> Deployment:
+        """A deployed version of a model: its tables and devices.
+
+        Args:
+            version: the one that serves, if None.
 
         Raises:
             UnknownModelError: no model of this name is deployed.
+            UnknownVersionError: it is, but not in this version.
             NotReadyError: the server is closed.
             ForkedProcessError: it was made before this process was forked.
         """
         try:
-            return self._deployments[name]
-        except KeyError:
+            return self._live.find(name, version)
+        except UnknownModelError:
             if self._reopenable:
                 self._reopen()
-                return self.model(name)
+                return self.model(name, version)
             if self._closed:
                 raise refusal(self, "the parameter server") from None
-            known = ", ".join(self._deployments) or "none"
-            raise UnknownModelError(f"looking up model {name!r}: it is not deployed; deployed: {known}") from None
+            raise
+
+    def versions(self, model_name: str) -> list[VersionStatus]:
+        """The versions of a model that are in service, kept, or still read by lookups.
+
+        Raises:
+            UnknownModelError: no model of this name is deployed.
+        """
+        found = [version_status(one, state) for one, state in self._live.versions(model_name)]
+        if not found:
+            self.model(model_name)
+        return found
 
     @overload
     def lookup(
@@ -119,6 +151,7 @@ class HPS:
     def lookup(
         self, keys: Any, model_name: str, table_id: int | str, device_id: int = 0, *, return_found: Literal[True]
     ) -> tuple[FloatArray, BoolArray]: ...
+    @_on_the_next_version
     def lookup(
         self, keys: Any, model_name: str, table_id: int | str, device_id: int = 0, *, return_found: bool = False
     ) -> FloatArray | tuple[FloatArray, BoolArray]:
@@ -149,6 +182,7 @@ class HPS:
         deployment.session(device_id).lookup([Segment(index, flat, vectors, found)])
         return vectors if found is None else (vectors, found)
 
+    @_on_the_next_version
     def lookup_tables(
         self,
         tables: Mapping[str, Any] | Mapping[int, Any],
@@ -191,6 +225,7 @@ class HPS:
             return vectors, dict(zip(tables, (segment.found for segment in segments), strict=True))
         return vectors
 
+    @_on_the_next_version
     def lookup_fromdlpack(
         self,
         keys: Any,
@@ -228,6 +263,7 @@ class HPS:
         session.lookup([segment])
         return segment.found
 
+    @_on_the_next_version
     def lookup_concatenated(
         self,
         keys: Any,
@@ -264,20 +300,21 @@ class HPS:
         session.lookup(segments)
         return found
 
-    def lookup_segments(self, model_name: str, segments: Sequence[Segment], device_id: int | None = None) -> None:
+    def lookup_segments(self, deployment: Deployment, segments: Sequence[Segment], device_id: int | None = None) -> None:
         """Look up several tables straight into arrays of the caller's own layout; for the HTTP service.
 
         Args:
+            deployment: what `model` gave.
             segments: at most one for each table, with keys (n,) int64, out (n, dim) float32 and, optionally, found (n,)
                 bool: host arrays, C-contiguous.
 
         Raises:
-            As `lookup_tables`.
+            As `lookup_tables`; NotReadyError when it was retired, and another version may serve by now.
         """
-        deployment = self.model(model_name)
         refuse_repeated_tables(segments, deployment.tables)
         deployment.session(device_id).lookup(segments)
 
+    @_on_the_next_version
     def insert(self, keys: Any, vectors: FloatArray, model_name: str, table_id: int | str) -> None:
         """Add or replace vectors in every tier, online. When it returns, every lookup that starts gets the new vectors.
 
@@ -293,6 +330,7 @@ class HPS:
         deployment = self.model(model_name)
         deployment.insert(deployment.table_index(table_id), as_host_keys(keys), as_host_vectors(vectors))
 
+    @_on_the_next_version
     def delete(self, keys: Any, model_name: str, table_id: int | str) -> None:
         """Remove keys from every tier, online; they get the default vector from then on.
 
@@ -302,109 +340,193 @@ class HPS:
         deployment = self.model(model_name)
         deployment.delete(deployment.table_index(table_id), as_host_keys(keys))
 
-    def deploy(self, model: ModelConfig, *, progress: Progress | None = None, force: bool = False) -> None:
-        """Load a model and put it into service.
+    def deploy(
+        self, model: ModelConfig | str, version: str | None = None, *, progress: Progress | None = None, force: bool = False
+    ) -> Deployment:
+        """Load a version of a model beside those that are in service, and let it take over in one step.
+
+        Lookups go on meanwhile; each is answered by the version that it began with. The version that served before is kept for
+        `rollback`, with its tables but without its caches, or dropped from every tier, as `keep_versions` says. If the version
+        is in service already and its files have not changed, only its place changes: it serves.
 
         Args:
-            model: its configuration.
+            model: the configuration of a model, which from then on is known by its name; or the name of a known one.
+            version: what to load; by default what the `version_policy` chooses, the highest of which serves.
             progress: hears how far the loading is.
-            force: load its files even where a database holds them already; its online updates are lost.
+            force: load the files even where a database holds them already; online updates are lost.
+
+        Returns:
+            What serves now.
 
         Raises:
-            InvalidInputError: a model of this name is deployed already.
-            NotReadyError: one was undeployed, and lookups of it still run.
-            ModelFileError, DatabaseError, DeviceError: it cannot be loaded; nothing is deployed then.
+            UnknownModelError, UnknownVersionError: there is no such model, or no such version of it.
+            ConflictError: another change of the model is under way.
+            NotReadyError: lookups of a version that was replaced or undeployed still run.
+            CapacityError, ModelFileError, DatabaseError, DeviceError: it cannot be loaded. What served goes on to serve.
         """
-        with self._changing:
-            self._reopen()
+        name = model if isinstance(model, str) else model.model
+        self._reopen()
+        with self._live.changing(name, "deploying"):
             if self._closed:
                 raise refusal(self, "the parameter server")
-            if model.model in self._deployments:
-                raise InvalidInputError(f"deploying model {model.model!r}: it is deployed already; undeploy it first")
-            if model.model in self._leaving:
-                raise NotReadyError(
-                    f"deploying model {model.model!r}: lookups of the deployment before it still run and read its tables; try "
-                    "again when they have ended"
-                )
-            deployed = deploy(
-                model,
-                self._cache_class,
-                self._chain,
-                self._coalescer,
-                self.metrics,
-                targets=replace(self._targets, force=force),
-                progress=progress,
-            )
-            self._deployments = {**self._deployments, model.model: deployed}
+            if not isinstance(model, str):
+                self.catalog.add(model)
+            chosen = self.catalog.to_serve(name) if version is None else [self.catalog.version(name, version)]
+            for one in chosen:
+                self._deploy(one, progress, force)
+        return self.model(name)
 
-    def undeploy(self, model_name: str) -> None:
+    def _deploy(self, wanted: ModelVersion, progress: Progress | None, force: bool) -> None:
+        config, name = wanted.config, wanted.config.model
+        fingerprint = self.catalog.fingerprint(wanted)
+        there = self._live.deployed(name, config.version)
+        if there and there.fingerprint == fingerprint and not force:
+            self._live.serve(there, lambda versions: versions, "keep")
+            return
+        policy = self.catalog.model(name).version_policy
+        for kept in self._live.take_kept(name, leave=max(0, config.keep_versions - 1)):
+            kept.close("drop")
+        deployed = deploy(
+            config,
+            self._in_free_slot(config, fingerprint),
+            self._cache_class,
+            self._chain,
+            self._coalescer,
+            self.metrics,
+            targets=replace(self._targets, force=force),
+            progress=progress,
+        )
+        stay = partial(policy.chosen, also=config.version)
+        self._live.serve(deployed, stay, "keep" if config.keep_versions else "drop")
+        self._drop_leftovers(name, config.keep_versions)
+
+    def _in_free_slot(self, config: ModelConfig, fingerprint: str) -> tuple[TableSpec, ...]:
+        """The tables of a version, with a slot that no other version of the model uses.
+
+        A version that is loaded again from other files has tables beside those that serve. At the next start, it is the
+        tables of these very files that hold what was written online since.
+        """
+        used = {table.slot for one, _ in self._live.versions(config.model) for table in one.tables}
+        others = [f"{config.version}.{fingerprint[i : i + 8]}" for i in (0, 8, 16)]
+        own = config.tables[0].slot
+        held: set[str] = set()
+        for database in self._chain.databases:
+            if isinstance(database, PersistentDatabase):
+                held.update(names[1] for tag in database.tags() if (names := split_tag(tag)) and names[0] == config.model)
+        slot = next(slot for slot in [*(other for other in others if other in held), own, *others] if slot not in used)
+        return tuple(replace(table, slot=slot) for table in config.tables)
+
+    def _drop_leftovers(self, name: str, keep: int) -> None:
+        """Drop the tables of versions that are neither in service nor kept: what a process left that was killed.
+
+        Of earlier versions, `keep` less those that are kept stay, whole: so a roll-back is quick after a restart, too.
+        """
+        live = {table.tag for one, _ in self._live.versions(name) for table in one.tables}
+        serving = self.model(name)
+        tags = {
+            tag: names[1]
+            for database in self._chain.databases
+            if isinstance(database, PersistentDatabase) and not database.read_only
+            for tag in database.tags()
+            if (names := split_tag(tag)) and names[0] == name and names[1] and tag not in live
+        }
+        earlier = {slot for slot in tags.values() if slot.isdecimal() and int(slot) < int(serving.version)}
+        count = max(0, keep - len(self._live.kept(name)))
+        stay = sorted(earlier, key=int)[len(earlier) - min(count, len(earlier)) :]
+        for tag, slot in tags.items():
+            if slot not in stay:
+                for database in self._chain.databases:
+                    self._chain.discard(database, tag)
+
+    def rollback(self, model_name: str) -> Deployment:
+        """Let the version serve again that was replaced last. Its tables are there; its caches are warmed from them.
+
+        After a restart, it is the version below the one that serves, whose tables are used if they are still there.
+
+        Returns:
+            What serves now. What served before is kept in its place.
+
+        Raises:
+            UnknownModelError: no model of this name is deployed.
+            ConflictError: there is no version to go back to, or another change of the model is under way.
+            DatabaseError, DeviceError, ModelFileError: it cannot be put into service. What served goes on to serve.
+        """
+        self._reopen()
+        with self._live.changing(model_name, "rolling back"):
+            serving = self.model(model_name)
+            kept = self._live.kept(model_name)
+            if kept:
+                self._live.roll_back(kept[-1], kept[-1].renewed(), "keep" if serving.config.keep_versions else "drop")
+            else:
+                below = [one for one in self.catalog.versions(model_name) if int(one) < int(serving.version)]
+                if not below:
+                    raise ConflictError(
+                        f"rolling back model {model_name!r}: there is no version to go back to; version {serving.version} "
+                        "serves, none was replaced, and there is none below it"
+                    )
+                self._deploy(self.catalog.version(model_name, below[-1]), None, False)
+        return self.model(model_name)
+
+    def undeploy(self, model_name: str, version: str | None = None) -> None:
         """Take a model out of service and free its caches and its tables in the hash map; Redis and RocksDB keep theirs.
 
         New lookups are refused at once, and running ones are waited for. Those that still run after 10 s keep what they read,
         and answer from it; it is freed when the last of them has ended, and the name can be deployed again then.
 
+        Args:
+            version: take only this one out of service. If it serves, the highest of the others does from then on.
+
         Raises:
             UnknownModelError: no model of this name is deployed.
+            UnknownVersionError: it is not deployed in this version.
+            ConflictError: the version is the only one, or another change of the model is under way.
         """
-        with self._changing:
-            deployment = self.model(model_name)
-            self._deployments = {name: other for name, other in self._deployments.items() if name != model_name}
-            if not deployment.close():
-                _log.warning("model %r: lookups still run; they keep its tables and caches until they have ended", model_name)
-                self._leaving[model_name] = deployment
-                name = f"hps-undeploy-{model_name}"
-                threading.Thread(target=self._release, args=(model_name,), name=name, daemon=True).start()
+        self.model(model_name)
+        with self._live.changing(model_name, "undeploying"):
+            for deployment in self._live.withdraw(model_name, version):
+                self._live.retire(model_name, deployment, "release")
+            if version is None:
+                for kept in self._live.take_kept(model_name):
+                    kept.close("release")
 
-    def _release(self, model_name: str) -> None:
-        """Wait for the last lookups of an undeployed model, then let its name be used again."""
-        while not self._closed and not self._leaving[model_name].close():
-            time.sleep(_RELEASE_PAUSE_S)
-        del self._leaving[model_name]
-
+    @_on_the_next_version
     def refresh(self, model_name: str) -> None:
         """Read the vectors of all resident keys again, in place, on every device of a model."""
         self.model(model_name).refresh()
 
     def drain(self, timeout_s: float = 10.0) -> bool:
         """Wait until background insertions and promotions are done; False when the timeout comes first."""
-        return all([*(deployment.drain(timeout_s) for deployment in self._deployments.values()), self._chain.drain(timeout_s)])
+        return all([*(deployment.drain(timeout_s) for deployment in self._live.all()), self._chain.drain(timeout_s)])
 
     def close(self) -> None:
         """Let running lookups end, free the caches and close the databases. Closing twice changes nothing."""
-        with self._changing:
-            self._close()
+        self._close(None)
 
-    def _close(self) -> None:
-        self._reopenable = {}
-        if self._closed:
-            return
-        self._closed = True
-        deployments, self._deployments = self._deployments, {}
-        for deployment in deployments.values():
-            deployment.close()
-        self._chain.close()
-
-    def _close_at_exit(self) -> None:
+    def _close(self, timeout_s: float | None) -> None:
         """As `close`; a model that is being loaded on another thread is waited for only so long, and then fails."""
-        changing = self._changing.acquire(timeout=_EXIT_WAIT_S)
-        try:
-            self._close()
-        finally:
-            if changing:
-                self._changing.release()
+        self._reopenable = {}
+        with self._closing:
+            if self._closed:
+                return
+            deployments = self._live.close(timeout_s)
+            self._closed = True
+            for deployment in deployments:
+                deployment.close()
+            self._chain.close()
 
     def disown(self) -> None:
         """In a forked child: refuse every call, and close nothing that is the parent's."""
-        self._changing = threading.RLock()
+        self._closing = threading.Lock()
         self._closed = True
-        self._disowned, self._deployments = self._deployments, {}  # kept: to free a cache would call its device
+        serving = self._live.serving
+        self._disowned = self._live.disown()  # kept: to free a cache would call its device
         shared = [isinstance(database, SharedDatabase) for database in self._chain.databases]
-        if shared and all(shared) and not any(one.caches or one.chain is not self._chain for one in self._disowned.values()):
-            self._reopenable = self._disowned
+        if shared and all(shared) and not any(one.caches or one.chain is not self._chain for one in serving.values()):
+            self._reopenable = serving
 
     def _reopen(self) -> None:
-        """In a forked child: open the shared databases anew, with the models that were in service."""
-        with self._changing:
+        """In a forked child: open the shared databases anew, with the versions that served."""
+        with self._closing:
             if not self._reopenable:
                 return
             self.metrics = Metrics()
@@ -416,9 +538,10 @@ class HPS:
                 session: Session = DirectSession(deployment.tables, chain, self.metrics)
                 deployments[name] = replace(deployment, sessions=dict.fromkeys(deployment.devices, session), chain=chain)
             self._chain, self._coalescer = chain, FetchCoalescer(chain.fetch, self.metrics)
-            self._deployments, self._leaving, self._closed, self._reopenable = deployments, {}, False, {}
+            self._live = LiveModels(deployments)
+            self._closed, self._reopenable = False, {}
             disown_in_children(self)
-            close_at_exit(self, HPS._close_at_exit)
+            close_at_exit(self, lambda server: server._close(_EXIT_WAIT_S))
 
     def __enter__(self) -> Self:
         return self

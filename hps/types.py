@@ -39,3 +39,11 @@ class TableSpec:
         """Name of the table in every database (HugeCTR HPS: `hps_et.<model>.<table>`); no name of a model has an `@`."""
         slot = f"@{self.slot}" if self.slot else ""
         return f"hps_et.{self.model_name}{slot}.{self.table_name}"
+
+
+def split_tag(tag: str) -> tuple[str, str, str] | None:
+    """The names of the model, the slot and the table that a tag is of; None if it is no tag of ours."""
+    match tag.split(".", 1)[1].rpartition(".") if tag.startswith("hps_et.") else ("", "", ""):
+        case (model, ".", table) if model:
+            return *model.partition("@")[::2], table
+    return None

@@ -181,6 +181,15 @@ def _expression(value: str) -> str:
 
 
 Name: TypeAlias = Annotated[str, _matching(r"[a-zA-Z0-9_-]{1,120}", "1 to 120 of the characters a-z A-Z 0-9 _ -")]
+
+
+def _version(value: Any) -> Any:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Version: TypeAlias = Annotated[
+    str, BeforeValidator(_version), _matching(r"[1-9][0-9]{0,18}", "a number of at least 1, as in the name of its directory")
+]
 Place: TypeAlias = Annotated[str, AfterValidator(check_place)]
 Token: TypeAlias = Annotated[Secret, _matching(r"[!-~]*", "only visible ASCII characters (no space, no line end)")]
 Endpoint: TypeAlias = Annotated[

@@ -5,12 +5,16 @@ none is of a whole object. So one load reports every problem.
 """
 
 import json
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 from pydantic import (
+    BeforeValidator,
     ConfigDict,
     Field,
+    SkipValidation,
+    TypeAdapter,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
     field_validator,
@@ -34,8 +38,10 @@ from hps.configuration.fields import (
     Share,
     Timeout,
     Token,
+    Version,
     Whole,
     choice,
+    expected,
     notices_of,
     problem,
     validate_with,
@@ -43,6 +49,9 @@ from hps.configuration.fields import (
 from hps.configuration.tiers import ModelSourceConfig, PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
 from hps.registry import IMPLEMENTATIONS
 from hps.types import TableSpec
+
+FIRST_VERSION: Final = "1"
+"""The version of a model that names none."""
 
 CacheType: TypeAlias = Annotated[
     Literal["dynamic", "static", "uvm", "stochastic"],
@@ -74,6 +83,56 @@ class ServiceConfig(Section):
         if value < least:
             raise problem(f"got {value}, expected at least {least}, twice max_body_bytes")
         return value
+
+
+@dataclass(frozen=True)
+class VersionPolicy:
+    """Which of the versions of a model are served. *Immutable.* As Triton's `version_policy`.
+
+    Attributes:
+        latest: how many of the highest versions.
+        specific: these versions alone, if there are any.
+    """
+
+    latest: int = 1
+    specific: tuple[str, ...] = ()
+
+    def chosen(self, versions: Iterable[str], also: str | None = None) -> list[str]:
+        """Those of `versions` that are served, ascending.
+
+        Args:
+            also: one of them that is served in any case; of the latest, it counts as one.
+        """
+        ascending = sorted(set(versions), key=int)
+        if self.specific:
+            return [version for version in ascending if version in (*self.specific, also)]
+        others = [version for version in ascending if version != also]
+        latest = others[max(0, len(others) - self.latest + (also in ascending)) :]
+        return [version for version in ascending if version in (*latest, also)]
+
+
+def _policy(value: Any) -> Any:
+    example = '{"latest": {"num_versions": 1}}, {"all": {}} or {"specific": {"versions": [1, 3]}}'
+    match value:
+        case VersionPolicy():
+            return value
+        case {"latest": {"num_versions": int(count), **none}, **nothing} if count >= 1 and not none and not nothing:
+            return VersionPolicy(count)
+        case {"all": {**none}, **nothing} if not none and not nothing:
+            return VersionPolicy(INT32_MAX)
+        case {"specific": {"versions": [_, *_] as listed, **none}, **nothing} if not none and not nothing:
+            return VersionPolicy(0, TypeAdapter(ListOf[Version]).validate_python(listed))
+    raise expected(example)
+
+
+class VersionConfig(Section):
+    """An entry of `models[].versions`: the files of one version."""
+
+    model_config = ConfigDict(title="models[].versions[]")
+
+    version: Version
+    sparse_files: NonEmptyListOf[Place]
+    delta_of: Version | None = None
 
 
 _COUNTED = {
@@ -118,6 +177,12 @@ class ModelConfig(Section):
     fp8_quant: Flag = False
     fuse_embedding_table: Flag = True
 
+    version: Version = "1"
+    versions: ListOf[VersionConfig] = ()
+    version_path: str = ""
+    version_policy: Annotated[VersionPolicy, SkipValidation, BeforeValidator(_policy)] = Field(default_factory=VersionPolicy)
+    keep_versions: NonNegative = 1
+
     workspace_timeout_s: Timeout = 1.0
     insert_queue_length: Annotated[Whole, Field(ge=1, le=65536)] = 64
 
@@ -134,7 +199,8 @@ class ModelConfig(Section):
 
     @property
     def tables(self) -> tuple[TableSpec, ...]:
-        """The model's tables in the order of their ids."""
+        """The tables of this version, in the order of their ids."""
+        slot = "" if self.version == FIRST_VERSION else self.version
         columns = zip(
             self.embedding_table_names,
             self.embedding_vecsize_per_table,
@@ -143,7 +209,8 @@ class ModelConfig(Section):
             strict=True,
         )
         return tuple(
-            TableSpec(self.model, name, dim, default, self.max_batch_size * maxnum) for name, dim, default, maxnum in columns
+            TableSpec(self.model, name, dim, default, self.max_batch_size * maxnum, slot)
+            for name, dim, default, maxnum in columns
         )
 
     @field_validator(*_COUNTED, mode="wrap")
@@ -171,6 +238,18 @@ class ModelConfig(Section):
                 f"got {max(value)} keys a sample and {batch} samples (max_batch_size), {keys} keys in one lookup; "
                 f"expected at most {INT32_MAX}"
             )
+        return value
+
+    @field_validator("versions")
+    @classmethod
+    def _complete(cls, value: tuple[VersionConfig, ...], info: ValidationInfo) -> tuple[VersionConfig, ...]:
+        tables, numbers = len(info.data.get("sparse_files", ())), [info.data.get("version", FIRST_VERSION)]
+        for place, one in enumerate(value):
+            if tables and len(one.sparse_files) != tables:
+                raise problem(f"{len(one.sparse_files)} sparse_files in entry {place} for {tables} tables")
+            numbers.append(one.version)
+        if text := _repeated(numbers):
+            raise problem(f"the version {text}, counted from the entry's own `version`")
         return value
 
     @field_validator("embedding_cache_type")
@@ -215,7 +294,15 @@ class Configuration(Section):
     model_source: ModelSourceConfig = Field(default_factory=ModelSourceConfig)
     update_source: UpdateSourceConfig = Field(default_factory=UpdateSourceConfig)
     service: ServiceConfig = Field(default_factory=ServiceConfig)
-    models: NonEmptyListOf[ModelConfig]
+    model_repository: str = ""
+    models: Annotated[ListOf[ModelConfig], Field(validate_default=True)] = ()
+
+    @field_validator("models")
+    @classmethod
+    def _some(cls, value: tuple[ModelConfig, ...], info: ValidationInfo) -> tuple[ModelConfig, ...]:
+        if not value and not info.data.get("model_repository"):
+            raise problem("got none, expected at least one model, or a model_repository")
+        return value
 
     @field_validator("models", mode="wrap")
     @classmethod

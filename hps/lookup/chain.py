@@ -4,12 +4,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 
 from hps.background import BackgroundQueue
 from hps.databases.base import Database, InProcessDatabase, PersistentDatabase
-from hps.errors import DatabaseError, UnknownTableError
+from hps.errors import DatabaseError, NotReadyError, UnknownTableError
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.lookup.fences import TableFence
 from hps.metrics import TIERS, Metrics
@@ -160,13 +161,38 @@ class DatabaseChain:
         for tier in self._tiers:
             tier.database.open_table(table.tag, table.dim)
 
-    def release_table(self, table: TableSpec) -> None:
-        """Drop a table that no deployed model uses from a database in this process, and what was to be promoted into it."""
-        if table.tag in self._fences:
-            with self._fences[table.tag].modifying(self._modification_timeout_s):
-                for tier in self._tiers:
-                    if isinstance(tier.database, InProcessDatabase):
-                        tier.database.drop_table(table.tag)
+    def release_table(self, table: TableSpec, *, everywhere: bool = False) -> None:
+        """Drop a table that no deployed model uses, and what was to be promoted into it.
+
+        Args:
+            everywhere: drop it in every database, and not only in those in this process's memory. One that fails is left
+                behind, with a warning; so is one that is read-only.
+
+        Raises:
+            DatabaseTimeoutError: earlier work on the table did not end in time.
+        """
+        if table.tag not in self._fences:
+            return
+        with self._fences[table.tag].modifying(self._modification_timeout_s):
+            for tier in self._tiers:
+                database = tier.database
+                if isinstance(database, InProcessDatabase):
+                    database.drop_table(table.tag)
+                elif everywhere and not (isinstance(database, PersistentDatabase) and database.read_only):
+                    self.discard(database, table.tag)
+            self._quarantined.discard(table.tag)
+            self._doubted.discard(table.tag)
+            with suppress(KeyError):
+                self._metrics.table_quarantined.remove(table.tag)
+        if everywhere:
+            del self._fences[table.tag]
+
+    def discard(self, database: Database, tag: str) -> None:
+        """Drop a table that this process uses no more; a failure is logged."""
+        try:
+            database.drop_table(tag)
+        except (DatabaseError, NotReadyError) as error:
+            _log.warning("dropping table %s from %s, which keeps it for now: %s", tag, database.kind, error)
 
     def fence(self, table: TableSpec) -> TableFence:
         """The fence that must be passed to copy vectors of this table into an upper tier."""
@@ -184,7 +210,8 @@ class DatabaseChain:
         Raises:
             DatabaseError: keys are still missing and the authoritative database did not answer.
         """
-        token = self._fences[table.tag].token()
+        fence = self._fences[table.tag]
+        token = fence.token()
         missing = before = keys.size - int(np.count_nonzero(found))
         for tier in self._tiers:
             if not before:
@@ -199,7 +226,7 @@ class DatabaseChain:
             if error and last and after:
                 raise error
             if known is not None and after < before:
-                self._promote(table, token, keys, out, found & ~known)
+                self._promote(table, fence, token, keys, out, found & ~known)
             before = after
         return missing - before
 
@@ -303,7 +330,9 @@ class DatabaseChain:
         _log.info("%s: its vectors in the volatile database were dropped; it is read again", table.tag)
         return True
 
-    def _promote(self, table: TableSpec, token: int, keys: KeyArray, out: FloatArray, fresh: BoolArray) -> None:
+    def _promote(
+        self, table: TableSpec, fence: TableFence, token: int, keys: KeyArray, out: FloatArray, fresh: BoolArray
+    ) -> None:
         if self._promotions is None or self._volatile is None:
             return
         volatile, promoted, vectors = self._volatile, keys[fresh], out[fresh]
@@ -314,7 +343,7 @@ class DatabaseChain:
             counts.append(volatile.database.promote(table.tag, promoted, vectors))
 
         def job() -> None:
-            with self._fences[table.tag].filling(token) as allowed:
+            with fence.filling(token) as allowed:  # of the table that was fetched from: its tag may be another's by now
                 if not allowed or table.tag in self._quarantined:
                     return
                 if volatile.attempt(promote) is None:

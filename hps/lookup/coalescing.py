@@ -77,6 +77,11 @@ class FetchCoalescer:
         for join in joins:
             self._follow(table, join, keys, out, found)
 
+    def forget(self, table: TableSpec) -> None:
+        """Keep nothing about a table that nobody fetches from any more."""
+        with self._lock:
+            self._flights.pop(table.tag, None)
+
     def _take_off(
         self, tag: str, token: int, fence: TableFence, keys: KeyArray
     ) -> tuple[IndexArray | None, _Flight, list[_Join]]:

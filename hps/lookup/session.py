@@ -304,7 +304,7 @@ class _LookupPool:
         self._owner = owner
         self._timeouts = timeouts
         self._closed = False
-        self._free: queue.SimpleQueue[CacheLookup] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[CacheLookup | None] = queue.SimpleQueue()  # None: it is closed
         for _ in range(size):
             self._free.put(create())
 
@@ -316,12 +316,12 @@ class _LookupPool:
             NotReadyError: the pool was closed.
         """
         try:
-            if self._closed:  # else it would take what `close` waits for
-                raise queue.Empty
-            return self._free.get(timeout=self._timeout_s)
+            if not self._closed:  # else it would take what `close` waits for
+                if (lookup := self._free.get(timeout=self._timeout_s)) is not None:
+                    return lookup
+                self._free.put(None)  # for the next one that waits
+            raise NotReadyError(f"{self._owner}: was undeployed")
         except queue.Empty:
-            if self._closed:
-                raise NotReadyError(f"{self._owner}: was undeployed") from None
             self._timeouts.inc()
             raise WorkspaceTimeoutError(
                 f"{self._owner}: all {self._size} lookup workspaces stayed busy for {self._timeout_s:g} s; "
@@ -342,6 +342,7 @@ class _LookupPool:
             except queue.Empty:
                 return False
             self._size -= 1
+        self._free.put(None)
         return True
 
 

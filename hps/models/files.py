@@ -9,6 +9,7 @@ directory is a local path or a URI whose scheme selects a file system.
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -195,6 +196,11 @@ def open_sparse_model(
     content = json.dumps([place, rows, dim, versions])
     fingerprint = hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=16).hexdigest()
     return SparseModel(place, rows, dim, fingerprint, int32_keys, filesystem, versions)
+
+
+def joint_fingerprint(fingerprints: Iterable[str]) -> str:
+    """Identify the files of several tables by the fingerprint of each, in the order of the tables."""
+    return hashlib.blake2b("".join(fingerprints).encode(), digest_size=16).hexdigest()
 
 
 def _is_there(filesystem: FileSystem, path: str) -> bool:

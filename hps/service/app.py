@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
-from hps.errors import DeviceError, DeviceMemoryError, HPSError
+from hps.deployment import Deployment
+from hps.errors import DeviceError, DeviceMemoryError, HPSError, NotReadyError
 from hps.parameter_server import HPS
 from hps.service.control_routes import control_app
 from hps.service.held_memory import SMALL_BYTES, HeldMemory
@@ -28,13 +29,14 @@ from hps.service.protocol.json_size import SMALL_JSON_BYTES, parsed_bytes
 from hps.service.protocol.open_inference import Inference, decode_request, parse_header_length
 from hps.service.protocol.request_checks import ModelTables
 from hps.service.request_body import BodyReader, ClientDisconnected
-from hps.service.schemas import INFER, INFER_VERSION, LOOKUP, VERSION, check_version
+from hps.service.schemas import INFER, INFER_VERSION, LOOKUP
 
 _log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
 """How long running lookups, and then the parameter server, may take to end when the service stops."""
 
+_MOST_TARGETS = 256
 _LINGER_S = 1.0  # for a client that writes its whole body before it reads our error
 _OPEN_PATHS = frozenset({"/v2/health/live", "/v2/health/ready"})
 
@@ -44,10 +46,10 @@ class LookupTarget(NamedTuple):
 
     route: str
     model_name: str
-    version: str = VERSION
+    version: str | None = None  # the one that serves
 
 
-@lru_cache(256)
+@lru_cache(_MOST_TARGETS)
 def lookup_target(path: str) -> LookupTarget | None:
     """The lookup route that serves a path; None where another route does."""
     match path.split("/"):
@@ -143,17 +145,34 @@ class Application:
     async def _look_up(
         self, server: HPS, target: LookupTarget, headers: Mapping[bytes, bytes], body: bytes | bytearray
     ) -> HTTPAnswer:
+        """Answer a lookup, by the next version where the one that it began with was retired before it was asked."""
+        while True:
+            deployment = server.model(target.model_name, target.version)
+            try:
+                return await self._look_up_in(deployment, server, target, headers, body)
+            except NotReadyError:
+                if server.model(target.model_name, target.version) is deployment:
+                    raise
+
+    async def _look_up_in(
+        self,
+        deployment: Deployment,
+        server: HPS,
+        target: LookupTarget,
+        headers: Mapping[bytes, bytes],
+        body: bytes | bytearray,
+    ) -> HTTPAnswer:
         """Look up what the body asks for. The memory of the answer is held once its size is known, and stays so.
 
         The lookup runs on another thread, and so does the parsing of much JSON. To write JSON there is no use: orjson never
         releases the interpreter lock, so that would hold up the event loop just as long, and add a fight for the lock. It is
         written here, in pieces, between which others have their turn.
         """
-        tables = server.model(target.model_name).tables
         model = self._models.get(target)
-        if model is None or model.tables is not tables:  # unknown so far, or deployed anew
-            check_version(target.model_name, target.version)
-            model = self._models[target] = ModelTables(target.model_name, tables)
+        if model is None or model.tables is not deployment.tables:  # unknown so far, or another one by now
+            if len(self._models) == _MOST_TARGETS:  # of versions that are gone
+                self._models.clear()
+            model = self._models[target] = ModelTables(target.model_name, deployment.tables, deployment.version)
         header_length = None
         request: JSONLookup | Inference
         if target.route != LOOKUP:
@@ -170,7 +189,7 @@ class Application:
         else:
             self.memory.take(held, "answering the request")
         try:
-            await self._threads.run(server.lookup_segments, model.name, request.segments)
+            await self._threads.run(server.lookup_segments, deployment, request.segments)
             if (whole := request.binary_answer) is not None:
                 length = (b"inference-header-content-length", str(whole[1]).encode())
                 return HTTPAnswer(200, [BINARY, length], whole[:1], held)

@@ -14,8 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from hps import __version__
-from hps.deployment import Deployment
 from hps.errors import HPSError, InvalidInputError
+from hps.parameter_server import HPS
 from hps.service import schemas
 from hps.service.http_answer import HTTPAnswer, RequestError
 from hps.service.http_metrics import HTTPMetrics
@@ -126,14 +126,12 @@ def control_app(
     @app.get("/v2/models/{model}", tags=["metadata"], responses=_OF_MODELS)
     async def model_metadata(model: str) -> schemas.ModelMetadata:
         """A model's inputs, outputs and tables."""
-        return _metadata(model, lifecycle.server_of(model).model(model))
+        return _metadata(lifecycle.server_of(model), model, None)
 
     @app.get("/v2/models/{model}/versions/{version}", tags=["metadata"], responses=_OF_MODELS)
     async def model_version_metadata(model: str, version: str) -> schemas.ModelMetadata:
         """A model's inputs, outputs and tables."""
-        metadata = await model_metadata(model)
-        schemas.check_version(model, version)
-        return metadata
+        return _metadata(lifecycle.server_of(model), model, version)
 
     @app.get("/v2/models/{model}/ready", tags=["health"], responses=_OF_MODELS, response_model_exclude_none=True)
     async def model_ready(model: str) -> schemas.ModelReady:
@@ -145,10 +143,9 @@ def control_app(
         "/v2/models/{model}/versions/{version}/ready", tags=["health"], responses=_OF_MODELS, response_model_exclude_none=True
     )
     async def model_version_ready(model: str, version: str) -> schemas.ModelReady:
-        """Whether lookups of a model are answered."""
-        answer = await model_ready(model)
-        schemas.check_version(model, version)
-        return answer
+        """Whether lookups of a version are answered."""
+        lifecycle.server_of(model).model(model, version)
+        return schemas.ModelReady(ready=True, name=model)
 
     @app.get("/metrics", tags=["metrics"], response_class=Response, responses=_UNAUTHORIZED)
     async def prometheus_metrics(request: Request) -> Response:
@@ -193,11 +190,11 @@ def infer_version(model: str, version: str, request: schemas.InferenceRequest, h
 def lookup(model: str, request: schemas.LookupRequest) -> None: ...
 
 
-def _metadata(name: str, deployment: Deployment) -> schemas.ModelMetadata:
-    tables = deployment.tables
+def _metadata(server: HPS, name: str, version: str | None) -> schemas.ModelMetadata:
+    tables = server.model(name, version).tables
     return schemas.ModelMetadata(
         name=name,
-        versions=[schemas.VERSION],
+        versions=[one.version for one in server.versions(name) if one.state in ("serving", "available")],
         platform="hps",
         inputs=[
             schemas.TensorMetadata(name="KEYS", datatype="INT64", shape=[1, -1]),

@@ -203,7 +203,7 @@ class Lifecycle:
             return None
         self.states.model_started(name)
         try:
-            server.deploy(model, progress=self.states, force=self._force)
+            server.deploy(model.model, progress=self.states, force=self._force)
         except Exception as error:  # noqa: BLE001 - reported as the state of the model; the others go on
             if self._stopping.is_set():
                 _log.info("loading model %s was stopped: %s", name, error)

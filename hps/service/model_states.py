@@ -11,12 +11,14 @@ from prometheus_client.registry import Collector
 from hps.configuration.load import ModelConfig
 from hps.progress import FailureProgress, Progress, TableProgress, time_text
 from hps.service.schemas import ModelState, ModelStatus, TableState, TableStatus
+from hps.types import split_tag
 
 
 @dataclass(slots=True)
 class _TableEntry:
     name: str
     state: TableState = "waiting"
+    tag: str = ""  # by which the loading knows it
     load: TableProgress | None = None  # None: nothing of it had to be read, or its turn has not come
 
     @property
@@ -40,7 +42,7 @@ class _TableEntry:
 
 @dataclass(slots=True)
 class _ModelEntry:
-    tables: dict[str, _TableEntry]  # by tag
+    tables: dict[str, _TableEntry]  # by name
     state: ModelState = "waiting"
     cause: str = ""
     retry_at: float | None = None
@@ -71,10 +73,7 @@ class ModelStates(Collector):
         proceed: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._models = {
-            one.model: _ModelEntry({spec.tag: _TableEntry(spec.table_name) for spec in one.tables}) for one in models
-        }
-        self._tables_by_tag = {tag: model.tables for model in self._models.values() for tag in model.tables}
+        self._models = {one.model: _entry(one) for one in models}
         self._deployed = deployed
         self._listener = listener
         self._proceed = proceed
@@ -88,16 +87,18 @@ class ModelStates(Collector):
         self._proceed()
         self._listener.start(tag, rows, size_bytes)
         with self._lock:
-            for other, table in self._tables_by_tag[tag].items():
-                if other == tag:
-                    table.state, table.load = "loading", TableProgress(rows, size_bytes, self._clock)
+            tables, name = self._tables_of(tag)
+            for other, table in tables.items():
+                if other == name:
+                    table.state, table.tag, table.load = "loading", tag, TableProgress(rows, size_bytes, self._clock)
                     break
                 table.state = "done"
 
     def advance(self, tag: str, rows: int) -> None:
         """More rows are in the databases."""
         self._listener.advance(tag, rows)
-        if (load := self._tables_by_tag[tag][tag].load) is not None:
+        tables, name = self._tables_of(tag)
+        if (load := tables[name].load) is not None:
             load.advance(rows)
         self._proceed()
 
@@ -105,12 +106,18 @@ class ModelStates(Collector):
         """All rows of a table are in the databases."""
         self._listener.finish(tag)
         with self._lock:
-            table = self._tables_by_tag[tag][tag]
+            tables, name = self._tables_of(tag)
+            table = tables[name]
             table.state = "done"
             if table.load is not None:
                 table.load.end()
 
     # -- reports of the lifecycle, about models -----------------------------------------------------------------------
+
+    def add(self, model: ModelConfig) -> None:
+        """Make a model known that is to be loaded, too."""
+        with self._lock:
+            self._models.setdefault(model.model, _entry(model))
 
     def model_started(self, name: str) -> None:
         """A model is about to be loaded, for the first time or again."""
@@ -137,13 +144,18 @@ class ModelStates(Collector):
             model.state, model.cause, model.seconds = "failed", cause, now - model.started
             model.failures += 1
             model.retry_at = None if retry_in_s is None else now + retry_in_s
-            for tag, table in model.tables.items():
+            for table in model.tables.values():
                 if table.state == "loading":
-                    unfinished, table.state = tag, "failed"
+                    unfinished, table.state = table.tag, "failed"
                     if table.load is not None:
                         table.load.end()
         if unfinished is not None and isinstance(self._listener, FailureProgress):
             self._listener.fail(unfinished)
+
+    def _tables_of(self, tag: str) -> tuple[dict[str, _TableEntry], str]:
+        """The tables of the model that a tag belongs to, and the name of the tag's own."""
+        model, _, table = split_tag(tag) or ("", "", tag)
+        return self._models[model].tables, table
 
     # -- what is reported ---------------------------------------------------------------------------------------------
 
@@ -224,6 +236,10 @@ class ModelStates(Collector):
             retry_in_s=retry_in_s,
             tables=tables,
         )
+
+
+def _entry(model: ModelConfig) -> _ModelEntry:
+    return _ModelEntry({spec.table_name: _TableEntry(spec.table_name) for spec in model.tables})
 
 
 def _reason(name: str, model: _ModelEntry, retry_in_s: float | None) -> str:

@@ -4,14 +4,9 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from hps.errors import UnknownModelError
-
 INFER: Final = "/v2/models/{model}/infer"
 INFER_VERSION: Final = "/v2/models/{model}/versions/{version}/infer"
 LOOKUP: Final = "/v1/models/{model}/lookup"
-
-VERSION = "1"
-"""The version that every model has: a parameter server serves one."""
 
 ModelState = Literal["waiting", "loading", "ready", "failed"]
 TableState = Literal["waiting", "loading", "done", "failed"]
@@ -194,13 +189,3 @@ class LookupResponse(BaseModel):
     found: dict[str, list[bool]] | None = Field(
         default=None, description="Where requested: false for keys that got the default vector."
     )
-
-
-def check_version(model_name: str, version: str) -> None:
-    """Refuse versions that do not exist.
-
-    Raises:
-        UnknownModelError: the model has no such version.
-    """
-    if version != VERSION:
-        raise UnknownModelError(f"model {model_name!r}: got version {version[:40]!r}, expected {VERSION!r}, the only one")

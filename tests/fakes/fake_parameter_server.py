@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hps.errors import UnknownModelError
+from hps.errors import UnknownModelError, UnknownVersionError
+from hps.live_models import VersionStatus
 from hps.metrics import Metrics
 from hps.tensors.segments import Segment
 from hps.types import TableSpec
@@ -15,6 +16,7 @@ from hps.types import TableSpec
 class FakeDeployment:
     tables: tuple[TableSpec, ...]
     devices: tuple[int, ...] = (0,)
+    version: str = "1"
 
 
 class FakeParameterServer:
@@ -36,15 +38,22 @@ class FakeParameterServer:
         self.closed = False
         self._deployment = FakeDeployment(tuple(tables))
 
-    def model(self, name: str) -> FakeDeployment:
+    def model(self, name: str, version: str | None = None) -> FakeDeployment:
         if name not in self.models:
             raise UnknownModelError(f"looking up model {name!r}: it is not deployed")
+        if version not in (None, self._deployment.version):
+            raise UnknownVersionError(
+                f"looking up model {name!r}: got version {version!r}, deployed: {self._deployment.version}"
+            )
         return self._deployment
 
-    def lookup_segments(self, model_name: str, segments: Sequence[Segment], device_id: int | None = None) -> None:
+    def versions(self, name: str) -> list[VersionStatus]:
+        return [VersionStatus(name, self.model(name).version, "serving", 0.0, 0, {})]
+
+    def lookup_segments(self, deployment: FakeDeployment, segments: Sequence[Segment], device_id: int | None = None) -> None:
         self.lookups += 1
         self.on_lookup()
-        tables = self.model(model_name).tables
+        tables = deployment.tables
         for segment in segments:
             for place, key in enumerate(segment.keys.tolist()):
                 vector = self.rows[segment.table].get(key)

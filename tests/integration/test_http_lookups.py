@@ -102,7 +102,7 @@ def test_a_connection_serves_one_request_after_another(service):
     [
         ("POST", "/v1/models/nope/lookup", b'{"tables": {"user": [1]}}', {}, 404, "'nope'"),
         ("POST", "/v2/models/nope/infer", b"{}", {}, 404, "'nope'"),
-        ("POST", "/v2/models/ranker/versions/2/infer", b"{}", {}, 404, "got version '2', expected '1'"),
+        ("POST", "/v2/models/ranker/versions/2/infer", b"{}", {}, 404, "got version '2', deployed: 1"),
         ("POST", LOOKUP, b'{"tables": {"nope": [1]}}', {}, 404, "got table 'nope', expected a table of"),
         ("POST", LOOKUP, b"not json", {}, 400, "not JSON"),
         ("POST", LOOKUP, b"", {}, 400, "not JSON"),

@@ -80,7 +80,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def paused(server: hps.HPS, pool: ThreadPoolExecutor) -> Iterator[tuple[PausedSegment, Future[None]]]:
     """A lookup of the second table that has begun and does not go on."""
     segment = PausedSegment(1, KEYS, DIMS["item"])
-    running = pool.submit(server.lookup_segments, "ranker", [segment])
+    running = pool.submit(server.lookup_segments, server.model("ranker"), [segment])
     assert segment.reached.wait(60)
     yield segment, running
     segment.go_on.set()

@@ -251,7 +251,7 @@ def _lay_out(header: InferenceHeader, counts: tuple[int, ...] | None, model: Mod
         answered = {output.name for output in outputs}
         if unknown := [name for name in header.requested if name not in answered]:
             raise InvalidInputError(f"reading 'outputs': got {unknown[0][:120]!r}, which no input of this request answers")
-    members: dict[str, Any] = {"model_name": model.name, "model_version": "1"}
+    members: dict[str, Any] = {"model_name": model.name, "model_version": model.version}
     if header.request_id is not None:
         members["id"] = header.request_id
     return AnswerLayout(members, ranges, outputs)

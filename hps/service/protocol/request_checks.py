@@ -89,14 +89,16 @@ class ModelTables:
     Args:
         name: of the model.
         tables: at least one, in the order of their ids.
+        version: of the model.
 
     Attributes:
-        name, tables: as given.
+        name, tables, version: as given.
         indices: of the tables, by name.
     """
 
-    def __init__(self, name: str, tables: tuple[TableSpec, ...]) -> None:
+    def __init__(self, name: str, tables: tuple[TableSpec, ...], version: str = "1") -> None:
         self.name = name
+        self.version = version
         self.tables = tables
         self.indices = {table.table_name: index for index, table in enumerate(tables)}
 

@@ -89,7 +89,7 @@ TOP_VALUES = [
     ("supportlonglong", 64, "got 64, expected true or false"),
     ("volatile_db", [], "got an empty list, expected an object"),
     ("volatile_db", None, "got null, expected an object"),
-    ("models", [], "got an empty list, expected at least one element"),
+    ("models", [], "got none, expected at least one model, or a model_repository"),
     ("models", {}, "got an object, expected a list"),
     (
         "volatile_db.type",
@@ -188,7 +188,7 @@ def test_a_wrong_value_elsewhere_is_one_problem(key: str, value: Any, text: str)
 
 # Other documents, each with its problem.
 MISTAKES = [
-    ({}, "models: missing; it has no default, so write it"),
+    ({}, "models: got none, expected at least one model, or a model_repository"),
     *(
         (
             {"models": [{name: MODEL[name] for name in MODEL if name != key}]},
@@ -224,8 +224,8 @@ MISTAKES = [
     (document(service={"prot": 1}), "service.prot: unknown key; did you mean port?"),
     (
         document(**{"a.b": 1}),
-        '["a.b"]: unknown key; known are: device, fuse_embedding_table, model_source, models, persistent_db, service, '
-        "supportlonglong, update_source, volatile_db",
+        '["a.b"]: unknown key; known are: device, fuse_embedding_table, model_repository, model_source, models, persistent_db, '
+        "service, supportlonglong, update_source, volatile_db",
     ),
 ]
 

@@ -246,7 +246,11 @@ def test_equal_databases_in_both_places_are_fine() -> None:
             {"volatile_db": PersistentDatabaseParams()},
             "volatile_db: got a Python PersistentDatabaseParams, expected a VolatileDatabaseParams",
         ),
-        ({}, {"inference_params_array": []}, "inference_params_array: got an empty list, expected at least one element"),
+        (
+            {},
+            {"inference_params_array": []},
+            "inference_params_array: got none, expected at least one model, or a model_repository",
+        ),
     ],
 )
 def test_a_mistake_is_reported_in_the_structs_own_names(params: dict[str, Any], changes: dict[str, Any], expected: str) -> None:

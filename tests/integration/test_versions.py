@@ -1,0 +1,225 @@
+"""Versions of a model in one process: swapped, rolled back, loaded again, dropped from every tier."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hps
+from hps.types import split_tag
+from tests.servers.running_service import document_of, model_of, wait_until
+
+DIMS = {"user": 4, "item": 7}
+KEYS = np.arange(3000)
+KINDS: dict[str, dict[str, Any]] = {
+    "direct": {"gpucache": False},
+    "cached": {"gpucacheper": 0.5, "cache_refresh_percentage_per_iteration": 1.0, "hit_rate_threshold": 1.1},
+    "static": {"embedding_cache_type": "static"},
+}
+
+
+def vectors_of(keys: Any, dim: int, version: int) -> np.ndarray:
+    """Vectors that say of which key and version they are."""
+    return (np.asarray(keys)[:, None] * 16 + np.arange(dim) + version * 100_000).astype(np.float32)
+
+
+def write_version(directory: Path, version: int, content: int | None = None) -> list[str]:
+    places = []
+    for table, dim in DIMS.items():
+        place = directory / str(version) / f"{table}.model"
+        place.parent.mkdir(exist_ok=True)
+        hps.write_sparse_model(place, (KEYS, vectors_of(KEYS, dim, content or version)), overwrite=True)
+        places.append(str(place))
+    return places
+
+
+def version_of(server: hps.HPS, **named: Any) -> int:
+    """The content that answers: that of all tables, or the test fails."""
+    answer = server.lookup_tables({"user": KEYS[::7], "item": KEYS[::5]}, "ranker", **named)
+    versions = {int(vectors[0, 0]) // 100_000 for vectors in answer.values()}
+    assert len(versions) == 1
+    (version,) = versions
+    for (table, vectors), keys in zip(answer.items(), (KEYS[::7], KEYS[::5]), strict=True):
+        np.testing.assert_array_equal(vectors, vectors_of(keys, DIMS[table], version))
+    return version
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    def make(kind: str = "cached", *, persistent: bool = True, versions: int = 3, **more: Any) -> dict[str, Any]:
+        model = model_of("ranker", write_version(tmp_path, 1), DIMS, max_batch_size=3000, **KINDS[kind], **more)
+        model["versions"] = [
+            {"version": number, "sparse_files": write_version(tmp_path, number)} for number in range(2, versions + 1)
+        ]
+        model["num_of_worker_buffer_in_pool"] = 4
+        return document_of(model, persistent=tmp_path / "rocksdb" if persistent else None)
+
+    return make
+
+
+@pytest.fixture(params=[(kind, host) for kind in KINDS for host in ("hash_map", "rocks_db")], ids="-".join)
+def server(request: pytest.FixtureRequest, document: Callable[..., dict[str, Any]]) -> Iterator[hps.HPS]:
+    kind, host = request.param
+    with hps.HPS(document(kind, persistent=host == "rocks_db"), deploy_models=False) as server:
+        yield server
+
+
+def tags(server: hps.HPS) -> set[str]:
+    """Slots of which any database has a table."""
+    databases = [database for one in server._live.all() for database in one.chain.databases] + server._chain.databases
+    return {names[1] for database in databases for tag in database.tags() if (names := split_tag(tag))}
+
+
+def test_the_highest_version_serves_by_default(server: hps.HPS) -> None:
+    assert server.deploy("ranker").version == "3"
+    assert version_of(server) == 3
+
+
+def test_a_version_takes_over_and_the_one_before_is_kept_for_a_roll_back(server: hps.HPS) -> None:
+    for number in ("1", "2"):
+        assert server.deploy("ranker", number).version == number
+        assert version_of(server) == int(number)
+    states = {one.version: one.state for one in server.versions("ranker")}
+    assert states["2"] == "serving"
+    wait_until(lambda: {one.version: one.state for one in server.versions("ranker")}["1"] == "kept", "version 1 is kept")
+    with pytest.raises(hps.UnknownVersionError, match="deployed: 2"):
+        server.model("ranker", "1")
+    assert server.rollback("ranker").version == "1"
+    assert version_of(server) == 1
+    wait_until(lambda: {one.version: one.state for one in server.versions("ranker")}["2"] == "kept", "version 2 is kept")
+    assert server.rollback("ranker").version == "2", "back and forth"
+    assert version_of(server) == 2
+
+
+def test_a_version_that_is_no_longer_kept_leaves_nothing_in_any_tier(server: hps.HPS) -> None:
+    for number in ("1", "2", "3"):
+        server.deploy("ranker", number)
+    wait_until(lambda: not [one for one in server.versions("ranker") if one.state == "retiring"], "nothing retires")
+    assert tags(server) <= {"2", "3"}
+    assert version_of(server) == 3
+
+
+def test_keep_versions_0_drops_what_was_replaced(document: Callable[..., dict[str, Any]]) -> None:
+    with hps.HPS(document(keep_versions=0), deploy_models=False) as server:
+        server.deploy("ranker", "1")
+        server.deploy("ranker", "2")
+        wait_until(lambda: tags(server) == {"2"}, "version 1 is dropped")
+        assert server.rollback("ranker").version == "1", "loaded again: there is a version below the one that serves"
+        assert version_of(server) == 1
+
+
+def test_several_versions_are_available_where_the_policy_says_so(document: Callable[..., dict[str, Any]]) -> None:
+    with hps.HPS(document(version_policy={"latest": {"num_versions": 2}})) as server:
+        assert server.model("ranker").version == "3"
+        assert server.model("ranker", "2").version == "2"
+        with pytest.raises(hps.UnknownVersionError):
+            server.model("ranker", "1")
+        server.undeploy("ranker", "3")
+        assert version_of(server) == 2
+        with pytest.raises(hps.ConflictError, match="only one"):
+            server.undeploy("ranker", "2")
+
+
+def test_files_that_were_replaced_are_served_beside_the_old_ones_and_found_again(
+    document: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    configuration = document(versions=1)
+    with hps.HPS(configuration) as server:
+        serving = server.model("ranker")
+        assert server.deploy("ranker") is serving
+        write_version(tmp_path, 1, content=5)
+        assert server.deploy("ranker") is not serving
+        assert version_of(server) == 5
+        server.insert([7], np.full((1, 4), 9.0, np.float32), "ranker", "user")
+        assert server.deploy("ranker").version == "1"
+    with hps.HPS(configuration) as server:
+        np.testing.assert_array_equal(server.lookup([7], "ranker", "user"), np.full((1, 4), 9.0, np.float32))
+        vectors = server.lookup(KEYS[100:], "ranker", "user")
+        np.testing.assert_array_equal(vectors, vectors_of(KEYS[100:], 4, 5))
+
+
+def test_a_load_that_fails_leaves_the_old_version_serving(document: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    configuration = document()
+    with hps.HPS(configuration, deploy_models=False) as server:
+        server.deploy("ranker", "1")
+        vectors = tmp_path / "2" / "item.model" / "emb_vector"
+        vectors.write_bytes(vectors.read_bytes()[:-4])
+        with pytest.raises(hps.ModelFileError):
+            server.deploy("ranker", "2")
+        assert server.model("ranker").version == "1"
+        assert version_of(server) == 1
+        write_version(tmp_path, 2)
+        assert server.deploy("ranker", "2").version == "2"
+
+
+def test_two_changes_of_a_model_at_once_are_refused(document: Callable[..., dict[str, Any]]) -> None:
+    with hps.HPS(document(), deploy_models=False) as server:
+        server.deploy("ranker", "1")
+        loading, go_on = threading.Event(), threading.Event()
+
+        class Paused:
+            def start(self, tag: str, rows: int, size_bytes: int) -> None:
+                loading.set()
+                assert go_on.wait(60)
+
+            def advance(self, tag: str, rows: int) -> None: ...
+
+            def finish(self, tag: str) -> None: ...
+
+        with ThreadPoolExecutor(1) as pool:
+            deploying = pool.submit(server.deploy, "ranker", "2", progress=Paused())
+            assert loading.wait(60)
+            try:
+                for change in (lambda: server.deploy("ranker", "3"), lambda: server.undeploy("ranker")):
+                    with pytest.raises(hps.ConflictError, match="deploying it is under way"):
+                        change()
+                assert version_of(server) == 1
+            finally:
+                go_on.set()
+            assert deploying.result(60).version == "2"
+
+
+def test_no_lookup_fails_and_none_mixes_versions_while_versions_are_swapped(server: hps.HPS) -> None:
+    server.deploy("ranker", "1")
+    stop, seen = threading.Event(), set()
+
+    def look_up() -> int:
+        count = 0
+        while not stop.is_set():
+            seen.add(version_of(server))
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(6) as pool:
+        lookups = [pool.submit(look_up) for _ in range(6)]
+        try:
+            for _ in range(3):
+                server.deploy("ranker", "2")
+                server.rollback("ranker")
+                server.deploy("ranker", "3")
+                server.deploy("ranker", "1")
+        finally:
+            stop.set()
+        assert all(lookup.result(60) for lookup in lookups)
+    assert seen == {1, 2, 3}
+
+
+def test_a_process_that_died_during_a_swap_leaves_nothing_that_stays(document: Callable[..., dict[str, Any]]) -> None:
+    configuration = document()
+    with hps.HPS(configuration, deploy_models=False) as server:
+        server.deploy("ranker", "1")
+        for database in server._chain.databases:
+            database.open_table("hps_et.ranker@2.deadbeef.user", 4)  # as a load does that is killed
+            database.open_table("hps_et.ranker@9.user", 4)
+    with hps.HPS(configuration) as server:
+        assert tags(server) == {"3", ""}
+        assert version_of(server) == 3
+
+
+def test_there_may_be_nothing_to_go_back_to(document: Callable[..., dict[str, Any]]) -> None:
+    with hps.HPS(document(versions=1)) as server, pytest.raises(hps.ConflictError, match="no version to go back to"):
+        server.rollback("ranker")

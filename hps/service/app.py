@@ -117,8 +117,8 @@ class Application:
             if self._token and scope["path"] not in _OPEN_PATHS:
                 self._authorize(headers)
             if target is None:
-                body = await self._bodies.read(headers, receive)  # no route takes one, but it must not come for ever
-                return await self._serve_control(scope, receive, send)
+                body = await self._bodies.read(headers, receive)
+                return await self._serve_control(scope, _replayed(body, receive), send)
             if scope["method"] != "POST":
                 got = f"got {scope['method']} {scope['path'][:300]}"
                 raise RequestError(405, f"{got}, expected POST", (b"allow", b"POST"))
@@ -259,6 +259,16 @@ class Application:
             if not (closed := await asyncio.to_thread(self.lifecycle.close, CLOSE_TIMEOUT_S)):
                 _log.error("the parameter server was not closed within %g s", CLOSE_TIMEOUT_S)
             self.closed = idle and closed
+
+
+def _replayed(body: bytes | bytearray, receive: Receive) -> Receive:
+    """A `receive` that gives a body that was read already, and then what comes after it."""
+    messages: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay
 
 
 async def _send(answer: HTTPAnswer, send: Send, unread: Receive | None = None) -> None:

@@ -369,7 +369,7 @@ def test_a_bug_is_500_without_a_stack_trace_and_logged_with_one(fake, path, capl
 
 
 def test_a_bug_of_a_control_route_is_500_without_a_stack_trace(fake, caplog):
-    fake.model = lambda name: 1 // 0
+    fake.model = lambda *_: 1 // 0
     with running_service(document(), fake) as service:
         response = service.client.get("/v2/models/m")
         assert response.status_code == 500

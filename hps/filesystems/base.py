@@ -104,6 +104,13 @@ class FileSystem(ABC):
         """Whether the content of a file of this version may change from now on while its version stays."""
         return False
 
+    def directories(self, path: str) -> list[str]:
+        """Names (not paths) of the directories in a directory, sorted, in as many requests as `list`.
+
+        A file system that cannot tell them from files may name the files, too.
+        """
+        return self.list(path)
+
     @abstractmethod
     def list(self, path: str) -> list[str]:
         """Names (not paths) of what a directory holds, sorted."""

@@ -3,7 +3,7 @@
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -52,16 +52,20 @@ class HdfsFileSystem(FileSystem):
             address = hdfs_address(path, "reading")
             retried(self.settings, lambda deadline: self._read(address, offset, buffer, version, deadline))
 
+    def directories(self, path: str) -> list[str]:
+        """Names of the directories in a directory, sorted."""
+        return sorted(entry.path.rsplit("/", 1)[-1] for entry in self._entries(path) if entry.isdir)
+
     def list(self, path: str) -> list[str]:
         """Names of what a directory holds, sorted."""
+        return sorted(entry.path.rsplit("/", 1)[-1] for entry in self._entries(path))
+
+    def _entries(self, path: str) -> Sequence[Any]:
         address = hdfs_address(path, "listing")
-
-        def names(client: Any) -> list[str]:
-            return [entry.path.rsplit("/", 1)[-1] for entry in client.list_status(address.path)]
-
         if not self._info("listing", address).isdir:
             raise ModelFileError(f"listing {path}: it is a file, expected a directory")
-        return sorted(self._connections.ask("listing", address, names))
+        entries: Sequence[Any] = self._connections.ask("listing", address, lambda client: client.list_status(address.path))
+        return entries
 
     def create(self, path: str) -> FileWriter:
         """Begin to write a file under a name of its own, in the directory where it belongs."""

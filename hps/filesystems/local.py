@@ -4,6 +4,7 @@ import fcntl
 import os
 import secrets
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import unquote
 
@@ -85,14 +86,22 @@ class LocalFileSystem(FileSystem):
             os.close(descriptor)
         return False
 
-    def list(self, path: str) -> list[str]:
-        """Names of what a directory holds, sorted."""
+    def directories(self, path: str) -> list[str]:
+        """Names of the directories in a directory, and of links to some, sorted."""
+        return self._names(path, os.DirEntry.is_dir)
+
+    def _names(self, path: str, wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:
         try:
-            return sorted(os.listdir(local_path(path)))
+            with os.scandir(local_path(path)) as entries:
+                return sorted(entry.name for entry in entries if wanted(entry))
         except NotADirectoryError as error:
             raise ModelFileError(f"listing {path}: it is a file, expected a directory") from error
         except OSError as error:
             raise _refusal("listing", path, error) from error
+
+    def list(self, path: str) -> list[str]:
+        """Names of what a directory holds, sorted."""
+        return self._names(path, lambda entry: True)
 
     def create(self, path: str) -> FileWriter:
         """Begin to write a file under a name of its own, in the directory where it belongs."""

@@ -149,10 +149,17 @@ class ObjectStore(FileSystem):
         if buffer.nbytes:
             retried(self.settings, lambda deadline: self._read(reading, deadline))
 
+    def directories(self, path: str) -> list[str]:
+        """Names of the prefixes right below a prefix, sorted; at most 100,000."""
+        return sorted(name.rstrip("/") for name in self._names(path) if name.endswith("/"))
+
     def list(self, path: str) -> list[str]:
         """Names of the objects and prefixes right below a prefix, sorted; at most 100,000."""
+        return sorted({name.rstrip("/") for name in self._names(path)})
+
+    def _names(self, path: str) -> set[str]:
         address = self._address(path)
-        return sorted(retried(self.settings, lambda deadline: self._names(address, deadline)))
+        return retried(self.settings, lambda deadline: self._list(address, deadline))
 
     def delete(self, path: str) -> None:
         """Remove an object."""
@@ -176,12 +183,13 @@ class ObjectStore(FileSystem):
         found, _ = self._page(doing, address, 1, "", deadline)
         return bool(found) or not address.key
 
-    def _names(self, address: ObjectAddress, deadline: float) -> set[str]:
+    def _list(self, address: ObjectAddress, deadline: float) -> set[str]:
+        """Names of what is right below an address; those of prefixes end with a slash."""
         found: set[str] = set()
         token = ""
         for _ in range(_MOST_PAGES):
             page, token = self._page("listing", address, _PAGE_NAMES, token, deadline)
-            found.update(name.removeprefix(address.prefix).rstrip("/") for name in page)
+            found.update(name.removeprefix(address.prefix) for name in page)
             if not token:
                 break
         else:
@@ -189,7 +197,7 @@ class ObjectStore(FileSystem):
                 f"listing {address.uri}: it holds more than {len(found)} names, expected the directory of a model"
             )
         if found or not address.key:
-            return found - {""}  # some tools put an empty object where a directory is
+            return {name for name in found if name.rstrip("/")}  # some tools put an empty object where a directory is
         if self._find("listing", address, deadline) is not None:
             raise ModelFileError(f"listing {address.uri}: it is an object, expected a directory (a prefix of objects)")
         raise ModelFileNotFoundError(f"listing {address.uri}: there is no such directory in bucket {address.bucket!r}")

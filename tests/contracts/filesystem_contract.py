@@ -58,6 +58,17 @@ class FileSystemContract:
         self.put(f"{root}/model2/other", b"x")
         assert filesystem.list(f"{root}/model") == sorted(["emb_vector", "b", "a", "Z", "with space", "key"])
 
+    def test_directories_are_told_from_files(self, filesystem: FileSystem, root: str, file: str) -> None:
+        for name in ("2", "10/deep/file", "1/file", "with space/file"):
+            self.put(f"{root}/model/{name}", b"x")
+        self.put(f"{root}/model2/other", b"x")
+        assert filesystem.directories(f"{root}/model") == ["1", "10", "with space"]
+        assert filesystem.directories(f"{root}/model2") == []
+        with pytest.raises(ModelFileNotFoundError, match="absent"):
+            filesystem.directories(f"{root}/absent")
+        with pytest.raises(ModelFileError, match="key"):
+            filesystem.directories(file)
+
     def test_listing_what_is_no_directory_is_an_error(self, filesystem: FileSystem, root: str, file: str) -> None:
         with pytest.raises(ModelFileNotFoundError, match="absent"):
             filesystem.list(f"{root}/absent")

@@ -73,7 +73,9 @@ class ObjectStoreContract(FileSystemContract):
             with pytest.raises(ModelFileError, match="it is a directory"):
                 filesystem.status(path)
         self.put(f"{top}/model/key", b"x")
-        assert filesystem.list(f"{top}/model/") == ["key"]
+        self.put(f"{top}/model/1/", b"")
+        assert filesystem.list(f"{top}/model/") == ["1", "key"]
+        assert filesystem.directories(f"{top}/model/") == ["1"]
 
     def test_a_long_directory_is_listed_page_by_page_and_an_endless_one_refused(
         self, filesystem: FileSystem, top: str, monkeypatch: pytest.MonkeyPatch
@@ -83,6 +85,7 @@ class ObjectStoreContract(FileSystemContract):
             self.put(f"{top}/root/file{number}", b"x")
             self.put(f"{top}/root/directory{number}/file", b"x")
         assert filesystem.list(f"{top}/root") == [f"{kind}{number}" for kind in ("directory", "file") for number in range(5)]
+        assert filesystem.directories(f"{top}/root") == [f"directory{number}" for number in range(5)]
         monkeypatch.setattr("hps.filesystems.object_store._MOST_PAGES", 1)
         with pytest.raises(ModelFileError, match=rf"{top}/root: it holds more than \d+ names"):
             filesystem.list(f"{top}/root")

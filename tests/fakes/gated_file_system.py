@@ -64,6 +64,9 @@ class GatedFileSystem(LocalFileSystem):
         with _COUNTING:
             gate.bytes_read[place.rpartition("/")[2]] += len(buffer)
 
+    def directories(self, path: str) -> list[str]:
+        return super().directories(_split(path)[1])
+
     def list(self, path: str) -> list[str]:
         return super().list(_split(path)[1])
 

@@ -1,0 +1,139 @@
+"""Which versions and models a directory has, and what a version says of itself."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hps.errors import ModelFileError, ModelFileNotFoundError
+from hps.filesystems.local import LocalFileSystem
+from hps.models.repository import FileCheck, list_models, list_versions, read_manifest
+from hps.models.sources import ModelSources
+
+
+def put(path: Path, content: Any = b"") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the file system is asked what."""
+    asked: Counter[str] = Counter()
+
+    def counting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(self: LocalFileSystem, *arguments: Any) -> Any:
+            asked[name] += 1
+            return real(self, *arguments)
+
+        return ask
+
+    for name in ("exists", "status", "read_into", "list", "directories"):
+        monkeypatch.setattr(LocalFileSystem, name, counting(name, getattr(LocalFileSystem, name)))
+    return asked
+
+
+# -- versions ---------------------------------------------------------------------------------------------------------
+
+
+def test_versions_are_directories_with_positive_numbers_in_their_order(tmp_path: Path, asked: Counter[str]) -> None:
+    ignored = ["0", "01", "-1", "+1", "1.5", "1e3", "٣", "²", "v4", "4 ", ".5.x.tmp", "5.tmp", "latest", "9" * 5000]
+    for name in ["10", "9", "2", "123456789012345678", *(name for name in ignored if len(name) < 200)]:
+        (tmp_path / name).mkdir()
+    put(tmp_path / "7")
+    put(tmp_path / "model.json", {})
+    versions = list_versions(str(tmp_path), ModelSources())
+    assert versions == {name: f"{tmp_path}/{name}" for name in ("2", "9", "10", "123456789012345678")}
+    assert list(versions) == ["2", "9", "10", "123456789012345678"]
+    assert asked == {"directories": 1}
+
+
+def test_versions_without_a_manifest_are_hidden_where_one_is_required(tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    put(tmp_path / "2" / "version.json", {})
+    assert list(list_versions(str(tmp_path), ModelSources(), manifest_required=True)) == ["2"]
+    assert list(list_versions(f"{tmp_path}/", ModelSources())) == ["1", "2"]
+
+
+def test_a_model_without_versions_has_none_and_an_absent_one_is_an_error(tmp_path: Path) -> None:
+    assert list_versions(str(tmp_path), ModelSources()) == {}
+    for find in (list_versions, list_models):
+        with pytest.raises(ModelFileNotFoundError, match="absent"):
+            find(str(tmp_path / "absent"), ModelSources())  # type: ignore[operator]
+
+
+# -- manifests --------------------------------------------------------------------------------------------------------
+
+
+def test_a_manifest_says_what_a_version_is(tmp_path: Path) -> None:
+    assert read_manifest(str(tmp_path), ModelSources()) is None
+    files = {
+        "item/key": {"size_bytes": 16, "crc32": "00ff00ff"},
+        "./user/emb/../key": {"size_bytes": 8},
+        "meta": {"size_bytes": 1},
+    }
+    put(tmp_path / "version.json", {"delta_of": "12", "note": "Tuesday's", "files": files})
+    manifest = read_manifest(str(tmp_path), ModelSources())
+    assert manifest is not None
+    assert (manifest.delta_of, manifest.note) == ("12", "Tuesday's")
+    for sparse_file in ("item", "item/", "./item"):
+        assert manifest.of_table(sparse_file) == {"key": FileCheck(size_bytes=16, crc32="00ff00ff")}
+    assert manifest.of_table("user") == {"key": FileCheck(size_bytes=8)}
+    assert manifest.of_table(".") == {"meta": FileCheck(size_bytes=1)}
+    assert manifest.of_table("other") == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "it is not JSON"),
+        (b'{"delta_of": "1"', "it is not JSON"),
+        (b"\xff\xfe", "it is not JSON"),
+        (b"[" * 100_000, "it is not JSON"),
+        (b"[]", "got list, expected a JSON object"),
+        ({"delta_off": "1"}, "delta_off: .*write delta_of, note and files"),
+        ({"delta_of": 1}, "delta_of: "),
+        ({"delta_of": "01"}, "delta_of: "),
+        ({"delta_of": "1\n"}, "delta_of: "),
+        ({"files": {"key": {"size_bytes": -1}}}, "size_bytes"),
+        ({"files": {"key": {"size_bytes": 8, "crc32": "abc"}}}, "crc32"),
+    ],
+)
+def test_a_manifest_that_is_not_as_it_should_be_is_an_error(tmp_path: Path, content: Any, message: str) -> None:
+    put(tmp_path / "version.json", content)
+    with pytest.raises(ModelFileError, match=f"{tmp_path}/version.json: .*{message}"):
+        read_manifest(str(tmp_path), ModelSources())
+
+
+# -- repositories -----------------------------------------------------------------------------------------------------
+
+
+def test_the_models_of_a_repository_are_found_and_a_broken_one_hides_no_other(tmp_path: Path, asked: Counter[str]) -> None:
+    put(tmp_path / "shop" / "model.json", {"sparse_files": ["item"]})
+    put(tmp_path / "news" / "model.json", {"model": "news"})
+    put(tmp_path / "renamed" / "model.json", {"model": "other"})
+    put(tmp_path / "torn" / "model.json", b'{"sparse_')
+    put(tmp_path / "no name" / "model.json", {})
+    put(tmp_path / "huge" / "model.json", b" " * (17 << 20))
+    (tmp_path / "folder" / "model.json").mkdir(parents=True)
+    put(tmp_path / "other" / "config.pbtxt", b"name: x")
+    put(tmp_path / "README", b"x")
+    found = list_models(str(tmp_path), ModelSources())
+    assert found.pop("shop") == {"sparse_files": ["item"], "model": "shop"}
+    assert found.pop("news") == {"model": "news"}
+    messages = {
+        "renamed": "got model 'other', expected 'renamed'",
+        "torn": "it is not JSON",
+        "no name": "no model can be called 'no name'",
+        "huge": "expected at most",
+        "folder": "it is a directory",
+    }
+    for name, message in messages.items():
+        error = found.pop(name)
+        assert isinstance(error, ModelFileError)
+        assert message in str(error)
+    assert found == {}
+    assert asked == {"directories": 1, "status": 8, "read_into": 5}

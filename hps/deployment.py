@@ -20,11 +20,11 @@ from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.refresh import refresh
 from hps.lookup.session import CachedSession, DirectSession, Session, SessionSettings
 from hps.metrics import Metrics
-from hps.models.files import CHUNK_BYTES, SparseModel, joint_fingerprint
+from hps.models.files import SparseModel, joint_fingerprint
 from hps.models.repeats import find_repeats
 from hps.models.sources import ModelSources
 from hps.models.table_load import LoadReport, LoadTargets, TableLoad
-from hps.models.warm_up import warm_up
+from hps.models.warm_up import DatabaseRows, WarmUpSource, warm_up
 from hps.open_calls import OpenCalls
 from hps.progress import Progress
 from hps.registry import implementation
@@ -248,7 +248,7 @@ def deploy(
     try:
         reports = _load_tables(config, tables, chain, targets, progress)
         rows = tuple(report.model.rows for report in reports)
-        fingerprint = joint_fingerprint(report.model.fingerprint for report in reports)
+        fingerprint = joint_fingerprint(report.fingerprint for report in reports)
         if cache_class.device == "cpu" and (resident or not config.gpucache):
 
             def renew() -> dict[int, Session]:
@@ -330,24 +330,18 @@ class _FromDatabases:
         self._tables, self._chain = tables, chain
 
     def fill(self, cache: EmbeddingCache, index: int, fraction: float) -> None:
-        room = cache.stats(index).capacity_rows if fraction > 0 else 0
-        if not room or not self._chain.databases:
-            return
-        table = self._tables[index]
-        for keys, vectors in self._chain.databases[-1].scan(table.tag, max(1, CHUNK_BYTES // (8 + 4 * table.dim))):
-            cache.insert(index, keys[:room], vectors[:room])
-            room -= min(room, keys.size)
-            if not room:
-                return
+        if self._chain.databases:
+            table = self._tables[index]
+            warm_up(cache, index, table, DatabaseRows(self._chain.databases[-1], table.tag, table.dim), fraction)
 
 
-def _warmed_in_part(table: TableSpec, model: SparseModel, rows: int, chain: DatabaseChain) -> bool:
+def _warmed_in_part(table: TableSpec, model: WarmUpSource, rows: int, chain: DatabaseChain) -> bool:
     """Whether keys of the rows that a cache was warmed with occur again in later rows, which count.
 
     Raises:
         ModelFileError: they do, and no database has the later ones.
     """
-    repeats = find_repeats(model, rows)
+    repeats = find_repeats(model, rows) if isinstance(model, SparseModel) else None
     if repeats and not chain.databases:
         raise repeats.refusal(f"warming up {table.tag} from {model.place}", "the cache", rows)
     return repeats is not None

@@ -29,6 +29,8 @@ class HdfsFileSystem(FileSystem):
     HADOOP_HOME/etc/hadoop. The version of a file is its modification time (milliseconds) and its length.
     """
 
+    renames_directories = True
+
     def __init__(self, settings: ModelSourceConfig | None = None) -> None:
         super().__init__(settings)
         self._connections = HdfsConnections(self.settings)
@@ -75,6 +77,16 @@ class HdfsFileSystem(FileSystem):
         """Remove a file."""
         address = hdfs_address(path, "removing")
         self._connections.ask("removing", address, lambda client: client.delete(address.path, False))
+
+    def rename(self, path: str, new_path: str) -> None:
+        """Give a directory another name."""
+        old, new = hdfs_address(path, "renaming"), hdfs_address(new_path, "renaming")
+        # HDFS moves a directory into one that has the name already.
+        if self.exists(new_path):
+            raise ModelFileError(f"renaming {path} to {new_path}: it exists; choose another name")
+        self._connections.ask_once(
+            "renaming", old, time.monotonic() + self.settings.timeout_s, lambda client: client.rename(old.path, new.path, False)
+        )
 
     def _info(self, doing: str, address: HdfsAddress) -> Any:
         return self._connections.ask(doing, address, lambda client: client.get_file_info(address.path))

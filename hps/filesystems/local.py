@@ -21,7 +21,7 @@ class LocalFileSystem(FileSystem):
     modification time is put back, or when another file takes its place, also one of the same size and time.
     """
 
-    is_local = True
+    is_local = renames_directories = True
     part_bytes = 1 << 40  # one thread gets 8 GB/s out of the page cache: splitting a read gains nothing
 
     @property
@@ -115,6 +115,18 @@ class LocalFileSystem(FileSystem):
             return
         except OSError as error:
             raise _refusal("removing", path, error) from error
+
+    def rename(self, path: str, new_path: str) -> None:
+        """Give a directory another name, durably."""
+        try:
+            os.rename(local_path(path), local_path(new_path))
+            descriptor = os.open(os.path.dirname(local_path(new_path)) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise _refusal("renaming", f"{path} to {new_path}", error) from error
 
     def _stat(self, path: str, doing: str) -> os.stat_result:
         try:

@@ -2,20 +2,22 @@
 
 import logging
 import time
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 from hps.databases.base import UNBOUNDED_ROWS, Database, InProcessDatabase, LoadRecord, PersistentDatabase, SharedDatabase
-from hps.errors import DatabaseError, ModelFileChangedError
+from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError
 from hps.filesystems.base import changed
-from hps.models.files import CHUNK_BYTES, SparseModel, open_sparse_model
+from hps.models.deltas import BaseRows, DeltaModel, Merge, TableSource, first_rows, open_table_files
+from hps.models.files import CHUNK_BYTES, SparseModel, extended
 from hps.models.read_ahead import read_ahead
 from hps.models.repeats import find_repeats
 from hps.models.sources import ModelSources
+from hps.models.warm_up import DatabaseRows, WarmUpSource
 from hps.progress import NoProgress, Progress
 from hps.types import FloatArray, KeyArray, TableSpec
 
@@ -68,7 +70,9 @@ class LoadReport:
 
     Attributes:
         tag: of the table.
-        model: the files, as they were loaded; `warm_up` from it fills a cache with the same version.
+        model: the files, as they were loaded; of a delta, the database that has its rows now, if there is one. `warm_up` from
+            it fills a cache with the same version, of `model.rows` rows.
+        fingerprint: of the files.
         seconds: how long the load took.
         loads: one entry for each of the databases to load, in their order.
         differs: whether the persistent database has, or may have, other vectors than the files (it was updated online, or kept
@@ -77,7 +81,8 @@ class LoadReport:
     """
 
     tag: str
-    model: SparseModel
+    model: WarmUpSource
+    fingerprint: str
     seconds: float
     loads: tuple[DatabaseLoad, ...]
     differs: bool = False
@@ -95,9 +100,12 @@ class TableLoad:
     databases are filled from it and not from the files, whose vectors may be old. Likewise if they are to hold the first rows
     only, and keys of those occur again in later rows: of the rows of a key, the last counts on every tier.
 
+    A delta is loaded from its base, where a database of this process has that as its files say, and else from the base's files.
+    It fills the persistent database alone, which then fills the volatile ones. An interrupted one starts over.
+
     Args:
         table: the table; it is opened in each database, also in those to keep.
-        source: directory or URI of its sparse model files.
+        source: directory or URI of its sparse model files, or what says more of them.
         targets: the databases, and how they are loaded.
         progress: told how far the load is, if there is anything to load.
 
@@ -105,13 +113,15 @@ class TableLoad:
         ModelFileError: the files are missing or do not fit.
     """
 
-    def __init__(self, table: TableSpec, source: str, targets: LoadTargets, progress: Progress | None = None) -> None:
+    def __init__(
+        self, table: TableSpec, source: str | TableSource, targets: LoadTargets, progress: Progress | None = None
+    ) -> None:
         self._table = table
         self._tag = table.tag
         self._targets = targets
         self._progress = progress or NoProgress()
         self._watched = False  # whether the files may change without another version
-        self._model = open_sparse_model(source, table.dim, int32_keys=targets.int32_keys, sources=targets.sources)
+        self._model = open_table_files(source, table.dim, int32_keys=targets.int32_keys, sources=targets.sources)
 
     def run(self) -> LoadReport:
         """Load the databases.
@@ -138,7 +148,8 @@ class TableLoad:
         differs = differs or self._repeats(authority)
         if authority and whole:
             self._put_above(authority)  # what others loaded from copies of the files need not be loaded again
-        loads = [self._planned(database, record, differs) for database, record in zip(databases, records, strict=True)]
+        copied = differs or (authority is not None and isinstance(self._model, DeltaModel))
+        loads = [self._planned(database, record, copied) for database, record in zip(databases, records, strict=True)]
         self._read_into([(one, load) for one, load in zip(databases, loads, strict=True) if load.rows and not load.elsewhere])
         for i, database in enumerate(databases):
             if loads[i].elsewhere and isinstance(database, SharedDatabase):
@@ -146,10 +157,19 @@ class TableLoad:
         if authority:
             self._put_above(authority)
         for i, database in enumerate(databases):
-            if authority and differs and not isinstance(database, PersistentDatabase):
-                loads[i] = self._copied(authority, database)
+            if authority and copied and not isinstance(database, PersistentDatabase):
+                loads[i] = self._copied(authority, database, differs)
             self._log_loaded(database, loads[i])
-        return LoadReport(self._tag, self._model, time.monotonic() - started, tuple(loads), differs)
+        source = self._warm_up_source(authority, loads)
+        return LoadReport(self._tag, source, self._model.fingerprint, time.monotonic() - started, tuple(loads), differs)
+
+    def _warm_up_source(self, authority: Database | None, loads: Sequence[DatabaseLoad]) -> WarmUpSource:
+        """What a cache is warmed up from: of a delta, a database that holds every row, if there is one."""
+        if isinstance(self._model, SparseModel):
+            return self._model
+        whole = (one for one, load in zip(self._targets.load, loads, strict=True) if load.last_row == self._model.rows)
+        database = authority or next(whole, None)
+        return DatabaseRows(database, self._tag, self._table.dim) if database else self._model
 
     def _put_above(self, authority: PersistentDatabase) -> None:
         for database in (*self._targets.load, *self._targets.keep):
@@ -175,11 +195,15 @@ class TableLoad:
         record, model = database.load_record(self._tag), self._model
         if record is None or not record.complete or not record.checksum or record.fingerprint == model.fingerprint:
             return record
-        if not model.is_local or (record.rows_total, record.size_bytes) != (model.rows, model.size_bytes):
+        if (
+            not isinstance(model, SparseModel)
+            or not model.is_local
+            or (record.rows_total, record.size_bytes) != (model.rows, model.size_bytes)
+        ):
             return record
         _log.info("Table: %s; the files have another place or time than those in %s; comparing them.", self._tag, database.kind)
         model.verify()
-        if self._checksum(0, model.rows) != record.checksum:
+        if self._checksum(model, 0, model.rows) != record.checksum:
             return record
         record = replace(record, fingerprint=model.fingerprint, source=model.place)
         self._remember(database, record)
@@ -206,7 +230,7 @@ class TableLoad:
             if isinstance(database, PersistentDatabase):
                 continue
             rows = self._share(database, model.rows)
-            repeats = find_repeats(model, rows)
+            repeats = find_repeats(model, rows) if isinstance(model, SparseModel) else None
             if repeats and authority is None:
                 raise repeats.refusal(f"loading {self._tag} from {model.place}", database.kind, rows)
             if repeats:
@@ -216,11 +240,11 @@ class TableLoad:
 
     # -- what is needed -----------------------------------------------------------------------------------------------
 
-    def _planned(self, database: Database, record: LoadRecord | None, differs: bool) -> DatabaseLoad:
+    def _planned(self, database: Database, record: LoadRecord | None, copied: bool) -> DatabaseLoad:
         """Decide which rows of the files a database still needs; empty it if it holds other files."""
         if isinstance(database, PersistentDatabase):
             return DatabaseLoad(database.kind, self._first_row(database, record), self._model.rows)
-        if differs:  # it gets its rows from the persistent database
+        if copied:  # it gets its rows from the persistent database
             return DatabaseLoad(database.kind, 0, 0)
         rows, first = self._share(database, self._model.rows), 0
         if isinstance(database, SharedDatabase):
@@ -242,7 +266,9 @@ class TableLoad:
         same = record.fingerprint == model.fingerprint and 0 <= record.rows_done <= record.rows_total == model.rows
         if same and record.complete:
             return model.rows
-        if same and not record.modified:  # a part that was updated online is neither these files nor whole
+        if (
+            same and not record.modified and isinstance(model, SparseModel)
+        ):  # a part that was updated online is neither these files nor whole
             _log.info(
                 "Table: %s; continuing an interrupted load of %s at row %d of %d.",
                 self._tag,
@@ -267,48 +293,125 @@ class TableLoad:
 
     def _read_into(self, targets: Sequence[tuple[Database, DatabaseLoad]]) -> None:
         """Read the files once, from the first row to the last that any of the databases needs."""
-        if not targets:
-            return
+        if isinstance(self._model, DeltaModel):
+            for database, load in targets:
+                self._merge_into(self._model, database, load)
+        elif targets:
+            self._stream_into(self._model, targets)
+
+    def _stream_into(self, model: SparseModel, targets: Sequence[tuple[Database, DatabaseLoad]]) -> None:
         first, last = min(load.first_row for _, load in targets), max(load.last_row for _, load in targets)
-        self._progress.start(self._tag, last - first, (last - first) * self._model.row_bytes)
+        self._progress.start(self._tag, last - first, (last - first) * model.row_bytes)
         feeds = [self._feed(database, load) for database, load in targets]
-        with closing(read_ahead(self._model, self._ranges(first, last))) as chunks:
+        with closing(read_ahead(model, self._ranges(first, last))) as chunks:
             for start, keys, vectors in chunks:
                 for feed in feeds:
                     feed.add(start, keys, vectors)
                 self._progress.advance(self._tag, keys.size)
-        self._check_unchanged(targets, feeds)
+        self._check_unchanged(model, targets, feeds)
         for (database, _), feed in zip(targets, feeds, strict=True):
             feed.end()
-            started = time.monotonic()
-            database.finish_load(self._tag)
-            if (seconds := time.monotonic() - started) > _LONG_MERGE_S:
-                _log.info("Table: %s; %s merged its rows in %.1f s.", self._tag, database.kind, seconds)
+            self._finish(database)
         self._progress.finish(self._tag)
 
-    def _check_unchanged(self, targets: Sequence[tuple[Database, DatabaseLoad]], feeds: "Sequence[LoadFeed]") -> None:
-        """Make sure that what was read is one state of the files.
+    def _finish(self, database: Database) -> None:
+        started = time.monotonic()
+        database.finish_load(self._tag)
+        if (seconds := time.monotonic() - started) > _LONG_MERGE_S:
+            _log.info("Table: %s; %s merged its rows in %.1f s.", self._tag, database.kind, seconds)
+
+    def _merge_into(self, model: DeltaModel, database: Database, load: DatabaseLoad) -> None:
+        """Fill a database with the rows of a delta: from its base where that is here, else from files. Its record comes last.
+
+        Raises:
+            ModelFileError: the files changed meanwhile, cannot be read, or are not those that were written.
+        """
+        self._check_at_rest(model)
+        for base in (self._base_rows(model, database), None):
+            if base:
+                _log.info("Table: %s; %s has the rows that it does not change.", self._tag, database.kind)
+            self._progress.start(self._tag, load.last_row, load.last_row * model.row_bytes)
+            feed, merge = self._feed(database, load), Merge(model, base)
+            chunks = merge.chunks() if load.last_row == model.rows else first_rows(merge.chunks(), load.last_row)
+            with closing(chunks):
+                for keys, vectors in chunks:
+                    feed.add(0, keys, vectors)
+                    self._progress.advance(self._tag, keys.size)
+            if base is None or base.still_counts():
+                break
+            _log.info("Table: %s; its base was modified while it was copied; reading the base's files.", self._tag)
+            self._empty(database)
+        self._check_at_rest(model)
+        feed.end()
+        self._finish(database)
+        if isinstance(database, PersistentDatabase):
+            self._remember(database, replace(feed.record, rows_done=model.rows, checksum=merge.checksum))
+        self._progress.finish(self._tag)
+
+    def _check_at_rest(self, model: DeltaModel) -> None:
+        if model.may_change_unseen():
+            raise ModelFileChangedError(
+                f"reading {model.place}: somebody has its files, or those of a version that it changes, open for writing; load "
+                "it when the writer is done"
+            )
+
+    def _base_rows(self, model: DeltaModel, database: Database) -> BaseRows | None:
+        """The rows of the latest version that the model is made of and that is here, as its files say; None if none is."""
+        for level in reversed(range(len(model.deltas))):
+            held, fingerprint = model.held[level], model.fingerprints[level]
+            if held is None:
+                continue
+            if isinstance(database, PersistentDatabase):
+                if (record := self._unmodified_record(database, held.tag)) and record.fingerprint == fingerprint:
+                    chunks = database.scan(held.tag, model.chunk_rows)
+                    still_counts = partial(self._is_unmodified, database, held.tag, record)
+                    return BaseRows(level, chunks, record.checksum, still_counts)
+            elif held.database is not None and held.fingerprint == fingerprint and held.unmodified():
+                return BaseRows(level, held.database.scan(held.tag, model.chunk_rows), "", held.unmodified)
+        return None
+
+    def _unmodified_record(self, database: PersistentDatabase, tag: str) -> LoadRecord | None:
+        """The record of another table that is whole and was not modified; None for any other table."""
+        if tag not in database.tags():
+            return None
+        database.open_table(tag, self._table.dim)
+        record = database.load_record(tag)
+        return record if record is not None and record.complete and not record.modified else None
+
+    def _is_unmodified(self, database: PersistentDatabase, tag: str, record: LoadRecord) -> bool:
+        """Whether a table is still what its record said: a modification is recorded before it changes a row."""
+        return tag in database.tags() and database.load_record(tag) == record
+
+    def _check_unchanged(
+        self, model: SparseModel, targets: Sequence[tuple[Database, DatabaseLoad]], feeds: "Sequence[LoadFeed]"
+    ) -> None:
+        """Make sure that what was read is one state of the files, and the one that `version.json` says.
 
         A local file that nobody had open for writing has another version after each write, which every read notices. One that
         somebody may have mapped has not: it is read again, and what is loaded goes if that was not the same.
 
         Raises:
             ModelFileChangedError: it was not.
+            ModelFileError: it is another one.
         """
         try:
-            if self._model.may_change_unseen() or self._watched:
+            if model.may_change_unseen() or self._watched:
                 for (_, load), feed in zip(targets, feeds, strict=True):
-                    if not self._watched or self._checksum(feed.first_summed_row, load.last_row) != feed.checksum:
-                        raise changed(self._model.place, "at the opening")
-        except ModelFileChangedError:
+                    if not self._watched or self._checksum(model, feed.first_summed_row, load.last_row) != feed.checksum:
+                        raise changed(model.place, "at the opening")
+            if model.is_summed:
+                whole = (feed for (_, load), feed in zip(targets, feeds, strict=True) if load.last_row == model.rows)
+                sums = next((feed.checksum for feed in whole if not feed.first_summed_row), "")
+                model.check_content(sums or self._checksum(model, 0, model.rows))
+        except ModelFileError:
             for database, _ in targets:
                 self._empty(database)
             raise
 
-    def _checksum(self, first: int, last: int) -> str:
+    def _checksum(self, model: SparseModel, first: int, last: int) -> str:
         """The checksum of rows [first, last), as the files have them now."""
         checksum = ""
-        with closing(read_ahead(self._model, self._ranges(first, last))) as chunks:
+        with closing(read_ahead(model, self._ranges(first, last))) as chunks:
             for _, keys, vectors in chunks:
                 checksum = extended(checksum, keys, vectors)
         return checksum
@@ -324,7 +427,10 @@ class TableLoad:
                 record = replace(record, checksum=before.checksum)
             else:
                 self._remember(database, record)  # so that a start that keeps what is there refuses it until it is whole
-        return LoadFeed(database, self._tag, self._table.dim, record, load.last_row, sums=self._watched)
+        if isinstance(model, DeltaModel):
+            return LoadFeed(database, self._tag, self._table.dim, record, model.rows, counts=False)
+        sums = self._watched or model.is_summed
+        return LoadFeed(database, self._tag, self._table.dim, record, load.last_row, sums=sums)
 
     def _remember(self, database: PersistentDatabase, record: LoadRecord) -> None:
         database.load_chunk(self._tag, np.empty(0, np.int64), np.empty((0, self._table.dim), np.float32), record)
@@ -335,38 +441,60 @@ class TableLoad:
 
     def _awaited(self, database: SharedDatabase, rows: int) -> DatabaseLoad:
         """Wait until another process has loaded a shared database; if it dies, its claim runs out, and we load the rest."""
-        _log.info("Table: %s; another process is loading %s; waiting for it.", self._tag, database.kind)
-        fingerprint = self._model.fingerprint
-        self._progress.start(self._tag, rows, rows * self._model.row_bytes)
-        while (first := database.claim_load(self._tag, fingerprint, rows, wait_s=_CLAIM_WAIT_S)) is None:
-            self._progress.advance(self._tag, 0)  # its rows are unknown to us; but a progress that raises ends the wait
-        self._progress.advance(self._tag, first)
-        self._progress.finish(self._tag)
-        load = DatabaseLoad(database.kind, first, rows)
+        load = DatabaseLoad(database.kind, self._claim_when_free(database, rows), rows)
         if load.rows:
             self._read_into([(database, load)])
         return load
 
-    def _copied(self, authority: Database, database: Database) -> DatabaseLoad:
+    def _claim_when_free(self, database: SharedDatabase, rows: int) -> int:
+        """Wait until no other process loads a shared database; return the first row that it still needs."""
+        _log.info("Table: %s; another process is loading %s; waiting for it.", self._tag, database.kind)
+        self._progress.start(self._tag, rows, rows * self._model.row_bytes)
+        while (first := database.claim_load(self._tag, self._model.fingerprint, rows, wait_s=_CLAIM_WAIT_S)) is None:
+            self._progress.advance(self._tag, 0)  # its rows are unknown to us; but a progress that raises ends the wait
+        self._progress.advance(self._tag, first)
+        self._progress.finish(self._tag)
+        return first
+
+    def _copied(self, authority: Database, database: Database, differs: bool) -> DatabaseLoad:
         """Fill a volatile database with rows of the persistent one, up to its share of them."""
+        if isinstance(database, SharedDatabase) and not differs:  # of exactly these files: other processes may count on it
+            return self._copied_as_files(authority, database)
         limit = self._share(database, authority.size(self._tag))
-        _log.info(
-            "Table: %s; filling %s from %s, whose vectors are newer than the files or were to be kept.",
-            self._tag,
-            database.kind,
-            authority.kind,
-        )
+        if isinstance(database, InProcessDatabase):
+            database.reserve(self._tag, limit)
+        return DatabaseLoad(database.kind, 0, self._copy(authority, database, limit, partial(database.promote, self._tag)))
+
+    def _copied_as_files(self, authority: Database, database: SharedDatabase) -> DatabaseLoad:
+        """Fill a shared database with rows of the persistent one, in the name of the files that those are of."""
+        rows, fingerprint = self._share(database, self._model.rows), self._model.fingerprint
+        first = database.claim_load(self._tag, fingerprint, rows, afresh=self._targets.force)
+        database.open_table(self._tag, self._table.dim)
+        if first is None:
+            first = self._claim_when_free(database, rows)
+        if first == rows:
+            return DatabaseLoad(database.kind, rows, rows)
+        record = LoadRecord(fingerprint, 0, rows)  # what others left of an interrupted load may have been in another order
+        self._copy(authority, database, rows, lambda keys, vectors: database.load_chunk(self._tag, keys, vectors, record))
+        database.finish_load(self._tag)
+        return DatabaseLoad(database.kind, 0, rows)
+
+    def _copy(
+        self, authority: Database, database: Database, limit: int, write: Callable[[KeyArray, FloatArray], object]
+    ) -> int:
+        """Write rows of the persistent database, as many as there are up to a limit; return how many."""
+        _log.info("Table: %s; filling %s from %s.", self._tag, database.kind, authority.kind)
         row_bytes, done = self._model.row_bytes, 0
         self._progress.start(self._tag, limit, limit * row_bytes)
         for keys, vectors in authority.scan(self._tag, max(1, CHUNK_BYTES // row_bytes)):
             count = min(keys.size, limit - done)
             if count <= 0:
                 break
-            database.promote(self._tag, keys[:count], vectors[:count])
+            write(keys[:count], vectors[:count])
             done += count
             self._progress.advance(self._tag, count)
         self._progress.finish(self._tag)
-        return DatabaseLoad(database.kind, 0, done)
+        return done
 
     def _log_loaded(self, database: Database, load: DatabaseLoad) -> None:
         """Log HugeCTR's lines, which its users look for."""
@@ -399,13 +527,23 @@ class LoadFeed:
         record: what it holds already: `rows_done` is the first row to load, `checksum` that of the rows before.
         last_row: the row behind the last to load.
         sums: compute the checksum, also for a database that keeps none.
+        counts: whether the rows are those of files in their order, so that the record can count them; else it stays as it is.
     """
 
     def __init__(
-        self, database: Database, tag: str, dim: int, record: LoadRecord, last_row: int, *, sums: bool = False
+        self,
+        database: Database,
+        tag: str,
+        dim: int,
+        record: LoadRecord,
+        last_row: int,
+        *,
+        sums: bool = False,
+        counts: bool = True,
     ) -> None:
         self._database, self._tag = database, tag
-        self._record, self._last_row = record, last_row
+        self.record, self._last_row = record, last_row
+        self._counts = counts
         self._sums = sums or isinstance(database, PersistentDatabase)  # what others hold is not compared with files later
         self.first_summed_row = 0 if record.checksum else record.rows_done
         batch_bytes = database.load_bytes if isinstance(database, PersistentDatabase) else 0
@@ -416,7 +554,7 @@ class LoadFeed:
     @property
     def checksum(self) -> str:
         """Of the rows from `first_summed_row` on that it has taken."""
-        return self._record.checksum
+        return self.record.checksum
 
     def add(
         self,
@@ -431,16 +569,17 @@ class LoadFeed:
             keys: (n,) int64, C-contiguous; the caller may change them afterwards.
             vectors: (n, dim) float32, C-contiguous; the caller may change them afterwards.
         """
-        rows = slice(max(self._record.rows_done - start, 0), max(self._last_row - start, 0))
+        rows = slice(max(self.record.rows_done - start, 0), max(self._last_row - start, 0))
         keys, vectors = keys[rows], vectors[rows]
         if not keys.size:
             return
         if self._held + keys.size > self._keys.size:
             self._flush()
-        checksum = extended(self._record.checksum, keys, vectors) if self._sums else ""
-        self._record = replace(self._record, rows_done=start + rows.start + keys.size, checksum=checksum)
+        if self._counts:
+            checksum = extended(self.record.checksum, keys, vectors) if self._sums else ""
+            self.record = replace(self.record, rows_done=start + rows.start + keys.size, checksum=checksum)
         if keys.size > self._keys.size:
-            self._database.load_chunk(self._tag, keys, vectors, self._record)
+            self._database.load_chunk(self._tag, keys, vectors, self.record)
             return
         held = slice(self._held, self._held + keys.size)
         self._keys[held], self._vectors[held] = keys, vectors
@@ -453,14 +592,5 @@ class LoadFeed:
 
     def _flush(self) -> None:
         if self._held:
-            self._database.load_chunk(self._tag, self._keys[: self._held], self._vectors[: self._held], self._record)
+            self._database.load_chunk(self._tag, self._keys[: self._held], self._vectors[: self._held], self.record)
             self._held = 0
-
-
-def extended(checksum: str, keys: KeyArray, vectors: FloatArray) -> str:
-    """The checksum of the rows loaded before followed by these rows; it does not depend on how they are cut into chunks.
-
-    zlib's CRC-32 takes 4 GB/s, a load 0.3 GB/s.
-    """
-    before = int(checksum[:8] or "0", 16), int(checksum[8:] or "0", 16)
-    return f"{zlib.crc32(keys.data.cast('B'), before[0]):08x}{zlib.crc32(vectors.data.cast('B'), before[1]):08x}"

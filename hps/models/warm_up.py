@@ -1,17 +1,21 @@
-"""Fill an embedding cache from model files."""
+"""Fill an embedding cache from model files, or from a database that holds them."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from numba import boolean, int32, int64
 
 from hps.cache.base import EmbeddingCache
+from hps.databases.base import Database
 from hps.hashing import mix
-from hps.models.files import SparseModel
-from hps.models.read_ahead import read_ahead
+from hps.models.deltas import DeltaModel, Merge, first_rows
+from hps.models.files import CHUNK_BYTES, SparseModel
+from hps.models.read_ahead import Allocate, read_ahead
 from hps.numba_kernels import compile_kernels, kernel, read_only
 from hps.types import FloatArray, KeyArray, TableSpec
 
@@ -20,8 +24,37 @@ _log = logging.getLogger(__name__)
 _MIN_STEP_ROWS = 64  # HugeCTR's least step of a warm-up: one of its sets
 
 
+@dataclass(frozen=True, slots=True)
+class DatabaseRows:
+    """The rows of a table as a database of this process has them, each key once. *Immutable, thread-safe.*"""
+
+    database: Database
+    tag: str
+    dim: int
+
+    @property
+    def place(self) -> str:
+        return f"{self.tag} in {self.database.kind}"
+
+    @property
+    def rows(self) -> int:
+        """How many there are; an estimate where the database counts lazily."""
+        return self.database.size(self.tag)
+
+    @property
+    def chunk_rows(self) -> int:
+        return max(1, CHUNK_BYTES // (8 + 4 * self.dim))
+
+    def may_change_unseen(self) -> bool:
+        """Modifications are no surprise: they reach caches, too."""
+        return False
+
+
+WarmUpSource: TypeAlias = SparseModel | DeltaModel | DatabaseRows
+
+
 def warm_up(
-    cache: EmbeddingCache, table_index: int, table: TableSpec, sparse_model: SparseModel, fraction_per_iteration: float
+    cache: EmbeddingCache, table_index: int, table: TableSpec, sparse_model: WarmUpSource, fraction_per_iteration: float
 ) -> int:
     """Fill one table of an embedding cache with the first rows of its model files, reading ahead of the insertion.
 
@@ -29,7 +62,7 @@ def warm_up(
         cache: the cache of one device.
         table_index: the table's place in `cache.tables`.
         table: the same table.
-        sparse_model: its files.
+        sparse_model: its files, or a database that has its rows.
         fraction_per_iteration: `cache_refresh_percentage_per_iteration`: the share of the capacity that one step fills and
             logs; 1.0 is everything in one step, 0 no warm-up at all. It bounds no memory: a step is read in chunks.
 
@@ -50,8 +83,7 @@ def warm_up(
         "Initialize the embedding cache by by inserting the same size model file with embedding cache from beginning"
     )
     compile_kernels()
-    sparse_model.verify()
-    with closing(read_ahead(sparse_model, _pieces(rows, step, sparse_model.chunk_rows), cache.host_buffer)) as chunks:
+    with closing(_chunks(sparse_model, rows, step, cache.host_buffer)) as chunks:
         for start, keys, vectors in chunks:
             if start % step == 0:
                 count = min(step, rows - start)
@@ -63,6 +95,27 @@ def warm_up(
                 )
             cache.insert(table_index, *_last_of_each(keys, vectors))
     return rows
+
+
+def _chunks(
+    source: WarmUpSource, rows: int, step: int, allocate: Allocate
+) -> Generator[tuple[int, KeyArray, FloatArray], None, None]:
+    """Yield (number of the first row, keys, vectors) of the first rows; a row behind them has a key of one of them."""
+    if isinstance(source, SparseModel):
+        source.verify()
+        yield from read_ahead(source, _pieces(rows, step, source.chunk_rows), allocate)
+        return
+    start = 0
+    if isinstance(source, DeltaModel):
+        source.verify()
+        for keys, vectors in first_rows(Merge(source).chunks(), rows):
+            yield start, keys, vectors
+            start += keys.size
+        return
+    for keys, vectors in source.database.scan(source.tag, source.chunk_rows):
+        yield start, keys[: rows - start], vectors[: rows - start]
+        if (start := start + keys.size) >= rows:
+            return
 
 
 def _pieces(rows: int, step: int, chunk_rows: int) -> Iterator[tuple[int, int]]:

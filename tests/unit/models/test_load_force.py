@@ -17,8 +17,8 @@ from hps.databases.base import LoadRecord
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.redis.database import RedisDatabase
 from hps.databases.rocks_db.database import RocksDatabase
-from hps.models.files import open_sparse_model
-from hps.models.table_load import LoadFeed, extended
+from hps.models.files import extended, open_sparse_model
+from hps.models.table_load import LoadFeed
 from hps.models.writer import write_sparse_model
 from hps.types import FloatArray, KeyArray
 from tests.fakes.gated_file_system import gates

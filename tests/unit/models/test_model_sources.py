@@ -214,19 +214,16 @@ def test_a_write_that_fails_leaves_the_old_remote_model(sources: ModelSources, s
     assert store.files == before
 
 
-def test_a_meta_that_may_not_be_looked_for_is_absent(
+def test_a_directory_that_may_not_be_listed_has_no_other_files(
     sources: ModelSources, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_sparse_model("store://models/item", sample_chunks(10, DIM), sources=sources)
     refusal: list[ModelFileError] = [ModelFileError("403"), ModelSourceError("no answer")]
-    exists = Store.exists
 
-    def refusing(self: Store, path: str) -> bool:
-        if path.endswith("/meta"):
-            raise refusal[0]
-        return exists(self, path)
+    def refusing(self: Store, path: str) -> list[str]:
+        raise refusal[0]
 
-    monkeypatch.setattr(Store, "exists", refusing)
+    monkeypatch.setattr(Store, "list", refusing)
     assert open_sparse_model("store://models/item", DIM, sources=sources).rows == 10
     del refusal[0]
     with pytest.raises(ModelSourceError, match="no answer"):

@@ -10,7 +10,8 @@ import pytest
 
 from hps.errors import ModelFileError, ModelFileNotFoundError
 from hps.filesystems.local import LocalFileSystem
-from hps.models.repository import FileCheck, list_models, list_versions, read_manifest
+from hps.models.manifest import FileCheck, read_manifest
+from hps.models.repository import list_models, list_versions
 from hps.models.sources import ModelSources
 
 

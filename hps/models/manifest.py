@@ -1,0 +1,98 @@
+"""`version.json`: what a version of a model consists of, and by what a copy of it is known to be whole.
+
+{"delta_of": "1", "note": "hourly", "files": {"item/key": {"size_bytes": 8000, "crc32": "0a1b2c3d"}, ...}}
+"""
+
+import json
+import posixpath
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pydantic
+
+from hps.errors import ModelFileError, ModelFileNotFoundError
+from hps.filesystems.base import FileSystem
+from hps.models.sources import ModelSources
+
+MANIFEST = "version.json"
+VERSION = re.compile(r"[1-9][0-9]{0,17}")
+
+_MOST_JSON_BYTES = 16 << 20
+
+
+class FileCheck(pydantic.BaseModel):
+    """What a file of a version must be. *Immutable.*
+
+    Attributes:
+        size_bytes: how long it is.
+        crc32: CRC-32 of its content (zlib's), eight hexadecimal digits; empty if it is not to be checked.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    size_bytes: int = pydantic.Field(ge=0)
+    crc32: str = pydantic.Field(default="", pattern=r"^([0-9a-f]{8})?$")
+
+
+class VersionManifest(pydantic.BaseModel):
+    """`version.json`: what a version consists of. *Immutable.*
+
+    Attributes:
+        delta_of: the version whose rows it changes; empty if it has all its rows itself.
+        note: text for people.
+        files: by path relative to the version's directory.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    delta_of: str = pydantic.Field(default="", pattern=rf"^({VERSION.pattern})?$")
+    note: str = ""
+    files: Mapping[str, FileCheck] = {}
+
+    def of_table(self, sparse_file: str) -> dict[str, FileCheck]:
+        """The checks of one table's files, by their names, for its directory relative to the version's."""
+        below = posixpath.normpath(sparse_file)
+        names = ((posixpath.split(posixpath.normpath(path)), check) for path, check in self.files.items())
+        return {name: check for (directory, name), check in names if (directory or ".") == below}
+
+
+def read_manifest(place: str, sources: ModelSources) -> VersionManifest | None:
+    """What `version.json` says of the version in this directory; None if there is none.
+
+    Raises:
+        ModelFileError: it is not as it should be, or cannot be read.
+    """
+    filesystem, directory = sources.locate(place)
+    path = within(directory, MANIFEST)
+    if (content := read_json(filesystem, path)) is None:
+        return None
+    try:
+        return VersionManifest.model_validate(content)
+    except pydantic.ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, one['loc'])) or 'it'}: {one['msg']}" for one in error.errors())
+        raise ModelFileError(f"reading {path}: {problems}; write delta_of, note and files") from error
+
+
+def within(directory: str, name: str) -> str:
+    """The path or URI of what lies in a directory under this name."""
+    return f"{directory.rstrip('/')}/{name}"
+
+
+def read_json(filesystem: FileSystem, path: str) -> dict[str, Any] | None:
+    """The object that a JSON file holds; None if there is no such file."""
+    try:
+        status = filesystem.status(path)
+    except ModelFileNotFoundError:
+        return None
+    if status.size_bytes > _MOST_JSON_BYTES:
+        raise ModelFileError(f"reading {path}: got {status.size_bytes} bytes, expected at most {_MOST_JSON_BYTES}")
+    content = bytearray(status.size_bytes)
+    filesystem.read_into(path, 0, memoryview(content), status.version)
+    try:
+        read = json.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"reading {path}: it is not JSON: {error}; write it whole, and rename it into place") from error
+    if not isinstance(read, dict):
+        raise ModelFileError(f"reading {path}: got {type(read).__name__}, expected a JSON object")
+    return read

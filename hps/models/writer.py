@@ -4,14 +4,17 @@ import ctypes
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import numpy as np
 
 from hps.errors import InvalidDtypeError, InvalidInputError, ModelFileError
-from hps.filesystems.base import FileSystem
+from hps.filesystems.base import FileSystem, FileWriter
 from hps.filesystems.local import local_path
+from hps.models.manifest import MANIFEST, VERSION, FileCheck, VersionManifest
 from hps.models.sources import ModelSources
 from hps.types import FloatArray, KeyArray
 
@@ -52,28 +55,118 @@ def write_sparse_model(
         return _write_local(filesystem, os.path.realpath(local_path(place)), chunks, overwrite)
     names = filesystem.list(place) if filesystem.exists(place) else []
     _check_names(place, names, overwrite)
-    return _write_files(filesystem, place, chunks, [name for name in ("key", "meta") if name in names])
+    written = _write_files(filesystem, place, chunks, outdated=[name for name in ("key", "meta") if name in names])
+    return written["key"].size_bytes // 8
+
+
+def write_version(
+    directory: str | os.PathLike[str],
+    tables: Mapping[str, tuple[KeyArray, FloatArray] | Iterable[tuple[KeyArray, FloatArray]]],
+    *,
+    delta_of: str = "",
+    deleted: Mapping[str, KeyArray] | None = None,
+    note: str = "",
+    sources: ModelSources | None = None,
+) -> None:
+    """Write a version of a model, with its `version.json`. Readers find all of it, or none, or what they refuse.
+
+    Where directories can be renamed (locally, in HDFS) it is written as `.<version>.<random>.tmp` and renamed, which a killed
+    process leaves behind. Elsewhere `version.json` comes last.
+
+    Args:
+        directory: `<model>/<version>`, a path or a URI, where nothing may be; parents are made.
+        tables: the rows of each table, as `write_sparse_model` takes them, by its directory relative to the version's (its
+            entry in `sparse_files`).
+        delta_of: the version that this one changes; `tables` then has the rows that differ, perhaps none. Every table must be
+            there.
+        deleted: keys of a delta that are no more, (n,) int64, by the same names.
+        note: text for people.
+        sources: the file systems to use; by default new ones with default settings.
+
+    Raises:
+        ModelFileError: something is in the way, the files cannot be written, or there is no row and no `delta_of`.
+        InvalidInputError: a chunk has the wrong shape; `InvalidDtypeError`: or dtype.
+    """
+    filesystem, place = (sources or ModelSources()).locate(os.fspath(directory))
+    parent, _, version = place.rstrip("/").rpartition("/")
+    deleted = deleted or {}
+    if not VERSION.fullmatch(version) or (delta_of and not VERSION.fullmatch(delta_of)):
+        raise InvalidInputError(f"writing version {place}: got version {version!r}, delta_of {delta_of!r}, expected numbers")
+    if not set(deleted) <= set(tables if delta_of else ()):
+        raise InvalidInputError(
+            f"writing version {place}: got deleted keys of {sorted(deleted)}, expected them of a delta's tables"
+        )
+    if filesystem.exists(place):
+        raise ModelFileError(f"writing version {place}: it exists; write another version")
+    target = f"{parent}/.{version}.{secrets.token_hex(6)}.tmp" if filesystem.renames_directories else place
+    files: dict[str, FileCheck] = {}
+    with ExitStack() as undo:
+        if filesystem.is_local:
+            undo.callback(shutil.rmtree, local_path(target), ignore_errors=True)
+        else:
+            undo.callback(lambda: [filesystem.delete(f"{target}/{name}") for name in files])
+        for name, rows in tables.items():
+            gone = deleted.get(name, np.empty(0, np.int64)) if delta_of else None
+            written = _write_files(filesystem, f"{target}/{name}", [rows] if isinstance(rows, tuple) else rows, deleted=gone)
+            files |= {f"{name}/{file}": check for file, check in written.items()}
+        manifest = VersionManifest(delta_of=delta_of, note=note, files=files)
+        writer = filesystem.create(f"{target}/{MANIFEST}")
+        undo.callback(writer.abort)
+        writer.write(memoryview(manifest.model_dump_json(indent=1).encode()))
+        writer.commit()
+        if filesystem.is_local:
+            for name in tables:
+                _sync(local_path(f"{target}/{name}"))
+            _sync(local_path(target))
+        if filesystem.renames_directories:
+            filesystem.rename(target, place)
+        undo.pop_all()
 
 
 def _write_files(
-    filesystem: FileSystem, place: str, chunks: Iterable[tuple[KeyArray, FloatArray]], outdated: Iterable[str] = ()
-) -> int:
-    """Write both files, `key` last, once the outdated ones are removed. Return how many rows they have."""
+    filesystem: FileSystem,
+    place: str,
+    chunks: Iterable[tuple[KeyArray, FloatArray]],
+    *,
+    outdated: Iterable[str] = (),
+    deleted: KeyArray | None = None,
+) -> dict[str, FileCheck]:
+    """Write the files of a table, `key` last, once the outdated ones are removed; those of a delta if there are deleted keys.
+
+    `deleted` comes first, also if it is empty: without it, and before `version.json` is there, a delta would pass for a table.
+    """
     with ExitStack() as undo:
         writers = []
-        for name in ("key", "emb_vector"):
-            writers.append(filesystem.create(f"{place}/{name}"))
-            undo.callback(writers[-1].abort)
-        count = 0
-        for keys, vectors in _checked(chunks):
-            for writer, array in zip(writers, (keys, vectors), strict=True):
-                writer.write(np.ascontiguousarray(array).data.cast("B"))
-            count += keys.size
+        for name in ("key", "emb_vector", "deleted")[: 2 if deleted is None else 3]:
+            writers.append(_SummedWriter(filesystem.create(f"{place}/{name}"), name))
+            undo.callback(writers[-1].writer.abort)
+        for keys, vectors in _checked(chunks, empty=deleted is not None):
+            writers[0].write(keys)
+            writers[1].write(vectors)
+        if deleted is not None:
+            writers[2].write(np.asarray(deleted, np.int64))
         for name in outdated:
             filesystem.delete(f"{place}/{name}")
         for writer in reversed(writers):
-            writer.commit()
-    return count
+            writer.writer.commit()
+    return {writer.name: FileCheck(size_bytes=writer.size_bytes, crc32=f"{writer.crc32:08x}") for writer in writers}
+
+
+@dataclass(slots=True)
+class _SummedWriter:
+    """A file that is being written, and what is known of it. *One thread.*"""
+
+    writer: FileWriter
+    name: str
+    size_bytes: int = 0
+    crc32: int = 0
+
+    def write(self, array: KeyArray | FloatArray) -> None:
+        if array.size:  # a memoryview of nothing cannot be cast
+            data = np.ascontiguousarray(array).data.cast("B")
+            self.crc32 = zlib.crc32(data, self.crc32)
+            self.size_bytes += len(data)
+            self.writer.write(data)
 
 
 def _write_local(filesystem: FileSystem, target: str, chunks: Iterable[tuple[KeyArray, FloatArray]], overwrite: bool) -> int:
@@ -84,7 +177,7 @@ def _write_local(filesystem: FileSystem, target: str, chunks: Iterable[tuple[Key
         os.makedirs(parent, exist_ok=True)
         try:
             os.mkdir(temporary)  # within the try: an interrupt may come before the next statement
-            count = _write_files(filesystem, temporary, chunks)
+            count = _write_files(filesystem, temporary, chunks)["key"].size_bytes // 8
             _sync(temporary)
             _check_target(target, overwrite)
             _put_in_place(temporary, target)
@@ -119,8 +212,8 @@ def _check_names(target: str, names: list[str], overwrite: bool) -> None:
         )
 
 
-def _checked(chunks: Iterable[tuple[KeyArray, FloatArray]]) -> Iterator[tuple[KeyArray, FloatArray]]:
-    """Pass chunks on that have rows. Refuse chunks of other types or of two widths, and to write no row at all."""
+def _checked(chunks: Iterable[tuple[KeyArray, FloatArray]], *, empty: bool = False) -> Iterator[tuple[KeyArray, FloatArray]]:
+    """Pass chunks on that have rows. Refuse chunks of other types or of two widths, and to write no row unless that may be."""
     dim = rows = 0
     for keys, vectors in chunks:
         if keys.dtype != np.int64 or vectors.dtype != np.float32:
@@ -137,7 +230,7 @@ def _checked(chunks: Iterable[tuple[KeyArray, FloatArray]]) -> Iterator[tuple[Ke
         rows += keys.size
         if keys.size:
             yield keys, vectors
-    if rows == 0:
+    if rows == 0 and not empty:
         raise ModelFileError("writing sparse model: got no rows, expected at least 1")
 
 

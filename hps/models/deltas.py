@@ -22,7 +22,15 @@ import numpy as np
 from hps.databases.base import Database
 from hps.errors import ModelFileError
 from hps.filesystems.base import FileSystem
-from hps.models.files import CHUNK_BYTES, SparseModel, check_crc32, checked_status, extended, open_sparse_model
+from hps.models.files import (
+    CHUNK_BYTES,
+    SparseModel,
+    check_crc32,
+    checked_status,
+    extended,
+    joint_fingerprint,
+    open_sparse_model,
+)
 from hps.models.key_set import KeySet
 from hps.models.manifest import FileCheck
 from hps.models.read_ahead import read_ahead
@@ -32,7 +40,7 @@ from hps.types import FloatArray, KeyArray
 Chunks: TypeAlias = Generator[tuple[KeyArray, FloatArray], None, None]
 
 MOST_DELTAS = 64
-"""The longest chain of deltas. Every link costs a probe for each row of the first version."""
+"""The longest chain. Every link costs a probe for each row of the first version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +77,8 @@ class TableSource:
     held: HeldTable | None = None
 
     def chain(self) -> "list[TableSource]":
-        """The versions that this one is made of, the whole one first.
-
-        Raises:
-            ModelFileError: they are too many.
-        """
-        chain, last = [self], self.base
-        while last is not None:
-            if len(chain) > MOST_DELTAS:
-                raise ModelFileError(
-                    f"opening {self.place}: it changes a version that changes another, and so on, more than {MOST_DELTAS} "
-                    "times; write a version with all rows"
-                )
-            chain.insert(0, last)
-            last = last.base
-        return chain
+        """The versions that this one is made of, the whole one first."""
+        return [*(self.base.chain() if self.base else ()), self]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +210,13 @@ def fingerprint_of(tables: Sequence[tuple[str | TableSource, int]], sources: Mod
         sources: the file systems.
 
     Returns:
-        32 hexadecimal digits: the same until a file is replaced, of the version or of one that it changes.
+        32 hexadecimal digits: the same until a file is replaced, of the version or of one that it changes; equal to the
+        `joint_fingerprint` of the tables' load reports.
 
     Raises:
         ModelFileError: as of `open_table_files`.
     """
-    return _digest(*(open_table_files(source, dim, sources=sources).fingerprint for source, dim in tables))
+    return joint_fingerprint(open_table_files(source, dim, sources=sources).fingerprint for source, dim in tables)
 
 
 @dataclass(frozen=True, slots=True)

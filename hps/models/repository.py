@@ -13,11 +13,13 @@ that is not all there fails where its sizes do not fit, and can be tried again l
 """
 
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from hps.errors import HPSError, ModelFileError
-from hps.models.manifest import MANIFEST, VERSION, read_json, within
+from hps.errors import HPSError, ModelFileError, ModelFileNotFoundError
+from hps.models.deltas import MOST_DELTAS, HeldTable, TableSource
+from hps.models.manifest import MANIFEST, VERSION, FileCheck, VersionManifest, read_json, read_manifest, within
 from hps.models.sources import ModelSources
 
 MODEL_ENTRY = "model.json"
@@ -74,6 +76,86 @@ def list_models(place: str, sources: ModelSources) -> dict[str, dict[str, Any] |
         except HPSError as error:
             found[name] = error
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class VersionFiles:
+    """The files of one version, before they are opened. *Immutable.*
+
+    Attributes:
+        version: its number.
+        sparse_files: directory or URI of each table.
+        delta_of: the version that it changes; None if it has all rows itself.
+        checks: what `version.json` says of each table's files; empty if it says nothing.
+    """
+
+    version: str
+    sparse_files: tuple[str, ...]
+    delta_of: str | None = None
+    checks: tuple[Mapping[str, FileCheck], ...] = ()
+
+
+def version_files(version: str, place: str, sparse_files: Sequence[str], sources: ModelSources) -> VersionFiles:
+    """Find out what the version in a directory consists of. Reads its `version.json`, if there is one.
+
+    Args:
+        version: its number.
+        place: path or URI of its directory.
+        sparse_files: of each table, relative to it.
+        sources: the file systems.
+
+    Raises:
+        ModelFileError: `version.json` is not as it should be, or cannot be read.
+    """
+    manifest = read_manifest(place, sources) or VersionManifest()
+    places = tuple(within(place, sparse_file) for sparse_file in sparse_files)
+    return VersionFiles(version, places, manifest.delta_of or None, tuple(map(manifest.of_table, sparse_files)))
+
+
+def table_sources(
+    version: str,
+    find: Callable[[str], VersionFiles | None],
+    held: Callable[[str], Sequence[HeldTable]] = lambda version: (),
+) -> tuple[TableSource, ...]:
+    """Follow a version to all versions that it changes.
+
+    Args:
+        version: its number.
+        find: gives the files of a version; None if there is no such version.
+        held: where this process has the tables of a version, in their order; empty if it has not.
+
+    Returns:
+        Where the rows of each table are, for `TableLoad` and `fingerprint_of`.
+
+    Raises:
+        ModelFileNotFoundError: there is no such version, or none that it changes.
+        ModelFileError: versions change each other in a circle, there are too many, or they have other tables.
+    """
+    chain: list[VersionFiles] = []
+    wanted: str | None = version
+    while wanted:
+        found = find(wanted)
+        if found is None:
+            of = f"version {chain[-1].version} says delta_of {wanted}, and " if chain else ""
+            raise ModelFileNotFoundError(f"opening version {version}: {of}there is no version {wanted}; write it first")
+        if len(chain) > MOST_DELTAS:  # this finds circles, too
+            raise ModelFileError(
+                f"opening version {version}: it changes {chain[1].version}, which changes another, and so on, more than "
+                f"{MOST_DELTAS} times or in a circle; write a version with all rows"
+            )
+        if chain and len(found.sparse_files) != len(chain[0].sparse_files):
+            raise ModelFileError(
+                f"opening version {version}: got {len(chain[0].sparse_files)} sparse_files, expected the "
+                f"{len(found.sparse_files)} of version {wanted}, which it changes"
+            )
+        chain.append(found)
+        wanted = found.delta_of
+    tables: tuple[TableSource, ...] = ()
+    for one in reversed(chain):
+        of_none = [None] * len(one.sparse_files)
+        parts = zip(one.sparse_files, one.checks or of_none, tables or of_none, held(one.version) or of_none, strict=True)
+        tables = tuple(TableSource(place, checks or {}, base, here) for place, checks, base, here in parts)
+    return tables
 
 
 def _checked_entry(place: str, name: str, entry: dict[str, Any]) -> dict[str, Any]:

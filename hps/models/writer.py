@@ -6,7 +6,7 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from hps.models.manifest import MANIFEST, VERSION, FileCheck, VersionManifest
 from hps.models.sources import ModelSources
 from hps.types import FloatArray, KeyArray
 
+_FILES = ("key", "emb_vector", "deleted")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 
 
@@ -93,9 +94,7 @@ def write_version(
     if not VERSION.fullmatch(version) or (delta_of and not VERSION.fullmatch(delta_of)):
         raise InvalidInputError(f"writing version {place}: got version {version!r}, delta_of {delta_of!r}, expected numbers")
     if not set(deleted) <= set(tables if delta_of else ()):
-        raise InvalidInputError(
-            f"writing version {place}: got deleted keys of {sorted(deleted)}, expected them of a delta's tables"
-        )
+        raise InvalidInputError(f"writing version {place}: got deleted keys of {sorted(deleted)}, expected those of a delta")
     if filesystem.exists(place):
         raise ModelFileError(f"writing version {place}: it exists; write another version")
     target = f"{parent}/.{version}.{secrets.token_hex(6)}.tmp" if filesystem.renames_directories else place
@@ -104,7 +103,7 @@ def write_version(
         if filesystem.is_local:
             undo.callback(shutil.rmtree, local_path(target), ignore_errors=True)
         else:
-            undo.callback(lambda: [filesystem.delete(f"{target}/{name}") for name in files])
+            undo.callback(_delete, filesystem, [f"{target}/{name}/{file}" for name in tables for file in _FILES])
         for name, rows in tables.items():
             gone = deleted.get(name, np.empty(0, np.int64)) if delta_of else None
             written = _write_files(filesystem, f"{target}/{name}", [rows] if isinstance(rows, tuple) else rows, deleted=gone)
@@ -137,7 +136,7 @@ def _write_files(
     """
     with ExitStack() as undo:
         writers = []
-        for name in ("key", "emb_vector", "deleted")[: 2 if deleted is None else 3]:
+        for name in _FILES[: 2 if deleted is None else 3]:
             writers.append(_SummedWriter(filesystem.create(f"{place}/{name}"), name))
             undo.callback(writers[-1].writer.abort)
         for keys, vectors in _checked(chunks, empty=deleted is not None):
@@ -150,6 +149,12 @@ def _write_files(
         for writer in reversed(writers):
             writer.writer.commit()
     return {writer.name: FileCheck(size_bytes=writer.size_bytes, crc32=f"{writer.crc32:08x}") for writer in writers}
+
+
+def _delete(filesystem: FileSystem, paths: Iterable[str]) -> None:
+    for path in paths:
+        with suppress(ModelFileError):
+            filesystem.delete(path)
 
 
 @dataclass(slots=True)

@@ -38,7 +38,14 @@ from hps.databases.rocks_db.inspection import inspect, oldest_needed_log
 from hps.databases.rocks_db.load_records import LoadRecords
 from hps.databases.rocks_db.table import RocksTable, width_of
 from hps.databases.rocks_db.write_ahead_log import CheckedLogs, check_logs, damaged, logs_in
-from hps.errors import DatabaseError, DatabaseTimeoutError, InvalidInputError, TableWidthError, UnknownTableError
+from hps.errors import (
+    DatabaseError,
+    DatabaseTimeoutError,
+    InvalidInputError,
+    ReadOnlyError,
+    TableWidthError,
+    UnknownTableError,
+)
 from hps.input_checks import check_positive
 from hps.lifetimes import disown_in_children
 from hps.open_calls import OpenCalls
@@ -178,7 +185,7 @@ class RocksDatabase(PersistentDatabase):
         if self._engine.family(tag) is not None:
             return width_of(self._engine, tag)
         if self.read_only:
-            raise DatabaseError(
+            raise ReadOnlyError(
                 f"opening table {tag} in {self.path} with read_only: it is not there; there are: "
                 f"{', '.join(sorted(self._engine.names())) or 'none'}. Load it first, without read_only"
             )

@@ -22,6 +22,7 @@ from hps.errors import (
     DatabaseTimeoutError,
     InvalidInputError,
     NotReadyError,
+    ReadOnlyError,
     TableWidthError,
 )
 from hps.registry import implementation
@@ -450,9 +451,9 @@ def test_read_only_serves_and_writes_nothing(filled: Path, tmp_path: Path, monke
             lambda: database.drop_table(TAG),
         ]
         for call in calls:
-            with pytest.raises(DatabaseError, match=rf"{TAG}.*{filled}.*read_only"):
+            with pytest.raises(ReadOnlyError, match=rf"{TAG}.*{filled}.*read_only"):
                 call()
-        with pytest.raises(DatabaseError, match=rf"{OTHER}.*read_only.*there are: {TAG}"):
+        with pytest.raises(ReadOnlyError, match=rf"{OTHER}.*read_only.*there are: {TAG}"):
             database.open_table(OTHER, DIM)
         assert fetched(database, TAG, keys, DIM)[1].all()
     assert contents(filled) == before

@@ -139,6 +139,16 @@ class EmbeddingCache(ABC):
         """Why this machine cannot run this cache, in words for the log; None where it can."""
         return None
 
+    @classmethod  # noqa: B027 - optional
+    def check_room(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> None:
+        """Refuse what `create` could not allocate beside what is there, before anything is loaded; arguments as for `create`.
+
+        The answer is of the moment and reserves nothing.
+
+        Raises:
+            CapacityError: it does not fit; the message says how much each table needs, what is free and what would fit.
+        """
+
     @classmethod
     @abstractmethod
     def create(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> Self:

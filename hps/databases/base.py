@@ -9,13 +9,15 @@
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
+import numpy as np
+
 from hps.errors import DatabaseError
-from hps.types import BoolArray, FloatArray, KeyArray
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
 UNBOUNDED_ROWS: Final = 2**64 - 1
 """The capacity of a table that never evicts; HugeCTR's default `overflow_margin`."""
@@ -34,6 +36,8 @@ class LoadRecord:
         size_bytes: size of both files together; 0 if unknown.
         checksum: CRC-32 of the loaded keys, in the order of the files, then that of their vectors, eight hexadecimal digits
             each; empty if unknown.
+        loaded_at_us: when the database took the last rows of the load, in microseconds since 1970; 0 if unknown. The database
+            sets it; records that differ in it alone are equal.
     """
 
     fingerprint: str
@@ -43,6 +47,7 @@ class LoadRecord:
     source: str = ""
     size_bytes: int = 0
     checksum: str = ""
+    loaded_at_us: int = field(default=0, compare=False)
 
     @property
     def complete(self) -> bool:
@@ -194,6 +199,27 @@ class Database(ABC):
     def stats(self, tag: str) -> TableStats:
         """Rows and bytes of a table."""
 
+    def check_room(self, tables: Sequence[tuple[str, int, int]]) -> None:  # noqa: B027 - optional
+        """Refuse tables that do not fit beside what is there, before anything of them is loaded.
+
+        The answer is of the moment and reserves nothing. Nothing need be open, and nothing is made.
+
+        Args:
+            tables: tag, dim and rows of each, asked together: what one takes is not there for the next. The rows are those that
+                the table is to hold in all; what it holds already under that tag needs no more room.
+
+        Raises:
+            CapacityError: they do not fit; the message says what each needs, what is free and what would make room.
+            DatabaseError: the engine does not say.
+        """
+
+    def written_at(self, tag: str, keys: KeyArray) -> IndexArray:
+        """When rows were last written, (n,) int64: microseconds since 1970; 0 for an absent key, and where nobody knows.
+
+        A row that came by a load was written when it was loaded. For people, a few keys at a time: it is not a lookup.
+        """
+        return np.zeros(keys.size, np.int64)
+
     @abstractmethod
     def tags(self) -> list[str]:
         """Tags of all tables that exist, opened by this process or not, sorted."""
@@ -243,6 +269,18 @@ class SharedDatabase(Database):
             The first row that is still needed, `rows` if the table has them all; None if another process is still loading
             them after `wait_s`.
         """
+
+    def discard_table(self, tag: str) -> bool:
+        """Say that this process does not use a table any more, whether or not it had opened it. The last user's is dropped.
+
+        A process uses a table from `open_table` until it discards or drops it, closes the database, or dies; of one that died,
+        the use counts for a while. A table that other programs may use is left alone. A call of this process with the tag then
+        raises `UnknownTableError`, until it opens the table again.
+
+        Returns:
+            Whether the table was dropped. By default it never is: its rows may be another process' only ones.
+        """
+        return False
 
     def stand_above(self, tag: str, database: "PersistentDatabase") -> None:
         """Hear which database of this process holds every row of an open table.

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from hps.cache.base import CacheLookup, EmbeddingCache
-from hps.errors import InvalidDtypeError, InvalidInputError, NotReadyError
+from hps.errors import CapacityError, InvalidDtypeError, InvalidInputError, NotReadyError
 from hps.tensors.segments import Segment
 from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
 
@@ -386,6 +386,13 @@ class CacheContract:
             assert rows == {int(key): vectors_of(held, 4)[i].tobytes() for i, key in enumerate(held)}
             assert cache.stats(0).resident_rows == len(rows) == cache.dump(0).size
         assert len(rows) == limit  # 15 times as many keys as slots: every set is full
+
+    def test_what_could_not_be_allocated_is_refused_before(self):
+        self.cache_class.check_room([spec(16), spec(4, "other")], [1000, 0], 0)
+        with pytest.raises(
+            CapacityError, match=r"got [\d,]{13,} bytes.*rows of table 'other'.*at most the [\d,]+ .*gpucacheper"
+        ):
+            self.cache_class.check_room([spec(16), spec(4096, "other")], [1000, 1 << 31], 0)
 
     def test_a_capacity_of_zero_caches_nothing(self, create: Create):
         cache = create([spec(4, "a"), spec(4, "b")], [0, 100])

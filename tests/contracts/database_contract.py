@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from hps.databases.base import Database, LoadRecord, PersistentDatabase
-from hps.errors import InvalidDtypeError, InvalidInputError, NotReadyError, TableWidthError, UnknownTableError
+from hps.errors import CapacityError, InvalidDtypeError, InvalidInputError, NotReadyError, TableWidthError, UnknownTableError
 from hps.types import BoolArray, FloatArray, KeyArray
 from tests.tables.readers import reading
 
@@ -241,6 +241,15 @@ class DatabaseContract:
         assert stats.rows == 90
         assert stats.vector_bytes == 90 * DIM * 4
         assert stats.overhead_bytes >= -1
+
+    def test_tables_beyond_measure_are_refused_together_and_nothing_is_made(self, database: Database) -> None:
+        database.check_room([])
+        database.check_room([(TAG, DIM, 1000), (OTHER, 3, 10)])
+        if type(database).check_room is not Database.check_room:  # which knows of no bound
+            figures = rf"got [\d,]{{15,}} bytes.*{OTHER}.*{TAG}.*at most the [\d,]+ that are free .*; "
+            with pytest.raises(CapacityError, match=figures):
+                database.check_room([(OTHER, 3, 10_000), (TAG, 1 << 20, 1 << 31)])
+        assert database.tags() == []
 
     # -- tables -------------------------------------------------------------------------------------------------------
 

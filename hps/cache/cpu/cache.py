@@ -11,6 +11,7 @@ from hps.cache.base import CacheLookup, CacheStats, EmbeddingCache, MissedKeys
 from hps.cache.cpu import kernels as numpy_kernels
 from hps.cache.cpu import misses as numpy_misses
 from hps.cache.cpu.sets import EVICTIONS, INSERTS, LINE_WORDS, RESIDENT, STATE_WORDS, WAYS
+from hps.capacity import available_memory, check_fits
 from hps.errors import DeviceMemoryError, InvalidInputError
 from hps.lifetimes import disown_in_children, refusal
 from hps.numba_kernels import compile_kernels
@@ -56,6 +57,20 @@ class NumpyCache(EmbeddingCache):
         self.device_id = 0
         self._open: tuple[HostTable, ...] | None = _allocate(tables, capacity_rows)
         disown_in_children(self)
+
+    @classmethod
+    def check_room(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> None:
+        """Refuse what does not fit in memory; see `EmbeddingCache.check_room`."""
+        needs = {
+            f"{rows:,} rows of table {table.table_name!r} (dim {table.dim})": _size_bytes(rows, table.dim)
+            for table, rows in zip(tables, capacity_rows, strict=True)
+        }
+        check_fits(
+            f"making room for the embedding cache of model {tables[0].model_name!r}",
+            needs,
+            *available_memory(),
+            "lower gpucacheper, undeploy models or versions, or give the process more memory",
+        )
 
     @classmethod
     def create(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> Self:
@@ -253,10 +268,18 @@ def _grown(size: int) -> int:
     return max(1024, 1 << (size - 1).bit_length())
 
 
+def _sets(rows: int) -> int:
+    return -(-rows // WAYS)
+
+
+def _size_bytes(rows: int, dim: int) -> int:
+    return _sets(rows) * (_LINE_BYTES + WAYS * 4 * dim)
+
+
 def _allocate(tables: Sequence[TableSpec], capacity_rows: Sequence[int]) -> tuple[HostTable, ...]:
     """Allocate all tables; where they do not fit, the error names the largest and says what would fit."""
-    sets = [-(-rows // WAYS) for rows in capacity_rows]
-    sizes = [count * (_LINE_BYTES + WAYS * 4 * table.dim) for count, table in zip(sets, tables, strict=True)]
+    sets = [_sets(rows) for rows in capacity_rows]
+    sizes = [_size_bytes(rows, table.dim) for rows, table in zip(capacity_rows, tables, strict=True)]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         if sum(sizes) > memory:  # it could be reserved, but not be filled

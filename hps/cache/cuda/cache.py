@@ -14,7 +14,7 @@ from hps.cache.cuda import kernels
 from hps.cache.cuda.device import CUDA_ERRORS, compile_all, on_device
 from hps.cache.cuda.lookup import CupyLookup, LookupKernels
 from hps.cache.cuda.modifications import Modifications
-from hps.cache.cuda.tables import TableMemory, allocate, device_call
+from hps.cache.cuda.tables import TableMemory, allocate, check_room, device_call
 from hps.cache.cuda.tensors import TensorReader
 from hps.errors import DeviceError
 from hps.tensors.segments import check_rows
@@ -56,6 +56,12 @@ class CupyCache(EmbeddingCache):
         except runtime.CUDARuntimeError as error:
             return f"CuPy finds no CUDA device: {error}"
         return None if count else "CuPy finds no CUDA device"
+
+    @classmethod
+    def check_room(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> None:
+        """Refuse what does not fit the device; see `EmbeddingCache.check_room`."""
+        with on_device(device_id):
+            check_room(tables, capacity_rows, device_id)
 
     @classmethod
     def create(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> Self:

@@ -11,7 +11,7 @@ from cupy_backends.cuda.api import runtime
 
 from hps.cache.cuda import kernels
 from hps.cache.cuda.device import CUDA_ERRORS
-from hps.errors import ConfigError, DeviceError, DeviceMemoryError
+from hps.errors import CapacityError, ConfigError, DeviceError, DeviceMemoryError
 from hps.lifetimes import disown_in_children, refusal
 from hps.types import TableSpec
 
@@ -151,7 +151,7 @@ def allocate(specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_id
     sizes = [_size_bytes(count, spec.dim) for count, spec in zip(pairs, specs, strict=True)]
     free_bytes, _total = runtime.memGetInfo()
     if sum(sizes) + _RESERVE_BYTES > free_bytes:
-        raise _does_not_fit(specs, pairs, sizes, device_id, free_bytes)
+        raise DeviceMemoryError(_does_not_fit("allocating", specs, pairs, sizes, device_id, free_bytes))
     try:
         tables = tuple(_allocate(spec, count) for spec, count in zip(specs, pairs, strict=True))
         runtime.streamSynchronize(0)  # which filled them
@@ -159,7 +159,20 @@ def allocate(specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_id
     except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:
         if "emory" not in str(error):
             raise
-        raise _does_not_fit(specs, pairs, sizes, device_id, free_bytes) from error
+        raise DeviceMemoryError(_does_not_fit("allocating", specs, pairs, sizes, device_id, free_bytes)) from error
+
+
+def check_room(specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> None:
+    """Refuse tables that `allocate` could not allocate now.
+
+    Raises:
+        CapacityError: they do not fit the current device; the message is that of `allocate`.
+    """
+    pairs = [kernels.pairs_for(rows) for rows in capacity_rows]
+    sizes = [_size_bytes(count, spec.dim) for count, spec in zip(pairs, specs, strict=True)]
+    free_bytes, _total = runtime.memGetInfo()
+    if sum(sizes) + _RESERVE_BYTES > free_bytes:
+        raise CapacityError(_does_not_fit("making room for", specs, pairs, sizes, device_id, free_bytes))
 
 
 def _bucket_bytes(pairs: int) -> int:
@@ -192,16 +205,16 @@ def _allocate(spec: TableSpec, pairs: int) -> DeviceTable:
 
 
 def _does_not_fit(
-    specs: Sequence[TableSpec], pairs: Sequence[int], sizes: Sequence[int], device_id: int, free_bytes: int
-) -> DeviceMemoryError:
+    doing: str, specs: Sequence[TableSpec], pairs: Sequence[int], sizes: Sequence[int], device_id: int, free_bytes: int
+) -> str:
     asked = ", ".join(
         f"{size:,} for {2 * kernels.SLOTS * count:,} rows of table {spec.table_name!r} (dim {spec.dim})"
         for spec, count, size in zip(specs, pairs, sizes, strict=True)
     )
     usable = max(0, free_bytes - _RESERVE_BYTES)
     share = usable / sum(sizes)
-    return DeviceMemoryError(
-        f"allocating the embedding cache of model {specs[0].model_name!r} on CUDA device {device_id}: got {sum(sizes):,} bytes "
+    return (
+        f"{doing} the embedding cache of model {specs[0].model_name!r} on CUDA device {device_id}: got {sum(sizes):,} bytes "
         f"to allocate ({asked}), expected at most the {usable:,} that are free; a gpucacheper of at most {share:.2g} of the "
         "present one would fit"
     )

@@ -1,12 +1,13 @@
 """The hash map: every table in the memory of this process."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Self
 
 import numpy as np
 
+from hps.capacity import available_memory, check_fits
 from hps.databases.base import UNBOUNDED_ROWS, InProcessDatabase, TableStats
 from hps.databases.hash_map.eviction import HashMapOverflow, Policy
 from hps.databases.hash_map.memory import MAX_ROWS
@@ -127,6 +128,21 @@ class HashMapDatabase(InProcessDatabase):
 
     def stats(self, tag: str) -> TableStats:
         return self._table(tag).stats()
+
+    def check_room(self, tables: Sequence[tuple[str, int, int]]) -> None:
+        self._check_open()
+        needs = {
+            f"{rows:,} rows of table {tag} (dim {dim})": (self._tables.get(tag) or self._new_table(tag, dim)).further_bytes(
+                rows
+            )
+            for tag, dim, rows in tables
+        }
+        check_fits(
+            "hash map: making room for tables",
+            needs,
+            *available_memory(),
+            "undeploy models or versions, give the process more memory, or bound the tables with overflow_margin",
+        )
 
     def tags(self) -> list[str]:
         self._check_open()

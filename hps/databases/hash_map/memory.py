@@ -191,22 +191,28 @@ class Buckets:
 
     def with_room_for(self, rows: int) -> "Buckets":
         """Return buckets that hold `rows` in all, if need be larger ones; segments get some more, as chance is uneven."""
-        counts = self._counts()
-        sizes = _parted(ceil(rows / LOAD_ROWS))
-        if len(sizes) > 1:
-            share = rows / len(sizes)
-            sizes = [_in_pages(ceil((share + 5 * sqrt(share)) / LOAD_ROWS))] * len(sizes)
-        if len(sizes) == len(counts):
-            sizes = [max(pair) for pair in zip(sizes, counts, strict=True)]
-        elif len(sizes) < len(counts):
-            return self
-        return self if sizes == counts else self._resized(sizes)
+        sizes = self._sizes_for(rows)
+        return self if sizes == self._counts() else self._resized(sizes)
+
+    def bytes_with_room_for(self, rows: int) -> int:
+        """Bytes of the pages of `with_room_for(rows)`."""
+        return sum(_to_pages(size * BUCKET_BYTES) for size in self._sizes_for(rows))
 
     def retire_what_is_not_in(self, successor: "Buckets") -> None:
         """Send the readers of replaced segments to the successor, before the writer changes anything in it."""
         for number, pages in enumerate(self._pages):
             if pages not in successor._pages:
                 retire(self.layout, number)
+
+    def _sizes_for(self, rows: int) -> list[int]:
+        counts = self._counts()
+        sizes = _parted(ceil(rows / LOAD_ROWS))
+        if len(sizes) > 1:
+            share = rows / len(sizes)
+            sizes = [_in_pages(ceil((share + 5 * sqrt(share)) / LOAD_ROWS))] * len(sizes)
+        if len(sizes) == len(counts):
+            return [max(pair) for pair in zip(sizes, counts, strict=True)]
+        return counts if len(sizes) < len(counts) else sizes
 
     def _counts(self) -> list[int]:
         return [pages.size_bytes // BUCKET_BYTES for pages in self._pages]

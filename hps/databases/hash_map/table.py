@@ -12,7 +12,7 @@ import numpy.typing as npt
 from hps.databases.base import UNBOUNDED_ROWS, TableStats
 from hps.databases.hash_map.eviction import ACCESS, HashMapOverflow
 from hps.databases.hash_map.kernels import NO_BUCKETS, NO_ROWS, count_present, delete, fetch, insert, scan
-from hps.databases.hash_map.layout import BUSY, DONE, KEEP, ROWS, STAMP
+from hps.databases.hash_map.layout import BUSY, DONE, KEEP, ROWS, STAMP, USED_ROWS
 from hps.databases.hash_map.memory import MAX_ROWS, Buckets, Slabs
 from hps.errors import DatabaseError, DatabaseTimeoutError
 from hps.types import BoolArray, FloatArray, KeyArray
@@ -158,6 +158,12 @@ class HashMapTable:
         vector_bytes = rows * self._slabs.vector_bytes
         held = self._buckets.size_bytes + self._slabs.committed_bytes(max(used, rows)) + self._partition_rows.nbytes
         return TableStats(rows, vector_bytes, held - vector_bytes, self.capacity_rows)
+
+    def further_bytes(self, rows: int) -> int:
+        """Bytes that the table would take beside those that it has, to hold `rows` in all, or as many as it may."""
+        rows, used = min(rows, self.capacity_rows), int(self._counters[USED_ROWS])
+        more_slabs = self._slabs.committed_bytes(max(rows, used)) - self._slabs.committed_bytes(used)
+        return more_slabs + self._buckets.bytes_with_room_for(rows) - self._buckets.size_bytes
 
     def _now(self) -> int:
         if self._access != STAMP:

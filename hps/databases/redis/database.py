@@ -3,7 +3,7 @@
 import logging
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Self
 
 from hps.background import BackgroundQueue
@@ -14,6 +14,7 @@ from hps.databases.redis.connections import tls_context
 from hps.databases.redis.load_leases import LoadLeases
 from hps.databases.redis.nodes import RedisNodes, parse_addresses
 from hps.databases.redis.overflow import Overflow, Policy
+from hps.databases.redis.room import check_room
 from hps.databases.redis.table import RedisTable
 from hps.errors import DatabaseError, UnknownTableError
 from hps.input_checks import check_fetch, check_keys, check_positive, check_rows
@@ -81,6 +82,7 @@ class RedisDatabase(SharedDatabase):
         """
         compile_kernels()
         self._batch = max_batch_size
+        self._num_partitions = num_partitions
         self._nodes = RedisNodes(
             parse_addresses(address),
             user_name=user_name,
@@ -185,6 +187,9 @@ class RedisDatabase(SharedDatabase):
 
     def stats(self, tag: str) -> TableStats:
         return self._table(tag).stats()
+
+    def check_room(self, tables: Sequence[tuple[str, int, int]]) -> None:
+        check_room(self._nodes, tables, self._num_partitions, self._overflow.margin)
 
     def tags(self) -> list[str]:
         return self._catalog.tags()

@@ -166,6 +166,11 @@ class RedisNodes:
                 at[self._server] = list(requests)
             self._run(at)
 
+    def name_of(self, slot: int) -> str:
+        """Host and port of the node that serves a slot, as far as is known."""
+        name: str = (self._node_of(self._cluster, slot) if self._cluster else self._server).name
+        return name
+
     def keys(self, pattern: bytes) -> Iterator[bytes]:
         """Yield the keys of all nodes that match, some perhaps twice; raises as `run` does."""
         for node in self._cluster.get_nodes_by_server_type("primary") if self._cluster else [self._server]:

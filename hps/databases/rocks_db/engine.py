@@ -24,7 +24,14 @@ from typing import Any
 import rocksdict
 
 from hps.databases.rocks_db.write_ahead_log import LogSeal
-from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseLockedError, DatabaseTimeoutError, ForkedProcessError
+from hps.errors import (
+    DatabaseCorruptError,
+    DatabaseError,
+    DatabaseLockedError,
+    DatabaseTimeoutError,
+    ForkedProcessError,
+    ReadOnlyError,
+)
 from hps.lifetimes import disown_in_children
 
 _log = logging.getLogger(__name__)
@@ -246,10 +253,10 @@ class Engine:
         """Refuse to write if the database was opened with read_only.
 
         Raises:
-            DatabaseError: it was.
+            ReadOnlyError: it was.
         """
         if self.read_only:
-            raise DatabaseError(f"{doing} in {self.path}: it was opened with read_only; open it without, where one may write")
+            raise ReadOnlyError(f"{doing} in {self.path}: it was opened with read_only; open it without, where one may write")
 
     def put(self, name: str, keys: list[bytes], values: list[bytes], doing: str) -> None:
         """Add or replace rows, all at once; the last of equal keys counts. They are on disk after `sync`."""

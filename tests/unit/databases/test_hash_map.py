@@ -545,3 +545,22 @@ def test_a_scan_of_a_closed_database_ends_what_it_began():
     assert first.size + sum(keys.size for keys, _ in scan) == 100
     with pytest.raises(NotReadyError):
         database.scan(TAG, 10)
+
+
+@pytest.mark.parametrize("rows", [100, 50_000, 300_000])
+@pytest.mark.parametrize("margin", [{}, {"overflow_margin": 1000, "overflow_policy": "evict_oldest"}])
+def test_the_room_that_is_asked_for_is_what_a_load_then_takes(rows, margin):
+    database = opened(**margin)
+    try:
+        keys = distinct_keys(rows)
+        database.insert(TAG, keys[:50], vectors_of(keys[:50], DIM))
+        table, before = database._tables[TAG], database.stats(TAG)
+        asked = table.further_bytes(rows)
+        database.reserve(TAG, rows)
+        database.insert(TAG, keys, vectors_of(keys, DIM))
+        after = database.stats(TAG)
+        taken = after.vector_bytes + after.overhead_bytes - before.vector_bytes - before.overhead_bytes
+        assert abs(asked - taken) <= 0.02 * taken + 4 * PAGE_BYTES
+        assert table.further_bytes(after.rows) == 0
+    finally:
+        database.close()

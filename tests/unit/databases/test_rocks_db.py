@@ -1,6 +1,7 @@
 """The persistent database: the contract, HugeCTR's layout, loading, read-only serving, and closing."""
 
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +18,13 @@ from hps.databases.rocks_db.database import RocksDatabase
 from hps.databases.rocks_db.engine import Engine
 from hps.databases.rocks_db.load_records import LoadRecords
 from hps.errors import (
+    CapacityError,
     DatabaseCorruptError,
     DatabaseError,
     DatabaseTimeoutError,
     InvalidInputError,
     NotReadyError,
+    ReadOnlyError,
     TableWidthError,
 )
 from hps.registry import implementation
@@ -450,9 +453,9 @@ def test_read_only_serves_and_writes_nothing(filled: Path, tmp_path: Path, monke
             lambda: database.drop_table(TAG),
         ]
         for call in calls:
-            with pytest.raises(DatabaseError, match=rf"{TAG}.*{filled}.*read_only"):
+            with pytest.raises(ReadOnlyError, match=rf"{TAG}.*{filled}.*read_only"):
                 call()
-        with pytest.raises(DatabaseError, match=rf"{OTHER}.*read_only.*there are: {TAG}"):
+        with pytest.raises(ReadOnlyError, match=rf"{OTHER}.*read_only.*there are: {TAG}"):
             database.open_table(OTHER, DIM)
         assert fetched(database, TAG, keys, DIM)[1].all()
     assert contents(filled) == before
@@ -607,3 +610,17 @@ def test_the_token_of_a_modified_table_is_kept_and_goes_with_the_table(tmp_path)
         database.drop_table(TAG)
         database.open_table(TAG, 2)
         assert database.writer_token(TAG) is None
+
+
+def test_room_is_asked_for_rows_that_are_not_there_and_for_the_merge(filled: Path):
+    free = shutil.disk_usage(filled).free
+    rows = free // (4 * DIM + 32)
+    with opened(filled) as holder:
+        held = holder.size(TAG)
+        holder.check_room([(TAG, DIM, held), (OTHER, DIM, int(0.45 * rows))])
+        with pytest.raises(CapacityError, match=rf"{filled}.*merged.*on its file system"):
+            holder.check_room([(OTHER, DIM, int(0.55 * rows))])  # it fits once, but not twice
+        with pytest.raises(CapacityError, match=f"for {2 * rows - held:,} rows of table {TAG}"):
+            holder.check_room([(TAG, DIM, 2 * rows)])
+    with opened(filled, read_only=True) as reader:
+        reader.check_room([(TAG, DIM, 2 * rows)])

@@ -1,0 +1,75 @@
+"""What is free of the memory: the machine's, and what control groups leave, as Linux tells it in files."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hps.capacity import available_memory, check_fits
+from hps.errors import CapacityError
+
+V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+V1_UNBOUNDED = 9223372036854771712
+MACHINE = {"proc/meminfo": "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:    8000 kB\n"}
+
+
+def version_2(group: str, limit: object, use: int, cached: tuple[int, int] = (0, 0)) -> dict[str, str]:
+    stat = f"anon 5\ninactive_file {cached[0]}\nactive_file {cached[1]}\nshmem 7\n"
+    files = {"memory.max": f"{limit}\n", "memory.current": f"{use}\n", "memory.stat": stat}
+    return {f"{V2}{group}/{name}": text for name, text in files.items()}
+
+
+def version_1(group: str, limit: int, use: int, cached: tuple[int, int] = (0, 0)) -> dict[str, str]:
+    stat = f"inactive_file 1\ntotal_inactive_file {cached[0]}\ntotal_active_file {cached[1]}\n"
+    files = {"memory.limit_in_bytes": f"{limit}\n", "memory.usage_in_bytes": f"{use}\n", "memory.stat": stat}
+    return {f"{V1}{group}/{name}": text for name, text in files.items()}
+
+
+def belongs_to(text: str) -> dict[str, str]:
+    return {"proc/self/cgroup": text}
+
+
+@pytest.mark.parametrize(
+    ("files", "free", "place"),
+    [
+        ({}, sys.maxsize, ""),
+        (MACHINE, 8000 << 10, "machine"),
+        (MACHINE | belongs_to("0::/\n"), 8000 << 10, "machine"),
+        (MACHINE | belongs_to("0::/a\n") | version_2("/a", 1000, 900, (300, 200)), 600, f"{V2}/a"),
+        (MACHINE | belongs_to("0::/a/b\n") | version_2("/a/b", "max", 5) | version_2("/a", 700, 100), 600, f"{V2}/a"),
+        (MACHINE | belongs_to("0::/a\n") | version_2("/a", 1000, 1100), -100, f"{V2}/a"),
+        (
+            MACHINE | belongs_to("0::/docker/x\n") | version_2("", 500, 100),
+            400,
+            V2,
+        ),  # a container sees its own group as the root
+        (MACHINE | belongs_to("4:cpu,memory:/a\n0::/\n") | version_1("/a", 1000, 900, (300, 200)), 600, f"{V1}/a"),
+        (MACHINE | belongs_to("4:memory:/docker/x\n") | version_1("", 1000, 900), 100, V1),
+        (MACHINE | belongs_to("4:memory:/a\n") | version_1("/a", V1_UNBOUNDED, 900), 8000 << 10, "machine"),
+        (MACHINE | belongs_to("4:cpu:/a\n") | version_1("/a", 1000, 900), 8000 << 10, "machine"),
+    ],
+)
+def test_the_least_bound_counts_and_reclaimable_pages_are_free(tmp_path: Path, files: dict[str, str], free: int, place: str):
+    for name, text in files.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    got, where = available_memory(tmp_path)
+    assert got == free
+    assert where.endswith(place) or place in where
+
+
+def test_this_machine_says_what_is_free():
+    free, where = available_memory()
+    assert 0 < free < sys.maxsize
+    assert where
+
+
+def test_what_does_not_fit_is_refused_with_figures():
+    check_fits("doing", {"a": 600, "b": 400}, 1000, "in x", "cure")
+    with pytest.raises(CapacityError) as refused:
+        check_fits("doing", {"a": 600, "nothing": 0, "b": 401}, 1000, "in x", "cure")
+    assert (
+        str(refused.value)
+        == "doing: got 1,001 bytes to hold (600 for a, 401 for b), expected at most the 1,000 that are free in x; cure"
+    )

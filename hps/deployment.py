@@ -2,6 +2,7 @@
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,13 +14,15 @@ import numpy as np
 
 from hps.cache.base import EmbeddingCache
 from hps.configuration.load import Configuration, ModelConfig
-from hps.databases.base import Database, PersistentDatabase
+from hps.databases.base import Database, InProcessDatabase, PersistentDatabase
 from hps.errors import DatabaseError, InvalidInputError, NotReadyError, UnknownDeviceError, UnknownTableError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.refresh import refresh
 from hps.lookup.session import CachedSession, DirectSession, Session, SessionSettings
 from hps.metrics import Metrics
+from hps.models.catalog import ModelVersion
+from hps.models.deltas import HeldTable
 from hps.models.files import SparseModel, joint_fingerprint
 from hps.models.repeats import find_repeats
 from hps.models.sources import ModelSources
@@ -50,9 +53,10 @@ class Deployment:
         sessions: by device id. On the CPU all device ids share one session.
         chain: the host tiers that hold its tables.
         rows: of each table, in its files.
-        fingerprint: identifies the files.
+        fingerprints: of each table's files.
         renew: makes the sessions anew, the caches warmed from the databases.
         since: when it was put into service, in seconds since the epoch.
+        modified: set by the first online write.
         indices: of the tables, by name and by id.
         changes: the modifications and refreshes under way.
     """
@@ -62,9 +66,10 @@ class Deployment:
     sessions: dict[int, Session]
     chain: DatabaseChain
     rows: tuple[int, ...] = ()
-    fingerprint: str = ""
+    fingerprints: tuple[str, ...] = ()
     renew: Callable[[], dict[int, Session]] = field(default=dict, repr=False)
     since: float = field(default_factory=time.time)
+    modified: threading.Event = field(default_factory=threading.Event, repr=False)
     indices: dict[str | int, int] = field(init=False, repr=False)
     changes: OpenCalls = field(init=False, repr=False)
 
@@ -77,6 +82,24 @@ class Deployment:
     def version(self) -> str:
         """Its number, as a string."""
         return self.config.version
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the files of all tables."""
+        return joint_fingerprint(self.fingerprints)
+
+    def held_tables(self) -> list[HeldTable]:
+        """Where its tables are, for a version that changes it."""
+        whole = [one for one in self.chain.databases if isinstance(one, InProcessDatabase)][-1:]
+        return [
+            HeldTable(
+                table.tag,
+                whole[0] if whole and whole[0].size(table.tag) == rows else None,
+                fingerprint,
+                lambda: not self.modified.is_set(),
+            )
+            for table, rows, fingerprint in zip(self.tables, self.rows, self.fingerprints, strict=True)
+        ]
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -133,6 +156,7 @@ class Deployment:
                     cache.erase(index, keys)
 
         with self.changes:
+            self.modified.set()
             self.chain.insert(table, keys, vectors, apply)
 
     def delete(self, index: int, keys: KeyArray) -> None:
@@ -144,6 +168,7 @@ class Deployment:
                 cache.erase(index, keys)
 
         with self.changes:
+            self.modified.set()
             self.chain.delete(self.tables[index], keys, apply)
 
     def refresh(self) -> None:
@@ -219,7 +244,7 @@ def choose_cache(device: str) -> type[EmbeddingCache]:
 
 
 def deploy(
-    config: ModelConfig,
+    version: ModelVersion,
     tables: Sequence[TableSpec],
     cache_class: type[EmbeddingCache],
     chain: DatabaseChain,
@@ -232,32 +257,40 @@ def deploy(
     """Load a version's tables into the databases, build its caches and sessions, and warm the caches.
 
     Args:
-        config: of this version.
+        version: what to load.
         tables: its tables, with the slots that they are to have.
         targets: the databases of the chain that are to be initialised from the model files, and how.
 
     Raises:
+        CapacityError: it does not fit; nothing was loaded.
         ModelFileError: a table's files are missing or do not fit its configuration.
         DatabaseError, DeviceError: a tier failed.
     """
-    tables, resident = tuple(tables), config.embedding_cache_type in ("static", "uvm") and cache_class.device == "cpu"
+    config, tables = version.config, tuple(tables)
+    resident = config.embedding_cache_type in ("static", "uvm") and cache_class.device == "cpu"
     if resident:
         chain, targets = _resident(targets, metrics)
     elif config.embedding_cache_type == "stochastic":  # HugeCTR: such a model does not fill the databases
         targets = replace(targets, load=(), keep=())
+    loads = [TableLoad(table, source, targets, progress) for table, source in zip(tables, version.sources, strict=True)]
+    rows = tuple(load.rows for load in loads)
+    direct = cache_class.device == "cpu" and (resident or not config.gpucache)
+    _check_room(config, tables, rows, targets, None if direct else cache_class)
     try:
-        reports = _load_tables(config, tables, chain, targets, progress)
-        rows = tuple(report.model.rows for report in reports)
-        fingerprint = joint_fingerprint(report.fingerprint for report in reports)
-        if cache_class.device == "cpu" and (resident or not config.gpucache):
+        reports = []
+        for table, load in zip(tables, loads, strict=True):
+            chain.open_table(table)
+            reports.append(load.run())
+        fingerprints = tuple(report.fingerprint for report in reports)
+        if direct:
 
             def renew() -> dict[int, Session]:
                 return dict.fromkeys(config.deployed_device_list, DirectSession(tables, chain, metrics))
 
-            return Deployment(config, tables, renew(), chain, rows, fingerprint, renew)
+            return Deployment(config, tables, renew(), chain, rows, fingerprints, renew)
         build = partial(_cached_sessions, config, tables, rows, cache_class, chain, coalescer, metrics)
         sessions = build(_FromFiles(tables, reports, chain))
-        return Deployment(config, tables, sessions, chain, rows, fingerprint, partial(build, _FromDatabases(tables, chain)))
+        return Deployment(config, tables, sessions, chain, rows, fingerprints, partial(build, _FromDatabases(tables, chain)))
     except BaseException:
         for table in tables:  # what was loaded of a model that is not served
             with suppress(DatabaseError):
@@ -282,12 +315,12 @@ def _cached_sessions(
         workspace_timeout_s=config.workspace_timeout_s,
         insert_queue_length=config.insert_queue_length,
     )
-    share, fraction = config.gpucacheper, config.cache_refresh_percentage_per_iteration if config.init_ec else 0.0
+    fraction = config.cache_refresh_percentage_per_iteration if config.init_ec else 0.0
     if config.embedding_cache_type == "static":
-        share, fraction = 1 / _STATIC_LOAD, 1.0
+        fraction = 1.0
     if not config.gpucache:
-        share = fraction = 0.0
-    capacities = [math.ceil(share * count) for count in rows]
+        fraction = 0.0
+    capacities = _capacities(config, rows)
     sessions: dict[int, Session] = {}
     try:
         for device_id in config.deployed_device_list:
@@ -347,15 +380,30 @@ def _warmed_in_part(table: TableSpec, model: WarmUpSource, rows: int, chain: Dat
     return repeats is not None
 
 
-def _load_tables(
-    config: ModelConfig, tables: Sequence[TableSpec], chain: DatabaseChain, targets: LoadTargets, progress: Progress | None
-) -> list[LoadReport]:
-    """Fill the databases with every table of a model."""
-    reports = []
-    for table, source in zip(tables, config.sparse_files, strict=True):
-        chain.open_table(table)
-        reports.append(TableLoad(table, source, targets, progress).run())
-    return reports
+def _capacities(config: ModelConfig, rows: Sequence[int]) -> list[int]:
+    """Rows that the cache of a device holds, by table."""
+    share = 1 / _STATIC_LOAD if config.embedding_cache_type == "static" else config.gpucacheper
+    return [math.ceil(share * count) if config.gpucache else 0 for count in rows]
+
+
+def _check_room(
+    config: ModelConfig,
+    tables: Sequence[TableSpec],
+    rows: Sequence[int],
+    targets: LoadTargets,
+    cache_class: type[EmbeddingCache] | None,
+) -> None:
+    """Refuse a version that does not fit, before anything of it is loaded.
+
+    Raises:
+        CapacityError: it does not.
+    """
+    for database in targets.load:
+        share = 1.0 if isinstance(database, PersistentDatabase) else targets.initial_cache_rate
+        database.check_room([(one.tag, one.dim, math.ceil(share * count)) for one, count in zip(tables, rows, strict=True)])
+    if cache_class:
+        for device_id in config.deployed_device_list[: 1 if cache_class.device == "cpu" else None]:
+            cache_class.check_room(tables, _capacities(config, rows), device_id)
 
 
 def _resident(targets: LoadTargets, metrics: Metrics) -> tuple[DatabaseChain, LoadTargets]:

@@ -21,7 +21,8 @@ from hps.live_models import LiveModels, VersionStatus, version_status
 from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.session import DirectSession, Session
 from hps.metrics import Metrics
-from hps.models.catalog import ModelCatalog, ModelVersion
+from hps.models.catalog import ModelCatalog
+from hps.models.deltas import HeldTable
 from hps.progress import Progress
 from hps.tensors.segments import (
     Segment,
@@ -99,8 +100,8 @@ class HPS:
         if not self._chain.databases:
             _log.warning("no database is configured: keys that the embedding cache does not hold get the default vector")
         try:
-            for model in self.config.models if deploy_models else ():
-                self.deploy(model.model, progress=progress, force=force)
+            for name in self.catalog.names if deploy_models else ():
+                self.deploy(name, progress=progress, force=force)
         except BaseException:
             self.close()
             raise
@@ -371,13 +372,13 @@ class HPS:
                 raise refusal(self, "the parameter server")
             if not isinstance(model, str):
                 self.catalog.add(model)
-            chosen = self.catalog.to_serve(name) if version is None else [self.catalog.version(name, version)]
-            for one in chosen:
-                self._deploy(one, progress, force)
+            for number in self.catalog.to_serve(name) if version is None else [version]:
+                self._deploy(name, number, progress, force)
         return self.model(name)
 
-    def _deploy(self, wanted: ModelVersion, progress: Progress | None, force: bool) -> None:
-        config, name = wanted.config, wanted.config.model
+    def _deploy(self, name: str, version: str, progress: Progress | None, force: bool) -> None:
+        wanted = self.catalog.version(name, version, partial(self._held_tables, name))
+        config = wanted.config
         fingerprint = self.catalog.fingerprint(wanted)
         there = self._live.deployed(name, config.version)
         if there and there.fingerprint == fingerprint and not force:
@@ -387,7 +388,7 @@ class HPS:
         for kept in self._live.take_kept(name, leave=max(0, config.keep_versions - 1)):
             kept.close("drop")
         deployed = deploy(
-            config,
+            wanted,
             self._in_free_slot(config, fingerprint),
             self._cache_class,
             self._chain,
@@ -399,6 +400,14 @@ class HPS:
         stay = partial(policy.chosen, also=config.version)
         self._live.serve(deployed, stay, "keep" if config.keep_versions else "drop")
         self._drop_leftovers(name, config.keep_versions)
+
+    def _held_tables(self, name: str, version: str) -> list[HeldTable]:
+        """Where the tables of a version may be already."""
+        for one, _ in self._live.versions(name):
+            if one.version == version:
+                return one.held_tables()
+        model = self.catalog.model(name).model_copy(update={"version": version})
+        return [HeldTable(table.tag) for table in model.tables]
 
     def _in_free_slot(self, config: ModelConfig, fingerprint: str) -> tuple[TableSpec, ...]:
         """The tables of a version, with a slot that no other version of the model uses.
@@ -464,7 +473,7 @@ class HPS:
                         f"rolling back model {model_name!r}: there is no version to go back to; version {serving.version} "
                         "serves, none was replaced, and there is none below it"
                     )
-                self._deploy(self.catalog.version(model_name, below[-1]), None, False)
+                self._deploy(model_name, below[-1], None, False)
         return self.model(model_name)
 
     def undeploy(self, model_name: str, version: str | None = None) -> None:

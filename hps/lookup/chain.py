@@ -9,7 +9,7 @@ from contextlib import suppress
 import numpy as np
 
 from hps.background import BackgroundQueue
-from hps.databases.base import Database, InProcessDatabase, PersistentDatabase
+from hps.databases.base import Database, InProcessDatabase, PersistentDatabase, SharedDatabase
 from hps.errors import DatabaseError, NotReadyError, UnknownTableError
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.lookup.fences import TableFence
@@ -190,7 +190,10 @@ class DatabaseChain:
     def discard(self, database: Database, tag: str) -> None:
         """Drop a table that this process uses no more; a failure is logged."""
         try:
-            database.drop_table(tag)
+            if isinstance(database, SharedDatabase):
+                database.discard_table(tag)
+            else:
+                database.drop_table(tag)
         except (DatabaseError, NotReadyError) as error:
             _log.warning("dropping table %s from %s, which keeps it for now: %s", tag, database.kind, error)
 

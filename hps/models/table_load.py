@@ -123,6 +123,11 @@ class TableLoad:
         self._watched = False  # whether the files may change without another version
         self._model = open_table_files(source, table.dim, int32_keys=targets.int32_keys, sources=targets.sources)
 
+    @property
+    def rows(self) -> int:
+        """Of the files; of a delta, what they are at most."""
+        return self._model.rows
+
     def run(self) -> LoadReport:
         """Load the databases.
 

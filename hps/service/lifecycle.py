@@ -166,7 +166,7 @@ class Lifecycle:
         if stopped:
             server.close()
             return
-        failed = [one for model in self.configuration.models if (one := self._deploy(server, model))]
+        failed = [one for name in server.catalog.names if (one := self._deploy(server, server.catalog.model(name)))]
         if self._stopping.is_set():
             return
         if failed and not server.models:
@@ -201,6 +201,7 @@ class Lifecycle:
         name = model.model
         if self._stopping.is_set() or name in server.models:  # somebody else has deployed it
             return None
+        self.states.add(model)
         self.states.model_started(name)
         try:
             server.deploy(model.model, progress=self.states, force=self._force)

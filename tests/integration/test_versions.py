@@ -1,5 +1,6 @@
 """Versions of a model in one process: swapped, rolled back, loaded again, dropped from every tier."""
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import hps
+from hps.models.writer import write_version as write_version_of
 from hps.types import split_tag
 from tests.servers.running_service import document_of, model_of, wait_until
 
@@ -223,3 +225,50 @@ def test_a_process_that_died_during_a_swap_leaves_nothing_that_stays(document: C
 def test_there_may_be_nothing_to_go_back_to(document: Callable[..., dict[str, Any]]) -> None:
     with hps.HPS(document(versions=1)) as server, pytest.raises(hps.ConflictError, match="no version to go back to"):
         server.rollback("ranker")
+
+
+def test_versions_of_a_repository_are_found_and_a_delta_changes_the_one_before(
+    document: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    configuration = document(versions=1)
+    (entry,) = configuration.pop("models")
+    configuration["model_repository"] = str(tmp_path / "repository")
+    del entry["versions"]
+    entry["sparse_files"] = [f"{table}.model" for table in DIMS]
+    home = tmp_path / "repository" / "ranker"
+    home.mkdir(parents=True)
+    (home / "model.json").write_text(json.dumps(entry))
+    write_version(home, 1)
+    with hps.HPS(configuration) as server:
+        assert version_of(server) == 1
+        changed = KEYS[::9]
+        tables = {f"{table}.model": (changed, vectors_of(changed, dim, 2)) for table, dim in DIMS.items()}
+        write_version_of(home / "2", tables, delta_of="1", deleted={"user.model": KEYS[1::9]})
+        assert server.deploy("ranker").version == "2"
+        vectors, found = server.lookup(KEYS, "ranker", "user", return_found=True)
+        expected = vectors_of(KEYS, 4, 1)
+        expected[::9] = vectors_of(changed, 4, 2)
+        expected[1::9] = 0
+        np.testing.assert_array_equal(vectors, expected)
+        assert not found[1::9].any()
+        assert found.sum() == KEYS.size - KEYS[1::9].size
+
+
+@pytest.mark.parametrize("tier", ["volatile_db", "persistent_db", "embedding_cache"])
+def test_a_version_that_does_not_fit_is_refused_with_figures_before_a_byte_is_loaded(
+    document: Callable[..., dict[str, Any]], tmp_path: Path, tier: str
+) -> None:
+    configuration = document()
+    for other in {"volatile_db", "persistent_db"} - {tier}:
+        configuration[other] = {"type": "disabled"}
+    with hps.HPS(configuration, deploy_models=False) as server:
+        server.deploy("ranker", "1")
+        before = tags(server)
+        for table, dim in DIMS.items():
+            for name, size in (("key", 8), ("emb_vector", 4 * dim)):  # right sizes, and nothing on disk
+                with open(tmp_path / "2" / f"{table}.model" / name, "wb") as file:
+                    file.truncate((1 << 35) * size)
+        with pytest.raises(hps.CapacityError, match=r"got [0-9,]+ bytes .* expected at most the [0-9,]+ that are free"):
+            server.deploy("ranker", "2")
+        assert tags(server) == before
+        assert server.model("ranker").version == "1"

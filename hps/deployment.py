@@ -4,10 +4,11 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +32,7 @@ from hps.models.warm_up import DatabaseRows, WarmUpSource, warm_up
 from hps.open_calls import OpenCalls
 from hps.progress import Progress
 from hps.registry import implementation
+from hps.tensors.dlpack import cuda_device_of
 from hps.types import FloatArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
@@ -72,11 +74,16 @@ class Deployment:
     modified: threading.Event = field(default_factory=threading.Event, repr=False)
     indices: dict[str | int, int] = field(init=False, repr=False)
     changes: OpenCalls = field(init=False, repr=False)
+    _turns: Iterator[Sequence[int]] | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "changes", OpenCalls(f"the deployment of model {self.config.model!r}"))
         names = {spec.table_name: index for index, spec in enumerate(self.tables)}
         object.__setattr__(self, "indices", names | {index: index for index in names.values()})
+        devices = self.devices  # in turn, another one is the first: that is whom the least busy one is, among equals
+        shared = len(set(map(id, self.sessions.values()))) == 1
+        turns = None if shared else cycle([devices[start:] + devices[:start] for start in range(len(devices))])
+        object.__setattr__(self, "_turns", turns)
 
     @property
     def version(self) -> str:
@@ -111,14 +118,34 @@ class Deployment:
         """The embedding caches, each once."""
         return [session.cache for session in dict.fromkeys(self.sessions.values()) if session.cache is not None]
 
-    def session(self, device_id: int | None) -> Session:
-        """The session of a device; of the first device for None.
+    @property
+    def keys_per_sample(self) -> int:
+        """The most keys that a sample has in all tables together."""
+        return sum(self.config.maxnum_catfeature_query_per_table_per_sample)
+
+    def choose_device(self, *tensors: Any) -> int:
+        """The device for a lookup that names none: where its tensors are, else the least busy one, by keys under way.
+
+        Args:
+            tensors: keys and outputs, or mappings of them.
+        """
+        if self._turns is None:
+            return next(iter(self.sessions))
+        for tensor in tensors:
+            for one in tensor.values() if isinstance(tensor, Mapping) else (tensor,):
+                if (device := cuda_device_of(one)) in self.sessions:
+                    return device
+        sessions = self.sessions
+        return min(next(self._turns), key=lambda device: sessions[device].busy)
+
+    def session(self, device_id: int | None, *tensors: Any) -> Session:
+        """The session of a device; of the one that `choose_device` chooses for None.
 
         Raises:
             UnknownDeviceError: the model is not deployed there.
         """
         if device_id is None:
-            return next(iter(self.sessions.values()))
+            device_id = self.choose_device(*tensors)
         try:
             return self.sessions[device_id]
         except KeyError:
@@ -314,6 +341,7 @@ def _cached_sessions(
         workspaces=config.num_of_worker_buffer_in_pool,
         workspace_timeout_s=config.workspace_timeout_s,
         insert_queue_length=config.insert_queue_length,
+        one_of_several=len(config.deployed_device_list) > 1 and cache_class.device != "cpu",
     )
     fraction = config.cache_refresh_percentage_per_iteration if config.init_ec else 0.0
     if config.embedding_cache_type == "static":

@@ -36,18 +36,32 @@ class TableCounters:
     deferred: int
 
 
+@dataclass(slots=True)
+class DeviceCounters:
+    """Counts of one model on one device since the start. Change them only while holding `Metrics.lock`.
+
+    Attributes:
+        lookups: those that its embedding cache was asked.
+    """
+
+    model: str
+    device: str
+    lookups: int = 0
+
+
 class Metrics:
     """The metrics of one parameter server, on a registry of its own. *Thread-safe.*
 
     Attributes:
         registry: what `/metrics` exposes; others may register their metrics on it.
-        lock: guards every `TableCounters`.
+        lock: guards every `TableCounters` and `DeviceCounters`.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.lock = threading.Lock()
         self._tables: dict[tuple[str, str], TableCounters] = {}
+        self._devices: dict[tuple[str, str], DeviceCounters] = {}
         self.registry.register(self)
         registry = self.registry
         self.lookup_seconds = Histogram(
@@ -98,15 +112,26 @@ class Metrics:
                 self._tables[key] = TableCounters(model, table, 0, [0, 0, 0], [0, 0, 0], 0, 0)
             return self._tables[key]
 
+    def device(self, model: str, device_id: int | None) -> DeviceCounters:
+        """The counters of a model on a device, created by the first call; None is the CPU."""
+        with self.lock:
+            key = (model, "cpu" if device_id is None else str(device_id))
+            return self._devices.setdefault(key, DeviceCounters(*key))
+
     def collect(self) -> Iterator[Metric]:
-        """Yield the table counters in Prometheus' form."""
+        """Yield the counters of tables and devices in Prometheus' form."""
         labels = ["model", "table"]
         keys = CounterMetricFamily("hps_lookup_keys", "Requested keys.", labels=labels)
         defaults = CounterMetricFamily("hps_default_keys", "Distinct keys that no tier has.", labels=labels)
         deferred = CounterMetricFamily("hps_deferred_keys", "Keys that got the default and are fetched later.", labels=labels)
         hits = CounterMetricFamily("hps_hits", "Keys that a tier answered.", labels=[*labels, "tier"])
         misses = CounterMetricFamily("hps_misses", "Keys that a tier did not have.", labels=[*labels, "tier"])
+        lookups = CounterMetricFamily(
+            "hps_device_lookups", "Lookups that the embedding cache of a device was asked.", labels=["model", "device"]
+        )
         with self.lock:
+            for device in self._devices.values():
+                lookups.add_metric([device.model, device.device], device.lookups)
             for counters in self._tables.values():
                 where = [counters.model, counters.table]
                 keys.add_metric(where, counters.keys)
@@ -115,4 +140,4 @@ class Metrics:
                 for tier, hit, miss in zip(TIERS, counters.hits, counters.misses, strict=True):
                     hits.add_metric([*where, tier], hit)
                     misses.add_metric([*where, tier], miss)
-        yield from (keys, hits, misses, defaults, deferred)
+        yield from (keys, hits, misses, defaults, deferred, lookups)

@@ -198,7 +198,7 @@ class HPS:
         Args:
             tables: keys by table name or id, as for `lookup` or, tensors, as for `lookup_fromdlpack`.
             model_name: a deployed model.
-            device_id: whose embedding cache to use; None is the first of the model's devices.
+            device_id: whose embedding cache to use; None: of the device where a tensor is, else of the least busy one.
             out: where the vectors go, by table, as for `lookup_fromdlpack`; new host arrays where it is not given.
             return_found: return the found-masks, too.
 
@@ -210,7 +210,7 @@ class HPS:
             As `lookup`; also InvalidInputError when a table is named twice (by id and by name).
         """
         deployment = self.model(model_name)
-        session = deployment.session(device_id)
+        session = deployment.session(device_id, tables, out)
         segments = named_segments(
             tables,
             out,
@@ -284,7 +284,7 @@ class HPS:
             counts: how many keys each table has, one count for every table of the model; 0 is allowed.
             out_tensor: as for `lookup_fromdlpack`: the vectors of table 0, then those of table 1, and so on.
             model_name: a deployed model.
-            device_id: whose embedding cache to use; None is the first of the model's devices.
+            device_id: as for `lookup_tables`.
             return_found: return the found-mask.
 
         Returns:
@@ -294,26 +294,32 @@ class HPS:
             As `lookup_fromdlpack`; InvalidInputError also when the counts do not fit the model or the keys.
         """
         deployment = self.model(model_name)
-        session = deployment.session(device_id)
+        session = deployment.session(device_id, keys, out_tensor)
         segments, found = concatenated_segments(
             keys, counts, out_tensor, deployment.tables, on_cuda=session.on_cuda, with_found=return_found
         )
         session.lookup(segments)
         return found
 
-    def lookup_segments(self, deployment: Deployment, segments: Sequence[Segment], device_id: int | None = None) -> None:
+    def lookup_segments(self, deployment: Deployment, segments: Sequence[Segment], device_id: int | None = None) -> int:
         """Look up several tables straight into arrays of the caller's own layout; for the HTTP service.
 
         Args:
             deployment: what `model` gave.
             segments: at most one for each table, with keys (n,) int64, out (n, dim) float32 and, optionally, found (n,)
                 bool: host arrays, C-contiguous.
+            device_id: as for `lookup_tables`.
+
+        Returns:
+            The device that answered.
 
         Raises:
             As `lookup_tables`; NotReadyError when it was retired, and another version may serve by now.
         """
         refuse_repeated_tables(segments, deployment.tables)
-        deployment.session(device_id).lookup(segments)
+        device = deployment.choose_device() if device_id is None else device_id
+        deployment.session(device).lookup(segments)
+        return device
 
     @_on_the_next_version
     def insert(self, keys: Any, vectors: FloatArray, model_name: str, table_id: int | str) -> None:

@@ -209,12 +209,13 @@ def make_faulty(ledger: Ledger, process: int, faults: list[str]) -> None:
     spoiling = [fault for fault in faults if fault in ("default", "torn", "foreign", "invented", "stale")]
     rng = np.random.default_rng(1)
 
-    def lookup_segments(self: hps.HPS, deployment: Any, segments: Any, device_id: int | None = None) -> None:
-        honest(self, deployment, segments, device_id)
+    def lookup_segments(self: hps.HPS, deployment: Any, segments: Any, device_id: int | None = None) -> int:
+        device = honest(self, deployment, segments, device_id)
         model_name = deployment.config.model
         for segment in segments:
             table = segment.table + next(i for i, one in enumerate(TABLES) if one.model == model_name)
             spoil(spoiling[rng.integers(len(spoiling))], ledger.bounds(process, table, segment.keys), segment.out)
+        return device
 
     if spoiling:
         hps.HPS.lookup_segments = lookup_segments  # type: ignore[method-assign]

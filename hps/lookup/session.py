@@ -38,6 +38,10 @@ class Session(Protocol):
     def on_cuda(self) -> bool:
         """Whether keys and outputs may be in CUDA memory."""
 
+    @property
+    def busy(self) -> int:
+        """Keys of the lookups that run or wait for a workspace; 0 where the model has no other session to choose."""
+
     def lookup(self, segments: Sequence[Segment]) -> None:
         """Write the vector of every key to its row of `out`, and `found` where it is given.
 
@@ -72,12 +76,14 @@ class SessionSettings:
         workspaces: how many lookups may run at once.
         workspace_timeout_s: how long a lookup waits for one of them to end.
         insert_queue_length: batches of missing keys that may wait for background insertion.
+        one_of_several: the model has sessions on other devices, too, among which a lookup may choose.
     """
 
     hit_rate_threshold: float = 0.9
     workspaces: int = 1
     workspace_timeout_s: float = 1.0
     insert_queue_length: int = 64
+    one_of_several: bool = False
 
 
 class CachedSession:
@@ -109,6 +115,8 @@ class CachedSession:
         self._max_keys = [table.max_keys for table in self.tables]
         model = self.tables[0].model_name
         self._counters = [metrics.table(table.model_name, table.table_name) for table in self.tables]
+        self._device = metrics.device(model, cache.device_id if self.on_cuda else None)
+        self._under_way: dict[int, int] | None = {} if settings.one_of_several else None  # keys of each thread's lookup
         self._seconds = metrics.lookup_seconds.labels(model)
         self._lookups = _LookupPool(
             cache.create_lookup,
@@ -122,8 +130,24 @@ class CachedSession:
         self._pending_lock = threading.Lock()
         self._pending = [np.empty(0, np.int64) for _ in self.tables]  # ascending: queued or being inserted
 
+    @property
+    def busy(self) -> int:
+        """Keys of the lookups that run or wait. See `Session.busy`."""
+        return sum(self._under_way.values()) if self._under_way else 0
+
     def lookup(self, segments: Sequence[Segment]) -> None:
         """Write the vector of every key to its row of `out`. See `Session.lookup`."""
+        if self._under_way is None:
+            self._lookup(segments)
+            return
+        thread = threading.get_ident()  # single operations of a dict are atomic: no lock, and no count that drifts
+        self._under_way[thread] = sum([segment.n for segment in segments])
+        try:
+            self._lookup(segments)
+        finally:
+            del self._under_way[thread]
+
+    def _lookup(self, segments: Sequence[Segment]) -> None:
         start = time.perf_counter()
         _refuse_too_many_keys(self.tables, self._max_keys, segments)
         lookup = self._lookups.take()
@@ -218,6 +242,7 @@ class CachedSession:
         """Count the keys of a lookup. `missing_counts` is None where no key was missing: that is quicker for many tables."""
         every = self._counters
         with self._metrics.lock:
+            self._device.lookups += 1
             for segment in segments:
                 counters, n = every[segment.table], segment.n
                 counters.keys += n
@@ -250,6 +275,7 @@ class DirectSession:
         self.tables = tuple(tables)
         self.cache: EmbeddingCache | None = None
         self.on_cuda = False
+        self.busy = 0
         self._chain = chain
         self._metrics = metrics
         self._max_keys = [table.max_keys for table in self.tables]

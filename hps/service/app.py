@@ -172,7 +172,9 @@ class Application:
         if model is None or model.tables is not deployment.tables:  # unknown so far, or another one by now
             if len(self._models) == _MOST_TARGETS:  # of versions that are gone
                 self._models.clear()
-            model = self._models[target] = ModelTables(target.model_name, deployment.tables, deployment.version)
+            model = self._models[target] = ModelTables(
+                target.model_name, deployment.tables, deployment.version, deployment.keys_per_sample
+            )
         header_length = None
         request: JSONLookup | Inference
         if target.route != LOOKUP:
@@ -189,7 +191,8 @@ class Application:
         else:
             self.memory.take(held, "answering the request")
         try:
-            await self._threads.run(server.lookup_segments, deployment, request.segments)
+            lookup = (server.lookup_segments, deployment, request.segments, request.device_id)
+            request.device_id = await self._threads.run(*lookup)
             if (whole := request.binary_answer) is not None:
                 length = (b"inference-header-content-length", str(whole[1]).encode())
                 return HTTPAnswer(200, [BINARY, length], whole[:1], held)

@@ -146,7 +146,9 @@ class InferenceRequest(BaseModel):
 
     id: str | None = Field(default=None, description="Returned with the answer.")
     parameters: dict[str, Any] | None = Field(
-        default=None, description="`binary_data_output`: send all outputs as binary data. `found`: send the found-masks, too."
+        default=None,
+        description="`binary_data_output`: send all outputs as binary data. `found`: send the found-masks, too. `DeviceID`: "
+        "the device that is to answer; by default the least busy one.",
     )
     inputs: list[RequestInput]
     outputs: list[RequestOutput] | None = Field(default=None, description="Which outputs to send; by default all vectors.")
@@ -170,6 +172,11 @@ class InferenceResponse(BaseModel):
     model_name: str
     model_version: str
     id: str | None = None
+    parameters: dict[str, Any] | None = Field(
+        default=None,
+        description="For `KEYS` and `NUMKEYS`. `NumSample`: the keys of the request by the most keys of a sample, rounded "
+        "down. `DeviceID`: the device that answered.",
+    )
     outputs: list[ResponseOutput]
 
 
@@ -180,6 +187,7 @@ class LookupRequest(BaseModel):
 
     tables: dict[str, list[int]]
     found: bool = Field(default=False, description="Also say which keys a tier had.")
+    device: int | str | None = Field(default=None, description="The device that is to answer; by default the least busy one.")
 
 
 class LookupResponse(BaseModel):

@@ -182,6 +182,20 @@ def adopt(tensor: Any, stream: int | None = None, what: str = "tensor") -> Tenso
     return read_object(tensor, what) or read_capsule(_exported(tensor, stream, what), what)
 
 
+def cuda_device_of(tensor: Any) -> int | None:
+    """The CUDA device that a tensor is on; None where it is elsewhere, or is no tensor that says so."""
+    if type(tensor) is np.ndarray:
+        return None
+    if type(tensor) is CAPSULE:
+        view = read_capsule(tensor, "tensor")
+        device: tuple[int, int] = (view.device_type, view.device_id)
+    elif hasattr(tensor, "__dlpack_device__"):
+        device = tensor.__dlpack_device__()
+    else:
+        return None
+    return int(device[1]) if device[0] in (CUDA, CUDA_MANAGED) else None
+
+
 def as_keys(keys: Any, what: str = "keys") -> KeyArray:
     """Adopt keys in host memory: an int64 tensor of any shape.
 

@@ -17,6 +17,7 @@ class FakeDeployment:
     tables: tuple[TableSpec, ...]
     devices: tuple[int, ...] = (0,)
     version: str = "1"
+    keys_per_sample: int = 1
 
 
 class FakeParameterServer:
@@ -50,7 +51,7 @@ class FakeParameterServer:
     def versions(self, name: str) -> list[VersionStatus]:
         return [VersionStatus(name, self.model(name).version, "serving", 0.0, 0, {})]
 
-    def lookup_segments(self, deployment: FakeDeployment, segments: Sequence[Segment], device_id: int | None = None) -> None:
+    def lookup_segments(self, deployment: FakeDeployment, segments: Sequence[Segment], device_id: int | None = None) -> int:
         self.lookups += 1
         self.on_lookup()
         tables = deployment.tables
@@ -60,6 +61,7 @@ class FakeParameterServer:
                 segment.out[place] = tables[segment.table].default_value if vector is None else vector
                 if segment.found is not None:
                     segment.found[place] = vector is not None
+        return 0
 
     def close(self) -> None:
         self.closed = True

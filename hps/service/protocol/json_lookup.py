@@ -7,7 +7,7 @@ import numpy as np
 
 from hps.errors import InvalidInputError
 from hps.service.protocol.json_size import JSON_MASK_SHARE, JSON_VECTOR_SHARE, write_json
-from hps.service.protocol.request_checks import ModelTables, check_counts, int64_array, kind_of, parse_object
+from hps.service.protocol.request_checks import ModelTables, check_counts, int64_array, kind_of, parse_object, read_device
 from hps.tensors.segments import Segment
 
 _EXAMPLE = '{"tables": {"<table>": [1, 2, 3]}}'
@@ -19,17 +19,19 @@ class JSONLookup:
     Args:
         segments: what to look up.
         names: of their tables.
+        device_id: the device that the request names.
 
     Attributes:
-        segments: as given.
+        segments, device_id: as given.
         held_bytes: the most that vectors, masks and the text of the answer take.
         binary_answer: none; an inference may have one.
     """
 
     binary_answer = None
 
-    def __init__(self, segments: list[Segment], names: list[str]) -> None:
+    def __init__(self, segments: list[Segment], names: list[str], device_id: int | None) -> None:
         self.segments = segments
+        self.device_id = device_id
         self._names = names
         self.held_bytes = 0
         for segment in segments:
@@ -53,7 +55,8 @@ def decode_lookup(body: bytes | bytearray, model: ModelTables, max_keys: int) ->
     """Turn the body into a lookup with room for its answer.
 
     Args:
-        body: JSON: `tables` maps table names to lists of keys; `found` (optional) asks for the found-masks.
+        body: JSON: `tables` maps table names to lists of keys; `found` (optional) asks for the found-masks,
+            `device` (optional) names the device that is to answer.
         model: the model that the request names.
         max_keys: of all tables together.
 
@@ -63,13 +66,13 @@ def decode_lookup(body: bytes | bytearray, model: ModelTables, max_keys: int) ->
         TooManyKeysError: more keys than `max_keys` or than a table's `max_keys`.
     """
     request = parse_object(body)
-    if unknown := request.keys() - {"tables", "found"}:
-        raise InvalidInputError(
-            f"reading the request: got the member {min(unknown)[:120]!r}, expected {_EXAMPLE} and, optionally, 'found'"
-        )
+    if unknown := request.keys() - {"tables", "found", "device"}:
+        got = f"got the member {min(unknown)[:120]!r}"
+        raise InvalidInputError(f"reading the request: {got}, expected {_EXAMPLE} and, optionally, 'found' and 'device'")
     tables, with_found = request.get("tables"), request.get("found", False)
     if type(with_found) is not bool:
         raise InvalidInputError(f"reading the request: 'found' is {kind_of(with_found)}, expected true or false")
+    device_id = read_device(request.get("device"), "reading the request: 'device'")
     if type(tables) is not dict or not tables:
         got = "an object without tables" if tables == {} else kind_of(tables)
         raise InvalidInputError(f"reading the request: 'tables' is {got}, expected {_EXAMPLE}")
@@ -88,4 +91,4 @@ def decode_lookup(body: bytes | bytearray, model: ModelTables, max_keys: int) ->
         )
         for index, keys in named
     ]
-    return JSONLookup(segments, list(tables))
+    return JSONLookup(segments, list(tables), device_id)

@@ -4,11 +4,12 @@ A request names its keys in one of two ways:
 
 - as Triton's HPS backend does: `KEYS` INT64 [N] or [1, N] holds the keys of table 0, then of table 1, ..., and `NUMKEYS`
   INT32 [T] or [1, T] says how many belong to each. The answer is one flat `OUTPUT0` FP32 [sum of NUMKEYS[t] x dim[t]] and,
-  where requested, `FOUND0` BOOL [N];
+  where requested, `FOUND0` BOOL [N]. Its parameters are `NumSample` and `DeviceID`, integers as that backend has them;
 - one input a table, named as the table is, INT64 of any shape s. The answer is an FP32 output of the same name and of shape
   s + [dim] and, where requested, `<table>.found` BOOL of shape s.
 
-The found-mask is requested by the request parameter `"found": true`, or by naming it in `outputs`.
+The found-mask is requested by the request parameter `"found": true`, or by naming it in `outputs`. The request parameter
+`DeviceID` names the device that is to answer.
 Source: https://github.com/kserve/open-inference-protocol (inference_rest.md) and Triton's extension_binary_data.md.
 """
 
@@ -37,6 +38,9 @@ from hps.types import BoolArray, FloatArray, KeyArray
 _MAX_LENGTH_DIGITS = 12
 _CACHED_LAYOUTS = 256
 _ALIGNMENT = 16  # bytes, of the vectors in an answer
+_DEVICE = b'"DeviceID":'  # within a string of JSON it would have a backslash
+_LONGEST_ID = 2**31 - 1
+_ID_DIGITS = len(str(_LONGEST_ID))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,28 +90,52 @@ class AnswerLayout:
     piece of memory, with one write and without a copy. Other answers write their JSON part when the vectors are known.
 
     Args:
-        members: of the JSON part, beside the outputs.
+        members: of the JSON part, beside parameters and outputs.
         ranges: what is looked up, in the order of its vectors and masks.
         outputs: what is answered, vectors before masks.
+        samples: the parameter `NumSample`; None where the answer has no parameters.
+
+    Attributes:
+        ranges, outputs: as given.
+        text: the JSON part, with device 0; empty where it is not written in advance.
+        device_place: where in it the other digits of a device go; 0 where there is none.
+        vectors_size, size: bytes of all vectors; and of the memory.
+        held_bytes: the most that vectors, masks and the text of the answer take.
     """
 
-    def __init__(self, members: dict[str, Any], ranges: Sequence[KeyRange], outputs: Sequence[OutputTensor]) -> None:
+    def __init__(
+        self,
+        members: dict[str, Any],
+        ranges: Sequence[KeyRange],
+        outputs: Sequence[OutputTensor],
+        samples: int | None = None,
+    ) -> None:
         self.ranges = tuple(ranges)
         self.outputs = tuple(outputs)
         self._members = members
+        self._samples = samples
         self.vectors_size = sum(4 * keys.dim * (keys.stop - keys.start) for keys in ranges)
         masks_size = sum(keys.stop - keys.start for keys in ranges if keys.masked)
         self.text = b""
+        self.device_place = 0
         sent = sum(output.size_bytes for output in outputs)
         if all(output.binary for output in outputs) and sent == self.vectors_size + masks_size:
-            text = orjson.dumps(self.describe([None] * len(self.outputs)))
+            text = orjson.dumps(self.describe([None] * len(self.outputs), _LONGEST_ID))
+            if samples is not None:
+                self.device_place = text.index(_DEVICE) + len(_DEVICE)
+                text = text.replace(_DEVICE + b"%d" % _LONGEST_ID, _DEVICE + _digits(0))
             self.text = text + b" " * (-len(text) % _ALIGNMENT)
         self.size = len(self.text) + self.vectors_size + masks_size
         shares = JSON_VECTOR_SHARE * self.vectors_size + JSON_MASK_SHARE * masks_size
         self.held_bytes = self.size if self.text else shares
 
-    def describe(self, values: Sequence[FloatArray | BoolArray | None]) -> dict[str, Any]:
-        """What the JSON part says; `values` holds the elements of each output, used where it is not binary."""
+    def describe(self, values: Sequence[FloatArray | BoolArray | None], device: int) -> dict[str, Any]:
+        """What the JSON part says.
+
+        Args:
+            values: the elements of each output, used where it is not binary.
+            device: that answered.
+        """
         outputs: list[dict[str, Any]] = []
         for output, data in zip(self.outputs, values, strict=True):
             tensor: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": output.shape}
@@ -116,7 +144,8 @@ class AnswerLayout:
             else:
                 tensor["data"] = data
             outputs.append(tensor)
-        return {**self._members, "outputs": outputs}
+        parameters = {} if self._samples is None else {"parameters": {"NumSample": self._samples, "DeviceID": device}}
+        return {**self._members, **parameters, "outputs": outputs}
 
 
 class Inference:
@@ -125,13 +154,16 @@ class Inference:
     Args:
         layout: of the answer.
         inputs: the arrays that the layout's key ranges refer to.
+        device_id: the device that the request names.
 
     Attributes:
+        device_id: as given; once the lookup has ended, the device that answered.
         segments: what to look up; the lookup writes into the memory of the answer.
         held_bytes: the most that vectors, masks and the text of the answer take.
     """
 
-    def __init__(self, layout: AnswerLayout, inputs: Sequence[KeyArray]) -> None:
+    def __init__(self, layout: AnswerLayout, inputs: Sequence[KeyArray], device_id: int | None) -> None:
+        self.device_id = device_id
         self._layout = layout
         self.held_bytes = layout.held_bytes
         self._memory = np.empty(layout.size, np.uint8)
@@ -151,9 +183,14 @@ class Inference:
 
     @property
     def binary_answer(self) -> tuple[memoryview, int] | None:
-        """The body of an answer whose outputs are all binary, which the lookup writes into; and the length of its JSON part."""
+        """The body of an answer whose outputs are all binary, which the lookup wrote into; and the length of its JSON part."""
         layout = self._layout
-        return (self._memory.data, len(layout.text)) if layout.text else None
+        if not layout.text:
+            return None
+        body = self._memory.data
+        if self.device_id and (place := layout.device_place):
+            body[place : place + _ID_DIGITS] = _digits(self.device_id)
+        return body, len(layout.text)
 
     def encode(self) -> tuple[Iterable[bytes], Sequence[memoryview]]:
         """Make the body of another answer, once the lookup has written vectors and masks.
@@ -171,7 +208,12 @@ class Inference:
             for output in layout.outputs
         ]
         binary = [data.view(np.uint8).data for data, output in zip(values, layout.outputs, strict=True) if output.binary]
-        return write_json(layout.describe(values), layout.held_bytes), binary
+        return write_json(layout.describe(values, self.device_id or 0), layout.held_bytes), binary
+
+
+def _digits(device: int) -> bytes:
+    """A device's id, and the spaces in place of further digits."""
+    return b"%-*d" % (_ID_DIGITS, device)
 
 
 def parse_header_length(value: bytes | None, body_size: int) -> int | None:
@@ -212,7 +254,7 @@ def decode_request(body: bytes | bytearray, header_length: int | None, model: Mo
     inputs = [_values(tensor, body, len(text)) for tensor in header.inputs.values()]
     counts = tuple(inputs[header.numkeys].tolist()) if header.numkeys is not None else None
     layout = (_cached_layout if repeated else _lay_out)(header, counts, model, max_keys)
-    return Inference(layout, inputs)
+    return Inference(layout, inputs, header.device_id)
 
 
 def _size_error(expected: int, got: int | None) -> InvalidInputError:
@@ -254,7 +296,8 @@ def _lay_out(header: InferenceHeader, counts: tuple[int, ...] | None, model: Mod
     members: dict[str, Any] = {"model_name": model.name, "model_version": model.version}
     if header.request_id is not None:
         members["id"] = header.request_id
-    return AnswerLayout(members, ranges, outputs)
+    samples = None if counts is None else sum(counts) // model.keys_per_sample
+    return AnswerLayout(members, ranges, outputs, samples)
 
 
 _cached_layout = lru_cache(_CACHED_LAYOUTS)(_lay_out)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hps.errors import InvalidDtypeError, InvalidInputError
-from hps.service.protocol.request_checks import kind_of, parse_object
+from hps.service.protocol.request_checks import kind_of, parse_object, read_device
 
 MAX_RANK = 8
 _CACHED_HEADERS = 256
@@ -55,6 +55,7 @@ class InferenceHeader:
         found: whether found-masks that `requested` does not name are requested, too.
         binary: whether outputs that `requested` does not name are sent as binary data.
         numkeys: the position of NUMKEYS among the inputs, where KEYS is among them, too; else None.
+        device_id: the device that is to answer; None where the request names none.
     """
 
     request_id: str | None
@@ -64,6 +65,7 @@ class InferenceHeader:
     found: bool
     binary: bool
     numkeys: int | None
+    device_id: int | None
 
     def vectors(self, name: str) -> bool | None:
         """Whether this output of vectors is sent as binary data; None when it is not requested."""
@@ -92,7 +94,8 @@ def read_header(text: bytes) -> InferenceHeader:
     inputs, binary_size = _read_inputs(request.get("inputs"))
     numkeys = list(inputs).index("NUMKEYS") if "NUMKEYS" in inputs and "KEYS" in inputs else None
     requested = _read_outputs(request.get("outputs"), binary)
-    return InferenceHeader(request_id, inputs, binary_size, requested, found, binary, numkeys)
+    device_id = read_device(parameters.get("DeviceID"), "reading 'parameters': 'DeviceID'")
+    return InferenceHeader(request_id, inputs, binary_size, requested, found, binary, numkeys, device_id)
 
 
 cached_header = lru_cache(_CACHED_HEADERS)(read_header)

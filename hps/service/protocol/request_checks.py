@@ -10,6 +10,7 @@ import orjson
 from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError, UnknownTableError
 from hps.types import KeyArray, TableSpec
 
+_MOST_ID_DIGITS = 10
 _KINDS = {bool: "a boolean", float: "a float", str: "a string", list: "a list", dict: "an object", type(None): "null"}
 
 
@@ -83,23 +84,38 @@ def kind_of(value: Any) -> str:
     return f"{kind} ({value!r})" if isinstance(value, int | float) and not isinstance(value, bool) else kind
 
 
+def read_device(value: Any, what: str) -> int | None:
+    """Read the id of a device: an integer or a string of decimal digits; None where a request names none.
+
+    Raises:
+        InvalidInputError: it is something else.
+    """
+    if value is None or type(value) is int:
+        return value
+    if type(value) is str and value.isascii() and value.isdigit() and len(value) <= _MOST_ID_DIGITS:
+        return int(value)
+    raise InvalidInputError(f"{what} is {kind_of(value)}, expected the id of a device")
+
+
 class ModelTables:
-    """The tables of one model, by name and by index. *Immutable*; equal only to itself.
+    """The tables of one version of a model, by name and by index. *Immutable*; equal only to itself.
 
     Args:
         name: of the model.
         tables: at least one, in the order of their ids.
         version: of the model.
+        keys_per_sample: the most keys that a sample has in all tables together.
 
     Attributes:
-        name, tables, version: as given.
+        name, tables, version, keys_per_sample: as given.
         indices: of the tables, by name.
     """
 
-    def __init__(self, name: str, tables: tuple[TableSpec, ...], version: str = "1") -> None:
+    def __init__(self, name: str, tables: tuple[TableSpec, ...], version: str = "1", keys_per_sample: int = 1) -> None:
         self.name = name
-        self.version = version
         self.tables = tables
+        self.version = version
+        self.keys_per_sample = keys_per_sample
         self.indices = {table.table_name: index for index, table in enumerate(tables)}
 
     def table_index(self, name: str, what: str) -> int:

@@ -71,6 +71,7 @@ def test_keys_and_numkeys_name_the_tables_in_order():
         "model_name": "ranker",
         "model_version": "1",
         "id": "b1",
+        "parameters": {"NumSample": 3, "DeviceID": 0},
         "outputs": [{"name": "OUTPUT0", "datatype": "FP32", "shape": [8], "data": [5, 5, *[1006] * 3, *[1007] * 3]}],
     }
 

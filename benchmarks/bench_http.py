@@ -156,7 +156,7 @@ def _servers(directory: Path) -> Iterator[dict[str, _Target]]:
     targets: dict[str, _Target] = {}
     try:
         for name, (kind, place, *hop) in commands.items():
-            port = _free_port()
+            port = free_port()
             command = [sys.executable, "-m", "benchmarks.http_servers", kind, str(port), str(place), *hop]
             targets[name] = _Target(kind, subprocess.Popen(command, stderr=subprocess.DEVNULL), port)
         for target in targets.values():
@@ -169,7 +169,8 @@ def _servers(directory: Path) -> Iterator[dict[str, _Target]]:
             target.process.wait(30)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nothing listens on."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port

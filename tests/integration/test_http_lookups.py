@@ -1,5 +1,6 @@
 """Lookups over HTTP from a real parameter server, by curl and Triton's client: hash map, RocksDB and embedding cache below."""
 
+import dataclasses
 import gzip
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +11,13 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 import hps
+from hps.deployment import Deployment
 from tests.servers.running_service import document_of, model_of, running_service, samples
 
 ROWS = 500
 DIMS = {"user": 4, "item": 7}
 DEFAULTS = [0.5, -2.0]
+USER = b'{"name": "user", "datatype": "INT64", "shape": [1], "data": [1]}'
 LOOKUP, INFER = "/v1/models/ranker/lookup", "/v2/models/ranker/infer"
 GZIP = {"content-encoding": "gzip"}
 
@@ -107,6 +110,9 @@ def test_a_connection_serves_one_request_after_another(service):
         ("POST", LOOKUP, b"not json", {}, 400, "not JSON"),
         ("POST", LOOKUP, b"", {}, 400, "not JSON"),
         ("POST", LOOKUP, b'{"tables": {"user": [1.5]}}', {}, 400, "got a float (1.5) at position 0"),
+        ("POST", LOOKUP, b'{"tables": {"user": [1]}, "device": 4}', {}, 404, "got device 4, expected one of"),
+        ("POST", INFER, b'{"inputs": [%s], "parameters": {"DeviceID": "4"}}' % USER, {}, 404, "got device 4"),
+        ("POST", INFER, b'{"inputs": [%s], "parameters": {"DeviceID": 1.5}}' % USER, {}, 400, "is a float (1.5)"),
         ("POST", INFER, b'{"inputs": []}', {}, 400, "'inputs' is missing or empty"),
         ("POST", INFER, b"{}", {"inference-header-content-length": "3"}, 400, "within the body of 2"),
         ("POST", LOOKUP, b"x" * 100_001, {}, 413, "expected at most 100000 (service.max_body_bytes)"),
@@ -180,6 +186,7 @@ def test_metrics_count_requests_once_and_keys_by_tier(service):
         ("hps_http_request_seconds_count", route): 6,
         ("hps_http_request_seconds_bucket", "+Inf", route): 6,
         ("hps_lookup_keys_total", "ranker", "item"): 15,
+        ("hps_device_lookups_total", "cpu", "ranker"): 5,
     }
     after = samples(service)
     assert {name: after[name] - before.get(name, 0) for name in counted} == counted
@@ -276,6 +283,7 @@ def test_the_shape_of_tritons_hps_backend(triton_client, binary_in, binary_out, 
     assert answer.as_numpy("FOUND0").tolist() == [True] * 6 + [False]
     assert answer.get_response()["id"] == "7"
     assert answer.get_response()["model_name"] == "ranker"
+    assert answer.get_response()["parameters"] == {"NumSample": 1, "DeviceID": 0}  # 7 keys, at most 5 a sample
 
 
 @pytest.mark.parametrize("users_binary", [True, False])
@@ -292,6 +300,57 @@ def test_one_input_a_table_and_the_found_mask_in_the_form_each_asks_for(triton_c
     expected[0, 1] = -2
     np.testing.assert_array_equal(answer.as_numpy("item"), expected)
     np.testing.assert_array_equal(answer.as_numpy("item.found"), [[True, False], [True, True]])
+
+
+class TwoDevices(hps.HPS):
+    """Stands for a server with two devices: the vectors in the cache of the second differ from those in the first's by 1000."""
+
+    pretended: Deployment | None = None
+
+    def model(self, name, version=None):
+        if self.pretended is None:
+            deployment = super().model(name, version)
+            sessions = {0: deployment.session(0), 1: deployment.renew()[0]}
+            self.pretended = dataclasses.replace(deployment, sessions=sessions)
+            for device, session in sessions.items():
+                for index, dim in enumerate(DIMS.values()):
+                    session.cache.insert(index, np.arange(3), vectors_of(np.arange(3), dim) + 1000 * device)
+        return self.pretended
+
+
+@pytest.fixture(scope="module")
+def two_devices(directory, tmp_path_factory):
+    document = configuration(directory)
+    document["persistent_db"]["path"] = str(tmp_path_factory.mktemp("two") / "rocksdb")
+    server = TwoDevices(document)
+    with running_service(document, server) as service:
+        yield service
+    server.close()
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_requests_are_answered_by_both_devices_in_turn_or_by_the_one_that_they_name(two_devices, binary):
+    users, items = np.array([0, 1]), np.array([2])
+    expected = np.concatenate([vectors_of(users, 4).ravel(), vectors_of(items, 7).ravel()])
+    outputs = [triton.InferRequestedOutput("OUTPUT0", binary_data=binary)]
+
+    def device_of(answer):
+        device = answer.get_response()["parameters"]["DeviceID"]
+        np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), expected + 1000 * device)
+        return device
+
+    with triton.InferenceServerClient(two_devices.url.removeprefix("http://")) as client:
+        inputs = keys_and_numkeys(users, items, binary)
+        assert sorted(device_of(client.infer("ranker", inputs, outputs=outputs)) for _ in range(6)) == [0, 0, 0, 1, 1, 1]
+        for device in (0, "1", 1, "0"):
+            answer = client.infer("ranker", inputs, outputs=outputs, parameters={"DeviceID": device})
+            assert device_of(answer) == int(device)
+
+
+@pytest.mark.parametrize("device", [0, 1, "1"])
+def test_curl_may_name_a_device(two_devices, device):
+    answer = two_devices.client.post(LOOKUP, json={"tables": {"item": [2]}, "device": device}).json()
+    np.testing.assert_array_equal(np.float32(answer["tables"]["item"]), vectors_of([2], 7) + 1000 * int(device))
 
 
 def test_concurrent_clients_each_get_their_own_vectors(service):

@@ -264,6 +264,55 @@ def test_a_head_that_was_seen_before_is_answered_for_its_own_keys_and_model():
             assert response["model_name"] == model.name
 
 
+LARGEST_ID = 2**31 - 1
+
+
+@pytest.mark.parametrize("binary", [True, False])
+@pytest.mark.parametrize("request_id", [None, 'x","DeviceID":2147483647,"', "0123456789"])
+def test_the_answer_to_keys_and_numkeys_says_how_many_samples_and_which_device(binary, request_id):
+    keys, counts = np.array([[1, 2, 3, 4, 5, 6, 7]]), np.array([[3, 4]], np.int32)
+    model = ModelTables("ranker", MODEL.tables, "12", keys_per_sample=3)
+    request = named(binary_input("KEYS", keys), binary_input("NUMKEYS", counts), parameters={"binary_data_output": binary})
+    if request_id is not None:
+        request["id"] = request_id
+    lengths = set()
+    for device in (0, 7, LARGEST_ID, 0):  # of one layout, which is cached
+        inference = decode(request, [keys, counts], model)
+        assert inference.device_id is None
+        inference.device_id = device
+        assert inference.segments[0].out.ctypes.data % 4 == 0
+        response, data = answer(inference)
+        assert response.get("id") == request_id
+        assert (response["model_name"], response["model_version"]) == ("ranker", "12")
+        assert response["parameters"] == {"NumSample": 2, "DeviceID": device}  # 7 keys, 3 a sample
+        if binary:
+            np.testing.assert_array_equal(np.frombuffer(data, np.float32)[6:], np.repeat(1000.0 + keys[0, 3:], 3))
+            lengths.add(inference.binary_answer[1])
+    assert len(lengths) == (1 if binary else 0)
+
+
+@pytest.mark.parametrize("keys", [1, 50])
+def test_one_input_a_table_is_answered_without_parameters(keys):
+    response, _ = answer(decode(named(json_input("item", [1] * keys))))
+    assert "parameters" not in response
+
+
+@pytest.mark.parametrize(
+    ("value", "device"), [(0, 0), (3, 3), ("3", 3), ("03", 3), (LARGEST_ID, LARGEST_ID), (None, None), (-1, -1), (2**63, 2**63)]
+)
+def test_a_request_may_name_its_device(value, device):
+    assert decode(user() | {"parameters": {"DeviceID": value}}).device_id == device
+    assert decode_lookup(orjson.dumps({"tables": {"user": [2]}, "device": value}), MODEL, 1000).device_id == device
+
+
+@pytest.mark.parametrize("value", [True, 1.0, "", "-1", "1.0", " 1", "²", "1" * 11, [], {}])
+def test_a_device_is_an_integer_or_decimal_digits(value):
+    with pytest.raises(InvalidInputError, match=r"reading 'parameters': 'DeviceID' is .*, expected the id of a device"):
+        decode(user() | {"parameters": {"DeviceID": value}})
+    with pytest.raises(InvalidInputError, match=r"reading the request: 'device' is .*, expected the id of a device"):
+        decode_lookup(orjson.dumps({"tables": {"user": [2]}, "device": value}), MODEL, 1000)
+
+
 def test_keys_of_all_tables_together_are_limited():
     with pytest.raises(TooManyKeysError, match=r"got 7 keys, expected at most 6 \(service.max_keys_per_request\)"):
         decode(triton([1] * 7, [3, 4]), max_keys=6)

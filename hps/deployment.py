@@ -61,6 +61,7 @@ class Deployment:
         modified: set by the first online write.
         indices: of the tables, by name and by id.
         changes: the modifications and refreshes under way.
+        one_device: the first device, where all share one session, so that there is nothing to choose; else None.
     """
 
     config: ModelConfig
@@ -74,16 +75,18 @@ class Deployment:
     modified: threading.Event = field(default_factory=threading.Event, repr=False)
     indices: dict[str | int, int] = field(init=False, repr=False)
     changes: OpenCalls = field(init=False, repr=False)
-    _turns: Iterator[Sequence[int]] | None = field(init=False, repr=False)
+    one_device: int | None = field(init=False, repr=False)
+    _turns: Iterator[Sequence[int]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "changes", OpenCalls(f"the deployment of model {self.config.model!r}"))
         names = {spec.table_name: index for index, spec in enumerate(self.tables)}
         object.__setattr__(self, "indices", names | {index: index for index in names.values()})
-        devices = self.devices  # in turn, another one is the first: that is whom the least busy one is, among equals
+        devices = self.devices
         shared = len(set(map(id, self.sessions.values()))) == 1
-        turns = None if shared else cycle([devices[start:] + devices[:start] for start in range(len(devices))])
-        object.__setattr__(self, "_turns", turns)
+        object.__setattr__(self, "one_device", devices[0] if shared else None)
+        turns = [devices[start:] + devices[:start] for start in range(len(devices))]  # among equals the first is chosen
+        object.__setattr__(self, "_turns", cycle(turns))
 
     @property
     def version(self) -> str:
@@ -126,11 +129,11 @@ class Deployment:
     def choose_device(self, *tensors: Any) -> int:
         """The device for a lookup that names none: where its tensors are, else the least busy one, by keys under way.
 
+        To be asked where there is no `one_device`.
+
         Args:
             tensors: keys and outputs, or mappings of them.
         """
-        if self._turns is None:
-            return next(iter(self.sessions))
         for tensor in tensors:
             for one in tensor.values() if isinstance(tensor, Mapping) else (tensor,):
                 if (device := cuda_device_of(one)) in self.sessions:
@@ -145,7 +148,9 @@ class Deployment:
             UnknownDeviceError: the model is not deployed there.
         """
         if device_id is None:
-            device_id = self.choose_device(*tensors)
+            device_id = self.one_device
+            if device_id is None:
+                device_id = self.choose_device(*tensors)
         try:
             return self.sessions[device_id]
         except KeyError:

@@ -317,9 +317,12 @@ class HPS:
             As `lookup_tables`; NotReadyError when it was retired, and another version may serve by now.
         """
         refuse_repeated_tables(segments, deployment.tables)
-        device = deployment.choose_device() if device_id is None else device_id
-        deployment.session(device).lookup(segments)
-        return device
+        if device_id is None:
+            device_id = deployment.one_device
+            if device_id is None:
+                device_id = deployment.choose_device()
+        deployment.session(device_id).lookup(segments)
+        return device_id
 
     @_on_the_next_version
     def insert(self, keys: Any, vectors: FloatArray, model_name: str, table_id: int | str) -> None:

@@ -137,28 +137,24 @@ class CachedSession:
 
     def lookup(self, segments: Sequence[Segment]) -> None:
         """Write the vector of every key to its row of `out`. See `Session.lookup`."""
-        if self._under_way is None:
-            self._lookup(segments)
-            return
-        thread = threading.get_ident()  # single operations of a dict are atomic: no lock, and no count that drifts
-        self._under_way[thread] = sum([segment.n for segment in segments])
-        try:
-            self._lookup(segments)
-        finally:
-            del self._under_way[thread]
-
-    def _lookup(self, segments: Sequence[Segment]) -> None:
         start = time.perf_counter()
         _refuse_too_many_keys(self.tables, self._max_keys, segments)
-        lookup = self._lookups.take()
+        under_way = self._under_way
+        if under_way is not None:  # single operations of a dict are atomic: this needs no lock, and drifts never
+            under_way[threading.get_ident()] = sum([segment.n for segment in segments])
         try:
-            missing = lookup.query(segments)
-            counts = lookup.counts if missing else None
-            if counts:
-                self._answer_misses(lookup, segments, counts)
-            lookup.finish()
+            lookup = self._lookups.take()
+            try:
+                missing = lookup.query(segments)
+                counts = lookup.counts if missing else None
+                if counts:
+                    self._answer_misses(lookup, segments, counts)
+                lookup.finish()
+            finally:
+                self._lookups.give_back(lookup)
         finally:
-            self._lookups.give_back(lookup)
+            if under_way is not None:
+                del under_way[threading.get_ident()]
         self._count(segments, counts)
         self._seconds.observe(time.perf_counter() - start)
 

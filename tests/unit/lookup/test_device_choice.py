@@ -123,8 +123,8 @@ def test_no_count_drifts_when_many_threads_look_up(deployed):
 
 def test_devices_that_share_a_session_are_not_chosen_between_and_nothing_is_counted():
     deployed = Deployed(shared=True)
-    assert deployed.chosen(3) == [3, 3, 3]
-    assert deployed.deployment.session(5) is deployed.deployment.session(3)
+    assert deployed.deployment.one_device == 3
+    assert deployed.deployment.session(5) is deployed.deployment.session(None)
     deployed.shut()
     running = deployed.pool.submit(deployed.lookup, None, 10)
     assert deployed.database.entered.acquire(timeout=30)
@@ -154,6 +154,7 @@ def test_a_tensor_on_a_device_of_the_model_chooses_it(tensors, device):
 )
 def test_a_tensor_elsewhere_chooses_nothing(tensor):
     deployment = Deployed().deployment
+    assert deployment.one_device is None
     assert [deployment.choose_device(tensor) for _ in range(2)] == [3, 5]
 
 

@@ -18,7 +18,8 @@ from hps.databases.base import Database, InProcessDatabase, PersistentDatabase
 from hps.errors import DatabaseError, InvalidInputError, NotReadyError, UnknownDeviceError, UnknownTableError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
-from hps.lookup.refresh import refresh
+from hps.lookup.refresh import RefreshReport, refresh
+from hps.lookup.refresher import Refresher, RefreshSettings
 from hps.lookup.session import CachedSession, DirectSession, Session, SessionSettings
 from hps.metrics import Metrics
 from hps.models.catalog import ModelVersion
@@ -59,6 +60,7 @@ class Deployment:
         modified: set by the first online write.
         indices: of the tables, by name and by id.
         changes: the modifications and refreshes under way.
+        refresher: of its caches, on demand and on time.
     """
 
     config: ModelConfig
@@ -72,11 +74,21 @@ class Deployment:
     modified: threading.Event = field(default_factory=threading.Event, repr=False)
     indices: dict[str | int, int] = field(init=False, repr=False)
     changes: OpenCalls = field(init=False, repr=False)
+    refresher: Refresher = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "changes", OpenCalls(f"the deployment of model {self.config.model!r}"))
         names = {spec.table_name: index for index, spec in enumerate(self.tables)}
         object.__setattr__(self, "indices", names | {index: index for index in names.values()})
+        settings = RefreshSettings(
+            self.config.refresh_interval,
+            self.config.refresh_delay,
+            self.config.refresh_jitter,
+            self.config.refresh_device_share,
+            self.config.cache_refresh_percentage_per_iteration,
+        )
+        refresher = Refresher(self.tables, self.caches, self.chain, settings, self.changes, self.chain.metrics)
+        object.__setattr__(self, "refresher", refresher)
 
     @property
     def version(self) -> str:
@@ -171,12 +183,9 @@ class Deployment:
             self.modified.set()
             self.chain.delete(self.tables[index], keys, apply)
 
-    def refresh(self) -> None:
+    def refresh(self, share: float | None = None) -> dict[str, RefreshReport]:
         """Read the vectors of all resident keys again; see `HPS.refresh`."""
-        with self.changes:
-            for cache in self.caches:
-                for index, table in enumerate(self.tables):
-                    refresh(cache, index, table, self.chain, self.config.cache_refresh_percentage_per_iteration)
+        return self.refresher.refresh(share)
 
     def _refuse_what_nobody_keeps(self, doing: str) -> None:
         """Refuse a modification that no database would hold: it would be acknowledged, and lost with this deployment."""
@@ -202,6 +211,7 @@ class Deployment:
         Returns:
             False when some still run after `DRAIN_S`: what they read stays, and `close` may be called again.
         """
+        self.refresher.stop()
         ended = [session.close(DRAIN_S) for session in dict.fromkeys(self.sessions.values())]
         if not (self.changes.close(DRAIN_S) and all(ended)):
             return False

@@ -1,0 +1,258 @@
+"""Lookups beside a refresh: their latency while the whole cache is read again from the hash map, against idle.
+
+A cache of `rows` resident keys stands above a hash map that holds them all. Before each refresh a part of the map's rows is
+replaced behind the cache's back; the refresh must bring them. A vector encodes its key and its generation, so that one that is
+torn, foreign or older than it may be is seen. Phases alternate: idle, then lookups for as long as a refresh runs; the figure to
+quote is `p99_ratio`, the median over the rounds of a refresh's p99 to that of the idle phase before it. Target: at most 1.5.
+
+Runs on a GPU where there is one, else on the CPU with fewer rows.
+"""
+
+import subprocess
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.harness import Report
+from hps.databases.hash_map.database import HashMapDatabase
+from hps.deployment import choose_cache
+from hps.lookup.chain import DatabaseChain
+from hps.lookup.coalescing import FetchCoalescer
+from hps.lookup.refresher import Refresher, RefreshSettings
+from hps.lookup.session import CachedSession, SessionSettings
+from hps.metrics import Metrics
+from hps.open_calls import OpenCalls
+from hps.tensors.segments import Segment, tensor_segment
+from hps.types import TableSpec
+
+KEYS = 4096
+RATE = 1000  # lookups a second where they are paced
+KEY_SETS = 32
+CHECK_EVERY = 8  # lookups
+GENERATIONS = 16
+CHANGED = 8  # one row of so many is replaced before a refresh
+LOAD = 0.5  # how full the cache is: nearly every row then finds a place
+STEP = 1 << 17  # rows written at once
+
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+_BACK = np.uint64(pow(0x9E3779B97F4A7C15, -1, 1 << 64))
+
+
+def run(report: Report, quick: bool) -> None:
+    """Measure each kind of lookup beside refreshes of the default and of the whole share."""
+    device = choose_cache("auto").device
+    rows = 10_000_000 if device == "cuda" else 1_000_000
+    for dim, rounds in ((32, 3), (128, 2)) if device == "cuda" and not quick else ((32, 1 if quick else 3),):
+        stage = Stage.make(device, 50_000 if quick else rows, dim)
+        try:
+            if device == "cuda":
+                _name_the_gpu(report)
+            _alone(report, stage)
+            kinds = [("host", RATE), ("host", None)] + ([("device", RATE), ("device", None)] if device == "cuda" else [])
+            for place, rate in kinds if dim == 32 else kinds[:1]:
+                for share in (RefreshSettings().share, 1.0):
+                    _beside(report, stage, place, rate, share, rounds, 0.3 if quick else 4.0)
+        finally:
+            stage.close()
+
+
+@dataclass
+class Stage:
+    """A cache, the map below it, and what each row has to be. Row i has key `keys[i]`."""
+
+    device: str
+    keys: npt.NDArray[np.int64]  # (rows,)
+    table: TableSpec
+    database: HashMapDatabase
+    chain: DatabaseChain
+    session: CachedSession
+    refresher: Refresher
+    sets: list[npt.NDArray[np.int64]]  # rows of the lookups, each (KEYS,), all resident
+    newest: npt.NDArray[np.uint8] = field(repr=False)  # (rows,) generation in the map
+    oldest: npt.NDArray[np.uint8] = field(repr=False)  # (rows,) generation that the cache may still have
+    round: int = 1
+
+    @classmethod
+    def make(cls, device: str, rows: int, dim: int) -> "Stage":
+        table = TableSpec("bench", "t", dim, -1.0, KEYS)
+        metrics = Metrics()
+        database = HashMapDatabase()
+        chain = DatabaseChain(None, database, metrics=metrics)
+        chain.open_table(table)
+        database.reserve(table.tag, rows)
+        cache = choose_cache(device).create([table], [int(rows / LOAD)], 0)
+        coalescer = FetchCoalescer(chain.fetch, metrics)
+        session = CachedSession([table], cache, chain, coalescer, SessionSettings(hit_rate_threshold=1.1), metrics)
+        refresher = Refresher([table], [cache], chain, RefreshSettings(), OpenCalls("the benchmark"), metrics)
+        keys = (np.arange(rows, dtype=np.uint64) * _SPREAD).view(np.int64)
+        generations = np.zeros(rows, np.uint8)
+        stage = cls(device, keys, table, database, chain, session, refresher, [], generations, generations.copy())
+        stage._write(np.arange(rows), cache.insert)
+        resident = (cache.dump(0).view(np.uint64) * _BACK).astype(np.int64)
+        if resident.size < 0.99 * rows:
+            raise SystemExit(f"{resident.size} of {rows} rows are resident; nothing is measured")
+        rng = np.random.default_rng(1)
+        stage.sets = [rng.choice(resident, KEYS) for _ in range(KEY_SETS)]
+        return stage
+
+    def change(self) -> None:
+        """Replace a part of the map's rows; the cache keeps the old ones."""
+        changed = np.arange(self.round % CHANGED, self.keys.size, CHANGED)
+        self.newest[changed] = (self.newest[changed] + 1) % GENERATIONS
+        self.round += 1
+        self._write(changed)
+
+    def settle(self) -> None:
+        """From now on the cache must have what the map has."""
+        self.oldest[:] = self.newest
+
+    def check(self, rows: npt.NDArray[np.int64], vectors: npt.NDArray[np.float32]) -> None:
+        """Raise unless each vector is whole, of its key and of a generation that it may have."""
+        first = vectors[:, 0].astype(np.int64)
+        generation = first % GENERATIONS
+        right = (vectors == vectors[:, :1]).all(axis=1)
+        right &= first // GENERATIONS == _code(self.keys[rows])
+        right &= (generation == self.oldest[rows]) | (generation == self.newest[rows])
+        if not right.all():
+            raise SystemExit(f"{np.count_nonzero(~right)} of {rows.size} vectors are wrong; nothing is measured")
+
+    def close(self) -> None:
+        self.refresher.close()
+        self.session.close()
+        self.chain.close()
+
+    def _write(self, rows: npt.NDArray[np.int64], also: Callable[..., object] | None = None) -> None:
+        def write(start: int) -> None:
+            chosen = rows[start : start + STEP]
+            keys = self.keys[chosen]
+            first = (_code(keys) * GENERATIONS + self.newest[chosen]).astype(np.float32)
+            vectors = np.repeat(first[:, None], self.table.dim, axis=1)
+            self.database.insert(self.table.tag, keys, vectors)
+            if also is not None:
+                also(0, keys, vectors)
+
+        with ThreadPoolExecutor(8) as writers:
+            for done in writers.map(write, range(0, rows.size, STEP)):
+                del done
+
+
+def _code(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """20 bits of a key: with its generation they are a whole number that float32 holds."""
+    code: npt.NDArray[np.int64] = (keys.view(np.uint64) >> np.uint64(44)).astype(np.int64)
+    return code
+
+
+def _alone(report: Report, stage: Stage) -> None:
+    """The refresh itself, with no lookups beside it."""
+    stage.change()
+    start = time.perf_counter()
+    done = stage.refresher.refresh(1.0)["t"]
+    seconds = time.perf_counter() - start
+    stage.settle()
+    start = time.perf_counter()
+    stage.session.cache.dump(0)
+    figures = {"refresh_s": seconds, "mrows_per_s": done.updated / seconds / 1e6, "dump_s": time.perf_counter() - start}
+    report.add(_axes(stage, "refresh alone", share=1.0), figures)
+
+
+def _beside(report: Report, stage: Stage, place: str, rate: int | None, share: float, rounds: int, idle_s: float) -> None:
+    lookups = _Lookups(stage, place, rate)
+    lookups.run(until=_after(idle_s))  # warm
+    idle, beside, ratios, refreshes = [], [], [], []
+    for _ in range(rounds):
+        stage.change()
+        idle.append(lookups.run(until=_after(idle_s)))
+        with ThreadPoolExecutor(1) as refreshing:
+            start = time.perf_counter()
+            refresh = refreshing.submit(stage.refresher.refresh, share)
+            beside.append(lookups.run(until=refresh.done))
+            refreshes.append(time.perf_counter() - start)
+        if refresh.result()["t"].erased:
+            raise SystemExit("the refresh erased rows that the map has; nothing is measured")
+        ratios.append(np.quantile(beside[-1], 0.99) / np.quantile(idle[-1], 0.99))
+        stage.settle()
+        for nth in range(KEY_SETS):  # all of the newest generation
+            lookups.check(nth)
+    figures: dict[str, Any] = {}
+    for name, seconds in (("idle", np.concatenate(idle)), ("beside", np.concatenate(beside))):
+        for quantile, written in ((0.5, "p50"), (0.99, "p99"), (0.999, "p999")):
+            figures[f"{name}_{written}_us"] = float(np.quantile(seconds, quantile) * 1e6)
+        figures[f"{name}_lookups"] = seconds.size
+    figures |= {
+        "p99_ratio": float(np.median(ratios)),
+        "p99_ratios": [round(float(ratio), 3) for ratio in ratios],
+        "target": 1.5,
+    }
+    figures["refresh_s"] = float(np.median(refreshes))
+    loop = "back to back" if rate is None else f"{rate}/s"
+    report.add(_axes(stage, "lookups beside a refresh", place=place, loop=loop, keys=KEYS, share=share), figures)
+
+
+class _Lookups:
+    """Lookups of one thread, checked between the timed ones. Tensors of `device` are torch's."""
+
+    def __init__(self, stage: Stage, place: str, rate: int | None) -> None:
+        self._stage = stage
+        self._period_s = None if rate is None else 1 / rate
+        keys = [stage.keys[rows] for rows in stage.sets]
+        self._out: Any = np.empty((KEYS, stage.table.dim), np.float32)
+        self._wait: Callable[[], None] = lambda: None
+        if place == "device":
+            import torch
+
+            self._wait = torch.cuda.synchronize
+            self._out = torch.empty((KEYS, stage.table.dim), dtype=torch.float32, device="cuda")
+            tensors = [torch.from_numpy(one).cuda() for one in keys]
+            dim = stage.table.dim
+            self._segments = [tensor_segment(0, dim, one, self._out, on_cuda=True, with_found=False) for one in tensors]
+        else:
+            self._segments = [Segment(0, one, self._out) for one in keys]
+
+    def check(self, nth: int) -> None:
+        self._lookup(nth)
+        out = self._out if isinstance(self._out, np.ndarray) else self._out.cpu().numpy()
+        self._stage.check(self._stage.sets[nth], out)
+
+    def run(self, until: Callable[[], bool]) -> npt.NDArray[np.float64]:
+        """Seconds of each lookup; a paced one that could not begin in time counts from when it should have begun."""
+        seconds = []
+        due = time.perf_counter()
+        nth = 0
+        while not until():
+            if self._period_s is None:
+                start = time.perf_counter()
+            else:
+                due += self._period_s
+                left = due - time.perf_counter()
+                if left > 0:
+                    time.sleep(left)
+                start = time.perf_counter() if left > 0 else due
+            self._lookup(nth % KEY_SETS)
+            seconds.append(time.perf_counter() - start)
+            nth += 1
+            if nth % CHECK_EVERY == 0:
+                self.check(nth // CHECK_EVERY % KEY_SETS)
+        return np.array(seconds)
+
+    def _lookup(self, nth: int) -> None:
+        self._stage.session.lookup([self._segments[nth]])
+        self._wait()
+
+
+def _after(seconds: float) -> Callable[[], bool]:
+    end = time.perf_counter() + seconds
+    return lambda: time.perf_counter() >= end
+
+
+def _axes(stage: Stage, work: str, **axes: Any) -> dict[str, Any]:
+    return {"work": work, "device": stage.device, "rows": stage.keys.size, "dim": stage.table.dim, **axes}
+
+
+def _name_the_gpu(report: Report) -> None:
+    gpu = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=30)
+    report.about["gpu"] = gpu.stdout.strip()

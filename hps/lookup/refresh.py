@@ -13,9 +13,8 @@ from hps.types import FloatArray, KeyArray, TableSpec
 
 _ATTEMPTS = 5  # to refresh a chunk of a table that is being modified
 _CHUNK_BYTES = 16 * 1024 * 1024  # keys and vectors fetched at once
-_PACED_CHUNK_BYTES = (
-    256 * 1024
-)  # the same beside lookups; so much the device reads from pinned memory without a copy of its own
+_PACED_ROWS = 512  # the same beside lookups, in rows: a chunk takes no longer than a lookup, which is then hardly delayed
+_PACED_BYTES = 256 * 1024  # and at most so many, which the device reads from pinned memory without a copy of its own
 _MIN_STEP_ROWS = 64  # the smallest step; HugeCTR's is one of its sets
 
 
@@ -86,7 +85,8 @@ def refresh(
         NotReadyError: `pace` ended it; keys not yet reached keep their vectors.
     """
     keys = cache.dump(table_index)
-    step = max(1, (_PACED_CHUNK_BYTES if pace else _CHUNK_BYTES) // (8 + 4 * table.dim))
+    row_bytes = 8 + 4 * table.dim
+    step = min(_PACED_ROWS, max(1, _PACED_BYTES // row_bytes)) if pace else max(1, _CHUNK_BYTES // row_bytes)
     if fraction_per_iteration > 0:
         step = min(step, max(_MIN_STEP_ROWS, int(cache.stats(table_index).capacity_rows * min(fraction_per_iteration, 1.0))))
     out = np.empty((min(step, keys.size), table.dim), np.float32)

@@ -183,7 +183,7 @@ class DatabaseChain:
             self._quarantined.discard(table.tag)
             self._doubted.discard(table.tag)
             with suppress(KeyError):
-                self._metrics.table_quarantined.remove(table.tag)
+                self.metrics.table_quarantined.remove(table.tag)
         if everywhere:
             del self._fences[table.tag]
 

@@ -240,7 +240,7 @@ class _Stop:
     def wait(self, seconds: float) -> bool:
         """Wait until it is set, at most so many seconds; whether it is."""
         try:
-            self._signals.get(timeout=seconds)
+            self._signals.get(timeout=min(threading.TIMEOUT_MAX, seconds))
         except queue.Empty:
             return False
         self._signals.put(None)  # for the next who asks

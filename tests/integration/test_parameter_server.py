@@ -230,8 +230,11 @@ def test_undeploying_ends_a_refresh_that_pauses(server):
     with ThreadPoolExecutor(1) as pool:
         refreshing = pool.submit(deployment.refresh, 1e-300)  # for ever, nearly
         wait_until(lambda: deployment.changes.under_way, "the refresh began")
-        assert deployment.close()
-        assert isinstance(refreshing.exception(30), hps.NotReadyError)
+        try:
+            assert deployment.close()
+            assert isinstance(refreshing.exception(30), hps.NotReadyError)
+        finally:
+            deployment.refresher.stop()
 
 
 def test_config_may_be_a_file(configuration, tmp_path):

@@ -229,7 +229,7 @@ def test_refreshes_bring_the_rows_of_their_own_version_while_versions_are_swappe
             calls = [pool.submit(until_stopped, lambda: seen.add(version_of(server))) for _ in range(3)]
             calls += [pool.submit(until_stopped, lambda: server.refresh("ranker")) for _ in range(2)]
             try:
-                for _ in range(5):
+                for _ in range(2):
                     for number in ("2", "3", "1"):
                         server.deploy("ranker", number)
             finally:

@@ -104,7 +104,8 @@ def _refresh_chunk(
 ) -> int:
     fence = chain.fence(table)
     for attempt in range(_ATTEMPTS):
-        time.sleep(0.01 * attempt)  # gives the modification that was in the way time to end
+        if attempt:
+            time.sleep(0.01 * attempt)  # gives the modification that was in the way time to end
         token = fence.token()
         found = np.zeros(keys.size, np.bool_)
         chain.fetch(table, keys, out, found)

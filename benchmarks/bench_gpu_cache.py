@@ -264,7 +264,7 @@ def _inserts(report: Report, rng: np.random.Generator, cache: CupyCache, n: int)
     def insert(keys: Any, vectors: Any) -> Callable[[], None]:
         def launch() -> None:
             stream = cupy.cuda.get_current_stream().ptr
-            lookup.changes.pending = False  # nothing runs, and an event of before cannot be captured
+            lookup.changes.launched = False  # nothing runs, and an event of before cannot be captured
             arguments = (keys.data.ptr, vectors.data.ptr, 0, n, 3, lookup.insert_arguments, stream)
             lookup.changes.launch_insert(table, *arguments)
 
@@ -277,8 +277,9 @@ def _inserts(report: Report, rng: np.random.Generator, cache: CupyCache, n: int)
         before = cache.stats(0)
         if kind == "resident":
             seconds = _back_to_back([insert(*pair) for pair in zip(keys, vectors, strict=True)])
-            lookup.changes._last = cupy.cuda.Event(disable_timing=True)  # the old one belongs to the graph
-            lookup.changes.pending = False
+            lookup.changes._last = cupy.cuda.Event(disable_timing=True)  # the old ones belong to the graph
+            lookup.changes._last_returned = cupy.cuda.Event(disable_timing=True)
+            lookup.changes.launched = lookup.changes.pending = False
             out = cupy.empty((n, dim), cupy.float32)
             _check(lookup.query([Segment(0, keys[-1], out)]) == 0 and bool((out == vectors[-1]).all()))
         else:

@@ -19,7 +19,8 @@ from hps.databases.base import Database, InProcessDatabase, PersistentDatabase
 from hps.errors import DatabaseError, InvalidInputError, NotReadyError, UnknownDeviceError, UnknownTableError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
-from hps.lookup.refresh import refresh
+from hps.lookup.refresh import RefreshReport, refresh
+from hps.lookup.refresher import Refresher, RefreshSettings
 from hps.lookup.session import CachedSession, DirectSession, Session, SessionSettings
 from hps.metrics import Metrics
 from hps.models.catalog import ModelVersion
@@ -62,6 +63,7 @@ class Deployment:
         indices: of the tables, by name and by id.
         changes: the modifications and refreshes under way.
         one_device: the first device, where all share one session, so that there is nothing to choose; else None.
+        refresher: of its caches, on demand and on time.
     """
 
     config: ModelConfig
@@ -77,6 +79,7 @@ class Deployment:
     changes: OpenCalls = field(init=False, repr=False)
     one_device: int | None = field(init=False, repr=False)
     _turns: Iterator[Sequence[int]] = field(init=False, repr=False)
+    refresher: Refresher = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "changes", OpenCalls(f"the deployment of model {self.config.model!r}"))
@@ -87,6 +90,15 @@ class Deployment:
         object.__setattr__(self, "one_device", devices[0] if shared else None)
         turns = [devices[start:] + devices[:start] for start in range(len(devices))]  # among equals the first is chosen
         object.__setattr__(self, "_turns", cycle(turns))
+        settings = RefreshSettings(
+            self.config.refresh_interval,
+            self.config.refresh_delay,
+            self.config.refresh_jitter,
+            self.config.refresh_device_share,
+            self.config.cache_refresh_percentage_per_iteration,
+        )
+        refresher = Refresher(self.tables, self.caches, self.chain, settings, self.changes, self.chain.metrics)
+        object.__setattr__(self, "refresher", refresher)
 
     @property
     def version(self) -> str:
@@ -203,12 +215,9 @@ class Deployment:
             self.modified.set()
             self.chain.delete(self.tables[index], keys, apply)
 
-    def refresh(self) -> None:
+    def refresh(self, share: float | None = None) -> dict[str, RefreshReport]:
         """Read the vectors of all resident keys again; see `HPS.refresh`."""
-        with self.changes:
-            for cache in self.caches:
-                for index, table in enumerate(self.tables):
-                    refresh(cache, index, table, self.chain, self.config.cache_refresh_percentage_per_iteration)
+        return self.refresher.refresh(share)
 
     def _refuse_what_nobody_keeps(self, doing: str) -> None:
         """Refuse a modification that no database would hold: it would be acknowledged, and lost with this deployment."""
@@ -234,6 +243,7 @@ class Deployment:
         Returns:
             False when some still run after `DRAIN_S`: what they read stays, and `close` may be called again.
         """
+        self.refresher.stop()
         ended = [session.close(DRAIN_S) for session in dict.fromkeys(self.sessions.values())]
         if not (self.changes.close(DRAIN_S) and all(ended)):
             return False

@@ -103,6 +103,17 @@ class Metrics:
         self.coalesced_keys = Counter(
             "hps_coalesced_keys", "Missing keys that shared the fetch of another lookup.", registry=registry
         )
+        self.refreshes = Counter("hps_refreshes", "Whole refreshes of a model's caches.", ["model"], registry=registry)
+        self.refresh_failures = Counter(
+            "hps_failed_refreshes", "Refreshes that a database or a device ended.", ["model"], registry=registry
+        )
+        self.refreshed_rows = Counter(
+            "hps_refreshed_rows", "Resident keys that a refresh updated or erased.", ["model", "outcome"], registry=registry
+        )
+        self.refresh_seconds = Gauge("hps_refresh_seconds", "Time of the last whole refresh.", ["model"], registry=registry)
+        self.refresh_succeeded_at = Gauge(
+            "hps_refresh_succeeded_timestamp_seconds", "When the last whole refresh ended.", ["model"], registry=registry
+        )
 
     def table(self, model: str, table: str) -> TableCounters:
         """The counters of a table, created by the first call."""

@@ -19,6 +19,7 @@ from hps.errors import ConflictError, NotReadyError, UnknownModelError
 from hps.lifetimes import close_at_exit, disown_in_children, refusal
 from hps.live_models import LiveModels, VersionStatus, version_status
 from hps.lookup.coalescing import FetchCoalescer
+from hps.lookup.refresh import RefreshReport
 from hps.lookup.session import DirectSession, Session
 from hps.metrics import Metrics
 from hps.models.catalog import ModelCatalog
@@ -508,9 +509,23 @@ class HPS:
                     kept.close("release")
 
     @_on_the_next_version
-    def refresh(self, model_name: str) -> None:
-        """Read the vectors of all resident keys again, in place, on every device of a model."""
-        self.model(model_name).refresh()
+    def refresh(self, model_name: str, share: float | None = None) -> dict[str, RefreshReport]:
+        """Read the vectors of all resident keys again, in place, on every device of a model, and return when that is done.
+
+        Lookups go on. One refresh of a model runs at a time; calls that come meanwhile share the next.
+
+        Args:
+            share: of the time that it may spend on databases and devices, above 0, at most 1; None: `refresh_device_share`.
+
+        Returns:
+            By table: how many resident keys got their current vector, and how many were erased because no database has them.
+
+        Raises:
+            UnknownModelError: the model is not deployed.
+            NotReadyError: it was taken out of service meanwhile. Where another version took over, that is refreshed instead.
+            DatabaseError: the databases failed; keys that were not reached keep their vectors.
+        """
+        return self.model(model_name).refresh(share)
 
     def drain(self, timeout_s: float = 10.0) -> bool:
         """Wait until background insertions and promotions are done; False when the timeout comes first."""

@@ -171,6 +171,8 @@ class ModelConfig(Section):
     thread_pool_size: NonNegative = 16
     refresh_delay: Seconds = 0.0
     refresh_interval: Seconds = 0.0
+    refresh_jitter: Share = 0.1
+    refresh_device_share: Annotated[Real, Field(gt=0, le=1)] = 0.1
     use_context_stream: Flag = True
     use_hctr_cache_implementation: Flag = True
     enable_pagelock: Flag = False
@@ -262,8 +264,6 @@ class ModelConfig(Section):
         warnings = notices_of(info).warnings
         if self.embedding_cache_type == "stochastic":
             warnings.append(f"model {self.model}: a stochastic cache fills no database, as in HugeCTR; dynamic does")
-        if self.refresh_interval > 0:
-            warnings.append(f"model {self.model}: refresh_interval is not implemented; call refresh() to refresh the cache")
         warnings.extend(
             f"model {self.model}: {key} is not implemented; it is read as false"
             for key in ("enable_pagelock", "fp8_quant")

@@ -133,7 +133,7 @@ class DatabaseChain:
         self._volatile = _Tier(volatile, "volatile_db", metrics, breaker) if volatile else None
         self._persistent = _Tier(persistent, "persistent_db", metrics, breaker) if persistent else None
         self._tiers = [tier for tier in (self._volatile, self._persistent) if tier]
-        self._metrics = metrics
+        self.metrics = metrics
         self._fences: dict[str, TableFence] = {}
         self._quarantined: set[str] = set()  # tags
         self._doubted: set[str] = set()  # tags of those of which the persistent database remembers it
@@ -183,7 +183,7 @@ class DatabaseChain:
             self._quarantined.discard(table.tag)
             self._doubted.discard(table.tag)
             with suppress(KeyError):
-                self._metrics.table_quarantined.remove(table.tag)
+                self.metrics.table_quarantined.remove(table.tag)
         if everywhere:
             del self._fences[table.tag]
 
@@ -293,7 +293,7 @@ class DatabaseChain:
 
     def _quarantine(self, table: TableSpec) -> None:
         self._quarantined.add(table.tag)
-        self._metrics.table_quarantined.labels(table.tag).set(1)
+        self.metrics.table_quarantined.labels(table.tag).set(1)
         _log.warning("%s: a write failed; its vectors in the volatile database are not read until dropped", table.tag)
 
     def _doubt(self, table: TableSpec) -> DatabaseError | None:
@@ -326,7 +326,7 @@ class DatabaseChain:
                     return False
                 # Nor has a promotion failed meanwhile: none runs into a table that is quarantined.
                 self._doubted.discard(table.tag)
-                self._metrics.table_quarantined.labels(table.tag).set(0)
+                self.metrics.table_quarantined.labels(table.tag).set(0)
                 self._quarantined.discard(table.tag)
         finally:
             self._healing.release()
@@ -350,14 +350,14 @@ class DatabaseChain:
                 if not allowed or table.tag in self._quarantined:
                     return
                 if volatile.attempt(promote) is None:
-                    self._metrics.promoted.inc(counts[-1])
+                    self.metrics.promoted.inc(counts[-1])
                 elif counts:
                     self._quarantine(table)
 
         self._promotions.submit(job)
 
     def _count(self, table: TableSpec, tier: _Tier, hits: int, misses: int) -> None:
-        counters = self._metrics.table(table.model_name, table.table_name)
-        with self._metrics.lock:
+        counters = self.metrics.table(table.model_name, table.table_name)
+        with self.metrics.lock:
             counters.hits[tier.index] += hits
             counters.misses[tier.index] += misses

@@ -66,6 +66,7 @@ def test_a_script_without_close_ends_as_it_says(gpucache, threads, end, tmp_path
     keys = np.arange(ROWS)
     hps.write_sparse_model(tmp_path / "t", (keys, np.ones((ROWS, DIM), np.float32)))
     more = {"gpucacheper": 0.5, "hit_rate_threshold": 0.0, "max_batch_size": 20_000, "num_of_worker_buffer_in_pool": 4}
+    more |= {"refresh_interval": 0.001, "refresh_device_share": 1.0}
     model = model_of("m", [tmp_path / "t"], {"a": DIM}, gpucache=gpucache, workspace_timeout_s=60, **more)
     document = document_of(model, persistent=tmp_path / "db", volatile_db={"type": "disabled"})
     process = children.start(sys.executable, "-c", PROGRAM, json.dumps(document), RUNS, threads, end)
@@ -76,7 +77,7 @@ def test_a_script_without_close_ends_as_it_says(gpucache, threads, end, tmp_path
 def test_an_hps_that_nobody_holds_is_collected_with_its_threads(tmp_path, children):
     keys = np.arange(1000)
     hps.write_sparse_model(tmp_path / "t", (keys, np.ones((1000, DIM), np.float32)))
-    model = model_of("m", [tmp_path / "t"], {"a": DIM}, gpucacheper=0.5, hit_rate_threshold=0.0)
+    model = model_of("m", [tmp_path / "t"], {"a": DIM}, gpucacheper=0.5, hit_rate_threshold=0.0, refresh_interval=3600)
     volatile = {"type": "hash_map", "cache_missed_embeddings": True, "initial_cache_rate": 0.5}
     document = document_of(model, persistent=tmp_path / "db", volatile_db=volatile)
     program = """

@@ -156,7 +156,7 @@ print(json.dumps([results.get(timeout=60), process.join(60), process.exitcode]))
 def model(tmp_path):
     keys = np.arange(ROWS)
     hps.write_sparse_model(tmp_path / "t", (keys, np.repeat(keys.astype(np.float32)[:, None], DIM, axis=1)))
-    return model_of("m", [tmp_path / "t"], {"a": DIM}, gpucacheper=0.5, hit_rate_threshold=1.1)
+    return model_of("m", [tmp_path / "t"], {"a": DIM}, gpucacheper=0.5, hit_rate_threshold=1.1, refresh_interval=0.001)
 
 
 def run(children, program, document, *arguments):

@@ -1,6 +1,7 @@
 import json
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 import hps
 from hps.cache.cpu.cache import NumpyCache
 from hps.registry import IMPLEMENTATIONS
-from tests.servers.running_service import document_of, model_of
+from tests.servers.running_service import document_of, model_of, wait_until
 from tests.tables.readers import reading
 
 ROWS = 500
@@ -219,8 +220,21 @@ def test_refresh_brings_resident_keys_up_to_date(server):
     deployment = server.model("ranker")
     [cache] = deployment.caches
     cache.update(0, np.array([1]), np.full((1, 4), -7, np.float32))
-    server.refresh("ranker")
+    assert {table: report.erased for table, report in server.refresh("ranker").items()} == {"user": 0, "item": 0}
     np.testing.assert_array_equal(server.lookup([1, 2], "ranker", 0), vectors_of([1, 2], 4))
+
+
+def test_undeploying_ends_a_refresh_that_pauses(server):
+    server.lookup([1, 2], "ranker", 0)
+    deployment = server.model("ranker")
+    with ThreadPoolExecutor(1) as pool:
+        refreshing = pool.submit(deployment.refresh, 1e-300)  # for ever, nearly
+        wait_until(lambda: deployment.changes.under_way, "the refresh began")
+        try:
+            assert deployment.close()
+            assert isinstance(refreshing.exception(30), hps.NotReadyError)
+        finally:
+            deployment.refresher.stop()
 
 
 def test_config_may_be_a_file(configuration, tmp_path):

@@ -210,6 +210,36 @@ def test_no_lookup_fails_and_none_mixes_versions_while_versions_are_swapped(serv
     assert seen == {1, 2, 3}
 
 
+def test_refreshes_bring_the_rows_of_their_own_version_while_versions_are_swapped(
+    document: Callable[..., dict[str, Any]],
+) -> None:
+    """On time and on demand, beside lookups: a refresh that outlives its version ends, and goes on with the next."""
+    with hps.HPS(document(refresh_interval=0.002, refresh_device_share=0.9), deploy_models=False) as server:
+        server.deploy("ranker", "1")
+        stop, seen = threading.Event(), set()
+
+        def until_stopped(call: Callable[[], Any]) -> int:
+            count = 0
+            while not stop.is_set():
+                call()
+                count += 1
+            return count
+
+        with ThreadPoolExecutor(5) as pool:
+            calls = [pool.submit(until_stopped, lambda: seen.add(version_of(server))) for _ in range(3)]
+            calls += [pool.submit(until_stopped, lambda: server.refresh("ranker")) for _ in range(2)]
+            try:
+                for _ in range(2):
+                    for number in ("2", "3", "1"):
+                        server.deploy("ranker", number)
+            finally:
+                stop.set()
+            assert all(call.result(60) for call in calls)
+        assert seen == {1, 2, 3}
+        assert set(server.refresh("ranker")) == set(DIMS)
+    wait_until(lambda: "hps-refresh-ranker" not in [one.name for one in threading.enumerate()], "the timers ended")
+
+
 def test_a_process_that_died_during_a_swap_leaves_nothing_that_stays(document: Callable[..., dict[str, Any]]) -> None:
     configuration = document()
     with hps.HPS(configuration, deploy_models=False) as server:

@@ -27,6 +27,7 @@ from hps.tensors.segments import Segment
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _LEAST_KEYS = 1 << 14  # that the lists of a lookup have room for
+_HIGHEST_PRIORITY = -5  # of streams; a device that has fewer takes its highest. Changes to the tables run at the lowest, 0
 _MAPPED_BYTES = 1 << 18  # up to here, fetched vectors are read from pinned host memory: a copy of its own costs more
 
 
@@ -99,7 +100,7 @@ class CupyLookup(CacheLookup):
         self.changes = changes
         self._dims = [spec.dim for spec in memory.specs]
         self._reader = TensorReader(memory.device_id)
-        self._own = cupy.cuda.Stream(non_blocking=True)
+        self._own = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
         self._own_stream = int(self._own.ptr)
         self._waits_for: list[int] = []  # streams of the caller's that the end of the lookup is ordered before
         self._host_waits = False  # for a consumer whose stream nobody knows

@@ -19,7 +19,7 @@ _MAPPED_BYTES = 1 << 18  # up to here, kernels read host arrays from pinned memo
 _STAGED_BYTES = 1 << 24
 _COPIED_AT_ONCE = 1 << 22  # bytes that one thread copies into pinned memory
 _COPY_THREADS = 4  # 17 GB/s each; the link takes 55
-_DUMPED_PAIRS = 1 << 20  # at a time
+_DUMPED_PAIRS = 1 << 16  # at a time: 7 MB of keys, a fraction of a millisecond of the link
 
 
 class _Stage:
@@ -35,18 +35,21 @@ class Modifications:
     """Runs inserts, updates, erases and dumps of one cache. *Thread-safe.*
 
     Changes to a table run on the device in the order in which they were launched, whatever their streams. A query that
-    begins later sees them.
+    begins when the call of a change has returned sees it. It does not wait for a change whose call still runs: lookups go on
+    beside a warm-up and a refresh, which do nothing else.
 
     Attributes:
-        pending: the last change may still be running.
+        launched: there was a change, which later ones are ordered after.
+        pending: a change whose call has returned may still be running.
     """
 
     def __init__(self, device_id: int) -> None:
         self._kernels = kernels_of(device_id)
         self._inserts: dict[tuple[int, int], int] = {}  # handles, by unit and width
         self._ordering = threading.Lock()
-        self._last = cupy.cuda.Event(disable_timing=True)
-        self.pending = False
+        self._last = cupy.cuda.Event(disable_timing=True)  # the last change
+        self._last_returned = cupy.cuda.Event(disable_timing=True)  # the last one that its call did not wait for
+        self.launched = self.pending = False
         self._staging = threading.Lock()  # of the stream and the memory below
         self._own = cupy.cuda.Stream(non_blocking=True)
         self._stream = int(self._own.ptr)
@@ -61,19 +64,22 @@ class Modifications:
     def ordered(self, stream: int) -> Iterator[None]:
         """Let what the block launches on `stream` run after all earlier changes, and before all later ones."""
         with self._ordering:
-            if self.pending:
+            if self.launched:
                 runtime.streamWaitEvent(stream, self._last.ptr)
             yield
             runtime.eventRecord(self._last.ptr, stream)
-            self.pending = True
+            self.launched = True
+            if stream != self._stream:  # on its own stream, the call waits
+                runtime.eventRecord(self._last_returned.ptr, stream)
+                self.pending = True
 
     def show(self, stream: int) -> None:
-        """Let what is launched on `stream` from now on see all changes that were launched, while some are `pending`."""
+        """Let what is launched on `stream` from now on see all changes whose calls returned, while some are `pending`."""
         with self._ordering:
-            if runtime.eventQuery(self._last.ptr) == 0:
+            if runtime.eventQuery(self._last_returned.ptr) == 0:
                 self.pending = False
             else:
-                runtime.streamWaitEvent(stream, self._last.ptr)
+                runtime.streamWaitEvent(stream, self._last_returned.ptr)
 
     def launch_insert(
         self,

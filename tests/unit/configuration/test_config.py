@@ -250,7 +250,6 @@ def test_secrets_are_in_no_repr() -> None:
     [
         ({"fp8_quant": True}, {}, "fp8_quant is not implemented"),
         ({"enable_pagelock": True}, {}, "enable_pagelock is not implemented"),
-        ({"refresh_interval": 5}, {}, "refresh_interval is not implemented"),
         ({"embedding_cache_type": "stochastic"}, {}, "stochastic"),
         ({}, {"update_source": {"type": "kafka"}}, "kafka_message_queue is not implemented"),
         ({}, {"persistent_db": {"path": "x"}}, "persistent_db names no type"),

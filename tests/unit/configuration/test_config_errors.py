@@ -76,6 +76,9 @@ MODEL_VALUES = [
     ("workspace_timeout_s", 0, "got 0, expected more than 0"),
     ("insert_queue_length", 0, "got 0, expected at least 1"),
     ("refresh_interval", -1, "got -1, expected at least 0"),
+    ("refresh_jitter", 1.5, "got 1.5, expected at most 1"),
+    ("refresh_device_share", 0, "got 0, expected more than 0"),
+    ("refresh_device_share", 1.5, "got 1.5, expected at most 1"),
     ("max_batchsize", 1, "unknown key; it is called max_batch_size here"),  # the name in HugeCTR's Python structs
     ("cache_size_percentage", 1, "unknown key; it is called gpucacheper here"),
     (

@@ -1,0 +1,281 @@
+"""Caches are refreshed on demand and on time, within a share of the time, and only while their deployment is in service."""
+
+import gc
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hps.cache.cpu.cache import NumpyCache
+from hps.errors import DatabaseError, InvalidInputError, NotReadyError
+from hps.lookup.chain import DatabaseChain
+from hps.lookup.circuit_breaker import CircuitBreaker
+from hps.lookup.refresh import Pace, RefreshReport
+from hps.lookup.refresher import Refresher, RefreshSettings, keep_time
+from hps.metrics import Metrics
+from hps.models.sample import sample_vectors
+from hps.open_calls import OpenCalls
+from hps.tensors.segments import Segment
+from hps.types import FloatArray, KeyArray, TableSpec
+from tests.fakes.clock import Clock
+from tests.fakes.faulty_database import FaultyDatabase, fetched_keys
+from tests.fakes.memory_database import MemoryDatabase
+from tests.servers.running_service import wait_until
+
+TABLES = (TableSpec("shop", "user", 3, 0.0, 1000), TableSpec("shop", "item", 4, 0.0, 1000))
+KEYS = np.arange(300, dtype=np.int64)
+RESIDENT = 200
+CHUNK = 50
+
+
+class Times:
+    """Records the pauses that are asked for, and lets them pass at once."""
+
+    def __init__(self, count: int, clock: Clock) -> None:
+        self.pauses: list[float] = []
+        self._count, self._clock = count, clock
+
+    def wait(self, seconds: float) -> bool:
+        self.pauses.append(seconds)
+        self._clock.now += seconds
+        return len(self.pauses) > self._count
+
+
+@pytest.mark.parametrize(
+    ("settings", "draws", "took", "pauses"),
+    [
+        ({"interval_s": 10.0, "jitter": 0.0}, [0.5], [0, 0], [10, 10, 10]),
+        ({"interval_s": 0.25, "jitter": 0.0, "delay_s": 1.5}, [0.5], [0.1, 0], [1.75, 0.15, 0.25]),
+        ({"interval_s": 10.0, "jitter": 0.1}, [0.0, 0.5, 0.75], [0, 0], [9, 10, 10.5]),
+        ({"interval_s": 10.0, "jitter": 0.1}, [0.0, 1.0, 0.5], [4, 4], [9, 7, 6]),  # from beginning to beginning
+        ({"interval_s": 10.0, "jitter": 0.0}, [0.5], [10, 25], [10, 10, 10]),  # longer than the interval: one later, none extra
+    ],
+)
+def test_refreshes_keep_their_times(
+    settings: dict[str, float], draws: list[float], took: list[float], pauses: list[float]
+) -> None:
+    clock, drawn, left = Clock(), iter(draws * 3), list(took)
+    times = Times(len(took), clock)
+
+    def refresh() -> None:
+        clock.now += left.pop(0)
+
+    keep_time(refresh, RefreshSettings(**settings), wait=times.wait, clock=clock, draw=lambda: next(drawn))
+    assert times.pauses == pytest.approx(pauses)
+    assert left == []
+
+
+def test_the_work_has_its_share_of_the_time() -> None:
+    clock = Clock()
+    times = Times(3, clock)
+    pace = Pace(0.2, times.wait, clock)
+    for work in (1.0, 0.0, 2.5):
+        clock.now += work
+        pace.rest()
+    assert times.pauses == pytest.approx([4.0, 0.0, 10.0])
+    with pytest.raises(NotReadyError):
+        pace.rest()
+
+
+class Refreshed:
+    """Two tables of 300 rows, of which the caches of some devices hold 200."""
+
+    def __init__(self, devices: int = 1, **settings: Any) -> None:
+        self.database = FaultyDatabase(MemoryDatabase())
+        self.metrics = Metrics()
+        breaker: Callable[[], CircuitBreaker] = lambda: CircuitBreaker(failures=10**9)  # noqa: E731
+        self.chain = DatabaseChain(None, self.database, metrics=self.metrics, breaker=breaker)
+        self.caches = [NumpyCache(TABLES, [2000, 2000]) for _ in range(devices)]
+        for index, table in enumerate(TABLES):
+            self.chain.open_table(table)
+            self.write(0, index)
+            for cache in self.caches:
+                cache.insert(index, KEYS[:RESIDENT], self.vectors(0, index)[:RESIDENT])
+        self.calls = OpenCalls("the deployment")
+        settings = {"share": 1.0, "fraction_per_iteration": CHUNK / 2002, **settings}
+        self.refresher = Refresher(TABLES, self.caches, self.chain, RefreshSettings(**settings), self.calls, self.metrics)
+
+    def vectors(self, generation: int, index: int) -> FloatArray:
+        return sample_vectors(KEYS, TABLES[index].dim, generation)
+
+    def write(self, generation: int, *indices: int) -> None:
+        """Change the database behind the caches' backs."""
+        for index in indices or range(len(TABLES)):
+            self.database.insert(TABLES[index].tag, KEYS, self.vectors(generation, index))
+
+    def cached(self, index: int, cache: int = 0) -> tuple[KeyArray, FloatArray]:
+        out, found = np.empty((KEYS.size, TABLES[index].dim), np.float32), np.zeros(KEYS.size, np.bool_)
+        self.caches[cache].create_lookup().query([Segment(index, KEYS, out, found)])
+        return KEYS[found], out[found]
+
+    def check(self, generation: int, rows: int = RESIDENT) -> None:
+        for cache in range(len(self.caches)):
+            for index in range(len(TABLES)):
+                keys, vectors = self.cached(index, cache)
+                np.testing.assert_array_equal(keys, KEYS[:rows])
+                np.testing.assert_array_equal(vectors, self.vectors(generation, index)[:rows])
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(f"hps_{name}", {"model": "shop", **labels})
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Refreshed]]:
+    made: list[Refreshed] = []
+
+    def make(*args: Any, **settings: Any) -> Refreshed:
+        made.append(Refreshed(*args, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for gate in (each.database.gate, each.database.gate_late):
+            if gate:
+                gate.set()
+        each.refresher.close()
+        each.chain.close()
+
+
+def test_a_refresh_reports_what_it_did_by_table_over_all_devices(make: Callable[..., Refreshed]) -> None:
+    served = make(devices=2)
+    served.write(1)
+    served.database.delete(TABLES[1].tag, KEYS[180:])
+    assert served.refresher.refresh() == {"user": RefreshReport(400, 0), "item": RefreshReport(360, 40)}
+    keys, vectors = served.cached(1, 1)
+    np.testing.assert_array_equal(keys, KEYS[:180])
+    np.testing.assert_array_equal(vectors, served.vectors(1, 1)[:180])
+    assert served.metric("refreshes_total") == 1
+    assert served.metric("refreshed_rows_total", outcome="updated") == 760
+    assert served.metric("refreshed_rows_total", outcome="erased") == 40
+    assert served.metric("failed_refreshes_total") is None
+    assert (served.metric("refresh_seconds") or 0) > 0
+    assert (served.metric("refresh_succeeded_timestamp_seconds") or 0) > 1e9
+
+
+@pytest.mark.parametrize("share", [0, -1, 1.5, float("nan")])
+def test_a_share_out_of_range_is_refused(make: Callable[..., Refreshed], share: float) -> None:
+    served = make()
+    with pytest.raises(InvalidInputError, match="above 0, at most 1"):
+        served.refresher.refresh(share)
+    assert served.database.fetched == []
+
+
+def test_calls_that_come_while_one_runs_share_the_next(make: Callable[..., Refreshed]) -> None:
+    """They need one that begins after them; one is enough."""
+    served = make()
+    served.database.gate_late = threading.Event()
+    with ThreadPoolExecutor(5) as pool:
+        first = pool.submit(served.refresher.refresh)
+        assert served.database.entered.acquire(timeout=20)  # the first chunk has its old vectors
+        served.write(1)
+        others = [pool.submit(served.refresher.refresh) for _ in range(4)]
+        wait_until(lambda: served.calls.under_way == 5, "all calls came")
+        served.database.gate_late.set()
+        results = [call.result(20) for call in [first, *others]]
+    assert results == [{"user": RefreshReport(200, 0), "item": RefreshReport(200, 0)}] * 5
+    served.check(1)
+    assert served.metric("refreshes_total") == 2
+    assert fetched_keys(served.database).size == 2 * 2 * RESIDENT
+
+
+def test_who_shares_a_run_that_fails_hears_of_it_and_the_next_call_tries_again(make: Callable[..., Refreshed]) -> None:
+    served = make()
+    served.database.gate = threading.Event()
+    with ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(served.refresher.refresh)]
+        assert served.database.entered.acquire(timeout=20)
+        calls += [pool.submit(served.refresher.refresh) for _ in range(2)]
+        wait_until(lambda: served.calls.under_way == 3, "all calls came")
+        served.database.failing = {"fetch"}
+        served.database.gate.set()
+        assert {type(call.exception(20)) for call in calls} == {DatabaseError}
+    assert served.metric("failed_refreshes_total") == 2
+    served.check(0)
+    served.database.failing = set()
+    served.write(1)
+    served.refresher.refresh()
+    served.check(1)
+
+
+def test_a_failure_on_time_is_logged_once_until_a_refresh_succeeds(
+    make: Callable[..., Refreshed], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "hps.lookup.refresher")
+    served = make()
+    for outcome in ("fails", "fails", "succeeds", "succeeds", "fails"):
+        served.database.failing = {"fetch"} if outcome == "fails" else set()
+        served.refresher.run_on_time()
+    lines = [
+        (record.levelname, "succeeds again" in record.getMessage())
+        for record in caplog.records
+        if record.name == "hps.lookup.refresher"
+    ]
+    assert lines == [("WARNING", False), ("INFO", True), ("WARNING", False)]
+    assert (served.metric("refreshes_total"), served.metric("failed_refreshes_total")) == (2, 3)
+
+
+def test_a_refresh_ends_between_two_chunks_when_its_deployment_is_closed(make: Callable[..., Refreshed]) -> None:
+    served = make(share=0.001)  # pauses of a thousand times the work are not waited for, either
+    served.write(1)
+    served.database.gate_late = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        refreshing = pool.submit(served.refresher.refresh)
+        assert served.database.entered.acquire(timeout=20)
+        waiting = pool.submit(served.refresher.refresh)
+        wait_until(lambda: served.calls.under_way == 2, "both calls came")
+        served.refresher.stop()
+        served.database.gate_late.set()
+        for call in (refreshing, waiting):
+            assert isinstance(call.exception(20), NotReadyError)
+    assert served.calls.close(20)
+    assert fetched_keys(served.database).size <= 64  # one chunk of many
+    with pytest.raises(NotReadyError):
+        served.refresher.refresh()
+    assert served.metric("failed_refreshes_total") is None
+
+
+def test_a_cache_that_is_freed_meanwhile_is_not_written(make: Callable[..., Refreshed]) -> None:
+    served = make()
+    served.database.gate_late = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        refreshing = pool.submit(served.refresher.refresh)
+        assert served.database.entered.acquire(timeout=20)
+        served.caches[0].close()
+        served.database.gate_late.set()
+        assert isinstance(refreshing.exception(20), NotReadyError)
+
+
+def refreshing_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "hps-refresh-shop"]
+
+
+@pytest.mark.parametrize("end", ["close", "stop", "collected"])
+def test_a_thread_refreshes_on_time_and_ends(make: Callable[..., Refreshed], end: str) -> None:
+    served = Refreshed(interval_s=0.002)
+    assert refreshing_threads() == ["hps-refresh-shop"]
+    for generation in (1, 2):
+        served.write(generation)
+        before = served.metric("refreshes_total") or 0
+        wait_until(lambda before=before: (served.metric("refreshes_total") or 0) >= before + 2, "it was refreshed twice")  # type: ignore[misc]
+        served.check(generation)
+    if end == "collected":
+        chain = served.chain
+        del served
+        wait_until(lambda: gc.collect() >= 0 and refreshing_threads() == [], "the thread ended")
+    else:
+        getattr(served.refresher, end)()
+        wait_until(lambda: refreshing_threads() == [], "the thread ended")
+        chain = served.chain
+    chain.close()
+
+
+@pytest.mark.parametrize("settings", [{"interval_s": 0.0}, {"interval_s": 0.001, "devices": 0}])
+def test_without_interval_or_cache_there_is_no_thread(make: Callable[..., Refreshed], settings: dict[str, Any]) -> None:
+    served = make(**settings)
+    assert refreshing_threads() == []
+    updated = RESIDENT * len(served.caches)
+    assert served.refresher.refresh() == {"user": RefreshReport(updated, 0), "item": RefreshReport(updated, 0)}

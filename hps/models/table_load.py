@@ -165,6 +165,8 @@ class TableLoad:
             if authority and copied and not isinstance(database, PersistentDatabase):
                 loads[i] = self._copied(authority, database, differs)
             self._log_loaded(database, loads[i])
+        if not (databases or self._targets.keep) and isinstance(self._model, SparseModel) and self._model.is_summed:
+            self._model.check_content(self._checksum(self._model, 0, self._model.rows))  # caches alone read it, and in part
         source = self._warm_up_source(authority, loads)
         return LoadReport(self._tag, source, self._model.fingerprint, time.monotonic() - started, tuple(loads), differs)
 

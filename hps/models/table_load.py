@@ -266,7 +266,7 @@ class TableLoad:
 
     def _first_row(self, database: PersistentDatabase, record: LoadRecord | None) -> int:
         if record is None:
-            if self._targets.force:
+            if self._targets.force or isinstance(self._model, DeltaModel):
                 self._empty(database)
             return 0
         model = self._model

@@ -18,6 +18,12 @@ from hps.types import FloatArray, KeyArray, TableSpec
 from tests.tables.table_loads import TABLE, content
 
 Rows = tuple[KeyArray, FloatArray]
+Held = Callable[[str], Sequence[HeldTable]]
+
+
+def nowhere(version: str) -> Sequence[HeldTable]:
+    """No version is in any database."""
+    return ()
 
 
 @dataclass(frozen=True)
@@ -58,34 +64,45 @@ class Versions:
     def expected(self, version: str) -> dict[int, bytes]:
         return self.contents[int(version) - 1]
 
-    def source(
-        self, version: str, held: Callable[[str], Sequence[HeldTable]] = lambda version: (), *, root: str = "", **changes: Any
-    ) -> TableSource:
-        """Where a version is, by default with nothing in any database; `root` comes before the place, as a scheme does."""
+    def source(self, version: str, held: Held = nowhere, *, root: str = "", **changes: Any) -> TableSource:
+        """Where a version is; `root` comes before the place, as a scheme does."""
+        return replace(source_of(f"{root}{self.place}", version, held, self.sources), **changes)
 
-        def find(number: str) -> VersionFiles | None:
-            if not 0 < int(number) <= len(self.contents):
-                return None
-            return version_files(number, f"{root}{self.place}/{number}", ["item"], self.sources)
+    def load(self, version: str, databases: Sequence[Database], *, root: str = "", **settings: Any) -> LoadReport:
+        """Load a version into the databases; by default what they hold of others is offered as its base."""
+        return load_version(f"{root}{self.place}", version, databases, sources=self.sources, **settings)
 
-        (source,) = table_sources(version, find, held)
-        return replace(source, **changes)
 
-    def load(
-        self,
-        version: str,
-        databases: Sequence[Database],
-        *,
-        held: Callable[[str], Sequence[HeldTable]] | None = None,
-        keep: Sequence[Database] = (),
-        progress: Progress | None = None,
-        root: str = "",
-        **settings: Any,
-    ) -> LoadReport:
-        """Load a version into the databases; what they hold of others is offered as its base."""
-        targets = LoadTargets(tuple(databases), tuple(keep), sources=self.sources, **settings)
-        source = self.source(version, held or (lambda number: [HeldTable(spec(number).tag)]), root=root)
-        return TableLoad(spec(version), source, targets, progress).run()
+def source_of(place: str, version: str, held: Held, sources: ModelSources) -> TableSource:
+    """Where a version of the model in a directory is."""
+
+    def find(number: str) -> VersionFiles | None:
+        return version_files(number, f"{place}/{number}", ["item"], sources)
+
+    (source,) = table_sources(version, find, held)
+    return source
+
+
+def in_the_database(version: str) -> Sequence[HeldTable]:
+    """Where the table of a version is in a persistent database that has it."""
+    return [HeldTable(spec(version).tag)]
+
+
+def load_version(
+    place: str,
+    version: str,
+    databases: Sequence[Database],
+    *,
+    held: Held = in_the_database,
+    sources: ModelSources | None = None,
+    keep: Sequence[Database] = (),
+    progress: Progress | None = None,
+    **settings: Any,
+) -> LoadReport:
+    """Load a version of the model in a directory, with any other settings of `LoadTargets`."""
+    sources = sources or ModelSources()
+    targets = LoadTargets(tuple(databases), tuple(keep), sources=sources, **settings)
+    return TableLoad(spec(version), source_of(place, version, held, sources), targets, progress).run()
 
 
 def spec(version: str) -> TableSpec:

@@ -373,8 +373,10 @@ class TableLoad:
                     chunks = database.scan(held.tag, model.chunk_rows)
                     still_counts = partial(self._is_unmodified, database, held.tag, record)
                     return BaseRows(level, chunks, record.checksum, still_counts)
-            elif held.database is not None and held.fingerprint == fingerprint and held.unmodified():
-                return BaseRows(level, held.database.scan(held.tag, model.chunk_rows), "", held.unmodified)
+            elif held.database is not None and held.fingerprint == fingerprint and held.tag in held.database.tags():
+                chunks = held.database.scan(held.tag, model.chunk_rows)
+                if held.unmodified():
+                    return BaseRows(level, chunks, "", held.unmodified)
         return None
 
     def _unmodified_record(self, database: PersistentDatabase, tag: str) -> LoadRecord | None:

@@ -189,17 +189,25 @@ def test_a_base_that_is_modified_while_it_is_copied_does_not_count(
 
 
 @pytest.mark.parametrize(
-    ("answers", "same_files", "copied"),
-    [([True, True], True, True), ([False], True, False), ([True, False], True, False), ([True, True], False, False)],
+    ("answers", "same_files", "there", "copied"),
+    [
+        ([True, True], True, True, True),
+        ([False], True, True, False),
+        ([True, False], True, True, False),
+        ([True, True], False, True, False),
+        ([True, True], True, False, False),
+    ],
 )
 def test_a_base_in_memory_is_copied_if_nothing_modified_it(
-    versions: Versions, answers: list[bool], same_files: bool, copied: bool
+    versions: Versions, answers: list[bool], same_files: bool, there: bool, copied: bool
 ) -> None:
     database = HashMapDatabase()
     with gates("counted") as (gate,):
         loaded = versions.load("1", [database], root="gate://counted")
         fingerprint = loaded.fingerprint if same_files else "of other files"
         table = HeldTable(spec("1").tag, database, fingerprint, lambda: answers.pop(0))
+        if not there:
+            database.drop_table(spec("1").tag)
         gate.bytes_read.clear()
         versions.load("2", [database], root="gate://counted", held=lambda version: [table] if version == "1" else [])
         assert (gate.bytes_read["emb_vector"] == 4 * DIM * CHANGED.size) == copied

@@ -23,7 +23,7 @@ from hps.types import FloatArray, KeyArray
 from tests.fakes.gated_file_system import gates
 from tests.fakes.memory_database import MemoryDatabase, PersistentMemoryDatabase
 from tests.tables.deltas import NO_KEYS, Change, Versions, held_of, spec
-from tests.tables.table_loads import CHUNK_ROWS, DIM, KEYS, ROWS, VECTORS, failing_at, nothing_to_do, rows_of, touch
+from tests.tables.table_loads import DIM, KEYS, ROWS, VECTORS, failing_at, nothing_to_do, rows_of, touch
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -355,8 +355,8 @@ def test_a_base_that_is_nowhere_is_an_error_before_anything_is_changed(versions:
 @pytest.mark.parametrize("base_held", [False, True])
 def test_a_load_that_is_stopped_anywhere_starts_over(versions: Versions, base_held: bool) -> None:
     tag = spec("2").tag
-    for stop in range(ROWS // CHUNK_ROWS):
-        database, chunks = PersistentMemoryDatabase(), iter(range(1000))
+    for stop in range(ROWS // 100):
+        database, chunks = PersistentMemoryDatabase(load_bytes=100 * ROW_BYTES), iter(range(1000))
         if base_held:
             versions.load("1", [database])
         database.before_chunk = lambda row, chunks=chunks, stop=stop: failing_at(stop, DatabaseError("killed"))(next(chunks))

@@ -273,9 +273,8 @@ class TableLoad:
         same = record.fingerprint == model.fingerprint and 0 <= record.rows_done <= record.rows_total == model.rows
         if same and record.complete:
             return model.rows
-        if (
-            same and not record.modified and isinstance(model, SparseModel)
-        ):  # a part that was updated online is neither these files nor whole
+        # A part that was updated online is neither these files nor whole, and that of a delta is in no order.
+        if same and not record.modified and isinstance(model, SparseModel):
             _log.info(
                 "Table: %s; continuing an interrupted load of %s at row %d of %d.",
                 self._tag,

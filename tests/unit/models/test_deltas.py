@@ -23,7 +23,7 @@ from hps.types import FloatArray, KeyArray
 from tests.fakes.gated_file_system import gates
 from tests.fakes.memory_database import MemoryDatabase, PersistentMemoryDatabase
 from tests.tables.deltas import NO_KEYS, Change, Versions, held_of, spec
-from tests.tables.table_loads import DIM, KEYS, ROWS, VECTORS, failing_at, nothing_to_do, rows_of, touch
+from tests.tables.table_loads import DIM, KEYS, ROW_BYTES, ROWS, VECTORS, failing_at, nothing_to_do, rows_of, touch
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 

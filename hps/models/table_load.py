@@ -165,6 +165,8 @@ class TableLoad:
             if authority and copied and not isinstance(database, PersistentDatabase):
                 loads[i] = self._copied(authority, database, differs)
             self._log_loaded(database, loads[i])
+        if not (databases or self._targets.keep) and isinstance(self._model, SparseModel) and self._model.is_summed:
+            self._model.check_content(self._checksum(self._model, 0, self._model.rows))  # caches alone read it, and in part
         source = self._warm_up_source(authority, loads)
         return LoadReport(self._tag, source, self._model.fingerprint, time.monotonic() - started, tuple(loads), differs)
 
@@ -264,16 +266,15 @@ class TableLoad:
 
     def _first_row(self, database: PersistentDatabase, record: LoadRecord | None) -> int:
         if record is None:
-            if self._targets.force:
+            if self._targets.force or isinstance(self._model, DeltaModel):
                 self._empty(database)
             return 0
         model = self._model
         same = record.fingerprint == model.fingerprint and 0 <= record.rows_done <= record.rows_total == model.rows
         if same and record.complete:
             return model.rows
-        if (
-            same and not record.modified and isinstance(model, SparseModel)
-        ):  # a part that was updated online is neither these files nor whole
+        # A part that was updated online is neither these files nor whole, and that of a delta is in no order.
+        if same and not record.modified and isinstance(model, SparseModel):
             _log.info(
                 "Table: %s; continuing an interrupted load of %s at row %d of %d.",
                 self._tag,
@@ -371,8 +372,10 @@ class TableLoad:
                     chunks = database.scan(held.tag, model.chunk_rows)
                     still_counts = partial(self._is_unmodified, database, held.tag, record)
                     return BaseRows(level, chunks, record.checksum, still_counts)
-            elif held.database is not None and held.fingerprint == fingerprint and held.unmodified():
-                return BaseRows(level, held.database.scan(held.tag, model.chunk_rows), "", held.unmodified)
+            elif held.database is not None and held.fingerprint == fingerprint and held.tag in held.database.tags():
+                chunks = held.database.scan(held.tag, model.chunk_rows)
+                if held.unmodified():
+                    return BaseRows(level, chunks, "", held.unmodified)
         return None
 
     def _unmodified_record(self, database: PersistentDatabase, tag: str) -> LoadRecord | None:

@@ -1,6 +1,9 @@
 """What holds for a model wherever it is stored; the tests of S3, GCS and HDFS subclass it."""
 
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,11 +14,14 @@ from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import ModelFileError, ModelSourceError
 from hps.filesystems.base import FileSystem
+from hps.models.deltas import HeldTable
 from hps.models.files import open_sparse_model
+from hps.models.repository import VersionFiles, list_versions, table_sources, version_files
 from hps.models.sample import sample_chunks, sample_vectors
 from hps.models.sources import ModelSources
-from hps.models.writer import write_sparse_model
-from hps.types import TableSpec
+from hps.models.table_load import LoadTargets, TableLoad
+from hps.models.writer import write_sparse_model, write_version
+from hps.types import FloatArray, KeyArray, TableSpec
 from tests.tables.sparse_models import chunks_of
 from tests.tables.table_loads import load_table, nothing_to_do
 
@@ -60,6 +66,57 @@ class ModelsInStores:
             write_sparse_model(f"{root}/item", sample_chunks(ROWS, DIM, seed=4), overwrite=True, sources=sources)
             load_table(TABLE, f"{root}/item", [persistent], sources=sources)
             assert_holds(persistent, 4)
+
+    def test_versions_are_seen_once_they_are_whole_and_a_delta_is_all_that_is_read(
+        self, root: str, sources: ModelSources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def rows() -> Iterator[tuple[KeyArray, FloatArray]]:
+            assert list(list_versions(f"{root}/shop", sources)) == seen
+            yield from sample_chunks(ROWS, DIM, seed=3)
+            assert list(list_versions(f"{root}/shop", sources)) == seen
+            if fails:
+                raise OSError("the source broke")
+
+        write_version(f"{root}/shop/1", {"item": sample_chunks(ROWS, DIM, seed=2)}, sources=sources)
+        seen, fails = ["1"], True
+        with pytest.raises(OSError, match="the source broke"):
+            write_version(f"{root}/shop/2", {"other": sample_chunks(10, DIM), "item": rows()}, sources=sources)
+        fails = False
+        keys = np.arange(50, 70, dtype=np.int64)
+        change = (keys, sample_vectors(keys, DIM, 4))
+        write_version(f"{root}/shop/10", {"item": change}, delta_of="2", deleted={"item": keys - 10}, sources=sources)
+        seen = ["1", "10"]
+        write_version(f"{root}/shop/2", {"item": rows()}, sources=sources)
+        assert list_versions(f"{root}/shop/", sources) == {number: f"{root}/shop/{number}" for number in ("1", "2", "10")}
+        with pytest.raises(ModelFileError, match="shop/10: it exists"):
+            write_version(f"{root}/shop/10", {"item": change}, sources=sources)
+
+        def find(number: str) -> VersionFiles:
+            return version_files(number, f"{root}/shop/{number}", ["item"], sources)
+
+        base, delta = replace(TABLE, slot="2"), replace(TABLE, slot="10")
+        read: Counter[str] = Counter()
+        real = self.store.read_into
+
+        def counting(store: FileSystem, path: str, offset: int, buffer: memoryview, version: str = "") -> None:
+            real(store, path, offset, buffer, version)
+            read[path.removeprefix(f"{root}/shop/")] += len(buffer)
+
+        with closing(RocksDatabase(tmp_path / "rocksdb")) as database:
+            targets = LoadTargets((database,), sources=sources)
+            TableLoad(base, *table_sources("2", find), targets).run()
+            (source,) = table_sources("10", find, lambda number: [HeldTable(base.tag)] if number == "2" else ())
+            monkeypatch.setattr(self.store, "read_into", counting)
+            TableLoad(delta, source, targets).run()
+            assert read == {"10/item/key": 2 * 160, "10/item/emb_vector": 20 * 4 * DIM, "10/item/deleted": 160}
+            assert database.size(delta.tag) == ROWS - 10
+            chunks = [(held, vectors) for held, vectors in database.scan(delta.tag, ROWS)]
+        held, vectors = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
+        order = np.argsort(held)
+        kept = np.concatenate([np.arange(40), np.arange(50, ROWS)])
+        np.testing.assert_array_equal(held[order], kept)
+        expected = np.where(((kept >= 50) & (kept < 70))[:, None], sample_vectors(kept, DIM, 4), sample_vectors(kept, DIM, 3))
+        np.testing.assert_array_equal(vectors[order], expected)
 
     @pytest.mark.parametrize(
         ("files", "message"),

@@ -15,13 +15,16 @@ import pytest
 
 import hps
 from hps.configuration.load import load_configuration
+from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import DatabaseError
 from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
 from hps.registry import implementation
 from hps.types import FloatArray, KeyArray
 from tests.servers.running_service import document_of, model_of
+from tests.tables.deltas import Change, Versions, held_of, spec
 from tests.tables.loading_child import BATCH_ROWS
+from tests.tables.table_loads import TABLE, nothing_to_do
 
 DIM = 8
 TAG = "hps_et.shop.item"
@@ -29,9 +32,9 @@ SEED = 20_240_607
 ODD = np.int64(-7046029254386353131)  # times a range: distinct keys, in no order
 
 
-def rows_of(numbers: KeyArray, seed: int) -> tuple[KeyArray, FloatArray]:
+def rows_of(numbers: KeyArray, seed: int, dim: int = DIM) -> tuple[KeyArray, FloatArray]:
     keys = numbers.astype(np.int64) * ODD
-    return keys, sample_vectors(keys, DIM, seed)
+    return keys, sample_vectors(keys, dim, seed)
 
 
 def write_model(path: Path, numbers: KeyArray, seed: int) -> None:
@@ -108,9 +111,9 @@ def test_the_load_command_ends_whole_whenever_it_was_killed(tmp_path: Path) -> N
 # -- at chosen moments ---------------------------------------------------------------------------------------------------
 
 
-def kill_at(program: str, config: Path, phase: str, row: int, delay_s: float) -> tuple[str, int]:
+def kill_at(program: str, config: Path, phase: str, row: int, delay_s: float, dim: int = DIM) -> tuple[str, int]:
     """Start a load and kill it in the first such phase from that row on; say where. See tests.tables.loading_child."""
-    arguments = [program, str(config), str(DIM), phase, str(row)]
+    arguments = [program, str(config), str(dim), phase, str(row)]
     with subprocess.Popen(
         [sys.executable, "-m", "tests.tables.loading_child", *arguments],
         stdin=subprocess.PIPE,
@@ -217,3 +220,59 @@ def test_a_first_batch_without_its_record_is_not_taken_for_a_foreign_table(tmp_p
     check_refused_as_whole(tmp_path)
     write_model(tmp_path / "item", np.arange(10_000, 20_000), seed=2)
     check_whole(config, np.arange(10_000, 20_000), np.arange(10_000), seed=2)
+
+
+# -- deltas --------------------------------------------------------------------------------------------------------------
+
+
+def check_killed_delta(directory: Path, versions: Versions, base_there: bool) -> None:
+    """Nothing of the delta passes for whole, and its base is as it was."""
+    with closing(RocksDatabase(directory / "rocksdb")) as database:
+        tag, record = spec("2").tag, None
+        if tag in database.tags():
+            database.open_table(tag, TABLE.dim)
+            record = database.load_record(tag)
+            assert record is not None or database.size(tag) == 0
+        if record is not None:
+            assert not record.complete
+            with pytest.raises(DatabaseError, match="of a load that was interrupted"):
+                versions.load("2", [], keep=[database])
+        if base_there:
+            assert held_of(database, "1") == versions.expected("1")
+            base = database.load_record(spec("1").tag)
+            assert base is not None
+            assert (base.complete, base.modified) == (True, False)
+
+
+@pytest.mark.parametrize("base_there", [True, False])
+def test_a_delta_that_is_killed_at_random_moments_is_whole_in_the_end_and_its_base_unharmed(
+    tmp_path: Path, base_there: bool
+) -> None:
+    sys.stdout.write(f"seed {SEED}\n")
+    rng = random.Random(SEED + base_there)
+    numbers = np.arange(40_000)
+    versions = Versions(tmp_path / "shop", rows_of(numbers, 1, TABLE.dim))
+    versions.add(Change(rows_of(numbers[5_000:6_000], 2, TABLE.dim), rows_of(numbers[5_500:7_000], 1)[0]))
+    if base_there:
+        with closing(RocksDatabase(tmp_path / "rocksdb")) as database:
+            versions.load("1", [database])
+    phases = [
+        "stage",
+        "ingest",
+        "record",
+        "merge",
+        "settle",
+        "drop",
+        "forget",
+        *rng.choices(["stage", "ingest", "record"], k=3),
+    ]
+    killed = []
+    for phase in phases:
+        row = rng.randrange(30_000) if phase in ("stage", "ingest", "record", "merge") else 0
+        killed.append(kill_at("delta", tmp_path, phase, row, rng.uniform(0, 0.01), dim=TABLE.dim)[0])
+        check_killed_delta(tmp_path, versions, base_there)
+    assert killed == phases
+    with closing(RocksDatabase(tmp_path / "rocksdb")) as database:
+        versions.load("2", [database])
+        assert held_of(database, "2") == versions.expected("2")
+        assert nothing_to_do(versions.load("2", [database]))

@@ -1,8 +1,11 @@
 """Several processes and one Redis: a model is loaded once, by one of them, and by another when that one dies."""
 
+import copy
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -15,6 +18,10 @@ from hps.models.files import CHUNK_BYTES
 from hps.models.writer import write_sparse_model
 from hps.types import TableSpec
 from tests.contracts.database_contract import distinct_keys, fetched, vectors_of
+from tests.tables.deltas import Change, Versions, held_of, spec
+from tests.tables.table_loads import DIM as ITEM_DIM
+from tests.tables.table_loads import KEYS as ITEM_KEYS
+from tests.tables.table_loads import VECTORS as ITEM_VECTORS
 from tests.tables.table_loads import load_table, nothing_to_do
 
 pytestmark = pytest.mark.redis
@@ -299,3 +306,64 @@ class TestLoadTable:
                 done.set()
             assert reading.result(30) > 0
         assert database.size(TAG) == rows
+
+
+# -- deltas ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def versions(tmp_path):
+    """1 is whole, 2 is a delta."""
+    made = Versions(tmp_path / "shop", (ITEM_KEYS, ITEM_VECTORS))
+    made.add(Change((ITEM_KEYS[5:9], ITEM_VECTORS[:4]), ITEM_KEYS[8:20]))
+    return made
+
+
+def test_one_process_loads_a_delta_and_the_others_find_it_loaded(opened, versions, client):
+    first, second = opened(), opened()
+    for version in ("1", "2"):
+        versions.load(version, [first])
+        assert held_of(first, version) == versions.expected(version)
+        assert nothing_to_do(versions.load(version, [second]))
+        assert held_of(second, version) == versions.expected(version)
+        assert not client.exists(f"hps_et{{{spec(version).tag}}}l")
+
+
+def test_a_delta_that_another_process_did_not_finish_is_loaded_from_the_start(opened, versions, monkeypatch):
+    dying, other = opened(lease_s=0.2), opened(lease_s=0.2)
+    monkeypatch.setattr(dying, "finish_load", lambda tag: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        versions.load("2", [dying])
+    versions.load("2", [other])
+    assert held_of(other, "2") == versions.expected("2")
+    assert nothing_to_do(versions.load("2", [opened()]))
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_processes_with_databases_of_their_own_share_the_rows_of_a_delta(opened, versions, tmp_path, copies):
+    """The first fills Redis from its RocksDB; another one that loaded a copy of the same files uses what is there."""
+    here = versions
+    for name in ("a", "b"):
+        redis = opened()
+        with closing(RocksDatabase(tmp_path / name)) as rocks:
+            if name == "a":
+                here.load("1", [redis, rocks])
+            report = here.load("2", [redis, rocks])
+            assert (report.loads[0].rows == 0) == (name == "b")
+            assert held_of(redis, "2") == held_of(rocks, "2") == versions.expected("2")
+            assert nothing_to_do(here.load("2", [redis, rocks]))
+            if copies:
+                shutil.copytree(versions.place, tmp_path / "copy", dirs_exist_ok=True)
+                here = copy.copy(versions)
+                here.place = str(tmp_path / "copy")
+
+
+def test_a_modified_delta_is_no_longer_what_redis_was_loaded_with(opened, versions, tmp_path):
+    with closing(RocksDatabase(tmp_path / "a")) as rocks:
+        versions.load("2", [opened(), rocks])
+        rocks.insert(spec("2").tag, ITEM_KEYS[:1], ITEM_VECTORS[9:10])
+        redis = opened()
+        assert versions.load("2", [redis, rocks]).differs
+        out, found = np.empty((1, ITEM_DIM), np.float32), np.zeros(1, np.bool_)
+        redis.fetch(spec("2").tag, ITEM_KEYS[:1], out, found)
+        assert not found[0] or out.tobytes() == ITEM_VECTORS[9].tobytes()

@@ -1,0 +1,430 @@
+"""Versions that say only what they change: they equal a version with all rows, and only the change is read."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hps.cache.cpu.cache import NumpyCache
+from hps.databases.base import Database, TableStats
+from hps.databases.hash_map.database import HashMapDatabase
+from hps.databases.rocks_db.database import RocksDatabase
+from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError
+from hps.models.deltas import MOST_DELTAS, HeldTable, fingerprint_of
+from hps.models.repository import VersionFiles, table_sources
+from hps.models.sources import ModelSources
+from hps.models.table_load import LoadTargets, TableLoad
+from hps.models.warm_up import DatabaseRows, warm_up
+from hps.models.writer import write_sparse_model
+from hps.tensors.segments import Segment
+from hps.types import FloatArray, KeyArray
+from tests.fakes.gated_file_system import gates
+from tests.fakes.memory_database import MemoryDatabase, PersistentMemoryDatabase
+from tests.tables.deltas import NO_KEYS, Change, Versions, held_of, spec
+from tests.tables.table_loads import DIM, KEYS, ROW_BYTES, ROWS, VECTORS, failing_at, nothing_to_do, rows_of, touch
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
+BASE = (KEYS, VECTORS)
+NEW = np.arange(10**13, 10**13 + 5, dtype=np.int64)
+CHANGED = np.concatenate([KEYS[100:110], NEW])
+DELETED = np.concatenate([KEYS[105:130], NEW[:1], np.array([10**14])])
+"""Some of these are changed as well, one was never there."""
+CHANGE = Change((CHANGED, rows_of(CHANGED.size, seed=7)[1]), DELETED)
+LATER = Change((KEYS[120:125], rows_of(5, seed=8)[1]), np.concatenate([KEYS[100:102], NEW[1:2]]))
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> Versions:
+    """1 is whole, 2 and 3 are deltas."""
+    made = Versions(tmp_path / "shop", BASE)
+    assert [made.add(CHANGE), made.add(LATER)] == ["2", "3"]
+    return made
+
+
+@pytest.fixture(params=[PersistentMemoryDatabase, RocksDatabase])
+def persistent(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    database = request.param(tmp_path / "rocksdb") if request.param is RocksDatabase else request.param()
+    yield database
+    database.close()
+
+
+def files_read(versions: Versions, version: str, databases: list[Database], **settings: Any) -> dict[str, int]:
+    """Load a version; returns how many bytes of which files were read."""
+    with gates("counted") as (gate,):
+        versions.load(version, databases, root="gate://counted", **settings)
+        return dict(gate.bytes_read)
+
+
+# -- content ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["2", "3"])
+@pytest.mark.parametrize("loaded", [[], ["1"], ["2"], ["1", "2"]])
+def test_a_delta_equals_a_version_with_all_rows_wherever_its_base_comes_from(
+    versions: Versions, persistent: Any, loaded: list[str], version: str
+) -> None:
+    for one in (*loaded, version):
+        volatile = MemoryDatabase()
+        report = versions.load(one, [volatile, persistent])
+        assert held_of(persistent, one) == held_of(volatile, one) == versions.expected(one)
+        record = persistent.load_record(spec(one).tag)
+        assert (record.complete, record.modified, record.fingerprint) == (True, False, report.fingerprint)
+        assert nothing_to_do(versions.load(one, [persistent]))
+    assert versions.expected("2")[int(KEYS[106])] == CHANGE.rows[1][6].tobytes()  # deleted and changed: it is there
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        Change((NO_KEYS, np.empty((0, DIM), np.float32)), NO_KEYS),
+        Change((NO_KEYS, np.empty((0, DIM), np.float32)), KEYS),
+        Change((KEYS[:1], VECTORS[1:2]), NO_KEYS),
+        Change((np.repeat(KEYS[:2], 150), rows_of(300, seed=3)[1]), KEYS[:2]),
+        Change(rows_of(ROWS, seed=5), KEYS),
+    ],
+    ids=["nothing", "all deleted", "one row", "each key often", "all changed"],
+)
+def test_the_last_row_of_a_key_counts_and_a_change_may_be_of_any_size(tmp_path: Path, persistent: Any, change: Change) -> None:
+    versions = Versions(tmp_path / "shop", BASE)
+    versions.add(change)
+    versions.load("1", [persistent])
+    for databases in ([persistent], [MemoryDatabase()]):
+        versions.load("2", databases)
+        assert held_of(databases[0], "2") == versions.expected("2")
+    assert nothing_to_do(versions.load("2", [persistent]))
+
+
+def test_the_checksum_of_a_table_is_the_same_whichever_way_it_was_loaded(versions: Versions) -> None:
+    """By it, processes with databases of their own know that they may share a Redis."""
+    records = []
+    for loaded in ([], ["1"], ["1", "2"], ["2"]):
+        database = PersistentMemoryDatabase()
+        for one in (*loaded, "3"):
+            versions.load(one, [database])
+        records.append(database.records[spec("3").tag])
+    assert len(set(records)) == 1
+    assert len(records[0].checksum) == 16
+
+
+# -- what is read -----------------------------------------------------------------------------------------------------
+
+
+def test_the_rows_that_a_base_shares_do_not_cross_the_network_twice(versions: Versions, persistent: Any) -> None:
+    with gates("counted") as (gate,):
+        root = {"root": "gate://counted"}
+        versions.load("1", [persistent], **root)
+        assert gate.bytes_read == {
+            "key": 8 * ROWS,
+            "emb_vector": 4 * DIM * ROWS,
+            "version.json": gate.bytes_read["version.json"],
+        }
+        gate.bytes_read.clear()
+        volatile = MemoryDatabase()
+        report = versions.load("2", [volatile, persistent], **root)
+        read = dict(gate.bytes_read)
+        read.pop("version.json")
+        count = CHANGED.size  # 1.5 % of the rows; their keys are read twice
+        assert read == {"key": 16 * count, "emb_vector": 4 * DIM * count, "deleted": 8 * DELETED.size}
+        cache = NumpyCache([spec("2")], [700])
+        gate.bytes_read.clear()
+        assert warm_up(cache, 0, spec("2"), report.model, 1.0) == 700
+        versions.load("2", [MemoryDatabase(), persistent], **root)  # as a restart does
+        assert set(gate.bytes_read) <= {"version.json"}
+        versions.load("3", [persistent], **root)
+        assert gate.bytes_read["emb_vector"] == 4 * DIM * LATER.rows[0].size
+
+
+def modified(versions: Versions, persistent: Any) -> None:
+    persistent.insert(spec("1").tag, KEYS[:1], np.full((1, DIM), 9, np.float32))
+
+
+def incomplete(versions: Versions, persistent: Any) -> None:
+    persistent.drop_table(spec("1").tag)
+    persistent.open_table(spec("1").tag, DIM)
+
+
+def replaced(versions: Versions, persistent: Any) -> None:
+    touch(f"{versions.place}/1/item")
+
+
+def dropped(versions: Versions, persistent: Any) -> None:
+    persistent.drop_table(spec("1").tag)
+
+
+@pytest.mark.parametrize("spoilt", [modified, incomplete, replaced, dropped])
+def test_a_base_that_is_not_what_its_files_say_is_read_from_them(
+    versions: Versions, persistent: Any, spoilt: Callable[[Versions, Any], None]
+) -> None:
+    versions.load("1", [persistent])
+    spoilt(versions, persistent)
+    read = files_read(versions, "2", [persistent])
+    assert read["emb_vector"] == 4 * DIM * (ROWS + CHANGED.size)
+    assert held_of(persistent, "2") == versions.expected("2")
+
+
+@pytest.mark.parametrize("end", [modified, dropped])
+def test_a_base_that_is_modified_while_it_is_copied_does_not_count(
+    versions: Versions, monkeypatch: pytest.MonkeyPatch, end: Callable[[Versions, Any], None]
+) -> None:
+    persistent = PersistentMemoryDatabase()
+    versions.load("1", [persistent])
+    scan = persistent.scan
+
+    def scanning(tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
+        for i, rows in enumerate(scan(tag, chunk_rows)):
+            if i == 3 and tag == spec("1").tag:
+                end(versions, persistent)
+                monkeypatch.undo()
+            yield rows[0], rows[1] + (i > 3)
+
+    monkeypatch.setattr(persistent, "scan", scanning)
+    versions.load("2", [persistent])
+    assert held_of(persistent, "2") == versions.expected("2")
+
+
+# -- bases in memory --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answers", "same_files", "there", "copied"),
+    [
+        ([True, True], True, True, True),
+        ([False], True, True, False),
+        ([True, False], True, True, False),
+        ([True, True], False, True, False),
+        ([True, True], True, False, False),
+    ],
+)
+def test_a_base_in_memory_is_copied_if_nothing_modified_it(
+    versions: Versions, answers: list[bool], same_files: bool, there: bool, copied: bool
+) -> None:
+    database = HashMapDatabase()
+    with gates("counted") as (gate,):
+        loaded = versions.load("1", [database], root="gate://counted")
+        fingerprint = loaded.fingerprint if same_files else "of other files"
+        table = HeldTable(spec("1").tag, database, fingerprint, lambda: answers.pop(0))
+        if not there:
+            database.drop_table(spec("1").tag)
+        gate.bytes_read.clear()
+        versions.load("2", [database], root="gate://counted", held=lambda version: [table] if version == "1" else [])
+        assert (gate.bytes_read["emb_vector"] == 4 * DIM * CHANGED.size) == copied
+    assert held_of(database, "2") == versions.expected("2")
+
+
+class Bounded(MemoryDatabase):
+    """A volatile database that says that it evicts from 300 rows on."""
+
+    def stats(self, tag: str) -> TableStats:
+        return TableStats(0, 0, -1, 300)
+
+
+def test_a_share_of_a_delta_has_the_last_row_of_each_of_its_keys(tmp_path: Path) -> None:
+    keys = KEYS.copy()
+    keys[600:700] = keys[:100]
+    versions = Versions(tmp_path / "shop", (keys, VECTORS))
+    versions.add(CHANGE)
+    for database, rate, rows in ((MemoryDatabase(), 0.5, round(0.5 * (ROWS + CHANGED.size))), (Bounded(), 1.0, 300)):
+        report = versions.load("2", [database], initial_cache_rate=rate)
+        assert held_of(database, "2").items() <= versions.expected("2").items()
+        assert rows - 100 <= len(held_of(database, "2")) <= rows
+        assert report.model.rows == ROWS + CHANGED.size  # the files, as no database has every row
+
+
+# -- warm-up ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capacity", [140, 700, 2000])
+@pytest.mark.parametrize("databases", [[PersistentMemoryDatabase], [MemoryDatabase], []])
+def test_a_cache_is_warmed_with_the_rows_of_the_delta(
+    versions: Versions, databases: list[Callable[[], Database]], capacity: int
+) -> None:
+    report = versions.load("3", [make() for make in databases])
+    assert isinstance(report.model, DatabaseRows) == bool(databases)
+    expected = versions.expected("3")
+    assert len(expected) <= report.model.rows <= ROWS + CHANGED.size + LATER.rows[0].size
+    assert not report.model.may_change_unseen()
+    cache = NumpyCache([spec("3")], [capacity])
+    rows = warm_up(cache, 0, spec("3"), report.model, 0.3)
+    assert rows == min(cache.stats(0).capacity_rows, report.model.rows)
+    keys = np.concatenate([KEYS, NEW])
+    out, found = np.empty((keys.size, DIM), np.float32), np.zeros(keys.size, np.bool_)
+    cache.create_lookup().query([Segment(0, keys, out, found)])
+    assert found.sum() == cache.stats(0).resident_rows > 0.7 * min(capacity, len(expected))
+    assert {int(k): v.tobytes() for k, v in zip(keys[found], out[found], strict=True)}.items() <= expected.items()
+
+
+# -- what is noticed --------------------------------------------------------------------------------------------------
+
+
+def test_a_changed_base_is_noticed_and_loaded_again(versions: Versions, persistent: Any) -> None:
+    def fingerprint() -> str:
+        return fingerprint_of([(versions.source("3"), DIM)], ModelSources())
+
+    versions.load("3", [persistent])
+    before = fingerprint()
+    assert fingerprint() == before != fingerprint_of([(versions.source("2"), DIM)], ModelSources())
+    for version, name in (("1", "key"), ("2", "emb_vector"), ("2", "deleted"), ("3", "key")):
+        path = Path(versions.place) / version / "item" / name
+        path.rename(path.with_suffix(".old"))
+        path.write_bytes(path.with_suffix(".old").read_bytes())
+        assert fingerprint() != before
+        before = fingerprint()
+        assert not nothing_to_do(versions.load("3", [persistent]))
+        assert held_of(persistent, "3") == versions.expected("3")
+
+
+def test_no_row_is_read_for_a_fingerprint(versions: Versions) -> None:
+    with gates("counted") as (gate,):
+        source = versions.source("3", root="gate://counted")
+        gate.bytes_read.clear()
+        fingerprint_of([(source, DIM), (source, DIM)], ModelSources())
+        assert gate.bytes_read == {}
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+@pytest.mark.parametrize("name", ["key", "emb_vector"])
+def test_a_copy_that_stalled_in_a_file_of_full_length_is_refused(
+    versions: Versions, persistent: Any, name: str, version: str
+) -> None:
+    """As a copying tool that allocates a file before it fills it leaves it."""
+    path = Path(versions.place) / version / "item" / name
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-16] + bytes(16))
+    for databases in ([persistent], [MemoryDatabase()], [Bounded()], []):
+        if not databases and version == "2":
+            continue  # the warm-up is the first to read it
+        with pytest.raises(
+            ModelFileError, match=rf"{path}: its content has CRC-32 \w+, expected the \w+ that version.json says"
+        ):
+            versions.load(version, databases)
+    record = persistent.load_record(spec(version).tag)
+    assert record is None or not record.complete
+    path.write_bytes(whole)
+    versions.load("2", [persistent])
+    assert held_of(persistent, "2") == versions.expected("2")
+
+
+def test_deleted_keys_that_were_copied_in_part_are_refused(versions: Versions) -> None:
+    path = Path(versions.place) / "2" / "item" / "deleted"
+    whole = path.read_bytes()
+    for content, message in (
+        (whole[:-8], "got 208 bytes, expected the 216 that"),
+        (whole[:-8] + bytes(8), "its content has CRC-32"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ModelFileError, match=f"{path}: {message}"):
+            versions.load("2", [MemoryDatabase()])
+    path.unlink()
+    with pytest.raises(ModelFileNotFoundError, match=f"{path}"):
+        versions.load("2", [MemoryDatabase()])
+    path.write_bytes(bytes(9))
+    with pytest.raises(ModelFileError, match=f"{path}: got 9 bytes, expected 8 .an int64. for every key"):
+        TableLoad(spec("2"), versions.source("2", checks={}), LoadTargets())
+
+
+def test_a_delta_without_its_manifest_does_not_pass_for_a_whole_version(versions: Versions) -> None:
+    (Path(versions.place) / "2" / "version.json").unlink()
+    with pytest.raises(ModelFileError, match=r"2/item/deleted: got the changes of a version, expected a whole table"):
+        versions.load("2", [MemoryDatabase()])
+
+
+def test_files_that_somebody_writes_are_not_merged(versions: Versions) -> None:
+    database = PersistentMemoryDatabase()
+    path = Path(versions.place) / "2" / "item" / "emb_vector"
+    with path.open("r+b"), pytest.raises(ModelFileChangedError, match="open for writing"):
+        versions.load("2", [database])
+    versions.load("2", [database])
+    assert held_of(database, "2") == versions.expected("2")
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_base_that_is_nowhere_is_an_error_before_anything_is_changed(versions: Versions) -> None:
+    database = PersistentMemoryDatabase()
+    (Path(versions.place) / "1" / "item" / "key").unlink()
+    with pytest.raises(ModelFileNotFoundError, match="1/item: key not found"):
+        versions.load("3", [database])
+    assert database.told == []
+    assert database.tags() == []
+
+
+@pytest.mark.parametrize("base_held", [False, True])
+def test_a_load_that_is_stopped_anywhere_starts_over(versions: Versions, base_held: bool) -> None:
+    tag = spec("2").tag
+    for stop in range(ROWS // 100):
+        database, chunks = PersistentMemoryDatabase(load_bytes=100 * ROW_BYTES), iter(range(1000))
+        if base_held:
+            versions.load("1", [database])
+        database.before_chunk = lambda row, chunks=chunks, stop=stop: failing_at(stop, DatabaseError("killed"))(next(chunks))
+        with pytest.raises(DatabaseError, match="killed"):
+            versions.load("2", [database])
+        database.before_chunk = lambda row: None
+        if database.load_record(tag):
+            assert not database.records[tag].complete
+            with pytest.raises(DatabaseError, match="of a load that was interrupted"):
+                versions.load("2", [], keep=[database])
+        versions.load("2", [database])
+        assert held_of(database, "2") == versions.expected("2")
+
+
+@pytest.mark.parametrize("rows", ["unmodified", "modified", "foreign"])
+def test_a_database_that_is_kept_fills_the_volatile_one(versions: Versions, rows: str) -> None:
+    kept, volatile = PersistentMemoryDatabase(), MemoryDatabase()
+    if rows == "foreign":
+        kept.open_table(spec("2").tag, DIM)
+    else:
+        versions.load("2", [kept])
+    if rows != "unmodified":
+        kept.insert(spec("2").tag, KEYS[:3], VECTORS[3:6])
+    assert versions.load("2", [volatile], keep=[kept]).differs == (rows != "unmodified")
+    assert held_of(volatile, "2") == held_of(kept, "2")
+
+
+def test_keys_beyond_32_bits_are_found_in_the_delta_too(tmp_path: Path) -> None:
+    keys = np.arange(ROWS, dtype=np.int64)
+    versions = Versions(tmp_path / "shop", (keys, VECTORS))
+    versions.add(Change((np.array([2**32]), VECTORS[:1]), NO_KEYS))
+    versions.add(Change((NO_KEYS, VECTORS[:0]), NO_KEYS))
+    database = PersistentMemoryDatabase()
+    with pytest.raises(ModelFileError, match=f"row 0 has key {2**32}"):
+        versions.load("3", [database], int32_keys=True)
+    assert database.told == []
+
+
+# -- chains -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("delta_of", "message"),
+    [
+        ({"2": "9"}, "version 2 says delta_of 9, and there is no version 9"),
+        ({"3": "2", "2": "3"}, f"more than {MOST_DELTAS} times or in a circle"),
+        ({"2": "2"}, "in a circle"),
+        ({str(n + 1): str(n) for n in range(1, 100)}, f"more than {MOST_DELTAS} times"),
+        ({"2": "two tables"}, "got 1 sparse_files, expected the 2 of version two tables"),
+    ],
+)
+def test_a_chain_that_leads_to_no_whole_version_is_an_error(delta_of: dict[str, str], message: str) -> None:
+    known = {one: VersionFiles(one, ("x",), base) for one, base in delta_of.items()} | {"1": VersionFiles("1", ("x",))}
+    known["two tables"] = VersionFiles("two tables", ("x", "y"))
+    with pytest.raises(ModelFileError, match=message):
+        table_sources(max(delta_of, key=int), known.get)
+
+
+def test_a_chain_as_long_as_allowed_is_followed() -> None:
+    known = {str(n): VersionFiles(str(n), (f"p{n}", "q"), str(n - 1) if n > 1 else None) for n in range(1, MOST_DELTAS + 2)}
+    first, _ = table_sources(str(MOST_DELTAS + 1), known.get)
+    assert [one.place for one in first.chain()] == [f"p{n}" for n in range(1, MOST_DELTAS + 2)]
+
+
+def test_whole_files_are_loaded_as_ever_whatever_says_where_they_are(tmp_path: Path) -> None:
+    write_sparse_model(tmp_path / "item", BASE)
+    (source,) = table_sources("1", {"1": VersionFiles("1", (str(tmp_path / "item"),))}.get)
+    database = PersistentMemoryDatabase()
+    report = TableLoad(spec("1"), source, LoadTargets((database,))).run()
+    assert held_of(database, "1") == {int(k): v.tobytes() for k, v in zip(KEYS, VECTORS, strict=True)}
+    assert report.fingerprint == report.model.fingerprint  # type: ignore[union-attr]

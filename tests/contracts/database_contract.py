@@ -304,6 +304,32 @@ class DatabaseContract:
         table.insert(TAG, keys, vectors_of(keys, DIM + 1))
         assert table.size(TAG) == 10
 
+    def test_a_table_is_dropped_and_made_again_beside_readers_and_writers(self, database: Database) -> None:
+        keys = distinct_keys(2000)
+        for tag in (TAG, OTHER):
+            database.open_table(tag, DIM)
+            database.insert(tag, keys, vectors_of(keys, DIM))
+
+        def read(random: np.random.Generator) -> int:
+            picks = random.choice(keys, 300)
+            out, found = fetched(database, OTHER, picks, DIM)
+            assert found.all()
+            np.testing.assert_array_equal(out, vectors_of(picks, DIM))
+            try:
+                out, found = fetched(database, TAG, picks, DIM)
+            except UnknownTableError:
+                return picks.size
+            np.testing.assert_array_equal(out[found], vectors_of(picks[found], DIM))
+            return picks.size
+
+        with reading(read):
+            for _ in range(10):
+                database.drop_table(TAG)
+                database.insert(OTHER, keys, vectors_of(keys, DIM))
+                database.open_table(TAG, DIM)
+                database.insert(TAG, keys, vectors_of(keys, DIM))
+        assert database.size(TAG) == database.size(OTHER) == keys.size
+
     def test_a_table_that_was_never_opened_is_unknown(self, table: Database) -> None:
         keys, vectors = distinct_keys(4), vectors_of(distinct_keys(4), DIM)
         calls = [

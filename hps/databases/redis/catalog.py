@@ -56,27 +56,25 @@ class Catalog:
         self._nodes = nodes
         self._num_partitions = num_partitions
 
-    def open(self, tag: str, dim: int) -> RedisLayout:
-        """Make a table where there is none; returns its layout. `look` makes the marks of its partitions.
+    def open(self, layout: RedisLayout) -> None:
+        """Make a table where there is none. `look` makes the marks of its partitions.
 
         Raises:
             TableWidthError: it holds vectors of another width.
             DatabaseError: it has another number of partitions, or Redis failed.
         """
-        layout = RedisLayout.of(tag, dim, self._num_partitions)
         if not self._about(layout):
             self._check_foreign(layout)
-        expected = {"dim": dim, "num_partitions": self._num_partitions}
+        expected = {"dim": layout.dim, "num_partitions": len(layout.partitions)}
         self._nodes.run([Call(layout.slot, "HSETNX", layout.about, name, value) for name, value in expected.items()])
         about = self._about(layout)
         held = int(about.get(b"dim", 0))
-        if held != dim:
+        if held != layout.dim:
             raise TableWidthError(
-                f"redis: opening table {tag}: got vectors of {dim} elements, expected {held}, which it holds; "
+                f"redis: opening table {layout.tag}: got vectors of {layout.dim} elements, expected {held}, which it holds; "
                 "drop the table first, or give it another name"
             )
         self._check_partitions(layout, int(about.get(b"num_partitions", 0)))
-        return layout
 
     def marks(self, layout: RedisLayout, deadline: float | None = None) -> list[bytes] | None:
         """What stands where the marks of the partitions belong, nothing where there is none; None if the table is gone.
@@ -156,8 +154,8 @@ class Catalog:
         """
         layout = RedisLayout.of(tag, 1, self._num_partitions)
         about = self._about(layout)
-        if about:
-            partitions = max(self._num_partitions, int(about.get(b"num_partitions", 0)))
+        if b"num_partitions" in about:
+            partitions = max(self._num_partitions, int(about[b"num_partitions"]))
         else:
             numbers = (partition_number(key) for key in self._nodes.keys(b"hps_et{%b/p*}?" % tag.encode()))
             partitions = max(numbers, default=-1) + 1

@@ -4,6 +4,7 @@ import logging
 import ssl
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Final, Self
 
 from hps.background import BackgroundQueue
@@ -11,11 +12,13 @@ from hps.databases.base import UNBOUNDED_ROWS, LoadRecord, PersistentDatabase, S
 from hps.databases.redis.below import Below
 from hps.databases.redis.catalog import Catalog
 from hps.databases.redis.connections import tls_context
+from hps.databases.redis.layout import RedisLayout
 from hps.databases.redis.load_leases import LoadLeases
 from hps.databases.redis.nodes import RedisNodes, parse_addresses
 from hps.databases.redis.overflow import Overflow, Policy
 from hps.databases.redis.room import check_room
 from hps.databases.redis.table import RedisTable
+from hps.databases.redis.users import TableUsers
 from hps.errors import DatabaseError, UnknownTableError
 from hps.input_checks import check_fetch, check_keys, check_positive, check_rows
 from hps.metrics import Metrics
@@ -55,6 +58,7 @@ class RedisDatabase(SharedDatabase):
         read_timeout_s: float = 1.0,
         timeout_s: float = 2.0,
         lease_s: float = 30.0,
+        use_lease_s: float = 60.0,
         metrics: Metrics | None = None,
     ) -> None:
         """Connect.
@@ -75,6 +79,7 @@ class RedisDatabase(SharedDatabase):
             read_timeout_s: how long a node may be silent while it owes a reply.
             timeout_s: for a whole call of up to `max_batch_size` keys.
             lease_s: how long a process that loads a model may be silent before another takes over.
+            use_lease_s: how long a process that died counts as using the tables that it had opened.
             metrics: counts the notes of uses that were dropped.
 
         Raises:
@@ -99,6 +104,7 @@ class RedisDatabase(SharedDatabase):
         self._overflow = Overflow(self._nodes, overflow_margin, target_rows, overflow_policy)
         self._catalog = Catalog(self._nodes, num_partitions)
         self._leases = LoadLeases(self._nodes, self._catalog, lease_s)
+        self._users = TableUsers(self._nodes, self._catalog, use_lease_s)
         self._tables: dict[str, RedisTable] = {}
         self._below: dict[str, Below] = {}
         self._uses: BackgroundQueue | None = None
@@ -138,13 +144,21 @@ class RedisDatabase(SharedDatabase):
 
     def open_table(self, tag: str, dim: int) -> None:
         check_positive(f"redis: opening table {tag}", "dim", dim)
-        layout = self._catalog.open(tag, dim)
-        table = self._tables.get(tag)
-        if table is None or table.layout != layout:
-            below = self._below.setdefault(tag, Below(tag))
-            table = RedisTable(layout, below, self._catalog, self._nodes, self._overflow, self._batch)
-        table.look(make=True)
-        self._tables[tag] = table
+        layout = RedisLayout.of(tag, dim, self._num_partitions)
+        self._users.enter(layout)
+        try:
+            self._catalog.open(layout)
+            table = self._tables.get(tag)
+            if table is None or table.layout != layout:
+                below = self._below.setdefault(tag, Below(tag))
+                table = RedisTable(layout, below, self._catalog, self._nodes, self._overflow, self._batch)
+            table.look(make=True)
+            self._tables[tag] = table
+        except BaseException:
+            if tag not in self._tables:
+                with suppress(DatabaseError):
+                    self._users.leave(layout)
+            raise
 
     def stand_above(self, tag: str, database: PersistentDatabase) -> None:
         table = self._table(tag)
@@ -196,7 +210,15 @@ class RedisDatabase(SharedDatabase):
 
     def drop_table(self, tag: str) -> None:
         self._tables.pop(tag, None)
+        self._users.leave(self._any_layout(tag))
         self._catalog.drop(tag)
+
+    def discard_table(self, tag: str) -> bool:
+        self._below.pop(tag, None)
+        table = self._tables.pop(tag, None)
+        if table is not None:
+            self._leases.give_up(table)
+        return self._users.discard(self._any_layout(tag))
 
     def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, afresh: bool = False) -> int | None:
         return self._leases.claim(self._table(tag), fingerprint, rows, wait_s, afresh=afresh)
@@ -213,6 +235,7 @@ class RedisDatabase(SharedDatabase):
     def close(self) -> None:
         if self._uses:
             self._uses.close()
+        self._users.close()
         self._nodes.close()
 
     def drain(self, timeout_s: float) -> bool:
@@ -236,6 +259,9 @@ class RedisDatabase(SharedDatabase):
                 "absent; set it to noeviction, and bound the tables with overflow_margin",
                 policy,
             )
+
+    def _any_layout(self, tag: str) -> RedisLayout:
+        return RedisLayout.of(tag, 1, self._num_partitions)
 
     def _table(self, tag: str) -> RedisTable:
         try:

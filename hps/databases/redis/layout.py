@@ -18,6 +18,7 @@ Beside the partitions there is one hash of the table itself, in a slot of its ow
 
     hps_et{T}m        hash: dim, num_partitions, loaded (how far which model was loaded)                  ours
     hps_et{T}l        string: who loads it now; expires                                                   ours
+    hps_et{T}u        hash: who uses it, see users.py; expires                                            ours
 """
 
 import re
@@ -32,7 +33,7 @@ from hps.databases.redis.codec import Bytes
 
 ANY_KEY: Final = b"hps_et{*}?"
 """Pattern of every key of every table."""
-_KEY: Final = re.compile(rb"hps_et\{(?P<tag>[^{}/]+)(?:/p(?P<partition>\d+))?\}(?P<kind>[vtml])")
+_KEY: Final = re.compile(rb"hps_et\{(?P<tag>[^{}/]+)(?:/p(?P<partition>\d+))?\}(?P<kind>[vtmlu])")
 
 
 @dataclass(frozen=True)
@@ -94,15 +95,20 @@ class RedisLayout:
         return f"hps_et{{{self.tag}}}l".encode()
 
     @cached_property
+    def users(self) -> bytes:
+        """Who uses the table."""
+        return f"hps_et{{{self.tag}}}u".encode()
+
+    @cached_property
     def slot(self) -> int:
-        """The hash slot of these two."""
+        """The hash slot of these three."""
         return key_slot(self.about)
 
 
 def tag_of(key: bytes) -> str | None:
-    """The tag of the table that a key belongs to; None for a key of another program, and for a mere lease."""
+    """The tag of the table that a key belongs to; None for a key of another program, and for one that expires."""
     found = _KEY.fullmatch(key)
-    return found["tag"].decode(errors="replace") if found and found["kind"] != b"l" else None
+    return found["tag"].decode(errors="replace") if found and found["kind"] not in b"lu" else None
 
 
 def partition_number(key: bytes) -> int:

@@ -92,8 +92,13 @@ class LoadLeases:
             self._catalog.write_note(table.layout, replace(claimed, rows_done=claimed.rows))
             self._release(table.layout)
 
+    def give_up(self, table: RedisTable) -> None:
+        """Let others load a table that is claimed, if it is."""
+        if self._claimed.pop(table.layout.tag, None) is not None:
+            self._release(table.layout)
+
     def _open(self, layout: RedisLayout) -> list[bytes]:
-        self._catalog.open(layout.tag, layout.dim)
+        self._catalog.open(layout)
         texts = self._catalog.marks(layout)
         if texts is None:
             raise lost(layout)

@@ -470,6 +470,8 @@ def _database_error(node: ClusterNode, error: Exception | None) -> DatabaseError
         advice = _ADVICE.get(code)
         if "without any password configured" in str(error):
             advice = "it has no password: leave password empty"
+        if "can't run this command" in str(error):  # of a script
+            advice = _ADVICE["NOPERM"]
         refusal = f"{code} {error}" if error.status_code else str(error)
         made = DatabaseError(f"redis {node.name}: it refused: {refusal}" + (f"; {advice}" if advice else ""))
     else:

@@ -229,17 +229,20 @@ class RocksDatabase(PersistentDatabase):
 
     def drop_table(self, tag: str) -> None:
         self._recover()
-        with self._calls, self._tables_lock:
-            if tag == DEFAULT or self._engine.family(tag) is None:
-                return
-            self._engine.check_writable(f"dropping table {tag}")
-            if tag in self._tables:
-                self._tables[tag].retire()
-                del self._tables[tag]
-            self._records.mark_dropped(tag)  # first: the record must never count rows that are gone
-            self._engine.drop(tag)
-            self._records.remove(tag)
-            self._seal_now()
+        with self._calls:
+            with self._tables_lock:
+                if tag == DEFAULT or self._engine.family(tag) is None:
+                    return
+                self._engine.check_writable(f"dropping table {tag}")
+                if tag in self._tables:
+                    self._tables[tag].retire()
+                    del self._tables[tag]
+                self._records.mark_dropped(tag)  # first: the record must never count rows that are gone
+                links = directory.link_files(self.path, f"dropped-{next(self._staged)}")
+                self._engine.drop(tag)
+                self._records.remove(tag)
+                self._seal_now()
+            shutil.rmtree(links, ignore_errors=True)
 
     def _drop_the_rest(self) -> None:
         """Complete the drops that a kill interrupted: rows that stayed would pass for those of the next load."""

@@ -42,6 +42,7 @@ Family = Any
 DEFAULT = "default"
 """RocksDB's own column family."""
 
+_SETTINGS = Path(__file__).parent / "settings"
 _BLOCK_BYTES = 2048
 _LOAD_FILES = 256  # ingested files that may lie side by side: below the usual limit of 1024 open files
 _MERGE_READ_BYTES = 64 << 10  # read ahead, of each of these files, in each merging thread
@@ -49,6 +50,7 @@ _MERGE_THREADS = 4  # even on fewer cores: each waits for the disk half of its t
 _MERGE_PARTS = 16
 _FILE_BYTES = (16 << 20, 256 << 20)  # of a merged file, least and most: few open files, however large the table
 _WRITE_BUFFERS_BYTES = 128 << 20  # of all tables together
+_MANIFEST_BYTES = 1 << 20  # then RocksDB begins another; what 4,000 tables leave that were created, loaded and dropped
 _STALL_POLL_S = 0.01
 _SIDE_BY_SIDE = "num-files-at-level0"
 
@@ -445,7 +447,7 @@ def _options(num_threads: int, block_cache_bytes: int) -> "rocksdict.Options":
         block.set_block_cache(rocksdict.Cache.new_hyper_clock_cache(block_cache_bytes, _BLOCK_BYTES))
     else:
         block.disable_cache()
-    options = rocksdict.Options(raw_mode=True)
+    options, _ = rocksdict.Options.load_latest(str(_SETTINGS))  # in raw mode
     options.create_if_missing(True)
     options.set_block_based_table_factory(block)
     options.set_compression_type(rocksdict.DBCompressionType.none())
@@ -462,8 +464,8 @@ def _options(num_threads: int, block_cache_bytes: int) -> "rocksdict.Options":
     options.set_level_zero_stop_writes_trigger(1 << 20)
     options.set_soft_pending_compaction_bytes_limit(0)
     options.set_hard_pending_compaction_bytes_limit(0)
-    options.set_max_log_file_size(16 << 20)
     options.set_keep_log_file_num(4)
+    options.set_max_manifest_file_size(_MANIFEST_BYTES)
     options.set_stats_dump_period_sec(0)
     options.set_stats_persist_period_sec(0)
     return options

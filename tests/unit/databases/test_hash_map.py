@@ -547,6 +547,23 @@ def test_a_scan_of_a_closed_database_ends_what_it_began():
         database.scan(TAG, 10)
 
 
+def test_a_dropped_table_gives_its_memory_back_once_its_last_reader_is_done():
+    database = opened(dim=128)
+    try:
+        keys = np.arange(100_000)
+        database.insert(TAG, keys, np.ones((keys.size, 128), np.float32))
+        held = database.stats(TAG)
+        scan = database.scan(TAG, 1000)
+        before = resident_bytes()
+        database.drop_table(TAG)
+        assert next(scan)[1].all()
+        assert before - resident_bytes() < held.vector_bytes / 2
+        del scan
+        assert before - resident_bytes() > 0.95 * (held.vector_bytes + held.overhead_bytes)
+    finally:
+        database.close()
+
+
 @pytest.mark.parametrize("rows", [100, 50_000, 300_000])
 @pytest.mark.parametrize("margin", [{}, {"overflow_margin": 1000, "overflow_policy": "evict_oldest"}])
 def test_the_room_that_is_asked_for_is_what_a_load_then_takes(rows, margin):

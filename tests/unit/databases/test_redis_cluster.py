@@ -5,16 +5,10 @@ import pytest
 from hps.databases.redis.database import RedisDatabase
 from hps.errors import CapacityError
 from tests.contracts.database_contract import OTHER, TAG, DatabaseContract, distinct_keys, vectors_of
-from tests.servers.redis_server import RedisClusterServers, rows_of
+from tests.servers.redis_server import rows_of
 
 pytestmark = pytest.mark.redis
 PARTITIONS = 4
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with RedisClusterServers(tmp_path_factory.mktemp("cluster")) as cluster:
-        yield cluster
 
 
 class TestRedisServer(DatabaseContract):

@@ -185,7 +185,10 @@ class TestPassword:
                 assert sum(keys.size for keys, _ in database.scan(TAG, 100)) == database.size(TAG)
                 assert database.delete(TAG, KEYS) > 0
                 assert database.tags() == [TAG]
+                database.check_room([(TAG, 4, KEYS.size)])
                 database.drop_table(TAG)
+                database.open_table(f"{TAG}@2", 4)
+                assert database.discard_table(f"{TAG}@2")
                 database.close()
 
     def test_uses_that_cannot_be_noted_are_not_tried_one_by_one(self, tmp_path):

@@ -3,7 +3,8 @@
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -60,6 +61,18 @@ def as_hugectr_writes(path: Path, tag: str, rows: dict[bytes, bytes]) -> None:
 
 def contents(path: Path) -> dict[str, tuple[int, bytes]]:
     return {entry.name: (entry.stat().st_mtime_ns, entry.read_bytes()) for entry in path.iterdir() if entry.is_file()}
+
+
+def disk_bytes(path: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.suffix == ".sst")
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    """Wait until it holds, at most 30 s."""
+    give_up = time.monotonic() + 30
+    while not condition() and time.monotonic() < give_up:
+        time.sleep(0.01)
+    return condition()
 
 
 @pytest.fixture
@@ -624,3 +637,70 @@ def test_room_is_asked_for_rows_that_are_not_there_and_for_the_merge(filled: Pat
             holder.check_room([(TAG, DIM, 2 * rows)])
     with opened(filled, read_only=True) as reader:
         reader.check_room([(TAG, DIM, 2 * rows)])
+
+
+def test_a_dropped_table_gives_its_disk_back_once_its_last_reader_is_done(path: Path):
+    keys = np.arange(50_000)
+    with opened(path, 128) as database:
+        database.open_table(OTHER, 2)
+        before = disk_bytes(path)
+        database.load_chunk(TAG, keys, np.ones((keys.size, 128), np.float32), LoadRecord("x", keys.size, keys.size))
+        database.finish_load(TAG)
+        assert disk_bytes(path) - before > 4 * 128 * keys.size
+        scan = database.scan(TAG, 1000)
+        next(scan)
+        database.drop_table(TAG)
+        assert next(scan)[1].all()
+        del scan
+        assert until(lambda: disk_bytes(path) == before)
+
+
+def test_the_space_of_a_dropped_table_is_freed_without_the_interpreter_lock(filled: Path, monkeypatch: pytest.MonkeyPatch):
+    links: list[tuple[bool, int]] = []
+    rmtree = shutil.rmtree
+
+    def remove(directory: Path, **options: bool) -> None:
+        """As rmtree, which deletes outside the interpreter lock; RocksDB, which holds it, must have deleted its own links."""
+        links.extend(((filled / file.name).exists(), file.stat().st_nlink) for file in directory.iterdir())
+        rmtree(directory, **options)
+
+    keys = distinct_keys(1000)
+    with opened(filled) as database:
+        database.open_table(OTHER, DIM)
+        database.load_chunk(OTHER, keys, vectors_of(keys, DIM), LoadRecord("x", 1000, 1000))
+        database.finish_load(OTHER)
+        monkeypatch.setattr(shutil, "rmtree", remove)
+        database.drop_table(TAG)
+        assert sorted(set(links)) == [(False, 1), (True, 2)]
+        assert list((filled / "hps-ingest").iterdir()) == []
+        np.testing.assert_array_equal(fetched(database, OTHER, keys, DIM)[0], vectors_of(keys, DIM))
+
+
+def test_tables_that_come_and_go_leave_nothing_behind(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hps.databases.rocks_db.engine._MANIFEST_BYTES", 16 << 10)
+    keys = distinct_keys(500)
+    figures = []
+    with opened(path) as database:
+        database.insert(TAG, keys, vectors_of(keys, DIM))
+        for round_ in range(201):
+            tag = f"hps_et.shop@{round_}.item"
+            database.open_table(tag, DIM)
+            database.load_chunk(tag, keys, vectors_of(keys, DIM), LoadRecord("x", 500, 500))
+            database.finish_load(tag)
+            database.insert(tag, keys[:9], vectors_of(keys[:9], DIM, 1))
+            database.drop_table(tag)
+            manifest = path / (path / "CURRENT").read_text().strip()
+            assert manifest.stat().st_size < 24 << 10
+            if round_ % 20 == 0:
+                resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                figures.append((len(os.listdir(path)), len(os.listdir("/proc/self/fd")), threading.active_count(), resident))
+        assert database.tags() == [TAG]
+        assert (path / "LOG").stat().st_size < 64 << 10
+    files, descriptors, threads, resident = zip(*figures[1:], strict=True)
+    assert max(files) - files[0] <= 1  # one more while RocksDB replaces its settings
+    assert descriptors[-1] == descriptors[0]
+    assert threads[-1] == threads[0]
+    assert resident[-1] - resident[0] < 2 << 20
+    with opened(path) as again:
+        assert again.tags() == [TAG]
+        np.testing.assert_array_equal(fetched(again, TAG, keys, DIM)[0], vectors_of(keys, DIM))

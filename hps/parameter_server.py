@@ -412,12 +412,9 @@ class HPS:
         self._drop_leftovers(name, config.keep_versions)
 
     def _held_tables(self, name: str, version: str) -> list[HeldTable]:
-        """Where the tables of a version may be already."""
-        for one, _ in self._live.versions(name):
-            if one.version == version:
-                return one.held_tables()
-        model = self.catalog.model(name).model_copy(update={"version": version})
-        return [HeldTable(table.tag) for table in model.tables]
+        """Where the tables of a version are, if it is in service or kept."""
+        found = (one.held_tables() for one, _ in self._live.versions(name) if one.version == version)
+        return next(found, [])
 
     def _in_free_slot(self, config: ModelConfig, fingerprint: str) -> tuple[TableSpec, ...]:
         """The tables of a version, with a slot that no other version of the model uses.

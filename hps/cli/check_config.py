@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -10,7 +10,8 @@ from hps import errors
 from hps.cli import console
 
 if TYPE_CHECKING:
-    from hps.configuration.load import Configuration
+    from hps.configuration.load import Configuration, ModelConfig
+    from hps.models.deltas import TableSource
     from hps.models.sources import ModelSources
     from hps.types import TableSpec
 
@@ -29,54 +30,76 @@ def check_config_command(
         configuration, notices = read_configuration(config)
         for level, text in notices:
             typer.echo(f"{'warning' if level >= logging.WARNING else 'note'}: {text}")
-        rows = _check_files(config, configuration) if files else {}
+        rows = _check_files(config, configuration) if files else _configured(configuration)
         _print_summary(config, configuration, rows)
 
 
-def _check_files(path: Path, configuration: "Configuration") -> dict[tuple[str, str], int]:
-    """Rows of every table by (model, table), or one report of what is wrong with the files."""
+class _Row(NamedTuple):
+    model: "ModelConfig"  # of the version
+    table: "TableSpec"
+    place: int
+    rows: int | None
+
+
+def _configured(configuration: "Configuration") -> list[_Row]:
+    """The tables that CONFIG itself names."""
+    return [_Row(model, table, i, None) for model in configuration.models for i, table in enumerate(model.tables)]
+
+
+def _check_files(path: Path, configuration: "Configuration") -> list[_Row]:
+    """Every table to be served, or one report of what is wrong with the files."""
     from concurrent.futures import ThreadPoolExecutor
 
+    from hps.models.catalog import ModelCatalog
     from hps.models.sources import ModelSources
 
-    rows, problems, sources = {}, [], ModelSources(configuration.model_source)
+    sources = ModelSources(configuration.model_source)
+    catalog = ModelCatalog(configuration, sources)
+    places = {model.model: f"models[{i}]" for i, model in enumerate(configuration.models)}
+    rows, problems = [], []
     with ThreadPoolExecutor(_CHECKED_AT_ONCE) as pool:  # so that a dead host costs one timeout, not one a table
-        checks = [
-            (i, j, model.model, table, pool.submit(_check_table, table, source, configuration, sources))
-            for i, model in enumerate(configuration.models)
-            for j, (table, source) in enumerate(zip(model.tables, model.sparse_files, strict=True))
-        ]
-        for i, j, name, table, check in checks:
+        checks = []
+        for name in catalog.names:
             try:
-                rows[name, table.table_name] = check.result()
+                versions = [catalog.version(name, version) for version in catalog.to_serve(name)]
+            except (errors.ModelFileError, errors.UnknownVersionError) as error:
+                problems.append(f"{places.get(name, name)}: {error}")
+                continue
+            checks += [
+                (j, version.config, table, pool.submit(_check_table, table, source, configuration, sources))
+                for version in versions
+                for j, (table, source) in enumerate(zip(version.config.tables, version.sources, strict=True))
+            ]
+        problems += [f"{name}: {error}" for name, error in catalog.problems.items()]
+        for j, model, table, check in checks:
+            try:
+                rows.append(_Row(model, table, j, check.result()))
             except errors.ModelFileError as error:
-                problems.append(f"models[{i}].sparse_files[{j}]: {error}")
+                problems.append(f"{places.get(model.model, model.model)}.sparse_files[{j}]: {error}")
     if problems:
         raise errors.ConfigError(str(path), problems)
     return rows
 
 
-def _check_table(table: "TableSpec", source: str, configuration: "Configuration", sources: "ModelSources") -> int:
-    from hps.models.files import open_sparse_model
+def _check_table(table: "TableSpec", source: "TableSource", configuration: "Configuration", sources: "ModelSources") -> int:
+    from hps.models.deltas import open_table_files
 
-    files = open_sparse_model(source, table.dim, int32_keys=not configuration.supportlonglong, sources=sources)
+    files = open_table_files(source, table.dim, int32_keys=not configuration.supportlonglong, sources=sources)
     files.verify()
     return files.rows
 
 
-def _print_summary(path: Path, configuration: "Configuration", rows: dict[tuple[str, str], int]) -> None:
+def _print_summary(path: Path, configuration: "Configuration", rows: list[_Row]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    summary = Table("model", "table", "id", box=None, pad_edge=False)
+    summary = Table("model", "version", "table", "id", box=None, pad_edge=False)
     for column in ("rows", "dim", "MB", "cached rows"):
         summary.add_column(column, justify="right")
-    for model in configuration.models:
-        for i, table in enumerate(model.tables):
-            count = rows.get((model.model, table.table_name))
-            share = model.gpucacheper if model.gpucache else 0.0
-            figures = (f"{count:,}", f"{count * table.dim * 4 / 1e6:,.1f}", f"{share * count:,.0f}") if count else ("?",) * 3
-            summary.add_row(model.model, table.table_name, str(i), figures[0], str(table.dim), *figures[1:])
+    for model, table, place, count in rows:
+        share = model.gpucacheper if model.gpucache else 0.0
+        figures = (f"{count:,}", f"{count * table.dim * 4 / 1e6:,.1f}", f"{share * count:,.0f}") if count else ("?",) * 3
+        summary.add_row(model.model, model.version, table.table_name, str(place), figures[0], str(table.dim), *figures[1:])
     screen = Console(highlight=False)
     screen.width = max(screen.width, 120)  # a terminal wraps long lines; in a pipe they must not be cut
     screen.print(summary)

@@ -10,8 +10,9 @@ from hps import errors
 from hps.cli import console
 
 if TYPE_CHECKING:
-    from hps.configuration.load import Configuration, ModelConfig
+    from hps.configuration.load import Configuration
     from hps.databases.base import Database
+    from hps.models.catalog import ModelVersion
     from hps.models.sources import ModelSources
     from hps.models.table_load import DatabaseLoad, LoadReport
     from hps.progress import Progress
@@ -32,21 +33,25 @@ def load_command(config: console.ConfigPath, force: console.Force = False) -> No
         with ExitStack() as stack:
             progress = stack.enter_context(console.progress())
             from hps.configuration.load import load_configuration
+            from hps.models.catalog import ModelCatalog
             from hps.models.sources import ModelSources
 
             configuration = load_configuration(config)
             databases = _open_databases(config, configuration, stack)
             sources = ModelSources(configuration.model_source)
-            for model in configuration.models:
+            catalog = ModelCatalog(configuration, sources)
+            for name in catalog.names:
                 try:
-                    lines += _load_model(configuration, model, databases, sources, progress, force)
+                    for version in catalog.to_serve(name):
+                        chosen = catalog.version(name, version)
+                        lines += _load_version(configuration, chosen, databases, sources, progress, force)
                 except errors.ModelFileError as error:
-                    failures.append((model.model, error))
+                    failures.append((name, error))
         for line in lines:  # below the bars
             typer.echo(line)
         if failures:
             reasons = "".join(f"\n  {name}: {error}" for name, error in failures)
-            raise type(failures[0][1])(f"models not loaded: {len(failures)} of {len(configuration.models)}{reasons}")
+            raise type(failures[0][1])(f"models not loaded: {len(failures)} of {len(catalog.names)}{reasons}")
 
 
 def _open_databases(path: Path, configuration: "Configuration", stack: ExitStack) -> "list[Database]":
@@ -75,17 +80,18 @@ def _open_databases(path: Path, configuration: "Configuration", stack: ExitStack
     return [stack.enter_context(closing(database.from_config(section))) for database, section in chosen]
 
 
-def _load_model(
+def _load_version(
     configuration: "Configuration",
-    model: "ModelConfig",
+    version: "ModelVersion",
     databases: "list[Database]",
     sources: "ModelSources",
     progress: "Progress",
     force: bool,
 ) -> list[str]:
-    """Load the tables of one model; return the lines to print."""
+    """Load the tables of one version of a model; return the lines to print."""
     from hps.models.table_load import LoadTargets, TableLoad
 
+    model = version.config
     if model.embedding_cache_type == "stochastic":
         return [f"{model.model}: embedding_cache_type stochastic uses no database"]
     targets = LoadTargets(
@@ -96,7 +102,7 @@ def _load_model(
         force=force,
     )
     lines = []
-    for table, source in zip(model.tables, model.sparse_files, strict=True):
+    for table, source in zip(model.tables, version.sources, strict=True):
         report = TableLoad(table, source, targets, progress).run()
         lines += [_line(report, load) for load in report.loads]
     return lines

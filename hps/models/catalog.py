@@ -111,7 +111,8 @@ class ModelCatalog:
         """One version of a model.
 
         Args:
-            held: where this process has the tables of a version, in their order; empty if it has not.
+            held: where this process has the tables of a version, in their order; those that it is not asked for, or for which
+                it returns none, may be in a persistent database.
 
         Raises:
             UnknownVersionError: the model has no such version.
@@ -122,7 +123,12 @@ class ModelCatalog:
         if version not in versions:
             known = ", ".join(sorted(versions, key=int)) or "none"
             raise UnknownVersionError(f"deploying model {name!r}: got version {version[:40]!r}, expected one of {known}")
-        sources = table_sources(version, lambda number: find(number) if number in versions else None, held)
+
+        def held_or_loaded(number: str) -> Sequence[HeldTable]:
+            tables = model.model_copy(update={"version": number}).tables
+            return held(number) or [HeldTable(table.tag) for table in tables]
+
+        sources = table_sources(version, lambda number: find(number) if number in versions else None, held_or_loaded)
         places = tuple(source.place for source in sources)
         return ModelVersion(model.model_copy(update={"version": version, "sparse_files": places}), sources)
 

@@ -167,8 +167,8 @@ def test_check_config_shows_what_would_be_served(config: Path) -> None:
     result = run("check-config", config)
     assert result.exit_code == 0
     lines = [words(line).strip() for line in result.stdout.splitlines()]
-    assert "shop user 0 300 4 0.0 150" in lines
-    assert "shop item 1 500 8 0.0 250" in lines
+    assert "shop 1 user 0 300 4 0.0 150" in lines
+    assert "shop 1 item 1 500 8 0.0 250" in lines
     assert f"device cpu, volatile_db hash_map, persistent_db rocks_db at {config.parent}/rocksdb" in lines
     assert lines[-1] == f"{config}: good"
 

@@ -196,7 +196,7 @@ def test_check_config_reports_every_problem_of_the_files(tmp_path: Path, config:
     assert "embedding_vecsize_per_table 9" in result.stderr
     without = run("check-config", config, "--no-files")
     assert without.exit_code == 0
-    assert "shop user 0 ? 4 ? ?" in words(without.stdout)
+    assert "shop 1 user 0 ? 4 ? ?" in words(without.stdout)
 
 
 def test_check_config_finds_keys_beyond_32_bits(tmp_path: Path, content: dict[str, Any]) -> None:
@@ -455,7 +455,13 @@ def test_serve_ends_although_a_source_does_not_answer(
     tmp_path: Path, content: dict[str, Any], children: ChildProcesses
 ) -> None:
     """The thread that reads is one that the interpreter would wait for."""
-    content["models"].append({**content["models"][0], "model": "away", "sparse_files": [f"gate://away{tmp_path}/user"] * 2})
+    content["models"].append(
+        {
+            **content["models"][0],
+            "model": "away",
+            "sparse_files": [f"gate://away{tmp_path}/{name}" for name in ("user", "item")],
+        }
+    )
     program = (
         "from hps.cli.app import main; from hps.service import app; from tests.fakes.gated_file_system import gates\n"
         "app.CLOSE_TIMEOUT_S = 1.0\n"

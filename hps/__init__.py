@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hps.errors import *  # noqa: F403
     from hps.models.files import open_sparse_model as open_sparse_model
     from hps.models.writer import write_sparse_model as write_sparse_model
+    from hps.models.writer import write_version as write_version
     from hps.parameter_server import HPS as HPS
 
 _ERRORS = (
@@ -72,6 +73,7 @@ _HOME = {
     "EmbeddingCacheType_t": "hps.configuration.hugectr_structs",
     "open_sparse_model": "hps.models.files",
     "write_sparse_model": "hps.models.writer",
+    "write_version": "hps.models.writer",
     **dict.fromkeys(_ERRORS, "hps.errors"),
 }
 __version__ = "0.1.0"

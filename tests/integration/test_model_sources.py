@@ -1,5 +1,7 @@
 """The same model from every source gives the same answers, through the whole of hps: files, databases, cache, lookups."""
 
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 
 import hps
 from hps.configuration.tiers import ModelSourceConfig
+from hps.filesystems.base import FileSystem
 from hps.models.sample import sample_vectors
 from hps.models.sources import ModelSources
 from tests.servers.hdfs_cluster import hdfs_cluster
@@ -31,8 +34,9 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.fixture
-def hdfs() -> tuple[str, dict[str, Any]]:
-    return f"{hdfs_cluster().uri}/same", {}
+def hdfs() -> Iterator[tuple[str, dict[str, Any]]]:
+    yield f"{hdfs_cluster().uri}/same", {}
+    hdfs_cluster().delete("/same")
 
 
 @pytest.fixture
@@ -85,3 +89,47 @@ def test_answers_are_the_same_from_every_source(
                 assert found[:ROWS].all()
                 assert not found[ROWS:].any()
         configuration["volatile_db"] = {"type": "disabled"}  # the second start answers from what the first one stored
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_delta_is_deployed_from_every_source_and_little_else_is_read(
+    place: tuple[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, persistent: bool
+) -> None:
+    root, settings = place[0] + "/shop", place[1]
+    sources = ModelSources(ModelSourceConfig(**settings))
+    store, read = type(sources.locate(root)[0]), Counter[str]()
+    read_into = store.read_into
+
+    def counting(self: FileSystem, path: str, offset: int, buffer: memoryview, version: str = "") -> None:
+        read_into(self, path, offset, buffer, version)
+        read[path.removeprefix(f"{root}/")] += len(buffer)
+
+    monkeypatch.setattr(store, "read_into", counting)
+    rows = {table: (KEYS, sample_vectors(KEYS, dim, 1)) for table, dim in TABLES.items()}
+    hps.write_version(f"{root}/1", rows, sources=sources)
+    options = {"maxnum_catfeature_query_per_table_per_sample": [ROWS, ROWS], "gpucacheper": 0.3, "hit_rate_threshold": 1.1}
+    model = model_of("shop", list(TABLES), TABLES, **options, version_path=root)
+    configuration = document_of(model, persistent=tmp_path / "rocksdb" if persistent else None, model_source=settings)
+    changed, gone = KEYS[100:400], KEYS[350:500]
+    expected = {table: vectors.copy() for table, (_, vectors) in rows.items()}
+    for table, dim in TABLES.items():
+        expected[table][100:400] = sample_vectors(changed, dim, 2)
+        expected[table][400:500] = 0
+    with hps.HPS(configuration) as server:
+        rows = {table: (changed, sample_vectors(changed, dim, 2)) for table, dim in TABLES.items()}
+        hps.write_version(f"{root}/2", rows, delta_of="1", deleted=dict.fromkeys(TABLES, gone), sources=sources)
+        read.clear()
+        assert server.deploy("shop").version == "2"
+        assert {name: size for name, size in read.items() if not name.endswith("version.json")} == {
+            f"2/{table}/{name}": size
+            for table, dim in TABLES.items()
+            for name, size in {"key": 2 * 8 * 300, "emb_vector": 4 * dim * 300, "deleted": 8 * 150}.items()
+        }
+        for table in TABLES:
+            np.testing.assert_array_equal(server.lookup(KEYS, "shop", table), expected[table])
+    read.clear()
+    with hps.HPS(configuration) as server:
+        assert server.model("shop").version == "2"
+        assert persistent == ({name for name in read if not name.endswith("version.json")} == set())
+        for table in TABLES:
+            np.testing.assert_array_equal(server.lookup(KEYS, "shop", table), expected[table])

@@ -43,6 +43,7 @@ class ModelCatalog:
         self._lock = threading.Lock()
         self._added = {model.model: model for model in configuration.models}
         self._found: dict[str, ModelConfig] | None = None if self._repository else {}
+        self._seen: dict[str, dict[str, str]] = {}  # versions, by `version_path`
         self.problems: dict[str, HPSError] = {}
 
     @property
@@ -164,7 +165,8 @@ class ModelCatalog:
     def _files(self, model: ModelConfig) -> tuple[set[str], Callable[[str], VersionFiles]]:
         """The numbers of a model's versions, and what gives the files of one."""
         if model.version_path:
-            places = list_versions(model.version_path, self._sources)
+            places = list_versions(model.version_path, self._sources, known=self._seen.get(model.version_path, ()))
+            self._seen[model.version_path] = places
             find = partial(version_files, sparse_files=model.sparse_files, sources=self._sources)
             return set(places), lambda version: find(version, places[version])
         files = {one.version: VersionFiles(one.version, one.sparse_files, one.delta_of) for one in model.versions}

@@ -52,11 +52,15 @@ def test_versions_are_directories_with_positive_numbers_in_their_order(tmp_path:
     assert asked == {"directories": 1}
 
 
-def test_versions_without_a_manifest_are_hidden_where_one_is_required(tmp_path: Path) -> None:
+def test_versions_without_a_manifest_are_hidden_where_one_is_required(tmp_path: Path, asked: Counter[str]) -> None:
     (tmp_path / "1").mkdir()
     put(tmp_path / "2" / "version.json", {})
     assert list(list_versions(str(tmp_path), ModelSources(), manifest_required=True)) == ["2"]
     assert list(list_versions(f"{tmp_path}/", ModelSources())) == ["1", "2"]
+    asked.clear()
+    put(tmp_path / "3" / "version.json", {})
+    assert list(list_versions(str(tmp_path), ModelSources(), manifest_required=True, known={"1", "2"})) == ["1", "2", "3"]
+    assert asked == {"directories": 1, "exists": 1}
 
 
 def test_a_model_without_versions_has_none_and_an_absent_one_is_an_error(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ checked: against a copy that stalled in a file of full length, or files of two v
 that is not all there fails where its sizes do not fit, and can be tried again later.
 """
 
+import posixpath
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,7 +109,8 @@ def version_files(version: str, place: str, sparse_files: Sequence[str], sources
         ModelFileError: `version.json` is not as it should be, or cannot be read.
     """
     manifest = read_manifest(place, sources) or VersionManifest()
-    places = tuple(within(place, sparse_file) for sparse_file in sparse_files)
+    below = (posixpath.normpath(sparse_file) for sparse_file in sparse_files)  # a bucket would take dots literally
+    places = tuple(place if path == "." else within(place, path) for path in below)
     return VersionFiles(version, places, manifest.delta_of or None, tuple(map(manifest.of_table, sparse_files)))
 
 

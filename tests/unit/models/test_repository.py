@@ -11,7 +11,7 @@ import pytest
 from hps.errors import ModelFileError, ModelFileNotFoundError
 from hps.filesystems.local import LocalFileSystem
 from hps.models.manifest import FileCheck, read_manifest
-from hps.models.repository import list_models, list_versions
+from hps.models.repository import list_models, list_versions, version_files
 from hps.models.sources import ModelSources
 
 
@@ -111,6 +111,15 @@ def test_a_manifest_that_is_not_as_it_should_be_is_an_error(tmp_path: Path, cont
     put(tmp_path / "version.json", content)
     with pytest.raises(ModelFileError, match=f"{tmp_path}/version.json: .*{message}"):
         read_manifest(str(tmp_path), ModelSources())
+
+
+def test_the_files_of_a_version_are_below_it_whatever_the_spelling(tmp_path: Path) -> None:
+    put(tmp_path / "2" / "version.json", {"delta_of": "1", "files": {"key": {"size_bytes": 8}, "item/key": {"size_bytes": 16}}})
+    found = version_files("2", f"{tmp_path}/2/", [".", "./item/", "a/b"], ModelSources())
+    assert found.sparse_files == (f"{tmp_path}/2/", f"{tmp_path}/2/item", f"{tmp_path}/2/a/b")
+    assert found.delta_of == "1"
+    assert found.checks == ({"key": FileCheck(size_bytes=8)}, {"key": FileCheck(size_bytes=16)}, {})
+    assert version_files("3", f"{tmp_path}/3", ["item"], ModelSources()).delta_of is None
 
 
 # -- repositories -----------------------------------------------------------------------------------------------------

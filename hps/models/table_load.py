@@ -337,7 +337,7 @@ class TableLoad:
             if base:
                 _log.info("Table: %s; %s has the rows that it does not change.", self._tag, database.kind)
             self._progress.start(self._tag, load.last_row, load.last_row * model.row_bytes)
-            feed, merge = self._feed(database, load), Merge(model, base)
+            feed, merge = self._feed(database, replace(load, first_row=0)), Merge(model, base)
             chunks = merge.chunks() if load.last_row == model.rows else first_rows(merge.chunks(), load.last_row)
             with closing(chunks):
                 for keys, vectors in chunks:

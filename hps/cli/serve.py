@@ -14,8 +14,9 @@ def serve_command(
     host: Annotated[str | None, typer.Option(help="Listen here instead of where CONFIG says.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="As --host; 0 takes any free port.")] = None,
     log_level: Annotated[
-        Literal["critical", "error", "warning", "info", "debug"], typer.Option(case_sensitive=False, help="Log this and worse.")
-    ] = "info",
+        Literal["critical", "error", "warning", "info", "debug"] | None,
+        typer.Option(case_sensitive=False, help="Log this and worse, whatever CONFIG says."),
+    ] = None,
     force: console.Force = False,
 ) -> None:
     """Load the models of CONFIG and answer lookups over HTTP until Ctrl-C.
@@ -23,14 +24,17 @@ def serve_command(
     Tables that RocksDB holds already are not loaded again. Each model answers as soon as it is loaded, and one that cannot
     be loaded does not stop the others. /v2/health/ready answers 200 when every model can be looked up; until then it reports
     the progress.
+
+    SIGTERM lets a balancer look elsewhere before the server stops (service.drain_s), Ctrl-C does not. SIGHUP has CONFIG read
+    again: what may change while the server runs does, and the log says what did not.
     """
     with console.reported():
-        with console.progress(log_level) as progress:  # logging is set up from here on, also for what the configuration says
+        with console.progress(log_level or "info") as progress:  # logging is set up, also for what the configuration says
             from hps.configuration.load import load_configuration
 
             configuration = load_configuration(config)
             from hps.service.server import serve
 
-            closed = serve(configuration, host, port, progress, force=force)
+            closed = serve(configuration, host, port, progress, force=force, path=config, log_level=log_level)
         if not closed:
             console.leave(1)

@@ -60,6 +60,12 @@ CacheType: TypeAlias = Annotated[
 DeviceChoice: TypeAlias = Annotated[str, choice("auto", *IMPLEMENTATIONS["cache"], kind="cache")]
 
 
+LogLevel: TypeAlias = Annotated[
+    Literal["critical", "error", "warning", "info", "debug"],
+    choice("critical", "error", "warning", "info", "debug"),
+]
+
+
 class ServiceConfig(Section):
     """`service`: the HTTP server. HugeCTR has no such object."""
 
@@ -75,6 +81,9 @@ class ServiceConfig(Section):
     answer_timeout_s: Timeout = 10.0
     max_connections: Positive = 4096
     max_held_bytes: Bytes = Field(default_factory=lambda data: max(1 << 30, 8 * data.get("max_body_bytes", 0)))
+    keep_alive_s: Timeout = 75.0
+    drain_s: Seconds = 5.0
+    log_level: LogLevel = "info"
 
     @field_validator("max_held_bytes")
     @classmethod

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
+from hps.configuration.load import ServiceConfig
 from hps.deployment import Deployment
 from hps.errors import DeviceError, DeviceMemoryError, HPSError, NotReadyError
 from hps.parameter_server import HPS
@@ -66,7 +67,7 @@ class Application:
     """The ASGI application of one service. *One per event loop.*
 
     Args:
-        lifecycle: of the parameter server behind it. The limits are those of its configuration.
+        lifecycle: of the parameter server behind it. The limits are those of its configuration, until `configure` changes them.
 
     Attributes:
         lifecycle: as given.
@@ -78,8 +79,6 @@ class Application:
         settings = lifecycle.configuration.service
         self.lifecycle = lifecycle
         self.closed = False
-        self._token = settings.bearer_token.encode()
-        self._max_keys = settings.max_keys_per_request
         self._models: dict[LookupTarget, ModelTables] = {}
         self.memory = HeldMemory(settings.max_held_bytes)
         self._threads = LookupThreads(settings.lookup_threads, settings.request_timeout_s)
@@ -90,6 +89,15 @@ class Application:
             ready=lambda: self.lifecycle.settled,
         )
         self._control = control_app(lifecycle, self._metrics, self._lifespan, self._error_answer)
+        self.configure(settings)
+
+    def configure(self, settings: ServiceConfig) -> None:
+        """Use the tokens and limits of these settings, for requests that come from now on."""
+        self._token = settings.bearer_token.encode()
+        self._max_keys = settings.max_keys_per_request
+        self.memory.limit_to(settings.max_held_bytes)
+        self._threads.limit_to(settings.request_timeout_s)
+        self._bodies.limit_to(settings.max_body_bytes, settings.request_timeout_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or the lifespan."""
@@ -259,7 +267,10 @@ class Application:
             self.lifecycle.refuse()
             if not (idle := await asyncio.to_thread(self._threads.close, CLOSE_TIMEOUT_S)):
                 _log.error("lookups were still running after %g s", CLOSE_TIMEOUT_S)
-            if not (closed := await asyncio.to_thread(self.lifecycle.close, CLOSE_TIMEOUT_S)):
+            started = time.monotonic()
+            if closed := await asyncio.to_thread(self.lifecycle.close, CLOSE_TIMEOUT_S):
+                _log.info("the databases are closed after %.1f s", time.monotonic() - started)
+            else:
                 _log.error("the parameter server was not closed within %g s", CLOSE_TIMEOUT_S)
             self.closed = idle and closed
 

@@ -6,6 +6,7 @@ nothing more is parsed until they are answered, and nothing more is read. All by
 
 import asyncio
 import logging
+import select
 import time
 from typing import Any
 
@@ -23,6 +24,7 @@ MAX_PIPELINED = 64
 _PARSED_BYTES = 16_384  # at once: bounds the objects that are made before limits are looked at
 _PIPELINED_REQUEST_BYTES = 4096  # about what a request's objects take that has few headers
 _LEAST_PROGRESS_BYTES = 65_536  # of an answer, or an eighth of what is unread, within the time for it
+_FIRST_REQUEST_S = 0.5  # from the opening of a connection, while the service stops
 _LOG_PAUSE_S = 60.0
 _TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
@@ -65,16 +67,32 @@ class Connections:
     Args:
         memory: where they count what they hold.
         max_connections: beyond them, the one that has been idle for longest is closed for a new one.
+        keep_alive_s: how long one may wait for a further request.
 
     Attributes:
         memory, max_connections: as given.
+        leaving: whether the service stops, and clients are told with each answer to connect anew.
         order: all of them; those that have been idle for longest come first, to half a second.
     """
 
-    def __init__(self, memory: HeldMemory, max_connections: int) -> None:
+    def __init__(self, memory: HeldMemory, max_connections: int, keep_alive_s: float) -> None:
         self.memory = memory
-        self.max_connections = max_connections
+        self.leaving = False
         self.order: dict[Connection, None] = {}
+        self.limit_to(max_connections, keep_alive_s)
+
+    def limit_to(self, max_connections: int, keep_alive_s: float) -> None:
+        """Change the limits, of open connections from their next request on."""
+        self.max_connections = max_connections
+        self.keep_alive_s = keep_alive_s
+        for connection in self.order:
+            connection.timeout_keep_alive = keep_alive_s
+
+    def leave(self) -> None:
+        """Let every connection close after its next answer, or after the last one that it owes."""
+        self.leaving = True
+        for connection in self.order:
+            connection.leave()
 
     def longest_idle(self) -> "Connection | None":
         """The connection that has waited longest for the headers of a request; None if all are busy."""
@@ -128,12 +146,15 @@ class Connection(HttpToolsProtocol):
         more: as uvicorn calls it.
     """
 
+    timeout_keep_alive: float  # type: ignore[assignment]  # uvicorn hands it to `call_later`
+
     def __init__(self, shared: Connections, **more: Any) -> None:
         super().__init__(**more)
         self.parser = _Parser(self)
         self.headers = []
         self._shared = shared
         self._memory = shared.memory
+        self.timeout_keep_alive = shared.keep_alive_s
         self.used = False  # since `abort_if_stalled` was called last
         self._held = self._held_unsent = 0  # of the memory's bytes
         self._in_body = self._busy = self._ended = False  # busy: requests are complete and not answered
@@ -143,6 +164,7 @@ class Connection(HttpToolsProtocol):
         self._upgrade = b""
         self._answering: RequestResponseCycle | None = None  # of those that came at once, the one whose turn it is
         self._unread, self._unread_since, self._progressed = 0, 0.0, False
+        self._last: RequestResponseCycle | None = None  # whose answer says that the connection closes
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -198,6 +220,8 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         if not self.pipeline:
             self._answering = self.cycle
+        if self._shared.leaving:
+            self.leave()
         self.headers = []  # for the trailers, which count for nothing
         self._in_body = self.used = True
 
@@ -253,6 +277,23 @@ class Connection(HttpToolsProtocol):
         self._ended = True
         self.transport.close()
 
+    def leave(self) -> None:
+        """Have the answer to the latest request say that the connection closes, and that to no earlier one."""
+        self._stay()
+        cycle = self.cycle
+        if cycle is not None and cycle.keep_alive and not cycle.response_started:
+            cycle.keep_alive, self._last = False, cycle
+
+    def close_if_quiet(self) -> None:
+        """Close the connection unless there is a request, or one may be under way: it was opened just now, or bytes arrive."""
+        new = self._header_since is not None and time.monotonic() - self._header_since < _FIRST_REQUEST_S
+        if not self.idle or self._header_bytes or self._unparsed or new:
+            return
+        received = select.poll()  # bytes that the event loop has not read: to close now would reset the connection
+        received.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        if not received.poll(0):
+            self.close()
+
     def abort_if_stalled(self, header_timeout_s: float, answer_timeout_s: float) -> None:
         """Abort the connection when its client has stalled for longer than this. Called twice a second."""
         now = time.monotonic()
@@ -305,7 +346,13 @@ class Connection(HttpToolsProtocol):
         self.data_received(bytes(data))
         self.flow.resume_reading()
 
+    def _stay(self) -> None:
+        if self._last is not None and not self._last.response_started:
+            self._last.keep_alive = True
+        self._last = None
+
     def _set_aside(self, data: memoryview) -> None:
+        self._stay()  # until the requests in it are answered, too
         self._unparsed += data
         self._hold(self._held + len(data))
         self.flow.pause_reading()

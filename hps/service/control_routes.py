@@ -14,12 +14,12 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from hps import __version__
-from hps.errors import HPSError, InvalidInputError
+from hps.errors import HPSError, InvalidInputError, NotReadyError
 from hps.parameter_server import HPS
 from hps.service import schemas
 from hps.service.http_answer import HTTPAnswer, RequestError
 from hps.service.http_metrics import HTTPMetrics
-from hps.service.lifecycle import Lifecycle
+from hps.service.lifecycle import STOPPING, Lifecycle
 
 _Responses = dict[int | str, dict[str, Any]]
 
@@ -136,16 +136,14 @@ def control_app(
     @app.get("/v2/models/{model}/ready", tags=["health"], responses=_OF_MODELS, response_model_exclude_none=True)
     async def model_ready(model: str) -> schemas.ModelReady:
         """Whether lookups of a model are answered."""
-        lifecycle.server_of(model).model(model)
-        return schemas.ModelReady(ready=True, name=model)
+        return _model_ready(lifecycle, model, None)
 
     @app.get(
         "/v2/models/{model}/versions/{version}/ready", tags=["health"], responses=_OF_MODELS, response_model_exclude_none=True
     )
     async def model_version_ready(model: str, version: str) -> schemas.ModelReady:
         """Whether lookups of a version are answered."""
-        lifecycle.server_of(model).model(model, version)
-        return schemas.ModelReady(ready=True, name=model)
+        return _model_ready(lifecycle, model, version)
 
     @app.get("/metrics", tags=["metrics"], response_class=Response, responses=_UNAUTHORIZED)
     async def prometheus_metrics(request: Request) -> Response:
@@ -188,6 +186,13 @@ def infer_version(model: str, version: str, request: schemas.InferenceRequest, h
     response_description="The vectors.",
 )
 def lookup(model: str, request: schemas.LookupRequest) -> None: ...
+
+
+def _model_ready(lifecycle: Lifecycle, model: str, version: str | None) -> schemas.ModelReady:
+    lifecycle.server_of(model).model(model, version)
+    if lifecycle.leaving:
+        raise NotReadyError(f"model {model!r} is not ready: {STOPPING}")
+    return schemas.ModelReady(ready=True, name=model)
 
 
 def _metadata(server: HPS, name: str, version: str | None) -> schemas.ModelMetadata:

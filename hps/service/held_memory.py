@@ -22,6 +22,10 @@ class HeldMemory:
 
     def __init__(self, limit_bytes: int) -> None:
         self.held = 0
+        self.limit_to(limit_bytes)
+
+    def limit_to(self, limit_bytes: int) -> None:
+        """Change what may be held. What is held already stays."""
         self.limit = limit_bytes
         self.large_limit = limit_bytes * 3 // 4
 

@@ -2,9 +2,11 @@
 
 import logging
 import math
+import queue
 import random
 import threading
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from hps.configuration.load import Configuration, ModelConfig
@@ -23,6 +25,9 @@ from hps.progress import LogProgress, Progress, time_text
 from hps.service.model_states import ModelStates
 
 _log = logging.getLogger(__name__)
+
+STOPPING = "shutting down"
+"""Why a service that stops is not ready."""
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 5.0, 300.0
 """The first and the longest wait before a model is tried again, after a failure that may pass. Each failure doubles it."""
@@ -55,11 +60,12 @@ class Lifecycle:
         first_retry_s: how long to wait before a failed model is tried again.
 
     Attributes:
-        configuration: as given.
+        configuration: as given; the service replaces it where it takes over changes of its file.
         states: the progress of each model, for people and for Prometheus.
         opened: the parameter server once its databases are open, ready or not: its metrics are worth reading even then.
         serving: the parameter server while lookups of every model are answered, else None; then `server_of` says why.
         failure: what ended the loading as a whole, if something did.
+        leaving: whether the service is about to stop, and not ready for that reason; lookups are still answered.
     """
 
     def __init__(
@@ -75,6 +81,7 @@ class Lifecycle:
         self._owned = parameter_server is None
         self.opened = self.serving = parameter_server
         self.failure: BaseException | None = None
+        self.leaving = False
         self._force = force
         self._first_retry_s = first_retry_s
         self._stopping = threading.Event()
@@ -89,16 +96,17 @@ class Lifecycle:
         self._all_tried = not self._owned
         self._changing = threading.Lock()  # the loading may end while the service stops
         self._loader: threading.Thread | None = None
+        self._changes: queue.SimpleQueue[ModelConfig | str | None] = queue.SimpleQueue()  # None wakes the loader
 
     @property
     def settled(self) -> bool:
         """Whether lookups of every model are answered, except of those that failed."""
-        return not self._blocked and (self._all_tried or not self.states.summary())
+        return not (self.leaving or self._blocked) and (self._all_tried or not self.states.summary())
 
     @property
     def not_ready_reason(self) -> str:
-        """Why lookups of some or all models are not answered; empty when all are."""
-        return self._blocked or ("" if self.serving else self.states.summary())
+        """Why lookups of some or all models are not answered, or soon will not be; empty when all are."""
+        return self._blocked or (STOPPING if self.leaving else "" if self.serving else self.states.summary())
 
     def server_of(self, model_name: str) -> HPS:
         """The parameter server, for a lookup of a model. Does not check that there is such a model.
@@ -110,7 +118,7 @@ class Lifecycle:
         server = self.opened
         if server is None or self._blocked:
             raise NotReadyError(f"the parameter server is not ready: {self._blocked}")
-        if not self.serving and model_name not in server.models and (reason := self.states.reason(model_name)):
+        if model_name not in server.models and (reason := self.states.reason(model_name)):
             raise NotReadyError(f"model {model_name!r} is not ready: {reason}")
         return server
 
@@ -126,10 +134,28 @@ class Lifecycle:
         with self._changing:
             self._blocked, self.serving = reason, None
 
+    def change(self, deploy: Iterable[ModelConfig], undeploy: Iterable[str]) -> None:
+        """Load these models and take those out of service, in the background, after what is being loaded already.
+
+        Of a model that is in service, only its entry is replaced, for later deployments. A model that is loaded or cannot be
+        loaded does not make a service unready that was ready.
+        """
+        for model in deploy:
+            self.states.add(model)
+            self._changes.put(model)
+        for name in undeploy:
+            self._changes.put(name)
+
+    def leave(self) -> None:
+        """Turn not ready, and load no more: the service stops soon. Lookups are still answered."""
+        self.leaving = True
+        self._stopping.set()
+        self._changes.put(None)
+
     def refuse(self) -> None:
         """Answer no new lookups: the service is stopping."""
-        self._stopping.set()
-        self.fail("shutting down")
+        self.leave()
+        self.fail(STOPPING)
 
     def close(self, timeout_s: float) -> bool:
         """Stop loading and close the parameter server; False when that takes longer. Blocks."""
@@ -181,20 +207,37 @@ class Lifecycle:
         else:
             _log.info("ready after %.1f s: %s", seconds, names)
         self._all_tried = True
-        self._try_again(server, failed)
+        self._tend(server, failed)
 
-    def _try_again(self, server: HPS, failed: list[_FailedModel]) -> None:
-        """Try those again whose cause may pass, one at a time as each is due, until all are loaded or the service stops."""
-        while failed:
-            first = min(failed, key=lambda one: one.due)
-            if first.due == math.inf or self._stopping.wait(max(0.0, first.due - time.monotonic())):
-                return
-            failed.remove(first)
-            if again := self._deploy(server, first.model, first.failures):
-                failed.append(again)
-        with self._changing:
-            if not self._blocked:
-                self.serving = server
+    def _tend(self, server: HPS, failed: list[_FailedModel]) -> None:
+        """Try those again whose cause may pass, as each is due, and make the changes that come, until the service stops."""
+        while not self._stopping.is_set():
+            if not failed:
+                with self._changing:
+                    if not self._blocked:
+                        self.serving = server
+            first = min(failed, key=lambda one: one.due, default=None)
+            due = math.inf if first is None else first.due
+            try:
+                change = self._changes.get(timeout=min(max(0.0, due - time.monotonic()), LONGEST_RETRY_S))
+            except queue.Empty:
+                if first is not None and first.due <= time.monotonic():
+                    failed.remove(first)
+                    if again := self._deploy(server, first.model, first.failures):
+                        failed.append(again)
+                continue
+            if change is None:
+                continue
+            name = change if isinstance(change, str) else change.model
+            failed = [one for one in failed if one.model.model != name]
+            if isinstance(change, str):
+                self._undeploy(server, name)
+                continue
+            server.catalog.add(change)
+            if name not in server.models:
+                self.states.forget(name)  # the entry that could not be loaded
+                if again := self._deploy(server, change):
+                    failed.append(again)
 
     def _deploy(self, server: HPS, model: ModelConfig, failures: int = 0) -> _FailedModel | None:
         """Load one model and report the outcome. Returns the failure; None when there was none or the service is stopping."""
@@ -212,6 +255,17 @@ class Lifecycle:
             return self._report(model, error, failures + 1)
         _log.info("model %s is ready after %.1f s", name, self.states.model_ready(name))
         return None
+
+    def _undeploy(self, server: HPS, name: str) -> None:
+        self.states.forget(name)
+        started = time.monotonic()
+        try:
+            if name in server.models:
+                server.undeploy(name)
+        except HPSError as error:
+            _log.error("taking model %s out of service failed: %s", name, error)
+        else:
+            _log.info("model %s is out of service after %.1f s", name, time.monotonic() - started)
 
     def _report(self, model: ModelConfig, error: Exception, failures: int) -> _FailedModel:
         pause = math.inf

@@ -53,7 +53,7 @@ class LookupThreads:
     """
 
     def __init__(self, threads: int, timeout_s: float, max_waiting: int = MAX_WAITING) -> None:
-        self._timeout_s = timeout_s
+        self.limit_to(timeout_s)
         self._limit = threads + max_waiting
         # Touched by the event loop alone.
         self.pending = 0
@@ -71,6 +71,10 @@ class LookupThreads:
         ]
         for thread in self._threads:
             thread.start()
+
+    def limit_to(self, timeout_s: float) -> None:
+        """Change how long a call may take."""
+        self._timeout_s = timeout_s
 
     async def run(self, function: Callable[..., _T], *arguments: Any) -> _T:
         """Run `function(*arguments)` on a thread, and return or raise what it does.

@@ -119,6 +119,11 @@ class ModelStates(Collector):
         with self._lock:
             self._models.setdefault(model.model, _entry(model))
 
+    def forget(self, name: str) -> None:
+        """A model is not to be loaded any more, or is to be made known anew."""
+        with self._lock:
+            self._models.pop(name, None)
+
     def model_started(self, name: str) -> None:
         """A model is about to be loaded, for the first time or again."""
         with self._lock:

@@ -33,13 +33,17 @@ class BodyReader:
     """
 
     def __init__(self, max_bytes: int, timeout_s: float, threads: LookupThreads, memory: HeldMemory) -> None:
-        self._max_bytes = max_bytes
-        self._timeout_s = timeout_s
+        self.limit_to(max_bytes, timeout_s)
         self._threads = threads
         self._memory = memory
         self._deadlines: dict[asyncio.Task[Any], float] = {}  # of the bodies that are being read
-        self._sweep_s = min(timeout_s / 4, 0.25)
         self._sweeping = False
+
+    def limit_to(self, max_bytes: int, timeout_s: float) -> None:
+        """Change the limits."""
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._sweep_s = min(timeout_s / 4, 0.25)
 
     async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes | bytearray:
         """Read the whole body, as it was sent. Its length is held; the caller subtracts it when the request is done.
@@ -103,9 +107,10 @@ class BodyReader:
         """
         if _encoding(headers) == b"identity":
             return body
-        most = self._memory.take(min(_MOST_INFLATION * len(body), self._max_bytes), "decompressing the request")
+        max_bytes = self._max_bytes  # which may change while the body is decompressed
+        most = self._memory.take(min(_MOST_INFLATION * len(body), max_bytes), "decompressing the request")
         try:
-            decompressed = await self._threads.run(self._inflate, body)
+            decompressed = await self._threads.run(self._inflate, body, max_bytes)
             self._memory.held += len(decompressed) - len(body)
         finally:
             self._memory.held -= most
@@ -132,7 +137,7 @@ class BodyReader:
         if self._sweeping:
             loop.call_later(self._sweep_s, self._sweep, loop)
 
-    def _inflate(self, body: bytes | bytearray) -> bytes | bytearray:
+    def _inflate(self, body: bytes | bytearray, max_bytes: int) -> bytes | bytearray:
         decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip or zlib, by its header
         decompressed = bytearray()  # in pieces: zlib itself would hold the whole twice
         taken = 0
@@ -142,10 +147,10 @@ class BodyReader:
                 taken += len(piece)
                 full = True
                 while full and not decompressor.eof:
-                    most = min(_INFLATED_BYTES, self._max_bytes + 1 - len(decompressed))
+                    most = min(_INFLATED_BYTES, max_bytes + 1 - len(decompressed))
                     inflated = decompressor.decompress(piece, most)
                     decompressed += inflated
-                    if len(decompressed) > self._max_bytes:
+                    if len(decompressed) > max_bytes:
                         raise self._too_large("it decompresses to more")
                     piece, full = decompressor.unconsumed_tail, len(inflated) == most
         except zlib.error as error:

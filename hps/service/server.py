@@ -2,25 +2,33 @@
 
 import asyncio
 import logging
-import math
+import os
+import select
 import signal
 import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, cast
 
 import uvicorn
 import uvloop
 
-from hps.configuration.load import Configuration
+from hps.configuration.load import Configuration, ServiceConfig, load_configuration
 from hps.errors import ConfigError
 from hps.progress import Progress
 from hps.service.app import CLOSE_TIMEOUT_S, Application
 from hps.service.connection import Connection, Connections, OnceAMinute
 from hps.service.lifecycle import Lifecycle
+from hps.service.reload import compare
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 2048
 _TICK_S = 0.5
+_CLOSING_TICK_S = 0.02
 
 logging.getLogger("uvicorn.error").addFilter(OnceAMinute())
 
@@ -32,6 +40,8 @@ def serve(
     progress: Progress | None = None,
     *,
     force: bool = False,
+    path: str | os.PathLike[str] | None = None,
+    log_level: str | None = None,
 ) -> bool:
     """Serve a configuration over HTTP until SIGTERM or SIGINT. Blocks; to be called in the main thread.
 
@@ -41,6 +51,8 @@ def serve(
         port: in place of the configured one; 0 picks a free one, which is logged.
         progress: gets reports of the loading; by default they are logged.
         force: load the models' files even where a database holds them already; its online updates are lost.
+        path: where the configuration was read from: SIGHUP has it read again.
+        log_level: in place of the configured one.
 
     Returns:
         Whether everything was closed. If not, a thread waits for a source or a database that does not answer, and the
@@ -51,11 +63,17 @@ def serve(
         HPSError: the databases could not be opened, or no model could be loaded.
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger().setLevel((log_level or configuration.service.log_level).upper())
     with listen(host or configuration.service.host, configuration.service.port if port is None else port) as listener:
         app = Application(Lifecycle(configuration, progress=progress, force=force))
         server = Server(app, listener)
-        # uvicorn takes the signals while it runs, and raises them again afterwards: here they end nothing but the server.
-        before = {number: signal.signal(number, lambda *_: server.stop()) for number in (signal.SIGINT, signal.SIGTERM)}
+        actions: dict[int, Callable[[], None]] = {
+            signal.SIGTERM: partial(server.stop, "SIGTERM", drain=True),
+            signal.SIGINT: partial(server.stop, "SIGINT", force=True),
+        }
+        if path is not None:
+            actions[signal.SIGHUP] = partial(server.reload, path, () if log_level is None else ("log_level",))
+        before = {number: signal.signal(number, lambda number, _: actions[number]()) for number in actions}
         try:
             server.run()
         finally:
@@ -66,10 +84,18 @@ def serve(
     return app.closed
 
 
+class _Uvicorn(uvicorn.Server):
+    """Leaves the signals to whoever runs it."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 class Server:
     """Runs an application under uvicorn until it is stopped or its loading fails, and drops stalled connections.
 
-    *One per event loop*; `stop` may be called from any thread.
+    *One per event loop*; `stop` and `reload` may be called from any thread and from signal handlers.
 
     Args:
         app: what to run.
@@ -83,14 +109,14 @@ class Server:
         host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._app = app
-        self._configuration = app.lifecycle.configuration
         self._listener = listener
-        connection = partial(Connection, Connections(app.memory, self._configuration.service.max_connections))
-        self._uvicorn = uvicorn.Server(
+        settings = self._settings
+        self._connections = Connections(app.memory, settings.max_connections, settings.keep_alive_s)
+        self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 app,
                 loop="none",
-                http=cast(Any, connection),  # which uvicorn calls, and asks for nothing else
+                http=cast(Any, partial(Connection, self._connections)),  # which uvicorn calls, and asks for nothing else
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -98,41 +124,165 @@ class Server:
                 proxy_headers=False,
                 server_header=False,
                 backlog=_BACKLOG,
-                timeout_graceful_shutdown=math.ceil(CLOSE_TIMEOUT_S),
+                timeout_graceful_shutdown=1,  # after `_stop` has waited
             )
         )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._told: deque[Callable[[], None]] = deque()  # by other threads and signals, for the event loop to do
+        self._serving: asyncio.Task[None]  # while the event loop runs
+        self._stopping: asyncio.Task[None] | None = None
+        self._drained = asyncio.Event()
+        self._reads = 0
 
     def run(self) -> None:
         """Serve. Blocks until the service has stopped."""
         uvloop.run(self._serve())
 
-    def stop(self) -> None:
-        """Take no new connections, let running requests end, and stop."""
-        self._uvicorn.should_exit = True
+    def stop(self, why: str = "stopping", *, drain: bool = False, force: bool = False) -> None:
+        """Turn not ready, take no new connections, let running requests end, and stop.
+
+        Called again, it ends the draining at once; and with `force` after that, the wait for running requests.
+
+        Args:
+            why: for the log.
+            drain: go on as before for `service.drain_s` after turning not ready, so that balancers can look elsewhere.
+            force: see above.
+        """
+        self._tell(partial(self._on_stop, why, drain=drain, force=force))
+
+    def reload(self, path: str | os.PathLike[str], kept: Collection[str] = ()) -> None:
+        """Read the configuration again, make the changes that a running service can make, and log those that it cannot.
+
+        Args:
+            path: of the configuration. Where it is wrong nothing changes.
+            kept: keys of `service` that stay as they are.
+        """
+        self._tell(partial(self._on_reload, path, kept))
+
+    @property
+    def _settings(self) -> ServiceConfig:
+        return self._app.lifecycle.configuration.service
+
+    def _tell(self, action: Callable[[], None]) -> None:
+        self._told.append(action)
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it is closed
+                self._loop.call_soon_threadsafe(self._hear)
+
+    def _hear(self) -> None:
+        while self._told:
+            self._told.popleft()()
 
     async def _serve(self) -> None:
-        count, settings = len(self._configuration.models), self._configuration.service
+        count = len(self._app.lifecycle.configuration.models)
         _log.info("listening on %s; loading %d model%s", self.url, count, "" if count == 1 else "s")
-        serving = asyncio.create_task(self._uvicorn.serve([self._listener]))
+        serving = self._serving = asyncio.create_task(self._uvicorn.serve([self._listener]))
+        self._loop = asyncio.get_running_loop()
+        self._hear()
         announced = False
         while not serving.done():
             await asyncio.wait([serving], timeout=_TICK_S)
-            if self._app.lifecycle.failure is not None:
-                self.stop()
+            if self._app.lifecycle.failure is not None and self._stopping is None:
+                self.stop("the loading failed")
             elif not announced and self._app.lifecycle.settled:
                 announced = True
                 self._announce()
-            for connection in tuple(self._uvicorn.server_state.connections):
-                if isinstance(connection, Connection):
-                    connection.abort_if_stalled(settings.request_timeout_s, settings.answer_timeout_s)
+            settings = self._settings
+            for connection in self._open():
+                connection.abort_if_stalled(settings.request_timeout_s, settings.answer_timeout_s)
+            if self._stopping is not None and self._stopping.done():
+                self._stopping.result()
         serving.result()
+        if self._stopping is not None:
+            await self._stopping
+
+    def _open(self) -> list[Connection]:
+        return [one for one in self._uvicorn.server_state.connections if isinstance(one, Connection)]
+
+    def _on_stop(self, why: str, *, drain: bool, force: bool) -> None:
+        if self._stopping is None:
+            drain_s = self._settings.drain_s if drain and self._app.lifecycle.settled else 0.0
+            self._stopping = asyncio.create_task(self._stop(why, drain_s))
+        elif not self._drained.is_set():
+            _log.info("%s: the draining ends now", why)
+            self._drained.set()
+        elif force:
+            self._uvicorn.force_exit = True
+
+    async def _stop(self, why: str, drain_s: float) -> None:
+        began = time.monotonic()
+        self._app.lifecycle.leave()
+        self._connections.leave()
+        if drain_s:
+            _log.info("%s: not ready from now on; requests are answered for %g s more (service.drain_s)", why, drain_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._drained.wait(), drain_s)
+        self._drained.set()
+        await self._stop_listening()
+        since = time.monotonic()
+        _log.info("%s: no longer listening, after %.1f s; connections: %d", why, since - began, len(self._open()))
+        while self._open() and time.monotonic() - since < CLOSE_TIMEOUT_S and not self._uvicorn.force_exit:
+            for connection in self._open():
+                connection.close_if_quiet()
+            await asyncio.sleep(_CLOSING_TICK_S)
+        _log.info("requests have ended, after %.1f s; connections left: %d", time.monotonic() - since, len(self._open()))
+        self._uvicorn.should_exit = True
+        await asyncio.wait([self._serving])
+        _log.info("stopped, %.1f s after %s", time.monotonic() - began, why)
+
+    async def _stop_listening(self) -> None:
+        """Close the listener once its queue is empty: connections that nobody has accepted would be reset."""
+        if not self._uvicorn.started:
+            return
+        queued = select.poll()
+        queued.register(self._listener, select.POLLIN)
+        turns = 0
+        while queued.poll(0) and turns < _BACKLOG:
+            turns += 1
+            await asyncio.sleep(0)  # in each turn the event loop accepts at least one
+        for server in self._uvicorn.servers:
+            server.close()
+
+    def _on_reload(self, path: str | os.PathLike[str], kept: Collection[str]) -> None:
+        self._reads += 1
+        arguments = (path, kept, self._reads)
+        threading.Thread(target=self._read_again, args=arguments, name="hps-reload", daemon=True).start()
+
+    def _read_again(self, path: str | os.PathLike[str], kept: Collection[str], number: int) -> None:
+        try:
+            wanted = load_configuration(path)
+        except ConfigError as error:
+            _log.error("nothing changes: %s", error)
+        else:
+            self._tell(partial(self._take_over, wanted, kept, number))
+
+    def _take_over(self, wanted: Configuration, kept: Collection[str], number: int) -> None:
+        if number < self._reads:  # it is being read once more
+            return
+        lifecycle = self._app.lifecycle
+        failed = {one.name for one in lifecycle.states.models() if one.state == "failed"}
+        changes = compare(lifecycle.configuration, wanted, failed, kept)
+        lifecycle.configuration = changes.configuration
+        settings = self._settings
+        if "log_level" not in kept:
+            logging.getLogger().setLevel(settings.log_level.upper())
+        self._app.configure(settings)
+        self._connections.limit_to(settings.max_connections, settings.keep_alive_s)
+        for line in changes.made:
+            _log.info("changed: %s", line)
+        for line in changes.refused:
+            _log.warning("not changed before a restart: %s", line)
+        if not changes.made and not changes.refused:
+            _log.info("the configuration was read again; nothing in it has changed")
+        lifecycle.change(changes.deploy, changes.undeploy)
 
     def _announce(self) -> None:
         """Log a lookup of a model that is in service."""
         server = self._app.lifecycle.opened
-        model = next((one for one in self._configuration.models if server and one.model in server.models), None)
+        models = self._app.lifecycle.configuration.models
+        model = next((one for one in models if server and one.model in server.models), None)
         if model is not None:
-            token = " -H 'Authorization: Bearer <token>'" if self._configuration.service.bearer_token else ""
+            token = " -H 'Authorization: Bearer <token>'" if self._settings.bearer_token else ""
             url, table = f"{self.url}/v1/models/{model.model}/lookup", model.embedding_table_names[0]
             _log.info("""ready; try: curl -s%s %s -d '{"tables": {"%s": [1, 2, 3]}}'""", token, url, table)
 

@@ -25,7 +25,8 @@ EXIT_S = 60
 def document(tmp_path):
     keys = np.arange(100, dtype=np.int64)
     hps.write_sparse_model(tmp_path / "item.model", (keys, np.repeat(keys.astype(np.float32)[:, None], 3, axis=1)))
-    return document_of(model_of("m", [tmp_path / "item.model"], {"item": 3}), persistent=tmp_path / "rocksdb")
+    model, service = model_of("m", [tmp_path / "item.model"], {"item": 3}), {"drain_s": 0}
+    return document_of(model, persistent=tmp_path / "rocksdb", service=service)
 
 
 class HeldProgress(LogProgress):
@@ -45,6 +46,7 @@ class HeldProgress(LogProgress):
 def held(document):
     """A service whose loading is held."""
     progress = HeldProgress()
+    document["service"]["drain_s"] = 3600
     service = RunningService(Lifecycle(hps.load_configuration(document), progress=progress))
     service.start()
     assert progress.entered.wait(EXIT_S)
@@ -78,9 +80,9 @@ def test_while_it_loads_it_is_live_and_counts_and_is_not_ready(held):
     assert "hps_ready 1.0" in client.get("/metrics").text
 
 
-def test_stopping_ends_the_loading(held):
+def test_stopping_ends_the_loading_and_does_not_drain(held):
     service, progress = held
-    service.server.stop()
+    service.server.stop(drain=True)
     wait_until(lambda: service.app.lifecycle.not_ready_reason == "shutting down", "it stops")
     progress.release.set()
     service._thread.join(EXIT_S)
@@ -108,11 +110,12 @@ def test_a_parameter_server_of_the_callers_stays_open(document):
 def serve(tmp_path, children):
     """Start `hps serve` on a free port, unless one is given; its standard error goes to a file."""
 
-    def serve(document, port=0):
+    def serve(document, port=0, *options):
         path, log = tmp_path / "ps.json", tmp_path / "log"
         path.write_text(json.dumps(document))
         with log.open("wb") as stderr:
-            return children.hps("serve", path, "--port", port, stderr=stderr, env={**os.environ, "COLUMNS": "300"}), log
+            process = children.hps("serve", path, "--port", port, *options, stderr=stderr, env={**os.environ, "COLUMNS": "300"})
+        return process, log
 
     return serve
 
@@ -133,12 +136,31 @@ def test_serve_prints_a_curl_that_answers_and_ends_with_0_on_sigterm(document, s
     assert "Traceback" not in log.read_text()
 
 
-def test_serve_ends_on_an_interrupt_too(document, serve):
+def test_serve_ends_on_an_interrupt_without_draining(document, serve):
+    document["service"]["drain_s"] = 3600
     process, log = serve(document)
-    said(log, "listening on http://127.0.0.1:")
+    said(log, "ready; try")
     process.send_signal(signal.SIGINT)
-    assert process.wait(EXIT_S) in (0, 130)
+    assert process.wait(EXIT_S) == 0
     assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.parametrize("drain_s", [0.2, 3600])
+def test_serve_logs_each_step_of_its_end(document, serve, drain_s):
+    document["service"]["drain_s"] = drain_s
+    process, log = serve(document)
+    url = said(log, r"listening on (\S+);")[1]
+    said(log, "ready; try")
+    process.send_signal(signal.SIGTERM)
+    said(log, f"SIGTERM: not ready from now on; requests are answered for {drain_s:g} s more")
+    if drain_s == 3600:
+        assert httpx.get(f"{url}/v2/health/ready").status_code == 503
+        process.send_signal(signal.SIGTERM)  # ends the draining
+    assert process.wait(EXIT_S) == 0
+    steps = "SIGTERM: no longer listening", "requests have ended", "the databases are closed", "stopped, .* s after SIGTERM"
+    found = [re.search(f"INFO hps.service.*: {step}", log.read_text()) for step in steps]
+    assert all(found), log.read_text()
+    assert sorted(found, key=lambda one: one.start()) == found
 
 
 def test_serve_fails_when_a_model_cannot_be_loaded(document, serve):
@@ -174,3 +196,119 @@ def test_ipv6_is_listened_on_where_it_is_there():
         pytest.skip("no IPv6 here")
     with listen("::1", 0) as listener:
         assert listener.family == socket.AF_INET6
+
+
+# -- a configuration that is read again -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def edit(document, tmp_path, serve):
+    """Serve, then change the document and have it read again: `edit(change, says)` waits for the log to say that."""
+    for name, dim in (("a", 2), ("b", 2)):
+        keys = np.arange(10, dtype=np.int64)
+        hps.write_sparse_model(tmp_path / name, (keys, np.repeat(keys.astype(np.float32)[:, None], dim, axis=1)))
+    process, log = serve(document)
+    url = said(log, r"listening on (\S+);")[1]
+    said(log, "ready; try")
+
+    def edit(change, *says):
+        before = len(log.read_text())
+        change(document)
+        (tmp_path / "ps.json").write_text(json.dumps(document))
+        process.send_signal(signal.SIGHUP)
+        wait_until(lambda: all(re.search(one, log.read_text()[before:]) for one in says), f"the log says {says}")
+        return log.read_text()[before:]
+
+    with httpx.Client(base_url=url) as client:
+        yield edit, client
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(EXIT_S) == 0
+    assert "Traceback" not in log.read_text()
+
+
+def test_tokens_limits_and_the_log_level_change_while_it_serves(edit):
+    edit, client = edit
+    path, body = "/v1/models/m/lookup", {"tables": {"item": [1, 2]}}
+    assert client.post(path, json=body).status_code == 200
+    new = {"bearer_token": "secret-1", "max_keys_per_request": 1, "log_level": "debug"}
+    said = edit(
+        lambda document: document["service"].update(new), "max_keys_per_request is 1, was 1000000", "bearer_token is an"
+    )
+    assert "secret-1" not in said
+    assert client.post(path, json=body).status_code == 401
+    headers = {"Authorization": "Bearer secret-1"}
+    response = client.post(path, json=body, headers=headers)
+    assert (response.status_code, "expected at most 1" in response.text) == (413, True)
+    limits = {"max_body_bytes": 5, "max_held_bytes": 70_000, "request_timeout_s": 3.5, "max_keys_per_request": 9}
+    edit(lambda document: document["service"].update(limits), "max_body_bytes is 5", "max_keys_per_request is 9, was 1")
+    assert "expected at most 5" in client.post(path, json=body, headers=headers).text
+    edit(lambda document: document["service"].update(max_body_bytes=35_000), "max_body_bytes is 35000")
+    assert client.post(path, json=body, headers=headers).status_code == 200
+    held = client.post(path, json={"tables": {"item": [1] * 3000 + [2] * 6000}}, headers=headers)
+    assert (held.status_code, "keys" in held.text) == (413, True)
+    assert "nothing in it has changed" in edit(lambda _: None, "nothing in it has changed")
+
+
+def test_models_come_and_go_while_it_serves(edit, tmp_path):
+    edit, client = edit
+    a, b = (model_of(name, [tmp_path / name], {"item": 2}) for name in "ab")
+
+    def look_up(name):
+        return client.post(f"/v1/models/{name}/lookup", json={"tables": {"item": [1]}})
+
+    missing = {**a, "sparse_files": [str(tmp_path / "nowhere")]}
+    edit(
+        lambda document: document["models"].extend([missing, b]), "model a is new", "loading model a failed", "model b is ready"
+    )
+    assert look_up("b").json() == {"tables": {"item": [[1, 1]]}}
+    response = client.get("/v2/models/a/ready")
+    assert (response.status_code, "nowhere" in response.text) == (503, True)
+    assert client.get("/v2/health/ready").status_code == 200
+    edit(lambda document: document["models"].__setitem__(1, a), "model a is tried as it is now", "model a is ready after")
+    assert look_up("a").status_code == 200
+    edit(lambda document: document["models"].pop(0), "model m is gone", "model m is out of service")
+    assert look_up("m").status_code == 404
+    assert look_up("a").status_code == look_up("b").status_code == 200
+    versions = [{"version": "2", "sparse_files": [str(tmp_path / "b")]}]
+    edit(lambda document: document["models"][0].update(versions=versions), "model a has other versions; .*hps deploy a")
+    assert client.get("/v2/models/a").json()["versions"] == ["1"]
+
+
+def test_what_cannot_change_while_it_serves_is_said_and_stays(edit):
+    edit, client = edit
+
+    def change(document):
+        document.update(device="auto", volatile_db={"type": "hash_map", "num_partitions": 3})
+        document["service"]["port"] = 1
+        document["models"][0]["gpucacheper"] = 0.5
+
+    said = ("device differs", "volatile_db.num_partitions differs", "service.port differs", "model m differs in gpucacheper")
+    edit(change, *(f"WARNING .*not changed before a restart: {one}" for one in said))
+    edit(lambda _: None, *said)  # it still does
+    assert client.get("/v2/health/ready").status_code == 200
+
+
+def test_a_wrong_configuration_changes_nothing(edit):
+    edit, client = edit
+
+    def change(document):
+        document["service"].update(bearer_token="new", max_held_bytes=1)
+        document["models"][0]["gpucacheper"] = "much"
+
+    edit(change, "nothing changes: .*", r"service.max_held_bytes: got 1", r"models\[0\].gpucacheper")
+    assert client.post("/v1/models/m/lookup", json={"tables": {"item": [1]}}).status_code == 200
+    edit(lambda document: document.clear(), "nothing changes")
+    assert client.post("/v1/models/m/lookup", json={"tables": {"item": [1]}}).status_code == 200
+
+
+def test_the_log_level_of_the_command_line_stays(document, serve, tmp_path):
+    document["service"]["log_level"] = "error"
+    process, log = serve(document, 0, "--log-level", "info")
+    said(log, "ready; try")
+    document["service"]["log_level"] = "critical"
+    (tmp_path / "ps.json").write_text(json.dumps(document))
+    process.send_signal(signal.SIGHUP)
+    said(log, "service.log_level differs")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(EXIT_S) == 0
+    said(log, "INFO .*stopped")

@@ -141,10 +141,11 @@ def test_every_writable_volume_has_one_owner():
 
 def test_replicas_may_end_what_they_do():
     replicas = [service for service in EVERYTHING.services.values() if service["image"].startswith("hps-server")]
+    drain_s = load_configuration(ROOT / "configs" / "docker.json").service.drain_s
     for service in replicas:
         if "stop_grace_period" in service:  # the one-shot needs none
-            # uvicorn's own, the lookups', and the parameter server's
-            assert seconds(service["stop_grace_period"]) > 3 * CLOSE_TIMEOUT_S
+            # the requests', the lookups', and the parameter server's
+            assert seconds(service["stop_grace_period"]) > drain_s + 3 * CLOSE_TIMEOUT_S
     assert sum("stop_grace_period" in service for service in replicas) == 4
 
 
@@ -153,6 +154,13 @@ def test_balancer_waits_longer_than_a_request_may_take():
     found = re.search(r"timeout server (\w+)", (DEPLOY / "haproxy.cfg").read_text())
     assert found
     assert seconds(found[1]) > timeout_s
+
+
+def test_balancer_notices_that_a_replica_stops_before_it_does():
+    drain_s = load_configuration(ROOT / "configs" / "docker.json").service.drain_s
+    text = (DEPLOY / "haproxy.cfg").read_text()
+    interval, failures = re.search(r"check inter (\w+) fall (\d+)", text).groups()
+    assert seconds(interval) * int(failures) + seconds(re.search(r"timeout check (\w+)", text)[1]) < drain_s
 
 
 def test_balancer_and_prometheus_know_every_replica():

@@ -1,0 +1,94 @@
+"""What a configuration that was read again changes in a running service, and what only a restart does."""
+
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+from hps.configuration.load import Configuration, ModelConfig
+from hps.configuration.tiers import Section
+
+CHANGEABLE = frozenset(
+    {
+        "answer_timeout_s",
+        "bearer_token",
+        "drain_s",
+        "keep_alive_s",
+        "log_level",
+        "max_body_bytes",
+        "max_connections",
+        "max_held_bytes",
+        "max_keys_per_request",
+        "request_timeout_s",
+    }
+)
+"""Keys of `service` whose values a running service takes over."""
+
+
+_OF_VERSIONS = {"keep_versions", "version_path", "version_policy", "versions"}
+
+
+class Changes(NamedTuple):
+    """What a running service is to do, and lines for its log.
+
+    Attributes:
+        configuration: what holds from now on: the running one with all changes that can be made.
+        deploy: models that are new, or could not be loaded and have changed, or are in service and have other versions.
+        undeploy: names of models that are gone.
+        made: a line for each change.
+        refused: a line for each difference that stays until a restart.
+    """
+
+    configuration: Configuration
+    deploy: list[ModelConfig]
+    undeploy: list[str]
+    made: list[str]
+    refused: list[str]
+
+
+def compare(running: Configuration, wanted: Configuration, failed: Collection[str], kept: Collection[str]) -> Changes:
+    """Find what changes.
+
+    Args:
+        running: what holds now.
+        wanted: what was read.
+        failed: names of models that could not be loaded: their entries may change.
+        kept: keys of `service` that stay as they are although they might change.
+    """
+    made, refused = [], []
+    settings: dict[str, Any] = {}
+    for path, secret, old, new in _differences("", running, wanted):
+        section, _, key = path.partition(".")
+        if section != "service" or key not in CHANGEABLE or key in kept:
+            refused.append(f"{path} differs")
+        else:
+            settings[key] = new
+            made.append(f"{path} is another one" if secret else f"{path} is {new}, was {old}")
+    before, models, deploy = {one.model: one for one in running.models}, [], []
+    for model in wanted.models:
+        name, old = model.model, before.pop(model.model, None)
+        if old is None or (old != model and name in failed):
+            deploy.append(model)
+            made.append(f"model {name} is {'new' if old is None else 'tried as it is now'}, and will be loaded")
+        elif keys := [path for path, *_ in _differences("", old, model)]:
+            if _OF_VERSIONS.issuperset(keys):
+                deploy.append(model)
+                made.append(f"model {name} has other {', '.join(keys)}; what serves stays until `hps deploy {name}`")
+            else:
+                refused.append(f"model {name} differs in {', '.join(keys)}")
+                model = old
+        models.append(model)
+    made += [f"model {name} is gone, and will be taken out of service" for name in before]
+    service = running.service.model_copy(update=settings)
+    configuration = running.model_copy(update={"service": service, "models": tuple(models)})
+    return Changes(configuration, deploy, list(before), made, refused)
+
+
+def _differences(where: str, old: Section, new: Section) -> Iterator[tuple[str, bool, Any, Any]]:
+    """Yield the path of every key, models aside, whose values differ, whether these are secret, and the two."""
+    fields = type(old).model_fields
+    for (key, before), (_, after) in zip(old, new, strict=True):
+        if before == after or fields[key].deprecated or key == "models":
+            continue
+        if isinstance(before, Section):
+            yield from _differences(f"{where}{key}.", before, after)
+        else:
+            yield f"{where}{key}", not fields[key].repr, before, after

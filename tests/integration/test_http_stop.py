@@ -1,0 +1,207 @@
+"""A service that stops: it says so, answers until others have noticed, and loses no request that has reached it."""
+
+import asyncio
+import json
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hps.service import connection as connections
+from hps.types import TableSpec
+from tests.fakes.fake_parameter_server import FakeParameterServer
+from tests.servers.running_service import document_of, model_of, running_service, samples, wait_until
+
+PATH = "/v1/models/m/lookup"
+LOOKUP = b'{"tables": {"item": [1]}}'
+ANSWER = {"tables": {"item": [[1, 2, 3]]}}
+HEAD = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(LOOKUP)}\r\n\r\n".encode()
+WHOLE = HEAD + LOOKUP
+
+
+@pytest.fixture
+def fake():
+    server = FakeParameterServer("m", [TableSpec("m", "item", 3, 0.0, 1000)])
+    server.rows[0][1] = np.array([1, 2, 3], np.float32)
+    return server
+
+
+@pytest.fixture
+def service(fake):
+    """A service that drains until it is told a second time to stop."""
+    with running_service(document(drain_s=3600), fake) as service:
+        wait_until(lambda: service.server._loop, "the event loop runs")
+        yield service
+
+
+@pytest.fixture
+def held(fake):
+    held = SimpleNamespace(entered=threading.Event(), release=threading.Event())
+    fake.on_lookup = lambda: (held.entered.set(), held.release.wait(20))
+    return held
+
+
+def document(**service):
+    return document_of(model_of("m", ["nowhere"], {"item": 3}), service=service)
+
+
+def drain(service):
+    service.server.stop("SIGTERM", drain=True)
+    wait_until(lambda: service.app.lifecycle.leaving, "it drains")
+
+
+def refuses(service):
+    try:
+        service.connect().close()
+    except ConnectionError:
+        return True
+    return False
+
+
+def answer_on(connection):
+    """The body of the next answer, and whether it says that the connection closes."""
+    with connection.makefile("rb") as stream:
+        headers = [stream.readline().lower().strip()]
+        assert headers[0].startswith(b"http/1.1 200"), headers
+        while headers[-1]:
+            headers.append(stream.readline().lower().strip())
+        size = next(int(line.split(b":")[1]) for line in headers if line.startswith(b"content-length"))
+        return json.loads(stream.read(size)), b"connection: close" in headers
+
+
+def answers_on(connection, count):
+    """As `answer_on`, of several answers; nothing may follow them but the end."""
+    received = b"".join(iter(lambda: connection.recv(65536), b""))
+    answers = received.split(b"HTTP/1.1 ")[1:]
+    assert [json.loads(one.partition(b"\r\n\r\n")[2]) for one in answers] == [ANSWER] * count
+    return [b"connection: close" in one.lower() for one in answers]
+
+
+def in_event_loop(service, function):
+    """Call a function between two turns of the event loop."""
+
+    async def call():
+        function()
+
+    return asyncio.run_coroutine_threadsafe(call(), service.server._loop).result(20)
+
+
+def test_while_it_drains_it_is_not_ready_and_answers_on_old_and_new_connections(service):
+    with service.connect() as busy, service.connect() as idle, service.connect() as late:
+        for connection in (busy, idle):
+            connection.sendall(WHOLE)
+            assert answer_on(connection) == (ANSWER, False)
+        drain(service)
+        for path in (
+            "/v2/health/ready",
+            "/v2/health/ready?strict=false",
+            "/v2/models/m/ready",
+            "/v2/models/m/versions/1/ready",
+        ):
+            response = service.client.get(path)
+            assert response.status_code == 503
+            assert "shutting down" in response.text
+            assert response.headers["connection"] == "close"
+        assert service.client.get("/v2/health/live").status_code == 200
+        assert samples(service)[("hps_ready",)] == 0
+        with service.connect() as new:
+            for connection in (busy, late, new):
+                connection.sendall(WHOLE)
+                assert answers_on(connection, 1) == [True]
+        idle.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            idle.recv(1)
+        idle.settimeout(20)
+        service.server.stop("SIGTERM", drain=True)  # the second one
+        assert idle.recv(1) == b""
+        wait_until(lambda: refuses(service), "the service refuses connections")
+
+
+def test_a_running_request_says_that_its_connection_closes(service, held):
+    with service.connect() as connection:
+        connection.sendall(WHOLE)
+        assert held.entered.wait(20)
+        drain(service)
+        held.release.set()
+        assert answers_on(connection, 1) == [True]
+
+
+@pytest.mark.parametrize("before", [0, 1, 3])
+@pytest.mark.parametrize("padding", [0, 4000], ids=["parsed", "set aside"])
+def test_requests_that_wait_for_earlier_ones_are_answered_before_the_connection_closes(service, held, before, padding):
+    request = WHOLE.replace(b": %d" % len(LOOKUP), b": %d" % (len(LOOKUP) + padding)) + b" " * padding
+    with service.connect() as connection:
+        connection.sendall(request * before)
+        if before:
+            assert held.entered.wait(20)
+        drain(service)
+        connection.sendall(request * (8 - before))
+        assert held.entered.wait(20)
+        held.release.set()
+        assert answers_on(connection, 8) == [False] * 7 + [True]
+
+
+def test_connections_that_were_not_accepted_yet_are_answered(service):
+    clients = []
+
+    def connect_and_stop():
+        for _ in range(50):
+            clients.append(service.connect())
+            clients[-1].sendall(WHOLE)
+        service.server.stop()
+
+    in_event_loop(service, connect_and_stop)
+    for client in clients:
+        with client:
+            assert answers_on(client, 1) == [True]
+
+
+def test_a_connection_is_not_closed_over_bytes_that_have_arrived(service):
+    with service.connect() as connection:
+        connection.sendall(WHOLE)
+        answer_on(connection)
+        (other_end,) = service.server._uvicorn.server_state.connections
+
+        def send_and_close():
+            connection.sendall(WHOLE)
+            other_end.close_if_quiet()
+
+        in_event_loop(service, send_and_close)
+        assert answer_on(connection) == (ANSWER, False)
+        in_event_loop(service, other_end.close_if_quiet)
+        assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD[:20], HEAD, WHOLE[:-1]])
+def test_a_request_that_has_begun_is_waited_for(service, sent, monkeypatch):
+    monkeypatch.setattr(connections, "_FIRST_REQUEST_S", 20)
+    with service.connect() as connection:
+        connection.sendall(sent)
+        wait_until(lambda: service.connections == 1, "the connection is there")
+        service.server.stop()
+        wait_until(lambda: refuses(service), "the service refuses connections")
+        connection.sendall(WHOLE[len(sent) :])
+        assert answers_on(connection, 1) == [True]
+
+
+def test_connections_are_kept_for_longer_than_load_balancers_do(fake):
+    with running_service(document(), fake) as service, service.connect() as connection:
+        connection.sendall(WHOLE)
+        answer_on(connection)
+        (other_end,) = service.server._uvicorn.server_state.connections
+        assert other_end.timeout_keep_alive == 75 > 60
+
+
+def test_connections_are_closed_after_the_keep_alive_timeout(fake):
+    with running_service(document(keep_alive_s=0.1), fake) as service, service.connect() as connection:
+        connection.sendall(WHOLE)
+        assert answers_on(connection, 1) == [False]
+
+
+def test_what_stops_without_draining_closes_idle_connections_at_once(service):
+    with service.connect() as connection:
+        connection.sendall(WHOLE)
+        answer_on(connection)
+        service.server.stop("SIGINT", force=True)
+        assert connection.recv(1) == b""

@@ -1,0 +1,142 @@
+"""Replicas behind a plain TCP balancer that follows readiness are stopped and started in turn: no request fails.
+
+`HPS_ROLLING_STOPS=200` stops them that often; each stop takes about five seconds.
+"""
+
+import csv
+import http.client
+import json
+import os
+import select
+import shutil
+import signal
+import threading
+import time
+from collections import Counter
+
+import httpx
+import numpy as np
+import pytest
+
+import hps
+from tests.servers.running_service import document_of, model_of, wait_until
+
+STOPS = int(os.environ.get("HPS_ROLLING_STOPS", "6"))
+ROWS, DIM = 1000, 4
+DRAIN_S = 1
+BALANCER = """
+defaults
+    mode tcp
+    retries 0
+    timeout connect 2s
+    timeout client 30s
+    timeout server 30s
+    timeout check 5s
+frontend lookups
+    bind {host}.1:8000
+    default_backend replicas
+frontend states
+    mode http
+    bind {host}.1:8404
+    stats enable
+    stats uri /
+backend replicas
+    option httpchk GET /v2/health/ready
+    default-server check inter 100ms fall 2 rise 1
+    server a {host}.2:8000
+    server b {host}.3:8000
+"""
+
+
+class Client(threading.Thread):
+    """Looks up keys one request after the other, as `requests` and `urllib3` do: what fails is not sent again.
+
+    Args:
+        address: of the balancer.
+        keep_alive: use a connection for as long as the server allows.
+        pause_s: between two requests.
+    """
+
+    def __init__(self, address, *, keep_alive, pause_s):
+        super().__init__(daemon=True)
+        self.connection = http.client.HTTPConnection(address, 8000, timeout=20)
+        self.headers = {} if keep_alive else {"Connection": "close"}
+        self.pause_s = pause_s
+        self.ended = threading.Event()
+        self.answered, self.failures = 0, []
+
+    def run(self):
+        while not self.ended.wait(self.pause_s):
+            keys = [self.answered % ROWS, (7 * self.answered + 1) % ROWS]
+            try:
+                self.look_up(keys)
+            except Exception as error:  # noqa: BLE001 - every failure counts
+                self.failures.append(f"{time.ctime()}: {error!r}")
+                self.connection.close()
+            else:
+                self.answered += 1
+        self.connection.close()
+
+    def look_up(self, keys):
+        if self.connection.sock and select.select([self.connection.sock], [], [], 0)[0]:
+            self.connection.close()  # the server did, before any byte of this request was sent
+        self.connection.request("POST", "/v1/models/m/lookup", json.dumps({"tables": {"item": keys}}), self.headers)
+        response = self.connection.getresponse()
+        body = response.read()
+        assert response.status == 200, (response.status, body)
+        assert json.loads(body) == {"tables": {"item": [[key] * DIM for key in keys]}}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("haproxy") is None, reason="no haproxy on the PATH")
+def test_no_request_fails_while_replicas_are_stopped_and_started(tmp_path, children, record_property):
+    host = f"127.{16 + os.getpid() % 200}.{time.monotonic_ns() // 1000 % 250}"  # ports of our own
+    keys = np.arange(ROWS)
+    hps.write_sparse_model(tmp_path / "item.model", (keys, np.repeat(keys.astype(np.float32)[:, None], DIM, axis=1)))
+    document = document_of(model_of("m", [tmp_path / "item.model"], {"item": DIM}), service={"drain_s": DRAIN_S})
+    (tmp_path / "ps.json").write_text(json.dumps(document))
+    (tmp_path / "haproxy.cfg").write_text(BALANCER.format(host=host))
+    replicas = {}
+
+    def start(name):
+        address = f"{host}.{'?ab'.index(name) + 1}"
+        with (tmp_path / name).open("a") as log:
+            replicas[name] = children.hps("serve", tmp_path / "ps.json", "--host", address, "--port", "8000", stderr=log)
+
+    def up(name):
+        assert replicas[name].poll() is None, (tmp_path / name).read_text()
+        states = csv.DictReader(httpx.get(f"http://{host}.1:8404/;csv").text.splitlines())
+        return any(row["svname"] == name and row["status"] == "UP" for row in states)
+
+    start("a")
+    start("b")
+    for name, number in (("a", 2), ("b", 3)):
+        wait_until(lambda number=number: ready(f"http://{host}.{number}:8000"), f"replica {name} is ready")
+    children.start("haproxy", "-f", tmp_path / "haproxy.cfg")
+    wait_until(lambda: ready(f"http://{host}.1:8000"), "the balancer answers")
+
+    clients = [Client(f"{host}.1", keep_alive=keep, pause_s=0.005) for keep in (True, True, True, False, False, False)]
+    clients += [Client(f"{host}.1", keep_alive=True, pause_s=2.5 * DRAIN_S)]
+    for client in clients:
+        client.start()
+    for stop in range(STOPS):
+        name = "ab"[stop % 2]
+        before = Counter({client: client.answered for client in clients[:-1]})
+        wait_until(lambda before=before: all(one.answered > before[one] for one in before), "every client goes on")
+        replicas[name].send_signal(signal.SIGTERM)
+        assert replicas[name].wait(60) == 0, (tmp_path / name).read_text()
+        start(name)
+        wait_until(lambda name=name: up(name), f"replica {name} is up again")
+        assert [client.failures for client in clients if client.failures] == [], f"after {stop + 1} stops"
+    for client in clients:
+        client.ended.set()
+        client.join(30)
+    assert [client.failures for client in clients if client.failures] == []
+    record_property("requests", sum(client.answered for client in clients))
+
+
+def ready(url):
+    try:
+        return httpx.get(f"{url}/v2/health/ready").status_code == 200
+    except httpx.TransportError:
+        return False

@@ -13,6 +13,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     SkipValidation,
     TypeAdapter,
     ValidationInfo,
@@ -119,6 +120,12 @@ class VersionPolicy:
         latest = others[max(0, len(others) - self.latest + (also in ascending)) :]
         return [version for version in ascending if version in (*latest, also)]
 
+    def as_written(self) -> dict[str, Any]:
+        """The value of `version_policy`, as in a `ps.json` and in Triton's configuration of a model."""
+        if self.specific:
+            return {"specific": {"versions": [int(version) for version in self.specific]}}
+        return {"all": {}} if self.latest == INT32_MAX else {"latest": {"num_versions": self.latest}}
+
 
 def _policy(value: Any) -> Any:
     example = '{"latest": {"num_versions": 1}}, {"all": {}} or {"specific": {"versions": [1, 3]}}'
@@ -191,7 +198,9 @@ class ModelConfig(Section):
     version: Version = "1"
     versions: ListOf[VersionConfig] = ()
     version_path: str = ""
-    version_policy: Annotated[VersionPolicy, SkipValidation, BeforeValidator(_policy)] = Field(default_factory=VersionPolicy)
+    version_policy: Annotated[
+        VersionPolicy, SkipValidation, BeforeValidator(_policy), PlainSerializer(VersionPolicy.as_written)
+    ] = Field(default_factory=VersionPolicy)
     keep_versions: NonNegative = 1
 
     workspace_timeout_s: Timeout = 1.0

@@ -37,6 +37,7 @@ from hps.models.writer import write_sparse_model
 _ROWS, _MISSING_ROWS = 500_000, 2_000_000
 _HOT = 100_000  # keys that stay resident
 _CACHED_OF_MISSING = 0.1
+_WARMED = 0.3  # of the rows: those hot keys and some more, so that no set of the cache is full
 _MOST_KEYS = 1 << 20
 _START_S, _LEAD_S = 120.0, 0.2
 _CLIENTS, _CLIENTS_OF_LARGE = 8, 4
@@ -61,6 +62,15 @@ class _Model:
     def load(self, directory: Path, keys: int, output: str, device: int | None = None) -> Load:
         ranges = ((self.hit_rate, 0, _HOT), (1 - self.hit_rate, _HOT, self.rows))
         return Load(self.name, directory / f"{self.dim}.npy", keys, output, ranges, device)
+
+
+_SIZES = (1 << 10, 1 << 14, 1 << 17, _MOST_KEYS)
+CASES = [
+    *((_Model(dim, 1), keys, output) for dim in (32, 128) for keys in _SIZES for output in ("OUTPUT0", "FOUND0")),
+    *((_Model(32, 1, 0.9), keys, output) for keys in _SIZES[-2:] for output in ("OUTPUT0", "FOUND0")),
+    *((_Model(dim, 4), _SIZES[-2], output) for dim in (32, 128) for output in ("OUTPUT0", "FOUND0")),
+]
+ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -100,20 +110,15 @@ class _Service:
 
 def run(report: Report, quick: bool) -> None:
     """Measure all of it; `quick` takes few and small requests."""
-    sizes = (1 << 10, 1 << 14) if quick else (1 << 10, 1 << 14, 1 << 17, _MOST_KEYS)
-    hot, missing = [_Model(32, 1), _Model(128, 1)], _Model(32, 1, 0.9)
-    wide = [_Model(32, 4), _Model(128, 4)]
-    cases = [(model, keys, output) for model in hot for keys in sizes for output in ("OUTPUT0", "FOUND0")]
-    cases += [(missing, keys, output) for keys in sizes[-2:] for output in ("OUTPUT0", "FOUND0")]
-    cases += [(model, sizes[-2], output) for model in wide for output in ("OUTPUT0", "FOUND0")]
-    rounds, seconds = (1, 0.3) if quick else (3, 0.7)
+    cases = [case for case in CASES if not quick or case[1] < 1 << 17]
+    rounds, seconds = (1, 0.3) if quick else (ROUNDS, 0.7)
     report.about |= {"rounds": rounds, "seconds": seconds, "clients": _CLIENTS, "hot_keys": _HOT}
     with (
         tempfile.TemporaryDirectory(prefix="hps-bench-devices-") as name,
         ProcessPoolExecutor(_CLIENTS, mp_context=get_context("spawn")) as clients,
     ):
         directory = Path(name)
-        models = [*hot, missing, *wide]
+        models = list(dict.fromkeys(model for model, _, _ in cases))
         _write(directory, models)
         with _services(directory) as services:
             _warm_up(clients, services, directory, models, report.seed)
@@ -146,7 +151,7 @@ def _write(directory: Path, models: list[_Model]) -> None:
                 "default_value_for_each_table": [0.0],
                 "max_batch_size": _MOST_KEYS,
                 "gpucacheper": 1.0 if model.hit_rate == 1 else _CACHED_OF_MISSING,
-                "cache_refresh_percentage_per_iteration": 1.0,
+                "cache_refresh_percentage_per_iteration": _WARMED,
                 "hit_rate_threshold": 1.0,
                 "num_of_worker_buffer_in_pool": model.workers,
                 "workspace_timeout_s": 60.0,

@@ -19,6 +19,7 @@ from hps.configuration.load import ServiceConfig
 from hps.deployment import Deployment
 from hps.errors import DeviceError, DeviceMemoryError, HPSError, NotReadyError
 from hps.parameter_server import HPS
+from hps.service.answer_memory import AnswerMemory
 from hps.service.control_routes import control_app
 from hps.service.held_memory import SMALL_BYTES, HeldMemory
 from hps.service.http_answer import BINARY, JSON, HTTPAnswer, RequestError, error_answer
@@ -81,6 +82,7 @@ class Application:
         self.closed = False
         self._models: dict[LookupTarget, ModelTables] = {}
         self.memory = HeldMemory(settings.max_held_bytes)
+        self._answers = AnswerMemory(settings.max_held_bytes)
         self._threads = LookupThreads(settings.lookup_threads, settings.request_timeout_s)
         self._bodies = BodyReader(settings.max_body_bytes, settings.request_timeout_s, self._threads, self.memory)
         self._metrics = HTTPMetrics(
@@ -192,7 +194,7 @@ class Application:
         elif target.route == LOOKUP:
             request = decode_lookup(body, model, self._max_keys)
         else:
-            request = decode_request(body, header_length, model, self._max_keys)
+            request = decode_request(body, header_length, model, self._max_keys, self._answers.take)
         held = request.held_bytes
         if held <= SMALL_BYTES:
             self.memory.held += held
@@ -227,7 +229,7 @@ class Application:
         try:
             if target.route == LOOKUP:
                 return await self._threads.run(decode_lookup, body, model, self._max_keys)
-            return await self._threads.run(decode_request, body, header_length, model, self._max_keys)
+            return await self._threads.run(decode_request, body, header_length, model, self._max_keys, self._answers.take)
         finally:
             self.memory.held -= size
 

@@ -68,6 +68,12 @@ def test_tensors_of_another_device_are_refused(caches: list[Any]):
         caches[0].create_lookup().query([Segment(0, keys, out)])
 
 
+def lookups_by_device(server: hps.HPS) -> dict[str, float]:
+    families = server.metrics.registry.collect()
+    samples = [one for family in families for one in family.samples if one.name == "hps_device_lookups_total"]
+    return {one.labels["device"]: one.value for one in samples}
+
+
 def test_server_has_a_cache_on_every_deployed_device(caches: list[Any], tmp_path):
     torch = pytest.importorskip("torch")
     keys = np.arange(3000)
@@ -85,6 +91,15 @@ def test_server_has_a_cache_on_every_deployed_device(caches: list[Any], tmp_path
         server.insert([7], np.full((1, 16), 2.5, np.float32), "m", 0)
         for device in (0, 1):
             assert (server.lookup([7], "m", 0, device) == 2.5).all()
+        before = lookups_by_device(server)
+        for device in (0, 1, 1, 1):
+            out = torch.full((3000, 16), torch.nan, device=f"cuda:{device}")
+            server.lookup_concatenated(torch.from_numpy(keys).to(f"cuda:{device}"), [3000], out, "m")
+            np.testing.assert_array_equal(bits(out.cpu().numpy())[8:], bits(vectors_of(keys, 16))[8:])
+        for _ in range(10):
+            np.testing.assert_array_equal(server.lookup_tables({"t": keys[8:]}, "m")["t"], vectors_of(keys[8:], 16))
+        asked = {device: count - before[device] for device, count in lookups_by_device(server).items()}
+        assert asked == {"0": 6, "1": 8}
         elsewhere = torch.zeros(1, dtype=torch.int64, device="cuda:1")
         with pytest.raises(InvalidInputError):
             server.lookup_fromdlpack(elsewhere, torch.zeros(1, 16, device="cuda:1"), "m", 0, 0)

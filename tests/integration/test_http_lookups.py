@@ -2,8 +2,11 @@
 
 import dataclasses
 import gzip
+import socket
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import pytest
@@ -385,3 +388,37 @@ def test_errors_arrive_as_the_client_expects_them(triton_client):
             [tensor("KEYS", np.array([[1]]), "INT64", True), tensor("NUMKEYS", np.array([[2, 3]], np.int32), "INT32", True)],
         )
     assert caught.value.status() == "400"
+
+
+# -- answers so large that their memory is used again -----------------------------------------------------------------
+
+
+def test_large_answers_keep_their_vectors_until_slow_clients_have_read_them(tmp_path):
+    keys, dim, asked = np.arange(64), 128, 8000  # 4 MB an answer
+    hps.write_sparse_model(tmp_path / "t.model", (keys, vectors_of(keys, dim)))
+    model = model_of("wide", [tmp_path / "t.model"], {"t": dim}, max_batch_size=asked, num_of_worker_buffer_in_pool=4)
+    with running_service(document_of(model)) as service:
+
+        def ask(client):
+            with triton.InferenceServerClient(service.url.removeprefix("http://")) as quick:
+                for nth in range(12):
+                    part = np.full(asked, (client + 5 * nth) % 64)
+                    found = quick.infer("wide", [tensor("t", part, "INT64", True)]).as_numpy("t")
+                    assert (found == vectors_of(part[:1], dim)).all()
+            return True
+
+        body = b'{"inputs": [{"name": "t", "datatype": "INT64", "shape": [8000], "parameters": {"binary_data_size": 64000}}]'
+        body += b', "parameters": {"binary_data_output": true}}'
+        head = b"POST /v2/models/wide/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % (len(body) + 64000)
+        head += b"Inference-Header-Content-Length: %d\r\n\r\n" % len(body)
+        with ExitStack() as stack, ThreadPoolExecutor(4) as clients:
+            slow = [stack.enter_context(service.connect()) for _ in range(4)]
+            for key, connection in enumerate(slow):
+                connection.sendall(head + body + np.full(asked, key).tobytes())
+                assert connection.recv(10)
+            assert all(clients.map(ask, range(4)))
+            for key, connection in enumerate(slow):
+                connection.shutdown(socket.SHUT_WR)  # it closes after the answer
+                answer = b"".join(iter(partial(connection.recv, 1 << 20), b""))
+                vectors = np.frombuffer(answer[-4 * dim * asked :], np.float32).reshape(-1, dim)
+                assert (vectors == vectors_of([key], dim)).all()

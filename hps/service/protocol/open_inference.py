@@ -13,7 +13,7 @@ The found-mask is requested by the request parameter `"found": true`, or by nami
 Source: https://github.com/kserve/open-inference-protocol (inference_rest.md) and Triton's extension_binary_data.md.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,6 +22,7 @@ import numpy as np
 import orjson
 
 from hps.errors import InvalidDtypeError, InvalidInputError
+from hps.service.answer_memory import LARGE_BYTES, Bytes
 from hps.service.protocol.json_size import JSON_MASK_SHARE, JSON_VECTOR_SHARE, write_json
 from hps.service.protocol.open_inference_header import (
     CACHED_BYTES,
@@ -155,6 +156,7 @@ class Inference:
         layout: of the answer.
         inputs: the arrays that the layout's key ranges refer to.
         device_id: the device that the request names.
+        allocate: gives memory of a size, (size,) uint8, to what is large.
 
     Attributes:
         device_id: as given; once the lookup has ended, the device that answered.
@@ -162,11 +164,13 @@ class Inference:
         held_bytes: the most that vectors, masks and the text of the answer take.
     """
 
-    def __init__(self, layout: AnswerLayout, inputs: Sequence[KeyArray], device_id: int | None) -> None:
+    def __init__(
+        self, layout: AnswerLayout, inputs: Sequence[KeyArray], device_id: int | None, allocate: Callable[[int], Bytes]
+    ) -> None:
         self.device_id = device_id
         self._layout = layout
         self.held_bytes = layout.held_bytes
-        self._memory = np.empty(layout.size, np.uint8)
+        self._memory = np.empty(layout.size, np.uint8) if layout.size < LARGE_BYTES else allocate(layout.size)
         if layout.text:
             self._memory.data[: len(layout.text)] = layout.text
         self.segments: list[Segment] = []
@@ -232,7 +236,17 @@ def parse_header_length(value: bytes | None, body_size: int) -> int | None:
     return int(value)
 
 
-def decode_request(body: bytes | bytearray, header_length: int | None, model: ModelTables, max_keys: int) -> Inference:
+def _allocate(size: int) -> Bytes:
+    return np.empty(size, np.uint8)
+
+
+def decode_request(
+    body: bytes | bytearray,
+    header_length: int | None,
+    model: ModelTables,
+    max_keys: int,
+    allocate: Callable[[int], Bytes] = _allocate,
+) -> Inference:
     """Turn the body of an inference request into a lookup with room for its answer.
 
     Args:
@@ -240,6 +254,7 @@ def decode_request(body: bytes | bytearray, header_length: int | None, model: Mo
         header_length: bytes of the JSON part, within the body; None when the body is JSON alone.
         model: the model that the request names.
         max_keys: of all tables together.
+        allocate: gives memory of a size to a large answer, (size,) uint8.
 
     Raises:
         InvalidInputError, InvalidDtypeError: the body is no such request; the message says where, and what was expected.
@@ -254,7 +269,7 @@ def decode_request(body: bytes | bytearray, header_length: int | None, model: Mo
     inputs = [_values(tensor, body, len(text)) for tensor in header.inputs.values()]
     counts = tuple(inputs[header.numkeys].tolist()) if header.numkeys is not None else None
     layout = (_cached_layout if repeated else _lay_out)(header, counts, model, max_keys)
-    return Inference(layout, inputs, header.device_id)
+    return Inference(layout, inputs, header.device_id, allocate)
 
 
 def _size_error(expected: int, got: int | None) -> InvalidInputError:

@@ -233,6 +233,26 @@ def query_order() -> list[str]:
     )
 
 
+def gpu_refresh() -> list[str]:
+    """Every measurement of lookups beside a refresh, in the order in which they were taken."""
+    rows = [(row["axes"], row["figures"]) for row in _rows("refresh") if "loop" in row["axes"]]
+    head = ("tensors, lookups", "share", "p99 idle, us", "beside a refresh, us", "ratio of each round", "10 M rows take, s")
+    return _table(
+        head,
+        *(
+            (
+                f"{axes['place']}, {axes['loop']}",
+                f"{axes['share']:g}",
+                _round(found["idle_p99_us"]),
+                _round(found["beside_p99_us"]),
+                _each(f"{ratio:.2f}" for ratio in found["p99_ratios"]),
+                _round(found["whole_s"]),
+            )
+            for axes, found in rows
+        ),
+    )
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "readme-gpu": readme_gpu,
     "readme-host": readme_host,
@@ -241,6 +261,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "gpu-queries": gpu_queries,
     "gpu-insertions": gpu_insertions,
     "query-order": query_order,
+    "gpu-refresh": gpu_refresh,
 }
 
 

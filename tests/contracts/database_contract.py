@@ -12,6 +12,7 @@ class TestRocksDatabase(DatabaseContract):
 """
 
 import threading
+import time
 from typing import ClassVar
 
 import numpy as np
@@ -170,6 +171,16 @@ class DatabaseContract:
         assert table.delete(TAG, none) in (0, -1)
         assert self.raw_rows(table, TAG) == {}
         assert list(table.scan(TAG, 10)) == []
+
+    def test_when_a_row_was_written_is_known_or_zero(self, table: Database) -> None:
+        keys = distinct_keys(20)
+        before = time.time_ns() // 1000
+        table.insert(TAG, keys[:10], vectors_of(keys[:10], DIM))
+        written = table.written_at(TAG, keys)
+        assert written.dtype == np.int64
+        assert written.shape == (20,)
+        assert not written[10:].any()
+        assert not written[:10].any() or ((written[:10] >= before) & (written[:10] <= time.time_ns() // 1000)).all()
 
     # -- delete -------------------------------------------------------------------------------------------------------
 

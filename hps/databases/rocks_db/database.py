@@ -35,7 +35,7 @@ from typing import Any, Self
 from hps.capacity import check_fits
 from hps.databases.base import DatabaseReport, LoadRecord, PersistentDatabase, TableStats
 from hps.databases.rocks_db import directory
-from hps.databases.rocks_db.engine import DEFAULT, Engine, database_error
+from hps.databases.rocks_db.engine import DEFAULT, TIMES, Engine, database_error
 from hps.databases.rocks_db.inspection import inspect, oldest_needed_log
 from hps.databases.rocks_db.load_records import LoadRecords
 from hps.databases.rocks_db.table import RocksTable, width_of
@@ -51,7 +51,7 @@ from hps.errors import (
 from hps.input_checks import check_positive
 from hps.lifetimes import disown_in_children
 from hps.open_calls import OpenCalls
-from hps.types import BoolArray, FloatArray, KeyArray
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
 _log = logging.getLogger(__name__)
 
@@ -192,6 +192,7 @@ class RocksDatabase(PersistentDatabase):
                 f"opening table {tag} in {self.path} with read_only: it is not there; there are: "
                 f"{', '.join(sorted(self._engine.names())) or 'none'}. Load it first, without read_only"
             )
+        self._drop_families(tag)  # an earlier release knew nothing of the times when it dropped the table
         self._engine.create(tag)
         self._seal_now()
         return None
@@ -239,7 +240,7 @@ class RocksDatabase(PersistentDatabase):
                     del self._tables[tag]
                 self._records.mark_dropped(tag)  # first: the record must never count rows that are gone
                 links = directory.link_files(self.path, f"dropped-{next(self._staged)}")
-                self._engine.drop(tag)
+                self._drop_families(tag)
                 self._records.remove(tag)
                 self._seal_now()
             shutil.rmtree(links, ignore_errors=True)
@@ -247,9 +248,13 @@ class RocksDatabase(PersistentDatabase):
     def _drop_the_rest(self) -> None:
         """Complete the drops that a kill interrupted: rows that stayed would pass for those of the next load."""
         for tag in self._records.dropped():
-            if self._engine.family(tag) is not None:
-                self._engine.drop(tag)
+            self._drop_families(tag)
             self._records.remove(tag)
+
+    def _drop_families(self, tag: str) -> None:
+        for name in (TIMES + tag, tag):
+            if self._engine.family(name) is not None:
+                self._engine.drop(name)
 
     def _recover(self) -> None:
         """Open RocksDB again if it refuses to write since a write failed, and there is room again.
@@ -338,7 +343,13 @@ class RocksDatabase(PersistentDatabase):
     ) -> None:
         self._recover()
         with self._calls:
-            self._table(tag).insert(keys, vectors)
+            table = self._table(tag)
+            if not (table.remembers_times or self.read_only):
+                with self._tables_lock:
+                    table = self._table(tag)
+                    table.remember_times()
+                    self._seal_now()
+            table.insert(keys, vectors)
 
     def delete(self, tag: str, keys: KeyArray) -> int:
         self._recover()
@@ -370,6 +381,10 @@ class RocksDatabase(PersistentDatabase):
             rows = table.size()
             vector_bytes = rows * table.dim * 4
             return TableStats(rows, vector_bytes, max(0, table.held_bytes() - vector_bytes))
+
+    def written_at(self, tag: str, keys: KeyArray) -> IndexArray:
+        with self._calls:
+            return self._table(tag).written_at(keys)
 
     def writer_token(self, tag: str) -> str | None:
         with self._calls:

@@ -9,6 +9,7 @@ from hps.databases.rocks_db.engine import DEFAULT, Engine, after
 from hps.errors import DatabaseCorruptError
 
 _PREFIX = b"hps-server/load/"  # in RocksDB's own column family, where HugeCTR keeps nothing
+_TIME = b"hps-server/loaded-at/"  # apart, so that releases which do not know it can read the record
 _WRITER = b"hps-server/writer/"
 _DROPPED = LoadRecord("", 0, 1)
 
@@ -26,11 +27,11 @@ class LoadRecords:
             DatabaseCorruptError: what is stored is not a record.
         """
         doing = f"reading the load record of table {tag}"
-        (data,) = self._engine.get(self._engine.family(DEFAULT), [_key(tag)], doing)
+        data, loaded_at = self._engine.get(self._engine.family(DEFAULT), [_key(tag), _TIME + tag.encode()], doing)
         if data is None:
             return None
         try:
-            return LoadRecord(**json.loads(data))
+            return LoadRecord(**json.loads(data), loaded_at_us=int(loaded_at or 0))
         except (ValueError, TypeError) as error:
             raise DatabaseCorruptError(
                 f"{doing}: got {data[:100]!r}, expected a load record; drop the table and load it again"
@@ -62,7 +63,7 @@ class LoadRecords:
     def renew_writer(self, tag: str) -> str:
         """Store another token of a table that was modified; on disk on return."""
         token, doing = secrets.token_hex(6), f"naming the writer of table {tag}"
-        self._engine.put(DEFAULT, [_WRITER + tag.encode()], [token.encode()], doing)
+        self._engine.put([_WRITER + tag.encode()], {DEFAULT: [token.encode()]}, doing)
         self._engine.sync(doing)
         return token
 
@@ -88,11 +89,13 @@ class LoadRecords:
     def remove(self, tag: str) -> None:
         """Forget a table; on disk on return."""
         doing = f"forgetting the load of table {tag}"
-        self._engine.remove(DEFAULT, [_WRITER + tag.encode(), _key(tag)], doing)
+        self._engine.remove([_WRITER + tag.encode(), _TIME + tag.encode(), _key(tag)], [DEFAULT], doing)
         self._engine.sync(doing)
 
     def _put(self, tag: str, record: LoadRecord, doing: str) -> None:
-        self._engine.put(DEFAULT, [_key(tag)], [json.dumps(asdict(record)).encode()], doing)
+        fields = asdict(record)
+        loaded_at = b"%d" % fields.pop("loaded_at_us")
+        self._engine.put([_key(tag), _TIME + tag.encode()], {DEFAULT: [json.dumps(fields).encode(), loaded_at]}, doing)
         self._engine.sync(doing)
 
 

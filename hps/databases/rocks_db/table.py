@@ -3,31 +3,38 @@
 A row is HugeCTR's: the key is the 8 raw little-endian bytes of an int64, the value the raw little-endian float32 vector.
 RocksDB compares keys byte by byte, so its order is that of the key's bytes read as one big-endian number.
 
+When a row was last written online is the value of the same key in a column family beside the table's, by the same write, so
+that the table stays as HugeCTR has it.
+
 The engine takes and gives lists of `bytes`. C code makes and joins them (`tolist`, `join`, `map`), never a Python loop. But C
 code that runs over a list does not release the interpreter lock either, so the table works in pieces of `piece_rows`, between
 which other threads can run.
 """
 
 import secrets
+import struct
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import compress, repeat
-from operator import is_not
+from operator import is_not, itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hps.databases.base import LoadRecord
-from hps.databases.rocks_db.engine import Engine, after
+from hps.databases.rocks_db.engine import TIMES, Engine, after
 from hps.databases.rocks_db.load_records import LoadRecords
 from hps.errors import DatabaseCorruptError, DatabaseTimeoutError, UnknownTableError
 from hps.input_checks import check_fetch, check_keys, check_rows
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
 _KEY_BYTES = 8
+_TIME = struct.Struct("<q")  # when a row was written, in microseconds since 1970; later releases may add to the value
 _PIECE_ROWS = 4096  # about a millisecond of engine calls
 _PIECE_BYTES = 1 << 20
 _FETCH_ROWS = 2048  # a multi-get allocates for all its keys at once; a tenth faster than with 10,000
@@ -57,6 +64,7 @@ class RocksTable:
         self._engine = engine
         self._records = records
         self._family = engine.family(tag)
+        self._times = engine.family(TIMES + tag)
         self._writing = threading.Lock()
         self._write_timeout_s = write_timeout_s
         self._loading = False  # until `settle`, files lie side by side
@@ -118,10 +126,31 @@ class RocksTable:
             rows, start = rows + len(keys), after(keys[-1])
         return max(rows, estimate)
 
+    def written_at(self, keys: KeyArray) -> IndexArray:
+        """As `Database.written_at`; where a row was written both by a load and online, the later time counts."""
+        doing = f"asking when rows of table {self.tag} were written"
+        keys = check_keys(doing, keys)
+        record = self._records.get(self.tag)
+        loaded_at = record.loaded_at_us if record else 0
+        written: IndexArray = np.zeros(keys.size, np.int64)
+        order = np.argsort(_ranks(keys))
+        for start in range(0, keys.size, self._fetch_rows):
+            rows = order[start : start + self._fetch_rows]
+            batch = _key_list(keys[rows])
+            there = np.fromiter(_are_there(self._engine.get(self._family, batch, doing)), np.bool_, rows.size)
+            written[rows[there]] = loaded_at
+            times = self._engine.get(self._times, batch, doing) if self._times is not None else [None] * rows.size
+            known = np.fromiter(_are_there(times), np.bool_, rows.size)
+            present: Any = compress(times, known)
+            first = b"".join(map(itemgetter(slice(_TIME.size)), present))
+            written[rows[known]] = np.maximum(np.frombuffer(first, "<i8"), loaded_at)
+        return written
+
     def held_bytes(self) -> int:
         """Bytes of its files and of the rows that are not yet in files."""
         figures = ("live-sst-files-size", "cur-size-all-mem-tables")
-        return sum(self._engine.figure(self._family, figure) for figure in figures)
+        families = [family for family in (self._family, self._times) if family is not None]
+        return sum(self._engine.figure(family, figure) for family in families for figure in figures)
 
     def _joined(self, keys: Sequence[bytes], values: Sequence[bytes | None]) -> tuple[FloatArray, BoolArray | None]:
         """Join what a multi-get returned: one value a key, None for an absent key.
@@ -182,9 +211,9 @@ class RocksTable:
         keys, vectors = check_rows(doing, keys, vectors, self.dim)
         with self._alone(doing):
             self._mark_modified()
-            for start in range(0, keys.size, self._write_rows):
-                rows = slice(start, start + self._write_rows)
-                self._engine.put(self.tag, _key_list(keys[rows]), _vector_list(vectors[rows]), doing)
+            written = repeat(_TIME.pack(time.time_ns() // 1000))
+            for piece, values in self._sorted_pieces(keys, vectors, self._write_rows):  # a fifth faster than unsorted
+                self._engine.put(piece, {self.tag: values, TIMES + self.tag: written}, doing)
             self._engine.sync(doing)
 
     def delete(self, keys: KeyArray) -> int:
@@ -192,6 +221,7 @@ class RocksTable:
         doing = f"deleting from table {self.tag}"
         keys = check_keys(doing, keys)
         distinct = keys[_last_of_each(keys)]
+        families = [self.tag] if self._times is None else [self.tag, TIMES + self.tag]
         deleted = 0
         with self._alone(doing):
             self._mark_modified()
@@ -199,7 +229,7 @@ class RocksTable:
                 batch = _key_list(distinct[start : start + self._write_rows])
                 # A mark for the deletion of an absent key would slow every later read down.
                 batch = list(compress(batch, _are_there(self._engine.get(self._family, batch, doing))))
-                self._engine.remove(self.tag, batch, doing)
+                self._engine.remove(batch, families, doing)
                 deleted += len(batch)
             self._engine.sync(doing)
         return deleted
@@ -220,7 +250,7 @@ class RocksTable:
                     self._engine.begin_load(self._family, doing)
                     self._loading = True
                 try:
-                    self._engine.stage(self._sorted_pieces(keys, vectors), staged, doing)
+                    self._engine.stage(self._sorted_pieces(keys, vectors, self._piece_rows), staged, doing)
                     before = self._records.get(self.tag)
                     if before is None or before.fingerprint != record.fingerprint:
                         # Without a record the rows would pass for HugeCTR's, and for a whole table.
@@ -229,7 +259,19 @@ class RocksTable:
                     self._engine.ingest(self._family, staged, doing)
                 finally:
                     staged.unlink(missing_ok=True)
+            if keys.size:
+                record = replace(record, loaded_at_us=time.time_ns() // 1000)
             self._marked = self._records.advance(self.tag, record).modified
+
+    @property
+    def remembers_times(self) -> bool:
+        """Whether there is a place for the times of its rows, which `insert` needs."""
+        return self._times is not None
+
+    def remember_times(self) -> None:
+        """Make that place. Only one thread at a time may create or drop column families."""
+        if self._times is None:
+            self._times = self._engine.create(TIMES + self.tag)
 
     def settle(self) -> None:
         """Merge what was ingested. Writers need not wait: what they add is merged in its turn."""
@@ -240,7 +282,7 @@ class RocksTable:
 
     def renew(self) -> None:
         """Go on after the engine was opened again; no other call may run."""
-        self._family = self._engine.family(self.tag)
+        self._family, self._times = self._engine.family(self.tag), self._engine.family(TIMES + self.tag)
         self._loading = False  # the engine merges by itself again
 
     def retire(self) -> None:
@@ -283,10 +325,10 @@ class RocksTable:
         if self._writer is None:
             self._writer = self._records.renew_writer(self.tag)
 
-    def _sorted_pieces(self, keys: KeyArray, vectors: FloatArray) -> Iterator[tuple[list[bytes], list[bytes]]]:
+    def _sorted_pieces(self, keys: KeyArray, vectors: FloatArray, piece_rows: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
         order = _last_of_each(keys)
-        for start in range(0, order.size, self._piece_rows):
-            rows = order[start : start + self._piece_rows]
+        for start in range(0, order.size, piece_rows):
+            rows = order[start : start + piece_rows]
             yield _key_list(keys[rows]), _vector_list(vectors[rows])
 
 

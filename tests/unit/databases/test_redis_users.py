@@ -85,13 +85,6 @@ def shared(request: pytest.FixtureRequest) -> Iterator[SharedRedis]:
         client.close()
 
 
-@pytest.fixture
-def children() -> Iterator[ChildProcesses]:
-    children = ChildProcesses()
-    yield children
-    children.end()
-
-
 def test_the_last_user_drops_a_table_and_nothing_of_it_is_left(shared: SharedRedis):
     first, second = shared.database(), shared.database()
     first.insert(TAG, KEYS, vectors_of(KEYS, DIM))

@@ -121,10 +121,10 @@ def test_rows_are_laid_out_as_hugectr_lays_them_out_and_loads_remembered_elsewhe
         database.finish_load(TAG)
     else:
         database.insert(TAG, KEYS, VECTORS)
-    prefix = b"hps-server/load/" if bulk else b"hps-server/writer/"
-    assert list(raw_items(database.path, "default")) == [prefix + TAG.encode()]
+    prefixes = [b"hps-server/load/", b"hps-server/loaded-at/"] if bulk else [b"hps-server/writer/"]
+    assert list(raw_items(database.path, "default")) == [prefix + TAG.encode() for prefix in prefixes]
     database.close()
-    other = raw(database.path, [TAG])  # fails where there are other column families
+    other = raw(database.path, [TAG] if bulk else [TAG, f"hps-written/{TAG}"])  # fails where there are other column families
     assert dict(other.get_column_family(TAG).items()) == HUGECTR_ROWS
 
 
@@ -653,6 +653,79 @@ def test_a_dropped_table_gives_its_disk_back_once_its_last_reader_is_done(path: 
         assert next(scan)[1].all()
         del scan
         assert until(lambda: disk_bytes(path) == before)
+
+
+def now_us() -> int:
+    return time.time_ns() // 1000
+
+
+def test_when_rows_were_written_online_is_as_durable_as_they_are(path: Path):
+    keys = distinct_keys(3000)
+    first, second, absent = keys[:1000], keys[900:1900], keys[2500:]
+    times = [now_us()]
+    with opened(path) as database:
+        for part in (first, second):
+            database.insert(TAG, part, vectors_of(part, DIM))
+            times.append(now_us())
+        database.delete(TAG, keys[:10])
+    for read_only in (False, True):
+        with opened(path, read_only=read_only) as database:
+            written = database.written_at(TAG, keys)
+            assert (written[10:900] >= times[0]).all()
+            assert (written[10:900] <= times[1]).all()
+            assert (written[900:1900] >= times[1]).all()
+            assert (written[900:1900] <= times[2]).all()
+            assert not written[:10].any()
+            assert not database.written_at(TAG, absent).any()
+            assert database.written_at(TAG, keys[1899:1900].repeat(2)).tolist() == written[1899:1900].repeat(2).tolist()
+            assert database.tags() == [TAG]
+            assert sum(chunk.size for chunk, _ in database.scan(TAG, 700)) == database.size(TAG) == 1890
+    assert [table.tag for table in RocksDatabase.inspect(path).tables] == [TAG]
+
+
+def test_rows_of_a_load_were_written_by_it_unless_they_were_changed_since(path: Path):
+    keys = distinct_keys(1000)
+    with opened(path) as database:
+        database.insert(TAG, keys[:100], vectors_of(keys[:100], DIM))
+        before = now_us()
+        database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("x", 1000, 1000))
+        after = now_us()
+        database.finish_load(TAG)
+        loaded = database.load_record(TAG)
+        assert before <= loaded.loaded_at_us <= after
+        assert set(database.written_at(TAG, keys).tolist()) == {loaded.loaded_at_us}
+        database.load_chunk(TAG, keys[:0], vectors_of(keys[:0], DIM), loaded)  # as where its files were moved
+        database.insert(TAG, keys[:10], vectors_of(keys[:10], DIM, 1))
+        written = database.written_at(TAG, keys)
+        assert (written[:10] >= after).all()
+        assert set(written[10:].tolist()) == {loaded.loaded_at_us}
+        assert not database.written_at(TAG, distinct_keys(3, seed=9)).any()
+
+
+def test_a_new_table_knows_nothing_of_the_times_of_an_older_one(path: Path):
+    keys = distinct_keys(10)
+    with opened(path) as database:
+        for _ in range(2):
+            database.insert(TAG, keys, vectors_of(keys, DIM))
+            database.drop_table(TAG)
+            database.open_table(TAG, DIM)
+            assert not database.written_at(TAG, keys).any()
+        database.insert(TAG, keys, vectors_of(keys, DIM))
+    other = raw(path, rocksdict.Rdict.list_cf(str(path))[1:])
+    other.drop_column_family(TAG)  # by a release that knows of no times
+    other.close()
+    with opened(path) as database:
+        database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("y", 10, 10))
+        assert set(database.written_at(TAG, keys).tolist()) == {database.load_record(TAG).loaded_at_us}
+
+
+def test_later_releases_may_add_to_the_time_of_a_row(path: Path):
+    keys = distinct_keys(2)
+    with opened(path) as database:
+        database.insert(TAG, keys, vectors_of(keys, DIM))
+        value = (1234567).to_bytes(8, "little") + b"and a sequence number"
+        database._engine.put([keys[:1].tobytes()], {f"hps-written/{TAG}": [value]}, "adding")
+        assert database.written_at(TAG, keys[:1]).tolist() == [1234567]
 
 
 def test_the_space_of_a_dropped_table_is_freed_without_the_interpreter_lock(filled: Path, monkeypatch: pytest.MonkeyPatch):

@@ -287,7 +287,7 @@ class Connection(HttpToolsProtocol):
     def close_if_quiet(self) -> None:
         """Close the connection unless there is a request, or one may be under way: it was opened just now, or bytes arrive."""
         new = self._header_since is not None and time.monotonic() - self._header_since < _FIRST_REQUEST_S
-        if not self.idle or self._header_bytes or self._unparsed or new:
+        if not self.idle or self._header_bytes or self._unparsed or new or self.transport.is_closing():
             return
         received = select.poll()  # bytes that the event loop has not read: to close now would reset the connection
         received.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)

@@ -269,6 +269,9 @@ def test_models_come_and_go_while_it_serves(edit, tmp_path):
     edit(lambda document: document["models"].pop(0), "model m is gone", "model m is out of service")
     assert look_up("m").status_code == 404
     assert look_up("a").status_code == look_up("b").status_code == 200
+    edit(lambda document: document["models"].append({**missing, "model": "c"}), "loading model c failed")
+    edit(lambda document: document["models"].pop(), "model c is gone", "model c is out of service")
+    assert client.get("/v2/models/c/ready").status_code == 404
     versions = [{"version": "2", "sparse_files": [str(tmp_path / "b")]}]
     edit(lambda document: document["models"][0].update(versions=versions), "model a has other versions; .*hps deploy a")
     assert client.get("/v2/models/a").json()["versions"] == ["1"]

@@ -22,7 +22,7 @@ WHOLE = HEAD + LOOKUP
 
 @pytest.fixture
 def fake():
-    server = FakeParameterServer("m", [TableSpec("m", "item", 3, 0.0, 1000)])
+    server = FakeParameterServer("m", [TableSpec("m", "item", 3, 0.0, 1_000_000)])
     server.rows[0][1] = np.array([1, 2, 3], np.float32)
     return server
 
@@ -183,6 +183,17 @@ def test_a_request_that_has_begun_is_waited_for(service, sent, monkeypatch):
         wait_until(lambda: refuses(service), "the service refuses connections")
         connection.sendall(WHOLE[len(sent) :])
         assert answers_on(connection, 1) == [True]
+
+
+def test_an_answer_that_is_not_read_yet_is_not_cut_off(fake):
+    fake.rows[0] = {key: np.full(3, key, np.float32) for key in range(1000)}
+    body = json.dumps({"tables": {"item": list(range(1000)) * 300}}).encode()
+    with running_service(document(), fake) as service, service.connect() as connection:
+        connection.sendall(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_until(lambda: fake.lookups, "it is looked up")
+        service.server.stop()
+        wait_until(lambda: refuses(service), "the service refuses connections")
+        assert len(answer_on(connection)[0]["tables"]["item"]) == 300_000
 
 
 def test_connections_are_kept_for_longer_than_load_balancers_do(fake):

@@ -69,6 +69,8 @@ class RocksTable:
         self._write_timeout_s = write_timeout_s
         self._loading = False  # until `settle`, files lie side by side
         self._dropped = False
+        self._changes = 0  # writes that have ended
+        self._counted = (-1, 0)  # how many of them there had been when the rows were counted, and the rows
         self._marked = False  # its record, if any, says that it was modified
         self._writer = records.writer(tag)
         self._piece_rows = max(1, min(_PIECE_ROWS, _PIECE_BYTES // (_KEY_BYTES + 4 * dim)))
@@ -114,10 +116,16 @@ class RocksTable:
         return np.concatenate([keys for keys, _ in pieces]), np.concatenate([vectors for _, vectors in pieces]), start
 
     def size(self) -> int:
-        """Count the rows of a small table; estimate those of a large one."""
+        """Count the rows of a small table, unless nothing was written since; estimate those of a large one."""
         estimate = self._engine.figure(self._family, "estimate-num-keys")
         if estimate > _EXACT_ROWS:
             return estimate
+        changes = self._changes
+        if self._counted[0] != changes:
+            self._counted = changes, self._count(estimate)
+        return self._counted[1]
+
+    def _count(self, estimate: int) -> int:
         rows, start = 0, b""
         while rows <= _EXACT_ROWS:
             keys = self._engine.read_keys(self._family, start, self._piece_rows, f"counting table {self.tag}")
@@ -303,6 +311,7 @@ class RocksTable:
                 raise UnknownTableError(f"{doing} in {self._engine.path}: the table was dropped meanwhile; open it again")
             yield
         finally:
+            self._changes += 1
             self._writing.release()
 
     def writer_token(self) -> str | None:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -653,6 +654,32 @@ def test_a_dropped_table_gives_its_disk_back_once_its_last_reader_is_done(path: 
         assert next(scan)[1].all()
         del scan
         assert until(lambda: disk_bytes(path) == before)
+
+
+def test_a_table_is_counted_again_only_after_it_was_written_to(path: Path, monkeypatch: pytest.MonkeyPatch):
+    counted: list[str] = []
+    read_keys = Engine.read_keys
+
+    def read(engine: Engine, *arguments: Any) -> list[bytes]:
+        counted.append(arguments[-1])
+        return read_keys(engine, *arguments)
+
+    monkeypatch.setattr(Engine, "read_keys", read)
+    keys = distinct_keys(5000)
+    with opened(path) as database:
+        for write, rows in (
+            (lambda: None, 0),
+            (lambda: database.insert(TAG, keys, vectors_of(keys, DIM)), 5000),
+            (lambda: database.delete(TAG, keys[:1000]), 4000),
+            (lambda: database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("y", 5000, 5000)), 5000),
+        ):
+            write()
+            counted.clear()
+            assert database.stats(TAG).rows == rows
+            assert counted
+            counted.clear()
+            assert database.stats(TAG).rows == database.size(TAG) == rows
+            assert not counted
 
 
 def now_us() -> int:

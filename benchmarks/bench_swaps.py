@@ -85,7 +85,7 @@ def measure(
         directory = Path(name)
         for content in _CONTENTS:
             write_sparse_model(directory / str(content) / "item.model", sample_chunks(rows, _DIM, content))
-        (path := directory / "ps.json").write_text(json.dumps(_configuration(directory, tiers, device)))
+        (path := directory / "ps.json").write_text(json.dumps(_configuration(directory, tiers, change, device)))
         _serve_content(directory, 1)
         with _server(path) as (port, command):
             with _clients(port, rows, rate, report.seed) as results:
@@ -112,11 +112,12 @@ def measure(
             _add_rows(report, axes, results(), told, steady, resources)
 
 
-def _configuration(directory: Path, tiers: str, device: str) -> dict[str, Any]:
+def _configuration(directory: Path, tiers: str, change: str, device: str) -> dict[str, Any]:
     model = {
         "model": MODEL,
         "sparse_files": [str(directory / "served" / "item.model")],
         "versions": [{"version": "2", "sparse_files": [str(directory / "2" / "item.model")]}],
+        "keep_versions": int(change == "rollback"),  # what is kept is not loaded again
         "embedding_table_names": ["item"],
         "embedding_vecsize_per_table": [_DIM],
         "maxnum_catfeature_query_per_table_per_sample": [1],

@@ -30,23 +30,18 @@ _RETIRED_S = 60.0
 def change(server: HPS, command: dict[str, str]) -> dict[str, float]:
     """Change what serves; say when it began, took over, was done, and when nothing of the old version was left."""
     live, moments = server._live, {}
-    wrapped = {name: getattr(live, name) for name in ("serve", "roll_back")}
+    serve = live.serve
 
-    def timed(name: str) -> Any:
-        def call(*arguments: Any) -> None:
-            moments["takes_over"] = time.perf_counter()
-            wrapped[name](*arguments)
-            moments["took_over"] = time.perf_counter()
+    def timed(*arguments: Any) -> None:
+        moments["takes_over"] = time.perf_counter()
+        serve(*arguments)
+        moments["took_over"] = time.perf_counter()
 
-        return call
-
-    for name in wrapped:
-        setattr(live, name, timed(name))
+    live.serve = timed  # type: ignore[method-assign]
     moments["began"] = time.perf_counter()
     server.deploy(MODEL, command["version"]) if command["do"] == "deploy" else server.rollback(MODEL)
     moments["done"] = time.perf_counter()
-    for name, method in wrapped.items():
-        setattr(live, name, method)
+    live.serve = serve  # type: ignore[method-assign]
     deadline = moments["done"] + _RETIRED_S
     while any(state == "retiring" for _, state in live.versions(MODEL)):
         if time.perf_counter() > deadline:

@@ -255,8 +255,9 @@ class LiveModels:
         """
         with self._changed:
             self._closed = True
-            self._changed.wait_for(lambda: not any(one.change or one.retiring for one in self._models.values()), timeout_s)
+            self._changed.wait_for(lambda: not any(one.change for one in self._models.values()), timeout_s)
             self.serving = {}
+            self._changed.wait_for(lambda: not any(one.retiring for one in self._models.values()), timeout_s)
             out = [one for versions in self._models.values() for one in versions.available.values()]
             self._models = {}
             return out

@@ -13,6 +13,7 @@ from hps.deployment import DRAIN_S, Deployment
 from hps.errors import (
     ConflictError,
     DatabaseError,
+    HPSError,
     NotReadyError,
     UnknownModelError,
     UnknownTableError,
@@ -227,7 +228,7 @@ class LiveModels:
 
     def retire(self, name: str, deployment: Deployment, tables: Literal["keep", "release", "drop"]) -> None:
         """Close a deployment whose lookups end soon; in the background if they do not."""
-        if not deployment.close(tables):
+        if not self._ended(name, deployment, tables):
             _log.warning("model %r: lookups still run; they keep its tables and caches until they have ended", name)
             self._retire_later(name, deployment, tables)
             return
@@ -275,11 +276,18 @@ class LiveModels:
 
     def _retire_later(self, name: str, deployment: Deployment, tables: Literal["keep", "release", "drop"]) -> None:
         def work() -> None:
-            while not self._closed and not deployment.close(tables):
+            while not self._closed and not self._ended(name, deployment, tables):
                 time.sleep(_RELEASE_PAUSE_S)
             self._retired(name, deployment, tables)
 
         threading.Thread(target=work, name=f"hps-retire-{name}", daemon=True).start()
+
+    def _ended(self, name: str, deployment: Deployment, tables: Literal["keep", "release", "drop"]) -> bool:
+        try:
+            return deployment.close(tables)
+        except HPSError as error:  # a device failed, which frees nothing any more
+            _log.error("model %r: version %s is out of service, but not freed: %s", name, deployment.version, error)
+            return True
 
     def _retired(self, name: str, deployment: Deployment, tables: Literal["keep", "release", "drop"]) -> None:
         with self._changed:

@@ -472,8 +472,7 @@ class HPS:
         stay = list(map(str, below[-count:])) if count > 0 else []
         for tag, slot in left.items():
             if slot not in stay:
-                for database in self._chain.databases:
-                    self._chain.discard(database, tag)
+                self._chain.discard(tag)
 
     def rollback(self, model_name: str) -> Deployment:
         """Let the version serve again that was replaced last. Its tables are there; its caches are warmed from them.

@@ -420,3 +420,16 @@ def test_a_server_that_is_closed_takes_no_version_that_was_being_loaded(document
                 live.serve(deployment, list, "keep")
         with pytest.raises(hps.NotReadyError, match="closed"), live.changing("ranker", "deploying"):
             pass
+
+
+def test_a_version_whose_caches_cannot_be_freed_stands_in_no_ones_way(
+    document: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise hps.DeviceError("the device failed")
+
+    with hps.HPS(document(), deploy_models=False) as server:
+        for number in ("1", "2"):
+            monkeypatch.setattr(server.deploy("ranker", number).caches[0], "close", fail)
+        server.deploy("ranker", "3")
+        assert version_of(server) == 3

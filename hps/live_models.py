@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,6 +13,7 @@ from hps.deployment import DRAIN_S, Deployment
 from hps.errors import (
     ConflictError,
     DatabaseError,
+    HPSError,
     NotReadyError,
     UnknownModelError,
     UnknownTableError,
@@ -137,9 +138,10 @@ class LiveModels:
 
         Raises:
             ConflictError: somebody else does.
-            NotReadyError: lookups of a version that was replaced or undeployed still run.
+            NotReadyError: lookups of a version that was replaced or undeployed still run; or the parameter server is closed.
         """
         with self._changed:
+            self._check_open(what, name)
             versions = self._models.setdefault(name, _Versions())
             if versions.change:
                 raise ConflictError(f"{what} model {name!r}: {versions.change} it is under way; try again when that has ended")
@@ -159,32 +161,31 @@ class LiveModels:
                     self._models.pop(name, None)
                 self._changed.notify_all()
 
-    def serve(self, deployment: Deployment, stay: Callable[[list[str]], list[str]], tables: Literal["keep", "drop"]) -> None:
+    def serve(
+        self,
+        deployment: Deployment,
+        stay: Callable[[list[str]], list[str]],
+        tables: Literal["keep", "drop"],
+        kept: Deployment | None = None,
+    ) -> None:
         """Let a deployment serve its model from now on. Called while the model is being changed.
 
         Args:
             stay: chooses, of the versions that are then available, those that stay so; the others are retired.
             tables: what becomes of the tables of those.
+            kept: the same version as it was kept for a roll-back, if it was; its tables are in service again.
+
+        Raises:
+            NotReadyError: the parameter server was closed meanwhile.
         """
         with self._changed:
+            self._check_open("deploying", deployment.config.model)
             versions = self._models[deployment.config.model]
             chosen = {deployment.version, *stay([*versions.available, deployment.version])}
             left = {number: one for number, one in versions.available.items() if number in chosen}
+            if kept is not None:
+                versions.kept.remove(kept)
             self._replace(versions, deployment, left, tables)
-
-    def roll_back(self, kept: Deployment, renewed: Deployment, tables: Literal["keep", "drop"]) -> None:
-        """Let a version that is kept serve again, in place of the one that serves. Called while the model is being changed.
-
-        Args:
-            kept: the version.
-            renewed: the same, ready to serve.
-            tables: what becomes of the tables of the one that serves.
-        """
-        with self._changed:
-            versions, serving = self._models[kept.config.model], self.serving[kept.config.model]
-            versions.kept.remove(kept)
-            left = {number: one for number, one in versions.available.items() if one is not serving}
-            self._replace(versions, renewed, left, tables)
 
     def _replace(
         self, versions: _Versions, deployment: Deployment, left: dict[str, Deployment], tables: Literal["keep", "drop"]
@@ -227,19 +228,20 @@ class LiveModels:
 
     def retire(self, name: str, deployment: Deployment, tables: Literal["keep", "release", "drop"]) -> None:
         """Close a deployment whose lookups end soon; in the background if they do not."""
-        if not deployment.close(tables):
+        if not self._ended(name, deployment, tables):
             _log.warning("model %r: lookups still run; they keep its tables and caches until they have ended", name)
             self._retire_later(name, deployment, tables)
             return
         self._retired(name, deployment, tables)
 
-    def take_kept(self, name: str, leave: int = 0) -> list[Deployment]:
-        """Take the kept versions away, the oldest first, but for the last `leave`."""
+    def drop_kept(self, name: str, kept: Sequence[Deployment], tables: Literal["release", "drop"] = "drop") -> None:
+        """Keep these versions no longer. Called while the model is being changed."""
         with self._changed:
-            versions = self._models.get(name, _Versions())
-            count = max(0, len(versions.kept) - leave)
-            taken, versions.kept = versions.kept[:count], versions.kept[count:]
-            return taken
+            versions = self._models[name]
+            versions.kept = [one for one in versions.kept if one not in kept]
+            versions.retiring += kept
+        for one in kept:
+            self.retire(name, one, tables)
 
     def kept(self, name: str) -> list[Deployment]:
         """The versions that are kept for a roll-back, the one that was replaced last being the last."""
@@ -247,7 +249,7 @@ class LiveModels:
             return list(self._models[name].kept) if name in self._models else []
 
     def close(self, timeout_s: float | None = None) -> list[Deployment]:
-        """Refuse changes, wait for the one under way, and take everything out of service.
+        """Refuse changes, wait for those under way and for what retires, and take everything out of service.
 
         Returns:
             What was in service; the caller closes it.
@@ -256,6 +258,7 @@ class LiveModels:
             self._closed = True
             self._changed.wait_for(lambda: not any(one.change for one in self._models.values()), timeout_s)
             self.serving = {}
+            self._changed.wait_for(lambda: not any(one.retiring for one in self._models.values()), timeout_s)
             out = [one for versions in self._models.values() for one in versions.available.values()]
             self._models = {}
             return out
@@ -267,13 +270,24 @@ class LiveModels:
         self._closed, self.serving, self._models = True, {}, {}
         return held
 
+    def _check_open(self, what: str, name: str) -> None:
+        if self._closed:
+            raise NotReadyError(f"{what} model {name!r}: the parameter server is closed")
+
     def _retire_later(self, name: str, deployment: Deployment, tables: Literal["keep", "release", "drop"]) -> None:
         def work() -> None:
-            while not self._closed and not deployment.close(tables):
+            while not self._closed and not self._ended(name, deployment, tables):
                 time.sleep(_RELEASE_PAUSE_S)
             self._retired(name, deployment, tables)
 
         threading.Thread(target=work, name=f"hps-retire-{name}", daemon=True).start()
+
+    def _ended(self, name: str, deployment: Deployment, tables: Literal["keep", "release", "drop"]) -> bool:
+        try:
+            return deployment.close(tables)
+        except HPSError as error:  # a device failed, which frees nothing any more
+            _log.error("model %r: version %s is out of service, but not freed: %s", name, deployment.version, error)
+            return True
 
     def _retired(self, name: str, deployment: Deployment, tables: Literal["keep", "release", "drop"]) -> None:
         with self._changed:

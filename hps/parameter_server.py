@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial, wraps
 from types import TracebackType
@@ -15,7 +16,7 @@ from hps.configuration.hugectr_structs import ParameterServerConfig
 from hps.configuration.load import Configuration, ModelConfig, load_configuration
 from hps.databases.base import PersistentDatabase, SharedDatabase
 from hps.deployment import Deployment, choose_cache, deploy, open_databases
-from hps.errors import ConflictError, NotReadyError, UnknownModelError
+from hps.errors import CapacityError, ConflictError, DatabaseError, NotReadyError, UnknownModelError
 from hps.lifetimes import close_at_exit, disown_in_children, refusal
 from hps.live_models import LiveModels, VersionStatus, version_status
 from hps.lookup.coalescing import FetchCoalescer
@@ -394,22 +395,36 @@ class HPS:
         if there and there.fingerprint == fingerprint and not force:
             self._live.serve(there, lambda versions: versions, "keep")
             return
-        policy = self.catalog.model(name).version_policy
-        for kept in self._live.take_kept(name, leave=max(0, config.keep_versions - 1)):
-            kept.close("drop")
-        deployed = deploy(
-            wanted,
-            self._in_free_slot(config, fingerprint),
-            self._cache_class,
-            self._chain,
-            self._coalescer,
-            self.metrics,
-            targets=replace(self._targets, force=force),
-            progress=progress,
-        )
-        stay = partial(policy.chosen, also=config.version)
-        self._live.serve(deployed, stay, "keep" if config.keep_versions else "drop")
-        self._drop_leftovers(name, config.keep_versions)
+        kept = self._live.kept(name)
+        same = next((one for one in kept if (one.version, one.fingerprint) == (config.version, fingerprint)), None)
+        if same and not force:  # with what was written to it online
+            deployed, kept = same.renewed(), [one for one in kept if one is not same]
+        else:
+            tables, same = self._in_free_slot(config, fingerprint), None
+            load = partial(
+                deploy,
+                wanted,
+                tables,
+                self._cache_class,
+                self._chain,
+                self._coalescer,
+                self.metrics,
+                targets=replace(self._targets, force=force),
+                progress=progress,
+            )
+            try:
+                deployed = load()
+            except CapacityError:  # nothing was loaded, so what would go afterwards may go now
+                self._drop_rest(name, kept, config, tables)
+                deployed, kept = load(), self._live.kept(name)
+        stay = partial(self.catalog.model(name).version_policy.chosen, also=config.version)
+        try:
+            self._live.serve(deployed, stay, "keep" if config.keep_versions else "drop", same)
+        except BaseException:
+            if self._live.serving.get(name) is not deployed:
+                deployed.close("keep" if same else "release")
+            raise
+        self._drop_rest(name, kept, config)
 
     def _held_tables(self, name: str, version: str) -> list[HeldTable]:
         """Where the tables of a version are, if it is in service or kept."""
@@ -432,27 +447,32 @@ class HPS:
         slot = next(slot for slot in [*(other for other in others if other in held), own, *others] if slot not in used)
         return tuple(replace(table, slot=slot) for table in config.tables)
 
-    def _drop_leftovers(self, name: str, keep: int) -> None:
-        """Drop the tables of versions that are neither in service nor kept: what a process left that was killed.
+    def _drop_rest(self, name: str, kept: Sequence[Deployment], config: ModelConfig, loading: Sequence[TableSpec] = ()) -> None:
+        """Drop what need not be kept once a version serves: earlier ones, and what a process left that was killed.
 
-        Of earlier versions, `keep` less those that are kept stay, whole: so a roll-back is quick after a restart, too.
+        Of versions below it that an earlier process left, `keep_versions` less those that are kept stay, whole: so a roll-back
+        is quick after a restart, too. What cannot be dropped now is dropped another time.
+
+        Args:
+            kept: for a roll-back, before this version.
+            config: of the version.
+            loading: tables of it that are not in service yet.
         """
-        live = {table.tag for one, _ in self._live.versions(name) for table in one.tables}
-        serving = self.model(name)
-        tags = {
-            tag: names[1]
-            for database in self._chain.databases
-            if isinstance(database, PersistentDatabase) and not database.read_only
-            for tag in database.tags()
-            if (names := split_tag(tag)) and names[0] == name and names[1] and tag not in live
-        }
-        earlier = {slot for slot in tags.values() if slot.isdecimal() and int(slot) < int(serving.version)}
-        count = max(0, keep - len(self._live.kept(name)))
-        stay = sorted(earlier, key=int)[len(earlier) - min(count, len(earlier)) :]
-        for tag, slot in tags.items():
+        keep = config.keep_versions
+        self._live.drop_kept(name, kept[: len(kept) - min(len(kept), max(0, keep - 1))])
+        used = {table.tag for one, _ in self._live.versions(name) for table in one.tables} | {table.tag for table in loading}
+        left: dict[str, str] = {}  # slots of tags
+        for database in self._chain.databases:
+            if isinstance(database, PersistentDatabase) and not database.read_only:
+                with suppress(DatabaseError):
+                    of_model = ((tag, names) for tag in database.tags() if (names := split_tag(tag)) and names[0] == name)
+                    left |= {tag: names[1] or "1" for tag, names in of_model if tag not in used}
+        below = sorted({int(slot) for slot in left.values() if slot.isdecimal() and int(slot) < int(config.version)})
+        count = keep - sum(state in ("kept", "retiring") for _, state in self._live.versions(name))
+        stay = list(map(str, below[-count:])) if count > 0 else []
+        for tag, slot in left.items():
             if slot not in stay:
-                for database in self._chain.databases:
-                    self._chain.discard(database, tag)
+                self._chain.discard(tag)
 
     def rollback(self, model_name: str) -> Deployment:
         """Let the version serve again that was replaced last. Its tables are there; its caches are warmed from them.
@@ -472,7 +492,11 @@ class HPS:
             serving = self.model(model_name)
             kept = self._live.kept(model_name)
             if kept:
-                self._live.roll_back(kept[-1], kept[-1].renewed(), "keep" if serving.config.keep_versions else "drop")
+
+                def stay(versions: list[str]) -> list[str]:
+                    return [one for one in versions if one != serving.version]
+
+                self._live.serve(kept[-1].renewed(), stay, "keep" if serving.config.keep_versions else "drop", kept[-1])
             else:
                 below = [one for one in self.catalog.versions(model_name) if int(one) < int(serving.version)]
                 if not below:
@@ -502,8 +526,7 @@ class HPS:
             for deployment in self._live.withdraw(model_name, version):
                 self._live.retire(model_name, deployment, "release")
             if version is None:
-                for kept in self._live.take_kept(model_name):
-                    kept.close("release")
+                self._live.drop_kept(model_name, self._live.kept(model_name), "release")
 
     @_on_the_next_version
     def refresh(self, model_name: str, share: float | None = None) -> dict[str, RefreshReport]:

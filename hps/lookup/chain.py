@@ -165,8 +165,7 @@ class DatabaseChain:
         """Drop a table that no deployed model uses, and what was to be promoted into it.
 
         Args:
-            everywhere: drop it in every database, and not only in those in this process's memory. One that fails is left
-                behind, with a warning; so is one that is read-only.
+            everywhere: `discard` it, too, and not only drop it where it is in this process's memory.
 
         Raises:
             DatabaseTimeoutError: earlier work on the table did not end in time.
@@ -174,28 +173,31 @@ class DatabaseChain:
         if table.tag not in self._fences:
             return
         with self._fences[table.tag].modifying(self._modification_timeout_s):
-            for tier in self._tiers:
-                database = tier.database
+            for database in self.databases:
                 if isinstance(database, InProcessDatabase):
                     database.drop_table(table.tag)
-                elif everywhere and not (isinstance(database, PersistentDatabase) and database.read_only):
-                    self.discard(database, table.tag)
+            if everywhere:
+                self.discard(table.tag)
             self._quarantined.discard(table.tag)
             self._doubted.discard(table.tag)
             with suppress(KeyError):
                 self.metrics.table_quarantined.remove(table.tag)
-        if everywhere:
-            del self._fences[table.tag]
 
-    def discard(self, database: Database, tag: str) -> None:
-        """Drop a table that this process uses no more; a failure is logged."""
-        try:
-            if isinstance(database, SharedDatabase):
-                database.discard_table(tag)
-            else:
-                database.drop_table(tag)
-        except (DatabaseError, NotReadyError) as error:
-            _log.warning("dropping table %s from %s, which keeps it for now: %s", tag, database.kind, error)
+    def discard(self, tag: str) -> None:
+        """Drop a table that this process uses no more from every database that may be written to, the upper one first.
+
+        Where one fails, which is logged, those below keep theirs, so that the tag is found again and dropped another time.
+        """
+        self._fences.pop(tag, None)
+        for database in self.databases:
+            try:
+                if isinstance(database, SharedDatabase):
+                    database.discard_table(tag)
+                elif not (isinstance(database, PersistentDatabase) and database.read_only):
+                    database.drop_table(tag)
+            except (DatabaseError, NotReadyError) as error:
+                _log.warning("dropping table %s from %s, which keeps it for now: %s", tag, database.kind, error)
+                return
 
     def fence(self, table: TableSpec) -> TableFence:
         """The fence that must be passed to copy vectors of this table into an upper tier."""

@@ -77,17 +77,12 @@ class FetchCoalescer:
         for join in joins:
             self._follow(table, join, keys, out, found)
 
-    def forget(self, table: TableSpec) -> None:
-        """Keep nothing about a table that nobody fetches from any more."""
-        with self._lock:
-            self._flights.pop(table.tag, None)
-
     def _take_off(
         self, tag: str, token: int, fence: TableFence, keys: KeyArray
     ) -> tuple[IndexArray | None, _Flight, list[_Join]]:
         """Join flights under way and register one for the rest: returns its positions (None: all), it, and the joins."""
         with self._lock:
-            flights = self._flights.setdefault(tag, [])
+            flights = self._flights.get(tag, [])
             joins: list[_Join] = []
             own: IndexArray | None = None
             for other in flights:
@@ -103,7 +98,7 @@ class FetchCoalescer:
                     own = candidates[~shared]
             flight = _Flight(keys if own is None else keys[own], token)
             if flight.keys.size:
-                flights.append(flight)
+                self._flights.setdefault(tag, flights).append(flight)
         return own, flight, joins
 
     def _land(self, tag: str, flight: _Flight, out: FloatArray | None, found: BoolArray | None, own: IndexArray | None) -> None:
@@ -111,6 +106,8 @@ class FetchCoalescer:
             return
         with self._lock:
             self._flights[tag].remove(flight)
+            if not self._flights[tag]:  # tags come and go with the versions of models
+                del self._flights[tag]
         # From here on nobody can join, so `landed` does not change any more.
         if flight.landed:
             if out is not None and found is not None:

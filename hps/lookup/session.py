@@ -344,6 +344,8 @@ class _LookupPool:
                 self._free.put(None)  # for the next one that waits
             raise NotReadyError(f"{self._owner}: was undeployed")
         except queue.Empty:
+            if self._closed:  # another version may serve by now
+                raise NotReadyError(f"{self._owner}: was undeployed") from None
             self._timeouts.inc()
             raise WorkspaceTimeoutError(
                 f"{self._owner}: all {self._size} lookup workspaces stayed busy for {self._timeout_s:g} s; "

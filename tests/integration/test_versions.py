@@ -1,6 +1,7 @@
 """Versions of a model in one process: swapped, rolled back, loaded again, dropped from every tier."""
 
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 
 import hps
+from hps.live_models import LiveModels
 from hps.models.writer import write_version as write_version_of
 from hps.types import split_tag
+from tests.integration.test_undeploy import PausedSegment
 from tests.servers.running_service import document_of, model_of, wait_until
 
 DIMS = {"user": 4, "item": 7}
@@ -302,3 +305,131 @@ def test_a_version_that_does_not_fit_is_refused_with_figures_before_a_byte_is_lo
             server.deploy("ranker", "2")
         assert tags(server) == before
         assert server.model("ranker").version == "1"
+
+
+class Stopped:
+    """A progress that ends a load with its first rows."""
+
+    def start(self, tag: str, rows: int, size_bytes: int) -> None: ...
+
+    def advance(self, tag: str, rows: int) -> None:
+        raise InterruptedError(tag)
+
+    def finish(self, tag: str) -> None: ...
+
+
+def write_online(server: hps.HPS) -> Callable[[], None]:
+    """Replace a row and delete another; returns what checks that the serving version has these very rows."""
+    server.insert([7], np.full((1, 4), 9.0, np.float32), "ranker", "user")
+    server.delete([8], "ranker", "user")
+
+    def check() -> None:
+        vectors, found = server.lookup([7, 8, 9], "ranker", "user", return_found=True)
+        assert found.tolist() == [True, False, True]
+        assert (vectors[0] == 9).all()
+
+    return check
+
+
+@pytest.mark.parametrize("host", ["hash_map", "rocks_db"])
+@pytest.mark.parametrize("back", [lambda server: server.rollback("ranker"), lambda server: server.deploy("ranker", "1")])
+def test_a_version_that_was_kept_comes_back_with_what_was_written_to_it_online(
+    document: Callable[..., dict[str, Any]], host: str, back: Callable[[hps.HPS], Any]
+) -> None:
+    with hps.HPS(document(persistent=host == "rocks_db"), deploy_models=False) as server:
+        server.deploy("ranker", "1")
+        check = write_online(server)
+        server.deploy("ranker", "2")
+        assert version_of(server) == 2, "what was written to version 1 is in no other"
+        wait_until(lambda: not [one for one in server.versions("ranker") if one.state == "retiring"], "nothing retires")
+        with pytest.raises(InterruptedError):
+            server.deploy("ranker", "3", progress=Stopped())
+        assert [(one.version, one.state) for one in server.versions("ranker")] == [("2", "serving"), ("1", "kept")]
+        assert back(server).version == "1"
+        check()
+        server.rollback("ranker")
+        server.rollback("ranker")
+        check()
+
+
+def test_what_is_kept_goes_first_where_there_is_no_room_beside_it(
+    document: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hps.HPS(document(), deploy_models=False) as server:
+        server.deploy("ranker", "1")
+        server.deploy("ranker", "2")
+        usage = shutil.disk_usage(".")
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0 if "" in tags(server) else usage.free))
+        assert server.deploy("ranker", "3").version == "3"
+        wait_until(lambda: tags(server) == {"2", "3"}, "versions 2 and 3 are there")
+        assert server.rollback("ranker").version == "2"
+
+
+def test_tables_that_a_killed_process_left_of_the_first_version_go_too(document: Callable[..., dict[str, Any]]) -> None:
+    configuration = document(keep_versions=0)
+    with hps.HPS(configuration, deploy_models=False) as server:
+        server.deploy("ranker", "1")  # and it dies before version 2 has replaced it
+    with hps.HPS(configuration) as server:
+        assert tags(server) == {"3"}
+
+
+def test_closing_waits_for_lookups_of_a_version_that_was_replaced(server: hps.HPS) -> None:
+    server.deploy("ranker", "1")
+    segment = PausedSegment(1, KEYS, DIMS["item"])
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(server.lookup_segments, server.model("ranker"), [segment])
+        try:
+            assert segment.reached.wait(60)
+            server.deploy("ranker", "2")
+            closing = pool.submit(server.close)
+            wait_until(lambda: server.models == (), "the server is being closed")
+            assert not closing.done()
+        finally:
+            segment.go_on.set()
+        running.result(60)
+        closing.result(60)
+    np.testing.assert_array_equal(segment.out, vectors_of(KEYS, DIMS["item"], 1))
+
+
+def test_a_lookup_that_waits_for_a_workspace_of_a_version_that_retires_is_answered_by_the_next(
+    document: Callable[..., dict[str, Any]],
+) -> None:
+    configuration = document(workspace_timeout_s=0.5)
+    configuration["models"][0]["num_of_worker_buffer_in_pool"] = 1
+    with hps.HPS(configuration, deploy_models=False) as server:
+        server.deploy("ranker", "1")
+        segment = PausedSegment(1, KEYS, DIMS["item"])
+        with ThreadPoolExecutor(2) as pool:
+            running = pool.submit(server.lookup_segments, server.model("ranker"), [segment])
+            try:
+                assert segment.reached.wait(60)
+                waiting = pool.submit(server.lookup, [5], "ranker", "user")
+                server.deploy("ranker", "2")
+                np.testing.assert_array_equal(waiting.result(60), vectors_of([5], 4, 2))
+            finally:
+                segment.go_on.set()
+            running.result(60)
+
+
+def test_a_server_that_is_closed_takes_no_version_that_was_being_loaded(document: Callable[..., dict[str, Any]]) -> None:
+    with hps.HPS(document(versions=1)) as server:
+        deployment, live = server.model("ranker"), LiveModels()
+        with live.changing("ranker", "deploying"):
+            live.close(0.0)
+            with pytest.raises(hps.NotReadyError, match="closed"):
+                live.serve(deployment, list, "keep")
+        with pytest.raises(hps.NotReadyError, match="closed"), live.changing("ranker", "deploying"):
+            pass
+
+
+def test_a_version_whose_caches_cannot_be_freed_stands_in_no_ones_way(
+    document: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise hps.DeviceError("the device failed")
+
+    with hps.HPS(document(), deploy_models=False) as server:
+        for number in ("1", "2"):
+            monkeypatch.setattr(server.deploy("ranker", number).caches[0], "close", fail)
+        server.deploy("ranker", "3")
+        assert version_of(server) == 3

@@ -378,3 +378,15 @@ def test_a_modification_that_the_volatile_database_lacks_is_remembered_before_it
     volatile.failing = {"insert"}
     assert insert(4) != doubted
     chain.close()
+
+
+def test_a_table_that_one_database_cannot_drop_stays_in_those_below_where_it_is_found_again():
+    volatile, persistent = FaultyDatabase(MemoryDatabase()), PersistentMemoryDatabase()
+    chain = DatabaseChain(volatile, persistent, metrics=Metrics())
+    chain.open_table(TABLE)
+    volatile.failing = {"drop_table"}
+    chain.release_table(TABLE, everywhere=True)
+    assert (volatile.tags(), persistent.tags()) == ([TABLE.tag], [TABLE.tag])
+    volatile.failing = set()
+    chain.discard(TABLE.tag)
+    assert (volatile.tags(), persistent.tags()) == ([], [])

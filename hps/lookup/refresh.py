@@ -13,8 +13,8 @@ from hps.types import FloatArray, KeyArray, TableSpec
 
 _ATTEMPTS = 5  # to refresh a chunk of a table that is being modified
 _CHUNK_BYTES = 16 * 1024 * 1024  # keys and vectors fetched at once
-_PACED_ROWS = 512  # the same beside lookups, in rows: a few hundred microseconds' work
-_PACED_BYTES = 256 * 1024  # and at most so many, which the device reads from pinned memory without a copy of its own
+_PACED_ROWS = 4096  # the same beside lookups, in rows: half a millisecond's work; 512 at a time disturb them more
+_PACED_BYTES = 1 << 20  # and at most so many
 _MIN_STEP_ROWS = 64  # the smallest step; HugeCTR's is one of its sets
 
 

@@ -1,5 +1,4 @@
 import json
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
@@ -10,6 +9,7 @@ import torch
 
 import hps
 from hps.cache.cpu.cache import NumpyCache
+from hps.progress import NoProgress
 from hps.registry import IMPLEMENTATIONS
 from tests.servers.running_service import document_of, model_of, wait_until
 from tests.tables.readers import reading
@@ -350,13 +350,20 @@ def test_a_smaller_model_of_the_same_name_has_nothing_of_the_older_one(configura
         np.testing.assert_array_equal(vectors[1], np.float32(-2))
 
 
+class LoadsOneTable(NoProgress):
+    """A progress that ends the load of the second table."""
+
+    def start(self, tag, rows, size_bytes):
+        if tag.endswith(".item"):
+            raise InterruptedError(tag)
+
+
 def test_a_model_that_could_not_be_deployed_leaves_nothing_behind(configuration, tmp_path):
     del configuration["persistent_db"]
     with hps.HPS(configuration, deploy_models=False) as server:
         model = server.config.models[0]
-        os.rename(tmp_path / "item.model", tmp_path / "hidden")
-        with pytest.raises(hps.ModelFileError, match=r"item\.model"):
-            server.deploy(model)
+        with pytest.raises(InterruptedError, match="item"):
+            server.deploy(model, progress=LoadsOneTable())
         assert server.models == ()
         write_models(tmp_path, np.arange(5))  # a table that was loaded before the failure has fewer rows now
         server.deploy(model)

@@ -298,6 +298,6 @@ class LiveModels:
             if name in self._models:
                 versions = self._models[name]
                 versions.retiring.remove(deployment)
-                if tables == "keep":
+                if tables == "keep" and deployment.chain.databases:  # else nothing is left of it
                     versions.kept.append(deployment)
             self._changed.notify_all()

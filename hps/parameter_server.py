@@ -419,19 +419,27 @@ class HPS:
         """Put a version into service, and return the fingerprint of its files."""
         wanted = self.catalog.version(name, version, partial(self._held_tables, name))
         config = wanted.config
-        if there := self._live.deployed(name, config.version):
-            _refuse_other_tables(there.config, config)
+        if (there := self._live.deployed(name, config.version)) and (other := _other_tables(there.config, config)):
+            raise ConflictError(
+                f"deploying model {name!r}: {other}, which cannot change under the same version; give the files a version "
+                "of their own, or undeploy the model first"
+            )
         fingerprint = self.catalog.fingerprint(wanted)
         if there and there.fingerprint == fingerprint and not force:
             same = _same_settings(there.config, config)
             if same or there.chain.databases:
-                deployed = there if same else reconfigure(there, config, self._cache_class, self._coalescer, self.metrics)
-                self._live.serve(deployed, lambda versions: versions, "hand over")
+                deployed = there if same else self._renewed(there, config)
+                try:
+                    self._live.serve(deployed, lambda versions: versions, "hand over")
+                except BaseException:
+                    if deployed is not there:
+                        deployed.close("hand over")
+                    raise
                 return fingerprint
         kept = self._live.kept(name)
         old = next((one for one in kept if (one.version, one.fingerprint) == (config.version, fingerprint)), None)
-        if old and old.chain.databases and _same_settings(old.config, config) and not force:  # with what was written online
-            deployed, kept = old.renewed(), [one for one in kept if one is not old]
+        if old and not _other_tables(old.config, config) and not force:  # with what was written to it online
+            deployed, kept = self._renewed(old, config), [one for one in kept if one is not old]
         else:
             tables, old = self._in_free_slot(config, fingerprint), None
             load = partial(
@@ -459,6 +467,12 @@ class HPS:
             raise
         self._drop_rest(name, kept, config)
         return fingerprint
+
+    def _renewed(self, there: Deployment, config: ModelConfig) -> Deployment:
+        """The tables of a version with new caches, as `config` has them."""
+        if _same_settings(there.config, config):
+            return there.renewed()
+        return reconfigure(there, config, self._cache_class, self._coalescer, self.metrics)
 
     def _held_tables(self, name: str, version: str) -> list[HeldTable]:
         """Where the tables of a version are, if it is in service or kept."""
@@ -685,14 +699,13 @@ def _same_settings(one: ModelConfig, other: ModelConfig) -> bool:
     return one.model_copy(update=_NOT_OF_A_VERSION) == other.model_copy(update=_NOT_OF_A_VERSION)
 
 
-def _refuse_other_tables(there: ModelConfig, config: ModelConfig) -> None:
+def _other_tables(there: ModelConfig, config: ModelConfig) -> str:
+    """What of the tables of a version, or of where their rows are, is not the same; empty if all is."""
     for what, old, new in (
         ("tables", there.embedding_table_names, config.embedding_table_names),
         ("widths", there.embedding_vecsize_per_table, config.embedding_vecsize_per_table),
         ("embedding_cache_type", there.embedding_cache_type, config.embedding_cache_type),
     ):
         if old != new:
-            raise ConflictError(
-                f"deploying model {config.model!r}: got {what} {new}, but version {config.version} serves with {old}, which "
-                "cannot change under the same version; give the files a version of their own, or undeploy the model first"
-            )
+            return f"got {what} {new}, but version {config.version} serves with {old}"
+    return ""

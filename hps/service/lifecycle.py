@@ -152,12 +152,13 @@ class Lifecycle:
     def change(self, deploy: Iterable[ModelConfig], undeploy: Iterable[str]) -> None:
         """Load these models and take those out of service, in the background, after what is being loaded already.
 
-        Of a model that is in service, only its entry is replaced, for later deployments. A model that is loaded or cannot be
-        loaded does not make a service unready that was ready.
+        Of a model that is in service, or that only clients load, the entry is replaced, for later deployments. A model that is
+        loaded or cannot be loaded does not make a service unready that was ready.
         """
         for model in deploy:
             self._given_up.discard(model.model)
-            self.states.add(model)
+            if self._loads(model.model):
+                self.states.add(model)
             self._changes.put(model)
         for name in undeploy:
             self._changes.put(name)
@@ -253,7 +254,7 @@ class Lifecycle:
                 self._undeploy(server, name)
                 continue
             server.catalog.add(change)
-            if name not in server.models:
+            if name not in server.models and self._loads(name):
                 self.states.forget(name)  # the entry that could not be loaded
                 if again := self._deploy(server, change):
                     failed.append(again)

@@ -64,6 +64,7 @@ class Deployment:
         changes: the modifications and refreshes under way.
         one_device: the first device, where all share one session, so that there is nothing to choose; else None.
         refresher: of its caches, on demand and on time.
+        heirs: deployments that take the same tables over: what is written reaches their caches, too.
     """
 
     config: ModelConfig
@@ -80,9 +81,11 @@ class Deployment:
     one_device: int | None = field(init=False, repr=False)
     _turns: Iterator[Sequence[int]] = field(init=False, repr=False)
     refresher: Refresher = field(init=False, repr=False)
+    heirs: list["Deployment"] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "changes", OpenCalls(f"the deployment of model {self.config.model!r}"))
+        object.__setattr__(self, "heirs", [])
         names = {spec.table_name: index for index, spec in enumerate(self.tables)}
         object.__setattr__(self, "indices", names | {index: index for index in names.values()})
         devices = self.devices
@@ -193,7 +196,7 @@ class Deployment:
             )
 
         def apply(written: bool) -> None:
-            for cache in self.caches:
+            for cache in self._all_caches():
                 if written:
                     cache.update(index, keys, vectors)
                 else:
@@ -208,7 +211,7 @@ class Deployment:
         self._refuse_what_nobody_keeps(f"deleting from {self.tables[index].tag}")
 
         def apply(_written: bool) -> None:
-            for cache in self.caches:
+            for cache in self._all_caches():
                 cache.erase(index, keys)
 
         with self.changes:
@@ -218,6 +221,9 @@ class Deployment:
     def refresh(self, share: float | None = None) -> dict[str, RefreshReport]:
         """Read the vectors of all resident keys again; see `HPS.refresh`."""
         return self.refresher.refresh(share)
+
+    def _all_caches(self) -> list[EmbeddingCache]:
+        return self.caches + [cache for heir in self.heirs for cache in heir.caches]
 
     def _refuse_what_nobody_keeps(self, doing: str) -> None:
         """Refuse a modification that no database would hold: it would be acknowledged, and lost with this deployment."""
@@ -233,12 +239,12 @@ class Deployment:
         """Wait for queued insertions; False when the timeout comes first."""
         return all(session.drain(timeout_s) for session in dict.fromkeys(self.sessions.values()))
 
-    def close(self, tables: Literal["keep", "release", "drop"] = "release") -> bool:
+    def close(self, tables: Literal["keep", "release", "drop", "hand over"] = "release") -> bool:
         """Refuse new lookups, let running ones end and free the caches.
 
         Args:
             tables: what becomes of its tables: `keep` leaves them where they are, `release` frees those in this process's
-                memory, `drop` drops them from every database.
+                memory, `drop` drops them from every database, `hand over` leaves them to its heir.
 
         Returns:
             False when some still run after `DRAIN_S`: what they read stays, and `close` may be called again.
@@ -247,7 +253,7 @@ class Deployment:
         ended = [session.close(DRAIN_S) for session in dict.fromkeys(self.sessions.values())]
         if not (self.changes.close(DRAIN_S) and all(ended)):
             return False
-        if tables == "keep":
+        if tables in ("keep", "hand over"):
             return True
         try:
             for table in self.tables:
@@ -324,13 +330,7 @@ def deploy(
             chain.open_table(table)
             reports.append(load.run())
         fingerprints = tuple(report.fingerprint for report in reports)
-        if direct:
-
-            def renew() -> dict[int, Session]:
-                return dict.fromkeys(config.deployed_device_list, DirectSession(tables, chain, metrics))
-
-            return Deployment(config, tables, renew(), chain, rows, fingerprints, renew)
-        build = partial(_cached_sessions, config, tables, rows, cache_class, chain, coalescer, metrics)
+        build = _session_builder(config, tables, rows, cache_class, chain, coalescer, metrics)
         sessions = build(_FromFiles(tables, reports, chain))
         return Deployment(config, tables, sessions, chain, rows, fingerprints, partial(build, _FromDatabases(tables, chain)))
     except BaseException:
@@ -338,6 +338,52 @@ def deploy(
             with suppress(DatabaseError):
                 chain.release_table(table)
         raise
+
+
+def reconfigure(
+    there: Deployment, config: ModelConfig, cache_class: type[EmbeddingCache], coalescer: FetchCoalescer, metrics: Metrics
+) -> Deployment:
+    """Build caches and sessions of other settings over the tables of a version in service; nothing is loaded.
+
+    Both may then be looked up, and what is written through the version in service reaches the caches of both. Once the other
+    has taken over, it is to be closed with `hand over`.
+
+    Args:
+        there: a version whose tables some database holds.
+        config: of the same tables and kind of cache.
+
+    Raises:
+        DatabaseError, DeviceError: a tier failed.
+    """
+    tables = tuple(replace(new, slot=old.slot) for new, old in zip(config.tables, there.tables, strict=True))
+    build = _session_builder(config, tables, there.rows, cache_class, there.chain, coalescer, metrics)
+    renew = partial(build, _FromDatabases(tables, there.chain))
+    heir = replace(there, config=config, tables=tables, sessions=renew(), renew=renew, since=time.time())
+    there.heirs.append(heir)
+    try:
+        for cache in heir.caches:
+            for index, table in enumerate(tables):  # what was written while the caches were warmed, and did not reach them
+                refresh(cache, index, table, heir.chain, config.cache_refresh_percentage_per_iteration)
+    except BaseException:
+        there.heirs.remove(heir)
+        heir.close("hand over")
+        raise
+    return heir
+
+
+def _session_builder(
+    config: ModelConfig,
+    tables: tuple[TableSpec, ...],
+    rows: tuple[int, ...],
+    cache_class: type[EmbeddingCache],
+    chain: DatabaseChain,
+    coalescer: FetchCoalescer,
+    metrics: Metrics,
+) -> "Callable[[_FromFiles | _FromDatabases], dict[int, Session]]":
+    """What makes the sessions of a version, given what warms their caches."""
+    if cache_class.device == "cpu" and (config.embedding_cache_type in ("static", "uvm") or not config.gpucache):
+        return lambda _: dict.fromkeys(config.deployed_device_list, DirectSession(tables, chain, metrics))
+    return partial(_cached_sessions, config, tables, rows, cache_class, chain, coalescer, metrics)
 
 
 def _cached_sessions(

@@ -165,14 +165,14 @@ class LiveModels:
         self,
         deployment: Deployment,
         stay: Callable[[list[str]], list[str]],
-        tables: Literal["keep", "drop"],
+        tables: Literal["keep", "drop", "hand over"],
         kept: Deployment | None = None,
     ) -> None:
         """Let a deployment serve its model from now on. Called while the model is being changed.
 
         Args:
             stay: chooses, of the versions that are then available, those that stay so; the others are retired.
-            tables: what becomes of the tables of those.
+            tables: what becomes of the tables of those, and of the deployment of the same version before.
             kept: the same version as it was kept for a roll-back, if it was; its tables are in service again.
 
         Raises:
@@ -188,7 +188,11 @@ class LiveModels:
             self._replace(versions, deployment, left, tables)
 
     def _replace(
-        self, versions: _Versions, deployment: Deployment, left: dict[str, Deployment], tables: Literal["keep", "drop"]
+        self,
+        versions: _Versions,
+        deployment: Deployment,
+        left: dict[str, Deployment],
+        tables: Literal["keep", "drop", "hand over"],
     ) -> None:
         name, now = deployment.config.model, {**left, deployment.version: deployment}
         retired = [one for one in versions.available.values() if one not in now.values()]
@@ -274,7 +278,7 @@ class LiveModels:
         if self._closed:
             raise NotReadyError(f"{what} model {name!r}: the parameter server is closed")
 
-    def _retire_later(self, name: str, deployment: Deployment, tables: Literal["keep", "release", "drop"]) -> None:
+    def _retire_later(self, name: str, deployment: Deployment, tables: Literal["keep", "release", "drop", "hand over"]) -> None:
         def work() -> None:
             while not self._closed and not self._ended(name, deployment, tables):
                 time.sleep(_RELEASE_PAUSE_S)
@@ -282,18 +286,18 @@ class LiveModels:
 
         threading.Thread(target=work, name=f"hps-retire-{name}", daemon=True).start()
 
-    def _ended(self, name: str, deployment: Deployment, tables: Literal["keep", "release", "drop"]) -> bool:
+    def _ended(self, name: str, deployment: Deployment, tables: Literal["keep", "release", "drop", "hand over"]) -> bool:
         try:
             return deployment.close(tables)
         except HPSError as error:  # a device failed, which frees nothing any more
             _log.error("model %r: version %s is out of service, but not freed: %s", name, deployment.version, error)
             return True
 
-    def _retired(self, name: str, deployment: Deployment, tables: Literal["keep", "release", "drop"]) -> None:
+    def _retired(self, name: str, deployment: Deployment, tables: Literal["keep", "release", "drop", "hand over"]) -> None:
         with self._changed:
             if name in self._models:
                 versions = self._models[name]
                 versions.retiring.remove(deployment)
-                if tables == "keep":
+                if tables == "keep" and deployment.chain.databases:  # else nothing is left of it
                     versions.kept.append(deployment)
             self._changed.notify_all()

@@ -12,10 +12,11 @@ from typing import Any, Literal, Self, TypeVar, cast, overload
 
 import numpy as np
 
+from hps.catalog_watch import CatalogWatch, IndexEntry
 from hps.configuration.hugectr_structs import ParameterServerConfig
 from hps.configuration.load import Configuration, ModelConfig, load_configuration
 from hps.databases.base import PersistentDatabase, SharedDatabase
-from hps.deployment import Deployment, choose_cache, deploy, open_databases
+from hps.deployment import Deployment, choose_cache, deploy, open_databases, reconfigure
 from hps.errors import CapacityError, ConflictError, DatabaseError, NotReadyError, UnknownModelError
 from hps.lifetimes import close_at_exit, disown_in_children, refusal
 from hps.live_models import LiveModels, VersionStatus, version_status
@@ -40,6 +41,7 @@ from hps.types import BoolArray, FloatArray, TableSpec, split_tag
 _log = logging.getLogger(__name__)
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _EXIT_WAIT_S = 5.0  # for a model that is being loaded when the interpreter ends
+_NOT_OF_A_VERSION = dict.fromkeys(("sparse_files", "versions", "version_path", "version_policy", "keep_versions"))
 
 
 def _on_the_next_version(method: _Method) -> _Method:
@@ -96,6 +98,7 @@ class HPS:
         self._reopenable: dict[str, Deployment] = {}  # in a forked child, until the first call
         self._chain, self._targets = open_databases(self.config, self.metrics)
         self.catalog = ModelCatalog(self.config, self._targets.sources)
+        self._watch = CatalogWatch(self.catalog, self._live)
         self._coalescer = FetchCoalescer(self._chain.fetch, self.metrics)
         disown_in_children(self)
         close_at_exit(self, lambda server: server._close(_EXIT_WAIT_S))
@@ -134,6 +137,10 @@ class HPS:
             if self._closed:
                 raise refusal(self, "the parameter server") from None
             raise
+
+    def in_service(self, model_name: str | None = None) -> list[Deployment]:
+        """The deployed versions of a model, or of all."""
+        return [one for one in self._live.all() if model_name in (None, one.config.model)]
 
     def versions(self, model_name: str) -> list[VersionStatus]:
         """The versions of a model that are in service, kept, or still read by lookups.
@@ -353,26 +360,36 @@ class HPS:
         deployment.delete(deployment.table_index(table_id), as_host_keys(keys))
 
     def deploy(
-        self, model: ModelConfig | str, version: str | None = None, *, progress: Progress | None = None, force: bool = False
+        self,
+        model: ModelConfig | str,
+        version: str | None = None,
+        *,
+        progress: Progress | None = None,
+        force: bool = False,
+        remember: bool = True,
     ) -> Deployment:
         """Load a version of a model beside those that are in service, and let it take over in one step.
 
         Lookups go on meanwhile; each is answered by the version that it began with. The version that served before is kept for
         `rollback`, with its tables but without its caches, or dropped from every tier, as `keep_versions` says. If the version
-        is in service already and its files have not changed, only its place changes: it serves.
+        is in service already and its files have not changed, nothing is loaded: it serves, with new caches if its settings are
+        others. A deployment that fails leaves what is known of the model as it was, too.
 
         Args:
-            model: the configuration of a model, which from then on is known by its name; or the name of a known one.
+            model: the configuration of a model; or the name of a known one.
             version: what to load; by default what the `version_policy` chooses, the highest of which serves.
             progress: hears how far the loading is.
             force: load the files even where a database holds them already; online updates are lost.
+            remember: know the model by this configuration from then on; if False, a model that was known already is deployed so
+                this once.
 
         Returns:
             What serves now.
 
         Raises:
             UnknownModelError, UnknownVersionError: there is no such model, or no such version of it.
-            ConflictError: another change of the model is under way.
+            ConflictError: another change of the model is under way; or a version that is in service would get other tables,
+                other widths or another kind of cache under its number.
             NotReadyError: lookups of a version that was replaced or undeployed still run.
             CapacityError, ModelFileError, DatabaseError, DeviceError: it cannot be loaded. What served goes on to serve.
         """
@@ -381,26 +398,50 @@ class HPS:
         with self._live.changing(name, "deploying"):
             if self._closed:
                 raise refusal(self, "the parameter server")
-            if not isinstance(model, str):
-                self.catalog.add(model)
-            for number in self.catalog.to_serve(name) if version is None else [version]:
-                self._deploy(name, number, progress, force)
+            known = isinstance(model, str) or name in self.catalog.names
+            before = None if isinstance(model, str) else self.catalog.add(model)
+            served = False
+            try:
+                chosen = self.catalog.to_serve(name) if version is None else [version]
+                fingerprints = [self._deploy(name, number, progress, force) for number in chosen]
+                served = True
+            except Exception as error:
+                self._watch.failed(name, error)
+                raise
+            finally:
+                if not isinstance(model, str) and not (served and (remember or not known)):
+                    self.catalog.restore(name, before)
+            if version is None:
+                self._watch.served(name, zip(chosen, fingerprints, strict=True))
         return self.model(name)
 
-    def _deploy(self, name: str, version: str, progress: Progress | None, force: bool) -> None:
+    def _deploy(self, name: str, version: str, progress: Progress | None, force: bool) -> str:
+        """Put a version into service, and return the fingerprint of its files."""
         wanted = self.catalog.version(name, version, partial(self._held_tables, name))
         config = wanted.config
+        if (there := self._live.deployed(name, config.version)) and (other := _other_tables(there.config, config)):
+            raise ConflictError(
+                f"deploying model {name!r}: {other}, which cannot change under the same version; give the files a version "
+                "of their own, or undeploy the model first"
+            )
         fingerprint = self.catalog.fingerprint(wanted)
-        there = self._live.deployed(name, config.version)
         if there and there.fingerprint == fingerprint and not force:
-            self._live.serve(there, lambda versions: versions, "keep")
-            return
+            same = _same_settings(there.config, config)
+            if same or there.chain.databases:
+                deployed = there if same else self._renewed(there, config)
+                try:
+                    self._live.serve(deployed, lambda versions: versions, "hand over")
+                except BaseException:
+                    if deployed is not there:
+                        deployed.close("hand over")
+                    raise
+                return fingerprint
         kept = self._live.kept(name)
-        same = next((one for one in kept if (one.version, one.fingerprint) == (config.version, fingerprint)), None)
-        if same and not force:  # with what was written to it online
-            deployed, kept = same.renewed(), [one for one in kept if one is not same]
+        old = next((one for one in kept if (one.version, one.fingerprint) == (config.version, fingerprint)), None)
+        if old and not _other_tables(old.config, config) and not force:  # with what was written to it online
+            deployed, kept = self._renewed(old, config), [one for one in kept if one is not old]
         else:
-            tables, same = self._in_free_slot(config, fingerprint), None
+            tables, old = self._in_free_slot(config, fingerprint), None
             load = partial(
                 deploy,
                 wanted,
@@ -419,12 +460,19 @@ class HPS:
                 deployed, kept = load(), self._live.kept(name)
         stay = partial(self.catalog.model(name).version_policy.chosen, also=config.version)
         try:
-            self._live.serve(deployed, stay, "keep" if config.keep_versions else "drop", same)
+            self._live.serve(deployed, stay, "keep" if config.keep_versions else "drop", old)
         except BaseException:
             if self._live.serving.get(name) is not deployed:
-                deployed.close("keep" if same else "release")
+                deployed.close("keep" if old else "release")
             raise
         self._drop_rest(name, kept, config)
+        return fingerprint
+
+    def _renewed(self, there: Deployment, config: ModelConfig) -> Deployment:
+        """The tables of a version with new caches, as `config` has them."""
+        if _same_settings(there.config, config):
+            return there.renewed()
+        return reconfigure(there, config, self._cache_class, self._coalescer, self.metrics)
 
     def _held_tables(self, name: str, version: str) -> list[HeldTable]:
         """Where the tables of a version are, if it is in service or kept."""
@@ -528,6 +576,48 @@ class HPS:
             if version is None:
                 self._live.drop_kept(model_name, self._live.kept(model_name), "release")
 
+    def index(self) -> list[IndexEntry]:
+        """Every version of every model that is known, and whether it answers lookups. Model files are not read.
+
+        Raises:
+            ModelFileError: the models cannot be listed.
+        """
+        return self._watch.index()
+
+    def change_of(self, model_name: str) -> str:
+        """What is being done to a model now, such as `deploying`; empty if nothing is."""
+        return self._live.change_of(model_name)
+
+    def poll(self, *, progress: Progress | None = None) -> dict[str, Exception | None]:
+        """Look at the files of all models once, and deploy what they have that was not deployed yet.
+
+        That is: models that are new or configured otherwise, new versions that the `version_policy` chooses, and files that
+        were replaced. A model that is gone from the catalog is undeployed. What somebody rolled back or undeployed stays so
+        until its files change. Files that cannot be loaded are tried again after a pause that grows, or when they have changed.
+
+        Args:
+            progress: hears how far the loading is.
+
+        Returns:
+            The models that changed (None), and those that could not be changed and why.
+
+        Raises:
+            ModelFileError: the models cannot be listed.
+        """
+        outcome: dict[str, Exception | None] = {}
+        for name, gone in self._watch.differing():
+            try:
+                if gone:
+                    self.undeploy(name)
+                else:
+                    self.deploy(name, progress=progress)
+                outcome[name] = None
+            except ConflictError as error:
+                _log.debug("polling model %r: it is left for the next time: %s", name, error)
+            except Exception as error:  # noqa: BLE001 - the other models are not concerned
+                outcome[name] = error
+        return outcome
+
     @_on_the_next_version
     def refresh(self, model_name: str, share: float | None = None) -> dict[str, RefreshReport]:
         """Read the vectors of all resident keys again, in place, on every device of a model, and return when that is done.
@@ -592,6 +682,7 @@ class HPS:
                 deployments[name] = replace(deployment, sessions=dict.fromkeys(deployment.devices, session), chain=chain)
             self._chain, self._coalescer = chain, FetchCoalescer(chain.fetch, self.metrics)
             self._live = LiveModels(deployments)
+            self._watch = CatalogWatch(self.catalog, self._live)
             self._closed, self._reopenable = False, {}
             disown_in_children(self)
             close_at_exit(self, lambda server: server._close(_EXIT_WAIT_S))
@@ -601,3 +692,20 @@ class HPS:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+
+def _same_settings(one: ModelConfig, other: ModelConfig) -> bool:
+    """Whether a version is deployed in the same way by both: by all but what chooses versions."""
+    return one.model_copy(update=_NOT_OF_A_VERSION) == other.model_copy(update=_NOT_OF_A_VERSION)
+
+
+def _other_tables(there: ModelConfig, config: ModelConfig) -> str:
+    """What of the tables of a version, or of where their rows are, is not the same; empty if all is."""
+    for what, old, new in (
+        ("tables", there.embedding_table_names, config.embedding_table_names),
+        ("widths", there.embedding_vecsize_per_table, config.embedding_vecsize_per_table),
+        ("embedding_cache_type", there.embedding_cache_type, config.embedding_cache_type),
+    ):
+        if old != new:
+            return f"got {what} {new}, but version {config.version} serves with {old}"
+    return ""

@@ -27,6 +27,7 @@ __all__ = [
     "UpdateSourceConfig",
     "VolatileDbConfig",
     "load_configuration",
+    "override_model",
     "read_configuration",
 ]
 
@@ -99,6 +100,21 @@ def read_configuration(source: Source) -> tuple[Configuration, list[tuple[int, s
     if problems:
         raise ConfigError(name, problems)
     return configuration, [(level, f"{name}: {text}") for level, text in _written(notices)]
+
+
+def override_model(name: str, model: ModelConfig | None, changes: Mapping[str, Any]) -> ModelConfig:
+    """The entry of a model with some keys changed, checked as a configuration is.
+
+    Args:
+        name: of the model.
+        model: its entry; None if it has none, and `changes` are the whole.
+        changes: keys of an entry of `models`, and their values.
+
+    Raises:
+        ConfigError: anything in it is wrong; one report of all problems.
+    """
+    known = {} if model is None else model.model_dump(exclude_unset=True)
+    return load_configuration({"models": [{**known, **changes, "model": name}]}).models[0]
 
 
 def _take_secrets(content: dict[str, Any]) -> dict[Location, str]:

@@ -58,6 +58,7 @@ CacheType: TypeAlias = Annotated[
     Literal["dynamic", "static", "uvm", "stochastic"],
     choice("dynamic", "static", "uvm", "stochastic"),
 ]
+ControlMode: TypeAlias = Annotated[Literal["none", "explicit", "poll"], choice("none", "explicit", "poll")]
 DeviceChoice: TypeAlias = Annotated[str, choice("auto", *IMPLEMENTATIONS["cache"], kind="cache")]
 
 
@@ -85,6 +86,9 @@ class ServiceConfig(Section):
     keep_alive_s: Timeout = 75.0
     drain_s: Seconds = 5.0
     log_level: LogLevel = "info"
+    model_control_mode: ControlMode = "none"
+    load_models: ListOf[Annotated[str, Field(min_length=1)]] = ()
+    repository_poll_s: Timeout = 15.0
 
     @field_validator("max_held_bytes")
     @classmethod
@@ -92,6 +96,13 @@ class ServiceConfig(Section):
         least = 2 * info.data.get("max_body_bytes", 0)
         if value < least:
             raise problem(f"got {value}, expected at least {least}, twice max_body_bytes")
+        return value
+
+    @field_validator("load_models")
+    @classmethod
+    def _only_explicit(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if value and info.data.get("model_control_mode", "explicit") != "explicit":
+            raise problem("got models to load at the start, expected none unless model_control_mode is explicit")
         return value
 
 
@@ -320,6 +331,10 @@ class Configuration(Section):
     def _some(cls, value: tuple[ModelConfig, ...], info: ValidationInfo) -> tuple[ModelConfig, ...]:
         if not value and not info.data.get("model_repository"):
             raise problem("got none, expected at least one model, or a model_repository")
+        names = {"*", *(model.model for model in value)}
+        service = info.data.get("service")
+        if service and not info.data.get("model_repository") and (others := set(service.load_models) - names):
+            raise problem(f"got no model {min(others)!r}, which service.load_models names")
         return value
 
     @field_validator("models", mode="wrap")

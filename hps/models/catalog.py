@@ -71,15 +71,22 @@ class ModelCatalog:
                 problems[name] = error
         self._found, self.problems = found, problems
 
-    def add(self, model: ModelConfig) -> None:
-        """Make a model known, or replace what is known of it."""
+    def add(self, model: ModelConfig) -> ModelConfig | None:
+        """Make a model known, or replace what is known of it. Returns what was configured or added before, if anything."""
         with self._lock:
+            known = self._added.get(model.model)
             self._added = {**self._added, model.model: model}
+            return known
 
     def remove(self, name: str) -> None:
         """Forget a model that was configured or added."""
+        self.restore(name, None)
+
+    def restore(self, name: str, known: ModelConfig | None) -> None:
+        """Take back an `add`, which returned `known`."""
         with self._lock:
-            self._added = {other: model for other, model in self._added.items() if other != name}
+            others = {other: model for other, model in self._added.items() if other != name}
+            self._added = {**others, name: known} if known else others
 
     def model(self, name: str) -> ModelConfig:
         """A model's entry.

@@ -23,7 +23,7 @@ from hps.service.answer_memory import AnswerMemory
 from hps.service.control_routes import control_app
 from hps.service.held_memory import SMALL_BYTES, HeldMemory
 from hps.service.http_answer import BINARY, JSON, HTTPAnswer, RequestError, error_answer
-from hps.service.http_metrics import DISCONNECTED, HTTPMetrics
+from hps.service.http_metrics import DISCONNECTED, HTTPMetrics, InferenceCounts, InferenceStatistics
 from hps.service.lifecycle import Lifecycle
 from hps.service.lookup_threads import LookupThreads
 from hps.service.protocol.json_lookup import JSONLookup, decode_lookup
@@ -32,6 +32,7 @@ from hps.service.protocol.open_inference import Inference, decode_request, parse
 from hps.service.protocol.request_checks import ModelTables
 from hps.service.request_body import BodyReader, ClientDisconnected
 from hps.service.schemas import INFER, INFER_VERSION, LOOKUP
+from hps.tensors.segments import Segment
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +81,8 @@ class Application:
         settings = lifecycle.configuration.service
         self.lifecycle = lifecycle
         self.closed = False
-        self._models: dict[LookupTarget, ModelTables] = {}
+        self._models: dict[LookupTarget, tuple[ModelTables, InferenceCounts]] = {}
+        self._statistics = InferenceStatistics()
         self.memory = HeldMemory(settings.max_held_bytes)
         self._answers = AnswerMemory(settings.max_held_bytes)
         self._threads = LookupThreads(settings.lookup_threads, settings.request_timeout_s)
@@ -90,7 +92,7 @@ class Application:
             held_bytes=lambda: self.memory.held,
             ready=lambda: self.lifecycle.settled,
         )
-        self._control = control_app(lifecycle, self._metrics, self._lifespan, self._error_answer)
+        self._control = control_app(lifecycle, self._metrics, self._statistics, self._lifespan, self._error_answer)
         self.configure(settings)
 
     def configure(self, settings: ServiceConfig) -> None:
@@ -158,11 +160,14 @@ class Application:
         """Answer a lookup, by the next version where the one that it began with was retired before it was asked."""
         while True:
             deployment = server.model(target.model_name, target.version)
+            started = time.perf_counter_ns()
             try:
-                return await self._look_up_in(deployment, server, target, headers, body)
-            except NotReadyError:
-                if server.model(target.model_name, target.version) is deployment:
-                    raise
+                return await self._look_up_in(deployment, server, target, headers, body, started)
+            except Exception as error:
+                if isinstance(error, NotReadyError) and server.model(target.model_name, target.version) is not deployment:
+                    continue
+                self._statistics.of(deployment).failed(started)
+                raise
 
     async def _look_up_in(
         self,
@@ -171,6 +176,7 @@ class Application:
         target: LookupTarget,
         headers: Mapping[bytes, bytes],
         body: bytes | bytearray,
+        started: int,
     ) -> HTTPAnswer:
         """Look up what the body asks for. The memory of the answer is held once its size is known, and stays so.
 
@@ -178,13 +184,13 @@ class Application:
         releases the interpreter lock, so that would hold up the event loop just as long, and add a fight for the lock. It is
         written here, in pieces, between which others have their turn.
         """
-        model = self._models.get(target)
-        if model is None or model.tables is not deployment.tables:  # unknown so far, or another one by now
+        known = self._models.get(target)
+        if known is None or known[0].tables is not deployment.tables:  # unknown so far, or another one by now
             if len(self._models) == _MOST_TARGETS:  # of versions that are gone
                 self._models.clear()
-            model = self._models[target] = ModelTables(
-                target.model_name, deployment.tables, deployment.version, deployment.keys_per_sample
-            )
+            tables = ModelTables(target.model_name, deployment.tables, deployment.version, deployment.keys_per_sample)
+            known = self._models[target] = (tables, self._statistics.of(deployment))
+        model, counts = known
         header_length = None
         request: JSONLookup | Inference
         if target.route != LOOKUP:
@@ -201,9 +207,12 @@ class Application:
         else:
             self.memory.take(held, "answering the request")
         try:
-            lookup = (server.lookup_segments, deployment, request.segments, request.device_id)
-            request.device_id = await self._threads.run(*lookup)
+            submitted = time.perf_counter_ns()
+            lookup = (_timed_lookup, server, deployment, request.segments, request.device_id)
+            request.device_id, began, ended = await self._threads.run(*lookup)
+            resumed = time.perf_counter_ns()
             if (whole := request.binary_answer) is not None:
+                counts.succeeded(started, submitted, began, ended, resumed)
                 length = (b"inference-header-content-length", str(whole[1]).encode())
                 return HTTPAnswer(200, [BINARY, length], whole[:1], held)
             text, binary = request.encode()
@@ -212,6 +221,8 @@ class Application:
                 if chunks:
                     await asyncio.sleep(0)
                 chunks.append(piece)
+            counts.succeeded(started, submitted, began, ended, resumed)
+            counts.output_ns += time.perf_counter_ns() - resumed
             if not binary:
                 return HTTPAnswer(200, [JSON], chunks, held)
             length = (b"inference-header-content-length", str(sum(map(len, chunks))).encode())
@@ -275,6 +286,13 @@ class Application:
             else:
                 _log.error("the parameter server was not closed within %g s", CLOSE_TIMEOUT_S)
             self.closed = idle and closed
+
+
+def _timed_lookup(server: HPS, deployment: Deployment, segments: list[Segment], device_id: int | None) -> tuple[int, int, int]:
+    """Do as `HPS.lookup_segments`, and say when it began and ended, too, in nanoseconds of `time.perf_counter_ns`."""
+    began = time.perf_counter_ns()
+    device = server.lookup_segments(deployment, segments, device_id)
+    return device, began, time.perf_counter_ns()
 
 
 def _replayed(body: bytes | bytearray, receive: Receive) -> Receive:

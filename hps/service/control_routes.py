@@ -1,4 +1,4 @@
-"""The routes beside the lookups, which are FastAPI's: health, metadata, metrics; and the OpenAPI document of all routes."""
+"""The routes beside the lookups, which are FastAPI's: health, metadata, metrics, models; and the OpenAPI document of all."""
 
 import math
 from collections.abc import Callable
@@ -14,12 +14,14 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from hps import __version__
-from hps.errors import HPSError, InvalidInputError, NotReadyError
+from hps.errors import HPSError, InvalidInputError, NotReadyError, UnknownModelError, UnknownVersionError
 from hps.parameter_server import HPS
 from hps.service import schemas
 from hps.service.http_answer import HTTPAnswer, RequestError
-from hps.service.http_metrics import HTTPMetrics
+from hps.service.http_metrics import HTTPMetrics, InferenceStatistics
 from hps.service.lifecycle import STOPPING, Lifecycle
+from hps.service.repository_routes import repository_routes
+from hps.service.statistics_routes import statistics_routes
 
 _Responses = dict[int | str, dict[str, Any]]
 
@@ -29,19 +31,30 @@ _ERRORS: _Responses = {
         400: "The request is wrong.",
         401: "The bearer token is missing or wrong.",
         404: "There is no such model, version or table.",
+        409: "The model cannot be changed so, or another change of it is under way.",
         408: "The body did not arrive in time.",
         413: "The body is too large, or has too many keys.",
         415: "The body is compressed with something other than gzip or deflate.",
         500: "A bug; the log has the details.",
         503: "Loading, stopping or overloaded, or a database failed. Retry-After says when to try again.",
         504: "The lookup did not end in time.",
+        507: "The model does not fit in memory, on disk or on the device.",
     }.items()
 }
+_OF_LOOKUPS: _Responses = {status: error for status, error in _ERRORS.items() if status not in (409, 507)}
+_OF_CHANGES: _Responses = {status: error for status, error in _ERRORS.items() if status not in (415, 504)}
 _UNAUTHORIZED: _Responses = {401: _ERRORS[401]}
 _OF_MODELS: _Responses = {status: _ERRORS[status] for status in (401, 404, 503)}
+_EXTENSIONS = [
+    "binary_tensor_data",
+    "model_configuration",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "statistics",
+]
 _NOT_READY = {"model": schemas.ServerReady, "description": "Not ready; `reason` and `models` say why."}
 
-lookups = APIRouter(responses=_ERRORS)
+lookups = APIRouter(responses=_OF_LOOKUPS)
 """The lookup routes as FastAPI would have them, to be described: the application serves them without FastAPI."""
 
 _BINARY = {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
@@ -60,6 +73,7 @@ _HEADER_LENGTH = Header(
 def control_app(
     lifecycle: Lifecycle,
     metrics: HTTPMetrics,
+    statistics: InferenceStatistics,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]],
     error_answer: Callable[[Exception, Scope], HTTPAnswer],
 ) -> FastAPI:
@@ -68,6 +82,7 @@ def control_app(
     Args:
         lifecycle: what the routes report.
         metrics: what `/metrics` exposes, beside the metrics of the models and of the parameter server.
+        statistics: of the inferences.
         lifespan: entered when the service starts, left when it stops.
         error_answer: the answer to an error that was raised while the request of a scope was served.
     """
@@ -77,12 +92,15 @@ def control_app(
         got = f"got {request.method} {request.url.path[:300]}"
         if isinstance(error, HTTPException):
             if error.status_code == 405:
-                error = RequestError(405, f"{got}, expected GET", (b"allow", b"GET"))
+                allowed = (error.headers or {}).get("Allow", "GET")
+                error = RequestError(405, f"{got}, expected {allowed}", (b"allow", allowed.encode()))
             else:
                 error = RequestError(404, f"{got}, which is not served; /openapi.json lists the routes")
         elif isinstance(error, RequestValidationError):
             problems = (f"{one['loc'][-1]}: {one['msg']}, got {str(one['input'])[:40]!r}" for one in error.errors())
             error = InvalidInputError(f"{got}: {'; '.join(problems)}")
+        elif isinstance(error, UnknownModelError) and not isinstance(error, UnknownVersionError):
+            error = UnknownModelError(f"Request for unknown model: {error}")  # words that Triton's clients look for
         answer = error_answer(error, request.scope)
         headers = {name.decode(): value.decode() for name, value in answer.headers}
         return Response(b"".join(answer.chunks), answer.status, headers)
@@ -121,7 +139,11 @@ def control_app(
         """The server, and the names of its models."""
         server = lifecycle.opened
         models = [] if server is None else list(server.models)
-        return schemas.ServerMetadata(name="hps", version=__version__, extensions=["binary_tensor_data"], models=models)
+        # Triton's own example of a client takes no other name.
+        return schemas.ServerMetadata(name="triton", version=__version__, extensions=_EXTENSIONS, models=models)
+
+    app.include_router(repository_routes(lifecycle, _OF_CHANGES))
+    app.include_router(statistics_routes(lifecycle, statistics, _OF_MODELS))
 
     @app.get("/v2/models/{model}", tags=["metadata"], responses=_OF_MODELS)
     async def model_metadata(model: str) -> schemas.ModelMetadata:

@@ -7,11 +7,14 @@ import orjson
 
 from hps.errors import (
     CapacityError,
+    ConfigError,
     ConflictError,
     DatabaseError,
     DeviceError,
     HPSError,
     InvalidInputError,
+    ModelFileError,
+    ModelSourceError,
     NotReadyError,
     ReadOnlyError,
     TooManyKeysError,
@@ -27,6 +30,8 @@ BINARY: Header = (b"content-type", b"application/octet-stream")
 
 STATUS_OF_ERROR: dict[type[BaseException], int] = {
     InvalidInputError: 400,
+    ConfigError: 400,
+    ModelFileError: 400,
     UnknownModelError: 404,
     UnknownTableError: 404,
     UnknownDeviceError: 404,
@@ -35,6 +40,7 @@ STATUS_OF_ERROR: dict[type[BaseException], int] = {
     TooManyKeysError: 413,
     CapacityError: 507,
     NotReadyError: 503,
+    ModelSourceError: 503,
     WorkspaceTimeoutError: 503,
     DatabaseError: 503,
     DeviceError: 503,
@@ -69,14 +75,18 @@ class HTTPAnswer(NamedTuple):
     held: int = 0
 
 
+def status_of(error: BaseException) -> int:
+    """The status of the answer to a request that raised `error`."""
+    if isinstance(error, RequestError):
+        return error.status
+    return next((STATUS_OF_ERROR[kind] for kind in type(error).__mro__ if kind in STATUS_OF_ERROR), 500)
+
+
 def error_answer(error: BaseException) -> HTTPAnswer:
     """The answer to a request that raised `error`: its status, and `{"error": message}` as the protocol has it."""
-    headers: list[Header] = [JSON]
+    status, headers = status_of(error), [JSON]
     if isinstance(error, RequestError):
-        status = error.status
         headers += error.headers
-    else:
-        status = next((STATUS_OF_ERROR[kind] for kind in type(error).__mro__ if kind in STATUS_OF_ERROR), 500)
     if status == 503:
         headers.append((b"retry-after", b"1"))
     if isinstance(error, HPSError):

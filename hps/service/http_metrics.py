@@ -1,13 +1,17 @@
-"""Prometheus metrics of HTTP requests."""
+"""Counts of HTTP requests: Prometheus metrics by route, and by version what Triton's statistics report."""
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
+from weakref import WeakKeyDictionary
 
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from hps.deployment import Deployment
 
 _BUCKETS = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 DISCONNECTED = 499
@@ -68,3 +72,58 @@ class HTTPMetrics(Collector):
         yield from (requests, seconds)
         yield from (GaugeMetricFamily(name, text, value()) for name, text, value in self._gauges)
         yield from self._process.collect()
+
+
+@dataclass(slots=True, eq=False)
+class InferenceCounts:
+    """Requests of one version that were answered, and that failed. *One per event loop*, which alone changes it.
+
+    All times are nanoseconds of `time.perf_counter_ns`. Together, those of requests that were answered are the time from the
+    complete body to the body of the answer.
+
+    Attributes:
+        successes, failures: how many.
+        input_ns: reading the request.
+        queue_ns: waiting for a thread, and then for the event loop.
+        infer_ns: the lookup.
+        output_ns: writing the answer; none where the lookup wrote it.
+        failure_ns: requests that failed.
+        last_ns: when the last one ended; 0 if there was none.
+    """
+
+    successes: int = 0
+    failures: int = 0
+    input_ns: int = 0
+    queue_ns: int = 0
+    infer_ns: int = 0
+    output_ns: int = 0
+    failure_ns: int = 0
+    last_ns: int = 0
+
+    def succeeded(self, started: int, submitted: int, began: int, ended: int, resumed: int) -> None:
+        """Count a request that is answered, but for the time to write the answer."""
+        self.successes += 1
+        self.input_ns += submitted - started
+        self.queue_ns += began - submitted + resumed - ended
+        self.infer_ns += ended - began
+        self.last_ns = resumed
+
+    def failed(self, started: int) -> None:
+        """Count a request that failed now."""
+        self.failures += 1
+        self.last_ns = time.perf_counter_ns()
+        self.failure_ns += self.last_ns - started
+
+
+class InferenceStatistics:
+    """The counts of every version in service. They go with it. *One per event loop.*"""
+
+    def __init__(self) -> None:
+        self._counts: WeakKeyDictionary[Deployment, InferenceCounts] = WeakKeyDictionary()
+
+    def of(self, deployment: Deployment) -> InferenceCounts:
+        """The counts of a version, which begin with its first request."""
+        counts = self._counts.get(deployment)
+        if counts is None:
+            counts = self._counts[deployment] = InferenceCounts()
+        return counts

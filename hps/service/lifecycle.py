@@ -85,7 +85,7 @@ class Lifecycle:
         self._force = force
         self._first_retry_s = first_retry_s
         self._stopping = threading.Event()
-        models = configuration.models if self._owned else ()
+        models = [one for one in configuration.models if self._loads(one.model)] if self._owned else []
         self.states = ModelStates(
             models,
             lambda: server.models if (server := self.opened) else (),
@@ -94,6 +94,7 @@ class Lifecycle:
         )
         self._blocked = "not started" if self._owned else ""  # why nothing at all is answered
         self._all_tried = not self._owned
+        self._given_up: set[str] = set()  # models that somebody has unloaded before they were loaded
         self._changing = threading.Lock()  # the loading may end while the service stops
         self._loader: threading.Thread | None = None
         self._changes: queue.SimpleQueue[ModelConfig | str | None] = queue.SimpleQueue()  # None wakes the loader
@@ -108,6 +109,17 @@ class Lifecycle:
         """Why lookups of some or all models are not answered, or soon will not be; empty when all are."""
         return self._blocked or (STOPPING if self.leaving else "" if self.serving else self.states.summary())
 
+    @property
+    def server(self) -> HPS:
+        """The parameter server, whichever models it has.
+
+        Raises:
+            NotReadyError: it is being opened, failed or is closed.
+        """
+        if (server := self.opened) is None or self._blocked:
+            raise NotReadyError(f"the parameter server is not ready: {self._blocked}")
+        return server
+
     def server_of(self, model_name: str) -> HPS:
         """The parameter server, for a lookup of a model. Does not check that there is such a model.
 
@@ -115,9 +127,7 @@ class Lifecycle:
             NotReadyError: the parameter server is being opened, failed or is closed; or the model waits, is being loaded or
                 failed. The message says which, and why.
         """
-        server = self.opened
-        if server is None or self._blocked:
-            raise NotReadyError(f"the parameter server is not ready: {self._blocked}")
+        server = self.server
         if model_name not in server.models and (reason := self.states.reason(model_name)):
             raise NotReadyError(f"model {model_name!r} is not ready: {reason}")
         return server
@@ -129,6 +139,11 @@ class Lifecycle:
             self._loader = threading.Thread(target=self._load, name="hps-load", daemon=True)
             self._loader.start()
 
+    def give_up(self, name: str) -> None:
+        """Do not load a model that was to be loaded at the start, if it is not loaded yet."""
+        self._given_up.add(name)
+        self.states.given_up(name)
+
     def fail(self, reason: str) -> None:
         """Stop answering for good, for a reason that only a restart removes."""
         with self._changing:
@@ -137,11 +152,13 @@ class Lifecycle:
     def change(self, deploy: Iterable[ModelConfig], undeploy: Iterable[str]) -> None:
         """Load these models and take those out of service, in the background, after what is being loaded already.
 
-        Of a model that is in service, only its entry is replaced, for later deployments. A model that is loaded or cannot be
-        loaded does not make a service unready that was ready.
+        Of a model that is in service, or that only clients load, the entry is replaced, for later deployments. A model that is
+        loaded or cannot be loaded does not make a service unready that was ready.
         """
         for model in deploy:
-            self.states.add(model)
+            self._given_up.discard(model.model)
+            if self._loads(model.model):
+                self.states.add(model)
             self._changes.put(model)
         for name in undeploy:
             self._changes.put(name)
@@ -182,6 +199,7 @@ class Lifecycle:
         started = time.monotonic()
         try:
             server = HPS(self.configuration, deploy_models=False)
+            models = self._models_of(server)
         except BaseException as error:  # noqa: BLE001 - the end of a thread: `failure` carries it to the caller of serve
             self._end(error)
             return
@@ -192,7 +210,7 @@ class Lifecycle:
         if stopped:
             server.close()
             return
-        failed = [one for name in server.catalog.names if (one := self._deploy(server, server.catalog.model(name)))]
+        failed = [one for model in models if (one := self._deploy(server, model))]
         if self._stopping.is_set():
             return
         if failed and not server.models:
@@ -207,6 +225,8 @@ class Lifecycle:
         else:
             _log.info("ready after %.1f s: %s", seconds, names)
         self._all_tried = True
+        if self.configuration.service.model_control_mode == "poll":
+            threading.Thread(target=self._poll, args=(server,), name="hps-poll", daemon=True).start()
         self._tend(server, failed)
 
     def _tend(self, server: HPS, failed: list[_FailedModel]) -> None:
@@ -234,15 +254,48 @@ class Lifecycle:
                 self._undeploy(server, name)
                 continue
             server.catalog.add(change)
-            if name not in server.models:
+            if name not in server.models and self._loads(name):
                 self.states.forget(name)  # the entry that could not be loaded
                 if again := self._deploy(server, change):
                     failed.append(again)
 
+    def _poll(self, server: HPS) -> None:
+        """Look at the models' files again and again, at times that differ from those of other replicas."""
+        while not self._stopping.wait(self.configuration.service.repository_poll_s * random.uniform(0.9, 1.1)):
+            started = time.monotonic()
+            try:
+                outcome = server.poll(progress=self.states)
+            except Exception as error:  # noqa: BLE001 - polling goes on
+                cause, bug = _describe(error)
+                _log.error("polling failed: %s", cause, exc_info=bug)
+                continue
+            for name, failure in outcome.items():
+                if failure is None:
+                    _log.info("polling changed model %s after %.1f s", name, time.monotonic() - started)
+                elif not self._stopping.is_set():
+                    cause, bug = _describe(failure)
+                    _log.error("polling could not change model %s: %s", name, cause, exc_info=bug)
+
+    def _models_of(self, server: HPS) -> list[ModelConfig]:
+        """The models that are loaded at the start."""
+        try:
+            models = [server.catalog.model(name) for name in server.catalog.names if self._loads(name)]
+        except BaseException:
+            server.close()
+            raise
+        for name, problem in server.catalog.problems.items():
+            _log.error("model %s of the repository is left out: %s", name, problem)
+        return models
+
+    def _loads(self, name: str) -> bool:
+        """Whether a model is loaded at the start."""
+        settings = self.configuration.service
+        return settings.model_control_mode != "explicit" or not {"*", name}.isdisjoint(settings.load_models)
+
     def _deploy(self, server: HPS, model: ModelConfig, failures: int = 0) -> _FailedModel | None:
         """Load one model and report the outcome. Returns the failure; None when there was none or the service is stopping."""
         name = model.model
-        if self._stopping.is_set() or name in server.models:  # somebody else has deployed it
+        if self._stopping.is_set() or name in server.models or name in self._given_up:  # somebody else has changed it
             return None
         self.states.add(model)
         self.states.model_started(name)

@@ -98,7 +98,7 @@ class ModelStates(Collector):
         """More rows are in the databases."""
         self._listener.advance(tag, rows)
         tables, name = self._tables_of(tag)
-        if (load := tables[name].load) is not None:
+        if name in tables and (load := tables[name].load) is not None:
             load.advance(rows)
         self._proceed()
 
@@ -107,10 +107,10 @@ class ModelStates(Collector):
         self._listener.finish(tag)
         with self._lock:
             tables, name = self._tables_of(tag)
-            table = tables[name]
-            table.state = "done"
-            if table.load is not None:
-                table.load.end()
+            if (table := tables.get(name)) is not None:
+                table.state = "done"
+                if table.load is not None:
+                    table.load.end()
 
     # -- reports of the lifecycle, about models -----------------------------------------------------------------------
 
@@ -123,6 +123,12 @@ class ModelStates(Collector):
         """A model is not to be loaded any more, or is to be made known anew."""
         with self._lock:
             self._models.pop(name, None)
+
+    def given_up(self, name: str) -> None:
+        """A model is not to be loaded any more; it may be being tried at this moment."""
+        with self._lock:
+            if name in self._models:
+                self._models[name].state = "ready"  # as one that was undeployed
 
     def model_started(self, name: str) -> None:
         """A model is about to be loaded, for the first time or again."""
@@ -158,9 +164,9 @@ class ModelStates(Collector):
             self._listener.fail(unfinished)
 
     def _tables_of(self, tag: str) -> tuple[dict[str, _TableEntry], str]:
-        """The tables of the model that a tag belongs to, and the name of the tag's own."""
+        """The tables of the model that a tag belongs to, if it was to be loaded at the start, and the name of the tag's own."""
         model, _, table = split_tag(tag) or ("", "", tag)
-        return self._models[model].tables, table
+        return (self._models[model].tables if model in self._models else {}), table
 
     # -- what is reported ---------------------------------------------------------------------------------------------
 

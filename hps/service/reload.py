@@ -17,6 +17,7 @@ CHANGEABLE = frozenset(
         "max_connections",
         "max_held_bytes",
         "max_keys_per_request",
+        "repository_poll_s",
         "request_timeout_s",
     }
 )

@@ -146,11 +146,20 @@ def test_a_wrong_request_gets_its_status_and_an_error_that_says_why(client, meth
         assert response.headers["allow"] in says
 
 
+EXTENSIONS = [
+    "binary_tensor_data",
+    "model_configuration",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "statistics",
+]
+
+
 def test_metadata_names_the_triton_shape_and_the_tables(client):
     assert client.get("/v2").json() == {
-        "name": "hps",
+        "name": "triton",
         "version": hps.__version__,
-        "extensions": ["binary_tensor_data"],
+        "extensions": EXTENSIONS,
         "models": ["ranker"],
     }
     metadata = client.get("/v2/models/ranker").json()
@@ -254,7 +263,7 @@ def test_triton_reads_health_and_metadata(triton_client):
     assert triton_client.is_model_ready("ranker")
     assert triton_client.is_model_ready("ranker", "1")
     assert not triton_client.is_model_ready("nope")
-    assert triton_client.get_server_metadata()["extensions"] == ["binary_tensor_data"]
+    assert triton_client.get_server_metadata()["extensions"] == EXTENSIONS
     metadata = triton_client.get_model_metadata("ranker")
     assert [tensor["name"] for tensor in metadata["inputs"]] == ["KEYS", "NUMKEYS"]
     assert [tensor["name"] for tensor in metadata["outputs"]] == ["OUTPUT0"]

@@ -433,3 +433,29 @@ def test_a_version_whose_caches_cannot_be_freed_stands_in_no_ones_way(
             monkeypatch.setattr(server.deploy("ranker", number).caches[0], "close", fail)
         server.deploy("ranker", "3")
         assert version_of(server) == 3
+
+
+def test_a_version_that_was_kept_comes_back_with_other_settings_and_its_writes(
+    document: Callable[..., dict[str, Any]],
+) -> None:
+    with hps.HPS(document(), deploy_models=False) as server:
+        server.deploy("ranker", "1")
+        server.insert([7], np.full((1, 4), 9.0, np.float32), "ranker", "user")
+        server.deploy("ranker", "2")
+        wait_until(lambda: {one.version: one.state for one in server.versions("ranker")}["1"] == "kept", "version 1 is kept")
+        entry = server.catalog.model("ranker").model_copy(update={"gpucacheper": 0.1})
+        assert server.deploy(entry, "1").config.gpucacheper == 0.1
+        np.testing.assert_array_equal(server.lookup([7], "ranker", "user"), np.full((1, 4), 9.0, np.float32))
+
+
+def test_a_roll_back_without_databases_loads_the_files_again(document: Callable[..., dict[str, Any]]) -> None:
+    configuration = document(persistent=False) | {"volatile_db": {"type": "disabled"}}
+    configuration["models"][0]["gpucacheper"] = 1.0
+    with hps.HPS(configuration, deploy_models=False) as server:
+        server.deploy("ranker", "1")
+        server.deploy("ranker", "2")
+        wait_until(lambda: len(server.versions("ranker")) == 1, "version 1 has gone")
+        assert server.rollback("ranker").version == "1"
+        vectors, found = server.lookup(KEYS, "ranker", "user", return_found=True)
+        assert found.mean() > 0.5, "what has room in its set"
+        np.testing.assert_array_equal(vectors[found], vectors_of(KEYS[found], DIMS["user"], 1))

@@ -1,0 +1,105 @@
+"""Triton's description of a model, `ModelConfig` of its model_config.proto as JSON: of an entry of `models`, and back.
+
+Source: https://github.com/triton-inference-server/common/blob/main/protobuf/model_config.proto.
+"""
+
+from typing import Any
+
+import orjson
+
+from hps.configuration.load import ModelConfig
+from hps.configuration.models import VersionPolicy
+from hps.errors import InvalidInputError
+
+_ELSEWHERE = {
+    "model",  # name
+    "max_batch_size",
+    "version_policy",
+    "deployed_device_list",  # instance_group
+    "num_of_worker_buffer_in_pool",
+    "version",  # what serves is not what the configuration names first
+    "versions",
+    "sparse_files",  # places that a client has no use for
+    "version_path",
+}
+_OURS = ("hps", "")
+
+
+def triton_config(model: ModelConfig, *, on_cuda: bool) -> dict[str, Any]:
+    """Describe a model to Triton's clients.
+
+    Args:
+        model: its entry.
+        on_cuda: whether it is served from GPUs.
+    """
+    entry = model.model_dump(exclude=_ELSEWHERE)
+    group = {
+        "name": f"{model.model}_0",
+        "kind": "KIND_GPU" if on_cuda else "KIND_CPU",
+        "count": model.num_of_worker_buffer_in_pool,
+        "gpus": list(model.deployed_device_list) if on_cuda else [],
+    }
+    return {
+        "name": model.model,
+        "platform": "hps",
+        "backend": "hps",
+        "version_policy": _policy(model.version_policy),
+        "max_batch_size": model.max_batch_size,
+        "input": [
+            _tensor("KEYS", "TYPE_INT64", -1) | {"format": "FORMAT_NONE"},
+            _tensor("NUMKEYS", "TYPE_INT32", len(model.sparse_files)) | {"format": "FORMAT_NONE"},
+        ],
+        "output": [_tensor("OUTPUT0", "TYPE_FP32", -1)],
+        "instance_group": [group],
+        "parameters": {key: {"string_value": _text(value)} for key, value in entry.items()},
+    }
+
+
+def entry_changes(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """What of a model's entry a client wants otherwise.
+
+    Args:
+        name: of the model.
+        config: keys of Triton's description, or of an entry of `models`.
+
+    Raises:
+        InvalidInputError: it is of another model or for another backend, or it is not built as Triton builds it.
+    """
+    changes = dict(config)
+    for key, accepted in (("name", (name, "")), ("model", (name,)), ("platform", _OURS), ("backend", _OURS)):
+        got = changes.pop(key, accepted[0])
+        if got not in accepted:
+            raise InvalidInputError(f"{key}: got {got!r}, expected {accepted[0]!r}")
+    changes.pop("input", None)  # they follow from the tables
+    changes.pop("output", None)
+    try:
+        for group in changes.pop("instance_group", []):
+            changes.update({"deployed_device_list": group["gpus"]} if group.get("gpus") else {})
+            changes.update({"num_of_worker_buffer_in_pool": group["count"]} if group.get("count") else {})
+        for key, value in changes.pop("parameters", {}).items():
+            changes[key] = _value(value["string_value"])
+    except (AttributeError, KeyError, TypeError) as error:
+        expected = '{"instance_group": [{"gpus": [0]}], "parameters": {"gpucacheper": {"string_value": "0.5"}}}'
+        raise InvalidInputError(f"instance_group, parameters: got something else, expected as in {expected}") from error
+    return changes
+
+
+def _policy(policy: VersionPolicy) -> dict[str, Any]:
+    if policy.specific:
+        return {"specific": {"versions": [int(version) for version in policy.specific]}}
+    return {"latest": {"num_versions": policy.latest}}
+
+
+def _tensor(name: str, datatype: str, size: int) -> dict[str, Any]:
+    return {"name": name, "data_type": datatype, "dims": [size]}  # after the batch's dimension, which is 1
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else orjson.dumps(value).decode()
+
+
+def _value(text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text

@@ -1,0 +1,142 @@
+"""The routes of Triton's model repository extension: what there is, load, unload; and how a model is configured."""
+
+import logging
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Path, Request, Response
+from pydantic import BaseModel, ValidationError
+from starlette.concurrency import run_in_threadpool
+
+from hps.configuration.load import override_model
+from hps.errors import ConflictError, HPSError, InvalidInputError, UnknownModelError
+from hps.parameter_server import HPS
+from hps.service.http_answer import RequestError, status_of
+from hps.service.lifecycle import Lifecycle
+from hps.service.protocol.request_checks import parse_object
+from hps.service.protocol.triton_config import entry_changes, triton_config
+from hps.service.triton_schemas import IndexedVersion, IndexRequest, IndexState, LoadRequest, UnloadRequest
+
+_log = logging.getLogger(__name__)
+_Body = TypeVar("_Body", bound=BaseModel)
+_MAX_BODY_BYTES = 1 << 20
+_STATES: dict[str, IndexState] = {
+    "ready": "READY",
+    "loading": "LOADING",
+    "unloading": "UNLOADING",
+    "unavailable": "UNAVAILABLE",
+}
+_Name = Annotated[str, Path(description="Of the model.")]
+
+
+def repository_routes(lifecycle: Lifecycle, responses: dict[int | str, dict[str, Any]]) -> APIRouter:
+    """Make the routes.
+
+    Loading takes minutes, so it has a thread of Starlette's, and not one of those that look up. It goes on without its client.
+
+    Args:
+        lifecycle: of the parameter server that they ask and change.
+        responses: their errors, to be described.
+    """
+    router = APIRouter(tags=["repository"], responses=responses)
+
+    @router.post("/v2/repository/index", response_model_exclude_none=True, openapi_extra=_described(IndexRequest))
+    async def repository_index(request: Request) -> list[IndexedVersion]:
+        """All versions of all models that are known, in service or not. The body may be empty."""
+        wanted = await _read(request, IndexRequest)
+        return await run_in_threadpool(_index, lifecycle.server, wanted.ready)
+
+    @router.post("/v2/repository/{repository}/index", response_model_exclude_none=True, include_in_schema=False)
+    async def named_repository_index(repository: str, request: Request) -> list[IndexedVersion]:
+        return await repository_index(request)
+
+    @router.post("/v2/repository/models/{model}/load", response_class=Response, openapi_extra=_described(LoadRequest))
+    async def load_model(model: _Name, request: Request) -> None:
+        """Load a model, or what of it has changed since. The body may be empty. Answers when it is in service."""
+        _refuse_unless_explicit(lifecycle)
+        try:
+            wanted = await _read(request, LoadRequest)
+            await run_in_threadpool(_load, lifecycle, model, wanted.parameters.config)
+        except HPSError as error:
+            raise RequestError(status_of(error), f"failed to load {model[:120]!r}, {error}") from error
+
+    @router.post("/v2/repository/models/{model}/unload", response_class=Response, openapi_extra=_described(UnloadRequest))
+    async def unload_model(model: _Name, request: Request) -> None:
+        """Take all versions of a model out of service, if it is in service. The body may be empty."""
+        _refuse_unless_explicit(lifecycle)
+        await _read(request, UnloadRequest)
+        await run_in_threadpool(_unload, lifecycle, model)
+
+    @router.post("/v2/repository/{repository}/models/{model}/load", include_in_schema=False)
+    @router.post("/v2/repository/{repository}/models/{model}/unload", include_in_schema=False)
+    async def change_in_named_repository(repository: str, model: str) -> None:
+        raise InvalidInputError(f"'repository_name' specification is not supported: got repository {repository[:120]!r}")
+
+    @router.get("/v2/models/{model}/config")
+    async def model_config(model: _Name) -> dict[str, Any]:
+        """A model's configuration, as Triton describes it (`ModelConfig` of its model_config.proto)."""
+        return _config(lifecycle.server_of(model), model, None)
+
+    @router.get("/v2/models/{model}/versions/{version}/config")
+    async def model_version_config(model: _Name, version: str) -> dict[str, Any]:
+        """A version's configuration, as Triton describes it."""
+        return _config(lifecycle.server_of(model), model, version)
+
+    return router
+
+
+def _described(kind: type[BaseModel]) -> dict[str, Any]:
+    return {"requestBody": {"content": {"application/json": {"schema": kind.model_json_schema()}}}}
+
+
+async def _read(request: Request, kind: type[_Body]) -> _Body:
+    """The body as Triton's clients send it: JSON whatever its content type says, or nothing."""
+    body = await request.body()
+    if len(body) > _MAX_BODY_BYTES:
+        raise RequestError(413, f"reading the request: got {len(body)} bytes, expected at most {_MAX_BODY_BYTES}")
+    try:
+        return kind.model_validate(parse_object(body) if body else {})
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise InvalidInputError(f"reading the request: {'; '.join(problems)}"[:2000]) from error
+
+
+def _refuse_unless_explicit(lifecycle: Lifecycle) -> None:
+    mode = lifecycle.configuration.service.model_control_mode
+    if mode != "explicit":
+        text = "explicit model load / unload is not allowed if polling is enabled"
+        raise RequestError(503, f"{text}: service.model_control_mode is {mode!r}, expected 'explicit'")
+
+
+def _index(server: HPS, ready: bool) -> list[IndexedVersion]:
+    return [
+        IndexedVersion(name=one.model, version=one.version or None, state=_STATES[one.state], reason=one.reason or None)
+        for one in server.index()
+        if one.state == "ready" or not ready
+    ]
+
+
+def _load(lifecycle: Lifecycle, name: str, config: str | None) -> None:
+    """Deploy a model as it is configured, or otherwise for this once."""
+    server = lifecycle.server
+    server.catalog.scan()
+    if config is None:
+        server.deploy(name, progress=lifecycle.states)
+        return
+    changes = entry_changes(name, parse_object(config.encode()))
+    known = server.catalog.model(name) if name in server.catalog.names else None
+    server.deploy(override_model(name, known, changes), progress=lifecycle.states, remember=False)
+
+
+def _unload(lifecycle: Lifecycle, name: str) -> None:
+    server = lifecycle.server
+    try:
+        server.undeploy(name)
+    except UnknownModelError as error:  # as in Triton, which says nothing about a model that it does not serve
+        if change := server.change_of(name):
+            raise ConflictError(f"unloading model {name!r}: {change} it is under way; try again when that has ended") from error
+    lifecycle.give_up(name)
+
+
+def _config(server: HPS, name: str, version: str | None) -> dict[str, Any]:
+    deployment = server.model(name, version)
+    return triton_config(deployment.config, on_cuda=deployment.session(None).on_cuda)

@@ -1,0 +1,115 @@
+"""What requests and answers of Triton's model repository and statistics extensions look like.
+
+Source: docs/protocol/extension_model_repository.md and extension_statistics.md of triton-inference-server/server.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
+
+IndexState = Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
+MemoryType = Literal["CPU", "GPU"]
+
+
+class IndexRequest(BaseModel):
+    """Which models to list."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"ready": True}})
+
+    ready: StrictBool = Field(default=False, description="Only versions that answer lookups.")
+
+
+class IndexedVersion(BaseModel):
+    """A version of a model that is known."""
+
+    name: str
+    version: str | None = Field(default=None, description="Absent where the versions of the model cannot be listed.")
+    state: IndexState
+    reason: str | None = Field(default=None, description="Why it does not answer.")
+
+
+class LoadParameters(BaseModel):
+    """How a model is to be loaded."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    config: StrictStr | None = Field(
+        default=None,
+        description="JSON: what differs from the model's configuration, by keys of Triton's ModelConfig or of its entry.",
+    )
+
+
+class LoadRequest(BaseModel):
+    """A request to load a model."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"parameters": {"config": '{"max_batch_size": 16}'}}})
+
+    parameters: LoadParameters = LoadParameters()
+
+
+class UnloadParameters(BaseModel):
+    """How a model is to be unloaded."""
+
+    unload_dependents: StrictBool = Field(default=False, description="No model has any.")
+
+
+class UnloadRequest(BaseModel):
+    """A request to unload a model."""
+
+    parameters: UnloadParameters = UnloadParameters()
+
+
+class Duration(BaseModel):
+    """How often something happened, and how long it took in all."""
+
+    count: int
+    ns: int
+
+
+class InferenceDurations(BaseModel):
+    """Times of requests."""
+
+    success: Duration = Field(description="Requests that were answered, from the complete body to the body of the answer.")
+    fail: Duration = Field(description="Requests that were not.")
+    queue: Duration = Field(description="Waiting for a thread, and then for the event loop.")
+    compute_input: Duration = Field(description="Reading the request.")
+    compute_infer: Duration = Field(description="The lookup.")
+    compute_output: Duration = Field(description="Writing the answer.")
+    cache_hit: Duration = Field(description="Always 0, as `cache_miss`: of Triton's cache of whole answers.")
+    cache_miss: Duration
+
+
+class BatchDurations(BaseModel):
+    """Times of requests of one size; here all are of batch size 1."""
+
+    batch_size: int
+    compute_input: Duration
+    compute_infer: Duration
+    compute_output: Duration
+
+
+class MemoryUsage(BaseModel):
+    """Memory that the vectors of a version take."""
+
+    type: MemoryType
+    id: int = Field(description="Of the GPU.")
+    byte_size: int
+
+
+class VersionStatistics(BaseModel):
+    """What was asked of a version since it was put into service."""
+
+    name: str
+    version: str
+    last_inference: int = Field(description="Milliseconds since the epoch; 0 if there was none.")
+    inference_count: int = Field(description="Requests that were answered.")
+    execution_count: int = Field(description="As many: requests are not batched.")
+    inference_stats: InferenceDurations
+    batch_stats: list[BatchDurations]
+    memory_usage: list[MemoryUsage]
+
+
+class ModelStatistics(BaseModel):
+    """Statistics of versions in service."""
+
+    model_stats: list[VersionStatistics]

@@ -128,6 +128,8 @@ class HPS:
             NotReadyError: the server is closed.
             ForkedProcessError: it was made before this process was forked.
         """
+        if version is None and (serving := self._live.serving.get(name)) is not None:
+            return serving
         try:
             return self._live.find(name, version)
         except UnknownModelError:

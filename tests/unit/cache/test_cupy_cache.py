@@ -324,6 +324,10 @@ class TestLookups:
         cache.insert(0, keys, vectors_of(keys, 16))
         resident = np.sort(cache.dump(0))
         changed, vectors = torch.from_numpy(resident).cuda(), torch.from_numpy(vectors_of(resident, 16)).cuda()
+        lookup, out, count = cache.create_lookup(), np.empty((resident.size, 16), np.float32), 0
+        assert lookup.query([Segment(0, resident, out)]) == 0  # it has all its memory now: to allocate it waits for the device
+        lookup.finish()
+        cache.update(0, changed, vectors)
         torch.cuda.synchronize()
         busy, over = torch.cuda.Stream(), torch.cuda.Event()
         with torch.cuda.stream(busy):
@@ -334,7 +338,6 @@ class TestLookups:
             with torch.cuda.stream(busy):
                 cache.update(0, changed, vectors)
 
-        lookup, out, count = cache.create_lookup(), np.empty((resident.size, 16), np.float32), 0
         with ThreadPoolExecutor(1) as pool:
             updating = pool.submit(update)
             while not over.query():

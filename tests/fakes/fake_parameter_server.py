@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hps.deployment import Row
 from hps.errors import UnknownModelError, UnknownVersionError
 from hps.live_models import VersionStatus
 from hps.metrics import Metrics
@@ -19,9 +18,6 @@ class FakeDeployment:
     devices: tuple[int, ...] = (0,)
     version: str = "1"
     keys_per_sample: int = 1
-
-    def table_index(self, name: str) -> int:
-        return [table.table_name for table in self.tables].index(name)
 
 
 class FakeParameterServer:
@@ -51,21 +47,6 @@ class FakeParameterServer:
                 f"looking up model {name!r}: got version {version!r}, deployed: {self._deployment.version}"
             )
         return self._deployment
-
-    def change_of(self, name: str) -> str:
-        return "faking" if self.model(name) else ""
-
-    def row(self, key: int, model: str, table: str, *, version: str | None = None) -> Row:
-        deployment = self.model(model, version)
-        vector = self.rows[deployment.table_index(table)].get(key)
-        found = np.zeros(3, np.float32) if vector is None else vector
-        return Row(key, found, None if vector is None else "persistent_db", None, deployment.version)
-
-    def delete(self, keys: Sequence[int], model: str, table: str, *, version: str | None = None) -> str:
-        deployment = self.model(model, version)
-        for key in keys:
-            self.rows[deployment.table_index(table)].pop(key, None)
-        return deployment.version
 
     def versions(self, name: str) -> list[VersionStatus]:
         return [VersionStatus(name, self.model(name).version, "serving", 0.0, 0, {})]

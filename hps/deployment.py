@@ -16,13 +16,20 @@ import numpy as np
 from hps.cache.base import EmbeddingCache
 from hps.configuration.load import Configuration, ModelConfig
 from hps.databases.base import Database, InProcessDatabase, PersistentDatabase
-from hps.errors import DatabaseError, InvalidInputError, NotReadyError, UnknownDeviceError, UnknownTableError
+from hps.errors import (
+    DatabaseError,
+    InvalidInputError,
+    NotReadyError,
+    ReadOnlyError,
+    UnknownDeviceError,
+    UnknownTableError,
+)
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.refresh import RefreshReport, refresh
 from hps.lookup.refresher import Refresher, RefreshSettings
 from hps.lookup.session import CachedSession, DirectSession, Session, SessionSettings
-from hps.metrics import Metrics
+from hps.metrics import TIERS, Metrics
 from hps.models.catalog import ModelVersion
 from hps.models.deltas import HeldTable
 from hps.models.files import SparseModel, joint_fingerprint
@@ -34,7 +41,7 @@ from hps.open_calls import OpenCalls
 from hps.progress import Progress
 from hps.registry import implementation
 from hps.tensors.dlpack import cuda_device_of
-from hps.types import FloatArray, KeyArray, TableSpec
+from hps.types import FloatArray, IndexArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +51,25 @@ DRAIN_S = 10.0
 _STATIC_LOAD = 0.7
 """How full a static cache on a GPU is. Sets are then rarely too small for their keys; the few vectors that find no place stay
 in the databases, which hold every row."""
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """What a model has for a key. *Immutable.*
+
+    Attributes:
+        key: that was asked for.
+        vector: (dim,) float32; the default vector where no tier has the key.
+        tier: the first that has it, as in `metrics.TIERS`; None if none has.
+        written_at_us: when it was written or loaded, in microseconds since 1970; None if nobody knows.
+        version: of the model.
+    """
+
+    key: int
+    vector: FloatArray
+    tier: str | None
+    written_at_us: int | None
+    version: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,10 +221,12 @@ class Deployment:
                 f"inserting into {table.tag}: got vectors of shape {vectors.shape}, expected {(keys.size, table.dim)}"
             )
 
+        last = _last_of_each(keys)  # a cache may take any of equal keys
+
         def apply(written: bool) -> None:
             for cache in self._all_caches():
                 if written:
-                    cache.update(index, keys, vectors)
+                    cache.update(index, keys[last], vectors[last])
                 else:
                     cache.erase(index, keys)
 
@@ -218,6 +246,20 @@ class Deployment:
             self.modified.set()
             self.chain.delete(self.tables[index], keys, apply)
 
+    def row(self, index: int, key: int) -> Row:
+        """One row of a table, and where it is; see `HPS.row`."""
+        table = self.tables[index]
+        keys, out = np.array([key], np.int64), np.empty((1, table.dim), np.float32)
+        with self.changes:
+            if any(session.resident(index, keys, out)[0] for session in dict.fromkeys(self.sessions.values())):
+                tier: str | None = TIERS[0]
+            else:
+                tier = self.chain.locate(table, keys, out)
+            written_at_us = self.chain.written_at(table, keys)
+        if tier is None:
+            out[:] = table.default_value
+        return Row(key, out[0], tier, written_at_us or None, self.version)
+
     def refresh(self, share: float | None = None) -> dict[str, RefreshReport]:
         """Read the vectors of all resident keys again; see `HPS.refresh`."""
         return self.refresher.refresh(share)
@@ -227,6 +269,8 @@ class Deployment:
 
     def _refuse_what_nobody_keeps(self, doing: str) -> None:
         """Refuse a modification that no database would hold: it would be acknowledged, and lost with this deployment."""
+        if any(isinstance(database, PersistentDatabase) and database.read_only for database in self.chain.databases):
+            raise ReadOnlyError(f"{doing}: the persistent database is configured as read-only (persistent_db.read_only)")
         resident = self.config.embedding_cache_type in ("static", "uvm")
         kept_by = PersistentDatabase if resident else Database
         if not any(isinstance(database, kept_by) for database in self.chain.databases):
@@ -270,6 +314,15 @@ class Deployment:
             DatabaseError, DeviceError: a tier failed.
         """
         return replace(self, sessions=self.renew(), since=time.time())
+
+
+def _last_of_each(keys: KeyArray) -> IndexArray | slice:
+    """Where the last occurrence of each distinct key is."""
+    ascending = np.sort(keys)
+    if not np.any(ascending[1:] == ascending[:-1]):
+        return slice(None)
+    _, first = np.unique(keys[::-1], return_index=True)
+    return keys.size - 1 - first
 
 
 def choose_cache(device: str) -> type[EmbeddingCache]:

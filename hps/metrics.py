@@ -129,6 +129,15 @@ class Metrics:
             key = (model, "cpu" if device_id is None else str(device_id))
             return self._devices.setdefault(key, DeviceCounters(*key))
 
+    def hit_rates(self, model: str) -> dict[str, float]:
+        """By tier, the share of the keys that it was asked for and had, of all tables of a model; without tiers not asked."""
+        with self.lock:
+            tables = [counters for counters in self._tables.values() if counters.model == model]
+            hits = [sum(one.hits[place] for one in tables) for place in range(len(TIERS))]
+            misses = [sum(one.misses[place] for one in tables) for place in range(len(TIERS))]
+        asked = [hit + miss for hit, miss in zip(hits, misses, strict=True)]
+        return {tier: hit / count for tier, hit, count in zip(TIERS, hits, asked, strict=True) if count}
+
     def collect(self) -> Iterator[Metric]:
         """Yield the counters of tables and devices in Prometheus' form."""
         labels = ["model", "table"]

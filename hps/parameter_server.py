@@ -16,7 +16,7 @@ from hps.catalog_watch import CatalogWatch, IndexEntry
 from hps.configuration.hugectr_structs import ParameterServerConfig
 from hps.configuration.load import Configuration, ModelConfig, load_configuration
 from hps.databases.base import PersistentDatabase, SharedDatabase
-from hps.deployment import Deployment, choose_cache, deploy, open_databases, reconfigure
+from hps.deployment import Deployment, Row, choose_cache, deploy, open_databases, reconfigure
 from hps.errors import CapacityError, ConflictError, DatabaseError, NotReadyError, UnknownModelError
 from hps.lifetimes import close_at_exit, disown_in_children, refusal
 from hps.live_models import LiveModels, VersionStatus, version_status
@@ -335,31 +335,67 @@ class HPS:
         deployment.session(device_id).lookup(segments)
         return device_id
 
-    @_on_the_next_version
-    def insert(self, keys: Any, vectors: FloatArray, model_name: str, table_id: int | str) -> None:
+    def insert(
+        self, keys: Any, vectors: FloatArray, model_name: str, table_id: int | str, *, version: str | None = None
+    ) -> str:
         """Add or replace vectors in every tier, online. When it returns, every lookup that starts gets the new vectors.
 
         Args:
-            keys: (n,) integers, distinct.
+            keys: (n,) integers. If one is there twice, its last vector counts.
             vectors: (n, dim) float32, or what NumPy reads as real numbers.
+            version: whose rows; those of the one that serves, if None. Each version has rows of its own.
+
+        Returns:
+            The version that has them. Of None, that is one that served when they were in all its tiers.
 
         Raises:
+            UnknownModelError, UnknownVersionError, UnknownTableError: not deployed.
             InvalidInputError: keys or vectors are of the wrong kind or shape, or no database would keep them: there is none, or
                 none that is persistent for a `static` or `uvm` model.
+            ReadOnlyError: the persistent database may not be written to.
             DatabaseError: the database that holds everything failed; each key then has its old or its new vector.
         """
-        deployment = self.model(model_name)
-        deployment.insert(deployment.table_index(table_id), as_host_keys(keys), as_host_vectors(vectors))
+        flat, rows = as_host_keys(keys), as_host_vectors(vectors)
+        return self._modify(model_name, version, lambda one: one.insert(one.table_index(table_id), flat, rows))
 
-    @_on_the_next_version
-    def delete(self, keys: Any, model_name: str, table_id: int | str) -> None:
+    def delete(self, keys: Any, model_name: str, table_id: int | str, *, version: str | None = None) -> str:
         """Remove keys from every tier, online; they get the default vector from then on.
 
+        Args:
+            version: as for `insert`, and so is what is returned.
+
         Raises:
-            DatabaseError: the database that holds everything failed; each key is then there or not.
+            As `insert`. DatabaseError: the database that holds everything failed; each key is then there or not.
         """
-        deployment = self.model(model_name)
-        deployment.delete(deployment.table_index(table_id), as_host_keys(keys))
+        flat = as_host_keys(keys)
+        return self._modify(model_name, version, lambda one: one.delete(one.table_index(table_id), flat))
+
+    @_on_the_next_version
+    def _modify(self, model_name: str, version: str | None, modify: Callable[[Deployment], None]) -> str:
+        """Modify a version; again, where another took over before the modification was done."""
+        while True:
+            deployment = self.model(model_name, version)
+            modify(deployment)
+            if version is not None or self._live.serving.get(model_name) is deployment:
+                return deployment.version
+
+    @_on_the_next_version
+    def row(self, key: int, model_name: str, table_id: int | str, *, version: str | None = None) -> Row:
+        """What a model has for a key, which tier has it, and when it was written. For people: it is not counted as a lookup.
+
+        Args:
+            key: any int64.
+            version: whose row; that of the one that serves, if None.
+
+        Returns:
+            The row. Beside writes of the same key, its vector and its time are each of a moment of the call.
+
+        Raises:
+            UnknownModelError, UnknownVersionError, UnknownTableError: not deployed.
+            DatabaseError: no cache has the key, and the database that holds everything did not answer.
+        """
+        deployment = self.model(model_name, version)
+        return deployment.row(deployment.table_index(table_id), key)
 
     def deploy(
         self,

@@ -57,6 +57,7 @@ _NEEDS = {
 @pytest.fixture(autouse=True)
 def _no_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HPS_BEARER_TOKEN", raising=False)
+    monkeypatch.delenv("HPS_ADMIN_TOKEN", raising=False)
     monkeypatch.delenv("HPS_REDIS_PASSWORD", raising=False)
 
 

@@ -17,7 +17,7 @@ from hps.errors import ConfigError
 
 Location: TypeAlias = tuple[str | int, ...]
 
-_SECRETS = frozenset({"password", "bearer_token"})
+_SECRETS = frozenset({"password", "bearer_token", "admin_token"})
 _KINDS = {
     "bool_type": "true or false",
     "int_type": "a whole number",

@@ -76,8 +76,11 @@ class ServiceConfig(Section):
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[Whole, Field(ge=0, le=65535)] = 8000
     bearer_token: Token = ""
+    admin_token: Token = ""
     max_body_bytes: Bytes = 64 << 20
     max_keys_per_request: Positive = 1_000_000
+    max_rows_per_write: Positive = 1_000_000
+    refuse_nan: Flag = True
     lookup_threads: Annotated[Whole, Field(ge=1, le=1024)] = 8
     request_timeout_s: Timeout = 10.0
     answer_timeout_s: Timeout = 10.0
@@ -89,6 +92,13 @@ class ServiceConfig(Section):
     model_control_mode: ControlMode = "none"
     load_models: ListOf[Annotated[str, Field(min_length=1)]] = ()
     repository_poll_s: Timeout = 15.0
+
+    @field_validator("admin_token")
+    @classmethod
+    def _check_admin(cls, value: str, info: ValidationInfo) -> str:
+        if value and value == info.data.get("bearer_token"):
+            raise problem("it is the bearer_token, expected another one: who may look up may not change models for that")
+        return value
 
     @field_validator("max_held_bytes")
     @classmethod

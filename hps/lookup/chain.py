@@ -235,6 +235,37 @@ class DatabaseChain:
             before = after
         return missing - before
 
+    def locate(self, table: TableSpec, key: KeyArray, out: FloatArray) -> str | None:
+        """Find the first database that has a key, as `fetch` would, and promote and count nothing.
+
+        Args:
+            key: (1,) int64.
+            out: (1, dim) float32; gets the vector.
+
+        Returns:
+            The name of its tier; None where the key is absent.
+
+        Raises:
+            DatabaseError: the authoritative database did not answer.
+        """
+        found = np.zeros(1, np.bool_)
+        for tier in self._tiers:
+            if tier is self._volatile and table.tag in self._quarantined and self._persistent:
+                continue
+            error = tier.fetch(table, key, out, found, open_lost=False)
+            if found[0]:
+                return tier.name
+            if error and tier is self._tiers[-1]:
+                raise error
+        return None
+
+    def written_at(self, table: TableSpec, key: KeyArray) -> int:
+        """When the authoritative database took the row of a key, (1,): microseconds since 1970; 0 where nobody knows."""
+        for database in reversed(self.databases):
+            with suppress(DatabaseError):
+                return int(database.written_at(table.tag, key)[0])
+        return 0
+
     def insert(
         self,
         table: TableSpec,

@@ -18,7 +18,7 @@ from hps.lookup.coalescing import FetchCoalescer
 from hps.metrics import Metrics
 from hps.open_calls import OpenCalls
 from hps.tensors.segments import Segment
-from hps.types import BoolArray, KeyArray, TableSpec
+from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
 
 _STAGE_ROWS = 16_384  # vectors fetched before their copy to the device begins; the next chunk is fetched meanwhile
 
@@ -53,6 +53,13 @@ class Session(Protocol):
             WorkspaceTimeoutError: as many lookups as there are workspaces were running, until the timeout.
             NotReadyError: the session is closed.
             DatabaseError: keys are missing and the authoritative database did not answer; `out` is then unspecified.
+        """
+
+    def resident(self, table: int, keys: KeyArray, out: FloatArray) -> BoolArray:
+        """Which of some keys are in the embedding cache, (n,) bool; their vectors go to `out`. Nothing is fetched or counted.
+
+        Raises:
+            WorkspaceTimeoutError, NotReadyError: as `lookup`.
         """
 
     def drain(self, timeout_s: float) -> bool:
@@ -157,6 +164,17 @@ class CachedSession:
                 del under_way[threading.get_ident()]
         self._count(segments, counts)
         self._seconds.observe(time.perf_counter() - start)
+
+    def resident(self, table: int, keys: KeyArray, out: FloatArray) -> BoolArray:
+        """Which of some keys are in the embedding cache. See `Session.resident`."""
+        found = np.zeros(keys.size, np.bool_)
+        lookup = self._lookups.take()
+        try:
+            lookup.query([Segment(table, keys, out, found)])
+            lookup.finish()
+        finally:
+            self._lookups.give_back(lookup)
+        return found
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for queued insertions; False when the timeout comes first."""
@@ -299,6 +317,10 @@ class DirectSession:
                     counters.keys += found.size
                     counters.defaults += absent
         self._seconds.observe(time.perf_counter() - start)
+
+    def resident(self, table: int, keys: KeyArray, out: FloatArray) -> BoolArray:
+        """Return False for every key: there is no cache."""
+        return np.zeros(keys.size, np.bool_)
 
     def drain(self, timeout_s: float) -> bool:
         """Return True: nothing runs in the background."""

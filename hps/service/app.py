@@ -4,7 +4,6 @@ FastAPI's routing alone would halve the rate of lookups with small bodies.
 """
 
 import asyncio
-import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -19,18 +18,23 @@ from hps.configuration.load import ServiceConfig
 from hps.deployment import Deployment
 from hps.errors import DeviceError, DeviceMemoryError, HPSError, NotReadyError
 from hps.parameter_server import HPS
+from hps.service.admin_routes import CHANGE, admin_routes
 from hps.service.answer_memory import AnswerMemory
-from hps.service.control_routes import control_app
+from hps.service.authorization import Authorization, is_change
+from hps.service.change_log import Change, printable
+from hps.service.control_routes import ERRORS, control_app
 from hps.service.held_memory import SMALL_BYTES, HeldMemory
 from hps.service.http_answer import BINARY, JSON, HTTPAnswer, RequestError, error_answer
 from hps.service.http_metrics import DISCONNECTED, HTTPMetrics, InferenceCounts, InferenceStatistics
 from hps.service.lifecycle import Lifecycle
 from hps.service.lookup_threads import LookupThreads
+from hps.service.model_changes import ModelChanges
 from hps.service.protocol.json_lookup import JSONLookup, decode_lookup
 from hps.service.protocol.json_size import SMALL_JSON_BYTES, parsed_bytes
 from hps.service.protocol.open_inference import Inference, decode_request, parse_header_length
 from hps.service.protocol.request_checks import ModelTables
 from hps.service.request_body import BodyReader, ClientDisconnected
+from hps.service.row_routes import RowRoutes, RowTarget, row_target
 from hps.service.schemas import INFER, INFER_VERSION, LOOKUP
 from hps.tensors.segments import Segment
 
@@ -40,6 +44,7 @@ CLOSE_TIMEOUT_S = 10.0
 """How long running lookups, and then the parameter server, may take to end when the service stops."""
 
 _MOST_TARGETS = 256
+_MOST_REPORTS = 16  # that wait for the one before
 _LINGER_S = 1.0  # for a client that writes its whole body before it reads our error
 _OPEN_PATHS = frozenset({"/v2/health/live", "/v2/health/ready"})
 
@@ -73,6 +78,7 @@ class Application:
 
     Attributes:
         lifecycle: as given.
+        authorization: who may do what.
         memory: what is held for clients.
         closed: whether it was stopped, and nothing of it runs any more.
     """
@@ -81,26 +87,32 @@ class Application:
         settings = lifecycle.configuration.service
         self.lifecycle = lifecycle
         self.closed = False
+        self.authorization = Authorization(settings)
         self._models: dict[LookupTarget, tuple[ModelTables, InferenceCounts]] = {}
         self._statistics = InferenceStatistics()
         self.memory = HeldMemory(settings.max_held_bytes)
         self._answers = AnswerMemory(settings.max_held_bytes)
         self._threads = LookupThreads(settings.lookup_threads, settings.request_timeout_s)
         self._bodies = BodyReader(settings.max_body_bytes, settings.request_timeout_s, self._threads, self.memory)
+        self._rows = RowRoutes(lifecycle, settings, self.memory, self._threads)
+        self._reports = LookupThreads(1, settings.request_timeout_s, _MOST_REPORTS, "report")
         self._metrics = HTTPMetrics(
             pending=lambda: self._threads.pending,
             held_bytes=lambda: self.memory.held,
             ready=lambda: self.lifecycle.settled,
         )
-        self._control = control_app(lifecycle, self._metrics, self._statistics, self._lifespan, self._error_answer)
+        routers = [admin_routes(lifecycle, ModelChanges(lifecycle.end_when_stopping), self._reports, ERRORS)]
+        self._control = control_app(lifecycle, self._metrics, self._statistics, self._lifespan, self._error_answer, routers)
         self.configure(settings)
 
     def configure(self, settings: ServiceConfig) -> None:
         """Use the tokens and limits of these settings, for requests that come from now on."""
-        self._token = settings.bearer_token.encode()
+        self.authorization.configure(settings)
         self._max_keys = settings.max_keys_per_request
         self.memory.limit_to(settings.max_held_bytes)
         self._threads.limit_to(settings.request_timeout_s)
+        self._reports.limit_to(settings.request_timeout_s)
+        self._rows.configure(settings)
         self._bodies.limit_to(settings.max_body_bytes, settings.request_timeout_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,7 +121,7 @@ class Application:
             await self._control(scope, receive, send)
             return
         started = time.perf_counter()
-        target = lookup_target(scope["path"])
+        target = lookup_target(scope["path"]) or row_target(scope["path"])
         status = DISCONNECTED
         try:
             status = await self._serve(target, scope, receive, send)
@@ -121,24 +133,30 @@ class Application:
         """The OpenAPI document of all routes."""
         return self._control.openapi()
 
-    async def _serve(self, target: LookupTarget | None, scope: Scope, receive: Receive, send: Send) -> int:
-        """Serve one request: a lookup, or without a target what FastAPI has. Returns the status of the answer."""
+    async def _serve(self, target: LookupTarget | RowTarget | None, scope: Scope, receive: Receive, send: Send) -> int:
+        """Serve one request: a lookup, rows, or without a target what FastAPI has. Returns the status of the answer."""
         headers: dict[bytes, bytes] = dict(scope["headers"])
         body: bytes | bytearray | None = None
         try:
-            if self._token and scope["path"] not in _OPEN_PATHS:
-                self._authorize(headers)
-            if target is None:
-                body = await self._bodies.read(headers, receive)
-                return await self._serve_control(scope, _replayed(body, receive), send)
-            if scope["method"] != "POST":
-                got = f"got {scope['method']} {scope['path'][:300]}"
-                raise RequestError(405, f"{got}, expected POST", (b"allow", b"POST"))
-            server = self.lifecycle.serving or self.lifecycle.server_of(target.model_name)
+            if isinstance(target, LookupTarget):
+                if self.authorization.guarded:
+                    self.authorization.check_lookup(headers)
+                if scope["method"] != "POST":
+                    got = f"got {scope['method']} {scope['path'][:300]}"
+                    raise RequestError(405, f"{got}, expected POST", (b"allow", b"POST"))
+                server = self.lifecycle.serving or self.lifecycle.server_of(target.model_name)
+            else:
+                who = self._admit(scope, headers)
+                rows = self._rows.read(target, scope, who) if target else None
             body = await self._bodies.read(headers, receive)
             if b"content-encoding" in headers:
                 body = await self._bodies.decompress(headers, body)
-            answer = await self._look_up(server, target, headers, body)
+            if isinstance(target, LookupTarget):
+                answer = await self._look_up(server, target, headers, body)
+            elif rows is not None:
+                answer = await self._rows.answer(rows, headers, body)
+            else:
+                return await self._serve_control(scope, who, _replayed(body, receive), send)
         except ClientDisconnected:
             return DISCONNECTED
         except Exception as error:  # noqa: BLE001 - logged where it is unexpected; the client gets an answer
@@ -244,7 +262,8 @@ class Application:
         finally:
             self.memory.held -= size
 
-    async def _serve_control(self, scope: Scope, receive: Receive, send: Send) -> int:
+    async def _serve_control(self, scope: Scope, who: str, receive: Receive, send: Send) -> int:
+        """Serve a request by FastAPI, and log it if it changes something: then `who` sent it."""
         status = DISCONNECTED
 
         async def send_and_note(message: Message) -> None:
@@ -253,18 +272,28 @@ class Application:
                 status = message["status"]
             await send(message)
 
-        with suppress(Exception):  # FastAPI raises again what it has answered
-            await self._control(scope, receive, send_and_note)
+        change = scope[CHANGE] = Change(who, printable(f"{scope['method']} {scope['path']}"))
+        try:
+            with suppress(Exception):  # FastAPI raises again what it has answered
+                await self._control(scope, receive, send_and_note)
+        finally:
+            if who and not change.kept:
+                change.end(f"status {status}")
         return status
 
-    def _authorize(self, headers: Mapping[bytes, bytes]) -> None:
-        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self._token):
-            message = "the header 'Authorization: Bearer <token>' is missing or has the wrong token"
-            raise RequestError(401, message, (b"www-authenticate", b"Bearer"))
+    def _admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str:
+        """Let a request pass that is no lookup. Returns who changes something by it; empty if it changes nothing."""
+        if is_change(scope["method"], scope["path"]):
+            return self.authorization.check_change(scope, headers)
+        if scope["path"] not in _OPEN_PATHS:
+            self.authorization.check_lookup(headers)
+        return ""
 
     def _error_answer(self, error: Exception, scope: Scope) -> HTTPAnswer:
-        if isinstance(error, DeviceError) and not isinstance(error, DeviceMemoryError):
+        change = scope.get(CHANGE)
+        if change is not None:
+            change.error = str(error)
+        if isinstance(error, DeviceError) and not isinstance(error, DeviceMemoryError) and not (change and change.who):
             _log.error("the device failed: %s", error)
             self.lifecycle.fail(f"the device failed; restart the service: {error}")
         elif not isinstance(error, HPSError | MemoryError):
@@ -278,8 +307,12 @@ class Application:
             yield
         finally:
             self.lifecycle.refuse()
-            if not (idle := await asyncio.to_thread(self._threads.close, CLOSE_TIMEOUT_S)):
-                _log.error("lookups were still running after %g s", CLOSE_TIMEOUT_S)
+            idle = True
+            for threads in (self._threads, self._rows, self._reports):
+                if not await asyncio.to_thread(threads.close, CLOSE_TIMEOUT_S):
+                    idle = False
+                    _log.error("lookups or writes were still running after %g s", CLOSE_TIMEOUT_S)
+            self._rows.flush_log()
             started = time.monotonic()
             if closed := await asyncio.to_thread(self.lifecycle.close, CLOSE_TIMEOUT_S):
                 _log.info("the databases are closed after %.1f s", time.monotonic() - started)

@@ -1,7 +1,7 @@
 """The routes beside the lookups, which are FastAPI's: health, metadata, metrics, models; and the OpenAPI document of all."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any
 
@@ -25,14 +25,15 @@ from hps.service.statistics_routes import statistics_routes
 
 _Responses = dict[int | str, dict[str, Any]]
 
-_ERRORS: _Responses = {
+ERRORS: _Responses = {
     status: {"model": schemas.ErrorAnswer, "description": text}
     for status, text in {
         400: "The request is wrong.",
-        401: "The bearer token is missing or wrong.",
+        401: "The bearer token, or the admin token, is missing or wrong.",
+        403: "Changes are off, or what the request has does not allow them; the message says why.",
         404: "There is no such model, version or table.",
-        409: "The model cannot be changed so, or another change of it is under way.",
         408: "The body did not arrive in time.",
+        409: "The state of the model does not allow the change, or another one is under way; or the database is read-only.",
         413: "The body is too large, or has too many keys.",
         415: "The body is compressed with something other than gzip or deflate.",
         500: "A bug; the log has the details.",
@@ -41,10 +42,9 @@ _ERRORS: _Responses = {
         507: "The model does not fit in memory, on disk or on the device.",
     }.items()
 }
-_OF_LOOKUPS: _Responses = {status: error for status, error in _ERRORS.items() if status not in (409, 507)}
-_OF_CHANGES: _Responses = {status: error for status, error in _ERRORS.items() if status not in (415, 504)}
-_UNAUTHORIZED: _Responses = {401: _ERRORS[401]}
-_OF_MODELS: _Responses = {status: _ERRORS[status] for status in (401, 404, 503)}
+_UNAUTHORIZED: _Responses = {401: ERRORS[401]}
+_OF_MODELS: _Responses = {status: ERRORS[status] for status in (401, 404, 503)}
+_OF_CHANGES: _Responses = {status: error for status, error in ERRORS.items() if status not in (415, 504)}
 _EXTENSIONS = [
     "binary_tensor_data",
     "model_configuration",
@@ -54,15 +54,19 @@ _EXTENSIONS = [
 ]
 _NOT_READY = {"model": schemas.ServerReady, "description": "Not ready; `reason` and `models` say why."}
 
-lookups = APIRouter(responses=_OF_LOOKUPS)
-"""The lookup routes as FastAPI would have them, to be described: the application serves them without FastAPI."""
+_LOOKUP_ERRORS = {status: ERRORS[status] for status in ERRORS if status not in (403, 409, 507)}
+_ROW_ERRORS = {status: ERRORS[status] for status in ERRORS if status != 507}
+
+lookups = APIRouter()
+"""The routes of lookups and rows as FastAPI would have them, to be described: the application serves them without FastAPI."""
 
 _BINARY = {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
 _INFER: dict[str, Any] = {
+    "tags": ["lookups"],
     "summary": "Look up keys by the Open Inference Protocol v2",
     "response_model": schemas.InferenceResponse,
     "description": "Binary data is fastest; Inference-Header-Content-Length is the length of the JSON part before it.",
-    "responses": {200: {"description": "The vectors.", **_BINARY}},
+    "responses": {**_LOOKUP_ERRORS, 200: {"description": "The vectors.", **_BINARY}},
     "openapi_extra": {"requestBody": _BINARY},
 }
 _HEADER_LENGTH = Header(
@@ -76,6 +80,7 @@ def control_app(
     statistics: InferenceStatistics,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]],
     error_answer: Callable[[Exception, Scope], HTTPAnswer],
+    routers: Iterable[APIRouter] = (),
 ) -> FastAPI:
     """Make the FastAPI application of these routes.
 
@@ -85,6 +90,7 @@ def control_app(
         statistics: of the inferences.
         lifespan: entered when the service starts, left when it stops.
         error_answer: the answer to an error that was raised while the request of a scope was served.
+        routers: with further routes.
     """
 
     async def answer_error(request: Request, error: Exception) -> Response:
@@ -120,7 +126,7 @@ def control_app(
         return schemas.Live(live=True)
 
     @app.get(
-        "/v2/health/ready", tags=["health"], responses={400: _ERRORS[400], 503: _NOT_READY}, response_model_exclude_none=True
+        "/v2/health/ready", tags=["health"], responses={400: ERRORS[400], 503: _NOT_READY}, response_model_exclude_none=True
     )
     async def ready(
         response: Response,
@@ -176,6 +182,9 @@ def control_app(
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(registry), headers={"content-type": content_type})
 
+    for router in routers:
+        app.include_router(router)
+
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             routes = [*app.routes, *lookups.routes]
@@ -203,11 +212,65 @@ def infer_version(model: str, version: str, request: schemas.InferenceRequest, h
 @lookups.post(
     schemas.LOOKUP,
     operation_id="lookup",
+    tags=["lookups"],
+    responses=_LOOKUP_ERRORS,
     summary="Look up keys with curl",
     response_model=schemas.LookupResponse,
     response_description="The vectors.",
 )
 def lookup(model: str, request: schemas.LookupRequest) -> None: ...
+
+
+@lookups.post(
+    schemas.ROWS,
+    operation_id="insert_rows",
+    tags=["rows"],
+    responses=_ROW_ERRORS,
+    summary="Add or replace rows in every tier",
+    description="Bulk is sent as binary inputs `KEYS` INT64 [n] and `VECTORS` FP32 [n, dim], as an inference sends its own.",
+    response_model=schemas.RowsAnswer,
+    openapi_extra={"requestBody": _BINARY},
+)
+def insert_rows(
+    model: str, table: str, request: schemas.RowsRequest, version: str | None = None, header_length: int = _HEADER_LENGTH
+) -> None: ...
+
+
+@lookups.delete(
+    schemas.ROWS,
+    operation_id="delete_rows",
+    tags=["rows"],
+    responses=_ROW_ERRORS,
+    summary="Delete rows from every tier",
+    description="Bulk is sent as the binary input `KEYS` INT64 [n].",
+    response_model=schemas.RowsAnswer,
+    openapi_extra={"requestBody": _BINARY},
+)
+def delete_rows(
+    model: str, table: str, request: schemas.KeysRequest, version: str | None = None, header_length: int = _HEADER_LENGTH
+) -> None: ...
+
+
+@lookups.get(
+    schemas.ROW,
+    operation_id="row",
+    tags=["rows"],
+    responses=_OF_MODELS,
+    summary="One row, which tier has it, and when it was written",
+    response_model=schemas.RowAnswer,
+)
+def row(model: str, table: str, key: int, version: str | None = None) -> None: ...
+
+
+@lookups.delete(
+    schemas.ROW,
+    operation_id="delete_row",
+    tags=["rows"],
+    responses=_ROW_ERRORS,
+    summary="Delete one row from every tier",
+    response_model=schemas.RowsAnswer,
+)
+def delete_row(model: str, table: str, key: int, version: str | None = None) -> None: ...
 
 
 def _model_ready(lifecycle: Lifecycle, model: str, version: str | None) -> schemas.ModelReady:

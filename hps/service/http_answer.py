@@ -13,6 +13,7 @@ from hps.errors import (
     DeviceError,
     HPSError,
     InvalidInputError,
+    MissingDependencyError,
     ModelFileError,
     ModelSourceError,
     NotReadyError,
@@ -31,6 +32,7 @@ BINARY: Header = (b"content-type", b"application/octet-stream")
 STATUS_OF_ERROR: dict[type[BaseException], int] = {
     InvalidInputError: 400,
     ConfigError: 400,
+    MissingDependencyError: 400,
     ModelFileError: 400,
     UnknownModelError: 404,
     UnknownTableError: 404,

@@ -90,7 +90,7 @@ class Lifecycle:
             models,
             lambda: server.models if (server := self.opened) else (),
             progress or LogProgress(),
-            self._end_when_stopping,
+            self.end_when_stopping,
         )
         self._blocked = "not started" if self._owned else ""  # why nothing at all is answered
         self._all_tried = not self._owned
@@ -191,7 +191,8 @@ class Lifecycle:
             return not closer.is_alive()
         return self._loader is None or not self._loader.is_alive()
 
-    def _end_when_stopping(self) -> None:
+    def end_when_stopping(self) -> None:
+        """Raise a NotReadyError if the service is stopping; to be called by what takes long."""
         if self._stopping.is_set():
             raise NotReadyError("the service is stopping")
 

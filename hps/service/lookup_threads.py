@@ -47,12 +47,14 @@ class LookupThreads:
         threads: calls that run at once.
         timeout_s: how long a call may take, including its wait for a thread.
         max_waiting: calls that may wait for a thread.
+        what: a call is, for messages.
 
     Attributes:
         pending: calls that run or wait.
     """
 
-    def __init__(self, threads: int, timeout_s: float, max_waiting: int = MAX_WAITING) -> None:
+    def __init__(self, threads: int, timeout_s: float, max_waiting: int = MAX_WAITING, what: str = "lookup") -> None:
+        self._what = what
         self.limit_to(timeout_s)
         self._limit = threads + max_waiting
         # Touched by the event loop alone.
@@ -67,7 +69,7 @@ class LookupThreads:
         self._last_start_s = 0.0
         self._closing = False
         self._threads = [
-            threading.Thread(target=self._work, name=f"hps-lookup-{place}", daemon=True) for place in range(threads)
+            threading.Thread(target=self._work, name=f"hps-{what}-{place}", daemon=True) for place in range(threads)
         ]
         for thread in self._threads:
             thread.start()
@@ -85,7 +87,7 @@ class LookupThreads:
         """
         if self.pending >= self._limit:
             raise RequestError(
-                503, f"{self.pending} lookups run or wait, expected at most {self._limit}; send the request again later"
+                503, f"{self.pending} {self._what}s run or wait, expected at most {self._limit}; send the request again later"
             )
         loop = asyncio.get_running_loop()
         call = _Call(function, arguments, loop.create_future(), time.monotonic())
@@ -128,7 +130,7 @@ class LookupThreads:
         while self._unanswered and now - (oldest := next(iter(self._unanswered))).submitted_s > self._timeout_s:
             del self._unanswered[oldest]
             if not oldest.future.done():
-                text = f"the lookup did not end within {self._timeout_s:g} s (service.request_timeout_s)"
+                text = f"the {self._what} did not end within {self._timeout_s:g} s (service.request_timeout_s)"
                 oldest.future.set_exception(RequestError(504, text))
         with suppress(IndexError):  # a thread took the last one meanwhile
             if self._waiting and now - self._waiting[0].submitted_s > _TICK_S:

@@ -8,6 +8,7 @@ from hps.configuration.tiers import Section
 
 CHANGEABLE = frozenset(
     {
+        "admin_token",
         "answer_timeout_s",
         "bearer_token",
         "drain_s",
@@ -17,6 +18,8 @@ CHANGEABLE = frozenset(
         "max_connections",
         "max_held_bytes",
         "max_keys_per_request",
+        "max_rows_per_write",
+        "refuse_nan",
         "repository_poll_s",
         "request_timeout_s",
     }

@@ -1,16 +1,19 @@
 """The HTTP interface as it is published: the paths and versions of lookups, and what requests and answers look like."""
 
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 INFER: Final = "/v2/models/{model}/infer"
 INFER_VERSION: Final = "/v2/models/{model}/versions/{version}/infer"
 LOOKUP: Final = "/v1/models/{model}/lookup"
+ROWS: Final = "/v1/models/{model}/tables/{table}/rows"
+ROW: Final = "/v1/models/{model}/tables/{table}/rows/{key}"
 
 ModelState = Literal["waiting", "loading", "ready", "failed"]
 TableState = Literal["waiting", "loading", "done", "failed"]
 Datatype = Literal["INT64", "INT32", "FP32", "BOOL"]
+Version = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 
 
 class ErrorAnswer(BaseModel):
@@ -197,3 +200,113 @@ class LookupResponse(BaseModel):
     found: dict[str, list[bool]] | None = Field(
         default=None, description="Where requested: false for keys that got the default vector."
     )
+
+
+class RowsRequest(BaseModel):
+    """Rows to be written."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"keys": [17, 42], "vectors": [[0.1, 0.2], [0.3, 0.4]]}}, extra="forbid"
+    )
+
+    keys: list[int]
+    vectors: list[list[float]] = Field(description="One for each key, as wide as the table.")
+
+
+class KeysRequest(BaseModel):
+    """Rows to be deleted."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"keys": [17, 42]}}, extra="forbid")
+
+    keys: list[int]
+
+
+class RowsAnswer(BaseModel):
+    """Every lookup that starts now gets what was written, or the default vector of what was deleted, from every tier."""
+
+    model: str
+    version: str = Field(description="Whose rows these are: each version has rows of its own.")
+    table: str
+    rows: int = Field(description="How many the request had.")
+
+
+class RowAnswer(BaseModel):
+    """What a model has for a key."""
+
+    model: str
+    version: str
+    table: str
+    key: int
+    found: bool
+    tier: Literal["embedding_cache", "volatile_db", "persistent_db"] | None = Field(description="The first that has the key.")
+    written_at: str | None = Field(description="When the row was written or loaded (ISO 8601, UTC); null if nobody knows.")
+    written_at_us: int | None = Field(description="The same in microseconds since 1970.")
+    vector: list[float | None] = Field(description="The default vector where no tier has the key. null is NaN or an infinity.")
+
+
+class DeployRequest(BaseModel):
+    """What to deploy; all of it may be left out."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"version": "2"}}, extra="forbid")
+
+    version: Version | None = Field(default=None, description="By default what the `version_policy` of the model chooses.")
+    force: bool = Field(default=False, description="Load the files again, whatever the databases hold. Online writes are lost.")
+    config: dict[str, Any] | None = Field(
+        default=None, description="An entry of `models` of a ps.json, in place of the configured one, or of a new model."
+    )
+
+
+class UndeployRequest(BaseModel):
+    """What to take out of service; may be left out."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"version": "1"}}, extra="forbid")
+
+    version: Version | None = Field(default=None, description="Only this one; by default the whole model.")
+
+
+class ChangeAnswer(BaseModel):
+    """A change of a model, under way or ended."""
+
+    number: int = Field(description="The changes of a server are numbered.")
+    model: str
+    what: str
+    by: str = Field(description="The address that asked for it, and by what right.")
+    since: str = Field(description="When it began (ISO 8601, UTC).")
+    seconds: float = Field(description="That it has taken so far, or took.")
+    status: int | None = Field(default=None, description="How it ended, as an HTTP status; absent while it is under way.")
+    version: str | None = Field(default=None, description="That serves after the change, where it has succeeded.")
+    error: str | None = Field(default=None, description="Why it failed.")
+    table: TableStatus | None = Field(default=None, description="The table that is being loaded.")
+
+
+class VersionStatus(BaseModel):
+    """A version of a model, and what it holds."""
+
+    version: str
+    state: Literal["serving", "available", "kept", "retiring"] = Field(
+        description="`serving` answers those who name no version, `available` those who name it, `kept` waits for a roll-back, "
+        "`retiring` for its last lookups."
+    )
+    since: str = Field(description="When it was put into service (ISO 8601, UTC).")
+    rows: int = Field(description="In its model files.")
+    size_bytes: dict[str, int] = Field(description="Of its vectors, by tier.")
+
+
+class ModelDetails(BaseModel):
+    """A model and its versions."""
+
+    name: str
+    state: ModelState
+    reason: str | None = Field(default=None, description="Why it is not ready.")
+    devices: list[int]
+    hit_rates: dict[str, float] = Field(
+        description="By tier: the share of the keys that it was asked for and had, of all versions."
+    )
+    versions: list[VersionStatus]
+
+
+class ModelList(BaseModel):
+    """All models, and the changes of them."""
+
+    models: list[ModelDetails]
+    changes: list[ChangeAnswer] = Field(description="Of each model, the one under way or the last one.")

@@ -21,6 +21,7 @@ from hps.configuration.load import Configuration, ServiceConfig, load_configurat
 from hps.errors import ConfigError
 from hps.progress import Progress
 from hps.service.app import CLOSE_TIMEOUT_S, Application
+from hps.service.authorization import is_loopback
 from hps.service.connection import Connection, Connections, OnceAMinute
 from hps.service.lifecycle import Lifecycle
 from hps.service.reload import compare
@@ -108,6 +109,7 @@ class Server:
     def __init__(self, app: Application, listener: socket.socket) -> None:
         host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        app.authorization.loopback = is_loopback(host)
         self._app = app
         self._listener = listener
         settings = self._settings

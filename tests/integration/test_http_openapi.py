@@ -42,8 +42,9 @@ def test_every_route_that_is_described_is_served_and_documented(tmp_path):
         guide = (PUBLISHED.parent / "http-api.md").read_text()
         for path, methods in document["paths"].items():
             for method in methods:
-                response = service.client.request(method, path.format(model="m", version="1"))
-                assert response.status_code in (200, 400) or "model_control_mode" in response.text, (method, path)
+                response = service.client.request(method, path.format(model="m", version="1", table="item", key=5))
+                refused = "model_control_mode" in response.text or "is not deployed" in response.text  # one route undeploys it
+                assert response.status_code in (200, 400, 409) or refused, (method, path)
             assert path in guide, path
         references = set(json.dumps(document).split('"#/components/schemas/')[1:])
         assert {text.partition('"')[0] for text in references} <= set(document["components"]["schemas"])

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hps.considerate import pieces
 from hps.databases.base import LoadRecord
 from hps.databases.rocks_db.engine import TIMES, Engine, after
 from hps.databases.rocks_db.load_records import LoadRecords
@@ -233,8 +234,8 @@ class RocksTable:
         deleted = 0
         with self._alone(doing):
             self._mark_modified()
-            for start in range(0, distinct.size, self._write_rows):
-                batch = _key_list(distinct[start : start + self._write_rows])
+            for rows in pieces(distinct.size, self._write_rows):
+                batch = _key_list(distinct[rows])
                 # A mark for the deletion of an absent key would slow every later read down.
                 batch = list(compress(batch, _are_there(self._engine.get(self._family, batch, doing))))
                 self._engine.remove(batch, families, doing)
@@ -336,8 +337,8 @@ class RocksTable:
 
     def _sorted_pieces(self, keys: KeyArray, vectors: FloatArray, piece_rows: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
         order = _last_of_each(keys)
-        for start in range(0, order.size, piece_rows):
-            rows = order[start : start + piece_rows]
+        for piece in pieces(order.size, piece_rows):
+            rows = order[piece]
             yield _key_list(keys[rows]), _vector_list(vectors[rows])
 
 

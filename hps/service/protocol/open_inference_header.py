@@ -4,6 +4,7 @@ Where the tensors are binary, it holds only names, datatypes, shapes and options
 therefore repeat it: headers are cached, and most requests parse no JSON.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -20,13 +21,14 @@ _CACHED_HEADERS = 256
 CACHED_BYTES = 2048
 """The longest JSON part that is cached."""
 
-_IntegerDtype: TypeAlias = "np.dtype[np.signedinteger[Any]]"
-_DTYPES: dict[str, _IntegerDtype] = {"INT64": np.dtype("<i8"), "INT32": np.dtype("<i4")}
+_Dtype: TypeAlias = "np.dtype[np.signedinteger[Any] | np.floating[Any]]"
+_INTEGERS: dict[str, _Dtype] = {"INT64": np.dtype("<i8"), "INT32": np.dtype("<i4")}
+_FLOATS: dict[str, _Dtype] = {"FP32": np.dtype("<f4")}
 
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
-    """An integer input as the header describes it. *Immutable.*
+    """An input as the header describes it. *Immutable.*
 
     Attributes:
         name, dtype, shape: as the request says.
@@ -36,7 +38,7 @@ class InputTensor:
     """
 
     name: str
-    dtype: _IntegerDtype
+    dtype: _Dtype
     shape: list[int]
     count: int
     start: int
@@ -91,7 +93,7 @@ def read_header(text: bytes) -> InferenceHeader:
     parameters = _parameters(request, "reading the request")
     binary = _flag(parameters, "binary_data_output", "reading 'parameters'", default=False)
     found = _flag(parameters, "found", "reading 'parameters'", default=False)
-    inputs, binary_size = _read_inputs(request.get("inputs"))
+    inputs, binary_size = read_inputs(request.get("inputs"))
     numkeys = list(inputs).index("NUMKEYS") if "NUMKEYS" in inputs and "KEYS" in inputs else None
     requested = _read_outputs(request.get("outputs"), binary)
     device_id = read_device(parameters.get("DeviceID"), "reading 'parameters': 'DeviceID'")
@@ -107,7 +109,16 @@ def reading_input(name: str) -> str:
     return f"reading input {name[:120]!r}"
 
 
-def _read_inputs(given: Any) -> tuple[dict[str, InputTensor], int]:
+def read_inputs(given: Any, floats: Container[str] = ()) -> tuple[dict[str, InputTensor], int]:
+    """Read the inputs of a request: by name, in its order; and how many bytes of binary data they have together.
+
+    Args:
+        given: what the JSON part has as `inputs`.
+        floats: names of those that are FP32; the others are integers.
+
+    Raises:
+        InvalidInputError, InvalidDtypeError: they are not inputs.
+    """
     if type(given) is not list or not given:
         raise InvalidInputError("reading the request: 'inputs' is missing or empty, expected a list of tensors")
     inputs: dict[str, InputTensor] = {}
@@ -118,7 +129,10 @@ def _read_inputs(given: Any) -> tuple[dict[str, InputTensor], int]:
             raise InvalidInputError(f"reading inputs[{len(inputs)}]: expected an object whose 'name' is a string")
         if name in inputs:
             raise InvalidInputError(f"{reading_input(name)}: it is given twice; name each input once")
-        dtype, shape = _dtype(name, one.get("datatype")), _shape(name, one.get("shape"))
+        dtype, shape = (
+            _dtype(name, one.get("datatype"), _FLOATS if name in floats else _INTEGERS),
+            _shape(name, one.get("shape")),
+        )
         count = prod(shape)
         size = _binary_size(name, one)
         if size is None:
@@ -134,11 +148,13 @@ def _read_inputs(given: Any) -> tuple[dict[str, InputTensor], int]:
     return inputs, binary_size
 
 
-def _dtype(name: str, datatype: Any) -> _IntegerDtype:
-    if type(datatype) is not str or datatype not in _DTYPES:
+def _dtype(name: str, datatype: Any, expected: dict[str, _Dtype]) -> _Dtype:
+    if type(datatype) is not str or datatype not in expected:
         got = repr(datatype[:40]) if isinstance(datatype, str) else kind_of(datatype)
-        raise InvalidDtypeError(f"{reading_input(name)}: got datatype {got}, expected INT64 (or INT32)")
-    return _DTYPES[datatype]
+        raise InvalidDtypeError(
+            f"{reading_input(name)}: got datatype {got}, expected {'FP32' if expected is _FLOATS else 'INT64 (or INT32)'}"
+        )
+    return expected[datatype]
 
 
 def _shape(name: str, shape: Any) -> list[int]:

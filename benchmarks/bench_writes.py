@@ -1,0 +1,208 @@
+"""Online writes over HTTP beside lookups: 50,000 rows of 32 floats a second, and the times of lookups at a fixed rate.
+
+One process looks 256 keys up 250 times a second, and counts the time from the moment that a lookup is due. Another one writes
+rows as binary tensors, as fast as 50,000 rows a second are due. Idle and beside writes are measured in turn, round after round,
+and each quantile is the median of those of the rounds. Every answer is checked: a vector says of which key and generation it
+is, and a lookup that starts after the answer to a write must show its generation or a later one.
+
+Where a machine has few cores, the two processes take processor time away from the server. The case `elsewhere` says how much:
+there the writer sends its bodies to a raw ASGI application that only reads them.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from benchmarks.harness import Report
+from benchmarks.open_loop import OpenLoop
+from hps.models.writer import write_sparse_model
+
+_ROWS, _DIM, _KEYS = 100_000, 32, 256
+_LOOKUPS_PER_S, _ROWS_PER_S = 250, 50_000
+_LOOKUP_CONNECTIONS, _WRITE_CONNECTIONS = 4, 2
+_WARM_S, _START_S = 1.0, 60.0
+
+
+def run(report: Report, quick: bool) -> None:
+    """Measure all of it; `quick` takes short rounds."""
+    rounds, seconds = (1, 2.0) if quick else (9, 3.0)
+    report.about |= {"rounds": rounds, "seconds": seconds, "load_average_before": os.getloadavg()[0], "niceness": os.nice(0)}
+    with (
+        tempfile.TemporaryDirectory(prefix="hps-bench-writes-") as name,
+        ProcessPoolExecutor(2, mp_context=get_context("spawn")) as clients,
+    ):
+        for tiers in ("embedding_cache/hash_map/rocks_db",):
+            directory = Path(name) / tiers.replace("/", "-")
+            _write_model(directory)
+            with _server("service", directory) as target, _server("raw", directory) as other:
+                cases = {
+                    "idle": (0, target),
+                    "elsewhere": (1000, other),
+                    "beside, 1000 rows": (1000, target),
+                    "beside, 100 rows": (100, target),
+                }
+                samples: dict[str, list[dict[str, Any]]] = {case: [] for case in cases}
+                for number in range(rounds):
+                    for case, (batch, writes_to) in cases.items():
+                        reading = clients.submit(read, directory, target, seconds, report.seed + number)
+                        writing: Future[dict[str, Any]] | None = None
+                        if batch:
+                            writing = clients.submit(write, directory, writes_to, seconds, batch, writes_to is target)
+                        samples[case].append(reading.result(seconds + 60) | (writing.result(seconds + 60) if writing else {}))
+                _add_rows(report, tiers, samples)
+
+
+def read(directory: Path, port: int, seconds: float, seed: int) -> dict[str, Any]:
+    """Look keys up at a fixed rate, and check every answer. Returns the times."""
+    acknowledged = np.load(directory / "acknowledged.npy", mmap_mode="r")
+    rng = np.random.default_rng(seed)
+    text = orjson.dumps(
+        {
+            "inputs": [{"name": "item", "shape": [_KEYS], "datatype": "INT64", "parameters": {"binary_data_size": 8 * _KEYS}}],
+            "parameters": {"binary_data_output": True},
+        }
+    )
+    head = _head("/v2/models/m/infer", len(text), len(text) + 8 * _KEYS)
+    asked: dict[int, Any] = {}
+
+    def request(number: int) -> bytes:
+        keys = rng.integers(0, _ROWS, _KEYS)
+        asked[number] = (keys, acknowledged[keys])
+        return head + text + keys.tobytes()
+
+    def check(number: int, answer: memoryview) -> None:
+        keys, least = asked.pop(number)
+        vectors = np.frombuffer(answer[len(answer) - 4 * _DIM * _KEYS :], np.float32).reshape(_KEYS, _DIM)
+        if not (
+            np.array_equal(vectors[:, 0], keys) and (vectors[:, 1:] == vectors[:, 1:2]).all() and (vectors[:, 1] >= least).all()
+        ):
+            raise AssertionError("a lookup got a vector that is torn, foreign or older than an acknowledged write")
+
+    with OpenLoop(port, _LOOKUP_CONNECTIONS, _LOOKUPS_PER_S, request, check) as loop:
+        loop.run(_WARM_S)
+        return {"times": loop.run(seconds)}
+
+
+def write(directory: Path, port: int, seconds: float, batch: int, counted: bool) -> dict[str, Any]:
+    """Write batches of rows, one generation after the other, and note for the other process what was acknowledged."""
+    acknowledged = np.load(directory / "acknowledged.npy", mmap_mode="r+")
+    inputs = [
+        {"name": "KEYS", "shape": [batch], "datatype": "INT64", "parameters": {"binary_data_size": 8 * batch}},
+        {"name": "VECTORS", "shape": [batch, _DIM], "datatype": "FP32", "parameters": {"binary_data_size": 4 * _DIM * batch}},
+    ]
+    text = orjson.dumps({"inputs": inputs})
+    head = _head("/v1/models/m/tables/item/rows", len(text), len(text) + (8 + 4 * _DIM) * batch)
+    keys = np.random.default_rng(batch).permutation(_ROWS).reshape(-1, batch)
+    sent: dict[int, tuple[Any, int]] = {}
+
+    def request(number: int) -> bytes:
+        place = number % len(keys)
+        generation = int(acknowledged[keys[place]].max()) + 1
+        sent[number] = (keys[place], generation)
+        vectors = np.full((batch, _DIM), generation, np.float32)
+        vectors[:, 0] = keys[place]
+        return head + text + keys[place].tobytes() + vectors.tobytes()
+
+    def check(number: int, _: memoryview) -> None:
+        part, generation = sent.pop(number)
+        if counted:
+            acknowledged[part] = generation
+
+    with OpenLoop(port, _WRITE_CONNECTIONS, _ROWS_PER_S / batch, request, check) as loop:
+        loop.run(_WARM_S / 2)
+        times = loop.run(seconds + _WARM_S / 2)
+    return {"write_times": times, "rows_per_s": len(times) * batch / (seconds + _WARM_S / 2)}
+
+
+def _head(path: str, header_length: int, length: int) -> bytes:
+    lines = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nInference-Header-Content-Length: {header_length}\r\n"
+    return f"{lines}Content-Length: {length}\r\n\r\n".encode()
+
+
+def _write_model(directory: Path) -> None:
+    """Write a model whose vectors are of generation 0, and its configuration."""
+    directory.mkdir()
+    keys = np.arange(_ROWS)
+    vectors = np.zeros((_ROWS, _DIM), np.float32)
+    vectors[:, 0] = keys
+    write_sparse_model(directory / "item.model", (keys, vectors))
+    np.save(directory / "acknowledged.npy", np.zeros(_ROWS, np.int32))
+    (directory / "answer.bin").write_bytes(b"{}")
+    model = {
+        "model": "m",
+        "sparse_files": [str(directory / "item.model")],
+        "embedding_table_names": ["item"],
+        "embedding_vecsize_per_table": [_DIM],
+        "maxnum_catfeature_query_per_table_per_sample": [1],
+        "default_value_for_each_table": [0.0],
+        "deployed_device_list": [0],
+        "max_batch_size": 1000,
+        "gpucacheper": 1.0,
+        "hit_rate_threshold": 1.1,
+        "cache_refresh_percentage_per_iteration": 1.0,
+        "num_of_worker_buffer_in_pool": 8,
+    }
+    document = {
+        "supportlonglong": True,
+        "device": "cpu",
+        "volatile_db": {"type": "hash_map"},
+        "persistent_db": {"type": "rocks_db", "path": str(directory / "rocksdb")},
+        "models": [model],
+    }
+    (directory / "ps.json").write_text(json.dumps(document))
+
+
+@contextmanager
+def _server(kind: str, directory: Path) -> Iterator[int]:
+    """Start a server of `http_servers`; yield its port once it answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    command = [sys.executable, "-m", "benchmarks.http_servers", kind, str(port), str(directory)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + _START_S
+            while not _answers(port):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"the server {kind} on port {port} did not get ready")
+                time.sleep(0.1)
+            yield port
+        finally:
+            process.terminate()
+
+
+def _answers(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as connection:
+        connection.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        return connection.recv(100).startswith(b"HTTP/1.1 200")
+    return False
+
+
+def _add_rows(report: Report, tiers: str, samples: dict[str, list[dict[str, Any]]]) -> None:
+    """Add a row for each case, with the ratio of its p99 to the idle one of the same run."""
+    idle = _quantile(samples["idle"], "times", 0.99)
+    for case, taken in samples.items():
+        figures = {"p50_s": _quantile(taken, "times", 0.5), "p99_s": _quantile(taken, "times", 0.99)}
+        figures["p99_to_idle"] = figures["p99_s"] / idle
+        if "rows_per_s" in taken[0]:
+            figures["rows_per_s"] = float(np.mean([one["rows_per_s"] for one in taken]))
+            figures["write_p50_s"] = _quantile(taken, "write_times", 0.5)
+            figures["write_p99_s"] = _quantile(taken, "write_times", 0.99)
+        axes = {"tiers": tiers, "writes": case, "lookups_per_s": _LOOKUPS_PER_S, "keys": _KEYS, "dim": _DIM}
+        report.add(axes, figures)
+
+
+def _quantile(taken: list[dict[str, Any]], figure: str, share: float) -> float:
+    return float(np.median([np.quantile(one[figure], share) for one in taken]))

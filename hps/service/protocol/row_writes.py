@@ -1,0 +1,156 @@
+"""Online writes over HTTP: rows as JSON, for people with curl, or as the binary tensors of the Open Inference Protocol.
+
+JSON is `{"keys": [17, 42], "vectors": [[...], [...]]}`. Binary data have a JSON part with the inputs `KEYS` INT64 [n] or [1, n]
+and `VECTORS` FP32 [n, dim], as an inference has its inputs. Without vectors it is the keys of a deletion. All of a body is
+checked before any of it is written.
+"""
+
+from functools import lru_cache
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError
+from hps.service.protocol.open_inference_header import CACHED_BYTES, InputTensor, read_inputs, reading_input
+from hps.service.protocol.request_checks import int64_array, kind_of, parse_object
+from hps.types import FloatArray, KeyArray, TableSpec
+
+MAX_JSON_BYTES = 8 << 20
+"""The longest body of JSON: the interpreter does nothing else while it parses one. Bulk is sent as binary tensors."""
+
+_CACHED_HEADERS = 64
+
+
+def decode_rows(
+    body: bytes | bytearray, header_length: int | None, table: TableSpec, max_rows: int
+) -> tuple[KeyArray, FloatArray]:
+    """Read the rows that a request writes.
+
+    Args:
+        body: JSON; or a JSON part, then binary data.
+        header_length: bytes of the JSON part, within the body; None when the body is JSON alone.
+        table: that they are for.
+        max_rows: in one request.
+
+    Returns:
+        The keys (n,) int64 and vectors (n, dim) float32, aligned, copies of their own. Binary vectors may have any float32.
+
+    Raises:
+        InvalidInputError, InvalidDtypeError: the body has no such rows; the message says where, and what was expected.
+        TooManyKeysError: it has more than `max_rows`, or is too long for JSON.
+    """
+    if header_length is None:
+        request = _json_object(body, {"keys", "vectors"})
+        keys = int64_array(request["keys"], "reading 'keys'")
+        _check_count(keys.size, max_rows)
+        return keys, _json_vectors(request["vectors"], keys.size, table)
+    inputs = _binary_inputs(body, header_length, ("KEYS", "VECTORS"))
+    keys, tensor = _binary_keys(body, header_length, inputs["KEYS"], max_rows), inputs["VECTORS"]
+    if tensor.shape != [keys.size, table.dim]:
+        raise InvalidInputError(
+            f"{reading_input('VECTORS')}: got shape {tensor.shape}, expected {[keys.size, table.dim]}: a row for each of KEYS, "
+            f"{table.dim} floats in table {table.table_name!r}"
+        )
+    vectors = np.frombuffer(body, tensor.dtype, tensor.count, header_length + tensor.start).astype(np.float32)
+    return keys, vectors.reshape(keys.size, table.dim)
+
+
+def decode_keys(body: bytes | bytearray, header_length: int | None, max_rows: int) -> KeyArray:
+    """Read the keys that a request deletes; as `decode_rows`."""
+    if header_length is None:
+        keys = int64_array(_json_object(body, {"keys"})["keys"], "reading 'keys'")
+        _check_count(keys.size, max_rows)
+        return keys
+    return _binary_keys(body, header_length, _binary_inputs(body, header_length, ("KEYS",))["KEYS"], max_rows)
+
+
+def check_finite(keys: KeyArray, vectors: FloatArray) -> None:
+    """Refuse vectors with NaN or infinities.
+
+    Raises:
+        InvalidInputError: names the first row that has one.
+    """
+    finite = np.isfinite(vectors).all(axis=1)
+    if not finite.all():
+        row = int(np.argmin(finite))
+        raise InvalidInputError(
+            f"reading vectors: row {row} (key {keys[row]}) has NaN or an infinity, expected finite numbers (service.refuse_nan)"
+        )
+
+
+def _check_count(rows: int, max_rows: int) -> None:
+    if rows > max_rows:
+        raise TooManyKeysError(
+            f"reading the request: got {rows} rows, expected at most {max_rows} (service.max_rows_per_write); send fewer"
+        )
+
+
+def _json_object(body: bytes | bytearray, members: set[str]) -> dict[str, Any]:
+    if len(body) > MAX_JSON_BYTES:
+        raise TooManyKeysError(
+            f"reading the request: got {len(body)} bytes of JSON, expected at most {MAX_JSON_BYTES}; send binary tensors"
+        )
+    request = parse_object(body)
+    if request.keys() != members:
+        expected = " and ".join(sorted(members))
+        raise InvalidInputError(f"reading the request: got the members {str(sorted(request))[:200]}, expected {expected}")
+    return request
+
+
+def _json_vectors(values: Any, count: int, table: TableSpec) -> FloatArray:
+    what, dim = "reading 'vectors'", table.dim
+    if type(values) is not list or not {list}.issuperset(map(type, values)):
+        got = kind_of(values) if type(values) is not list else "a list of other things"
+        raise InvalidDtypeError(f"{what}: got {got}, expected a list of lists of numbers")
+    if len(values) != count or not {dim}.issuperset(map(len, values)):
+        widths = sorted(set(map(len, values)))
+        raise InvalidInputError(
+            f"{what}: got {len(values)} vectors of {str(widths)[:80]} numbers, expected {count}, one for each key, of {dim} "
+            f"numbers each, as table {table.table_name!r} has them"
+        )
+    flat = list(chain.from_iterable(values))
+    if not {float, int}.issuperset(map(type, flat)):
+        place, value = next((place, one) for place, one in enumerate(flat) if type(one) not in (float, int))
+        raise InvalidDtypeError(f"{what}: got {kind_of(value)} in row {place // dim}, expected numbers")
+    with np.errstate(over="ignore"):
+        vectors = np.array(flat, np.float64).astype(np.float32).reshape(count, dim)
+    if not np.isfinite(vectors).all():
+        row = int(np.argmin(np.isfinite(vectors).all(axis=1)))
+        raise InvalidInputError(f"{what}: a number in row {row} does not fit float32")
+    return vectors
+
+
+@lru_cache(_CACHED_HEADERS)
+def _cached_inputs(text: bytes, names: tuple[str, ...]) -> tuple[dict[str, InputTensor], int]:
+    return _read_header(text, names)
+
+
+def _read_header(text: bytes, names: tuple[str, ...]) -> tuple[dict[str, InputTensor], int]:
+    """Read the inputs that a JSON part describes; all are binary. Returns them, and the bytes of binary data."""
+    inputs, size = read_inputs(parse_object(text).get("inputs"), floats={"VECTORS"})
+    if tuple(sorted(inputs)) != names:
+        raise InvalidInputError(f"reading 'inputs': got {str(list(inputs))[:200]}, expected {' and '.join(names)}")
+    for tensor in inputs.values():
+        if tensor.start < 0:
+            raise InvalidInputError(
+                f"{reading_input(tensor.name)}: got 'data', expected binary data; JSON is {{\"keys\": ...}} without inputs"
+            )
+    return inputs, size
+
+
+def _binary_inputs(body: bytes | bytearray, header_length: int, names: tuple[str, ...]) -> dict[str, InputTensor]:
+    text = bytes(body[:header_length])
+    inputs, size = (_cached_inputs if header_length <= CACHED_BYTES else _read_header)(text, names)
+    if (got := len(body) - header_length) != size:
+        raise InvalidInputError(f"reading the request: got {got} bytes of binary data, expected {size}")
+    return inputs
+
+
+def _binary_keys(body: bytes | bytearray, header_length: int, tensor: InputTensor, max_rows: int) -> KeyArray:
+    _check_count(tensor.count, max_rows)
+    if tensor.dtype.itemsize != 8 or len(tensor.shape) > 2 or (len(tensor.shape) == 2 and tensor.shape[0] != 1):
+        raise InvalidInputError(
+            f"{reading_input('KEYS')}: got {tensor.dtype} of shape {tensor.shape}, expected INT64 of shape [n] or [1, n]"
+        )
+    return np.frombuffer(body, tensor.dtype, tensor.count, header_length + tensor.start).astype(np.int64)

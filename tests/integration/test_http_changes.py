@@ -1,0 +1,392 @@
+"""Models of a running server that are changed over HTTP and by commands: what is answered, logged and refused."""
+
+import json
+import logging
+import re
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+import hps
+from hps.cli.app import app
+from hps.configuration.load import load_configuration
+from hps.service.app import Application
+from hps.service.lifecycle import Lifecycle
+from hps.service.server import Server, listen
+from tests.fakes.gated_file_system import Gate, gates
+from tests.servers.child_processes import ChildProcesses
+from tests.servers.running_service import RunningService, document_of, model_of, running_service, wait_until
+
+DIM, ROWS = 4, 200
+
+
+def write(directory: Path, version: int, dim: int = DIM) -> str:
+    keys = np.arange(ROWS)
+    hps.write_sparse_model(directory, (keys, np.full((ROWS, dim), version, np.float32)), overwrite=True)
+    return str(directory)
+
+
+@pytest.fixture
+def content(tmp_path: Path) -> dict[str, Any]:
+    """A model with versions 1, which is served at the start, and 2, and 3 whose files do not exist."""
+    model = model_of("shop", [write(tmp_path / "1", 1)], {"item": DIM}, gpucacheper=1.0, hit_rate_threshold=1.1)
+    places = {2: write(tmp_path / "2", 2), 3: str(tmp_path / "nowhere")}
+    model["versions"] = [{"version": version, "sparse_files": [place]} for version, place in places.items()]
+    model["version_policy"] = {"specific": {"versions": [1]}}
+    return document_of(model, persistent=tmp_path / "rocksdb")
+
+
+@pytest.fixture
+def service(content: dict[str, Any]) -> Iterator[RunningService]:
+    with running_service(content) as service:
+        yield service
+
+
+@pytest.fixture
+def gate(content: dict[str, Any]) -> Iterator[Gate]:
+    """Before the files of version 2: its load waits."""
+    with gates("two") as [gate]:
+        gate.hold_from = 0
+        version = content["models"][0]["versions"][0]
+        version["sparse_files"] = [f"gate://two{version['sparse_files'][0]}"]
+        yield gate
+
+
+def served(service: RunningService) -> float:
+    answer = service.client.post("/v1/models/shop/lookup", json={"tables": {"item": [7]}})
+    found: float = answer.raise_for_status().json()["tables"]["item"][0][0]
+    return found
+
+
+def listed(service: RunningService) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    answer = service.client.get("/v1/models").raise_for_status().json()
+    return next(one for one in answer["models"] if one["name"] == "shop"), answer["changes"]
+
+
+def states(service: RunningService) -> dict[str, str]:
+    return {one["version"]: one["state"] for one in listed(service)[0]["versions"]}
+
+
+def run(*arguments: str, **environment: str) -> Result:
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", **environment})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+# -- changes ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_version_is_deployed_rolled_back_and_taken_out(service: RunningService) -> None:
+    client = service.client
+    answer = client.post("/v1/models/shop/deploy", content=b'{"version": "2"}').json()
+    assert (answer["model"], answer["version"], answer["status"], answer["by"]) == ("shop", "2", 200, "127.0.0.1 (loopback)")
+    assert served(service) == 2
+    assert states(service)["2"] == "serving"
+    assert client.post("/v1/models/shop/refresh").json()["version"] == "2"
+    assert client.post("/v1/models/shop/rollback").json()["version"] == "1"
+    assert served(service) == 1
+    assert client.post("/v1/models/shop/deploy", json={"version": 2, "force": True}).json()["version"] == "2"
+    assert client.post("/v1/models/shop/undeploy", json={"version": 2}).json()["version"] == "1"
+    assert served(service) == 1
+    answer = client.post("/v1/models/shop/undeploy")
+    assert (answer.status_code, "version" in answer.json()) == (200, False)
+    assert client.post("/v1/models/shop/lookup", json={"tables": {"item": [7]}}).status_code == 404
+    assert client.post("/v1/models/shop/deploy").json()["version"] == "1", "by its policy"
+
+
+def test_models_are_listed_with_what_they_hold(service: RunningService) -> None:
+    for _ in range(3):
+        served(service)
+    model, changes = listed(service)
+    [version] = model["versions"]
+    assert (model["state"], model["devices"], changes) == ("ready", [0], [])
+    assert (version["version"], version["state"], version["rows"]) == ("1", "serving", ROWS)
+    assert set(version["size_bytes"]) == {"embedding_cache", "volatile_db", "persistent_db"}
+    assert version["size_bytes"]["volatile_db"] == ROWS * DIM * 4
+    counters = service.app.lifecycle.serving.metrics.table("shop", "item")  # type: ignore[union-attr]
+    assert model["hit_rates"]["embedding_cache"] == pytest.approx(counters.hits[0] / 3)
+
+
+def test_a_config_takes_the_place_of_the_configured_one(service: RunningService, tmp_path: Path) -> None:
+    entry = model_of("shop", [write(tmp_path / "4", 4)], {"item": DIM}, version="4")
+    assert service.client.post("/v1/models/shop/deploy", json={"config": entry}).json()["version"] == "4"
+    assert served(service) == 4
+    other = model_of("other", [write(tmp_path / "5", 5)], {"item": DIM})
+    del other["model"]
+    assert service.client.post("/v1/models/other/deploy", json={"config": other}).json()["version"] == "1"
+    assert service.client.get("/v1/models").json()["models"][1]["name"] == "other"
+
+
+REFUSED = [
+    ("shop/deploy", {"version": 7}, 404, "version '7'"),
+    ("nope/deploy", {}, 404, "'nope'"),
+    ("nope/undeploy", {}, 404, "'nope'"),
+    ("nope/rollback", {}, 404, "'nope'"),
+    ("nope/refresh", {}, 404, "'nope'"),
+    ("shop/deploy", {"version": 3}, 400, "nowhere"),
+    ("shop/undeploy", {"version": "1"}, 409, "only one"),
+    ("shop/undeploy", {"version": "2"}, 404, "version '2'"),
+    ("shop/rollback", {}, 409, "no version to go back to"),
+    ("shop/deploy", {"versoin": 2}, 400, "versoin"),
+    ("shop/deploy", {"version": 2.0}, 400, "version"),
+    ("shop/deploy", {"force": "yes"}, 400, "force"),
+    ("shop/deploy", [], 400, "expected a JSON object"),
+    ("shop/deploy", {"config": {"model": "other"}}, 400, "'other'"),
+    ("shop/deploy", {"config": {"sparse_filse": []}}, 400, "sparse_filse"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "text"), REFUSED)
+def test_what_is_refused_changes_nothing(service: RunningService, path: str, body: Any, status: int, text: str) -> None:
+    answer = service.client.post(f"/v1/models/{path}", json=body)
+    assert (answer.status_code, text in answer.json()["error"]) == (status, True), answer.text
+    assert served(service) == 1
+    assert service.client.get("/v2/health/ready").status_code == 200
+
+
+def test_a_change_goes_on_beside_lookups_and_is_seen(content: dict[str, Any], gate: Gate) -> None:
+    with running_service(content) as service:
+        answer = service.client.post("/v1/models/shop/deploy?wait=false", json={"version": 2})
+        assert (answer.status_code, "status" in answer.json()) == (202, False)
+        assert gate.entered.wait(30)
+        assert served(service) == 1
+        [change] = listed(service)[1]
+        assert (change["table"]["name"], change["table"]["rows"], change["table"]["rows_done"]) == ("item", ROWS, 0)
+        for verb in ("deploy", "undeploy", "rollback"):
+            refused = service.client.post(f"/v1/models/shop/{verb}?wait=false")
+            assert (refused.status_code, "under way" in refused.json()["error"]) == (409, True)
+        gate.release.set()
+        wait_until(lambda: "status" in listed(service)[1][0], "the change has ended")
+        [change] = listed(service)[1]
+        assert (change["status"], change["version"], served(service)) == (200, "2", 2)
+
+
+def test_a_client_that_goes_away_does_not_stop_a_change(
+    content: dict[str, Any], gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "hps.service.change_log")
+    with running_service(content) as service:
+        with service.connect() as connection:
+            body = b'{"version": 2}'
+            head = f"POST /v1/models/shop/deploy HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            connection.sendall(head + body)
+            assert gate.entered.wait(30)
+            connection.shutdown(socket.SHUT_RDWR)
+        assert served(service) == 1
+        gate.release.set()
+        wait_until(lambda: served(service) == 2, "version 2 serves")
+        wait_until(lambda: len(caplog.records) == 1, "the change is logged")
+
+
+def test_a_few_models_are_changed_at_once(content: dict[str, Any], gate: Gate, tmp_path: Path) -> None:
+    entry = {**content["models"][0], "sparse_files": content["models"][0]["versions"][0]["sparse_files"], "versions": []}
+    del entry["model"]
+    with running_service(content) as service, ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(service.client.post, f"/v1/models/m{i}/deploy", json={"config": entry}) for i in range(4)]
+        wait_until(lambda: len(listed(service)[1]) == 4, "four changes are under way")
+        refused = service.client.post("/v1/models/shop/deploy", json={"version": 2})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        gate.release.set()
+        assert {one.result().status_code for one in waiting} == {200}
+
+
+def test_a_service_that_stops_ends_a_change(content: dict[str, Any], gate: Gate) -> None:
+    with running_service(content) as service:
+        service.client.post("/v1/models/shop/deploy?wait=false", json={"version": 2})
+        assert gate.entered.wait(30)
+        service.app.lifecycle.refuse()
+        gate.release.set()
+    assert service.app.closed
+
+
+def test_a_conflict_with_what_another_caller_does_is_a_409(content: dict[str, Any], gate: Gate) -> None:
+    with running_service(content) as service, ThreadPoolExecutor(1) as pool:
+        server = service.app.lifecycle.serving
+        assert server is not None
+        deploying = pool.submit(server.deploy, "shop", "2")
+        assert gate.entered.wait(30)
+        refused = service.client.post("/v1/models/shop/deploy?wait=false")
+        assert (refused.status_code, "deploying it is under way" in refused.json()["error"]) == (409, True)
+        gate.release.set()
+        assert deploying.result().version == "2"
+
+
+# -- who may, and the log ---------------------------------------------------------------------------------------------
+
+
+def test_a_service_that_others_reach_allows_no_change_without_an_admin_token(content: dict[str, Any]) -> None:
+    application = Application(Lifecycle(load_configuration(content)))
+    with listen("0.0.0.0", 0) as listener:
+        Server(application, listener)
+        assert not application.authorization.loopback, "also for clients that come by 127.0.0.1"
+    with listen("127.0.0.1", 0) as listener:
+        Server(application, listener)
+        assert application.authorization.loopback
+
+
+CHANGES = [("POST", f"/v1/models/shop/{verb}") for verb in ("deploy", "undeploy", "rollback", "refresh")]
+CHANGES += [("POST", "/v1/models/shop/tables/item/rows"), ("DELETE", "/v1/models/shop/tables/item/rows/7")]
+
+
+def test_every_change_needs_the_admin_token(content: dict[str, Any]) -> None:
+    content["service"] = {"bearer_token": "t-look", "admin_token": "t-change"}
+    with running_service(content) as service:
+        for method, path in CHANGES:
+            for token, status in (("", 401), ("t-wrong", 401), ("t-look", 403)):
+                answer = service.client.request(method, path, headers={"authorization": f"Bearer {token}"} if token else {})
+                assert (answer.status_code, "t-" in answer.text) == (status, False), (method, path, token)
+        headers = {"authorization": "Bearer t-change"}
+        assert service.client.get("/v1/models").status_code == 401
+        assert service.client.get("/v1/models", headers=headers).status_code == 200
+        lookup = {"tables": {"item": [7]}}
+        assert service.client.post("/v1/models/shop/lookup", json=lookup, headers=headers).status_code == 200
+        assert service.client.post("/v1/models/shop/deploy", json={"version": 2}, headers=headers).status_code == 200
+
+
+def test_tokens_and_limits_that_are_read_again_hold_for_the_next_request(service: RunningService) -> None:
+    rows = {"keys": [1, 2], "vectors": [[0.0] * DIM] * 2}
+    assert service.client.post(CHANGES[-2][1], json=rows).status_code == 200
+    settings = service.app.lifecycle.configuration.service
+    service.app.configure(settings.model_copy(update={"admin_token": "t-new", "max_rows_per_write": 1}))
+    assert service.client.post(CHANGES[-2][1], json=rows).status_code == 401
+    assert service.client.post(CHANGES[-2][1], json=rows, headers={"authorization": "Bearer t-new"}).status_code == 413
+
+
+def test_a_page_in_a_browser_changes_nothing(service: RunningService) -> None:
+    for headers in ({"origin": "http://evil.example"}, {"origin": "null"}, {"x-forwarded-for": "10.0.0.1"}):
+        for method, path in CHANGES:
+            assert service.client.request(method, path, headers=headers).status_code == 403
+    assert service.client.options("/v1/models/shop/deploy", headers={"origin": "http://evil.example"}).status_code == 405
+    assert service.client.post("/v1/models/shop/deploy", headers={"origin": service.url}).status_code == 200
+    assert served(service) == 1
+
+
+def test_every_change_is_one_line_of_who_what_and_how_long(service: RunningService, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hps.service.change_log")
+    client, base = service.client, "/v1/models/shop"
+    client.post(f"{base}/deploy", json={"version": 2})
+    client.post(f"{base}/deploy", json={"version": 3})
+    client.post(f"{base}/deploy?wait=false", json={"version": 1, "force": True})
+    wait_until(lambda: len(caplog.records) == 3, "the change is logged")
+    client.post(f"{base}/deploy", content=b"{")
+    client.post("/v2/repository/models/a%0Ab/load", headers={"x": "y"})
+    client.get("/v1/models")
+    client.post("/v2/repository/index")
+    expected = [
+        r"POST /v1/models/shop/deploy version 2, by 127\.0\.0\.1 \(loopback\): done after \d+\.\d s",
+        r"POST /v1/models/shop/deploy version 3, by .*: failed \(400\): opening sparse model .*nowhere.* after \d+\.\d s",
+        r"POST /v1/models/shop/deploy version 1, forced, by .*: done after \d+\.\d s",
+        r"POST /v1/models/shop/deploy, by .*: status 400: reading the request: it is not JSON.* after \d+\.\d s",
+        r"POST /v2/repository/models/a\\nb/load, by .*: status \d+.* after \d+\.\d s",
+    ]
+    for record, pattern in zip(caplog.records, expected, strict=True):
+        assert re.fullmatch(pattern, record.message), record.message
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_commands_change_a_running_server(content: dict[str, Any], tmp_path: Path, children: ChildProcesses) -> None:
+    content["service"] = {"admin_token": "t-change"}
+    config = tmp_path / "ps.json"
+    config.write_text(json.dumps(content))
+    process = children.hps("serve", config, "--port", 0)
+    assert process.stderr is not None
+    url = ""
+    for line in process.stderr:
+        if found := re.search(r"ready; try: curl -s (http://[\d.:]+)/", line):
+            url = found[1]
+            break
+    environment = {"HPS_URL": url, "HPS_ADMIN_TOKEN": "t-change"}
+    assert url
+    done = run("deploy", "shop", "--version", "2", **environment)
+    assert (done.exit_code, re.fullmatch(r"shop: version 2 serves \(deploy, \d+\.\d s\)\n", done.stdout) is not None) == (
+        0,
+        True,
+    )
+    table = run("models", **environment).stdout
+    assert re.search(r"shop +2 +serving +200 +\S+ k?B +3\.2 kB +\S+ k?B", table), table
+    assert run("rollback", "shop", **environment).stdout.startswith("shop: version 1 serves (rollback")
+    assert run("refresh", "shop", **environment).stdout.startswith("shop: version 1 serves (refresh")
+    assert run("undeploy", "shop", **environment).stdout.startswith("shop: out of service (undeploy")
+    token = tmp_path / "token"
+    token.write_text("t-change\n")
+    done = run("deploy", "shop", "--config", str(config), "--no-wait", "--token-file", str(token), "--url", url)
+    assert (done.exit_code, done.stdout) == (0, "shop: under way; hps models tells how it goes on\n")
+    for token_arguments, text in (([], "missing"), (["--token", "x"], "wrong token")):
+        done = run("deploy", "shop", "--url", url, *token_arguments)
+        assert (done.exit_code, text in done.stderr) == (2, True)
+
+
+def test_a_command_shows_how_far_a_load_is(content: dict[str, Any], gate: Gate) -> None:
+    with running_service(content) as service, ThreadPoolExecutor(1) as pool:
+        deploying = pool.submit(run, "deploy", "shop", "--version", "2", "--url", service.url)
+        assert gate.entered.wait(30)
+        wait_until(lambda: "under way for" in run("models", service.url).stdout, "the change is shown")
+        gate.release.set()
+        assert deploying.result().exit_code == 0
+    assert served_version(content) == "2"
+
+
+def served_version(content: dict[str, Any]) -> str:
+    return str(content["models"][0]["versions"][0]["version"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["deploy", "shop", "--version", "7"], 2, "version '7'"),
+        (["deploy", "shop", "--version", "3"], 2, "nowhere"),
+        (["rollback", "nope"], 2, "'nope'"),
+        (["rollback", "shop"], 1, "no version to go back to"),
+        (["deploy", "a/b c?"], 2, "not served"),
+        (["deploy", "shop", "--config", "/nowhere"], 2, "/nowhere"),
+    ],
+)
+def test_a_refusal_is_a_message_and_a_code(service: RunningService, arguments: list[str], code: int, text: str) -> None:
+    result = run(*arguments, "--url", service.url)
+    assert (result.exit_code, text in result.stderr, "Traceback" in result.stderr) == (code, True, False), result.stderr
+    failed = run("models", service.url, "--json")
+    assert [one["status"] for one in json.loads(failed.stdout)["changes"]] in ([], [400], [404], [409])
+
+
+@pytest.mark.parametrize(
+    ("url", "code", "text"),
+    [("http://127.0.0.1:9", 1, "is the server running there?"), ("localhost:8000", 2, "expected for instance http://")],
+)
+def test_a_server_that_is_not_there_is_named(url: str, code: int, text: str) -> None:
+    result = run("models", url)
+    assert (result.exit_code, text in result.stderr) == (code, True)
+
+
+def test_no_token_follows_a_redirect(make_server: Callable[..., str]) -> None:
+    result = run("undeploy", "shop", "--url", make_server(302), HPS_ADMIN_TOKEN="t-change")
+    assert (result.exit_code, "no answer of hps serve" in result.stderr) == (1, True)
+
+
+@pytest.fixture
+def make_server() -> Iterator[Callable[..., str]]:
+    """A server that answers every request with a redirect to itself."""
+    with httpx.Client() as _, socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        def answer(status: int) -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(
+                    f"HTTP/1.1 {status} x\r\nLocation: {url}/elsewhere\r\nContent-Length: 2\r\n\r\n{{}}".encode()
+                )
+
+        def make(status: int) -> str:
+            pool.submit(answer, status)
+            return url
+
+        yield make

@@ -1,0 +1,408 @@
+"""Online writes over HTTP: after the answer no path returns the old vector; a body with any fault in it writes nothing."""
+
+import gzip
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+import hps
+from hps.deployment import Deployment
+from tests.servers.redis_server import RedisServer
+from tests.servers.running_service import RunningService, document_of, model_of, running_service
+
+ROWS, DIM = 500, 8
+ROUTE = "/v1/models/shop/tables/item/rows"
+KINDS: dict[str, dict[str, Any]] = {
+    "direct": {"gpucache": False},
+    "cached": {"gpucacheper": 1.0, "hit_rate_threshold": 1.1, "cache_refresh_percentage_per_iteration": 1.0},
+    "static": {"embedding_cache_type": "static"},
+}
+
+
+def vectors_of(keys: Any, generation: int) -> np.ndarray:
+    """Vectors that say of which key and generation they are."""
+    vectors = np.empty((len(keys), DIM), np.float32)
+    vectors[:, ::2], vectors[:, 1::2] = np.asarray(keys)[:, None], generation
+    return vectors
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    def make(kind: str = "cached", **more: Any) -> dict[str, Any]:
+        keys = np.arange(ROWS)
+        for version in (1, 2):
+            hps.write_sparse_model(tmp_path / str(version), (keys, vectors_of(keys, -version)), overwrite=True)
+        versions = [{"version": 2, "sparse_files": [str(tmp_path / "2")]}]
+        counts = {"num_of_worker_buffer_in_pool": 4, "max_batch_size": 5000}
+        policy = {"versions": versions, "version_policy": {"specific": {"versions": [1]}}}
+        return model_of("shop", [tmp_path / "1"], {"item": DIM}, **KINDS[kind], **counts, **policy, **more)
+
+    return make
+
+
+@pytest.fixture
+def service(tmp_path: Path, model: Callable[..., dict[str, Any]]) -> Iterator[RunningService]:
+    with running_service(document_of(model(), persistent=tmp_path / "rocksdb")) as service:
+        yield service
+
+
+@pytest.fixture(
+    params=[
+        *((kind, host) for kind in KINDS for host in ("map", "rocks", "map+rocks") if (kind, host) != ("static", "map")),
+        *(pytest.param((kind, "redis+rocks"), marks=pytest.mark.redis) for kind in ("direct", "cached")),
+    ],
+    ids="-".join,
+)
+def tiers(request: pytest.FixtureRequest, tmp_path: Path, model: Callable[..., dict[str, Any]]) -> Iterator[RunningService]:
+    """A service of every kind of model over every kind of host tiers."""
+    kind, host = request.param
+    document = document_of(model(kind), persistent=tmp_path / "rocksdb" if "rocks" in host else None)
+    if host == "rocks":
+        document["volatile_db"] = {"type": "disabled"}
+    if "redis" in host:
+        with RedisServer(tmp_path) as redis:
+            document["volatile_db"] = {"type": "redis_cluster", "address": redis.address, "num_partitions": 4}
+            with running_service(document) as service:
+                yield service
+        return
+    with running_service(document) as service:
+        yield service
+
+
+def binary(keys: Any, vectors: Any = None, padding: str = "") -> dict[str, Any]:
+    """A request with binary tensors, as httpx takes it."""
+    keys = np.asarray(keys, np.int64)
+    inputs = [{"name": "KEYS", "datatype": "INT64", "shape": [keys.size], "parameters": {"binary_data_size": keys.nbytes}}]
+    body = keys.tobytes()
+    if vectors is not None:
+        vectors = np.asarray(vectors, np.float32)
+        size = {"binary_data_size": vectors.nbytes}
+        inputs.append({"name": "VECTORS", "datatype": "FP32", "shape": list(vectors.shape), "parameters": size})
+        body += vectors.tobytes()
+    text = (json.dumps({"inputs": inputs}) + padding).encode()
+    return {"content": text + body, "headers": {"Inference-Header-Content-Length": str(len(text))}}
+
+
+def as_json(keys: Any, vectors: Any = None) -> dict[str, Any]:
+    content: dict[str, Any] = {"keys": np.asarray(keys).tolist()}
+    if vectors is not None:
+        content["vectors"] = np.asarray(vectors).tolist()
+    return {"content": json.dumps(content)}
+
+
+def by_lookup(service: RunningService, keys: np.ndarray) -> np.ndarray:
+    answer = service.client.post("/v1/models/shop/lookup", json={"tables": {"item": keys.tolist()}})
+    return np.array(answer.raise_for_status().json()["tables"]["item"], np.float32)
+
+
+def by_inference(service: RunningService, keys: np.ndarray) -> np.ndarray:
+    tensor = {"name": "item", "datatype": "INT64", "shape": [keys.size], "data": keys.tolist()}
+    answer = service.client.post("/v2/models/shop/infer", json={"inputs": [tensor]}).raise_for_status()
+    return np.array(answer.json()["outputs"][0]["data"], np.float32).reshape(-1, DIM)
+
+
+def by_row(service: RunningService, keys: np.ndarray) -> np.ndarray:
+    rows = [service.client.get(f"{ROUTE}/{key}").raise_for_status().json() for key in keys.tolist()]
+    assert [row["key"] for row in rows] == keys.tolist()
+    return np.array([row["vector"] for row in rows], np.float32)
+
+
+def in_process(service: RunningService, keys: np.ndarray) -> np.ndarray:
+    server = service.app.lifecycle.serving
+    assert server is not None
+    return server.lookup(keys, "shop", "item")
+
+
+PATHS = (by_lookup, by_inference, by_row, in_process)
+
+
+# -- the guarantee ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [binary, as_json])
+def test_after_the_answer_no_path_returns_the_old_vector(tiers: RunningService, form: Callable[..., dict[str, Any]]) -> None:
+    new = np.array([7, 8, ROWS + 5, 2**53 + 1, -(2**63)])
+    for path in PATHS:  # so that caches have what they may
+        np.testing.assert_array_equal(path(tiers, new[:2]), vectors_of(new[:2], -1))
+    for generation in range(1, 4):
+        answer = tiers.client.post(ROUTE, **form(new, vectors_of(new, generation)))
+        assert answer.status_code == 200, answer.text
+        assert answer.json() == {"model": "shop", "version": "1", "table": "item", "rows": 5}
+        for path in PATHS:
+            np.testing.assert_array_equal(path(tiers, new), vectors_of(new, generation))
+    assert tiers.client.request("DELETE", ROUTE, **form(new[1:])).json()["rows"] == 4
+    assert tiers.client.delete(f"{ROUTE}/{new[0]}").json()["rows"] == 1
+    for path in PATHS:
+        assert not path(tiers, new).any(), "the default vector"
+    np.testing.assert_array_equal(by_lookup(tiers, np.arange(20, 30)), vectors_of(range(20, 30), -1))
+
+
+def test_writers_and_readers_of_the_same_keys_see_whole_rows_in_order(tiers: RunningService) -> None:
+    """Each writer counts up in a key of its own, all in one body with a key that all write."""
+    rounds, writers, shared = 12, 3, 400
+    stop, acknowledged, problems = threading.Event(), [0] * writers, []
+
+    def write(writer: int) -> None:
+        keys = np.array([300 + writer, shared])
+        with httpx.Client(base_url=tiers.url, timeout=30) as client:
+            for generation in range(1, rounds + 1):
+                client.post(ROUTE, **binary(keys, vectors_of(keys, generation * 10 + writer))).raise_for_status()
+                acknowledged[writer] = generation
+
+    def read(path: Callable[..., np.ndarray]) -> None:
+        keys = np.array([*range(300, 300 + writers), shared])
+        while not stop.is_set():
+            time.sleep(0.002)  # service, writers and readers share one interpreter
+            least = list(acknowledged)
+            found = path(tiers, keys)
+            for writer, row in enumerate(found[:writers]):
+                if row[1] != -1 and (row[1] % 10 != writer or row[1] // 10 < least[writer]):
+                    problems.append((path.__name__, writer, row, least))
+                if row[1] == -1 and least[writer]:
+                    problems.append((path.__name__, writer, row, least))
+            if any(set(row[::2]) != {key} or len(set(row[1::2])) != 1 for key, row in zip(keys, found, strict=True)):
+                problems.append((path.__name__, "torn", found, least))
+
+    with ThreadPoolExecutor(writers + len(PATHS)) as pool:
+        reading = [pool.submit(read, path) for path in PATHS]
+        for writing in [pool.submit(write, writer) for writer in range(writers)]:
+            writing.result()
+        stop.set()
+        for one in reading:
+            one.result()
+    assert not problems, problems[:3]
+    last = {tuple(path(tiers, np.array([shared]))[0]) for path in PATHS}
+    assert len(last) == 1, "all paths agree on who was last"
+
+
+def test_a_version_is_written_to_by_its_name_and_keeps_its_rows_to_itself(service: RunningService) -> None:
+    assert service.client.post("/v1/models/shop/deploy", json={"version": 2}).json()["version"] == "2"
+    keys = np.array([3])
+    assert service.client.post(ROUTE, **as_json(keys, vectors_of(keys, 9))).json()["version"] == "2"
+    answer = service.client.post(f"{ROUTE}?version=1", **as_json(keys, vectors_of(keys, 7)))
+    assert answer.json()["version"] == "1"
+    for version, generation in ((2, 9), (1, 7)):
+        row = service.client.get(f"{ROUTE}/3?version={version}").json()
+        assert (row["version"], row["vector"]) == (str(version), vectors_of(keys, generation)[0].tolist())
+    np.testing.assert_array_equal(by_lookup(service, keys), vectors_of(keys, 9))
+    assert service.client.post("/v1/models/shop/undeploy", json={"version": "1"}).status_code == 200
+    assert service.client.post(f"{ROUTE}?version=1", **as_json(keys, vectors_of(keys, 7))).status_code == 404
+
+
+def test_a_write_beside_a_take_over_is_in_the_version_that_serves(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, keys, insert = service.app.lifecycle.serving, np.array([3]), Deployment.insert
+    assert server is not None
+    written = []
+
+    def insert_beside(self: Deployment, *arguments: Any) -> None:
+        insert(self, *arguments)
+        written.append(self.version)
+        if len(written) == 1:
+            server.deploy("shop", "2")
+
+    monkeypatch.setattr(Deployment, "insert", insert_beside)
+    assert service.client.post(ROUTE, **binary(keys, vectors_of(keys, 9))).json()["version"] == "2"
+    assert written == ["1", "2"]
+    for path in PATHS:
+        np.testing.assert_array_equal(path(service, keys), vectors_of(keys, 9))
+
+
+def test_of_a_key_that_is_there_twice_the_last_vector_counts_in_every_tier(tiers: RunningService) -> None:
+    keys, generations = np.array([5, 6, 5, 5]), np.array([1, 2, 3, 4])
+    in_process(tiers, keys)
+    vectors = np.concatenate([vectors_of([key], generation) for key, generation in zip(keys, generations, strict=True)])
+    assert tiers.client.post(ROUTE, **binary(keys, vectors)).json()["rows"] == 4
+    for path in PATHS:
+        assert path(tiers, np.array([5, 6]))[:, 1].tolist() == [4, 2]
+
+
+# -- a row ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_says_which_tier_has_it(tmp_path: Path, model: Callable[..., dict[str, Any]]) -> None:
+    with running_service(document_of(model(init_ec=False), persistent=tmp_path / "rocksdb")) as service:
+        row = service.client.get(f"{ROUTE}/7").json()
+        assert (row["tier"], row["found"], row["version"]) == ("volatile_db", True, "1")
+        by_lookup(service, np.array([7]))
+        assert service.client.get(f"{ROUTE}/7").json()["tier"] == "embedding_cache"
+        assert service.client.get(f"{ROUTE}/8").json()["tier"] == "volatile_db", "to ask admits nothing"
+        absent = service.client.get(f"{ROUTE}/-7").json()
+        assert (absent["tier"], absent["found"], absent["vector"]) == (None, False, [0.0] * DIM)
+        assert absent["written_at"] is None
+    document = document_of(model("direct"), persistent=tmp_path / "rocksdb")
+    document["volatile_db"] = {"type": "disabled"}
+    with running_service(document) as service:
+        assert service.client.get(f"{ROUTE}/7").json()["tier"] == "persistent_db"
+
+
+def test_a_row_says_when_it_was_written(service: RunningService) -> None:
+    before = time.time_ns() // 1000
+    service.client.post(ROUTE, **binary([5], vectors_of([5], 1)))
+    row = service.client.get(f"{ROUTE}/5").json()
+    assert before <= row["written_at_us"] <= time.time_ns() // 1000
+    assert datetime.fromisoformat(row["written_at"]).timestamp() == pytest.approx(row["written_at_us"] / 1e6)
+    assert service.client.get(f"{ROUTE}/6").json()["written_at_us"] < before, "when it was loaded"
+
+
+def test_asking_for_a_row_is_not_counted_as_a_lookup(service: RunningService) -> None:
+    server = service.app.lifecycle.serving
+    assert server is not None
+    before = [*server.metrics.table("shop", "item").hits, *server.metrics.table("shop", "item").misses]
+    for key in (1, 2, -5):
+        service.client.get(f"{ROUTE}/{key}")
+    assert [*server.metrics.table("shop", "item").hits, *server.metrics.table("shop", "item").misses] == before
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+GOOD = np.arange(3)
+WHOLE = binary(GOOD, vectors_of(GOOD, 1))
+FAULTS: dict[str, tuple[int, dict[str, Any], str]] = {
+    "nothing": (400, {}, "not JSON"),
+    "not an object": (400, {"content": b"[1]"}, "expected a JSON object"),
+    "no vectors": (400, as_json(GOOD), "expected keys and vectors"),
+    "another member": (400, {"json": {"keys": [], "vectors": [], "x": 1}}, "expected keys and vectors"),
+    "a member twice": (400, {"content": b'{"keys": [1], "keys": [2], "vectors": [[1]]}'}, "given twice"),
+    "keys as floats": (400, {"json": {"keys": [1.0], "vectors": [[0] * DIM]}}, "a float"),
+    "keys beyond 64 bits": (400, {"json": {"keys": [2**63], "vectors": [[0] * DIM]}}, "64-bit"),
+    "fewer vectors": (400, as_json(GOOD, vectors_of(GOOD[:2], 1)), "got 2 vectors"),
+    "one vector too narrow": (400, {"json": {"keys": [1, 2], "vectors": [[0] * DIM, [0] * (DIM - 1)]}}, r"\[7, 8\]"),
+    "a string": (400, {"json": {"keys": [1, 2], "vectors": [[0] * DIM, [0] * (DIM - 1) + ["1"]]}}, "a string in row 1"),
+    "a boolean": (400, {"json": {"keys": [1], "vectors": [[True] * DIM]}}, "a boolean in row 0"),
+    "null": (400, {"json": {"keys": [1], "vectors": [[None] * DIM]}}, "null in row 0"),
+    "NaN in JSON": (400, {"content": b'{"keys": [1], "vectors": [[NaN]]}'}, "not JSON"),
+    "more than float32": (400, {"json": {"keys": [1, 2], "vectors": [[0] * DIM, [1e39] * DIM]}}, "row 1 does not fit"),
+    "vectors that are no list": (400, {"json": {"keys": [1], "vectors": 5}}, "list of lists"),
+    "vectors that are no lists": (400, {"json": {"keys": [1], "vectors": [5]}}, "list of lists"),
+    "too wide": (400, binary(GOOD, np.zeros((3, DIM + 1))), r"got shape \[3, 9\]"),
+    "flat": (400, binary(GOOD, np.zeros(3 * DIM)), r"expected \[3, 8\]"),
+    "more keys than vectors": (400, binary(GOOD, vectors_of(GOOD[:2], 1)), r"got shape \[2, 8\]"),
+    "NaN": (400, binary(GOOD, np.where(np.arange(3)[:, None] == 2, np.nan, vectors_of(GOOD, 1))), r"row 2 \(key 2\)"),
+    "infinity": (400, binary(GOOD, np.full((3, DIM), -np.inf)), r"row 0 \(key 0\)"),
+    "cut short": (400, {**WHOLE, "content": WHOLE["content"][:-1]}, "got 119"),
+    "too many rows": (413, binary(np.arange(101), vectors_of(np.arange(101), 1)), "expected at most 100"),
+    "too much JSON": (413, {"content": b"[" * ((8 << 20) + 1)}, "send binary tensors"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    directory, keys = tmp_path_factory.mktemp("strict"), np.arange(ROWS)
+    hps.write_sparse_model(directory / "item", (keys, vectors_of(keys, -1)))
+    document = document_of(model_of("shop", [directory / "item"], {"item": DIM}), service={"max_rows_per_write": 100})
+    with running_service(document) as service:
+        yield service
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_body_with_a_fault_writes_nothing(strict: RunningService, fault: str) -> None:
+    status, request, text = FAULTS[fault]
+    answer = strict.client.post(ROUTE, **request)
+    assert answer.status_code == status, answer.text
+    assert re.search(text, answer.json()["error"]), answer.text
+    np.testing.assert_array_equal(by_lookup(strict, np.arange(120)), vectors_of(np.arange(120), -1))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "text"),
+    [
+        ("POST", "/v1/models/nope/tables/item/rows", 404, "'nope'"),
+        ("POST", "/v1/models/shop/tables/nope/rows", 404, "'nope'"),
+        ("POST", f"{ROUTE}?version=7", 404, "'7'"),
+        ("POST", f"{ROUTE}?versoin=1", 400, "versoin"),
+        ("PUT", ROUTE, 405, "POST or DELETE"),
+        ("GET", ROUTE, 405, "POST or DELETE"),
+        ("POST", f"{ROUTE}/5", 405, "GET or DELETE"),
+        ("GET", f"{ROUTE}/x", 400, "'x'"),
+        ("GET", f"{ROUTE}/5.0", 400, "'5.0'"),
+        ("GET", f"{ROUTE}/{2**63}", 400, "64-bit"),
+        ("GET", f"{ROUTE}/٥", 400, "64-bit"),
+        ("DELETE", f"{ROUTE}/--5", 400, "64-bit"),
+        ("GET", f"{ROUTE}/5/6", 404, "not served"),
+        ("DELETE", ROUTE, 400, "not JSON"),
+    ],
+)
+def test_a_wrong_path_is_named(strict: RunningService, method: str, path: str, status: int, text: str) -> None:
+    request = as_json(GOOD, vectors_of(GOOD, 1)) if method == "POST" else {}
+    answer = strict.client.request(method, path, **request)
+    assert (answer.status_code, text in answer.json()["error"]) == (status, True), answer.text
+
+
+def test_nan_is_written_where_it_is_not_refused_and_read_as_null(tmp_path: Path, model: Callable[..., dict[str, Any]]) -> None:
+    with running_service(document_of(model(), persistent=tmp_path / "rocksdb", service={"refuse_nan": False})) as service:
+        assert service.client.post(ROUTE, **binary([5], np.full((1, DIM), np.nan))).status_code == 200
+        assert service.client.get(f"{ROUTE}/5").json()["vector"] == [None] * DIM
+        answer = service.client.post(ROUTE, json={"keys": [5], "vectors": [[1e39] * DIM]})
+        assert answer.status_code == 400, "no infinity comes out of a number"
+
+
+def test_a_read_only_database_is_a_conflict_and_no_failure(tmp_path: Path, model: Callable[..., dict[str, Any]]) -> None:
+    document = document_of(model(), persistent=tmp_path / "rocksdb")
+    with hps.HPS(document):
+        pass
+    document["persistent_db"]["read_only"] = True
+    with running_service(document) as service:
+        before = by_lookup(service, GOOD)
+        for _ in range(10):  # more than a circuit breaker bears
+            answer = service.client.post(ROUTE, **as_json(GOOD, vectors_of(GOOD, 1)))
+            assert (answer.status_code, "read_only" in answer.json()["error"]) == (409, True)
+        assert service.client.delete(f"{ROUTE}/1").status_code == 409
+        for path in PATHS:
+            np.testing.assert_array_equal(path(service, GOOD), before)
+        assert service.client.get(f"{ROUTE}/1").json()["tier"] == "embedding_cache", "nothing was erased"
+
+
+def test_what_nobody_would_keep_is_refused(model: Callable[..., dict[str, Any]]) -> None:
+    with running_service(document_of(model("static"))) as service:
+        answer = service.client.post(ROUTE, **as_json(GOOD, vectors_of(GOOD, 1)))
+        assert (answer.status_code, "persistent_db" in answer.json()["error"]) == (400, True)
+
+
+@pytest.mark.parametrize("padding", ["", " ", "  ", "   ", " " * 3000])
+def test_binary_data_may_begin_anywhere(service: RunningService, padding: str) -> None:
+    keys = np.arange(10, 20)
+    assert service.client.post(ROUTE, **binary(keys, vectors_of(keys, len(padding)), padding)).status_code == 200
+    np.testing.assert_array_equal(in_process(service, keys), vectors_of(keys, len(padding)))
+
+
+def test_compressed_and_large_bodies_are_written(service: RunningService) -> None:
+    keys = np.arange(4000)
+    for generation, form in enumerate((binary, as_json)):
+        request = form(keys, vectors_of(keys, generation))
+        request["headers"] = {**request.get("headers", {}), "content-encoding": "gzip"}
+        request["content"] = gzip.compress(request["content"].encode() if form is as_json else request["content"])
+        assert service.client.post(ROUTE, **request).status_code == 200
+        np.testing.assert_array_equal(in_process(service, keys), vectors_of(keys, generation))
+    assert service.app.memory.held == 0
+
+
+# -- the log ----------------------------------------------------------------------------------------------------------
+
+
+def test_writes_are_a_line_at_once_and_then_a_sum(service: RunningService, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hps.service.change_log")
+    for _ in range(5):
+        service.client.post(ROUTE, **as_json(GOOD, vectors_of(GOOD, 1)))
+    service.client.post(ROUTE, json={"keys": [1]})
+    service.client.delete(f"{ROUTE}/1")
+    assert [record.message for record in caplog.records] == [
+        "writing rows of shop.item, by 127.0.0.1 (loopback): 1 requests, 3 rows written, 0 deleted"
+    ]
+    assert service.stop()
+    assert caplog.records[-1].message == (
+        "writing rows of shop.item, by 127.0.0.1 (loopback): 6 requests, 12 rows written, 1 deleted, 1 requests failed"
+    )
+    assert len(caplog.records) == 2

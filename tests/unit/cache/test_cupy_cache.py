@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -316,37 +315,6 @@ class TestLookups:
                 lookup.finish()
                 total = out.double().sum()  # on the stream, after the lookup
             assert total.item() == vectors_of(np.sort(cache.dump(0)), 16).astype(np.float64).sum()
-
-    def test_a_lookup_does_not_wait_for_a_change_whose_call_still_runs(self, create: Create):
-        """An update that has a long kernel before it: a refresh or a warm-up must not hold lookups up."""
-        torch = _torch()
-        cache, keys = create(spec(16), 40_000), distinct_keys(1000)
-        cache.insert(0, keys, vectors_of(keys, 16))
-        resident = np.sort(cache.dump(0))
-        changed, vectors = torch.from_numpy(resident).cuda(), torch.from_numpy(vectors_of(resident, 16)).cuda()
-        lookup, out, count = cache.create_lookup(), np.empty((resident.size, 16), np.float32), 0
-        assert lookup.query([Segment(0, resident, out)]) == 0  # it has all its memory now: to allocate it waits for the device
-        lookup.finish()
-        cache.update(0, changed, vectors)
-        torch.cuda.synchronize()
-        busy, over = torch.cuda.Stream(), torch.cuda.Event()
-        with torch.cuda.stream(busy):
-            torch.cuda._sleep(2_000_000_000)  # a second or more
-            over.record()
-
-        def update() -> None:
-            with torch.cuda.stream(busy):
-                cache.update(0, changed, vectors)
-
-        with ThreadPoolExecutor(1) as pool:
-            updating = pool.submit(update)
-            while not over.query():
-                assert lookup.query([Segment(0, resident, out)]) == 0
-                lookup.finish()
-                count += 1
-            updating.result(60)
-        assert count > 1000
-        np.testing.assert_array_equal(bits(out), bits(vectors_of(resident, 16)))
 
     def test_tensors_of_two_streams_are_both_waited_for(self, create: Create):
         torch = _torch()

@@ -15,6 +15,7 @@ import numpy as np
 from hps.catalog_watch import CatalogWatch, IndexEntry
 from hps.configuration.hugectr_structs import ParameterServerConfig
 from hps.configuration.load import Configuration, ModelConfig, load_configuration
+from hps.configuration.models import FIRST_VERSION
 from hps.databases.base import PersistentDatabase, SharedDatabase
 from hps.deployment import Deployment, Row, choose_cache, deploy, open_databases, reconfigure
 from hps.errors import CapacityError, ConflictError, DatabaseError, NotReadyError, UnknownModelError
@@ -546,13 +547,20 @@ class HPS:
         """
         keep = config.keep_versions
         self._live.drop_kept(name, kept[: len(kept) - min(len(kept), max(0, keep - 1))])
-        used = {table.tag for one, _ in self._live.versions(name) for table in one.tables} | {table.tag for table in loading}
+        live = [table for one, _ in self._live.versions(name) for table in one.tables] + list(loading)
+        used = {table.tag for table in live}
+        # Without a slot the names are HugeCTR's: what lies under them may be somebody else's, but for tables of this model.
+        own = {table.table_name for table in config.tables if all(other.slot for other in live)}
         left: dict[str, str] = {}  # slots of tags
         for database in self._chain.databases:
             if isinstance(database, PersistentDatabase) and not database.read_only:
                 with suppress(DatabaseError):
                     of_model = ((tag, names) for tag in database.tags() if (names := split_tag(tag)) and names[0] == name)
-                    left |= {tag: names[1] or "1" for tag, names in of_model if tag not in used}
+                    left |= {
+                        tag: slot or FIRST_VERSION
+                        for tag, (_, slot, table) in of_model
+                        if tag not in used and (slot or table in own)
+                    }
         below = sorted({int(slot) for slot in left.values() if slot.isdecimal() and int(slot) < int(config.version)})
         count = keep - sum(state in ("kept", "retiring") for _, state in self._live.versions(name))
         stay = list(map(str, below[-count:])) if count > 0 else []

@@ -255,6 +255,21 @@ def test_a_process_that_died_during_a_swap_leaves_nothing_that_stays(document: C
         assert version_of(server) == 3
 
 
+def test_tables_that_are_not_of_the_configured_model_are_left_alone(document: Callable[..., dict[str, Any]]) -> None:
+    """A RocksDB of HugeCTR may have more tables of a model than we serve."""
+    configuration = document()
+    foreign = "hps_et.ranker.other"
+    with hps.HPS(configuration, deploy_models=False) as server:
+        database = server._chain.databases[-1]
+        database.open_table(foreign, 4)
+        database.insert(foreign, KEYS[:3], vectors_of(KEYS[:3], 4, 1))
+        for version in ("1", "2", "3"):
+            server.deploy("ranker", version)
+            assert foreign in database.tags()
+        wait_until(lambda: "hps_et.ranker.user" not in database.tags(), "version 1 is dropped")
+        assert foreign in database.tags()
+
+
 def test_there_may_be_nothing_to_go_back_to(document: Callable[..., dict[str, Any]]) -> None:
     with hps.HPS(document(versions=1)) as server, pytest.raises(hps.ConflictError, match="no version to go back to"):
         server.rollback("ranker")

@@ -434,9 +434,9 @@ class HPS:
         """
         name = model if isinstance(model, str) else model.model
         self._reopen()
+        if self._closed:
+            raise refusal(self, "the parameter server")
         with self._live.changing(name, "deploying"):
-            if self._closed:
-                raise refusal(self, "the parameter server")
             known = isinstance(model, str) or name in self.catalog.names
             before = None if isinstance(model, str) else self.catalog.add(model)
             served = False
@@ -582,6 +582,8 @@ class HPS:
             DatabaseError, DeviceError, ModelFileError: it cannot be put into service. What served goes on to serve.
         """
         self._reopen()
+        if self._closed:
+            raise refusal(self, "the parameter server")
         with self._live.changing(model_name, "rolling back"):
             serving = self.model(model_name)
             kept = self._live.kept(model_name)

@@ -76,11 +76,12 @@ class Node:
         deadline = time.monotonic() + _DEPLOY_S
         while True:
             try:
-                return self._server.deploy(model)
+                self._server.deploy(model)
+                return
             except hps.HPSError as error:  # a database that does not answer yet
                 if time.monotonic() > deadline:
                     self._ledger.violation("redeploy", process=PROCESSES[self._process], error=str(error))
-                    return None
+                    return
                 time.sleep(1)
 
     def refresh(self) -> None:

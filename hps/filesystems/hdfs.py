@@ -66,7 +66,9 @@ class HdfsFileSystem(FileSystem):
         address = hdfs_address(path, "listing")
         if not self._info("listing", address).isdir:
             raise ModelFileError(f"listing {path}: it is a file, expected a directory")
-        entries: Sequence[Any] = self._connections.ask("listing", address, lambda client: list(client.list_status(address.path)))
+        entries: Sequence[Any] = self._connections.ask(
+            "listing", address, lambda client: list(client.list_status(address.path))
+        )
         return entries
 
     def create(self, path: str) -> FileWriter:

@@ -19,6 +19,7 @@ from hps.metrics import Metrics
 from hps.types import TableSpec
 from tests.contracts.database_contract import distinct_keys, vectors_of
 from tests.servers.redis_server import RedisClusterServers, RedisServer
+from tests.servers.running_service import wait_until
 
 pytestmark = pytest.mark.redis
 TABLE = TableSpec("shop", "item", 16, 0.0, 1000)
@@ -461,7 +462,12 @@ class TestCluster:
 
 
 def move_slot(cluster, slot, traffic=None):
-    """Move a slot to the next master as `redis-cli --cluster reshard` does, one key at a time, lookups between the steps."""
+    """Move a slot to the next master as `redis-cli --cluster reshard` does, one key at a time, lookups between the steps.
+
+    A master that takes a slot claims it by the highest epoch that it knows of. One that has not heard of the last move yet
+    loses the slot again, and its keys with it: so moves wait until all masters know the same.
+    """
+    wait_until(lambda: len({_epochs(server) for server in cluster.masters}) == 1, "all masters know of the last move")
     source = cluster.owner(slot)
     target = cluster.masters[(cluster.masters.index(source) + 1) % len(cluster.masters)]
     with source.client() as giver, target.client() as taker:
@@ -475,3 +481,9 @@ def move_slot(cluster, slot, traffic=None):
         for server in (target, source, *cluster.masters):
             with server.client() as client:
                 client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+
+
+def _epochs(server):
+    with server.client() as client:
+        nodes = client.execute_command("CLUSTER NODES")
+        return frozenset((address, node["node_id"], node["epoch"]) for address, node in nodes.items())

@@ -204,7 +204,8 @@ def make_faulty(ledger: Ledger, process: int, faults: list[str]) -> None:
             case "invented":
                 out[there] = encode(bounds.table, bounds.keys[there], 1 << 23)
             case "stale":
-                out[there] = encode(bounds.table, bounds.keys[there], 0)
+                all_of_it = bounds.keys < ROWS  # few have been updated when the soak is short
+                out[all_of_it] = encode(bounds.table, bounds.keys[all_of_it], 0)
 
     honest = hps.HPS.lookup_segments
     spoiling = [fault for fault in faults if fault in ("default", "torn", "foreign", "invented", "stale")]
@@ -229,7 +230,7 @@ def make_faulty(ledger: Ledger, process: int, faults: list[str]) -> None:
             if "leak" in faults and len(leaked) < 64:
                 leaked.append(np.ones(1 << 20))  # 8 MB
             if "stall" in faults:
-                sum(range(30_000_000))  # holds the interpreter lock
+                sum(range(60_000_000))  # holds the interpreter lock
             time.sleep(0.2)
 
     threading.Thread(target=misbehave, daemon=True).start()

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -51,6 +51,10 @@ DRAIN_S = 10.0
 _STATIC_LOAD = 0.7
 """How full a static cache on a GPU is. Sets are then rarely too small for their keys; the few vectors that find no place stay
 in the databases, which hold every row."""
+
+
+Fate: TypeAlias = Literal["keep", "release", "drop", "hand over"]
+"""What becomes of the tables of a deployment that is closed; see `Deployment.close`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,7 +287,7 @@ class Deployment:
         """Wait for queued insertions; False when the timeout comes first."""
         return all(session.drain(timeout_s) for session in dict.fromkeys(self.sessions.values()))
 
-    def close(self, tables: Literal["keep", "release", "drop", "hand over"] = "release") -> bool:
+    def close(self, tables: Fate = "release") -> bool:
         """Refuse new lookups, let running ones end and free the caches.
 
         Args:

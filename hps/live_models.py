@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hps.databases.base import PersistentDatabase
-from hps.deployment import DRAIN_S, Deployment
+from hps.deployment import DRAIN_S, Deployment, Fate
 from hps.errors import (
     ConflictError,
     DatabaseError,
@@ -165,7 +165,7 @@ class LiveModels:
         self,
         deployment: Deployment,
         stay: Callable[[list[str]], list[str]],
-        tables: Literal["keep", "drop", "hand over"],
+        tables: Fate,
         kept: Deployment | None = None,
     ) -> None:
         """Let a deployment serve its model from now on. Called while the model is being changed.
@@ -192,7 +192,7 @@ class LiveModels:
         versions: _Versions,
         deployment: Deployment,
         left: dict[str, Deployment],
-        tables: Literal["keep", "drop", "hand over"],
+        tables: Fate,
     ) -> None:
         name, now = deployment.config.model, {**left, deployment.version: deployment}
         retired = [one for one in versions.available.values() if one not in now.values()]
@@ -230,7 +230,7 @@ class LiveModels:
             versions.retiring += out
             return out
 
-    def retire(self, name: str, deployment: Deployment, tables: Literal["keep", "release", "drop"]) -> None:
+    def retire(self, name: str, deployment: Deployment, tables: Fate) -> None:
         """Close a deployment whose lookups end soon; in the background if they do not."""
         if not self._ended(name, deployment, tables):
             _log.warning("model %r: lookups still run; they keep its tables and caches until they have ended", name)
@@ -238,7 +238,7 @@ class LiveModels:
             return
         self._retired(name, deployment, tables)
 
-    def drop_kept(self, name: str, kept: Sequence[Deployment], tables: Literal["release", "drop"] = "drop") -> None:
+    def drop_kept(self, name: str, kept: Sequence[Deployment], tables: Fate = "drop") -> None:
         """Keep these versions no longer. Called while the model is being changed."""
         with self._changed:
             versions = self._models[name]
@@ -278,7 +278,7 @@ class LiveModels:
         if self._closed:
             raise NotReadyError(f"{what} model {name!r}: the parameter server is closed")
 
-    def _retire_later(self, name: str, deployment: Deployment, tables: Literal["keep", "release", "drop", "hand over"]) -> None:
+    def _retire_later(self, name: str, deployment: Deployment, tables: Fate) -> None:
         def work() -> None:
             while not self._closed and not self._ended(name, deployment, tables):
                 time.sleep(_RELEASE_PAUSE_S)
@@ -286,14 +286,14 @@ class LiveModels:
 
         threading.Thread(target=work, name=f"hps-retire-{name}", daemon=True).start()
 
-    def _ended(self, name: str, deployment: Deployment, tables: Literal["keep", "release", "drop", "hand over"]) -> bool:
+    def _ended(self, name: str, deployment: Deployment, tables: Fate) -> bool:
         try:
             return deployment.close(tables)
         except HPSError as error:  # a device failed, which frees nothing any more
             _log.error("model %r: version %s is out of service, but not freed: %s", name, deployment.version, error)
             return True
 
-    def _retired(self, name: str, deployment: Deployment, tables: Literal["keep", "release", "drop", "hand over"]) -> None:
+    def _retired(self, name: str, deployment: Deployment, tables: Fate) -> None:
         with self._changed:
             if name in self._models:
                 versions = self._models[name]

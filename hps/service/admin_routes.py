@@ -14,6 +14,7 @@ from hps.service import schemas
 from hps.service.lifecycle import Lifecycle
 from hps.service.lookup_threads import LookupThreads
 from hps.service.model_changes import ModelChange, ModelChanges
+from hps.service.model_states import table_status
 from hps.service.protocol.request_checks import parse_object
 
 CHANGE: str = "hps.change"
@@ -136,19 +137,7 @@ def _time(seconds: float) -> str:
 
 def _answer(one: ModelChange) -> schemas.ChangeAnswer:
     status, change = one.status, one.change
-    table = None
-    if one.table and status is None:
-        name, load = one.table
-        table = schemas.TableStatus(
-            name=name,
-            state="loading",
-            rows=load.rows,
-            rows_done=load.rows_done,
-            size_bytes=load.size_bytes,
-            bytes_done=load.bytes_done,
-            rows_per_s=load.rows_per_s,
-            seconds_left=load.seconds_left,
-        )
+    loading = one.table if status is None else None
     return schemas.ChangeAnswer(
         number=one.number,
         model=one.model,
@@ -159,7 +148,7 @@ def _answer(one: ModelChange) -> schemas.ChangeAnswer:
         status=status,
         version=one.version or None,
         error=change.error or None,
-        table=table,
+        table=table_status(loading[0], "loading", loading[1]) if loading else None,
     )
 
 

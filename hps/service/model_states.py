@@ -26,18 +26,25 @@ class _TableEntry:
         return 100 if self.state == "done" else self.load.percent if self.load else 0
 
     def status(self) -> TableStatus:
-        if (load := self.load) is None:
-            return TableStatus(name=self.name, state=self.state)
-        return TableStatus(
-            name=self.name,
-            state=self.state,
-            rows=load.rows,
-            rows_done=load.rows_done,
-            size_bytes=load.size_bytes,
-            bytes_done=load.bytes_done,
-            rows_per_s=load.rows_per_s,
-            seconds_left=load.seconds_left,
+        return (
+            TableStatus(name=self.name, state=self.state)
+            if self.load is None
+            else table_status(self.name, self.state, self.load)
         )
+
+
+def table_status(name: str, state: TableState, load: TableProgress) -> TableStatus:
+    """How far the load of a table is, as HTTP says it."""
+    return TableStatus(
+        name=name,
+        state=state,
+        rows=load.rows,
+        rows_done=load.rows_done,
+        size_bytes=load.size_bytes,
+        bytes_done=load.bytes_done,
+        rows_per_s=load.rows_per_s,
+        seconds_left=load.seconds_left,
+    )
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ from typing import Any
 import orjson
 
 from hps.configuration.load import ModelConfig
-from hps.configuration.models import VersionPolicy
 from hps.errors import InvalidInputError
 
 _ELSEWHERE = {
@@ -43,7 +42,7 @@ def triton_config(model: ModelConfig, *, on_cuda: bool) -> dict[str, Any]:
         "name": model.model,
         "platform": "hps",
         "backend": "hps",
-        "version_policy": _policy(model.version_policy),
+        "version_policy": model.version_policy.as_written(),
         "max_batch_size": model.max_batch_size,
         "input": [
             _tensor("KEYS", "TYPE_INT64", -1) | {"format": "FORMAT_NONE"},
@@ -82,12 +81,6 @@ def entry_changes(name: str, config: dict[str, Any]) -> dict[str, Any]:
         expected = '{"instance_group": [{"gpus": [0]}], "parameters": {"gpucacheper": {"string_value": "0.5"}}}'
         raise InvalidInputError(f"instance_group, parameters: got something else, expected as in {expected}") from error
     return changes
-
-
-def _policy(policy: VersionPolicy) -> dict[str, Any]:
-    if policy.specific:
-        return {"specific": {"versions": [int(version) for version in policy.specific]}}
-    return {"latest": {"num_versions": policy.latest}}
 
 
 def _tensor(name: str, datatype: str, size: int) -> dict[str, Any]:

@@ -36,12 +36,12 @@ from hps.models.files import SparseModel, joint_fingerprint
 from hps.models.repeats import find_repeats
 from hps.models.sources import ModelSources
 from hps.models.table_load import LoadReport, LoadTargets, TableLoad
-from hps.models.warm_up import DatabaseRows, WarmUpSource, warm_up
+from hps.models.warm_up import DatabaseRows, WarmUpSource, last_of_each, warm_up
 from hps.open_calls import OpenCalls
 from hps.progress import Progress
 from hps.registry import implementation
 from hps.tensors.dlpack import cuda_device_of
-from hps.types import FloatArray, IndexArray, KeyArray, TableSpec
+from hps.types import FloatArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
 
@@ -225,14 +225,14 @@ class Deployment:
                 f"inserting into {table.tag}: got vectors of shape {vectors.shape}, expected {(keys.size, table.dim)}"
             )
 
-        last = _last_of_each(keys)  # a cache may take any of equal keys
+        distinct, latest = last_of_each(keys, vectors)  # before anything is written: what fails here changes nothing
 
         def apply(written: bool) -> None:
             for cache in self._all_caches():
                 if written:
-                    cache.update(index, keys[last], vectors[last])
+                    cache.update(index, distinct, latest)
                 else:
-                    cache.erase(index, keys)
+                    cache.erase(index, distinct)
 
         with self.changes:
             self.modified.set()
@@ -318,15 +318,6 @@ class Deployment:
             DatabaseError, DeviceError: a tier failed.
         """
         return replace(self, sessions=self.renew(), since=time.time())
-
-
-def _last_of_each(keys: KeyArray) -> IndexArray | slice:
-    """Where the last occurrence of each distinct key is."""
-    ascending = np.sort(keys)
-    if not np.any(ascending[1:] == ascending[:-1]):
-        return slice(None)
-    _, first = np.unique(keys[::-1], return_index=True)
-    return keys.size - 1 - first
 
 
 def choose_cache(device: str) -> type[EmbeddingCache]:

@@ -93,7 +93,7 @@ def warm_up(
                     start // step,
                     count,
                 )
-            cache.insert(table_index, *_last_of_each(keys, vectors))
+            cache.insert(table_index, *last_of_each(keys, vectors))
     return rows
 
 
@@ -126,10 +126,11 @@ def _pieces(rows: int, step: int, chunk_rows: int) -> Iterator[tuple[int, int]]:
             yield low, min(low + chunk_rows, stop)
 
 
-def _last_of_each(keys: KeyArray, vectors: FloatArray) -> tuple[KeyArray, FloatArray]:
+def last_of_each(keys: KeyArray, vectors: FloatArray) -> tuple[KeyArray, FloatArray]:
     """Drop all but the last row of each key: of two rows with one key, the databases keep the last, a cache may keep either."""
     if keys.size < 2 or np.all(keys[1:] > keys[:-1]):
         return keys, vectors
+    compile_kernels()
     if not _any_twice(keys, np.full(1 << (2 * keys.size).bit_length(), -1, np.int32)):
         return keys, vectors
     distinct, index = np.unique(keys[::-1], return_index=True)

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
-from pydantic import BaseModel, ValidationError
 
 from hps.configuration.load import ModelConfig, override_model
 from hps.errors import InvalidInputError, UnknownModelError
@@ -15,12 +14,11 @@ from hps.service.lifecycle import Lifecycle
 from hps.service.lookup_threads import LookupThreads
 from hps.service.model_changes import ModelChange, ModelChanges
 from hps.service.model_states import table_status
-from hps.service.protocol.request_checks import parse_object
+from hps.service.request_body import described_object, read_object
 
 CHANGE: str = "hps.change"
 """Where a request's scope has its `Change`."""
 
-_Body = TypeVar("_Body", bound=BaseModel)
 _Wait = Annotated[bool, Query(description="`false` answers 202 at once; GET /v1/models then tells how the change goes on.")]
 
 
@@ -56,10 +54,10 @@ def admin_routes(
         models = await threads.run(_models, lifecycle)
         return schemas.ModelList(models=models, changes=[_answer(one) for one in changes.latest.values()])
 
-    @router.post("/{model}/deploy", **changing, **_described(schemas.DeployRequest))
+    @router.post("/{model}/deploy", **changing, openapi_extra=described_object(schemas.DeployRequest))
     async def deploy(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
         """Load a version of a model beside the one that serves, and let it take over."""
-        body = await _read(request, schemas.DeployRequest)
+        body = await read_object(request, schemas.DeployRequest)
         wanted = model if body.config is None else _configured(model, body.config)
         detail = (
             f"version {body.version or 'by its policy'}{', forced' * body.force}{', with a config' * (body.config is not None)}"
@@ -70,10 +68,10 @@ def admin_routes(
 
         return await run(model, detail, request, response, wait, call)
 
-    @router.post("/{model}/undeploy", **changing, **_described(schemas.UndeployRequest))
+    @router.post("/{model}/undeploy", **changing, openapi_extra=described_object(schemas.UndeployRequest))
     async def undeploy(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
         """Take a model, or one of its versions, out of service."""
-        body = await _read(request, schemas.UndeployRequest)
+        body = await read_object(request, schemas.UndeployRequest)
 
         def call(server: HPS, _: ModelChange) -> str:
             server.undeploy(model, body.version)
@@ -109,26 +107,6 @@ def _configured(name: str, entry: dict[str, Any]) -> ModelConfig:
     if entry.get("model", name) != name:
         raise InvalidInputError(f"reading 'config': got model {str(entry['model'])[:120]!r}, expected {name[:120]!r}")
     return override_model(name, None, entry)
-
-
-def _described(body: type[BaseModel]) -> dict[str, Any]:
-    """How OpenAPI describes a body that the route reads by itself: whatever its content type, as curl sends it."""
-    schema = body.model_json_schema()
-    return {"openapi_extra": {"requestBody": {"content": {"application/json": {"schema": schema}}}}}
-
-
-async def _read(request: Request, kind: type[_Body]) -> _Body:
-    """Read the body of a request; an empty one is an object without members.
-
-    Raises:
-        InvalidInputError: it is none of this kind.
-    """
-    body = await request.body()
-    try:
-        return kind.model_validate(parse_object(body) if body.strip() else {}, strict=True)
-    except ValidationError as error:
-        problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}, got {str(one['input'])[:40]!r}" for one in error.errors())
-        raise InvalidInputError(f"reading the request: {'; '.join(problems)}") from error
 
 
 def _time(seconds: float) -> str:

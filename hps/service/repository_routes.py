@@ -1,10 +1,9 @@
 """The routes of Triton's model repository extension: what there is, load, unload; and how a model is configured."""
 
 import logging
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request, Response
-from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 
 from hps.configuration.load import override_model
@@ -14,11 +13,10 @@ from hps.service.http_answer import RequestError, status_of
 from hps.service.lifecycle import Lifecycle
 from hps.service.protocol.request_checks import parse_object
 from hps.service.protocol.triton_config import entry_changes, triton_config
+from hps.service.request_body import described_object, read_object
 from hps.service.triton_schemas import IndexedVersion, IndexRequest, IndexState, LoadRequest, UnloadRequest
 
 _log = logging.getLogger(__name__)
-_Body = TypeVar("_Body", bound=BaseModel)
-_MAX_BODY_BYTES = 1 << 20
 _STATES: dict[str, IndexState] = {
     "ready": "READY",
     "loading": "LOADING",
@@ -39,31 +37,31 @@ def repository_routes(lifecycle: Lifecycle, responses: dict[int | str, dict[str,
     """
     router = APIRouter(tags=["repository"], responses=responses)
 
-    @router.post("/v2/repository/index", response_model_exclude_none=True, openapi_extra=_described(IndexRequest))
+    @router.post("/v2/repository/index", response_model_exclude_none=True, openapi_extra=described_object(IndexRequest))
     async def repository_index(request: Request) -> list[IndexedVersion]:
         """All versions of all models that are known, in service or not. The body may be empty."""
-        wanted = await _read(request, IndexRequest)
+        wanted = await read_object(request, IndexRequest)
         return await run_in_threadpool(_index, lifecycle.server, wanted.ready)
 
     @router.post("/v2/repository/{repository}/index", response_model_exclude_none=True, include_in_schema=False)
     async def named_repository_index(repository: str, request: Request) -> list[IndexedVersion]:
         return await repository_index(request)
 
-    @router.post("/v2/repository/models/{model}/load", response_class=Response, openapi_extra=_described(LoadRequest))
+    @router.post("/v2/repository/models/{model}/load", response_class=Response, openapi_extra=described_object(LoadRequest))
     async def load_model(model: _Name, request: Request) -> None:
         """Load a model, or what of it has changed since. The body may be empty. Answers when it is in service."""
         _refuse_unless_explicit(lifecycle)
         try:
-            wanted = await _read(request, LoadRequest)
+            wanted = await read_object(request, LoadRequest)
             await run_in_threadpool(_load, lifecycle, model, wanted.parameters.config)
         except HPSError as error:
             raise RequestError(status_of(error), f"failed to load {model[:120]!r}, {error}") from error
 
-    @router.post("/v2/repository/models/{model}/unload", response_class=Response, openapi_extra=_described(UnloadRequest))
+    @router.post("/v2/repository/models/{model}/unload", response_class=Response, openapi_extra=described_object(UnloadRequest))
     async def unload_model(model: _Name, request: Request) -> None:
         """Take all versions of a model out of service, if it is in service. The body may be empty."""
         _refuse_unless_explicit(lifecycle)
-        await _read(request, UnloadRequest)
+        await read_object(request, UnloadRequest)
         await run_in_threadpool(_unload, lifecycle, model)
 
     @router.post("/v2/repository/{repository}/models/{model}/load", include_in_schema=False)
@@ -82,22 +80,6 @@ def repository_routes(lifecycle: Lifecycle, responses: dict[int | str, dict[str,
         return _config(lifecycle.server_of(model), model, version)
 
     return router
-
-
-def _described(kind: type[BaseModel]) -> dict[str, Any]:
-    return {"requestBody": {"content": {"application/json": {"schema": kind.model_json_schema()}}}}
-
-
-async def _read(request: Request, kind: type[_Body]) -> _Body:
-    """The body as Triton's clients send it: JSON whatever its content type says, or nothing."""
-    body = await request.body()
-    if len(body) > _MAX_BODY_BYTES:
-        raise RequestError(413, f"reading the request: got {len(body)} bytes, expected at most {_MAX_BODY_BYTES}")
-    try:
-        return kind.model_validate(parse_object(body) if body else {})
-    except ValidationError as error:
-        problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise InvalidInputError(f"reading the request: {'; '.join(problems)}"[:2000]) from error
 
 
 def _refuse_unless_explicit(lifecycle: Lifecycle) -> None:

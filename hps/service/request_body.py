@@ -3,15 +3,20 @@
 import asyncio
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
 from starlette.types import Receive
 
 from hps.errors import InvalidInputError
 from hps.service.held_memory import SMALL_BYTES, HeldMemory
 from hps.service.http_answer import RequestError
 from hps.service.lookup_threads import LookupThreads
+from hps.service.protocol.request_checks import parse_object
 
+_Object = TypeVar("_Object", bound=BaseModel)
+_MOST_OBJECT_BYTES = 1 << 20
 _ENCODINGS = (b"identity", b"gzip", b"deflate")
 _EXPIRED = -1.0
 _COMPRESSED_BYTES, _INFLATED_BYTES = 1 << 16, 1 << 20  # at once
@@ -168,3 +173,25 @@ class BodyReader:
 
 def _encoding(headers: Mapping[bytes, bytes]) -> bytes:
     return headers[b"content-encoding"].strip().lower()
+
+
+async def read_object(request: Request, kind: type[_Object]) -> _Object:
+    """Read the small body of a request that is no lookup: JSON, whatever its content type says. An empty one has no members.
+
+    Raises:
+        InvalidInputError: it is none of this kind.
+        RequestError: 413, it is too large for one.
+    """
+    body = await request.body()
+    if len(body) > _MOST_OBJECT_BYTES:
+        raise RequestError(413, f"reading the request: got {len(body)} bytes, expected at most {_MOST_OBJECT_BYTES}")
+    try:
+        return kind.model_validate(parse_object(body) if body.strip() else {}, strict=True)
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}, got {str(one['input'])[:40]!r}" for one in error.errors())
+        raise InvalidInputError(f"reading the request: {'; '.join(problems)}"[:2000]) from error
+
+
+def described_object(kind: type[BaseModel]) -> dict[str, Any]:
+    """How OpenAPI describes a body that `read_object` reads: the value of `openapi_extra`."""
+    return {"requestBody": {"content": {"application/json": {"schema": kind.model_json_schema()}}}}

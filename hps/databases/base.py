@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Final, Self
 import numpy as np
 
 from hps.errors import DatabaseError
+from hps.host_tables import HostTable
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
 UNBOUNDED_ROWS: Final = 2**64 - 1
@@ -246,6 +247,10 @@ class InProcessDatabase(Database):
     @abstractmethod
     def reserve(self, tag: str, rows: int) -> None:
         """Make room for `rows` in all, so that loading them need not grow the table step by step."""
+
+    def host_table(self, tag: str) -> HostTable | None:
+        """The table as devices may read it in place; None where this database has none such."""
+        return None
 
 
 class SharedDatabase(Database):

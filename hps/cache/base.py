@@ -14,16 +14,23 @@ A lookup is an object with a handful of verbs, in this order (`lookup/session.py
     lookup.finish()                             outputs are with the caller
 
 A table that is answered asynchronously gets only `scatter`, with nothing found; its distinct keys go to the background.
+
+A cache may be *attached* to tables of the host's memory (`EmbeddingCache.attach`). A query then goes on into the table by
+itself for keys that are not resident, and admits what it found; only what is in neither is left for the steps above. Where
+the host's tables are authoritative, nothing is left, and `lookup.enqueue(segments)` is a whole lookup that waits for nothing.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from hps.errors import InvalidInputError
+from hps.host_tables import HostTable
 from hps.tensors.segments import Segment
 from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
 
@@ -37,6 +44,24 @@ class CacheStats:
     inserts: int
     evictions: int
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnwaitedCounts:
+    """What became of the keys, duplicates counted, of lookups that were only enqueued, since construction.
+
+    Attributes:
+        misses: were not resident.
+        linked: of those, the attached table had.
+        absent: of those, it had not; they got the default vector.
+        unread: of those, nobody could read, since a writer kept their bucket or the table was dropped; they got the default
+            vector, though a vector may exist.
+    """
+
+    misses: int
+    linked: int
+    absent: int
+    unread: int
 
 
 class MissedKeys(ABC):
@@ -82,12 +107,20 @@ class CacheLookup(ABC):
     Made by `EmbeddingCache.create_lookup`, and used for one lookup after another: it grows to the largest that it served.
 
     Attributes:
-        counts: for each segment of the last query that missed any key, how many of its keys (duplicates counted) missed.
+        counts: for each segment of the last query that left any key, how many of its keys (duplicates counted) are left.
+        linked: for each segment of the last query, how many keys the attached table answered; empty where none did.
+        absent: likewise, how many an authoritative attached table had not; they got the default vector.
     """
 
-    __slots__ = ("counts",)
+    __slots__ = ("absent", "counts", "linked")
 
     counts: list[int]
+    linked: Sequence[int]
+    absent: Sequence[int]
+
+    def __init__(self) -> None:
+        self.counts = []
+        self.linked = self.absent = ()
 
     @abstractmethod
     def query(self, segments: Sequence[Segment]) -> int:
@@ -99,12 +132,29 @@ class CacheLookup(ABC):
         Args:
             segments: at most one for each table. Keys and outputs that are on the device already are not copied.
 
+        Keys that are not resident and whose table is attached are answered from there, and admitted; if it is authoritative,
+        those it has not get the default vector. Keys whose vector a writer keeps busy are left.
+
         Returns:
-            How many keys (duplicates counted) are not resident.
+            How many keys (duplicates counted) are left: for `unique` and what follows it.
 
         Raises:
             InvalidDtypeError, InvalidInputError: an array has another dtype, layout or place; nothing was written.
         """
+
+    def enqueue(self, segments: Sequence[Segment], captured: bool = False) -> None:
+        """Launch a whole lookup on the one stream of its tensors, and wait for nothing; no `finish` follows.
+
+        Every table must be attached as authoritative; keys, outputs and masks must be on the device, and on one stream.
+
+        Args:
+            captured: the stream is being captured in a CUDA graph. The lookup then belongs to that graph, and must not be used
+                otherwise while the graph is; its first call with as many keys must not be this one, since it allocates.
+
+        Raises:
+            InvalidInputError: a table is not attached, or a tensor is elsewhere; nothing was launched.
+        """
+        raise InvalidInputError("looking up without waiting: this cache does not read host memory in place")
 
     @abstractmethod
     def unique(self) -> Sequence[MissedKeys]:
@@ -166,6 +216,42 @@ class EmbeddingCache(ABC):
     @abstractmethod
     def create_lookup(self) -> CacheLookup:
         """Allocate what one lookup at a time needs."""
+
+    def attach(
+        self,
+        table: int,
+        host: HostTable,
+        authoritative: bool,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> str | None:
+        """Let lookups read a table in host memory in place.
+
+        Args:
+            table: the index of ours that it holds the rows of.
+            host: pinned by this call.
+            authoritative: what it has not is absent.
+            progress: as for `HostTable.pin`.
+
+        Returns:
+            Why that cannot be, in words for the log; lookups then leave misses to the host. None where they read it.
+        """
+        return "this cache does not read host memory in place"
+
+    def detach(self, table: int) -> None:  # noqa: B027 - optional
+        """Leave the misses of a table to the host from now on."""
+
+    @contextmanager
+    def changing(self, table: int) -> Iterator[None]:
+        """To be held while rows of an attached table are modified, until `update` or `erase` has returned.
+
+        What a lookup read of the table before or meanwhile is not admitted from then on, so that no older vector becomes
+        resident after the modification.
+        """
+        yield
+
+    def unwaited(self, table: int) -> UnwaitedCounts:
+        """Counters of a table's lookups that were only enqueued."""
+        return UnwaitedCounts(0, 0, 0, 0)
 
     def host_buffer(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
         """Host memory that `insert` reads fastest (pinned with CUDA), for bulk work; content unspecified."""

@@ -161,6 +161,7 @@ class NumpyLookup(CacheLookup):
     __slots__ = ("_cache", "_hashed", "_members", "_ranks", "_scratches", "_segments")
 
     def __init__(self, cache: NumpyCache) -> None:
+        super().__init__()
         self._cache = cache
         self._segments: Sequence[Segment] = ()
         self._scratches = [_Scratch(table.dim) for table in cache.tables]

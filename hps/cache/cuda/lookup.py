@@ -95,6 +95,7 @@ class CupyLookup(CacheLookup):
     """
 
     def __init__(self, memory: TableMemory, compiled: LookupKernels, changes: Modifications) -> None:
+        super().__init__()
         self.memory = memory
         self.kernels = compiled
         self.changes = changes

@@ -1,13 +1,18 @@
 // PURPOSE     Writes vectors of keys into a table: replaces those of resident keys, admits keys that are not, or both.
-// ARRAYS      keys (n,) int64, in. vectors (n, dim) float32, in, aligned to HPS_UNIT floats. chosen (n,) uint8 or null,
-//             in: keys whose byte is 0 are left out; null chooses all. buckets and rows of the table, in/out. counters, in/out:
-//             keys admitted and keys evicted are added.
-// LAUNCH      Blocks of HPS_THREADS, ceil(n / (HPS_THREADS / 8)) of them. A tile of 8 lanes owns one key. n = 0 is not
-//             launched; tiles past a ragged end have no key.
+// ARRAYS      For each part: keys (n,) int64, in. vectors (n, dim) float32, in, aligned to HPS_UNIT floats. chosen (n,) uint8 or
+//             null, in: keys whose byte is 0 are left out; null chooses all. buckets and rows of its table, in/out. counters,
+//             in/out: keys admitted and keys evicted are added. count uint32 or null, in: there are fewer keys than n if it is
+//             less, and 0 afterwards. epochs (n,) uint64, in, and epoch uint64, in, or both null: a key is left out unless
+//             its epoch is even and the present one. finished uint32, in/out, with count: must be 0 before, 0 afterwards.
+// LAUNCH      Blocks of HPS_THREADS; a part has ceil(n / (HPS_THREADS / 8)) of them, from its first_block on. A tile of 8 lanes
+//             owns one key. A part has no n = 0; tiles past a ragged end have no key. Parts are of different tables.
 // INVARIANTS  A key is in at most one slot of its pair. Where a key occurs twice among `keys`, one of its vectors wins,
 //             whole. A key that is admitted takes an empty slot at home, else one at its neighbour, else that of the smallest
 //             score at home (the first of equals), whose key is evicted; the other scores there then fall by that much. It
 //             starts with FIRST_SCORE. Replacing a vector changes no score.
+//             The epoch is read while the pair is owned. So whoever modifies rows below the cache, makes the epoch odd first, and
+//             updates or erases the keys here afterwards, leaves no older vector behind: either that update comes later and
+//             finds the key, or this sees the epoch.
 // RACES       A tile looks at a pair, and writes to it, only while it owns it (writer.cuh). A query that reads meanwhile notices
 //             by the version (embedding_cache.cuh). Launches on one table could run at once; the cache orders them nevertheless.
 // TWIN        hps.cache.cpu.kernels.write
@@ -21,6 +26,9 @@
 #ifndef HPS_MIN_BLOCKS
 #define HPS_MIN_BLOCKS 1  // of an SM: bounds the registers
 #endif
+#ifndef HPS_PARTS
+#define HPS_PARTS 1  // of one launch, at most
+#endif
 #ifndef HPS_ROW_LOADS
 #define HPS_ROW_LOADS 4  // units of a vector that a lane has in flight
 #endif
@@ -31,16 +39,27 @@
 constexpr u32 ROW_LOADS = HPS_ROW_LOADS;
 constexpr u32 REPLACE = 1, ADMIT = 2;
 
-struct Insert {
+struct Part {
     Table table;
     const i64* keys;
     const Unit* vectors;
     const u8* chosen;
+    u32* count;
+    const u64* epochs;
+    const u64* epoch;
     u32 n;
+    u32 first_block;
+};
+
+struct Insert {
+    Part parts[HPS_PARTS];
+    u32* finished;
+    u32 part_count;
     u32 mode;  // REPLACE | ADMIT
 };
 
-static_assert(sizeof(Table) == 48 && sizeof(Insert) == 80, "hps/cache/cuda/kernels.py packs these");
+static_assert(sizeof(Table) == 48 && sizeof(Part) == 104, "hps/cache/cuda/kernels.py packs these");
+static_assert(sizeof(Insert) == 104 * HPS_PARTS + 16, "hps/cache/cuda/kernels.py packs this");
 
 // How good a slot is to admit a key to, the smaller the better: an empty one at home, an empty one next door, or one whose key
 // would be evicted: at home by its score, next door never.
@@ -94,21 +113,33 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) insert
     __shared__ u32 admitted, evicted;
     if (threadIdx.x == 0) admitted = evicted = 0;
     __syncthreads();
-    const Table& table = request.table;
+    u32 p = 0;
+#pragma unroll
+    for (u32 step = HPS_PARTS / 2; step > 0; step /= 2) {
+        if (p + step < request.part_count && request.parts[p + step].first_block <= blockIdx.x) p += step;
+    }
+    const Part& part_of = request.parts[p];
+    const Table& table = part_of.table;
     const u32 lane = threadIdx.x % 32, tile = lane / TILE, member = lane % TILE;
     const u32 units = table.dim / UNIT;
-    const u32 index = blockIdx.x * (HPS_THREADS / TILE) + threadIdx.x / TILE;
+    const u32 index = (blockIdx.x - part_of.first_block) * (HPS_THREADS / TILE) + threadIdx.x / TILE;
+    const u32 n = part_of.count == nullptr ? part_of.n : min(part_of.n, *part_of.count);
 
-    bool pending = index < request.n && (request.chosen == nullptr || request.chosen[index]);
+    bool pending = index < n && (part_of.chosen == nullptr || part_of.chosen[index]);
     i64 key = 0;
     u32 home = 0;
+    u64 epoch = 0;
     if (pending) {
-        key = __ldcs(request.keys + index);
+        key = __ldcs(part_of.keys + index);
         home = home_of(key, table.pairs);
+        if (part_of.epochs != nullptr) {
+            epoch = part_of.epochs[index];
+            pending = (epoch & 1) == 0;
+        }
     }
     const u32 pair = home / 2;
     Writer writer{tile, member, table.buckets + static_cast<u64>(pair) * PAIR_PARTS, 0, 0};
-    const Unit* vector = request.vectors + static_cast<u64>(index) * units;
+    const Unit* vector = part_of.vectors + static_cast<u64>(index) * units;
     Unit value[ROW_LOADS];
 #pragma unroll
     for (u32 r = 0; r < ROW_LOADS; ++r) {
@@ -132,7 +163,8 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) insert
         const uint4 part = writer.load(own);
         int slot = writer.find(part, key, own);
         const bool resident = slot >= 0;
-        const bool writes = own && (request.mode & (resident ? REPLACE : ADMIT));
+        const bool late = own && part_of.epoch != nullptr && load_word(part_of.epoch) != epoch;
+        const bool writes = own && !late && (request.mode & (resident ? REPLACE : ADMIT));
         if (__any_sync(FULL_WARP, writes && !resident)) {
             const u32 best = choose_slot(writer, table, part, home);
             if (writes && !resident) {
@@ -164,5 +196,12 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) insert
     if (threadIdx.x == 0) {
         if (admitted) atomicAdd(table.counters, static_cast<u64>(admitted));
         if (evicted) atomicAdd(table.counters + 1, static_cast<u64>(evicted));
+        if (request.finished != nullptr) {  // every block has read the counts before it says that it has finished
+            __threadfence();
+            if (atomicAdd(request.finished, 1) == gridDim.x - 1) {
+                for (u32 i = 0; i < request.part_count; ++i) *request.parts[i].count = 0;
+                *request.finished = 0;
+            }
+        }
     }
 }

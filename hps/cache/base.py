@@ -21,8 +21,8 @@ the host's tables are authoritative, nothing is left, and `lookup.enqueue(segmen
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -148,13 +148,21 @@ class CacheLookup(ABC):
         Every table must be attached as authoritative; keys, outputs and masks must be on the device, and on one stream.
 
         Args:
-            captured: the stream is being captured in a CUDA graph. The lookup then belongs to that graph, and must not be used
-                otherwise while the graph is; its first call with as many keys must not be this one, since it allocates.
+            captured: the stream is being captured in a CUDA graph, after `prepare` with as many keys. The lookup then belongs
+                to that graph, and is not used otherwise while the graph is.
 
         Raises:
             InvalidInputError: a table is not attached, or a tensor is elsewhere; nothing was launched.
         """
         raise InvalidInputError("looking up without waiting: this cache does not read host memory in place")
+
+    def prepare(self, segments: Sequence[Segment]) -> None:
+        """Run a lookup once, and make all that `enqueue` needs to be captured with the same segments.
+
+        Raises:
+            InvalidInputError: as for `enqueue`.
+        """
+        raise InvalidInputError("capturing a lookup: this cache does not read host memory in place")
 
     @abstractmethod
     def unique(self) -> Sequence[MissedKeys]:
@@ -240,14 +248,13 @@ class EmbeddingCache(ABC):
     def detach(self, table: int) -> None:  # noqa: B027 - optional
         """Leave the misses of a table to the host from now on."""
 
-    @contextmanager
-    def changing(self, table: int) -> Iterator[None]:
+    def changing(self, table: int) -> AbstractContextManager[None]:
         """To be held while rows of an attached table are modified, until `update` or `erase` has returned.
 
         What a lookup read of the table before or meanwhile is not admitted from then on, so that no older vector becomes
         resident after the modification.
         """
-        yield
+        return nullcontext()
 
     def unwaited(self, table: int) -> UnwaitedCounts:
         """Counters of a table's lookups that were only enqueued."""

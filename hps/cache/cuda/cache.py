@@ -1,7 +1,8 @@
 """The embedding cache in the memory of a CUDA device, by the kernels of `cuda/`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Self
 
 import cupy
@@ -9,16 +10,20 @@ import numpy as np
 import numpy.typing as npt
 from cupy_backends.cuda.api import runtime
 
-from hps.cache.base import CacheStats, EmbeddingCache
+from hps.cache.base import CacheStats, EmbeddingCache, UnwaitedCounts
 from hps.cache.cuda import kernels
 from hps.cache.cuda.device import CUDA_ERRORS, compile_all, on_device
+from hps.cache.cuda.links import AttachedTable, CudaPinner
 from hps.cache.cuda.lookup import CupyLookup, LookupKernels
 from hps.cache.cuda.modifications import Modifications
 from hps.cache.cuda.tables import TableMemory, allocate, check_room, device_call
 from hps.cache.cuda.tensors import TensorReader
-from hps.errors import DeviceError
+from hps.errors import DeviceError, InvalidInputError
+from hps.host_tables import HostTable
 from hps.tensors.segments import check_rows
 from hps.types import FloatArray, KeyArray, TableSpec
+
+_READS_HOST_POINTERS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 
 
 class CupyCache(EmbeddingCache):
@@ -46,6 +51,7 @@ class CupyCache(EmbeddingCache):
         self.tables = tuple(tables)
         self.device_id = device_id
         self.memory = TableMemory(tables, device_id)
+        self._links: list[AttachedTable | None] = [None] * len(tables)
         self._allocate(capacity_rows)
 
     @classmethod
@@ -77,7 +83,43 @@ class CupyCache(EmbeddingCache):
     def create_lookup(self) -> CupyLookup:
         """Allocate what one lookup at a time needs; it grows with the lookups that it serves."""
         self.memory.tables()
-        return CupyLookup(self.memory, self._kernels, self._changes)
+        return CupyLookup(self.memory, self._kernels, self._changes, self._links)
+
+    def attach(
+        self,
+        table: int,
+        host: HostTable,
+        authoritative: bool,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> str | None:
+        """Let lookups read a table in host memory in place. See `EmbeddingCache.attach`."""
+        try:
+            with on_device(self.device_id):
+                if not runtime.deviceGetAttribute(_READS_HOST_POINTERS, self.device_id):
+                    return f"CUDA device {self.device_id} does not read registered host memory by the host's addresses"
+                host.pin(CudaPinner(self.device_id), progress)
+                compile_all(self.device_id, self._kernels.for_links())
+                self._links[table] = AttachedTable(self.device_id, host, authoritative)
+        except (DeviceError, InvalidInputError, *CUDA_ERRORS) as error:
+            return str(error)
+        return None
+
+    def detach(self, table: int) -> None:
+        """Leave the misses of a table to the host from now on."""
+        link, self._links[table] = self._links[table], None
+        if link is not None:
+            link.close()
+
+    def changing(self, table: int) -> AbstractContextManager[None]:
+        """To be held while rows of an attached table are modified. See `EmbeddingCache.changing`."""
+        link = self._links[table]
+        return nullcontext() if link is None or self.memory.open is None else link.changing()
+
+    @device_call("reading counters")
+    def unwaited(self, table: int) -> UnwaitedCounts:
+        """Counters of a table's lookups that were only enqueued."""
+        link = self._links[table]
+        return UnwaitedCounts(0, 0, 0, 0) if link is None else link.unwaited()
 
     def host_buffer(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
         """Pinned host memory. See `EmbeddingCache.host_buffer`."""
@@ -125,6 +167,8 @@ class CupyCache(EmbeddingCache):
         if self.memory.open is None:
             return
         self.memory.open = None
+        for table in range(len(self.tables)):
+            self.detach(table)
         with on_device(self.device_id):
             try:
                 self._changes.close()

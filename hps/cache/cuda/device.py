@@ -89,6 +89,11 @@ class PinnedBuffer:
         self._kept: list[_Pinned] = []
         self._used = 0
 
+    @property
+    def used(self) -> int:
+        """Bytes that are handed out."""
+        return self._used
+
     def reset(self) -> None:
         """Take all pieces back; the device must be done with them."""
         self._used = 0

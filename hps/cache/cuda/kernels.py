@@ -26,13 +26,30 @@ REPLACE, ADMIT = 1, 2
 THREADS = 256
 QUERY_THREADS = 128
 UNIQUE_THREADS = 512
+LINK_THREADS = 128
+PLACE_THREADS = 1024
+MOST_BINS = 1024
+"""Bins of the misses of a large lookup, over all its tables."""
 
 # The arguments of each kernel, as the structs in cuda/ lay them out (their static_asserts hold the sizes).
 TABLE = struct.Struct("<QQQqIII4x")  # buckets, rows, counters, zero_filler, zero_pair, pairs, dim
 SEGMENT = struct.Struct("<QQQQQIIIIII")  # keys, out, found, buckets, rows, n, pairs, units, first_block, missing, index
+SEGMENT_LINK = struct.Struct("<QQQfI")  # layout, link, staged, default_value, authoritative; of a query that links
+# staged_keys, staged_epochs, staged_found, staged_counts, reports, any_staged, patience, settles
+QUERY_LINK = struct.Struct("<QQQQQQII")
 # missing_keys, missing_positions, missing_counts, any_missing, segment_count, keys_per_warp, 0
 QUERY_TAIL = struct.Struct("<QQQQIHH")
-INSERT_TAIL = struct.Struct("<QQQII")  # keys, vectors, chosen, n, mode
+HOST_LAYOUT = struct.Struct("<QQIIII32Q")  # self, slabs, slab_count, slab_shift, row_bytes, segment_bits, segments
+LINK = struct.Struct("<QQQQQQ")  # current, epoch, counters
+# layout, link, out, found, staged, missing, index, units, staged_rows, default_value, authoritative
+LINK_SEGMENT = struct.Struct("<QQQQQIIIIfI")
+# missing_keys, missing_positions, missing_counts, leaders, ranks, order, states, left_keys, left_positions, left_counts,
+# staged_keys, staged_epochs, staged_found, slots, bins, leader_counts, tallies, finished, any_left, reports,
+# slot_mask, bin_bits, segment_count, patience, settles, 0
+LINKED_TAIL = struct.Struct("<20Q6I")
+PART_TAIL = struct.Struct("<QQQQQQII")  # keys, vectors, chosen, count, epochs, epoch, n, first_block; after a TABLE
+PART_BYTES = TABLE.size + PART_TAIL.size
+INSERT_TAIL = struct.Struct("<QII")  # finished, part_count, mode
 ERASE_TAIL = struct.Struct("<QI4x")  # keys, n
 DUMP_TAIL = struct.Struct("<QQII")  # keys, count, first, n
 SCATTER = struct.Struct("<QQQQQQIIf4x")  # positions, rows, fetched, vectors, out, found, n, units, default_value
@@ -112,10 +129,20 @@ def unit_of(dim: int, alignment: int) -> int:
     return next(unit for unit in (4, 2, 1) if dim % unit == 0 and alignment % (4 * unit) == 0)
 
 
-def query_kernel(unit: int, widest: int, segments: int) -> Kernel:
-    """The query of `segments` segments (1, or up to SEGMENTS_AT_ONCE), none of which has rows wider than `widest` floats."""
+def _copy_lanes(unit: int, widest: int) -> int:
+    """How many lanes move one row of at most `widest` floats."""
     units = -(-widest // unit)
-    copy = next((lanes for lanes in (4, 8, 16, 32) if lanes >= units), 32)
+    return next((lanes for lanes in (4, 8, 16, 32) if lanes >= units), 32)
+
+
+def query_kernel(unit: int, widest: int, segments: int, link: bool = False) -> Kernel:
+    """The query of `segments` segments (1, or up to SEGMENTS_AT_ONCE), none of which has rows wider than `widest` floats.
+
+    Args:
+        link: it goes on into attached tables. It then takes more registers, and is for lookups that do not fill the device.
+    """
+    units = -(-widest // unit)
+    copy = _copy_lanes(unit, widest)
     return Kernel(
         "query",
         "query",
@@ -125,19 +152,26 @@ def query_kernel(unit: int, widest: int, segments: int) -> Kernel:
             ("ROW_LOADS", min(4, copy // 4)),
             ("LONG_ROWS", int(units > copy)),
             ("SEGMENTS", 1 if segments == 1 else SEGMENTS_AT_ONCE),
-            ("MIN_BLOCKS", 16 if copy <= 8 else 10),
+            ("MIN_BLOCKS", 4 if link else 16 if copy <= 8 else 10),
+            *((("LINK", 1),) if link else ()),
         ),
     )
 
 
-def insert_kernel(unit: int, dim: int) -> Kernel:
-    """The insertion or update of rows of `dim` floats."""
+def link_kernel(name: str, unit: int, widest: int, segments: int) -> Kernel:
+    """One of the kernels that answer the misses of a large lookup: mark, place, fetch, spread."""
+    copy = _copy_lanes(unit, widest) if name == "fetch" else 8
+    one = 1 if segments == 1 else SEGMENTS_AT_ONCE
+    return Kernel(name, "link", (("UNIT", unit), ("COPY", copy), ("SEGMENTS", one)))
+
+
+def insert_kernel(unit: int, dim: int, parts: int = 1) -> Kernel:
+    """The insertion or update of rows of `dim` floats, or at most so many; of one part or up to SEGMENTS_AT_ONCE."""
     units = -(-dim // (unit * 8))
     loads = 1 if units == 1 else 2 if units == 2 else 4
     blocks = 8 if loads == 1 else 5
-    return Kernel(
-        "insert", "insert", (("UNIT", unit), ("ROW_LOADS", loads), ("LONG_ROWS", int(units > loads)), ("MIN_BLOCKS", blocks))
-    )
+    constants = (("UNIT", unit), ("ROW_LOADS", loads), ("LONG_ROWS", int(units > loads)), ("MIN_BLOCKS", blocks))
+    return Kernel("insert", "insert", constants if parts == 1 else (*constants, ("PARTS", SEGMENTS_AT_ONCE)))
 
 
 def scatter_kernel(unit: int) -> Kernel:
@@ -170,6 +204,11 @@ def tile_blocks(items: int) -> int:
 def sorted_blocks(misses: int) -> int:
     """Blocks of UNIQUE_THREADS for mark_heads and rank_sorted."""
     return -(-misses // UNIQUE_THREADS)
+
+
+def bin_bits(segments: int) -> int:
+    """How many upper bits of the hash choose the bin of a miss, in a lookup of so many segments."""
+    return (MOST_BINS // segments).bit_length() - 1
 
 
 def home_of(key: int, pairs: int) -> int:

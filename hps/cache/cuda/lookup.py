@@ -20,15 +20,23 @@ from hps.cache.cuda.device import (
     stream_of,
 )
 from hps.cache.cuda.kernels import Kernel
+from hps.cache.cuda.links import AttachedTable, DeviceLayout
 from hps.cache.cuda.modifications import Modifications
 from hps.cache.cuda.tables import DeviceTable, TableMemory, device_call
 from hps.cache.cuda.tensors import UNKNOWN_STREAM, PlacedSegment, TensorReader
+from hps.errors import InvalidInputError, NotReadyError
 from hps.tensors.segments import Segment
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _LEAST_KEYS = 1 << 14  # that the lists of a lookup have room for
 _HIGHEST_PRIORITY = -5  # of streams; a device that has fewer takes its highest. Changes to the tables run at the lowest, 0
 _MAPPED_BYTES = 1 << 18  # up to here, fetched vectors are read from pinned host memory: a copy of its own costs more
+_INLINE_KEYS = 1 << 13  # up to here, the warps of a query read attached tables by themselves
+_STAGED_BYTES = 1 << 27  # of rows of one lookup that are kept for admission
+_PATIENCE = 64  # attempts to read a row that the host is writing to, before it is left to the host
+_UNWAITED_PATIENCE = 1 << 14  # where the host cannot be asked: 30 ms at least
+_LINK_BLOCKS = 528  # of `fetch`: rows that are read at once are close together
+_LINK_BYTES = 50  # of lists, by key
 
 
 class LookupKernels:
@@ -42,7 +50,8 @@ class LookupKernels:
         self._compiled = kernels_of(device_id)
         self._dims = [table.spec.dim for table in tables]
         self.geometry = [(table.spec.dim, table.buckets, table.rows, table.pairs) for table in tables]
-        self._queries: dict[tuple[int, int, int], int] = {}  # handles, by unit, widest row and segments
+        self.packed = [table.packed for table in tables]
+        self._queries: dict[tuple[int, int, int, bool], int] = {}  # handles, by unit, widest row, segments, link
         self._scatters: dict[int, int] = {}  # handles, by unit
 
     def needed(self) -> list[Kernel]:
@@ -57,12 +66,23 @@ class LookupKernels:
             found.append(kernels.query_kernel(unit, max(dims), kernels.SEGMENTS_AT_ONCE))
         return found
 
-    def query(self, unit: int, widest: int, segments: int) -> int:
+    def for_links(self) -> list[Kernel]:
+        """What lookups of attached tables will launch, of aligned outputs."""
+        found = []
+        for widest, segments in [(dim, 1) for dim in set(self._dims)] + [(max(self._dims), kernels.SEGMENTS_AT_ONCE)]:
+            if segments == 1 or len(self._dims) > 1:
+                unit = min(kernels.unit_of(dim, 16) for dim in (self._dims if segments > 1 else [widest]))
+                found.append(kernels.query_kernel(unit, widest, segments, link=True))
+                found.append(kernels.insert_kernel(unit, widest, segments))
+                found += [kernels.link_kernel(name, unit, widest, segments) for name in ("mark", "place", "fetch", "spread")]
+        return found
+
+    def query(self, unit: int, widest: int, segments: int, link: bool = False) -> int:
         """The handle of the query kernel for rows of at most `widest` floats."""
-        handle = self._queries.get((unit, widest, segments))
+        handle = self._queries.get((unit, widest, segments, link))
         if handle is None:
-            handle = self._compiled.handle(kernels.query_kernel(unit, widest, segments))
-            self._queries[unit, widest, segments] = handle
+            handle = self._compiled.handle(kernels.query_kernel(unit, widest, segments, link))
+            self._queries[unit, widest, segments, link] = handle
         return handle
 
     def scatter(self, unit: int) -> int:
@@ -71,6 +91,14 @@ class LookupKernels:
         if handle is None:
             handle = self._scatters[unit] = self._compiled.handle(kernels.scatter_kernel(unit))
         return handle
+
+    def link(self, name: str, unit: int, widest: int, segments: int) -> int:
+        """The handle of one of the kernels of `cuda/link.cu`."""
+        return self._compiled.handle(kernels.link_kernel(name, unit, widest, segments))
+
+    def insert(self, unit: int, widest: int, parts: int) -> int:
+        """The handle of the insert kernel for rows of at most `widest` floats."""
+        return self._compiled.handle(kernels.insert_kernel(unit, widest, parts))
 
     def handle(self, kernel: Kernel) -> int:
         """The handle of a kernel that is not specialised."""
@@ -89,25 +117,37 @@ class CupyLookup(CacheLookup):
         changes: the order of what changes the tables.
         stream: that of the current lookup.
         placed: its segments.
-        missing_keys, missing_positions, rows, distinct: addresses of the lists on the device; see `cuda/unique.cu`.
+        missing_positions, rows, distinct: addresses of the lists on the device; see `cuda/unique.cu`. The first is of what
+            the host must answer.
         host: mapped memory for keys, outputs, masks and fetched vectors.
         scatter_arguments, insert_arguments: the structs that those kernels take.
     """
 
-    def __init__(self, memory: TableMemory, compiled: LookupKernels, changes: Modifications) -> None:
+    def __init__(
+        self,
+        memory: TableMemory,
+        compiled: LookupKernels,
+        changes: Modifications,
+        links: Sequence[AttachedTable | None],
+    ) -> None:
         super().__init__()
         self.memory = memory
         self.kernels = compiled
         self.changes = changes
+        self._links = links  # by table; the cache attaches and detaches them
+        self._layouts: list[DeviceLayout | None] = []  # of each segment, while the device reads by them
+        self._held: set[DeviceLayout] = set()  # of lookups that nobody waited for
         self._dims = [spec.dim for spec in memory.specs]
         self._reader = TensorReader(memory.device_id)
         self._own = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
         self._own_stream = int(self._own.ptr)
         self._waits_for: list[int] = []  # streams of the caller's that the end of the lookup is ordered before
+        self._streams: set[int] = set()
         self._host_waits = False  # for a consumer whose stream nobody knows
         self._done = cupy.cuda.Event(disable_timing=True)
         self._order = cupy.cuda.Event(disable_timing=True)
-        self._unfinished = False  # work was launched that the host has not waited for
+        self._unfinished = False  # work was launched that the host has not waited for, and that uses memory of the host
+        self._busy = 0  # the stream, plus 1, on which work was launched that uses memory of the device alone; 0 for none
         self.stream = self._own_stream
         self.placed: list[PlacedSegment] = []
 
@@ -116,24 +156,54 @@ class CupyLookup(CacheLookup):
             segments: Arguments(segments * kernels.SEGMENT.size + kernels.QUERY_TAIL.size)
             for segments in (1, kernels.SEGMENTS_AT_ONCE)
         }
+        self._link_query_arguments = {
+            segments: Arguments(
+                segments * (kernels.SEGMENT.size + kernels.SEGMENT_LINK.size)
+                + kernels.QUERY_LINK.size
+                + kernels.QUERY_TAIL.size
+            )
+            for segments in (1, kernels.SEGMENTS_AT_ONCE)
+        }
+        self._linked_arguments = {
+            segments: Arguments(segments * kernels.LINK_SEGMENT.size + kernels.LINKED_TAIL.size)
+            for segments in (1, kernels.SEGMENTS_AT_ONCE)
+        }
+        self._admit_arguments = {
+            parts: Arguments(parts * kernels.PART_BYTES + kernels.INSERT_TAIL.size) for parts in (1, kernels.SEGMENTS_AT_ONCE)
+        }
         self._unique_arguments = Arguments(head + kernels.SEGMENTS_AT_ONCE * kernels.UNIQUE_SEGMENT.size)
         self._rank_arguments = Arguments(kernels.RANK_SORTED.size)
         self.scatter_arguments = Arguments(kernels.SCATTER.size)
-        self.insert_arguments = Arguments(kernels.TABLE.size + kernels.INSERT_TAIL.size)
+        self.insert_arguments = Arguments(kernels.PART_BYTES + kernels.INSERT_TAIL.size)
 
         tables = len(memory.specs)
         self._fixed = PinnedBuffer()
-        self._any_missing_at, any_missing = self._fixed.take(4)
-        self._any_missing: np.ndarray = any_missing.view(np.uint32)
+        self._flags_at, flags = self._fixed.take(16)
+        self._flags: np.ndarray = flags.view(np.uint32)  # whether any key: missed, was staged, is left
         self._totals_at, totals = self._fixed.take(8 * tables)
         self._totals: np.ndarray = totals.view(np.uint32).reshape(tables, 2)  # misses and distinct keys of each segment
-        self._missing_counts = DeviceBuffer()
-        self._missing_counts.reserve(4 * tables)
+        self._tallies_at, tallies = self._fixed.take(8 * tables)
+        self._tallies: np.ndarray = tallies.view(np.uint32).reshape(tables, 2)  # keys linked and absent of each segment
+        self._reports_at, reports = self._fixed.take(4 * _most_warps(tables))
+        self._reports: np.ndarray = reports.view(np.uint32)  # the same by warp: linked, and absent shifted by 16
+        self._reports[:] = 0
+        self._counts = DeviceBuffer()  # by segment: missing, left, staged, leaders, tallies (2); then two of finished blocks
+        self._missing_counts = self._counts.reserve(4 * (6 * tables + 2))
+        self._left_counts, self._staged_counts, self._leader_counts, self._device_tallies, self._finished = (
+            self._missing_counts + 4 * tables * nth for nth in (1, 2, 3, 4, 6)
+        )
         self._clear()
 
         self._capacity = 0  # keys that the lists have room for
         self._lists = DeviceBuffer()
-        self.missing_keys = self.missing_positions = self.rows = self.distinct = 0
+        self._missing_keys = self._missing_positions = self.rows = self.distinct = 0
+        self._listed_keys = self.missing_positions = self._listed_counts = 0  # what the host must answer
+        self._link_lists = DeviceBuffer()
+        self._staged = DeviceBuffer()
+        self._staged_at: list[int] = []  # of each segment
+        self._link_capacity = 0
+        self._left_keys = self._staged_keys = self._staged_epochs = self._leaders = self._ranks = self._order = 0
+        self._left_positions = self._bins = self._slots = self._states = self._staged_found = 0
         self._distinct_memory = PinnedBuffer()
         self._distinct_on_host_at = 0
         self._distinct_on_host: np.ndarray = np.empty(0, np.int64)
@@ -146,27 +216,62 @@ class CupyLookup(CacheLookup):
     def query(self, segments: Sequence[Segment]) -> int:
         """Copy resident vectors to their rows of `out`; list the rest. See `CacheLookup.query`.
 
-        One kernel and one wait for it if all keys are resident; else a second of each, for the distinct missing keys.
+        One kernel and one wait for it if all keys are resident, or in attached tables and few; else a second of each, for the
+        misses of a large lookup in attached tables, and one more for the distinct keys that are left.
         """
         tables = self.memory.tables()
         self.begin(segments)
         if self.changes.pending:
             self.changes.show(self.stream)
-        self._any_missing[0] = 0
+        self._flags[:3] = 0
+        self.linked = self.absent = ()
+        attached = self._find_layouts()
         try:
-            self.launch_query()
-            self._synchronise()
-            if not self._any_missing[0]:
-                self.counts = [0] * len(self.placed)
-                return 0
-            self._launch_unique()
-            self._synchronise()
+            self.counts = self._answer(attached)
         except CUDA_ERRORS:
             self._clear()
             raise
         del tables  # closing the cache leaves their memory alone until here
-        self.counts = self._totals[: len(self.placed), 0].tolist()
+        self._layouts = []
         return sum(self.counts)
+
+    @device_call("looking up without waiting")
+    def enqueue(self, segments: Sequence[Segment], captured: bool = False) -> None:
+        """Launch a whole lookup, and wait for nothing. See `CacheLookup.enqueue`."""
+        self.memory.tables()
+        links = [self._links[segment.table] for segment in segments]
+        if not all(link is not None and link.authoritative for link in links):
+            raise InvalidInputError(
+                "looking up without waiting: got a table whose misses the host answers, expected tables that lie in the "
+                "in-process hash map alone and that the device reads in place"
+            )
+        self.begin(segments, captured)
+        if self.host.used or len(self._streams) > 1 or self._host_waits:
+            raise InvalidInputError(
+                "looking up without waiting: got keys, outputs or masks in host memory or on several streams, expected all on "
+                "the device and on one stream"
+            )
+        if not captured:
+            if self.changes.pending:
+                self.changes.show(self.stream)
+            self._find_layouts()
+            self._held.update(layout for layout in self._layouts if layout is not None)
+            if None in self._layouts:
+                raise NotReadyError("looking up without waiting: a table was dropped from the in-process hash map")
+        inline = sum([place.n for place in self.placed]) <= _INLINE_KEYS
+        self._launch_query(inline, settles=True, captured=captured)
+        if not inline:
+            self._launch_linked(settles=True, captured=captured)
+        self._admit(inline, captured)
+
+    @device_call("preparing the capture of a lookup")
+    def prepare(self, segments: Sequence[Segment]) -> None:
+        """Make all that a captured lookup of these segments needs. See `CacheLookup.prepare`."""
+        self.enqueue(segments)
+        for segment in segments:
+            if (link := self._links[segment.table]) is not None:
+                link.capture()
+        runtime.streamSynchronize(self.stream)
 
     @device_call("finding the distinct missing keys")
     def unique(self) -> Sequence["CupyMissedKeys"]:
@@ -193,8 +298,8 @@ class CupyLookup(CacheLookup):
             if place.host_found is not None:
                 np.copyto(place.segment.found, place.host_found)  # type: ignore[arg-type]
 
-    def begin(self, segments: Sequence[Segment]) -> None:
-        """Find keys and outputs of all segments, and order the lookup after their producers."""
+    def begin(self, segments: Sequence[Segment], captured: bool = False) -> None:
+        """Find keys and outputs of all segments, and order the lookup after their producers, and after the last one."""
         if self._unfinished:  # what the last lookup left running still uses the memory
             runtime.eventSynchronize(self._done.ptr)
             self._unfinished = False
@@ -217,14 +322,69 @@ class CupyLookup(CacheLookup):
             placed.append(place)
         self.placed = placed
         self._choose_stream(reader.streams)
+        if self._busy and not captured:
+            if self._busy != self.stream + 1:
+                runtime.streamWaitEvent(self.stream, self._done.ptr)
+                self._busy = 0
+            if self._held and runtime.eventQuery(self._done.ptr) == 0:
+                self._held.clear()
         if missing > self._capacity:
             self._reserve(missing)
 
-    def launch_query(self) -> None:
-        """Launch the queries of all segments: one kernel for every SEGMENTS_AT_ONCE of them."""
+    def _answer(self, attached: bool) -> list[int]:
+        """Answer what the cache and attached tables have; returns how many keys of each segment are left, 0 for all as []."""
+        inline = attached and sum([place.n for place in self.placed]) <= _INLINE_KEYS
+        self._launch_query(inline)
+        self._synchronise()
+        self._listed_keys, self.missing_positions = self._missing_keys, self._missing_positions
+        self._listed_counts = self._missing_counts
+        missed, staged, _left = self._flags[:3].tolist()
+        if staged:
+            self._read_reports()
+            self._admit(inline=True)
+        if missed and attached and not inline:
+            self._launch_linked()
+            self._synchronise()
+            tallies = self._tallies[: len(self.placed)].tolist()
+            self.linked, self.absent = [linked for linked, _ in tallies], [absent for _, absent in tallies]
+            self._admit(inline=False)
+            missed = int(self._flags[2])
+            self._listed_keys, self.missing_positions = self._left_keys, self._left_positions
+            self._listed_counts = self._left_counts
+        if not missed:
+            return [0] * len(self.placed)
+        self._launch_unique()
+        self._synchronise()
+        left: list[int] = self._totals[: len(self.placed), 0].tolist()
+        return left
+
+    def _find_layouts(self) -> bool:
+        """Hold the layouts of the segments' attached tables; returns whether there are any."""
+        links = self._links
+        self._layouts = layouts = []
+        attached = False
+        if not any(links):
+            return False
+        for place in self.placed:
+            link = links[place.table]
+            layout = link.layout() if link is not None else None
+            layouts.append(layout)
+            attached = attached or layout is not None
+        return attached
+
+    def _launch_query(self, link: bool = False, settles: bool = False, captured: bool = False) -> None:
+        """Launch the queries of all segments: one kernel for every SEGMENTS_AT_ONCE of them.
+
+        Args:
+            link: go on into attached tables.
+            settles: answer what is in none with the default vector.
+        """
         placed, geometry, pack = self.placed, self.kernels.geometry, kernels.SEGMENT.pack_into
         total = sum([place.n for place in placed])
+        if link:
+            self._reserve_staged([place.n for place in placed])
         asked = [(index, place) for index, place in enumerate(placed) if place.n]
+        reports = self._reports_at
         for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
             group = asked[start : start + kernels.SEGMENTS_AT_ONCE]
             alignment = widths = widest = 0
@@ -238,7 +398,7 @@ class CupyLookup(CacheLookup):
             unit = kernels.unit_of(widths, alignment)
             per_warp = kernels.query_keys_per_warp(total, widest)
             per_block = kernels.query_keys_per_block(per_warp)
-            arguments = self._query_arguments[segments]
+            arguments = (self._link_query_arguments if link else self._query_arguments)[segments]
             buffer = arguments.bytes
             offset = blocks = 0
             for index, place in group:
@@ -247,19 +407,190 @@ class CupyLookup(CacheLookup):
                 keys, out, found, missing = place.keys, place.out, place.found, place.missing
                 pack(buffer, offset, keys, out, found, buckets, rows, n, pairs, units, blocks, missing, index)
                 offset += kernels.SEGMENT.size
+                if link:
+                    arguments.pack(kernels.SEGMENT_LINK, offset, *self._link_of(index, captured))
+                    offset += kernels.SEGMENT_LINK.size
                 blocks += -(-n // per_block)
+            offset = segments * kernels.SEGMENT.size
+            if link:
+                offset += segments * kernels.SEGMENT_LINK.size
+                arguments.pack(
+                    kernels.QUERY_LINK,
+                    offset,
+                    self._staged_keys,
+                    self._staged_epochs,
+                    self._staged_found,
+                    self._staged_counts,
+                    reports,
+                    self._flags_at + 4,
+                    _UNWAITED_PATIENCE if settles else _PATIENCE,
+                    settles,
+                )
+                offset += kernels.QUERY_LINK.size
+                reports += 4 * blocks * (kernels.QUERY_THREADS // 32)
             arguments.pack(
                 kernels.QUERY_TAIL,
-                segments * kernels.SEGMENT.size,
-                self.missing_keys,
-                self.missing_positions,
-                self._missing_counts.pointer,
-                self._any_missing_at,
+                offset,
+                self._missing_keys,
+                self._missing_positions,
+                self._missing_counts,
+                self._flags_at,
                 len(group),
                 per_warp,
                 0,
             )
-            launch(self.kernels.query(unit, widest, segments), blocks, kernels.QUERY_THREADS, arguments, self.stream)
+            launch(self.kernels.query(unit, widest, segments, link), blocks, kernels.QUERY_THREADS, arguments, self.stream)
+
+    def _link_of(self, index: int, captured: bool) -> tuple[int, int, int, float, int]:
+        """What a query must know of the attached table of a segment: layout, link, staged, default_value, authoritative."""
+        table = self.placed[index].table
+        link, layout = self._links[table], None if captured else self._layouts[index]
+        if link is None or (layout is None and not captured):
+            return 0, 0, 0, 0.0, 0
+        where = layout.where if layout is not None else link.where
+        return where, link.where, self._staged_at[index], self.memory.specs[table].default_value, link.authoritative
+
+    def _launch_linked(self, settles: bool = False, captured: bool = False) -> None:
+        """Launch what answers the misses of a large lookup from attached tables; arguments as for `_launch_query`."""
+        placed, geometry = self.placed, self.kernels.geometry
+        rows = [min(place.n, _STAGED_BYTES // (4 * geometry[place.table][0])) for place in placed]
+        self._reserve_staged(rows)
+        asked = [(index, place) for index, place in enumerate(placed) if place.n]
+        total = sum([place.n for place in placed])
+        slots = 1 << (2 * total - 1).bit_length()
+        for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
+            group = asked[start : start + kernels.SEGMENTS_AT_ONCE]
+            widths = widest = alignment = 0
+            for _index, place in group:
+                dim = geometry[place.table][0]
+                alignment |= place.out
+                widths |= dim
+                widest = max(widest, dim)
+            segments = 1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE
+            unit = kernels.unit_of(widths, alignment)
+            arguments = self._linked_arguments[segments]
+            for nth, (index, place) in enumerate(group):
+                where, link, staged, default_value, authoritative = self._link_of(index, captured)
+                arguments.pack(
+                    kernels.LINK_SEGMENT,
+                    nth * kernels.LINK_SEGMENT.size,
+                    where,
+                    link,
+                    place.out,
+                    place.found,
+                    staged,
+                    place.missing,
+                    index,
+                    geometry[place.table][0] // unit,
+                    rows[index],
+                    default_value,
+                    authoritative,
+                )
+            arguments.pack(
+                kernels.LINKED_TAIL,
+                segments * kernels.LINK_SEGMENT.size,
+                self._missing_keys,
+                self._missing_positions,
+                self._missing_counts,
+                self._leaders,
+                self._ranks,
+                self._order,
+                self._states,
+                self._left_keys,
+                self._left_positions,
+                self._left_counts,
+                self._staged_keys,
+                self._staged_epochs,
+                self._staged_found,
+                self._slots,
+                self._bins,
+                self._leader_counts,
+                self._device_tallies,
+                self._finished,
+                self._flags_at + 8,
+                self._tallies_at,
+                slots - 1,
+                kernels.bin_bits(len(group)),
+                len(group),
+                _UNWAITED_PATIENCE if settles else _PATIENCE,
+                settles,
+                0,
+            )
+            runtime.memsetAsync(self._bins, 0, 4 * (kernels.MOST_BINS + slots), self.stream)
+            parts = -(-total // 32)
+            for name, threads, most in (
+                ("mark", kernels.LINK_THREADS, 2 * _LINK_BLOCKS),
+                ("place", kernels.PLACE_THREADS, _LINK_BLOCKS // 4),
+                ("fetch", kernels.LINK_THREADS, _LINK_BLOCKS),
+                ("spread", kernels.LINK_THREADS, 2 * _LINK_BLOCKS),
+            ):
+                per_block = threads // 32
+                blocks = min(most, -(-parts * (4 if name == "fetch" else 1) // per_block))
+                launch(self.kernels.link(name, unit, widest, segments), max(1, blocks), threads, arguments, self.stream)
+
+    def _admit(self, inline: bool, captured: bool = False) -> None:
+        """Launch the admission of what was staged, which nobody waits for."""
+        placed, geometry, packed = self.placed, self.kernels.geometry, self.kernels.packed
+        counts = self._staged_counts if inline else self._leader_counts
+        asked = [
+            (index, place)
+            for index, place in enumerate(placed)
+            if place.n and self._links[place.table] is not None and geometry[place.table][3]
+        ]
+        for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
+            group = asked[start : start + kernels.SEGMENTS_AT_ONCE]
+            dims = [geometry[place.table][0] for _index, place in group]
+            unit = min(kernels.unit_of(dim, 16) for dim in dims)
+            parts = 1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE
+            arguments = self._admit_arguments[parts]
+            blocks = 0
+            for nth, (index, place) in enumerate(group):
+                link = self._links[place.table]
+                if link is None:
+                    raise NotReadyError("looking up an attached table: it was detached meanwhile; try again")
+                at = nth * kernels.PART_BYTES
+                arguments.bytes[at : at + kernels.TABLE.size] = packed[place.table]
+                rows = place.n if inline else min(place.n, _STAGED_BYTES // (4 * geometry[place.table][0]))
+                arguments.pack(
+                    kernels.PART_TAIL,
+                    at + kernels.TABLE.size,
+                    self._staged_keys + 8 * place.missing,
+                    self._staged_at[index],
+                    self._staged_found + place.missing,
+                    counts + 4 * index,
+                    self._staged_epochs + 8 * place.missing,
+                    link.where + 8,
+                    rows,
+                    blocks,
+                )
+                blocks += kernels.tile_blocks(rows)
+            arguments.pack(kernels.INSERT_TAIL, parts * kernels.PART_BYTES, self._finished + 4, len(group), kernels.ADMIT)
+            handle = self.kernels.insert(unit, max(dims), parts)
+            launch(handle, blocks, kernels.THREADS, arguments, self.stream)
+        if not captured:
+            runtime.eventRecord(self._done.ptr, self.stream)
+            self._busy = self.stream + 1
+
+    def _read_reports(self) -> None:
+        """Add up what the warps of an inline lookup reported, by segment, and take the reports away."""
+        per_block = kernels.query_keys_per_block(8)
+        warps = [-(-place.n // per_block) * (kernels.QUERY_THREADS // 32) for place in self.placed]
+        reports = self._reports[: sum(warps)]
+        parts = [reports] if len(warps) == 1 else np.split(reports, np.cumsum(warps)[:-1])
+        self.linked = [int((part & 0xFFFF).sum()) for part in parts]
+        self.absent = [int((part >> 16).sum()) for part in parts]
+        reports[:] = 0
+
+    def _reserve_staged(self, rows: Sequence[int]) -> None:
+        """Find room for so many rows of each segment that are to be admitted."""
+        sizes = [-(-4 * count * self._dims[place.table] // 256) * 256 for count, place in zip(rows, self.placed, strict=True)]
+        start = self._staged.reserve(sum(sizes))
+        self._staged_at = []
+        for size in sizes:
+            self._staged_at.append(start)
+            start += size
+        if self._link_capacity < self._capacity:
+            self._reserve_link_lists()
 
     def launched(self) -> None:
         """Note that work was launched that nobody has waited for yet."""
@@ -284,8 +615,8 @@ class CupyLookup(CacheLookup):
         arguments.pack(
             kernels.UNIQUE_HEAD,
             0,
-            self.missing_keys,
-            self._missing_counts.pointer,
+            self._listed_keys,
+            self._listed_counts,
             self.rows,
             self.distinct,
             self._distinct_on_host_at,
@@ -309,13 +640,15 @@ class CupyLookup(CacheLookup):
     def _sort(self, index: int, place: PlacedSegment, misses: int) -> int:
         """Do for many misses what the unique kernel does for a few."""
         with stream_of(self.stream):
-            order = cupy.argsort(self._lists.array(8 * place.missing, misses, np.int64)).astype(np.int64, copy=False)
+            at, memory = self._listed_keys + 8 * place.missing, cupy.cuda.UnownedMemory
+            keys = cupy.cuda.MemoryPointer(memory(at, 8 * misses, self), 0)
+            order = cupy.argsort(cupy.ndarray((misses,), np.int64, keys)).astype(np.int64, copy=False)
         blocks = kernels.sorted_blocks(misses)
         heads = self.device_space(4 * blocks)
         self._rank_arguments.pack(
             kernels.RANK_SORTED,
             0,
-            self.missing_keys + 8 * place.missing,
+            self._listed_keys + 8 * place.missing,
             int(order.data.ptr),
             heads,
             self.rows + 4 * place.missing,
@@ -339,10 +672,11 @@ class CupyLookup(CacheLookup):
 
     def _clear(self) -> None:
         """Count misses from 0 again: a query may have ended without that."""
-        runtime.memset(self._missing_counts.pointer, 0, 4 * len(self.memory.specs))
+        runtime.memset(self._missing_counts, 0, 4 * (6 * len(self.memory.specs) + 2))
         runtime.streamSynchronize(0)  # which no other stream waits for
 
     def _choose_stream(self, streams: set[int]) -> None:
+        self._streams = streams
         self._host_waits = UNKNOWN_STREAM in streams
         if len(streams) == 1 and not self._host_waits:
             (self.stream,) = streams
@@ -358,11 +692,24 @@ class CupyLookup(CacheLookup):
         """Make room for that many misses; the lists hold nothing."""
         self._capacity = keys = 1 << (keys - 1).bit_length()
         start = self._lists.reserve(24 * keys)
-        self.missing_keys, self.distinct = start, start + 8 * keys
-        self.missing_positions, self.rows = start + 16 * keys, start + 20 * keys
+        self._missing_keys, self.distinct = start, start + 8 * keys
+        self._missing_positions, self.rows = start + 16 * keys, start + 20 * keys
         self._distinct_memory = PinnedBuffer()
         self._distinct_on_host_at, distinct = self._distinct_memory.take(8 * keys)
         self._distinct_on_host = distinct.view(np.int64)
+
+    def _reserve_link_lists(self) -> None:
+        """Make room for what `cuda/link.cu` lists of as many keys as the other lists have room for."""
+        self._link_capacity = keys = self._capacity
+        start = self._link_lists.reserve(_LINK_BYTES * keys + 4 * kernels.MOST_BINS)
+        self._left_keys, self._staged_keys, self._staged_epochs = (start + 8 * keys * nth for nth in range(3))
+        start += 24 * keys
+        self._leaders, self._ranks, self._order, self._left_positions = (start + 4 * keys * nth for nth in range(4))
+        start += 16 * keys
+        self._bins = start
+        self._slots = start + 4 * kernels.MOST_BINS
+        start = self._slots + 8 * keys
+        self._states, self._staged_found = start, start + keys
 
 
 class CupyMissedKeys(MissedKeys):
@@ -450,3 +797,9 @@ class CupyMissedKeys(MissedKeys):
         if self._vectors and not self._found and found.any():
             self._found, pinned = self._lookup.host.take(found.size)
             np.copyto(pinned.view(np.bool_), found)
+
+
+def _most_warps(tables: int) -> int:
+    """The most warps of an inline query: a segment's last block may have few keys."""
+    per_block = kernels.query_keys_per_block(8)
+    return (_INLINE_KEYS // per_block + tables) * (kernels.QUERY_THREADS // 32)

@@ -21,7 +21,12 @@ SPECIALISATIONS = [
     kernels.query_kernel(4, 128, kernels.SEGMENTS_AT_ONCE),
     kernels.query_kernel(2, 300, kernels.SEGMENTS_AT_ONCE),
     kernels.query_kernel(1, 7, 1),
+    kernels.query_kernel(4, 32, 1, link=True),
+    kernels.query_kernel(4, 128, kernels.SEGMENTS_AT_ONCE, link=True),
     Kernel("query", "query", (("FORMAL_ORDER", 1),)),
+    *(kernels.link_kernel(name, 4, 128, 1) for name in ("mark", "place", "fetch", "spread")),
+    kernels.link_kernel("fetch", 1, 7, kernels.SEGMENTS_AT_ONCE),
+    kernels.insert_kernel(4, 128, kernels.SEGMENTS_AT_ONCE),
     kernels.insert_kernel(4, 32),
     kernels.insert_kernel(1, 300),
     kernels.scatter_kernel(4),
@@ -33,7 +38,7 @@ SPECIALISATIONS = [
 
 
 def test_there_are_kernels():
-    assert {"query", "insert", "erase", "dump", "scatter", "unique"} <= set(FILES)
+    assert {"query", "link", "insert", "erase", "dump", "scatter", "unique"} <= set(FILES)
 
 
 @pytest.mark.parametrize("file", FILES)

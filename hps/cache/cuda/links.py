@@ -1,0 +1,168 @@
+"""Tables of the host's memory that lookups on a device read in place: pinning them, and what the device knows of them."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy_backends.cuda.api import runtime
+
+from hps.cache.base import UnwaitedCounts
+from hps.cache.cuda import kernels
+from hps.cache.cuda.device import CUDA_ERRORS, PinnedBuffer, copy_to_device, copy_to_host, on_device
+from hps.errors import DeviceError
+from hps.host_tables import HostLayout, HostTable
+
+_MOST_SEGMENTS = 16
+_SLABS_AT = 512  # bytes from the start of a layout's device memory to its slab addresses
+_HEAD_WORDS = 5  # of HostLayout.words, before the segments
+_SHIFT, _ROW_BYTES, _SEGMENT_BITS = 1, 2, 4  # positions in HostLayout.words
+_EPOCH_AT, _COUNTERS_AT = 8, 16  # bytes from the start of a link
+
+
+class CudaPinner:
+    """Registers memory with CUDA, for all devices. *Thread-safe.* See `hps.host_tables.Pinner`."""
+
+    def __init__(self, device_id: int) -> None:
+        self._device_id = device_id
+
+    def pin(self, address: int, size_bytes: int) -> None:
+        """Pin and map memory at its own address."""
+        try:
+            with on_device(self._device_id):
+                runtime.hostRegister(address, size_bytes, runtime.hostAllocPortable | runtime.hostAllocMapped)
+        except CUDA_ERRORS as error:
+            raise DeviceError(
+                f"pinning {size_bytes:,} bytes of host memory: {error}; raise the limit on locked memory (ulimit -l, or "
+                "--ulimit memlock=-1 for a container) if it is that"
+            ) from error
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`."""
+        try:
+            with on_device(self._device_id):
+                runtime.hostUnregister(address)
+        except CUDA_ERRORS:
+            return  # the context is gone, and its registrations with it
+
+
+class DeviceLayout:
+    """A layout in device memory. *Immutable.* While it is held, what it names stays where it is.
+
+    Attributes:
+        where: the address of its first word, which holds its own address.
+    """
+
+    __slots__ = ("_memory", "host", "where")
+
+    def __init__(self, host: HostLayout, stream: Any) -> None:
+        self.host = host
+        words, slabs = host.words.tolist(), np.ascontiguousarray(host.slabs)
+        self._memory = cupy.cuda.Memory(_SLABS_AT + max(slabs.nbytes, 8))
+        self.where = int(self._memory.ptr)
+        segments = (words[_HEAD_WORDS:] + [0] * (2 * _MOST_SEGMENTS))[: 2 * _MOST_SEGMENTS]
+        head = kernels.HOST_LAYOUT.pack(
+            self.where,
+            self.where + _SLABS_AT,
+            slabs.size,
+            words[_SHIFT],
+            words[_ROW_BYTES],
+            words[_SEGMENT_BITS],
+            *segments,
+        )
+        packed = np.frombuffer(head.ljust(_SLABS_AT, b"\0") + slabs.tobytes(), np.uint8)
+        copy_to_device(self.where, packed.ctypes.data, packed.nbytes, stream.ptr)
+        stream.synchronize()
+
+
+class AttachedTable:
+    """A table of the host's memory that lookups of one cache read in place. *Thread-safe.*
+
+    Attributes:
+        authoritative: what it has not is absent.
+        where: the address of what all its lookups share on the device: `Link` in `cuda/host_table.cuh`.
+    """
+
+    def __init__(self, device_id: int, host: HostTable, authoritative: bool) -> None:
+        self.authoritative = authoritative
+        self._device_id = device_id
+        self._host = host
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._memory = cupy.cuda.Memory(kernels.LINK.size)
+        self.where = int(self._memory.ptr)
+        self._words = PinnedBuffer()
+        self._word_at, word = self._words.take(8)
+        self._word: np.ndarray = word.view(np.uint64)
+        self._lock = threading.Lock()  # of what follows
+        self._layout: DeviceLayout | None = None
+        self._epoch = self._changes = 0
+        self._captured: list[DeviceLayout] | None = None  # all since the first capture: graphs may be reading any of them
+        self._end_watch: Any = None
+        with self._lock:
+            for offset in range(0, kernels.LINK.size, 8):
+                self._write(offset, 0)
+
+    def layout(self) -> DeviceLayout | None:
+        """The present layout, to be held while a kernel reads by it; None while the table cannot be read."""
+        host, layout = self._host.layout(), self._layout
+        if layout is None or layout.host is not host:
+            if host is None:
+                return None
+            with self._lock:
+                layout = self._layout = DeviceLayout(host, self._stream)
+        return layout
+
+    def capture(self) -> None:
+        """From now on, keep the layout that captured lookups read by up to date, and every one that they may be reading."""
+        with self._lock:
+            if self._captured is not None:
+                return
+            self._captured = []
+        self._end_watch = self._host.watch(self._show)
+        self._show(self._host.layout())
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Refuse admissions of what is read from the table before the end of the block; see `EmbeddingCache.changing`."""
+        with self._lock, on_device(self._device_id):
+            self._changes += 1
+            self._epoch += 2 if self._epoch & 1 else 1
+            self._write(_EPOCH_AT, self._epoch)
+        try:
+            yield
+        finally:
+            with self._lock, on_device(self._device_id):
+                self._changes -= 1
+                self._epoch += 2 if self._changes else 1
+                self._write(_EPOCH_AT, self._epoch)
+
+    def unwaited(self) -> UnwaitedCounts:
+        """Counters of the lookups that were only enqueued."""
+        values = np.zeros(4, np.uint64)
+        with self._lock, on_device(self._device_id):
+            copy_to_host(values, self.where + _COUNTERS_AT, int(self._stream.ptr))
+        return UnwaitedCounts(*values.tolist())
+
+    def close(self) -> None:
+        """Watch the table no more."""
+        if self._end_watch is not None:
+            self._end_watch()
+
+    def _show(self, host: HostLayout | None) -> None:
+        with self._lock, on_device(self._device_id):
+            if host is None:
+                self._write(0, 0)
+                return
+            if self._layout is None or self._layout.host is not host:
+                self._layout = DeviceLayout(host, self._stream)
+            if self._captured is not None:
+                self._captured.append(self._layout)
+            self._write(0, self._layout.where)
+
+    def _write(self, offset: int, value: int) -> None:
+        """Store a word of the link, and wait until kernels see it."""
+        self._word[0] = value
+        copy_to_device(self.where + offset, self._word_at, 8, int(self._stream.ptr))
+        self._stream.synchronize()

@@ -296,6 +296,6 @@ def test_an_acknowledged_write_is_read_in_place(database, pinner):
     assert not read_in_place(table.layout(), keys[::2].copy())[1].any()
 
 
-def test_an_unknown_table_is_no_host_table():
+def test_an_unknown_table_is_refused():
     with pytest.raises(UnknownTableError, match="there is no table"):
         opened().host_table("hps_et.m.other")

@@ -13,6 +13,7 @@ from hps.databases.hash_map.eviction import HashMapOverflow, Policy
 from hps.databases.hash_map.memory import MAX_ROWS
 from hps.databases.hash_map.table import SLICE_ROWS, HashMapTable
 from hps.errors import InvalidInputError, TableWidthError, UnknownTableError
+from hps.host_tables import HostTable
 from hps.input_checks import check_fetch, check_keys, check_positive, check_rows
 from hps.lifetimes import disown_in_children, refusal
 from hps.numba_kernels import compile_kernels
@@ -150,15 +151,26 @@ class HashMapDatabase(InProcessDatabase):
 
     def drop_table(self, tag: str) -> None:
         self._check_open()
-        self._tables.pop(tag, None)
+        table = self._tables.pop(tag, None)
+        if table:
+            table.in_place.close()
 
     def close(self) -> None:
         self._closed = True
-        self._tables = {}
+        tables, self._tables = self._tables, {}
+        for table in tables.values():
+            table.in_place.close()
 
     def disown(self) -> None:
-        """In a forked child: refuse every call. The parent's writers may have been in the middle of a bucket."""
-        self.close()
+        """In a forked child: refuse every call. The parent's writers may have been in the middle of a bucket.
+
+        The tables are kept: to unpin their memory is the parent's affair.
+        """
+        self._closed = True
+        self._inherited, self._tables = self._tables, {}
+
+    def host_table(self, tag: str) -> HostTable:
+        return self._table(tag).in_place
 
     def reserve(self, tag: str, rows: int) -> None:
         """Make room in the buckets of a table for `rows` in all, so that inserting them does not grow it step by step.

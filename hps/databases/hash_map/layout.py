@@ -17,8 +17,23 @@ key's row as of that header, then the vector, then the same header: the whole ve
 vector of a row that no entry names is written freely, since whoever still reads it loaded its header before the entry was
 removed. A segment that was replaced by a larger one is *retired* before anything else changes: each of its headers becomes
 all ones, and a reader that meets one asks the table for its present layout. The memory stays mapped while a reader holds the
-old layout. A GPU can read by the same rules, with acquire loads of the header, and a fence of system scope before it loads
-the header again.
+old layout.
+
+DEVICES read pinned memory by the same rules (`in_place.py` says how it stays there). What a CPU writer stores becomes visible to
+them in the order of its release stores and fences, whichever processor stores it. A device that reads a key
+
+1. loads the header with an acquire load of system scope: an odd version is *busy*, all ones is *retired*;
+2. then loads keys and row number of the entry. Loaded at the same time as the header, in one request of 128 bytes, they may be
+   older than it, and then a change that is undone later could escape step 4: so load keys after the header, or load the header
+   once more after the second look at the entry;
+3. then loads the vector, from `HostLayout.slabs`. A row number that names a slab beyond them is of a later layout, or torn:
+   it is never followed. Weak loads will do, since the acquire of step 1 keeps them from being answered by an older cache line;
+4. then a fence of system scope, and loads the header again: only if it is the same may the vector be used or shown to others.
+
+A key that is absent by step 1 was absent at that moment, if the header of each bucket on the way is the same after its keys
+were loaded. All that a device finds busy, retired, changed or beyond its layout it tries again or leaves to the host. The
+vector of a free row may change under a device that still reads it, and its first 4 bytes hold the next free row: the entry was
+removed with a new version before, and the fence of that change comes before any store to the row, so step 4 refuses it.
 """
 
 from typing import Any, Final

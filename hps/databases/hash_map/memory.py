@@ -73,12 +73,17 @@ class Pages:
         start = self._array.ctypes.data
         self.address: int = -(-start // alignment) * alignment
         self.size_bytes = size_bytes
-        whole_bytes = size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES  # the rest would take a whole huge page, too
-        if huge and whole_bytes and hasattr(mmap, "MADV_HUGEPAGE"):
+        huge_bytes = size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES  # the rest would take a whole huge page, too
+        if huge and huge_bytes and hasattr(mmap, "MADV_HUGEPAGE"):
             try:
-                mapped.madvise(mmap.MADV_HUGEPAGE, self.address - start, whole_bytes)
+                mapped.madvise(mmap.MADV_HUGEPAGE, self.address - start, huge_bytes)
             except OSError:  # the system was built without them; small pages work, more slowly
                 return
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of its pages."""
+        return _to_pages(self.size_bytes)
 
     def words(self) -> npt.NDArray[np.uint64]:
         """The memory itself as (size_bytes // 8,) uint64; the array keeps it mapped."""
@@ -98,6 +103,7 @@ class Slabs:
 
     Attributes:
         capacity_rows: rows that have memory so far.
+        extents: the memory of all slabs, in the order of their mapping.
         stamp_offset: bytes from the start of a slab to its stamps, 0 where there are none.
     """
 
@@ -109,17 +115,27 @@ class Slabs:
         self.stamp_offset = self.rows_per_slab * vector_bytes if stamped else 0
         self.slab_bytes = self.rows_per_slab * (vector_bytes + STAMP_BYTES * stamped)
         self.capacity_rows = 0
+        self._committed_rows = 0
         self._tag = tag
         self._slabs_at_once = max(allocation_rate // self.slab_bytes, 1)
         self._slabs_at_most = -(-MAX_ROWS // self.rows_per_slab)
         self._pages = Pages(self._slabs_at_most * 8, f"table {tag!r}: the addresses of its slabs")
         self._addresses = self._pages.words()
-        self._extents: list[Pages] = []
+        self.extents: list[Pages] = []
 
     @property
     def addresses(self) -> int:
         """The address of the array of slab addresses, uint64."""
         return self._pages.address
+
+    @property
+    def count(self) -> int:
+        """Slabs so far."""
+        return self.capacity_rows >> self.shift
+
+    def addresses_so_far(self) -> npt.NDArray[np.uint64]:
+        """The addresses of the slabs so far, (count,) uint64, a copy."""
+        return self._addresses[: self.count].copy()
 
     def extend(self) -> None:
         """Map one more extent.
@@ -127,18 +143,23 @@ class Slabs:
         Raises:
             DatabaseError: no memory, or the table has as many rows as there are row numbers.
         """
-        slabs = self.capacity_rows // self.rows_per_slab
+        slabs = self.count
         more = min(max(slabs, 1), self._slabs_at_once, self._slabs_at_most - slabs)
         if more == 0:
             raise DatabaseError(f"hash map: table {self._tag!r} is full: it holds {MAX_ROWS} rows, the most that it can")
         huge = self.capacity_rows >= _HUGE_PAGES_FROM_ROWS
         extent = Pages(more * self.slab_bytes, f"table {self._tag!r}: {more * self.rows_per_slab} more rows", huge)
-        self._extents.append(extent)
+        self.extents.append(extent)
         self._addresses[slabs : slabs + more] = extent.address + np.arange(more, dtype=np.uint64) * np.uint64(self.slab_bytes)
         self.capacity_rows += more * self.rows_per_slab
 
+    def commit(self) -> None:
+        """Hear that all extents so far are committed, since they were pinned."""
+        self._committed_rows = self.capacity_rows
+
     def committed_bytes(self, rows: int) -> int:
         """At most how many bytes of pages the first `rows` rows have touched, with their stamps and slab addresses."""
+        rows = max(rows, self._committed_rows)
         whole, rest = divmod(rows, self.rows_per_slab)
         touched = whole * self.slab_bytes + _to_pages(rest * self.vector_bytes) + _to_pages((whole + 1) * 8)
         stamps = _to_pages(rest * STAMP_BYTES) if self.stamp_offset else 0
@@ -150,16 +171,17 @@ class Buckets:
 
     Attributes:
         layout: (5 + 2 * segments,) uint64, what kernels need to know, see `layout.py`; valid while this object is held.
+        pages: the memory of each segment.
         segment_rows: (segments,) int64, the rows of each; for the writer alone.
     """
 
-    __slots__ = ("_pages", "_slabs", "_tag", "layout", "segment_rows")
+    __slots__ = ("_slabs", "_tag", "layout", "pages", "segment_rows")
 
     def __init__(self, tag: str, slabs: Slabs, pages: Sequence[Pages]) -> None:
         """Describe segments, whose rows the caller has yet to enter."""
         self._tag = tag
         self._slabs = slabs
-        self._pages = tuple(pages)
+        self.pages = tuple(pages)
         bits = len(pages).bit_length() - 1
         head = [slabs.addresses, slabs.shift, slabs.vector_bytes, slabs.stamp_offset, bits]
         segments = [word for page in pages for word in (page.address, page.size_bytes // BUCKET_BYTES)]
@@ -174,7 +196,7 @@ class Buckets:
     @property
     def size_bytes(self) -> int:
         """Bytes of the pages of all buckets."""
-        return sum(_to_pages(pages.size_bytes) for pages in self._pages)
+        return sum(pages.whole_bytes for pages in self.pages)
 
     def grown(self, number: int) -> "Buckets":
         """Return the same rows with segment `number` enlarged: by a quarter unless it is small, so that 0.72 of it are in use.
@@ -200,8 +222,8 @@ class Buckets:
 
     def retire_what_is_not_in(self, successor: "Buckets") -> None:
         """Send the readers of replaced segments to the successor, before the writer changes anything in it."""
-        for number, pages in enumerate(self._pages):
-            if pages not in successor._pages:
+        for number, pages in enumerate(self.pages):
+            if pages not in successor.pages:
                 retire(self.layout, number)
 
     def _sizes_for(self, rows: int) -> list[int]:
@@ -215,7 +237,7 @@ class Buckets:
         return counts if len(sizes) < len(counts) else sizes
 
     def _counts(self) -> list[int]:
-        return [pages.size_bytes // BUCKET_BYTES for pages in self._pages]
+        return [pages.size_bytes // BUCKET_BYTES for pages in self.pages]
 
     def _resized(self, counts: list[int]) -> "Buckets":
         """Return the same rows in segments of other sizes; segments whose size stays are shared."""
@@ -227,7 +249,7 @@ class Buckets:
                 count_by_hash(self.layout, number, rows)
             counts = [max(count, _in_pages(own // LOAD_ROWS + 1)) for count, own in zip(counts, rows.tolist(), strict=True)]
         shared = [not parted and count == old[number] for number, count in enumerate(counts)]
-        pages = [self._pages[i] if shared[i] else _allocated(self._tag, count) for i, count in enumerate(counts)]
+        pages = [self.pages[i] if shared[i] else _allocated(self._tag, count) for i, count in enumerate(counts)]
         larger = Buckets(self._tag, self._slabs, pages)
         for number in range(len(old)):
             if shared[number]:

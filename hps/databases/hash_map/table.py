@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from hps.databases.base import UNBOUNDED_ROWS, TableStats
 from hps.databases.hash_map.eviction import ACCESS, HashMapOverflow
+from hps.databases.hash_map.in_place import TableInPlace
 from hps.databases.hash_map.kernels import NO_BUCKETS, NO_ROWS, count_present, delete, fetch, insert, scan
 from hps.databases.hash_map.layout import BUSY, DONE, KEEP, ROWS, STAMP, USED_ROWS
 from hps.databases.hash_map.memory import MAX_ROWS, Buckets, Slabs
@@ -34,6 +35,10 @@ class HashMapTable:
 
     A reader holds the buckets that it reads: buckets that the table has outgrown are unmapped when their last reader has
     finished. Slabs live as long as the table, which its readers hold too, so a table can be dropped while it is read.
+
+    Attributes:
+        dim: floats of a vector.
+        in_place: the table as devices read it.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class HashMapTable:
         self._random: npt.NDArray[np.uint64] = np.zeros(2, np.uint64)
         self._writer = threading.Lock()
         self._outgrown: Buckets | None = None
+        self.in_place = TableInPlace(tag, self)
 
     def fetch(
         self,
@@ -100,7 +106,7 @@ class HashMapTable:
         """Do what `Database.insert` says, in batches; the overflow rule applies to each."""
         for start in range(0, keys.size, self._batch_rows):
             batch = slice(start, start + self._batch_rows)
-            with self._writing(f"inserting {keys.size} keys"):
+            with self.writing(f"inserting {keys.size} keys"):
                 if start == 0:
                     self._check_row_numbers(keys)
                 self._enter(keys[batch], vectors[batch])
@@ -109,7 +115,7 @@ class HashMapTable:
         """Do what `Database.delete` says."""
         deleted = 0
         for start in range(0, keys.size, SLICE_ROWS):
-            with self._writing(f"deleting {keys.size} keys"):
+            with self.writing(f"deleting {keys.size} keys"):
                 deleted += delete(
                     self._buckets.layout,
                     self._counters,
@@ -125,7 +131,7 @@ class HashMapTable:
         room = max(min(chunk_rows, self.rows), _SCAN_ROWS)
         while state != DONE:
             keys, vectors = np.empty(room, np.int64), np.empty((room, self.dim), np.float32)
-            with self._writing("scanning"):
+            with self.writing("scanning"):
                 rows, state = scan(self._buckets.layout, cursor, keys, vectors)
             if rows == 0:
                 room *= 2
@@ -135,7 +141,7 @@ class HashMapTable:
 
     def reserve(self, rows: int) -> None:
         """Make the bucket array large enough for `rows` at once; growth step by step would move them several times."""
-        with self._writing(f"reserving {rows} rows"):
+        with self.writing(f"reserving {rows} rows"):
             if rows > MAX_ROWS:
                 raise self._too_many(f"reserving {rows} rows")
             if self._overflow:
@@ -151,6 +157,16 @@ class HashMapTable:
     def capacity_rows(self) -> int:
         """Rows at which it evicts, or `UNBOUNDED_ROWS`."""
         return self._overflow.partitions * self._overflow.margin if self._overflow else UNBOUNDED_ROWS
+
+    @property
+    def notes_accesses(self) -> bool:
+        """Whether whoever reads a row must note that."""
+        return self._access != KEEP
+
+    @property
+    def memory(self) -> tuple[Buckets, Slabs]:
+        """What the table lies in at present."""
+        return self._buckets, self._slabs
 
     def stats(self) -> TableStats:
         """Rows and bytes; the overhead is all that is committed beside the vectors: buckets, stamps, free rows."""
@@ -171,7 +187,7 @@ class HashMapTable:
         return min(int((self._clock() - self._opened_at) * _STAMPS_A_SECOND), _STAMP_LIMIT)
 
     @contextmanager
-    def _writing(self, doing: str) -> Iterator[None]:
+    def writing(self, doing: str) -> Iterator[None]:
         """Be the one writer of the table."""
         if not self._writer.acquire(timeout=self._timeout_s):
             raise DatabaseTimeoutError(
@@ -179,7 +195,7 @@ class HashMapTable:
                 "write fewer rows at once, or from fewer threads"
             )
         try:
-            self._retire_outgrown()
+            self._show_growth()
             yield
         finally:
             self._writer.release()
@@ -228,14 +244,17 @@ class HashMapTable:
                 self._replace_buckets(self._buckets.grown(segment))
             else:
                 self._slabs.extend()
+                self._show_growth()
 
     def _replace_buckets(self, larger: Buckets) -> None:
         """Show readers larger buckets, which hold the same rows, as the writer."""
         self._outgrown = self._buckets  # if an interrupt ends this here, the next writer retires them
         self._buckets = larger
-        self._retire_outgrown()
+        self._show_growth()
 
-    def _retire_outgrown(self) -> None:
+    def _show_growth(self) -> None:
+        """Let devices read what the table grew by, and send readers of outgrown buckets on, before anything is written."""
+        self.in_place.show(self._buckets, self._slabs)
         if self._outgrown is not None:
             self._outgrown.retire_what_is_not_in(self._buckets)
         self._outgrown = None

@@ -1,0 +1,172 @@
+"""How devices read a table in place: its memory is pinned, shown to them, and stays while they read it.
+
+Devices see nothing but a `HostLayout`. The writer pins what the table grows by and shows a new layout before it links a row of
+new slabs and before it retires the buckets that it replaces. A layout holds the pins of all that it names, and a pin holds its
+pages: so what a kernel may read, which is what the layout names that its launcher holds, is neither unpinned nor unmapped.
+"""
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from hps.databases.hash_map.memory import Buckets, Pages, Slabs
+from hps.errors import DeviceError, InvalidInputError
+from hps.host_tables import HostLayout, HostTable, Pinner
+
+if TYPE_CHECKING:
+    from hps.databases.hash_map.table import HashMapTable
+
+_log = logging.getLogger(__name__)
+
+PIECE_BYTES: Final = 256 << 20
+"""Most bytes to pin at once, a multiple of any page: the system stops the process for no longer, and progress is seen."""
+_PIN_TIMEOUT_S: Final = 600.0
+
+
+class Pin:
+    """Pages that devices may read, and what undoes that. It is undone with the last reference, before they are unmapped."""
+
+    __slots__ = ("_pages", "_pieces", "_pinner")
+
+    def __init__(self, pages: Pages, pinner: Pinner, pinned: Callable[[int], None]) -> None:
+        """Pin all of `pages`, or nothing; `pinned` is called with the bytes of each piece."""
+        self._pages, self._pinner = pages, pinner
+        self._pieces: list[int] = []
+        try:
+            for start in range(0, pages.whole_bytes, PIECE_BYTES):
+                size_bytes = min(PIECE_BYTES, pages.whole_bytes - start)
+                pinner.pin(pages.address + start, size_bytes)
+                self._pieces.append(pages.address + start)
+                pinned(size_bytes)
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Unpin what is pinned."""
+        while self._pieces:
+            self._pinner.unpin(self._pieces.pop())
+
+    def __del__(self) -> None:
+        self.undo()
+
+
+class TableInPlace(HostTable):
+    """A table of the hash map as devices read it. *Thread-safe*; `show` is for the writer alone.
+
+    The first pinner pins for all devices of the process, and further ones change nothing: memory that is registered with one
+    is registered with all. Watchers raise nothing. One that is ended while it is being called may be called once more.
+    """
+
+    def __init__(self, tag: str, table: "HashMapTable") -> None:
+        """Offer `table`, which owns this object and is not kept by it."""
+        self._tag = tag
+        self._table = weakref.ref(table)
+        self._pinning = threading.Lock()
+        self._changing = threading.Lock()  # of the layout, or of whether there can be any; watchers are called under it
+        self._pinner: Pinner | None = None
+        self._pins: dict[Pages, Pin] = {}
+        self._layout: HostLayout | None = None
+        self._closed = False
+        self._watchers: dict[object, Callable[[HostLayout | None], None]] = {}
+
+    def pin(self, pinner: Pinner, progress: Callable[[int, int], None] | None = None) -> None:
+        """Do what `HostTable.pin` says; writers wait only for what the table grows by meanwhile."""
+        if not self._pinning.acquire(timeout=_PIN_TIMEOUT_S):
+            raise DeviceError(f"hash map: pinning table {self._tag!r}: another call has been doing so for {_PIN_TIMEOUT_S} s")
+        try:
+            if self._pinner is None:
+                self._pin(pinner, progress or (lambda done, total: None))
+        finally:
+            self._pinning.release()
+
+    def layout(self) -> HostLayout | None:
+        return self._layout
+
+    def watch(self, watcher: Callable[[HostLayout | None], None]) -> Callable[[], None]:
+        token = object()
+        self._watchers[token] = watcher
+        return lambda: self._watchers.pop(token, None) and None
+
+    def close(self) -> None:
+        with self._changing:
+            if not self._closed:
+                self._closed, self._pinner, self._pins = True, None, {}
+                self._tell(None)
+
+    def show(self, buckets: Buckets, slabs: Slabs) -> None:
+        """Pin what is new of a table that is pinned, and show it to devices, as the writer. Cheap if nothing is new."""
+        pinner, shown = self._pinner, self._layout
+        if pinner is None or (shown and shown.words is buckets.layout and shown.slabs.size == slabs.count):
+            return
+        pins = dict(self._pins)
+        try:
+            _add(pins, (buckets, slabs), pinner, lambda done, total: None)
+        except DeviceError as error:
+            _log.warning(
+                "hash map: table %r grew, and devices cannot read its new memory: %s. From now on its vectors reach them "
+                "through the CPU, which is slower; raise the limit on locked memory, then deploy the model again",
+                self._tag,
+                str(error),  # the error itself would keep pins, wherever the record is kept
+            )
+            self.close()
+        else:
+            self._show(buckets, slabs, pinner, pins)
+
+    def _pin(self, pinner: Pinner, progress: Callable[[int, int], None]) -> None:
+        table = self._table()
+        if table is None or self._closed:
+            raise self._refused("it was dropped, or memory that it grew by could not be pinned")
+        if table.notes_accesses:
+            raise self._refused("its overflow_policy goes by accesses, which a device does not note; expected evict_random")
+        pins: dict[Pages, Pin] = {}
+        try:
+            _add(pins, table.memory, pinner, progress)
+            with table.writing("pinning the memory"):
+                _add(pins, table.memory, pinner, progress)
+                if not self._show(*table.memory, pinner, pins):
+                    raise self._refused("it was dropped meanwhile")
+        except BaseException:
+            if self._pinner is None:
+                for pin in pins.values():
+                    pin.undo()
+            raise
+
+    def _show(self, buckets: Buckets, slabs: Slabs, pinner: Pinner, pins: dict[Pages, Pin]) -> bool:
+        with self._changing:
+            if self._closed:
+                return False
+            self._pinner = pinner
+            self._pins = {pages: pins[pages] for pages in _pages_of(buckets, slabs)}
+            slabs.commit()
+            self._tell(HostLayout(buckets.layout, slabs.addresses_so_far(), tuple(self._pins.values())))
+        return True
+
+    def _tell(self, layout: HostLayout | None) -> None:
+        self._layout = layout
+        for watcher in list(self._watchers.values()):
+            watcher(layout)
+
+    def _refused(self, why: str) -> InvalidInputError:
+        return InvalidInputError(f"hash map: table {self._tag!r} cannot be read by devices in place: {why}")
+
+
+def _pages_of(buckets: Buckets, slabs: Slabs) -> list[Pages]:
+    return [*buckets.pages, *slabs.extents]
+
+
+def _add(pins: dict[Pages, Pin], memory: tuple[Buckets, Slabs], pinner: Pinner, progress: Callable[[int, int], None]) -> None:
+    """Pin what is not pinned yet of a table's memory."""
+    missing = [pages for pages in _pages_of(*memory) if pages not in pins]
+    total = sum(pages.whole_bytes for pages in (*pins, *missing))
+    done = total - sum(pages.whole_bytes for pages in missing)
+
+    def pinned(size_bytes: int) -> None:
+        nonlocal done
+        done += size_bytes
+        progress(done, total)
+
+    for pages in missing:
+        pins[pages] = Pin(pages, pinner, pinned)

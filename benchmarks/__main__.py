@@ -1,6 +1,7 @@
 """`python -m benchmarks NAME...`: run benchmarks, print their tables and write their results."""
 
 import argparse
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -16,11 +17,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs; the figures mean nothing")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
+    failed = False
     for name in arguments.names:
         report = Report(name, seed=arguments.seed)
         import_module(f"benchmarks.bench_{name}").run(report, arguments.quick)
         report.show()
         print(report.write(arguments.out))
+        failed |= any("error" in row["figures"] for row in report.rows)
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

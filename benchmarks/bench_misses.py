@@ -1,0 +1,627 @@
+"""What a miss of the GPU's cache costs when its vector is in the hash map: read in place over the link, or fetched and copied.
+
+`link` is a cache that is attached to the hash map, `copy` one that is not. Limit of the misses: a plain kernel that copies the
+same pinned rows from known addresses in ascending order, in the same run; in the order of the keys it is given beside it.
+Every float of every timed answer is compared on the device.
+
+Each part has a time limit. A part that fails becomes a row with its error, and the others go on.
+"""
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+import torch
+from numba import njit
+
+import hps
+from benchmarks.harness import Report, time_calls
+from hps.cache.cuda.cache import CupyCache
+from hps.databases.hash_map.database import HashMapDatabase
+from hps.databases.hash_map.layout import U0, row_of, search, vector_of
+from hps.errors import HPSError
+from hps.hashing import mix
+from hps.host_tables import HostTable
+from hps.lookup.chain import DatabaseChain
+from hps.lookup.coalescing import FetchCoalescer
+from hps.lookup.session import CachedSession, SessionSettings
+from hps.metrics import Metrics
+from hps.models.sample import sample_chunks, sample_vectors
+from hps.models.writer import write_sparse_model
+from hps.tensors.segments import Segment
+from hps.types import FloatArray, KeyArray, TableSpec
+
+_ALPHA = 1.05
+_DEVICE = "cuda"
+_HANG_S = 20  # beyond a part's limit: then nothing but the end of the process helps
+_KERNELS = r"""
+// A group of lanes copies AHEAD rows, all their loads in flight before the first store.
+extern "C" __global__ void __launch_bounds__(256)
+gather(const unsigned long long* addresses, float4* out, unsigned n, unsigned units) {
+    const unsigned lanes = units < 32 ? units : 32;
+    const unsigned first = (blockIdx.x * 256 + threadIdx.x) / lanes * AHEAD;
+    const float4* row[AHEAD];
+    float4 value[AHEAD];
+#pragma unroll
+    for (unsigned j = 0; j < AHEAD; ++j) row[j] = first + j < n ? reinterpret_cast<const float4*>(addresses[first + j]) : 0;
+    for (unsigned unit = threadIdx.x % lanes; unit < units; unit += lanes) {
+#pragma unroll
+        for (unsigned j = 0; j < AHEAD; ++j) if (row[j]) value[j] = row[j][unit];
+#pragma unroll
+        for (unsigned j = 0; j < AHEAD; ++j) if (row[j]) out[size_t(first + j) * units + unit] = value[j];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+count_wrong(const long long* keys, const float* out, unsigned long long n, unsigned dim, unsigned long long* wrong) {
+    unsigned found = 0;
+    for (unsigned long long i = blockIdx.x * 256ull + threadIdx.x; i < n * dim; i += gridDim.x * 256ull) {
+        const long long value = keys[i / dim] * 2654435761ll + static_cast<long long>(i % dim) * 40503ll;
+        found += !(out[i] == static_cast<float>((value >> 7) & 0xFFFFFF));
+    }
+    if (found) atomicAdd(wrong, static_cast<unsigned long long>(found));
+}
+"""
+
+
+def run(report: Report, quick: bool) -> None:
+    """Measure all of it; `quick` takes small tables."""
+    report.about |= {"gpu": torch.cuda.get_device_name(0), "cuda": torch.version.cuda}
+    tables = [(1 << 17, 128), (1 << 17, 32)] if quick else [(1 << 24, 128), (1 << 24, 32), (1 << 22, 128)]
+    for rows, dim in tables:
+        about = f"{rows} rows x {dim}"
+        table = _part(report, f"filling {about}", 90, partial(_Table, rows, dim))
+        if table is None:
+            continue
+        _part(report, f"misses, {about}", 45, partial(_misses, report, table, "link", quick))
+        if rows != 1 << 22:
+            _part(report, f"misses, {about}", 45, partial(_misses, report, table, "copy", quick))
+            for path in ("link", "copy"):
+                _part(report, f"mixed, {path}, {about}", 45, partial(_mixed, report, table, path, quick))
+                _part(report, f"4,096 keys, {path}, {about}", 30, partial(_small, report, table, path, quick))
+        _part(report, f"closing {about}", 30, table.close)
+    with tempfile.TemporaryDirectory(prefix="hps-misses-", dir=os.environ.get("HPS_BENCH_DIR")) as directory:
+        place = Path(directory) / "items"
+        rows = 1 << (15 if quick else 20)
+        if _part(report, "writing a model", 60, lambda: write_sparse_model(place, sample_chunks(rows, 128, 1)) or True):
+            for path in ("link", "copy"):
+                _part(report, f"HPS, {path}", 45, partial(_server, report, place, rows, path, quick))
+
+
+def _add(report: Report, axes: dict[str, Any], figures: dict[str, Any]) -> None:
+    """Record a row, and print it: whatever happens later, it is not lost."""
+    report.add(axes, figures)
+    print(json.dumps(report.rows[-1]), flush=True)
+
+
+def _part(report: Report, name: str, limit_s: int, call: Callable[[], Any]) -> Any:
+    """Call one part; None where it failed, which is a row then. A device that hangs ends the process, with a traceback."""
+
+    def late(_signal: int, _frame: Any) -> None:
+        raise TimeoutError(f"not done after {limit_s} s")
+
+    start = time.perf_counter()
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(limit_s)
+    faulthandler.dump_traceback_later(limit_s + _HANG_S, exit=True)
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - it becomes a row
+        traceback.print_exc()
+        _add(report, {"work": name}, {"error": f"{type(error).__name__}: {error}"[:500]})
+        return None
+    finally:
+        signal.alarm(0)
+        faulthandler.cancel_dump_traceback_later()
+        signal.signal(signal.SIGALRM, before)
+        print(f"# {name}: {time.perf_counter() - start:.1f} s", flush=True)
+
+
+# -- a table, and the caches above it ----------------------------------------------------------------------------------
+
+
+@njit(nogil=True)
+def _fill(keys, vectors):  # type: ignore[no-untyped-def]
+    for i in range(keys.size):
+        base = keys[i] * 2654435761
+        for j in range(vectors.shape[1]):
+            vectors[i, j] = np.float32(((base + j * 40503) >> 7) & 0xFFFFFF)
+
+
+@njit(nogil=True)
+def _find(layout, keys, addresses):  # type: ignore[no-untyped-def]
+    for i in range(keys.size):
+        bucket, entry = search(layout, mix(keys[i]), keys[i])
+        addresses[i] = vector_of(layout, row_of(bucket, entry)) if bucket else U0
+
+
+class _Table:
+    """Rows 0 to `rows` - 1 in the hash map; their vectors can be computed from their keys. *One per thread.*"""
+
+    def __init__(self, rows: int, dim: int) -> None:
+        self.rows = rows
+        self.dim = dim
+        self.spec = TableSpec("bench", f"items{dim}", dim, 0.0, 1 << 20)
+        self.database = HashMapDatabase()
+        self.database.open_table(self.spec.tag, dim)
+        self.database.reserve(self.spec.tag, rows)
+        self.host: HostTable | None = None
+        self._caches: list[CupyCache] = []
+        self._sessions: dict[str, tuple[CachedSession, Metrics]] = {}
+        step = 1 << 18
+        with ThreadPoolExecutor(6) as pool:  # a batch is written while the next ones are made
+            made = [pool.submit(self._batch, start, min(start + step, rows)) for start in range(0, min(rows, 6 * step), step)]
+            for start in range(0, rows, step):
+                self.database.insert(self.spec.tag, *made.pop(0).result())
+                later = start + 6 * step
+                if later < rows:
+                    made.append(pool.submit(self._batch, later, min(later + step, rows)))
+        ids = np.random.default_rng(31337).permutation(rows).astype(np.int64, copy=False)
+        self.by_rank = torch.from_numpy(ids).to(_DEVICE)
+
+    def _batch(self, start: int, stop: int) -> tuple[KeyArray, FloatArray]:
+        keys = np.arange(start, stop, dtype=np.int64)
+        vectors = np.empty((keys.size, self.dim), np.float32)
+        _fill(keys, vectors)
+        return keys, vectors
+
+    def cache(self, path: str) -> CupyCache:
+        """A new cache for a tenth of the rows, over the link or not."""
+        cache = CupyCache.create([self.spec], [self.rows // 10], 0)
+        self._caches.append(cache)
+        if path == "link":
+            start = time.perf_counter()
+            self.host = self.database.host_table(self.spec.tag)
+            refusal = "this database has none such" if self.host is None else cache.attach(0, self.host, True)
+            if refusal:
+                raise RuntimeError(f"the table cannot be read in place: {refusal}")
+            print(f"# attached in {time.perf_counter() - start:.1f} s", flush=True)
+        return cache
+
+    def session(self, path: str) -> tuple[CachedSession, Metrics]:
+        """The session of a path; the first call makes it, with an empty cache."""
+        if path not in self._sessions:
+            self._sessions[path] = self.new_session(self.cache(path))
+        return self._sessions[path]
+
+    def new_session(self, cache: CupyCache) -> tuple[CachedSession, Metrics]:
+        """A session over a cache; every lookup is complete."""
+        metrics = Metrics()
+        chain = DatabaseChain(self.database, None, metrics=metrics)
+        chain.open_table(self.spec)
+        coalescer = FetchCoalescer(chain.fetch, metrics)
+        return CachedSession([self.spec], cache, chain, coalescer, SessionSettings(hit_rate_threshold=1.1), metrics), metrics
+
+    def addresses(self, keys: KeyArray) -> np.ndarray:
+        """Where the rows of keys lie: (n,) uint64."""
+        layout = None if self.host is None else self.host.layout()
+        if layout is None:
+            raise RuntimeError("the table is not pinned")
+        found = np.empty(keys.size, np.uint64)
+        with ThreadPoolExecutor(8) as pool:
+            pairs = zip(np.array_split(keys, 8), np.array_split(found, 8), strict=True)
+            list(pool.map(lambda pair: _find(layout.words, *pair), pairs))
+        if not found.all():
+            raise RuntimeError("a key is not in the table: the layout is not what this benchmark takes it for")
+        return found
+
+    def close(self) -> None:
+        """Give the memory of both sides back."""
+        self._sessions = {}
+        for cache in self._caches:
+            cache.close()
+        self.database.close()
+        torch.cuda.empty_cache()
+
+
+class _Kernels:
+    """The plain gather and the comparison, compiled when they are first needed."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, int], Any] = {}
+
+    def __call__(self, name: str, ahead: int = 1) -> Any:
+        if (name, ahead) not in self._found:
+            self._found[name, ahead] = cupy.RawModule(code=f"#define AHEAD {ahead}\n{_KERNELS}").get_function(name)
+        return self._found[name, ahead]
+
+
+_kernel = _Kernels()
+
+
+def _check(keys: Any, out: Any) -> None:
+    """Compare every float of (n, dim) answers with what their keys say."""
+    n, dim = out.shape
+    wrong = torch.zeros(1, dtype=torch.int64, device=_DEVICE)
+    arguments = (keys.data_ptr(), out.data_ptr(), np.uint64(n), np.uint32(dim), wrong.data_ptr())
+    _kernel("count_wrong")((2048,), (256,), arguments)
+    if count := int(wrong.item()):
+        raise RuntimeError(f"{count} of {n * dim} floats are wrong: nothing is recorded")
+
+
+def _wake() -> None:
+    """Keep the GPU busy for a moment: an idle one has low clocks."""
+    square = torch.ones(4096, 4096, device=_DEVICE)
+    end = time.perf_counter() + 0.05
+    while time.perf_counter() < end:
+        torch.mm(square, square)
+        torch.cuda.synchronize()
+
+
+def _seconds(call: Callable[[int], Any], calls: int) -> float:
+    """Seconds of one of `calls` calls in a row, until the device is done with all of them."""
+    _wake()
+    start = time.perf_counter()
+    for i in range(calls):
+        call(i)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / calls
+
+
+def _each(call: Callable[[int], Any], calls: int) -> dict[str, float]:
+    """Median and 99th percentile of calls that each wait for the device."""
+
+    def waited(i: int) -> None:
+        call(i)
+        torch.cuda.synchronize()
+
+    _wake()
+    timing = time_calls(waited, calls, warmup=0)
+    return {"p50_us": timing.p50_s * 1e6, "p99_us": timing.p99_s * 1e6}
+
+
+class _Link:
+    """Bytes that the device received over PCIe, headers of packets included, as NVML counts them."""
+
+    def __init__(self) -> None:
+        class Value(ctypes.Structure):
+            _fields_ = (
+                ("field", ctypes.c_uint),
+                ("scope", ctypes.c_uint),
+                ("timestamp", ctypes.c_longlong),
+                ("latency_us", ctypes.c_longlong),
+                ("kind", ctypes.c_int),
+                ("status", ctypes.c_int),
+                ("value", ctypes.c_ulonglong),
+            )
+
+        self._value = Value(field=198)  # NVML_FI_DEV_PCIE_COUNT_RX_BYTES
+        self._device = ctypes.c_void_p()
+        self._works = False
+        try:
+            self._library = ctypes.CDLL("libnvidia-ml.so.1")
+            bus = cupy.cuda.runtime.deviceGetPCIBusId(0).encode()
+            self._works = not self._library.nvmlInit_v2() and not self._library.nvmlDeviceGetHandleByPciBusId_v2(
+                bus, ctypes.byref(self._device)
+            )
+        except (OSError, AttributeError) as error:
+            print(f"# NVML: {error}", flush=True)
+
+    def received(self, call: Callable[[], Any]) -> tuple[Any, int | None]:
+        """What a call returns, and how much was received meanwhile (below 4 GiB, where the counter wraps); None if unknown."""
+        before = self._read()
+        returned = call()
+        after = self._read()
+        return returned, None if before is None or after is None else (after - before) % (1 << 32)
+
+    def _read(self) -> int | None:
+        torch.cuda.synchronize()
+        time.sleep(0.05)  # the counter lags
+        if self._works and not self._library.nvmlDeviceGetFieldValues(self._device, 1, ctypes.byref(self._value)):
+            return int(self._value.value) if self._value.status == 0 else None
+        return None
+
+
+# -- misses --------------------------------------------------------------------------------------------------------------
+
+
+def _misses(report: Report, table: _Table, path: str, quick: bool) -> None:
+    """Distinct keys that were never asked for, against a gather of the same rows."""
+    cache = table.cache(path)
+    session, _metrics = table.new_session(cache)
+    lookup = cache.create_lookup()
+    link = _Link()
+    fresh = torch.randperm(table.rows, device=_DEVICE)
+    start = 0
+
+    def query(segment: Segment) -> None:
+        left = lookup.query([segment])
+        lookup.finish()
+        if left or list(lookup.linked) != [segment.n]:
+            raise RuntimeError(f"{left} of {segment.n} keys were left for the host, {list(lookup.linked)} came over the link")
+
+    def enqueue(segment: Segment) -> None:
+        lookup.enqueue([segment])
+
+    def through_the_session(segment: Segment) -> None:
+        session.lookup([segment])
+
+    ways = {"": query, "enqueued_": enqueue} if path == "link" else {"": through_the_session}
+    for n, share in ((512, 0.2), (4096, 0.5)) if quick else ((4096, 0.1), (32_768, 0.2), (262_144, 0.65)):
+        sets = int(table.rows * share) // n
+        warm = min(5, max(1, sets // 10))
+        calls = min(150 if path == "link" else 16, (sets - warm) // (1 + len(ways)))
+        keys = fresh[start : start + sets * n].view(-1, n)
+        start += int(table.rows * share)
+        outs = torch.full((calls, n, table.dim), torch.nan, device=_DEVICE)
+
+        segments = [Segment(0, asked, outs[max(i - warm, 0) % calls]) for i, asked in enumerate(keys)]
+
+        def ask(base: int, way: Callable[[Segment], None], i: int, segments: list[Segment] = segments) -> None:
+            way(segments[base + i])
+
+        _seconds(partial(ask, 0, ways[""]), warm)
+        figures: dict[str, Any] = _each(partial(ask, warm, ways[""]), calls)
+        base = warm
+        for name, way in ways.items():
+            base += calls
+            outs.fill_(torch.nan)
+            try:
+                seconds, received = link.received(partial(_seconds, partial(ask, base, way), calls))
+            except HPSError as error:  # this cache cannot do that
+                figures[f"{name}error"] = str(error)
+                continue
+            _check(keys[base : base + calls].reshape(-1), outs.view(-1, table.dim))
+            figures[f"{name}mkeys_per_s"] = n / seconds / 1e6
+            figures[f"{name}received_bytes_per_key"] = None if received is None else received / (calls * n)
+        figures |= _gathered(table, keys[base : base + calls], outs, figures)
+        axes = {"work": "misses", "path": path, "keys": n, "dim": table.dim, "rows": table.rows}
+        _add(report, axes, figures)
+        del outs, segments, ask
+
+
+def _gathered(table: _Table, keys: Any, outs: Any, ours: dict[str, Any]) -> dict[str, Any]:
+    """What a plain kernel takes for the same rows, in the order of their place and in that of the keys."""
+    if table.host is None or table.host.layout() is None:
+        return {}
+    calls, n = keys.shape
+    found = table.addresses(keys.cpu().numpy().reshape(-1)).reshape(calls, n)
+    order = np.argsort(found, axis=1)
+    lists = {
+        "gather": (np.take_along_axis(found, order, 1), torch.gather(keys, 1, torch.from_numpy(order).to(_DEVICE))),
+        "random_gather": (found, keys),
+    }
+    units = table.dim // 4
+    figures = {f"{name}_mkeys_per_s": 0.0 for name in lists}
+    for name, (addresses, asked) in lists.items():
+        on_device = torch.from_numpy(addresses.view(np.int64)).to(_DEVICE)
+        for ahead in (1, 4):
+            kernel, blocks = _kernel("gather", ahead), -(-n // (256 // min(units, 32) * ahead))
+
+            def call(i: int, kernel: Any = kernel, blocks: int = blocks, addresses: Any = on_device) -> None:
+                arguments = (addresses[i].data_ptr(), outs[i].data_ptr(), np.uint32(n), np.uint32(units))
+                kernel((blocks,), (256,), arguments)
+
+            outs.fill_(torch.nan)
+            call(0)
+            rate = n / min(_seconds(call, calls), _seconds(call, calls)) / 1e6
+            _check(asked.reshape(-1), outs.view(-1, table.dim))
+            if rate > figures[f"{name}_mkeys_per_s"]:
+                figures[f"{name}_mkeys_per_s"] = rate
+                if name == "gather":
+                    figures["gather_p50_us"] = _each(call, calls)["p50_us"]
+    for name in ("", "enqueued_"):
+        if rate := ours.get(f"{name}mkeys_per_s"):
+            figures[f"{name}of_gather"] = rate / figures["gather_mkeys_per_s"]
+    return figures | {"p50_of_gather": figures["gather_p50_us"] / ours["p50_us"]}
+
+
+# -- traffic -------------------------------------------------------------------------------------------------------------
+
+
+def _traffic(table: _Table, n: int, batches: int, random: Any) -> list[Any]:
+    """Batches of n keys whose popularity falls with rank; see `harness.power_law_keys`."""
+    g = 1.0 - _ALPHA
+    found = []
+    for _ in range(batches):
+        u = torch.rand(n, dtype=torch.float64, device=_DEVICE, generator=random)
+        ranks = ((u * (float(table.rows) ** g - 1.0) + 1.0) ** (1.0 / g)).to(torch.int64)
+        found.append(table.by_rank[ranks.clamp_(max=table.rows - 1)])
+    return found
+
+
+def _mixed(report: Report, table: _Table, path: str, quick: bool) -> None:
+    """Batches of power-law keys through the session: the cache is warmed by them, and measured after 200 and 600 of them."""
+    n, calls = (4096, 10) if quick else (262_144, 30)
+    session, metrics = table.session(path)
+    counters = metrics.table("bench", table.spec.table_name)
+    lookup = session.cache.create_lookup()  # type: ignore[union-attr]
+    random = torch.Generator(_DEVICE).manual_seed(report.seed)
+    link = _Link()
+    g = 1.0 - _ALPHA
+    ideal = (float(table.rows // 10) ** g - 1.0) / (float(table.rows) ** g - 1.0)
+    outs = torch.full((calls, n, table.dim), torch.nan, device=_DEVICE)
+
+    def warm(batches: int) -> float:
+        """Let traffic pass; returns its hit rate."""
+        missed, before = 0, counters.misses[0]
+        for keys in _traffic(table, n, batches, random):
+            segment = Segment(0, keys, outs[0])
+            if path == "copy":
+                session.lookup([segment])
+                continue
+            lookup.query([segment])
+            lookup.finish()
+            missed += sum(lookup.linked)
+        return 1.0 - (missed if path == "link" else counters.misses[0] - before) / (batches * n)
+
+    done = 0
+    for after in (200, 600):
+        while done < after:
+            hit_rate = warm(20)
+            done += 20
+        figures: dict[str, Any] = {"hit_rate": hit_rate, "of_ideal": hit_rate / ideal}
+        batches = _traffic(table, n, calls, random)
+
+        def ask(way: Callable[[Segment], None], i: int) -> None:
+            way(Segment(0, batches[i], outs[i]))  # noqa: B023 - called within this pass
+
+        figures |= _each(partial(ask, lambda segment: session.lookup([segment])), calls)
+        ways = {"": lambda segment: session.lookup([segment])}
+        if path == "link":
+            ways["enqueued_"] = lambda segment: lookup.enqueue([segment])
+        for name, way in ways.items():
+            batches = _traffic(table, n, calls, random)
+            outs.fill_(torch.nan)
+            try:
+                seconds, received = link.received(partial(_seconds, partial(ask, way), calls))
+            except HPSError as error:
+                figures[f"{name}error"] = str(error)
+                continue
+            _check(torch.cat(batches), outs.view(-1, table.dim))
+            figures[f"{name}mkeys_per_s"] = n / seconds / 1e6
+            figures[f"{name}received_bytes_per_key"] = None if received is None else received / (calls * n)
+        done += 3 * calls // 20 * 20
+        axes = {"work": "mixed", "path": path, "keys": n, "dim": table.dim, "rows": table.rows, "alpha": _ALPHA}
+        _add(report, {**axes, "batches_before": after}, figures)
+
+
+# -- small lookups -------------------------------------------------------------------------------------------------------
+
+
+def _draws(
+    resident: KeyArray, rows: int, n: int, missing: int, calls: int, rng: np.random.Generator
+) -> tuple[list[Any], list[Any]]:
+    """Sets of n resident keys, to be asked in turn; and one set a call of which `missing` keys were never asked before."""
+    hits = [torch.from_numpy(rng.choice(resident, n)).to(_DEVICE) for _ in range(16)]
+    absent = np.ones(rows, np.bool_)
+    absent[resident] = False
+    fresh = rng.permutation(np.flatnonzero(absent))[: missing * calls].reshape(-1, missing)
+    some = [rng.permutation(np.concatenate([rng.choice(resident, n - missing), part])) for part in fresh]
+    return hits, [torch.from_numpy(keys).to(_DEVICE) for keys in some]
+
+
+def _ratios(hits: dict[str, float], some: dict[str, float]) -> dict[str, float]:
+    figures = {f"hits_{name}": value for name, value in hits.items()} | some
+    return figures | {"p50_ratio": some["p50_us"] / hits["p50_us"], "p99_ratio": some["p99_us"] / hits["p99_us"]}
+
+
+def _small(report: Report, table: _Table, path: str, quick: bool) -> None:
+    """4,096 resident keys through the session, and 4,096 of which a tenth is missing, others each time."""
+    n, calls = (512, 30) if quick else (4096, 1000)
+    session, _metrics = table.session(path)
+    cache: Any = session.cache
+    rng = np.random.default_rng(report.seed)
+    hits, some = _draws(cache.dump(0), table.rows, n, n // 10, 2 * calls + 40, rng)
+    outs = torch.full((16, n, table.dim), torch.nan, device=_DEVICE)
+
+    def timed(sets: Sequence[Any]) -> dict[str, float]:
+        for keys in sets[:20]:
+            session.lookup([Segment(0, keys, outs[0])])
+        sets = sets[20:] if len(sets) > 20 else sets
+        segments = [[Segment(0, keys, outs[i % 16])] for i, keys in enumerate(sets)]
+        figures = _each(lambda i: session.lookup(segments[i % len(sets)]), calls)
+        for i in range(calls - 16, calls):
+            _check(sets[i % len(sets)], outs[i % len(sets) % 16])
+        return figures
+
+    axes = {"path": path, "keys": n, "dim": table.dim, "rows": table.rows}
+    _add(report, {"work": "session, 10 % missing", **axes}, _ratios(timed(hits), timed(some[: calls + 20])))
+    if path == "link":
+        figures = _replayed(cache.create_lookup(), some[calls + 20 :], outs[0])
+        _add(report, {"work": "replayed graph, 10 % missing", **axes}, figures)
+
+
+def _replayed(lookup: Any, sets: Sequence[Any], out: Any) -> dict[str, float]:
+    """One lookup as a graph: from its launch until the host knows, and what the device works for that."""
+    keys = sets[0].clone()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        lookup.enqueue([Segment(0, keys, out)])
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        lookup.enqueue([Segment(0, keys, out)], captured=True)
+    walls, works = [], []
+    for asked, timed_by_events in zip(sets[1:], cycle((False, True))):
+        keys.copy_(asked)
+        out.fill_(torch.nan)
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        if timed_by_events:
+            before.record()
+            graph.replay()
+            after.record()
+            after.synchronize()
+            works.append(before.elapsed_time(after) * 1e3)
+        else:
+            start = time.perf_counter()
+            graph.replay()
+            torch.cuda.synchronize()
+            walls.append((time.perf_counter() - start) * 1e6)
+        _check(asked, out)
+    return {"p50_us": float(np.median(walls)), "p99_us": float(np.quantile(walls, 0.99)), "event_us": float(np.median(works))}
+
+
+def _server(report: Report, place: Path, rows: int, path: str, quick: bool) -> None:
+    """The same through `HPS.lookup_fromdlpack`, also of CuPy's and NumPy's tensors, without waiting, and captured."""
+    n, calls, dim = (512, 30, 128) if quick else (4096, 800, 128)
+    rng = np.random.default_rng(report.seed)
+    with hps.HPS(_configuration(place, dim, path)) as server:
+        hits, some = _draws(server.model("bench").caches[0].dump(0), rows, n, n // 10, calls + 20, rng)
+        calls = min(calls, len(some) - 20)
+        out = torch.empty(n, dim, device=_DEVICE)
+
+        def check(keys: Any) -> None:
+            if not np.array_equal(out.cpu().numpy(), sample_vectors(keys.cpu().numpy(), dim, 1)):
+                raise RuntimeError("an answer is wrong: nothing is recorded")
+
+        def ask(sets: Sequence[Any], i: int, **options: Any) -> None:
+            server.lookup_fromdlpack(sets[i % len(sets)], out, "bench", 0, **options)
+
+        for i in range(40):
+            ask(hits, i)
+            check(hits[i % 16])
+        of_hits = _each(partial(ask, hits), calls)
+        for i in range(20):
+            ask(some, calls + i)
+            check(some[calls + i])
+        of_some = _each(partial(ask, some), calls)
+        axes = {"path": path, "keys": n, "dim": dim, "rows": rows}
+        _add(report, {"work": "HPS, torch tensors, 10 % missing", **axes}, _ratios(of_hits, of_some))
+        for kind, keys, place_of in (
+            ("CuPy", [cupy.asarray(one) for one in hits], cupy.asarray(out)),
+            ("NumPy", [one.cpu().numpy() for one in hits], np.empty((n, dim), np.float32)),
+        ):
+            figures = _each(lambda i, keys=keys, to=place_of: server.lookup_fromdlpack(keys[i % 16], to, "bench", 0), calls)
+            last = place_of if kind == "NumPy" else cupy.asnumpy(place_of)
+            if not np.array_equal(last, sample_vectors(hits[(calls - 1) % 16].cpu().numpy(), dim, 1)):
+                raise RuntimeError("an answer is wrong: nothing is recorded")
+            _add(report, {"work": f"HPS, {kind} tensors, all hits", **axes}, figures | {"torch_p50_us": of_hits["p50_us"]})
+
+
+def _configuration(place: Path, dim: int, path: str) -> dict[str, Any]:
+    return {
+        "device": "cuda",
+        "volatile_db": {"type": "hash_map"},
+        "persistent_db": {"type": "disabled"},
+        "models": [
+            {
+                "model": "bench",
+                "sparse_files": [str(place)],
+                "embedding_table_names": ["items"],
+                "embedding_vecsize_per_table": [dim],
+                "maxnum_catfeature_query_per_table_per_sample": [1],
+                "default_value_for_each_table": [0.0],
+                "deployed_device_list": [0],
+                "max_batch_size": 16_384,
+                "gpucacheper": 0.5,
+                "hit_rate_threshold": 1.1,
+                "cache_refresh_percentage_per_iteration": 1.0,
+                "miss_path": path,
+            }
+        ],
+    }

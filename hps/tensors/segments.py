@@ -1,8 +1,8 @@
 """The segments of a lookup: the keys of one table and where their vectors go, made from tensors as callers pass them.
 
 Every tensor is adopted once. What is in host memory becomes a NumPy array over the same memory. What is in CUDA memory stays
-as it is, where the lookup runs on a CUDA cache: that cache finds and checks it itself, ten times as fast for torch's tensors
-as DLPack would.
+as it is, where the lookup runs on a CUDA cache: that cache finds and checks it itself, ten times as fast for torch's and CuPy's
+tensors as DLPack would.
 """
 
 import operator
@@ -15,6 +15,9 @@ import numpy.typing as npt
 from hps.errors import InvalidDtypeError, InvalidInputError
 from hps.tensors.dlpack import adopt, as_keys, as_output, view_as_keys, view_as_output
 from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
+
+CUDA_ARRAYS: set[type] = set()
+"""Types of arrays that are in CUDA memory, always, and have a `size`. The CUDA cache, which reads them itself, adds CuPy's."""
 
 
 class Stretch:
@@ -158,7 +161,9 @@ def named_segments(
         index = indices.get(name) if type(name) is str else None
         if index is None:
             index, by_id = table_index(name), True
-        if on_cuda and getattr(keys, "is_cuda", False):  # here and below without a call: this runs once per table
+        if on_cuda and type(keys) in CUDA_ARRAYS:  # here and below without a call: this runs once per table
+            n = keys.size
+        elif on_cuda and getattr(keys, "is_cuda", False):
             n = keys.numel()
         elif hasattr(keys, "__dlpack__") and not isinstance(keys, np.ndarray):
             keys, n = _keys_of(keys, on_cuda)
@@ -171,7 +176,7 @@ def named_segments(
             raise InvalidInputError(f"looking up tables: out has no entry for {name!r}; name an output for every table")
         else:
             place = out[name]
-            if not on_cuda or not getattr(place, "is_cuda", False):
+            if not on_cuda or not (type(place) in CUDA_ARRAYS or getattr(place, "is_cuda", False)):
                 place = _output_of(place, n, specs[index].dim, on_cuda)
         segments.append(Segment(index, keys, place, np.empty(n, np.bool_) if with_found else None, n))
     if by_id:
@@ -290,6 +295,8 @@ def _check_array(
 def _keys_of(keys: Any, on_cuda: bool) -> tuple[Any, int]:
     """Adopt keys: (n,) int64 in host memory, or the tensor that a CUDA cache reads itself; and n."""
     if on_cuda and type(keys) is not np.ndarray:
+        if type(keys) in CUDA_ARRAYS:
+            return keys, keys.size
         if getattr(keys, "is_cuda", False):
             return keys, keys.numel()
         view = adopt(keys, what="keys")
@@ -304,7 +311,7 @@ def _keys_of(keys: Any, on_cuda: bool) -> tuple[Any, int]:
 def _output_of(out: Any, rows: int, dim: int, on_cuda: bool) -> Any:
     """Adopt an output: (rows, dim) float32 in host memory, or the tensor that a CUDA cache writes itself."""
     if on_cuda and type(out) is not np.ndarray:
-        if getattr(out, "is_cuda", False):
+        if type(out) in CUDA_ARRAYS or getattr(out, "is_cuda", False):
             return out
         view = adopt(out, what="output")
         return view_as_output(view, rows, dim) if view.on_host else view

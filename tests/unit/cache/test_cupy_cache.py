@@ -10,7 +10,7 @@ import pytest
 from hps.cache.base import EmbeddingCache
 from hps.cache.cuda import kernels
 from hps.errors import DeviceError, DeviceMemoryError, InvalidDtypeError, InvalidInputError
-from hps.tensors.segments import Segment
+from hps.tensors.segments import Segment, tensor_segment
 from hps.types import KeyArray
 from tests.contracts.cache_contract import (
     DEFAULT,
@@ -331,6 +331,30 @@ class TestLookups:
             lookup.finish()
             np.testing.assert_array_equal(bits(out.get()), bits(vectors_of(resident, 16)))
 
+    @pytest.mark.parametrize("keys_of", ["cupy", "torch"])
+    def test_cupy_tensors_are_looked_up_on_their_stream(self, create: Create, keys_of: str):
+        """Neither a stream of the lookup's own nor a wait is needed where one stream is all that there is."""
+        torch = _torch()
+        cache, keys = create(spec(16), 1000), distinct_keys(100)
+        cache.insert(0, keys, vectors_of(keys, 16))
+        lookup, stream = cache.create_lookup(), cupy.cuda.Stream(non_blocking=True)
+        with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
+            asked = cupy.asarray(keys) if keys_of == "cupy" else torch.from_numpy(keys).cuda()
+            out = cupy.full((120, 16), cupy.nan, cupy.float32)
+            assert lookup.query([tensor_segment(0, 16, asked, out, on_cuda=True, with_found=False)]) == 0
+            lookup.finish()
+            assert lookup.stream == stream.ptr
+            np.testing.assert_array_equal(bits(out.get()[:100]), bits(vectors_of(keys, 16)))
+
+    @pytest.mark.parametrize("kind", ["keys", "output"])
+    def test_cupy_tensors_that_are_not_aligned_are_refused(self, create: Create, kind: str):
+        """The device would never recover from reading them."""
+        lookup, off = create(spec(4), 1000).create_lookup(), cupy.zeros(1 + 160, np.uint8)[1:]
+        keys = off[:80].view(np.int64) if kind == "keys" else cupy.zeros(10, np.int64)
+        out = off.view(np.float32) if kind == "output" else cupy.zeros((10, 4), np.float32)
+        with pytest.raises(InvalidInputError, match=f"{kind}: got memory that is not aligned"):
+            lookup.query([tensor_segment(0, 4, keys, out, on_cuda=True, with_found=False)])
+
     def test_int32_keys_are_widened(self, create: Create):
         torch = _torch()
         cache, keys = create(spec(4), 1000), np.arange(-50, 50)
@@ -421,7 +445,7 @@ class TestFailure:
 import numpy as np, cupy
 from hps.cache.cuda.cache import CupyCache
 from hps.errors import DeviceError
-from hps.tensors.segments import Segment
+from hps.tensors.segments import Segment, tensor_segment
 from hps.types import TableSpec
 cache = CupyCache.create([TableSpec("m", "t", 4, 0.0, 1000)], [1000], 0)
 lookup = cache.create_lookup()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hps.errors import InvalidInputError, UnknownTableError
-from hps.tensors.segments import Segment, named_segments
+from hps.tensors.segments import Segment, concatenated_segments, named_segments, tensor_segment
 from hps.types import TableSpec
 
 SPECS = [TableSpec("m", "a", 4, 0.0, 100), TableSpec("m", "b", 2, 0.0, 100)]
@@ -26,6 +26,19 @@ class DeviceTensor:
         return self.n
 
 
+class DeviceArray:
+    """What is asked of a CuPy array before a CUDA cache reads it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+@pytest.fixture(params=[DeviceTensor, DeviceArray])
+def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("hps.tensors.segments.CUDA_ARRAYS", {DeviceArray})
+    return request.param
+
+
 def table_index(name: Any) -> int:
     if name not in INDICES:
         raise UnknownTableError(f"no table {name!r}")
@@ -36,12 +49,23 @@ def segments(tables: Any, out: Any = None, *, on_cuda: bool = True, with_found: 
     return named_segments(tables, out, table_index, INDICES, SPECS, on_cuda=on_cuda, with_found=with_found)
 
 
-def test_device_tensors_become_segments_in_the_order_of_the_call():
-    keys, out = {"b": DeviceTensor(3), "a": DeviceTensor(5)}, {"a": DeviceTensor(20), "b": DeviceTensor(12)}
+def test_device_tensors_become_segments_in_the_order_of_the_call(on_device: Any):
+    keys, out = {"b": on_device(3), "a": on_device(5)}, {"a": on_device(20), "b": on_device(12)}
     made = segments(keys, out)
     assert [(s.table, s.n, s.found) for s in made] == [(1, 3, None), (0, 5, None)]
     assert [s.keys for s in made] == list(keys.values())
     assert [s.out for s in made] == [out["b"], out["a"]]
+
+
+def test_device_tensors_are_left_to_the_cache(on_device: Any):
+    keys, out = on_device(3), on_device(12)
+    one = tensor_segment(0, 4, keys, out, on_cuda=True, with_found=False)
+    assert (one.keys, one.out, one.n) == (keys, out, 3)
+    parts, _found = concatenated_segments(keys, [1, 2], out, SPECS, on_cuda=True, with_found=False)
+    assert [(p.keys.tensor, p.keys.start, p.out.tensor, p.out.start, p.n) for p in parts] == [
+        (keys, 0, out, 0, 1),
+        (keys, 1, out, 4, 2),
+    ]
 
 
 @pytest.mark.parametrize("on_cuda", [False, True])

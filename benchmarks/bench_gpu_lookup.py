@@ -126,6 +126,7 @@ def _one_table(report: Report, place: Path, torch: Any, calls: int) -> None:
 def ways_to_look_up(server: hps.HPS, torch: Any, sets: list[np.ndarray], dim: int) -> dict[str, Callable[[int], Any]]:
     """Lookups of sets of keys of one table, by where keys and output are; each gives the output for the i-th set."""
     import cupy
+    import cupyx
 
     def with_tensors(keys: list[Any], out: Any) -> Callable[[int], Any]:
         def look_up(i: int) -> Any:
@@ -141,6 +142,7 @@ def ways_to_look_up(server: hps.HPS, torch: Any, sets: list[np.ndarray], dim: in
         ),
         "lookup_fromdlpack, CuPy arrays": with_tensors([cupy.asarray(keys) for keys in sets], cupy.empty((n, dim), np.float32)),
         "lookup_fromdlpack, NumPy arrays": with_tensors(sets, np.empty((n, dim), np.float32)),
+        "lookup_fromdlpack, NumPy arrays, output pinned": with_tensors(sets, cupyx.empty_pinned((n, dim), np.float32)),
         "lookup, NumPy keys": lambda i: server.lookup(sets[i % len(sets)], "bench", 0),
     }
 

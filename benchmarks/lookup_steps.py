@@ -122,13 +122,13 @@ def main() -> None:
             for i, keys in enumerate(sets):
                 _check(look_up(i), keys, dim)
             whole = _microseconds(torch, lambda i, look_up=look_up: (look_up(i), torch.cuda.synchronize()), calls)
-            print(f"{work:40} p50 {whole['p50_us']:7.1f} us   p99 {whole['p99_us']:7.1f} us", flush=True)
+            print(f"{work:48} p50 {whole['p50_us']:7.1f} us   p99 {whole['p99_us']:7.1f} us", flush=True)
             columns[work] = medians(look_up, calls)
         with output_left_in_pinned_memory():
             look_up = ways["lookup_fromdlpack, NumPy arrays"]
             whole = _microseconds(torch, lambda i: (look_up(i), torch.cuda.synchronize()), calls)
             work = "NumPy, output not copied (no answer)"
-            print(f"{work:40} p50 {whole['p50_us']:7.1f} us   p99 {whole['p99_us']:7.1f} us", flush=True)
+            print(f"{work:48} p50 {whole['p50_us']:7.1f} us   p99 {whole['p99_us']:7.1f} us", flush=True)
             columns[work] = medians(look_up, calls)
     print(f"\n{n} keys, dim {dim}; us of each step: " + " | ".join(columns))
     for label in dict.fromkeys(label for label, _owner, _name in STEPS):

@@ -293,7 +293,7 @@ class CupyLookup(CacheLookup):
                 runtime.eventRecord(self._order.ptr, self.stream)
                 runtime.streamWaitEvent(stream, self._order.ptr)
         for place in on_host:
-            if place.host_out is not None:
+            if place.host_out is not None and place.host_out is not place.segment.out:
                 np.copyto(place.segment.out, place.host_out)
             if place.host_found is not None:
                 np.copyto(place.segment.found, place.host_found)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from typing import Any
 
 import cupy
 import numpy as np
+from cupy_backends.cuda.api import runtime
 
 from hps.cache.cuda.device import PinnedBuffer, stream_of
 from hps.errors import InvalidDtypeError, InvalidInputError
@@ -40,7 +41,8 @@ class PlacedSegment:
         n: how many keys it has.
         keys, out, found: addresses on the device, or in mapped host memory; `found` is 0 where there is no mask.
         missing: place of its first miss in the lookup's lists.
-        host_out, host_found: mapped memory that is to be copied to the caller's host memory at the end.
+        host_out, host_found: mapped memory that is to be copied to the caller's host memory at the end; `host_out` is the
+            caller's own array where the device writes that in place.
     """
 
     __slots__ = ("found", "host_found", "host_out", "keys", "missing", "n", "out", "segment", "table")
@@ -60,8 +62,8 @@ class PlacedSegment:
 class TensorReader:
     """Finds the tensors of one lookup after the other. *One per thread.*
 
-    torch's and CuPy's tensors are asked directly, which takes 0.6 us each; through DLPack it is ten times that, and a producer
-    that orders its work itself does not say on which stream.
+    torch's and CuPy's tensors are asked directly, which takes 0.6 us for one of torch's; through DLPack it is ten times that,
+    and CuPy, which then orders its work itself, does not say on which stream that is.
 
     Attributes:
         streams: those on which the tensors read since `start` were produced and will be consumed, or UNKNOWN_STREAM.
@@ -119,8 +121,10 @@ class TensorReader:
             check_segment(table, segment, n)
         place.n = n
         if isinstance(out, np.ndarray):
-            place.out, pinned = host.take(4 * n * table.dim)
-            place.host_out = pinned.view(np.float32).reshape(n, table.dim)
+            place.out, place.host_out = _pinned_address(out), out
+            if not place.out:
+                place.out, pinned = host.take(4 * n * table.dim)
+                place.host_out = pinned.view(np.float32).reshape(n, table.dim)
         else:
             place.out = self.output(out, n, table.dim)
         if isinstance(found, np.ndarray):
@@ -258,3 +262,20 @@ class TensorReader:
             wide = cupy.ndarray((view.size,), np.int32, cupy.cuda.MemoryPointer(memory, 0)).astype(np.int64)
         self._keep.append(wide)
         return int(wide.data.ptr)
+
+
+def _pinned_address(array: np.ndarray) -> int:
+    """Where the device finds an array of NumPy's that lies in memory which CuPy pinned (`cupyx.empty_pinned`); else 0.
+
+    What CUDA says of an address alone would not do: an array may begin and end on pages that others have pinned.
+    """
+    base: Any = array.base
+    if base is None:
+        return 0
+    while type(base) is np.ndarray:
+        base = base.base
+    if type(base) is memoryview:
+        base = base.obj
+    if type(base) is not cupy.cuda.PinnedMemoryPointer:
+        return 0
+    return int(runtime.pointerGetAttributes(array.ctypes.data).devicePointer)

@@ -297,6 +297,25 @@ class TestLookups:
         TestCupyCacheOnCupyArrays().lookup(cache, [segment], keys)
         np.testing.assert_array_equal(bits(cupy.asnumpy(segment.out)), bits(vectors_of(keys, 5, np.arange(300) >= 200)))
 
+    @pytest.mark.parametrize("made_by", ["ndarray", "frombuffer", "host_buffer"])
+    def test_an_output_in_pinned_memory_is_written_in_place(self, create: Create, made_by: str):
+        cache, keys = create(spec(5), 2000), distinct_keys(300)
+        cache.insert(0, keys[:200], vectors_of(keys[:200], 5))
+        memory = cupy.cuda.alloc_pinned_memory(4 * 5 * 310)
+        whole = {
+            "ndarray": lambda: np.ndarray((310, 5), np.float32, memory),  # as cupyx.empty_pinned does
+            "frombuffer": lambda: np.frombuffer(memory, np.float32, 5 * 310).reshape(310, 5),
+            "host_buffer": lambda: cache.host_buffer((310, 5), np.float32),
+        }[made_by]()
+        whole[...] = np.nan
+        segment = tensor_segment(0, 5, keys, whole[3:], on_cuda=True, with_found=False)
+        lookup = cache.create_lookup()
+        TestCupyCacheOnCupyArrays().lookup(cache, [segment], keys, lookup)
+        assert lookup.placed[0].out == whole[3:].ctypes.data
+        np.testing.assert_array_equal(bits(whole[3:303]), bits(vectors_of(keys, 5, np.arange(300) >= 200)))
+        assert np.isnan(whole[:3]).all()
+        assert np.isnan(whole[303:]).all()
+
     def test_lookups_follow_the_stream_of_their_tensors(self, create: Create):
         """Keys that a long kernel is still to write, on a stream of torch's that nobody waits for."""
         torch = _torch()

@@ -186,6 +186,7 @@ def _queries(
     ours = _back_to_back([query(batch) for batch in keys]), _one_call(query(keys[0]))
     plain = _back_to_back([gather(batch, _PLAIN) for batch in places]), _one_call(gather(places[0], _PLAIN))
     tuned = _back_to_back([gather(batch, _TUNED) for batch in places])
+    first, later = _first_touch(cache, query, keys)
     figures = {
         "mkeys_per_s": n / ours[0] / 1e6,
         "gather_mkeys_per_s": n / plain[0] / 1e6,
@@ -195,7 +196,8 @@ def _queries(
         "gather_one_call_s": plain[1],
         "one_call_of_gather": plain[1] / ours[1],
         "torch_index_select_mkeys_per_s": n / _index_select(table.rows, places, out) / 1e6,
-        "writing_scores_of_gather": plain[0] / _writing_scores(cache, query, keys),
+        "writing_scores_of_gather": plain[0] / first,
+        "first_touch_of_later": later / first,
     }
     report.add({"work": "query", "dim": dim, "batch": n, "alpha": alpha, "resident": resident.size}, figures)
 
@@ -239,22 +241,30 @@ def _index_select(rows: int, places: list[Any], out: Any) -> float:
     return float(np.median(seconds))
 
 
-def _writing_scores(cache: CupyCache, query: Callable[[Any], Callable[[], None]], keys: list[Any]) -> float:
-    """Seconds of a query after all scores were reset, so that every hit writes one."""
+def _first_touch(cache: CupyCache, query: Callable[[Any], Callable[[], None]], keys: list[Any]) -> tuple[float, float]:
+    """Seconds of a query after all scores were reset, so that every hit writes one, and of the next of the same keys.
+
+    Before either, so much is read that nothing of what was done before is left in the L2 cache.
+    """
     table = cache.memory.open[0]  # type: ignore[index]
     memory = cupy.cuda.UnownedMemory(table.buckets, 128 * table.pairs, None, 0)
     headers = cupy.ndarray((2 * table.pairs, 8), np.int64, cupy.cuda.MemoryPointer(memory, 0))[:, 0]
+    others, total = cupy.zeros(1 << 27, cupy.float32), cupy.zeros((), cupy.float32)
     seconds = []
     for batch in keys[:8]:
         headers &= 0xFFFFFFFF
-        start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-        launch = query(batch)
-        start.record()
-        launch()
-        stop.record()
+        launch, both = query(batch), []
+        for _ in range(2):
+            others.sum(out=total)
+            start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+            start.record()
+            launch()
+            stop.record()
+            both.append((start, stop))
         stop.synchronize()
-        seconds.append(cupy.cuda.get_elapsed_time(start, stop) / 1e3)
-    return float(np.median(seconds))
+        seconds.append([cupy.cuda.get_elapsed_time(*events) / 1e3 for events in both])
+    first, later = np.median(seconds, axis=0)
+    return float(first), float(later)
 
 
 def _inserts(report: Report, rng: np.random.Generator, cache: CupyCache, n: int) -> None:

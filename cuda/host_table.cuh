@@ -1,16 +1,18 @@
 // How a kernel reads a table of the host's memory in place, by the rules of hps/databases/hash_map/layout.py; pasted after
 // embedding_cache.cuh. All of the table that it reads is pinned and mapped at the host's own addresses.
 //
-// WHY NO VECTOR IS TORN OR ANOTHER KEY'S. The host's one writer makes the version in a bucket's header odd before it changes
-// keys, row numbers or a linked vector, and afterwards even, two more. A tile reads the bucket, then the row that it names,
-// then the header and the entry again. It keeps the row only if the header is even and as it was, and the entry still names
-// that key and row. A row's address depends on what was read of the bucket, and the second look's address on all that was
-// read of the rows, so the loads cannot be exchanged; the acquire fence of system scope between them says so to the compiler
-// and to PTX. All loads are relaxed ones of system scope, which no cache of the device answers.
+// WHY NO VECTOR IS TORN OR ANOTHER KEY'S. The table's keys are divided into STRIPES by the upper bits of their hash. The host's one
+// writer makes the version of a key's stripe odd before it changes an entry or a linked vector, and afterwards even, two more.
+// A tile reads the version of its key's stripe, then the bucket, then the row that it names, then the version again. It keeps
+// the row, or takes the key for absent, only if the version is even and as it was: then nothing of the stripe has changed in
+// between, and whatever row the entry names is the key's. A row that was taken from an entry of another stripe meanwhile was
+// no row of this key. A free entry's key field holds 0, so that an entry of another stripe whose occupancy bit is seen early
+// shows no key but 0; a tile that looks for key 0 reads that field again at the end. The row's address depends on what was read of the bucket, and the second look's address on all that was
+// read of the rows, so the loads cannot be exchanged; an acquire load and acquire fences of system scope say so to the
+// compiler and to PTX. All loads are relaxed ones of system scope, which no cache of the device answers.
 //
-// A key that is not in the bucket is absent, whatever else changes there: keys do not move between entries. A segment that was
-// replaced by a larger one has headers of all ones. Its reader asks for the present layout; where that is the one that it has,
-// the key is LEFT for the host, as is one whose bucket a writer keeps for too long.
+// A segment that was replaced by a larger one has headers of all ones. Its reader asks for the present layout; where that is the
+// one that it has, the key is LEFT for the host, as is one whose stripe keeps changing.
 
 #ifndef HPS_COPY
 #define HPS_COPY 8  // lanes that move one row: 4, 8, 16 or 32
@@ -19,11 +21,14 @@
 constexpr u32 MOST_SEGMENTS = 16;  // of a table
 constexpr u32 HOST_BUCKET = 128;   // bytes: header; 10 keys, int64; 10 row numbers, uint32
 constexpr u32 READ_AT_ONCE = 8;    // keys of a warp, each by a tile of 4 lanes
+constexpr u32 STRIPE_BITS = 10;    // of a hash, the upper ones
+constexpr u32 VERSION_BYTES = 64;  // from one version to the next: reads of one line of the host's memory wait for each other
 
 // Where a table lies (HostLayout in hps/host_tables.py), in device memory. Never changed once it is there.
 struct HostLayout {
     const HostLayout* self;
     const u64* slabs;  // addresses, in device memory
+    u64 versions;      // address of those of the stripes, uint64, each VERSION_BYTES after the last, in host memory
     u32 slab_count;
     u32 slab_shift;  // a slab has 1 << slab_shift rows
     u32 row_bytes;
@@ -85,70 +90,84 @@ __device__ __forceinline__ void acquire_from_host() {
 #endif
 }
 
+// What 8 lanes found in a bucket, besides the row number: the entry, and these.
+constexpr u32 HIT = 1 << 8, RETIRED = 1 << 9, PASSED = 1 << 10;  // PASSED: some key has gone on to the next bucket
+
 // Read the rows of up to 8 keys, one a tile of 4 lanes; for whole warps.
 //
-// `where` holds the address of the layout, which is read anew at each attempt. `asks` tells the tiles that have a key.
-// `store(tile, unit, value)` is called by the lane that read a unit of a tile's row, perhaps with values that are not kept:
-// whoever stores them must not show them before this returns FOUND for the tile. `zero` is 0, which the compiler does not know.
+// `where` holds the address of the layout, which is read anew at each attempt. `asks` tells the tiles that have a key. `version`
+// is that of the key's stripe as it was read earlier, or odd where it is yet to be read. `store(tile, unit, value)` is called by
+// the lane that read a unit of a tile's row, perhaps with values that are not kept: whoever stores them must not show them
+// before this returns FOUND for the tile. `zero` is 0, which the compiler does not know.
 template <typename Store>
-__device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key, bool asks, u32 units, u32 patience, u32 zero,
-                                         Store store) {
+__device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key, bool asks, u64 version, u32 units, u32 patience,
+                                         u32 zero, Store store) {
     constexpr u32 ROWS_AT_ONCE = 32 / HPS_COPY, TURNS = READ_AT_ONCE / ROWS_AT_ONCE;
-    const u32 lane = threadIdx.x % 32, tile = lane / 4, member = lane % 4;
+    const u32 lane = threadIdx.x % 32, tile = lane / 4;
+    const u32 part = lane % 8, group = lane / 8;  // 8 lanes read the whole bucket of a key, 16 bytes each
     const u64 hashed = mix(key);
     u32 state = LEFT;
 #pragma unroll 1
     for (u32 attempt = 0; attempt < patience && __any_sync(FULL_WARP, asks); ++attempt) {
         const HostLayout* const layout = reinterpret_cast<const HostLayout*>(load_word(where));
         if (layout == nullptr) break;
+        const u64 version_at = layout->versions + VERSION_BYTES * (hashed >> (64 - STRIPE_BITS));
+        if (__any_sync(FULL_WARP, asks && version & 1)) {
+            if (asks && version & 1) version = load_host_word(version_at);
+            acquire_from_host();
+        }
         const u32 segment = static_cast<u32>(hashed >> 32 >> (32 - layout->segment_bits));
         const u64 start = layout->segments[2 * segment], buckets = layout->segments[2 * segment + 1];
         const u64 home = start + ((hashed << layout->segment_bits >> 32) * buckets >> 32) * HOST_BUCKET;
         u64 bucket = home;
-        bool probes = asks, names = false;
-        u32 entry = 0, row = 0, low = 0, high = 0;
+        bool probes = asks, absent = false;
+        u32 entry_of_zero = 0;
+        u64 source = 0;
 #pragma unroll 1
         while (__any_sync(FULL_WARP, probes)) {
-            uint4 a = make_uint4(0, 0, 0, 0), b = a;
-            if (probes) {
-                a = load_host_part(bucket + 16 * member);
-                b = load_host_part(bucket + 64 + 16 * member);
+            uint4 data[2];
+            u32 seen[2], number[2];
+#pragma unroll
+            for (u32 h = 0; h < 2; ++h) {  // keys 0 to 3, then 4 to 7
+                const u64 from = __shfl_sync(FULL_WARP, probes ? bucket : 0, 4 * (4 * h + group));
+                data[h] = make_uint4(0, 0, 0, 0);
+                if (from) data[h] = load_host_part(from + 16 * part);
             }
-            const u32 head_low = __shfl_sync(FULL_WARP, a.x, 4 * tile), head_high = __shfl_sync(FULL_WARP, a.y, 4 * tile);
-            const u32 occupied = probes ? head_high & 0x3ff : 0;
-            int at = -1;
-            if (member != 0 && key_of(a.x, a.y) == key && occupied >> (2 * member - 1) & 1) at = 2 * member - 1;
-            if (key_of(a.z, a.w) == key && occupied >> (2 * member) & 1) at = 2 * member;
-            if (member < 2 && key_of(b.x, b.y) == key && occupied >> (7 + 2 * member) & 1) at = 7 + 2 * member;
-            if (member == 0 && key_of(b.z, b.w) == key && occupied >> 8 & 1) at = 8;
-            const u32 who = __ballot_sync(FULL_WARP, at >= 0) >> (4 * tile) & 15;
-            at = __shfl_sync(FULL_WARP, at, 4 * tile + (who ? __ffs(who) - 1 : 0));
-            const u32 word = (6 + at) & 3;  // row numbers begin 24 bytes after the upper half of the bucket
-            const u32 mine = word == 0 ? b.x : word == 1 ? b.y : word == 2 ? b.z : b.w;
-            const u32 number = __shfl_sync(FULL_WARP, mine, 4 * tile + (who ? (6 + at) >> 2 : 0));
+#pragma unroll
+            for (u32 h = 0; h < 2; ++h) {
+                const uint4& d = data[h];
+                const i64 sought = __shfl_sync(FULL_WARP, key, 4 * (4 * h + group));
+                const u32 low = __shfl_sync(FULL_WARP, d.x, 8 * group), high = __shfl_sync(FULL_WARP, d.y, 8 * group);
+                u32 entry = 16;
+                if (part != 0 && part < 6 && key_of(d.x, d.y) == sought && high >> (2 * part - 1) & 1) entry = 2 * part - 1;
+                if (part < 5 && key_of(d.z, d.w) == sought && high >> (2 * part) & 1) entry = 2 * part;
+                const u32 who = __ballot_sync(FULL_WARP, entry < 16) >> (8 * group) & 0xff;
+                entry = __shfl_sync(FULL_WARP, entry, 8 * group + (who ? __ffs(who) - 1 : 0));
+                const u32 word = 22 + entry;  // row numbers begin 88 bytes after the bucket
+                const u32 mine = (word & 3) == 0 ? d.x : (word & 3) == 1 ? d.y : (word & 3) == 2 ? d.z : d.w;
+                number[h] = __shfl_sync(FULL_WARP, mine, 8 * group + (word >> 2 & 7));
+                seen[h] = (who ? HIT | entry : 0) | (high >> 16 ? PASSED : 0) | ((low & high) == 0xffffffffu ? RETIRED : 0);
+            }
+            const u32 holder = 8 * (tile % 4);  // who knows about the tile's key
+            const u32 seen_low = __shfl_sync(FULL_WARP, seen[0], holder), seen_high = __shfl_sync(FULL_WARP, seen[1], holder);
+            const u32 row_low = __shfl_sync(FULL_WARP, number[0], holder), row_high = __shfl_sync(FULL_WARP, number[1], holder);
             if (!probes) continue;
-            if (head_low == 0xffffffffu && head_high == 0xffffffffu) {  // retired
+            const u32 here = tile < 4 ? seen_low : seen_high, row = tile < 4 ? row_low : row_high;
+            if (here & (RETIRED | HIT)) {
                 probes = false;
-            } else if (who) {
-                probes = false;
-                names = (head_low & 1) == 0 && number >> layout->slab_shift < layout->slab_count;
-                entry = at;
-                row = number;
-                low = head_low;
-                high = head_high;
+                entry_of_zero = here & 15;
+                if (!(here & RETIRED) && row >> layout->slab_shift < layout->slab_count) {
+                    const u32 in_slab = row & ((1u << layout->slab_shift) - 1);
+                    source = layout->slabs[row >> layout->slab_shift] + static_cast<u64>(in_slab) * layout->row_bytes;
+                }
             } else {
                 bucket += HOST_BUCKET;
                 if (bucket == start + buckets * HOST_BUCKET) bucket = start;
-                if (head_high >> 16 == 0 || bucket == home) {
-                    state = ABSENT;
-                    probes = asks = false;
+                if (!(here & PASSED) || bucket == home) {
+                    absent = true;
+                    probes = false;
                 }
             }
-        }
-        u64 source = 0;
-        if (names) {
-            const u32 in_slab = row & ((1u << layout->slab_shift) - 1);
-            source = layout->slabs[row >> layout->slab_shift] + static_cast<u64>(in_slab) * layout->row_bytes;
         }
         acquire_from_host();
         u32 copied = 0;
@@ -172,19 +191,14 @@ __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key
         }
         const u32 late = __any_sync(FULL_WARP, copied & zero);  // 0, once all rows are here
         acquire_from_host();
-        bool same = true;
-        if (names && member < 3) {  // the header, the key, the row number
-            const u32 word = member == 0 ? 0 : member == 1 ? 1 + entry : 11 + entry / 2;
-            const u64 again = load_host_word(bucket + 8 * (word + late));
-            same = member == 0   ? again == (static_cast<u64>(high) << 32 | low)
-                   : member == 1 ? static_cast<i64>(again) == key
-                                 : static_cast<u32>(again >> (32 * (entry & 1))) == row;
-        }
-        const u32 changed = __ballot_sync(FULL_WARP, !same) >> (4 * tile) & 15;
-        if (names && !changed) {
-            state = FOUND;
+        u64 again = version;
+        if (asks) again = load_host_word(version_at + late);
+        if (asks && key == 0 && source != 0 && load_host_word(bucket + 8 * (1 + entry_of_zero + late)) != 0) again = version + 1;
+        if (asks && again == version && (version & 1) == 0 && (source != 0 || absent)) {
+            state = absent ? ABSENT : FOUND;
             asks = false;
         }
+        version = again;
     }
     return state;
 }

@@ -9,10 +9,11 @@
 //             index] (uint32, must be 0 before). slots (slot_mask + 1,) uint32 and bins (segment_count << bin_bits,) uint32:
 //             must be 0 before mark. leader_counts (segments,) uint32. tallies (segments, 2) uint32: keys linked and absent,
 //             must be 0 before, 0 afterwards. finished uint32, likewise. any_left uint32 and reports (segments, 2) uint32 in
-//             mapped host memory, out: any_left becomes 1 if a key is left; reports are the tallies.
+//             mapped host memory, out: any_left becomes 1 if a key is left; reports are the tallies. versions (segment_count,
+//             1 << STRIPE_BITS) uint64: of the tables' stripes, as place finds them.
 // LAUNCH      mark, place, fetch, spread, in this order, each with any number of blocks: a warp takes one part of the misses
 //             after another, in their order: 32 in mark, place and spread, 8 in fetch. place has blocks of 1,024 threads, the
-//             others of HPS_THREADS. Fewer blocks in fetch keep the rows that are read at once closer together.
+//             others of HPS_THREADS. In fetch, only one block for parts_per_block parts works, but least_blocks do.
 // INVARIANTS  order holds each distinct key of an attached segment once; those of one bin (the upper bin_bits bits of the
 //             hash) are together, bins ascend. With `settles`, nothing is left: what nobody could read gets the default vector,
 //             and all is counted in the links. A segment that is not attached leaves all its misses.
@@ -69,15 +70,18 @@ struct Linked {
     u32* finished;
     u32* any_left;
     uint2* reports;
+    u64* versions;
     u32 slot_mask;
     u32 bin_bits;
     u32 segment_count;
     u32 patience;
     u32 settles;
     u32 zero;  // always 0, which the compiler does not know
+    u16 parts_per_block, least_blocks;  // of fetch
+    u32 padding;
 };
 
-static_assert(sizeof(LinkSegment) == 64 && sizeof(Linked) == 64 * HPS_SEGMENTS + 184, "hps/cache/cuda/kernels.py packs these");
+static_assert(sizeof(LinkSegment) == 64 && sizeof(Linked) == 64 * HPS_SEGMENTS + 200, "hps/cache/cuda/kernels.py packs these");
 
 // The parts of up to 32 lists, numbered through; a warp asks for one after the other. Lane s knows list s.
 struct Parts {
@@ -144,6 +148,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS) mark(const __grid_cons
 }
 
 constexpr u32 PLACE_THREADS = 1024;  // and the most bins
+static_assert(PLACE_THREADS == 1 << STRIPE_BITS, "one thread a stripe");
 
 extern "C" __global__ void __launch_bounds__(PLACE_THREADS) place(const __grid_constant__ Linked request) {
     __shared__ u32 starts[PLACE_THREADS + 1], sums[PLACE_THREADS / 32];
@@ -165,6 +170,12 @@ extern "C" __global__ void __launch_bounds__(PLACE_THREADS) place(const __grid_c
         const u32 first = threadIdx.x << request.bin_bits;
         request.leader_counts[request.segments[threadIdx.x].index] = starts[first + (1u << request.bin_bits)] - starts[first];
     }
+    for (u32 s = blockIdx.x; s < request.segment_count; s += gridDim.x) {
+        if (request.segments[s].layout == nullptr) continue;
+        const HostLayout* const layout = reinterpret_cast<const HostLayout*>(load_word(request.segments[s].layout));
+        const u64 version = layout == nullptr ? 1 : load_host_word(layout->versions + VERSION_BYTES * threadIdx.x);
+        request.versions[s << STRIPE_BITS | threadIdx.x] = version;
+    }
     const Parts parts(request, request.missing_counts, 32);
     for (u32 part = warp_of_grid(); part < parts.total; part += warps_of_grid()) {
         u32 s, first, entries;
@@ -182,10 +193,14 @@ extern "C" __global__ void __launch_bounds__(PLACE_THREADS) place(const __grid_c
 extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) fetch(const __grid_constant__ Linked request) {
     __shared__ u32 positions[HPS_THREADS / 32][READ_AT_ONCE];
     const Parts parts(request, request.leader_counts, READ_AT_ONCE);
+    // Few blocks keep what is read at once together in the host's memory, many hide its latency (docs/gpu-cache.md).
+    const u32 blocks = max(static_cast<u32>(request.least_blocks), parts.total / request.parts_per_block);
+    if (blockIdx.x >= blocks) return;
+    const u32 warps = min(blocks, gridDim.x) * (HPS_THREADS / 32);
     const u32 lane = threadIdx.x % 32, tile = lane / 4;
     u32* const to = positions[threadIdx.x / 32];
 #pragma unroll 1
-    for (u32 part = warp_of_grid(); part < parts.total; part += warps_of_grid()) {
+    for (u32 part = warp_of_grid(); part < parts.total; part += warps) {
         u32 s, first, entries;
         parts.find(part, s, first, entries);
         const LinkSegment& segment = request.segments[s];
@@ -201,7 +216,8 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) fetch(
             stream_out(segment.out + static_cast<u64>(to[of]) * units + unit, value);
             if (first + of < segment.staged_rows) segment.staged[static_cast<u64>(first + of) * units + unit] = value;
         };
-        const u32 state = read_host(segment.layout, key, asks, units, request.patience, request.zero, store);
+        const u64 version = asks ? request.versions[s << STRIPE_BITS | mix(key) >> (64 - STRIPE_BITS)] : 0;
+        const u32 state = read_host(segment.layout, key, asks, version, units, request.patience, request.zero, store);
         if (asks && lane % 4 == 0) {
             request.states[leader] = state;
             const u32 at = segment.missing + first + tile;

@@ -35,7 +35,7 @@ class HostLayout:
     one reads as *retired*: a reader that meets either asks for the present layout, or leaves the key to the host.
 
     Attributes:
-        words: (5 + 2 * segments,) uint64; see `layout` in `databases/hash_map/layout.py`.
+        words: (6 + 2 * segments,) uint64; see `layout` in `databases/hash_map/layout.py`.
         slabs: (slabs,) uint64, the addresses of the slabs so far: those of rows below slabs << words[SLAB_SHIFT].
         memory: what keeps the memory in place.
     """

@@ -77,7 +77,7 @@ def _memory(address: int, dtype: np.dtype, count: int) -> np.ndarray:
 def inspect(database: HashMapDatabase, tag: str) -> Inspection:
     """Read a table that nobody writes to, and check that it is sound."""
     table = database._tables[tag]
-    slab_table, shift, vector_bytes, stamp_offset, bits, *places = table._buckets.layout.tolist()
+    slab_table, shift, vector_bytes, stamp_offset, bits, _versions, *places = table._buckets.layout.tolist()
     rows, used, free = table._counters.tolist()
     slabs = _memory(slab_table, np.dtype(np.uint64), -(-max(used, 1) // (1 << shift)))
     assert len(places) == 2 << bits
@@ -120,6 +120,7 @@ def _segment(buckets: npt.NDArray[np.void], number: int, bits: int) -> tuple[Key
     assert not (buckets["version"] & 1).any(), "a bucket was left half-written"
     assert (buckets["mask"] < 1 << 10).all()
     occupied = (buckets["mask"][:, None] >> np.arange(10)) & 1 == 1
+    assert not buckets["keys"][~occupied].any(), "the key field of a free entry is 0"
     here = np.broadcast_to(np.arange(buckets.size)[:, None], occupied.shape)[occupied]
     hashes = mixed(buckets["keys"][occupied])
     assert [number] * hashes.size == [int(hashed) >> (64 - bits) for hashed in hashes], "keys of another segment"

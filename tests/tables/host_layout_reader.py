@@ -4,18 +4,27 @@ import numpy as np
 from numba import njit
 
 from hps.databases.hash_map.layout import (
-    DONE,
     SLAB_SHIFT,
     VECTOR_BYTES,
+    VERSION_BYTES,
+    VERSIONS,
+    after,
     copy,
     home_of,
-    locate,
+    key_of,
+    lowest_bit,
+    mask_of,
+    match_keys,
+    overflow_of,
+    row_of,
     segment_of,
 )
 from hps.hashing import mix
 from hps.host_tables import HostLayout
-from hps.numba_atomics import fence_acquire, load_relaxed
+from hps.numba_atomics import fence_acquire, load_acquire, load_relaxed
 from hps.types import BoolArray, FloatArray, KeyArray
+
+_RETIRED = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 @njit()
@@ -24,15 +33,27 @@ def _read(words, slabs, keys, out, answered):  # type: ignore[no-untyped-def]
     shift, vector_bytes = words[SLAB_SHIFT], words[VECTOR_BYTES]
     for i in range(keys.size):
         hashed = mix(keys[i])
+        version_at = words[VERSIONS] + (hashed >> np.uint64(54)) * np.uint64(VERSION_BYTES)
+        version = load_acquire(version_at)
         segment = segment_of(words, hashed)
-        state, bucket, header, row = locate(words, segment, home_of(words, segment, hashed), keys[i])
+        bucket = home_of(words, segment, hashed)
+        header = load_relaxed(bucket)
+        hit = match_keys(bucket, keys[i]) & mask_of(header)
+        while not hit and header != _RETIRED and overflow_of(header):
+            bucket = after(words, segment, bucket)
+            header = load_relaxed(bucket)
+            hit = match_keys(bucket, keys[i]) & mask_of(header)
+        if not hit or header == _RETIRED:
+            continue
+        row = row_of(bucket, lowest_bit(hit))
         slab = np.int64(row >> shift)
-        if state != DONE or slab >= slabs.size:
+        if slab >= slabs.size:
             continue
         place = row & ((np.uint64(1) << shift) - np.uint64(1))
         copy(target + np.uint64(i) * vector_bytes, slabs[slab] + place * vector_bytes, vector_bytes)
         fence_acquire()
-        answered[i] = load_relaxed(bucket) == header
+        still = keys[i] != 0 or key_of(bucket, lowest_bit(hit)) == 0
+        answered[i] = still and version & np.uint64(1) == 0 and load_relaxed(version_at) == version
 
 
 def read_in_place(layout: HostLayout, keys: KeyArray) -> tuple[FloatArray, BoolArray]:

@@ -28,6 +28,9 @@ QUERY_THREADS = 128
 UNIQUE_THREADS = 512
 LINK_THREADS = 128
 PLACE_THREADS = 1024
+STRIPES = 1024
+"""Of a table: their versions tell readers what was changed."""
+LEAST_FETCH_BLOCKS, MOST_FETCH_BLOCKS = 48, 264
 MOST_BINS = 1024
 """Bins of the misses of a large lookup, over all its tables."""
 
@@ -39,14 +42,14 @@ SEGMENT_LINK = struct.Struct("<QQQfI")  # layout, link, staged, default_value, a
 QUERY_LINK = struct.Struct("<QQQQQQII")
 # missing_keys, missing_positions, missing_counts, any_missing, segment_count, keys_per_warp, 0
 QUERY_TAIL = struct.Struct("<QQQQIHH")
-HOST_LAYOUT = struct.Struct("<QQIIII32Q")  # self, slabs, slab_count, slab_shift, row_bytes, segment_bits, segments
+HOST_LAYOUT = struct.Struct("<QQQIIII32Q")  # self, slabs, versions, slab_count, slab_shift, row_bytes, segment_bits, segments
 LINK = struct.Struct("<QQQQQQ")  # current, epoch, counters
 # layout, link, out, found, staged, missing, index, units, staged_rows, default_value, authoritative
 LINK_SEGMENT = struct.Struct("<QQQQQIIIIfI")
 # missing_keys, missing_positions, missing_counts, leaders, ranks, order, states, left_keys, left_positions, left_counts,
 # staged_keys, staged_epochs, staged_found, slots, bins, leader_counts, tallies, finished, any_left, reports,
-# slot_mask, bin_bits, segment_count, patience, settles, 0
-LINKED_TAIL = struct.Struct("<20Q6I")
+# versions, slot_mask, bin_bits, segment_count, patience, settles, 0, parts_per_block, least_blocks
+LINKED_TAIL = struct.Struct("<21Q6IHH4x")
 PART_TAIL = struct.Struct("<QQQQQQII")  # keys, vectors, chosen, count, epochs, epoch, n, first_block; after a TABLE
 PART_BYTES = TABLE.size + PART_TAIL.size
 INSERT_TAIL = struct.Struct("<QII")  # finished, part_count, mode
@@ -163,6 +166,14 @@ def link_kernel(name: str, unit: int, widest: int, segments: int) -> Kernel:
     copy = _copy_lanes(unit, widest) if name == "fetch" else 8
     one = 1 if segments == 1 else SEGMENTS_AT_ONCE
     return Kernel(name, "link", (("UNIT", unit), ("COPY", copy), ("SEGMENTS", one)))
+
+
+def parts_per_fetch_block(dim: int) -> int:
+    """How many parts of 8 misses each block of `fetch` takes at least, where the widest rows have `dim` floats.
+
+    What is read at once should be together in the host's memory, the more so the more there is of it.
+    """
+    return max(1, (4 * dim + 128) // 8)
 
 
 def insert_kernel(unit: int, dim: int, parts: int = 1) -> Kernel:

@@ -17,8 +17,8 @@ from hps.host_tables import HostLayout, HostTable
 
 _MOST_SEGMENTS = 16
 _SLABS_AT = 512  # bytes from the start of a layout's device memory to its slab addresses
-_HEAD_WORDS = 5  # of HostLayout.words, before the segments
-_SHIFT, _ROW_BYTES, _SEGMENT_BITS = 1, 2, 4  # positions in HostLayout.words
+_HEAD_WORDS = 6  # of HostLayout.words, before the segments
+_SHIFT, _ROW_BYTES, _SEGMENT_BITS, _VERSIONS = 1, 2, 4, 5  # positions in HostLayout.words
 _EPOCH_AT, _COUNTERS_AT = 8, 16  # bytes from the start of a link
 
 
@@ -66,6 +66,7 @@ class DeviceLayout:
         head = kernels.HOST_LAYOUT.pack(
             self.where,
             self.where + _SLABS_AT,
+            words[_VERSIONS],
             slabs.size,
             words[_SHIFT],
             words[_ROW_BYTES],

@@ -35,7 +35,7 @@ _INLINE_KEYS = 1 << 13  # up to here, the warps of a query read attached tables 
 _STAGED_BYTES = 1 << 27  # of rows of one lookup that are kept for admission
 _PATIENCE = 64  # attempts to read a row that the host is writing to, before it is left to the host
 _UNWAITED_PATIENCE = 1 << 14  # where the host cannot be asked: 30 ms at least
-_LINK_BLOCKS = 528  # of `fetch`: rows that are read at once are close together
+_LINK_BLOCKS = 1056  # of kernels that take one part of their work after another, at most
 _LINK_BYTES = 50  # of lists, by key
 
 
@@ -203,7 +203,7 @@ class CupyLookup(CacheLookup):
         self._staged_at: list[int] = []  # of each segment
         self._link_capacity = 0
         self._left_keys = self._staged_keys = self._staged_epochs = self._leaders = self._ranks = self._order = 0
-        self._left_positions = self._bins = self._slots = self._states = self._staged_found = 0
+        self._left_positions = self._bins = self._slots = self._states = self._staged_found = self._versions = 0
         self._distinct_memory = PinnedBuffer()
         self._distinct_on_host_at = 0
         self._distinct_on_host: np.ndarray = np.empty(0, np.int64)
@@ -259,7 +259,7 @@ class CupyLookup(CacheLookup):
             if None in self._layouts:
                 raise NotReadyError("looking up without waiting: a table was dropped from the in-process hash map")
         inline = sum([place.n for place in self.placed]) <= _INLINE_KEYS
-        self._launch_query(inline, settles=True, captured=captured)
+        self.launch_query(inline, settles=True, captured=captured)
         if not inline:
             self._launch_linked(settles=True, captured=captured)
         self._admit(inline, captured)
@@ -334,7 +334,7 @@ class CupyLookup(CacheLookup):
     def _answer(self, attached: bool) -> list[int]:
         """Answer what the cache and attached tables have; returns how many keys of each segment are left, 0 for all as []."""
         inline = attached and sum([place.n for place in self.placed]) <= _INLINE_KEYS
-        self._launch_query(inline)
+        self.launch_query(inline)
         self._synchronise()
         self._listed_keys, self.missing_positions = self._missing_keys, self._missing_positions
         self._listed_counts = self._missing_counts
@@ -372,7 +372,7 @@ class CupyLookup(CacheLookup):
             attached = attached or layout is not None
         return attached
 
-    def _launch_query(self, link: bool = False, settles: bool = False, captured: bool = False) -> None:
+    def launch_query(self, link: bool = False, settles: bool = False, captured: bool = False) -> None:
         """Launch the queries of all segments: one kernel for every SEGMENTS_AT_ONCE of them.
 
         Args:
@@ -509,20 +509,23 @@ class CupyLookup(CacheLookup):
                 self._finished,
                 self._flags_at + 8,
                 self._tallies_at,
+                self._versions,
                 slots - 1,
                 kernels.bin_bits(len(group)),
                 len(group),
                 _UNWAITED_PATIENCE if settles else _PATIENCE,
                 settles,
                 0,
+                kernels.parts_per_fetch_block(widest),
+                kernels.LEAST_FETCH_BLOCKS,
             )
             runtime.memsetAsync(self._bins, 0, 4 * (kernels.MOST_BINS + slots), self.stream)
             parts = -(-total // 32)
             for name, threads, most in (
-                ("mark", kernels.LINK_THREADS, 2 * _LINK_BLOCKS),
-                ("place", kernels.PLACE_THREADS, _LINK_BLOCKS // 4),
-                ("fetch", kernels.LINK_THREADS, _LINK_BLOCKS),
-                ("spread", kernels.LINK_THREADS, 2 * _LINK_BLOCKS),
+                ("mark", kernels.LINK_THREADS, _LINK_BLOCKS),
+                ("place", kernels.PLACE_THREADS, _LINK_BLOCKS // 8),
+                ("fetch", kernels.LINK_THREADS, kernels.MOST_FETCH_BLOCKS),
+                ("spread", kernels.LINK_THREADS, _LINK_BLOCKS),
             ):
                 per_block = threads // 32
                 blocks = min(most, -(-parts * (4 if name == "fetch" else 1) // per_block))
@@ -701,7 +704,10 @@ class CupyLookup(CacheLookup):
     def _reserve_link_lists(self) -> None:
         """Make room for what `cuda/link.cu` lists of as many keys as the other lists have room for."""
         self._link_capacity = keys = self._capacity
-        start = self._link_lists.reserve(_LINK_BYTES * keys + 4 * kernels.MOST_BINS)
+        versions = 8 * kernels.STRIPES * min(len(self._dims), kernels.SEGMENTS_AT_ONCE)
+        start = self._link_lists.reserve(_LINK_BYTES * keys + 4 * kernels.MOST_BINS + versions)
+        self._versions = start
+        start += versions
         self._left_keys, self._staged_keys, self._staged_epochs = (start + 8 * keys * nth for nth in range(3))
         start += 24 * keys
         self._leaders, self._ranks, self._order, self._left_positions = (start + 4 * keys * nth for nth in range(4))

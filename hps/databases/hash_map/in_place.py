@@ -122,6 +122,8 @@ class TableInPlace(HostTable):
         if table.notes_accesses:
             raise self._refused("its overflow_policy goes by accesses, which a device does not note; expected evict_random")
         pins: dict[Pages, Pin] = {}
+        with table.writing("making versions of its stripes"):
+            table.share()
         try:
             _add(pins, table.memory, pinner, progress)
             with table.writing("pinning the memory"):
@@ -154,7 +156,7 @@ class TableInPlace(HostTable):
 
 
 def _pages_of(buckets: Buckets, slabs: Slabs) -> list[Pages]:
-    return [*buckets.pages, *slabs.extents]
+    return [*buckets.pages, *slabs.extents, *([slabs.versions] if slabs.versions else [])]
 
 
 def _add(pins: dict[Pages, Pin], memory: tuple[Buckets, Slabs], pinner: Pinner, progress: Callable[[int, int], None]) -> None:

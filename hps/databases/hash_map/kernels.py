@@ -29,10 +29,13 @@ from hps.databases.hash_map.layout import (
     VECTOR_BYTES,
     after,
     begin_change,
+    begin_stripe,
     bucket_at,
     buckets_in,
     copy,
     end_change,
+    end_stripe,
+    enter,
     home_of,
     key_of,
     link,
@@ -209,9 +212,11 @@ def insert(  # type: ignore[no-untyped-def]
             bucket, entry = search(layout, hashed, key)
             if bucket:
                 row = row_of(bucket, entry)
+                begin_stripe(layout, hashed)
                 header = begin_change(bucket)
                 copy(vector_of(layout, row), source, vector_bytes)
                 end_change(bucket, header)
+                end_stripe(layout, hashed)
                 if access != KEEP:
                     touch(stamp_of(layout, row), access, now)
                 continue
@@ -271,7 +276,7 @@ def rehash(old, number, new, segment_rows):  # type: ignore[no-untyped-def]
             entry = lowest_bit(mask)
             mask &= mask - U1
             key = key_of(bucket, entry)
-            link(new, segment_rows, mix(key), key, row_of(bucket, entry))
+            enter(new, segment_rows, mix(key), key, row_of(bucket, entry))
 
 
 @kernel(void, LAYOUT, int64, COUNTERS)

@@ -19,21 +19,16 @@ removed. A segment that was replaced by a larger one is *retired* before anythin
 all ones, and a reader that meets one asks the table for its present layout. The memory stays mapped while a reader holds the
 old layout.
 
-DEVICES read pinned memory by the same rules (`in_place.py` says how it stays there). What a CPU writer stores becomes visible to
-them in the order of its release stores and fences, whichever processor stores it. A device that reads a key
-
-1. loads the header with an acquire load of system scope: an odd version is *busy*, all ones is *retired*;
-2. then loads keys and row number of the entry. Loaded at the same time as the header, in one request of 128 bytes, they may be
-   older than it, and then a change that is undone later could escape step 4: so load keys after the header, or load the header
-   once more after the second look at the entry;
-3. then loads the vector, from `HostLayout.slabs`. A row number that names a slab beyond them is of a later layout, or torn:
-   it is never followed. Weak loads will do, since the acquire of step 1 keeps them from being answered by an older cache line;
-4. then a fence of system scope, and loads the header again: only if it is the same may the vector be used or shown to others.
-
-A key that is absent by step 1 was absent at that moment, if the header of each bucket on the way is the same after its keys
-were loaded. All that a device finds busy, retired, changed or beyond its layout it tries again or leaves to the host. The
-vector of a free row may change under a device that still reads it, and its first 4 bytes hold the next free row: the entry was
-removed with a new version before, and the fence of that change comes before any store to the row, so step 4 refuses it.
+DEVICES read pinned memory (`in_place.py` says how it stays there), with fewer loads, for each of which they wait a microsecond.
+The keys are divided into 1,024 *stripes* by the upper bits of their hash. While a table is pinned, the writer makes the version
+of a key's stripe odd before it links, unlinks or replaces the key, and afterwards even, two more than before. A device loads
+the version with an acquire load of system scope, then the buckets, then the vector, from `HostLayout.slabs`, and after a fence
+the version again. If it is even and as it was, nothing of the stripe changed in between, so that the entry named the key's row
+all the time; or the key was absent, if none was found. The parts of a bucket may be of different moments. An entry of another
+stripe's key that is being linked may thus show its occupancy bit beside what its key field held before: that is 0, since
+unlinking a key clears it, so a device that looks for key 0 loads the key field again at the end. A row number beyond the slabs
+of its layout is of a later one, and not followed. What CPU writers store becomes visible to devices in the order of their
+release stores and fences.
 """
 
 from typing import Any, Final
@@ -68,6 +63,10 @@ KEYS: Final[Any] = read_only(int64[::1])
 BUCKET_BYTES: Final = 128
 ENTRIES: Final = 10
 
+STRIPES: Final = 1024
+VERSION_BYTES: Final = 64
+"""A line of memory: reads of one line over a device's link wait for each other."""
+
 LOAD_ROWS: Final = 9
 """Average rows per bucket at which a segment is full: one entry in ten stays free."""
 
@@ -80,7 +79,9 @@ STAMP_OFFSET: Final = 3
 """Bytes from the start of a slab to its stamps; 0 where there are none."""
 SEGMENT_BITS: Final = 4
 """Upper bits of a hash that choose the segment: 2^bits segments."""
-SEGMENTS: Final = 5
+VERSIONS: Final = 5
+"""Address of the versions of the stripes, each `VERSION_BYTES` after the last; 0 while no device reads the table."""
+SEGMENTS: Final = 6
 """From here on, for each segment: its address and its number of buckets. The kernels name a segment by this position."""
 
 # Positions in `counters`, (3,) int64, which the writer changes. `segment_rows` counts the rows of each segment.
@@ -104,6 +105,7 @@ STAMP: Final = 1
 COUNT: Final = 2
 
 U0, U1, U2, U4, U7, U8, U16, U32, U48, U64 = (np.uint64(value) for value in (0, 1, 2, 4, 7, 8, 16, 32, 48, 64))
+_VERSION_BYTES, _STRIPE_SHIFT = np.uint64(VERSION_BYTES), np.uint64(64 - 10)
 _BUCKET, _KEYS, _ROW_NUMBERS = (np.uint64(value) for value in (BUCKET_BYTES, 8, 88))
 _VERSION = np.uint64(0xFFFFFFFF)
 _FULL = np.uint64((1 << ENTRIES) - 1)
@@ -295,9 +297,34 @@ def end_change(bucket, header):  # type: ignore[no-untyped-def]
     store_release(bucket, (header & ~_VERSION) | ((header + U2) & _VERSION))
 
 
-@njit()
+@njit(inline="always")
+def begin_stripe(layout, hashed):  # type: ignore[no-untyped-def]
+    """Tell devices that a key's entry or vector is about to change."""
+    if layout[VERSIONS]:
+        version = layout[VERSIONS] + (hashed >> _STRIPE_SHIFT) * _VERSION_BYTES
+        store_relaxed(version, load_relaxed(version) + U1)
+        fence_release()
+
+
+@njit(inline="always")
+def end_stripe(layout, hashed):  # type: ignore[no-untyped-def]
+    """Tell devices that it has changed."""
+    if layout[VERSIONS]:
+        version = layout[VERSIONS] + (hashed >> _STRIPE_SHIFT) * _VERSION_BYTES
+        store_release(version, load_relaxed(version) + U1)
+
+
+@njit(inline="always")
 def link(layout, segment_rows, hashed, key, row):  # type: ignore[no-untyped-def]
     """Enter an absent key, as the writer. The caller ensures that an entry of the segment is free."""
+    begin_stripe(layout, hashed)
+    enter(layout, segment_rows, hashed, key, row)
+    end_stripe(layout, hashed)
+
+
+@njit()
+def enter(layout, segment_rows, hashed, key, row):  # type: ignore[no-untyped-def]
+    """Do what `link` does, where no device reads."""
     segment = segment_of(layout, hashed)
     bucket = home_of(layout, segment, hashed)
     header = load_relaxed(bucket)
@@ -319,7 +346,9 @@ def unlink(layout, counters, segment_rows, hashed, bucket, entry):  # type: igno
     """Remove an entry, as the writer, and put its row on the list of free rows."""
     segment = segment_of(layout, hashed)
     row = row_of(bucket, entry)
+    begin_stripe(layout, hashed)
     header = begin_change(bucket)
+    store_relaxed(bucket + _KEYS + entry * U8, U0)
     end_change(bucket, header & ~(U1 << (U32 + entry)))
     passed = home_of(layout, segment, hashed)
     while passed != bucket:
@@ -327,6 +356,7 @@ def unlink(layout, counters, segment_rows, hashed, bucket, entry):  # type: igno
         if overflow_of(header) != _OVERFLOW_LIMIT:
             end_change(passed, header - (U1 << U48))
         passed = after(layout, segment, passed)
+    end_stripe(layout, hashed)
     next_free = counters[FREE_ROW]
     store_relaxed_u32(vector_of(layout, row), _NO_ROW if next_free < 0 else np.uint64(next_free))
     counters[FREE_ROW] = np.int64(row)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.databases.hash_map.kernels import count_by_hash, rehash, retire
-from hps.databases.hash_map.layout import BUCKET_BYTES, LOAD_ROWS
+from hps.databases.hash_map.layout import BUCKET_BYTES, LOAD_ROWS, STRIPES, VERSION_BYTES
 from hps.errors import DatabaseError
 
 PAGE_BYTES: Final = mmap.PAGESIZE
@@ -115,6 +115,7 @@ class Slabs:
         self.stamp_offset = self.rows_per_slab * vector_bytes if stamped else 0
         self.slab_bytes = self.rows_per_slab * (vector_bytes + STAMP_BYTES * stamped)
         self.capacity_rows = 0
+        self.versions: Pages | None = None
         self._committed_rows = 0
         self._tag = tag
         self._slabs_at_once = max(allocation_rate // self.slab_bytes, 1)
@@ -136,6 +137,10 @@ class Slabs:
     def addresses_so_far(self) -> npt.NDArray[np.uint64]:
         """The addresses of the slabs so far, (count,) uint64, a copy."""
         return self._addresses[: self.count].copy()
+
+    def share(self) -> None:
+        """Make the versions that devices need, if they are not there."""
+        self.versions = self.versions or Pages(STRIPES * VERSION_BYTES, f"table {self._tag!r}: the versions of its stripes")
 
     def extend(self) -> None:
         """Map one more extent.
@@ -170,7 +175,7 @@ class Buckets:
     """The segments of a table between two growths. `layout` is *immutable*; the writer changes the memory and the counts.
 
     Attributes:
-        layout: (5 + 2 * segments,) uint64, what kernels need to know, see `layout.py`; valid while this object is held.
+        layout: (6 + 2 * segments,) uint64, what kernels need to know, see `layout.py`; valid while this object is held.
         pages: the memory of each segment.
         segment_rows: (segments,) int64, the rows of each; for the writer alone.
     """
@@ -183,10 +188,17 @@ class Buckets:
         self._slabs = slabs
         self.pages = tuple(pages)
         bits = len(pages).bit_length() - 1
-        head = [slabs.addresses, slabs.shift, slabs.vector_bytes, slabs.stamp_offset, bits]
+        versions = slabs.versions.address if slabs.versions else 0
+        head = [slabs.addresses, slabs.shift, slabs.vector_bytes, slabs.stamp_offset, bits, versions]
         segments = [word for page in pages for word in (page.address, page.size_bytes // BUCKET_BYTES)]
         self.layout: npt.NDArray[np.uint64] = np.array(head + segments, np.uint64)
         self.segment_rows: npt.NDArray[np.int64] = np.zeros(len(pages), np.int64)
+
+    def described_again(self) -> "Buckets":
+        """Return the same segments with what their slabs have now."""
+        same = Buckets(self._tag, self._slabs, self.pages)
+        same.segment_rows = self.segment_rows
+        return same
 
     @classmethod
     def empty(cls, tag: str, slabs: Slabs, count: int) -> "Buckets":

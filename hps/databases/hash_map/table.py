@@ -168,6 +168,11 @@ class HashMapTable:
         """What the table lies in at present."""
         return self._buckets, self._slabs
 
+    def share(self) -> None:
+        """Keep from now on, as the writer, the versions by which devices see what changes."""
+        self._slabs.share()
+        self._buckets = self._buckets.described_again()
+
     def stats(self) -> TableStats:
         """Rows and bytes; the overhead is all that is committed beside the vectors: buckets, stamps, free rows."""
         rows, used, _ = self._counters.tolist()

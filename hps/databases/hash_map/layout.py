@@ -19,8 +19,8 @@ removed. A segment that was replaced by a larger one is *retired* before anythin
 all ones, and a reader that meets one asks the table for its present layout. The memory stays mapped while a reader holds the
 old layout.
 
-DEVICES read pinned memory by the same rules (`in_place.py` says how it stays there). What a CPU writer stores becomes visible to
-them in the order of its release stores and fences, whichever processor stores it. A device that reads a key
+DEVICES read pinned memory by the same rules (`in_place.py` says how it stays there). What a CPU stores becomes visible to them
+in the order of its release stores and fences, as it does to another CPU. A device that reads a key
 
 1. loads the header with an acquire load of system scope: an odd version is *busy*, all ones is *retired*;
 2. then loads keys and row number of the entry. Loaded at the same time as the header, in one request of 128 bytes, they may be

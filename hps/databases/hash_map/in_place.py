@@ -140,7 +140,7 @@ class TableInPlace(HostTable):
                 return False
             self._pinner = pinner
             self._pins = {pages: pins[pages] for pages in _pages_of(buckets, slabs)}
-            slabs.commit()
+            slabs.pinned = True
             self._tell(HostLayout(buckets.layout, slabs.addresses_so_far(), tuple(self._pins.values())))
         return True
 
@@ -154,7 +154,7 @@ class TableInPlace(HostTable):
 
 
 def _pages_of(buckets: Buckets, slabs: Slabs) -> list[Pages]:
-    return [*buckets.pages, *slabs.extents]
+    return [*buckets.pages, *(extent.pages for extent in slabs.extents)]
 
 
 def _add(pins: dict[Pages, Pin], memory: tuple[Buckets, Slabs], pinner: Pinner, progress: Callable[[int, int], None]) -> None:

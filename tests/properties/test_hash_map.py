@@ -31,9 +31,15 @@ class HashMapMachine(RuleBasedStateMachine):
 
     tables = Bundle("tables")
 
-    @initialize(buckets=st.integers(1, 4), segmented_from=st.sampled_from([1, 5, 4096]), target=tables)
-    def open(self, buckets, segmented_from):
+    @initialize(
+        buckets=st.integers(1, 4),
+        segmented_from=st.sampled_from([1, 5, 4096]),
+        stripe_bytes=st.sampled_from([64, 1 << 12, 1 << 20]),
+        target=tables,
+    )
+    def open(self, buckets, segmented_from, stripe_bytes):
         self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(hash_map_memory, "_STRIPE_BYTES", stripe_bytes)
         self.patch.setattr(hash_map_memory, "SEGMENTED_FROM", segmented_from)
         self.database = HashMapDatabase(initial_buckets=buckets, allocation_rate=1)
         self.model: dict[str, dict[int, int]] = {}
@@ -89,7 +95,7 @@ class HashMapMachine(RuleBasedStateMachine):
         for key, vector in scanned.items():
             assert (vector == vectors_of(np.array([key]), DIM, self.model[tag][key])[0]).all()
 
-    @rule(tag=tables, rows=st.integers(0, 500))
+    @rule(tag=tables, rows=st.one_of(st.integers(0, 500), st.sampled_from([5000, 100_000, 200_000])))
     def reserve(self, tag, rows):
         self.database.reserve(tag, rows)
 

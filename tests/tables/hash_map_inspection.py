@@ -78,8 +78,9 @@ def inspect(database: HashMapDatabase, tag: str) -> Inspection:
     """Read a table that nobody writes to, and check that it is sound."""
     table = database._tables[tag]
     slab_table, shift, vector_bytes, stamp_offset, bits, _versions, *places = table._buckets.layout.tolist()
-    rows, used, free = table._counters.tolist()
-    slabs = _memory(slab_table, np.dtype(np.uint64), -(-max(used, 1) // (1 << shift)))
+    rows, free_count, fresh, first_row, stripe_rows, stripe_bits, list_bits, *lists = table._slabs.counters.tolist()
+    capacity = table._slabs.capacity_rows
+    slabs = _memory(slab_table, np.dtype(np.uint64), capacity >> shift)
     assert len(places) == 2 << bits
 
     def vector(row: int) -> bytes:
@@ -99,12 +100,22 @@ def inspect(database: HashMapDatabase, tag: str) -> Inspection:
         all_numbers.append(numbers)
     keys, numbers = np.concatenate(all_keys), np.concatenate(all_numbers).tolist()
     free_rows = []
-    while free >= 0:
-        free_rows.append(free)
-        following = int.from_bytes(vector(free)[:4], "little")
-        free = -1 if following == 2**32 - 1 else following
+    for free in lists[: 1 << list_bits]:
+        while free >= 0:
+            free_rows.append(free)
+            following = int.from_bytes(vector(free)[:4], "little")
+            free = -1 if following == 2**32 - 1 else following
     assert len(set(keys.tolist())) == keys.size == rows, "each key once, and as many as counted"
-    assert sorted(numbers + free_rows) == list(range(used)), "each row number linked or free, and once"
+    assert len(free_rows) == free_count
+    handed_out = sorted(numbers + free_rows)
+    assert len(set(handed_out)) == len(handed_out), "each row number linked or free, and once"
+    used = lists[1 << list_bits :][: 1 << stripe_bits]
+    assert fresh == (stripe_rows << stripe_bits) - sum(used)
+    left = sum((extent.stripe_rows << extent.stripe_bits) - int(was_used.sum()) for extent, was_used in table._slabs._left)
+    assert len(handed_out) + fresh + left == capacity, "no row number is lost"
+    here = [row - first_row for row in handed_out if 0 <= row - first_row < stripe_rows << stripe_bits]
+    places = [stripe * stripe_rows + place for stripe, count in enumerate(used) for place in range(count)]
+    assert here == places, "rows of a stripe are used from its start"
     stamps = {int(key): stamp(row) for key, row in zip(keys, numbers, strict=True)} if stamp_offset else {}
     vectors = {int(key): vector(row) for key, row in zip(keys, numbers, strict=True)}
     if table._overflow:
@@ -113,6 +124,14 @@ def inspect(database: HashMapDatabase, tag: str) -> Inspection:
         np.testing.assert_array_equal(table._partition_rows, counted, "rows of each partition")
         assert (counted <= table._overflow.margin).all(), "a partition beyond its margin"
     return Inspection(vectors, stamps, segments, free_rows)
+
+
+def placed(database: HashMapDatabase, tag: str) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+    """The hashes of all keys of a table that nobody writes to, and their row numbers."""
+    _, _, _, _, bits, _versions, *places = database._tables[tag]._buckets.layout.tolist()
+    segments = zip(places[::2], places[1::2], strict=True)
+    parts = [_segment(_memory(address, BUCKET, count), i, bits) for i, (address, count) in enumerate(segments)]
+    return mixed(np.concatenate([keys for keys, _ in parts])), np.concatenate([rows for _, rows in parts]).astype(np.int64)
 
 
 def _segment(buckets: npt.NDArray[np.void], number: int, bits: int) -> tuple[KeyArray, npt.NDArray[np.uint32]]:

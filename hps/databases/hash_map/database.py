@@ -29,9 +29,11 @@ class HashMapDatabase(InProcessDatabase):
     **Memory of a table beyond its vectors**, in bytes per row. A bucket of 128 bytes has ten entries. It holds nine rows on
     average when its segment grows, and 7.2 afterwards, since a segment grows by a quarter: that makes 14.2 to 17.8. A stamp,
     for `evict_least_used` and `evict_oldest`, takes 4. Slabs are committed by the page (by 2 MB from 2^20 rows on, which may
-    leave 2 bytes per row unused). The list of free rows lies in the free rows themselves, and without a margin there is
+    leave 2 bytes per row unused). The lists of free rows lie in the free rows themselves, and without a margin there is
     nothing else. The sum is 14 to 20, with stamps up to 24, and a sixteenth of 14 more while a segment grows; tables of less
-    than 10,000 rows take some pages more. Rows that were deleted or evicted keep their memory for later rows.
+    than 10,000 rows take some pages more. Rows that were deleted or evicted keep their memory for later rows. Rows that are
+    reserved take their memory as they come, and from 64 MB on soon all of it, with a 256th to spare. A table that devices read
+    in place has all of its memory committed and pinned, and grows by a sixty-fourth at once.
     """
 
     kind = "hash_map"
@@ -173,9 +175,9 @@ class HashMapDatabase(InProcessDatabase):
         return self._table(tag).in_place
 
     def reserve(self, tag: str, rows: int) -> None:
-        """Make room in the buckets of a table for `rows` in all, so that inserting them does not grow it step by step.
+        """Make room for `rows` in all, so that inserting them does not grow the table step by step, and vectors lie in order.
 
-        This is a hint from loaders. Memory for vectors is committed only by the rows that are inserted.
+        This is a hint from loaders. Memory is committed by the rows that are inserted; from 64 MB of vectors on, by the first.
 
         Raises:
             DatabaseError: no memory, or more rows than a table can hold.

@@ -27,7 +27,6 @@ from hps.databases.hash_map.layout import (
     SEGMENTS,
     STAMP,
     U1,
-    USED_ROWS,
     bucket_at,
     buckets_in,
     key_of,
@@ -170,8 +169,12 @@ class HashMapOverflow:
         partition_rows: npt.NDArray[np.int64],  # (partitions,)
         random: npt.NDArray[np.uint64],  # (2,)
         keys: KeyArray,  # (n,)
+        row_numbers: int,
     ) -> BoolArray:  # (n,)
-        """Evict what must go before a batch is entered, as the table's writer; returns which of its positions to enter."""
+        """Evict what must go before a batch is entered, as the table's writer; returns which of its positions to enter.
+
+        All row numbers are below `row_numbers`.
+        """
         kept = np.zeros(keys.size, np.bool_)
         batch_rows, new_rows = np.zeros((2, self.partitions), np.int64)
         _plan(layout, keys, self.margin, kept, batch_rows, new_rows)
@@ -180,7 +183,7 @@ class HashMapOverflow:
             return kept
         others = partition_rows - (batch_rows - new_rows)
         excess = np.where(over, others - np.maximum(self.target_rows - batch_rows, 0), 0)
-        protected = np.zeros((int(counters[USED_ROWS]) + 63) // 64, np.uint64)
+        protected = np.zeros((row_numbers + 63) // 64, np.uint64)
         _protect(layout, keys, kept, protected)
         if self.policy != "evict_random":
             limits, tied, tied_excess = self._limits(layout, protected, excess, others)

@@ -142,7 +142,7 @@ class TableInPlace(HostTable):
                 return False
             self._pinner = pinner
             self._pins = {pages: pins[pages] for pages in _pages_of(buckets, slabs)}
-            slabs.commit()
+            slabs.pinned = True
             self._tell(HostLayout(buckets.layout, slabs.addresses_so_far(), tuple(self._pins.values())))
         return True
 
@@ -156,7 +156,8 @@ class TableInPlace(HostTable):
 
 
 def _pages_of(buckets: Buckets, slabs: Slabs) -> list[Pages]:
-    return [*buckets.pages, *slabs.extents, *([slabs.versions] if slabs.versions else [])]
+    versions = [slabs.versions] if slabs.versions else []
+    return [*buckets.pages, *(extent.pages for extent in slabs.extents), *versions]
 
 
 def _add(pins: dict[Pages, Pin], memory: tuple[Buckets, Slabs], pinner: Pinner, progress: Callable[[int, int], None]) -> None:

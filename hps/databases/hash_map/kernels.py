@@ -13,10 +13,12 @@ from hps.databases.hash_map.layout import (
     BUSY,
     COUNTERS,
     DONE,
-    FREE_ROW,
+    FREE_ROWS,
+    FRESH_ROWS,
     KEEP,
     KEYS,
     LAYOUT,
+    LISTS,
     LOAD_ROWS,
     SEGMENT_BITS,
     SEGMENTS,
@@ -25,7 +27,6 @@ from hps.databases.hash_map.layout import (
     U1,
     U32,
     U64,
-    USED_ROWS,
     VECTOR_BYTES,
     after,
     begin_change,
@@ -39,6 +40,7 @@ from hps.databases.hash_map.layout import (
     home_of,
     key_of,
     link,
+    list_of,
     locate,
     mask_of,
     number_of,
@@ -73,6 +75,8 @@ NO_ROWS: Final = 5
 """How an insertion ended: no row number is free."""
 _BLOCK = 32
 """Keys that are hashed together, then probed, then copied, so that their cache misses overlap; 16 to 128 perform alike."""
+_AHEAD_BYTES = np.uint64(256)
+"""Most bytes of a freed row to ask for before it is used again."""
 _TRIES = 100
 _REGISTER_BYTES = np.uint64(64 * REGISTER_LINES)
 _VECTORS: Any = float32[:, ::1]
@@ -175,9 +179,9 @@ def fetch(layout, keys, out, found, spare_vector, start, access, now):  # type: 
     return filled, start, DONE
 
 
-@kernel(_TRIPLE, LAYOUT, COUNTERS, COUNTERS, COUNTERS, KEYS, read_only(_VECTORS), _FLAGS, _PAIR, int64, _PAIR)
+@kernel(_TRIPLE, LAYOUT, COUNTERS, COUNTERS, COUNTERS, KEYS, read_only(_VECTORS), _FLAGS, _PAIR, _PAIR)
 def insert(  # type: ignore[no-untyped-def]
-    layout, counters, segment_rows, partition_rows, keys, vectors, kept, span, capacity_rows, use
+    layout, counters, segment_rows, partition_rows, keys, vectors, kept, span, use
 ):
     """Add or replace keys, in order.
 
@@ -185,7 +189,6 @@ def insert(  # type: ignore[no-untyped-def]
         partition_rows: (partitions,) int64, rows of each partition, kept up to date; (0,) if nobody needs them.
         kept: (n,) bool, False for keys to leave out; (0,) to insert all.
         span: first position and the one after the last.
-        capacity_rows: rows that have memory.
         use: KEEP, STAMP or COUNT, and the stamp of now.
 
     Returns:
@@ -195,7 +198,9 @@ def insert(  # type: ignore[no-untyped-def]
     start, stop = span
     access, now = use[0], np.uint64(use[1])
     vector_bytes = layout[VECTOR_BYTES]
+    ahead_bytes = min(vector_bytes, _AHEAD_BYTES)
     sources = np.uint64(vectors.ctypes.data)
+    reusing = False  # whether the last block had new keys and there are freed rows: so it probably is with this one
     while start < stop:
         count = min(_BLOCK, stop - start)
         for i in range(count):
@@ -203,6 +208,15 @@ def insert(  # type: ignore[no-untyped-def]
             bucket = home_of(layout, segment_of(layout, hashed), hashed)
             prefetch(bucket)
             prefetch(bucket + U64)
+            if reusing:
+                free = counters[np.uint64(LISTS) + list_of(counters, hashed)]
+                if free >= 0:
+                    vector = vector_of(layout, np.uint64(free))
+                    ahead = U0
+                    while ahead < ahead_bytes:
+                        prefetch(vector + ahead)
+                        ahead += U64
+        reusing = False
         for position in range(start, start + count):
             if kept.size > 0 and not kept[position]:
                 continue
@@ -223,9 +237,10 @@ def insert(  # type: ignore[no-untyped-def]
             segment = segment_of(layout, hashed)
             if segment_rows[number_of(segment)] >= LOAD_ROWS * np.int64(buckets_in(layout, segment)):
                 return position, NO_BUCKETS, number_of(segment)
-            if counters[FREE_ROW] < 0 and counters[USED_ROWS] >= capacity_rows:
+            if counters[FREE_ROWS] + counters[FRESH_ROWS] == 0:
                 return position, NO_ROWS, 0
-            row = take_row(layout, counters)
+            reusing = counters[FREE_ROWS] > 0
+            row = take_row(layout, counters, hashed)
             copy(vector_of(layout, row), source, vector_bytes)
             if access != KEEP:
                 store_relaxed_u32(stamp_of(layout, row), now if access == STAMP else U1)

@@ -10,6 +10,13 @@ A table has one array of buckets or, from 4,096 buckets on, sixteen *segments* b
 of its own, so that growth takes the memory and the time of a sixteenth. Homes ascend with the hash whatever the number of
 buckets. That makes growth two sequential walks, and makes a hash a cursor of a scan that stays valid across growth.
 
+Vectors lie in the order of their buckets, coarsely: whoever reads many keys by ascending hash then walks through memory, which
+a device does up to seven times faster than in any other order. Rows are mapped in *extents*. Each is divided evenly into at
+most 1,024 *stripes* by the upper bits of the hash. A new row comes from the stripe of its key: first from the list of rows that
+were freed there, then from the rows of the stripe that were never used; and where there are none, from the next stripe, around
+the end. A table whose rows were reserved before they were loaded has one extent, where few rows are not in their stripe.
+Without that, each further extent repeats the order.
+
 RACES. There is one writer at a time and any number of readers, who take no lock. The writer makes the version odd before it
 changes keys, row numbers or a linked vector, and afterwards even, two more than before. A change of the overflow count alone
 is one store. A reader uses what it read between two loads of an equal, even header, and otherwise reads again. So it saw the
@@ -84,12 +91,23 @@ VERSIONS: Final = 5
 SEGMENTS: Final = 6
 """From here on, for each segment: its address and its number of buckets. The kernels name a segment by this position."""
 
-# Positions in `counters`, (3,) int64, which the writer changes. `segment_rows` counts the rows of each segment.
+# Positions in `counters`, (LISTS + 2 * lists,) int64, which the writer changes. `segment_rows` counts the rows of each segment.
 ROWS: Final = 0
-USED_ROWS: Final = 1
-"""How many row numbers were ever handed out, which is the next fresh one."""
-FREE_ROW: Final = 2
-"""First row of the list of freed rows, or -1; the first 4 bytes of a freed vector hold the next one."""
+FREE_ROWS: Final = 1
+"""How many rows are on the lists of freed rows."""
+FRESH_ROWS: Final = 2
+"""How many rows of the present extent, the one that fresh rows come from, were never used."""
+EXTENT_ROW: Final = 3
+"""First row of the present extent."""
+STRIPE_ROWS: Final = 4
+"""Rows of each of its stripes."""
+STRIPE_BITS: Final = 5
+"""It has 2^bits of them, at most as many as there are lists."""
+LIST_BITS: Final = 6
+"""There are 2^bits lists of freed rows: one for each stripe of the extent that has the most."""
+LISTS: Final = 7
+"""From here on, the first row of each list, or -1; the first 4 bytes of a freed vector hold the next one. Then, for each stripe
+of the present extent, how many of its rows were ever used."""
 
 # How a search ended.
 DONE: Final = 0
@@ -341,9 +359,15 @@ def enter(layout, segment_rows, hashed, key, row):  # type: ignore[no-untyped-de
     segment_rows[number_of(segment)] += 1
 
 
+@njit(inline="always")
+def list_of(counters, hashed):  # type: ignore[no-untyped-def]
+    """The number of the list of freed rows where a key belongs, unsigned."""
+    return (hashed >> U32) >> (U32 - np.uint64(counters[LIST_BITS]))
+
+
 @njit()
 def unlink(layout, counters, segment_rows, hashed, bucket, entry):  # type: ignore[no-untyped-def]
-    """Remove an entry, as the writer, and put its row on the list of free rows."""
+    """Remove an entry, as the writer, and put its row on the list of its key's stripe."""
     segment = segment_of(layout, hashed)
     row = row_of(bucket, entry)
     begin_stripe(layout, hashed)
@@ -357,24 +381,37 @@ def unlink(layout, counters, segment_rows, hashed, bucket, entry):  # type: igno
             end_change(passed, header - (U1 << U48))
         passed = after(layout, segment, passed)
     end_stripe(layout, hashed)
-    next_free = counters[FREE_ROW]
+    head = np.uint64(LISTS) + list_of(counters, hashed)
+    next_free = counters[head]
     store_relaxed_u32(vector_of(layout, row), _NO_ROW if next_free < 0 else np.uint64(next_free))
-    counters[FREE_ROW] = np.int64(row)
+    counters[head] = np.int64(row)
+    counters[FREE_ROWS] += 1
     counters[ROWS] -= 1
     segment_rows[number_of(segment)] -= 1
 
 
 @njit()
-def take_row(layout, counters):  # type: ignore[no-untyped-def]
-    """Hand out a freed row number or, if there is none, a fresh one, as the writer."""
+def take_row(layout, counters, hashed):  # type: ignore[no-untyped-def]
+    """Hand out a row for a key, as the writer. The caller ensures that there are freed or fresh ones."""
     counters[ROWS] += 1
-    free = counters[FREE_ROW]
-    if free < 0:
-        counters[USED_ROWS] += 1
-        return np.uint64(counters[USED_ROWS] - 1)
-    next_free = load_relaxed_u32(vector_of(layout, np.uint64(free)))
-    counters[FREE_ROW] = -1 if next_free == _NO_ROW else np.int64(next_free)
-    return np.uint64(free)
+    list_bits, stripe_bits = np.uint64(counters[LIST_BITS]), np.uint64(counters[STRIPE_BITS])
+    number = list_of(counters, hashed)
+    while True:
+        head = np.uint64(LISTS) + number
+        free = counters[head]
+        if free >= 0:
+            next_free = load_relaxed_u32(vector_of(layout, np.uint64(free)))
+            counters[head] = -1 if next_free == _NO_ROW else np.int64(next_free)
+            counters[FREE_ROWS] -= 1
+            return np.uint64(free)
+        stripe = number >> (list_bits - stripe_bits)
+        use = np.uint64(LISTS) + (U1 << list_bits) + stripe
+        used = counters[use]
+        if used < counters[STRIPE_ROWS]:
+            counters[use] = used + 1
+            counters[FRESH_ROWS] -= 1
+            return np.uint64(counters[EXTENT_ROW] + np.int64(stripe) * counters[STRIPE_ROWS] + used)
+        number = (number + U1) & ((U1 << list_bits) - U1)
 
 
 @njit()

@@ -3,6 +3,7 @@
 import mmap
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil, sqrt
 from typing import Final
 
@@ -10,21 +11,37 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.databases.hash_map.kernels import count_by_hash, rehash, retire
-from hps.databases.hash_map.layout import BUCKET_BYTES, LOAD_ROWS, STRIPES, VERSION_BYTES
+from hps.databases.hash_map.layout import (
+    BUCKET_BYTES,
+    EXTENT_ROW,
+    FRESH_ROWS,
+    LIST_BITS,
+    LISTS,
+    LOAD_ROWS,
+    STRIPES,
+    VERSION_BYTES,
+)
 from hps.errors import DatabaseError
 
 PAGE_BYTES: Final = mmap.PAGESIZE
 HUGE_PAGE_BYTES: Final = 2 << 20
-MAX_ROWS: Final = 2**32 - 2
-"""Most rows of a table. Row numbers are uint32, and two values stay free for marks."""
+MAX_ROWS: Final = 2**32 - 2**16
+"""Most rows of a table: row numbers are uint32, a mark is not one of them, and slabs are whole."""
 STAMP_BYTES: Final = 4
 
 _HUGE_PAGES_FROM_ROWS = 1 << 20
 """Rows from which extents use huge pages (10 to 15 % more keys/s at 8 M rows). The last page, filled in part, then costs at
 most 2 bytes per row."""
+_HUGE_PAGES_FROM_BYTES = 64 << 20
+"""Bytes of rows that are reserved, and so soon used, from which they do."""
 _SLAB_BYTES = 1 << 20
 _LEAST_SLAB_ROWS = 1 << 10
 _MOST_SLAB_ROWS = 1 << 16
+_STRIPE_BYTES = 1 << 20
+"""Least bytes of a stripe: where it is committed in part, that is little of it, and so are the rows at its ends."""
+_MOST_STRIPES = 1 << 10
+_SPARE_SHARE = 256
+"""One row more for so many that are reserved: of 2^24 rows, 0.4 % are then beyond their stripe, instead of 14 %."""
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 SEGMENTED_FROM: Final = 4096
@@ -91,19 +108,44 @@ class Pages:
         return self._array[start : start + self.size_bytes].view(np.uint64)
 
 
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Slabs that were mapped at once. *Immutable.*
+
+    Attributes:
+        pages: their memory.
+        first_row: the number of their first row.
+        stripe_bits: their rows are divided evenly into 2^bits stripes.
+        stripe_rows: rows of a stripe.
+        commit_bytes: what the system commits at once there: a page, or a huge page.
+    """
+
+    pages: Pages
+    first_row: int
+    stripe_bits: int
+    stripe_rows: int
+    commit_bytes: int
+
+
 class Slabs:
     """The vectors of a table by row number, and their stamps where a policy keeps them. *One writer at a time.*
 
     A slab holds `rows_per_slab` rows, a power of two: first their vectors, densely, then their stamps. `addresses` points to
-    the addresses of all slabs: row r is at `addresses[r >> shift] + (r & (rows_per_slab - 1)) * vector_bytes`. Slabs are
-    mapped in extents: one slab, then as many as there are already, but at most `allocation_rate` bytes at once. Rows are
-    handed out in order and pages are committed at first touch, so a table takes the memory of its rows, rounded up to a
-    page. The array of addresses has room for every slab that there can ever be, and is committed likewise, so that it never
-    moves either.
+    the addresses of all slabs: row r is at `addresses[r >> shift] + (r & (rows_per_slab - 1)) * vector_bytes`. The array of
+    addresses has room for every slab that there can ever be, so that it never moves.
+
+    Slabs are mapped in extents: all that `reserve` asks for, or one slab, then as many as there are already, but at most
+    `allocation_rate` bytes at once. Pages are committed at first touch, and the rows of a stripe are used from its start, so a
+    table takes the memory of its rows and of part of a page for each stripe. A stripe is 1 MB or more, so that is little. Of
+    huge pages it is much: soon after the first row, all of an extent is committed. That is right where rows are reserved, which
+    a load then uses. Otherwise such an extent has only one stripe for each 2^20 rows of the table, for 2 bytes a row. Pinning
+    commits whole extents, so a table that is pinned grows by a sixty-fourth.
 
     Attributes:
         capacity_rows: rows that have memory so far.
         extents: the memory of all slabs, in the order of their mapping.
+        counters: see `layout.py`; for the writer, who gets another array with another extent.
+        pinned: whether extents are pinned, and so committed as a whole.
         stamp_offset: bytes from the start of a slab to its stamps, 0 where there are none.
     """
 
@@ -115,14 +157,16 @@ class Slabs:
         self.stamp_offset = self.rows_per_slab * vector_bytes if stamped else 0
         self.slab_bytes = self.rows_per_slab * (vector_bytes + STAMP_BYTES * stamped)
         self.capacity_rows = 0
+        self.pinned = False
+        self.extents: list[Extent] = []
+        self.counters: npt.NDArray[np.int64] = np.array([0] * LISTS + [-1, 0], np.int64)
         self.versions: Pages | None = None
-        self._committed_rows = 0
         self._tag = tag
         self._slabs_at_once = max(allocation_rate // self.slab_bytes, 1)
-        self._slabs_at_most = -(-MAX_ROWS // self.rows_per_slab)
+        self._slabs_at_most = MAX_ROWS // self.rows_per_slab
         self._pages = Pages(self._slabs_at_most * 8, f"table {tag!r}: the addresses of its slabs")
         self._addresses = self._pages.words()
-        self.extents: list[Pages] = []
+        self._left: list[tuple[Extent, npt.NDArray[np.int64]]] = []  # extents with fresh rows, and what of them is used
 
     @property
     def addresses(self) -> int:
@@ -143,32 +187,103 @@ class Slabs:
         self.versions = self.versions or Pages(STRIPES * VERSION_BYTES, f"table {self._tag!r}: the versions of its stripes")
 
     def extend(self) -> None:
-        """Map one more extent.
+        """Make fresh rows available, once there are none: those of an earlier extent, or of one that is mapped now.
 
         Raises:
             DatabaseError: no memory, or the table has as many rows as there are row numbers.
         """
-        slabs = self.count
-        more = min(max(slabs, 1), self._slabs_at_once, self._slabs_at_most - slabs)
-        if more == 0:
+        if self._left:
+            self._turn_to(*self._left.pop())
+        else:
+            self._map(self._usual())
+
+    def reserve(self, rows: int) -> None:
+        """Map memory for `rows` in all, in one extent, and some more, since chance fills stripes unevenly.
+
+        Raises:
+            DatabaseError: no memory.
+        """
+        missing = min(rows + rows // _SPARE_SHARE, MAX_ROWS) - self.capacity_rows
+        if missing > 0:
+            self._map(max(-(-missing // self.rows_per_slab), self._usual()), reserved=True)
+
+    def committed_bytes(self) -> int:
+        """At most how many bytes of pages are committed."""
+        held = sum(extent.pages.size_bytes for extent in self.extents) + _to_pages((self.count + 1) * 8)
+        held += self.versions.size_bytes if self.versions else 0
+        if self.pinned or not self.extents:
+            return held
+        return held - sum(self._untouched_bytes(*left) for left in [*self._left, self._present()])
+
+    def further_bytes(self, rows: int) -> int:
+        """About how many bytes more would be committed, were there `rows` in all."""
+        present, free, _ = self.counters[: FRESH_ROWS + 1].tolist()
+        here = self.capacity_rows if self.pinned else present + free
+        return max(rows - here, 0) * (self.slab_bytes >> self.shift)
+
+    def _usual(self) -> int:
+        """How many slabs an extent has where nobody asked for more."""
+        return min(max(self.count // (64 if self.pinned else 1), 1), self._slabs_at_once)
+
+    def _map(self, slabs: int, reserved: bool = False) -> None:
+        before = self.count
+        slabs = min(slabs, self._slabs_at_most - before)
+        if slabs == 0:
             raise DatabaseError(f"hash map: table {self._tag!r} is full: it holds {MAX_ROWS} rows, the most that it can")
-        huge = self.capacity_rows >= _HUGE_PAGES_FROM_ROWS
-        extent = Pages(more * self.slab_bytes, f"table {self._tag!r}: {more * self.rows_per_slab} more rows", huge)
+        rows, size_bytes = slabs * self.rows_per_slab, slabs * self.slab_bytes
+        huge = self.capacity_rows >= _HUGE_PAGES_FROM_ROWS or (reserved and size_bytes >= _HUGE_PAGES_FROM_BYTES)
+        pages = Pages(size_bytes, f"table {self._tag!r}: {rows} more rows", huge)
+        stripes = min(max(size_bytes // _STRIPE_BYTES, 1), _MOST_STRIPES)
+        if huge and not (reserved or self.pinned):
+            stripes = min(stripes, self.capacity_rows // _HUGE_PAGES_FROM_ROWS)
+        bits = stripes.bit_length() - 1
+        extent = Extent(pages, self.capacity_rows, bits, rows >> bits, HUGE_PAGE_BYTES if huge else PAGE_BYTES)
+        if self.counters[FRESH_ROWS]:
+            self._left.append(self._present())
         self.extents.append(extent)
-        self._addresses[slabs : slabs + more] = extent.address + np.arange(more, dtype=np.uint64) * np.uint64(self.slab_bytes)
-        self.capacity_rows += more * self.rows_per_slab
+        self._addresses[before : before + slabs] = pages.address + np.arange(slabs, dtype=np.uint64) * np.uint64(
+            self.slab_bytes
+        )
+        self.capacity_rows += rows
+        self._turn_to(extent, np.zeros(1 << bits, np.int64))
 
-    def commit(self) -> None:
-        """Hear that all extents so far are committed, since they were pinned."""
-        self._committed_rows = self.capacity_rows
+    def _present(self) -> tuple[Extent, npt.NDArray[np.int64]]:
+        """The extent that fresh rows come from, and how many rows of each of its stripes were ever used."""
+        counters = self.counters
+        extent = next(one for one in reversed(self.extents) if one.first_row == counters[EXTENT_ROW])
+        start = LISTS + (1 << int(counters[LIST_BITS]))
+        return extent, counters[start : start + (1 << extent.stripe_bits)].copy()
 
-    def committed_bytes(self, rows: int) -> int:
-        """At most how many bytes of pages the first `rows` rows have touched, with their stamps and slab addresses."""
-        rows = max(rows, self._committed_rows)
-        whole, rest = divmod(rows, self.rows_per_slab)
-        touched = whole * self.slab_bytes + _to_pages(rest * self.vector_bytes) + _to_pages((whole + 1) * 8)
-        stamps = _to_pages(rest * STAMP_BYTES) if self.stamp_offset else 0
-        return touched + stamps + (HUGE_PAGE_BYTES if rows > _HUGE_PAGES_FROM_ROWS else 0)
+    def _turn_to(
+        self,
+        extent: Extent,
+        used: npt.NDArray[np.int64],  # (stripes,)
+    ) -> None:
+        """Let fresh rows come from this extent."""
+        old = self.counters
+        lists = 1 << int(old[LIST_BITS])
+        bits = max(int(old[LIST_BITS]), extent.stripe_bits)
+        new = np.full(LISTS + (2 << bits), -1, np.int64)
+        new[:LISTS] = old[:LISTS]
+        fresh = (extent.stripe_rows << extent.stripe_bits) - used.sum()
+        new[FRESH_ROWS : LIST_BITS + 1] = fresh, extent.first_row, extent.stripe_rows, extent.stripe_bits, bits
+        new[LISTS : LISTS + (1 << bits) : (1 << bits) // lists] = old[LISTS : LISTS + lists]
+        new[LISTS + (1 << bits) :][: used.size] = used
+        self.counters = new
+
+    def _untouched_bytes(
+        self,
+        extent: Extent,
+        used: npt.NDArray[np.int64],  # (stripes,)
+    ) -> int:
+        """At least how many bytes of pages nobody has touched yet."""
+        row_bytes, page = self.slab_bytes >> self.shift, extent.commit_bytes
+        starts = np.arange(used.size) * (extent.stripe_rows * row_bytes)
+        ends = -(-(starts + used * row_bytes) // page) + (1 if self.stamp_offset else 0)
+        ends = np.maximum.accumulate(np.where(used, ends, 0))
+        begins = np.maximum(starts // page, np.concatenate([[0], ends[:-1]]))
+        touched = int(np.maximum(ends - begins, 0).sum()) * page
+        return max(extent.pages.size_bytes - touched, 0)
 
 
 class Buckets:

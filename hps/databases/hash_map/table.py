@@ -13,7 +13,7 @@ from hps.databases.base import UNBOUNDED_ROWS, TableStats
 from hps.databases.hash_map.eviction import ACCESS, HashMapOverflow
 from hps.databases.hash_map.in_place import TableInPlace
 from hps.databases.hash_map.kernels import NO_BUCKETS, NO_ROWS, count_present, delete, fetch, insert, scan
-from hps.databases.hash_map.layout import BUSY, DONE, KEEP, ROWS, STAMP, USED_ROWS
+from hps.databases.hash_map.layout import BUSY, DONE, KEEP, ROWS, STAMP
 from hps.databases.hash_map.memory import MAX_ROWS, Buckets, Slabs
 from hps.errors import DatabaseError, DatabaseTimeoutError
 from hps.types import BoolArray, FloatArray, KeyArray
@@ -63,7 +63,6 @@ class HashMapTable:
         self._access = ACCESS[overflow.policy] if overflow else KEEP
         self._slabs = Slabs(tag, dim * 4, self._access != KEEP, allocation_rate)
         self._buckets = Buckets.empty(tag, self._slabs, initial_buckets)
-        self._counters: npt.NDArray[np.int64] = np.array([0, 0, -1], np.int64)
         self._partition_rows: npt.NDArray[np.int64] = np.zeros(overflow.partitions if overflow else 0, np.int64)
         self._random: npt.NDArray[np.uint64] = np.zeros(2, np.uint64)
         self._writer = threading.Lock()
@@ -118,7 +117,7 @@ class HashMapTable:
             with self.writing(f"deleting {keys.size} keys"):
                 deleted += delete(
                     self._buckets.layout,
-                    self._counters,
+                    self._slabs.counters,
                     self._buckets.segment_rows,
                     self._partition_rows,
                     keys[start : start + SLICE_ROWS],
@@ -140,18 +139,19 @@ class HashMapTable:
                 yield keys[start:stop], vectors[start:stop]
 
     def reserve(self, rows: int) -> None:
-        """Make the bucket array large enough for `rows` at once; growth step by step would move them several times."""
+        """Map memory for `rows` in all at once: growth step by step would move buckets, and put rows into more extents."""
         with self.writing(f"reserving {rows} rows"):
             if rows > MAX_ROWS:
                 raise self._too_many(f"reserving {rows} rows")
             if self._overflow:
                 rows = min(rows, self.capacity_rows)
+            self._slabs.reserve(rows)
             self._replace_buckets(self._buckets.with_room_for(rows))
 
     @property
     def rows(self) -> int:
         """Rows that the table holds."""
-        return int(self._counters[ROWS])
+        return int(self._slabs.counters[ROWS])
 
     @property
     def capacity_rows(self) -> int:
@@ -175,16 +175,15 @@ class HashMapTable:
 
     def stats(self) -> TableStats:
         """Rows and bytes; the overhead is all that is committed beside the vectors: buckets, stamps, free rows."""
-        rows, used, _ = self._counters.tolist()
+        rows = self.rows
         vector_bytes = rows * self._slabs.vector_bytes
-        held = self._buckets.size_bytes + self._slabs.committed_bytes(max(used, rows)) + self._partition_rows.nbytes
+        held = self._buckets.size_bytes + self._slabs.committed_bytes() + self._partition_rows.nbytes
         return TableStats(rows, vector_bytes, held - vector_bytes, self.capacity_rows)
 
     def further_bytes(self, rows: int) -> int:
         """Bytes that the table would take beside those that it has, to hold `rows` in all, or as many as it may."""
-        rows, used = min(rows, self.capacity_rows), int(self._counters[USED_ROWS])
-        more_slabs = self._slabs.committed_bytes(max(rows, used)) - self._slabs.committed_bytes(used)
-        return more_slabs + self._buckets.bytes_with_room_for(rows) - self._buckets.size_bytes
+        rows = min(rows, self.capacity_rows)
+        return self._slabs.further_bytes(rows) + self._buckets.bytes_with_room_for(rows) - self._buckets.size_bytes
 
     def _now(self) -> int:
         if self._access != STAMP:
@@ -223,24 +222,24 @@ class HashMapTable:
         if self._overflow:
             kept = self._overflow.make_room(
                 self._buckets.layout,
-                self._counters,
+                self._slabs.counters,
                 self._buckets.segment_rows,
                 self._partition_rows,
                 self._random,
                 keys,
+                self._slabs.capacity_rows,
             )
         position = 0
         while True:
             position, state, segment = insert(
                 self._buckets.layout,
-                self._counters,
+                self._slabs.counters,
                 self._buckets.segment_rows,
                 self._partition_rows,
                 keys,
                 vectors,
                 kept,
                 (position, keys.size),
-                self._slabs.capacity_rows,
                 (self._access, self._now()),
             )
             if state == DONE:

@@ -13,8 +13,8 @@ from hps.databases.hash_map import memory as hash_map_memory
 from hps.databases.hash_map import table as hash_map_table
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.hash_map.kernels import fetch
-from hps.databases.hash_map.layout import DONE, MOVED
-from hps.databases.hash_map.memory import PAGE_BYTES
+from hps.databases.hash_map.layout import DONE, FRESH_ROWS, MOVED
+from hps.databases.hash_map.memory import HUGE_PAGE_BYTES, PAGE_BYTES, Slabs
 from hps.errors import (
     DatabaseError,
     DatabaseTimeoutError,
@@ -25,7 +25,7 @@ from hps.errors import (
 )
 from hps.registry import implementation
 from tests.contracts.database_contract import AWKWARD_KEYS, DIM, TAG, DatabaseContract, distinct_keys, fetched, vectors_of
-from tests.tables.hash_map_inspection import colliding_keys, inspect, keys_with_hash, mixed
+from tests.tables.hash_map_inspection import colliding_keys, inspect, keys_with_hash, mixed, placed
 from tests.tables.readers import reading
 
 
@@ -194,6 +194,113 @@ def test_growth_that_was_interrupted_is_finished_by_the_next_writer(database, mo
     assert_holds(database, keys[1:])
 
 
+# -- the order of rows ------------------------------------------------------------------------------------------------
+
+
+def stripes(database):
+    """The stripe of each row and the one of its key, of a table that lies in one extent; and how many stripes there are."""
+    (extent,) = database._tables[TAG]._slabs.extents
+    hashes, rows = placed(database, TAG)
+    of_keys = (hashes >> np.uint64(64 - extent.stripe_bits)).astype(np.int64)
+    return rows // extent.stripe_rows, of_keys, 1 << extent.stripe_bits
+
+
+def assert_in_order(database, displaced):
+    """At most this share of the rows is not in its key's stripe, and most of those in the next, around the end."""
+    of_rows, of_keys, count = stripes(database)
+    apart = (of_rows - of_keys) % count
+    assert count >= 16
+    assert 0 < np.count_nonzero(apart) <= displaced * apart.size
+    assert apart.mean() <= 2 * displaced
+    assert np.corrcoef(of_rows[apart == 0], of_keys[apart == 0])[0, 1] > 0.999
+
+
+def test_rows_that_were_reserved_lie_in_the_order_of_their_buckets_and_stay_so():
+    database = opened(32)
+    keys = distinct_keys(1_500_000)
+    vectors = np.zeros((100_000, 32), np.float32)
+    database.reserve(TAG, 1_000_000)
+    for start in range(0, 1_000_000, 100_000):
+        database.insert(TAG, keys[start : start + 100_000], vectors)
+    assert_in_order(database, displaced=0.01)
+    for start in range(0, 500_000, 100_000):  # others take the places of half of them
+        assert database.delete(TAG, keys[start : start + 100_000]) == 100_000
+        database.insert(TAG, keys[1_000_000 + start :][:100_000], vectors)
+    assert_in_order(database, displaced=0.02)
+
+
+def test_without_a_reservation_each_extent_is_in_order():
+    database = opened(32)
+    keys = distinct_keys(500_000)
+    database.insert(TAG, keys, np.zeros((keys.size, 32), np.float32))
+    hashes, rows = placed(database, TAG)
+    extents = database._tables[TAG]._slabs.extents
+    assert [extent.stripe_bits for extent in extents] == [0, 0, 1, 2, 3, 4, 5]
+    for extent in extents[3:]:
+        here = (rows >= extent.first_row) & (rows < extent.first_row + (extent.stripe_rows << extent.stripe_bits))
+        of_rows = (rows[here] - extent.first_row) // extent.stripe_rows
+        of_keys = (hashes[here] >> np.uint64(64 - extent.stripe_bits)).astype(np.int64)
+        assert np.mean(of_rows == of_keys) > 0.9
+
+
+@pytest.mark.parametrize("crafted", [False, True])
+def test_every_row_that_has_memory_is_used_before_there_are_more(database, crafted, monkeypatch):
+    """Also those of an extent that was left for a reserved one, and those that were freed before lists were split."""
+    monkeypatch.setattr(hash_map_memory, "_STRIPE_BYTES", PAGE_BYTES)
+    keys = colliding_keys(5000) if crafted else distinct_keys(5000)
+    database.open_table("wide", 64)
+    slabs = database._tables["wide"]._slabs
+    database.insert("wide", keys[:700], vectors_of(keys[:700], 64))
+    database.delete("wide", keys[600:700])
+    capacity = slabs.capacity_rows
+    database.reserve("wide", capacity + 10)
+    assert [extent.stripe_bits > 0 for extent in slabs.extents] == [True, True]
+    capacity = slabs.capacity_rows
+    new = keys[700:] if capacity < 4300 else distinct_keys(capacity, seed=8)
+    new = new[: capacity - 600]
+    for part in np.array_split(new, 7):
+        database.insert("wide", part, vectors_of(part, 64))
+    assert database.size("wide") == capacity == slabs.capacity_rows
+    last = distinct_keys(1, seed=77)
+    database.insert("wide", last, vectors_of(last, 64))
+    assert slabs.capacity_rows > capacity
+    held = np.concatenate([keys[:600], new, last])
+    assert inspect(database, "wide").vectors.keys() == set(held.tolist())
+    out, found = fetched(database, "wide", held, 64)
+    assert found.all()
+    np.testing.assert_array_equal(out, vectors_of(held, 64))
+
+
+@pytest.mark.parametrize(("rows", "dim", "stripes"), [(1000, 32, 1), (2**17, 32, 16), (2**20, 32, 128), (2**24, 128, 1024)])
+def test_what_is_reserved_is_one_extent_of_stripes_of_a_megabyte_or_more(rows, dim, stripes):
+    slabs = Slabs("table", 4 * dim, False, 1 << 28)
+    slabs.reserve(rows)
+    (extent,) = slabs.extents
+    assert 1 << extent.stripe_bits == stripes
+    assert 0 <= slabs.capacity_rows - rows <= rows / 256 + slabs.rows_per_slab
+    slabs.reserve(rows)
+    assert len(slabs.extents) == 1
+
+
+def test_huge_pages_that_nobody_reserved_are_few_until_they_are_used():
+    slabs = Slabs("table", 512, False, 1 << 28)
+    while slabs.capacity_rows < 2**23:
+        slabs.extend()
+        extent = slabs.extents[-1]
+        if extent.commit_bytes == HUGE_PAGE_BYTES:
+            assert HUGE_PAGE_BYTES << extent.stripe_bits <= 2 * extent.first_row
+        slabs.counters[FRESH_ROWS] = 0  # as if all had been used
+    assert slabs.extents[-1].stripe_bits == 2
+
+
+def test_a_pinned_table_grows_by_a_sixty_fourth():
+    slabs = Slabs("table", 512, False, 1 << 28)
+    slabs.reserve(2**20)
+    slabs.pinned, before = True, slabs.count
+    slabs.extend()
+    assert slabs.count == before + before // 64
+
+
 # -- scan -------------------------------------------------------------------------------------------------------------
 
 
@@ -241,19 +348,22 @@ def test_memory_beyond_the_vectors_is_at_most_24_bytes_a_row_at_any_size(policy,
     assert 14 < worst <= 24
 
 
-def test_the_process_grows_by_what_the_statistics_say():
-    keys = distinct_keys(400_000)
-    vectors = np.ones((50_000, 1), np.float32)
-    warm = opened(1)
+@pytest.mark.parametrize(("dim", "rows", "reserved"), [(1, 400_000, 0), (32, 150_000, 0), (32, 150_000, 450_000)])
+def test_the_process_grows_by_what_the_statistics_say(dim, rows, reserved):
+    keys = distinct_keys(rows)
+    vectors = np.ones((50_000, dim), np.float32)
+    warm = opened(dim)
     warm.insert(TAG, keys[:1000], vectors[:1000])
     before = resident_bytes()
-    database = opened(1)
+    database = opened(dim)
+    database.reserve(TAG, reserved)
     for start in range(0, keys.size, 50_000):
         database.insert(TAG, keys[start : start + 50_000], vectors)
     grown = resident_bytes() - before
     stats = database.stats(TAG)
     assert abs(grown - stats.vector_bytes - stats.overhead_bytes) < 1 << 20
-    assert grown / stats.rows <= 4 + 24
+    if not reserved:
+        assert grown / stats.rows <= 4 * dim + 24
 
 
 def test_growth_takes_no_more_than_that_for_a_moment_either():

@@ -540,7 +540,7 @@ def _replayed(lookup: Any, sets: Sequence[Any], out: Any) -> dict[str, float]:
     keys = sets[0].clone()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        lookup.enqueue([Segment(0, keys, out)])
+        lookup.prepare([Segment(0, keys, out)])
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):

@@ -1,12 +1,14 @@
 """Hash map tables that a CUDA cache reads in place, and what a lookup of them must answer."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from numba import njit
 
 from hps.databases.hash_map.database import HashMapDatabase
+from hps.errors import UnknownTableError
 from hps.hashing import mix, scale
 from hps.tensors.segments import Segment
 from hps.types import BoolArray, FloatArray, KeyArray
@@ -101,11 +103,12 @@ class LinkedTables:
         return left
 
     def finish_on_host(self, lookup: Any, left: int) -> None:
-        """Answer what a query left, from the map, without making it resident."""
+        """Answer what a query left, from the map, without making it resident; a table that is gone has nothing."""
         for missed in lookup.unique() if left else ():
             table = self.specs[missed.segment.table]
             buffer, found = missed.buffer(), np.zeros(missed.keys.size, np.bool_)
-            self.database.fetch(table.tag, missed.keys, buffer, found)
+            with suppress(UnknownTableError):
+                self.database.fetch(table.tag, missed.keys, buffer, found)
             missed.stage(0, found.size)
             missed.scatter(found)
         lookup.finish()

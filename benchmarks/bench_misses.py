@@ -86,7 +86,7 @@ def run(report: Report, quick: bool) -> None:
         table = _part(report, f"filling {about}", 90, partial(_Table, rows, dim))
         if table is None:
             continue
-        _part(report, f"misses, {about}", 45, partial(_misses, report, table, "link", quick))
+        _part(report, f"misses, {about}", 60, partial(_misses, report, table, "link", quick))
         if rows != 1 << 22:
             _part(report, f"misses, {about}", 45, partial(_misses, report, table, "copy", quick))
             for path in ("link", "copy"):
@@ -476,13 +476,16 @@ def _mixed(report: Report, table: _Table, path: str, quick: bool) -> None:
         for name, way in ways.items():
             batches = _traffic(table, n, calls, random)
             outs.fill_(torch.nan)
+            admitted = session.cache.stats(0).inserts  # type: ignore[union-attr]
             try:
                 seconds, received = link.received(partial(_seconds, partial(ask, way), calls))
             except HPSError as error:
                 figures[f"{name}error"] = str(error)
                 continue
             _check(torch.cat(batches), outs.view(-1, table.dim))
+            admitted = session.cache.stats(0).inserts - admitted  # type: ignore[union-attr]
             figures[f"{name}mkeys_per_s"] = n / seconds / 1e6
+            figures[f"{name}admitted_per_key"] = admitted / (calls * n)
             figures[f"{name}received_bytes_per_key"] = None if received is None else received / (calls * n)
         done += 3 * calls // 20 * 20
         axes = {"work": "mixed", "path": path, "keys": n, "dim": table.dim, "rows": table.rows, "alpha": _ALPHA}

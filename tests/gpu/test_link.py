@@ -328,7 +328,7 @@ class Guarded(HostTable):
 
     def __init__(self, inner: HostTable, limit_bytes: int) -> None:
         self._inner = inner
-        self._left = limit_bytes
+        self.left_bytes = limit_bytes
         self._pinner: Pinner
 
     def pin(self, pinner: Pinner, progress: Callable[[int, int], None] | None = None) -> None:
@@ -345,10 +345,10 @@ class Guarded(HostTable):
         self._inner.close()
 
     def take(self, address: int, size_bytes: int) -> None:
-        if size_bytes > self._left:
-            raise DeviceError(f"pinning {size_bytes} bytes: got a limit on locked memory of {self._left}; raise ulimit -l")
+        if size_bytes > self.left_bytes:
+            raise DeviceError(f"pinning {size_bytes} bytes: got a limit on locked memory of {self.left_bytes}; raise ulimit -l")
         self._pinner.pin(address, size_bytes)
-        self._left -= size_bytes
+        self.left_bytes -= size_bytes
 
     def give_back(self, address: int) -> None:
         self._pinner.unpin(address)
@@ -384,7 +384,7 @@ def test_a_table_whose_growth_cannot_be_pinned_is_left_to_the_host():
         assert tables.cache.attach(0, guarded, True, lambda done, total: progress.append((done, total))) is None
         assert progress[-1][0] == progress[-1][1] > 0
         check(known[:SMALL], tables.ask(known[:SMALL])[0], known)
-        guarded._left = 0
+        guarded.left_bytes = 0
         tables.insert(known)  # the database itself is unharmed
         segment, lookup = tables.segment(known), tables.cache.create_lookup()
         left = lookup.query([segment])

@@ -86,7 +86,7 @@ def run(report: Report, quick: bool) -> None:
         table = _part(report, f"filling {about}", 90, partial(_Table, rows, dim))
         if table is None:
             continue
-        _part(report, f"misses, {about}", 45, partial(_misses, report, table, "link", quick))
+        _part(report, f"misses, {about}", 60, partial(_misses, report, table, "link", quick))
         if rows != 1 << 22:
             _part(report, f"misses, {about}", 45, partial(_misses, report, table, "copy", quick))
             for path in ("link", "copy"):
@@ -476,13 +476,16 @@ def _mixed(report: Report, table: _Table, path: str, quick: bool) -> None:
         for name, way in ways.items():
             batches = _traffic(table, n, calls, random)
             outs.fill_(torch.nan)
+            admitted = session.cache.stats(0).inserts  # type: ignore[union-attr]
             try:
                 seconds, received = link.received(partial(_seconds, partial(ask, way), calls))
             except HPSError as error:
                 figures[f"{name}error"] = str(error)
                 continue
             _check(torch.cat(batches), outs.view(-1, table.dim))
+            admitted = session.cache.stats(0).inserts - admitted  # type: ignore[union-attr]
             figures[f"{name}mkeys_per_s"] = n / seconds / 1e6
+            figures[f"{name}admitted_per_key"] = admitted / (calls * n)
             figures[f"{name}received_bytes_per_key"] = None if received is None else received / (calls * n)
         done += 3 * calls // 20 * 20
         axes = {"work": "mixed", "path": path, "keys": n, "dim": table.dim, "rows": table.rows, "alpha": _ALPHA}
@@ -567,40 +570,63 @@ def _replayed(lookup: Any, sets: Sequence[Any], out: Any) -> dict[str, float]:
 
 
 def _server(report: Report, place: Path, rows: int, path: str, quick: bool) -> None:
-    """The same through `HPS.lookup_fromdlpack`, also of CuPy's and NumPy's tensors, without waiting, and captured."""
-    n, calls, dim = (512, 30, 128) if quick else (4096, 800, 128)
+    """The same through `HPS`: waiting, without waiting, and captured; and resident keys of CuPy's and NumPy's arrays."""
+    n, calls, dim = (512, 30, 128) if quick else (4096, 400, 128)
     rng = np.random.default_rng(report.seed)
     with hps.HPS(_configuration(place, dim, path)) as server:
-        hits, some = _draws(server.model("bench").caches[0].dump(0), rows, n, n // 10, calls + 20, rng)
-        calls = min(calls, len(some) - 20)
+        hits, fresh = _draws(server.model("bench").caches[0].dump(0), rows, n, n // 10, 3 * (calls + 20), rng)
         out = torch.empty(n, dim, device=_DEVICE)
 
-        def check(keys: Any) -> None:
-            if not np.array_equal(out.cpu().numpy(), sample_vectors(keys.cpu().numpy(), dim, 1)):
+        def check(keys: Any, place: Any) -> None:
+            if not np.array_equal(place, sample_vectors(keys.cpu().numpy(), dim, 1)):
                 raise RuntimeError("an answer is wrong: nothing is recorded")
 
-        def ask(sets: Sequence[Any], i: int, **options: Any) -> None:
-            server.lookup_fromdlpack(sets[i % len(sets)], out, "bench", 0, **options)
+        def waiting(keys: Any) -> None:
+            server.lookup_fromdlpack(keys, out, "bench", 0)
 
-        for i in range(40):
-            ask(hits, i)
-            check(hits[i % 16])
-        of_hits = _each(partial(ask, hits), calls)
-        for i in range(20):
-            ask(some, calls + i)
-            check(some[calls + i])
-        of_some = _each(partial(ask, some), calls)
+        def unwaited(keys: Any) -> None:
+            server.lookup_fromdlpack(keys, out, "bench", 0, wait=False)
+
+        def timed(way: Callable[[Any], None], sets: Sequence[Any]) -> dict[str, float]:
+            for keys in sets[:20]:
+                way(keys)
+                check(keys, out.cpu().numpy())
+            return _each(lambda i: way(sets[(20 + i) % len(sets)]), calls)
+
+        def captured(sets: Sequence[Any]) -> dict[str, float]:
+            keys, seconds = sets[0].clone(), []
+            with server.capture(keys, out, "bench", 0) as graph:
+                for i, asked in enumerate(sets):
+                    keys.copy_(asked)
+                    torch.cuda.synchronize()
+                    start = time.perf_counter()
+                    graph.replay()
+                    torch.cuda.synchronize()
+                    seconds.append((time.perf_counter() - start) * 1e6)
+                    if i % 20 == 0:
+                        check(asked, out.cpu().numpy())
+            return {"p50_us": float(np.median(seconds)), "p99_us": float(np.quantile(seconds, 0.99))}
+
         axes = {"path": path, "keys": n, "dim": dim, "rows": rows}
-        _add(report, {"work": "HPS, torch tensors, 10 % missing", **axes}, _ratios(of_hits, of_some))
+        of_hits, part = timed(waiting, hits), calls + 20
+        _add(report, {"work": "HPS, 10 % missing", **axes}, _ratios(of_hits, timed(waiting, fresh[:part])))
+        ways = {
+            "HPS without waiting, 10 % missing": partial(timed, unwaited, fresh[part : 2 * part]),
+            "HPS captured, 10 % missing": partial(captured, fresh[2 * part :]),
+        }
+        for work, measure in ways.items() if path == "link" else ():
+            try:
+                figures: dict[str, Any] = measure()
+            except (AttributeError, TypeError, HPSError) as error:
+                figures = {"error": f"not there: {error}"}
+            _add(report, {"work": work, **axes}, figures)
         for kind, keys, place_of in (
             ("CuPy", [cupy.asarray(one) for one in hits], cupy.asarray(out)),
             ("NumPy", [one.cpu().numpy() for one in hits], np.empty((n, dim), np.float32)),
         ):
             figures = _each(lambda i, keys=keys, to=place_of: server.lookup_fromdlpack(keys[i % 16], to, "bench", 0), calls)
-            last = place_of if kind == "NumPy" else cupy.asnumpy(place_of)
-            if not np.array_equal(last, sample_vectors(hits[(calls - 1) % 16].cpu().numpy(), dim, 1)):
-                raise RuntimeError("an answer is wrong: nothing is recorded")
-            _add(report, {"work": f"HPS, {kind} tensors, all hits", **axes}, figures | {"torch_p50_us": of_hits["p50_us"]})
+            check(hits[(calls - 1) % 16], place_of if kind == "NumPy" else cupy.asnumpy(place_of))
+            _add(report, {"work": f"HPS, {kind} arrays, all hits", **axes}, figures | {"torch_p50_us": of_hits["p50_us"]})
 
 
 def _configuration(place: Path, dim: int, path: str) -> dict[str, Any]:

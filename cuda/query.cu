@@ -164,8 +164,8 @@ __device__ __forceinline__ void read_link(const Query& request, const Segment& s
         const u32 lanes = asks ? askers[place] & missed : 0, count = min(__popc(open), static_cast<int>(READ_AT_ONCE));
         if (lane % 4 == 0) now[tile] = lanes;
         __syncwarp();
-        u32 row = 0;  // in the staging area
-        if (lane == 0) row = atomicAdd(request.staged_counts + segment.index, count);
+        u32 row = 0;  // in the staging area; of a table that caches nothing, nobody reads it, and nobody takes the count away
+        if (lane == 0 && segment.pairs != 0) row = atomicAdd(request.staged_counts + segment.index, count);
         row = __shfl_sync(FULL_WARP, row, 0);
         const auto store = [&](u32 of, u32 unit, const Unit& value) {
             u32 to = now[of];

@@ -99,6 +99,7 @@ class CupyCache(EmbeddingCache):
                     return f"CUDA device {self.device_id} does not read registered host memory by the host's addresses"
                 host.pin(CudaPinner(self.device_id), progress)
                 compile_all(self.device_id, self._kernels.for_links())
+                self.detach(table)
                 self._links[table] = AttachedTable(self.device_id, host, authoritative)
         except (DeviceError, InvalidInputError, *CUDA_ERRORS) as error:
             return str(error)

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import cupy
@@ -147,9 +147,13 @@ class AttachedTable:
         return UnwaitedCounts(*values.tolist())
 
     def close(self) -> None:
-        """Watch the table no more."""
+        """Watch the table no more, and admit nothing more that is read from it: nobody will say when it is modified."""
         if self._end_watch is not None:
             self._end_watch()
+        with suppress(*CUDA_ERRORS), self._lock, on_device(self._device_id):
+            self._changes += 1
+            self._epoch += 2 if self._epoch & 1 else 1
+            self._write(_EPOCH_AT, self._epoch)
 
     def _show(self, host: HostLayout | None) -> None:
         with self._lock, on_device(self._device_id):

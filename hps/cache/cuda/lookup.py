@@ -134,7 +134,8 @@ class CupyLookup(CacheLookup):
         self.memory = memory
         self.kernels = compiled
         self.changes = changes
-        self._links = links  # by table; the cache attaches and detaches them
+        self._attached = links  # by table; the cache attaches and detaches them
+        self._links: list[AttachedTable | None] = []  # as they were when the current lookup began: it keeps to them
         self._layouts: list[DeviceLayout | None] = []  # of each segment, while the device reads by them
         self._held: set[DeviceLayout] = set()  # of lookups that nobody waited for
         self._dims = [spec.dim for spec in memory.specs]
@@ -220,6 +221,7 @@ class CupyLookup(CacheLookup):
         misses of a large lookup in attached tables, and one more for the distinct keys that are left.
         """
         tables = self.memory.tables()
+        self._links = list(self._attached)
         self.begin(segments)
         if self.changes.pending:
             self.changes.show(self.stream)
@@ -239,6 +241,7 @@ class CupyLookup(CacheLookup):
     def enqueue(self, segments: Sequence[Segment], captured: bool = False) -> None:
         """Launch a whole lookup, and wait for nothing. See `CacheLookup.enqueue`."""
         self.memory.tables()
+        self._links = list(self._attached)
         links = [self._links[segment.table] for segment in segments]
         if not all(link is not None and link.authoritative for link in links):
             raise InvalidInputError(

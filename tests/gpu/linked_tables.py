@@ -1,0 +1,114 @@
+"""Hash map tables that a CUDA cache reads in place, and what a lookup of them must answer."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from hps.databases.hash_map.database import HashMapDatabase
+from hps.errors import UnknownTableError
+from hps.hashing import mix, scale
+from hps.tensors.segments import Segment
+from hps.types import BoolArray, FloatArray, KeyArray
+from tests.contracts.cache_contract import spec, vectors_of
+from tests.gpu.cupy_if_installed import CupyCache, cupy
+
+
+def rows_of(keys: KeyArray, dim: int, version: int = 0) -> FloatArray:
+    """Vectors every element of which encodes key, position and version."""
+    return np.ascontiguousarray(vectors_of(keys, dim + 1, version)[:, 1:])
+
+
+@njit()
+def homes_of(keys, buckets):  # type: ignore[no-untyped-def]
+    """The homes of keys in a hash map of so many buckets, at most 4,095."""
+    homes = np.empty(keys.size, np.int64)
+    for i in range(keys.size):
+        homes[i] = scale(mix(keys[i]), buckets)
+    return homes
+
+
+class LinkedTables:
+    """A hash map and a cache above it, some of whose tables are attached. Use it in a `with`.
+
+    Attributes:
+        cache: of all tables.
+        database: that holds them.
+    """
+
+    def __init__(
+        self,
+        dims: Sequence[int],
+        capacity_rows: int,
+        *,
+        attached: Sequence[int] | None = None,
+        authoritative: bool = True,
+        **options: Any,
+    ) -> None:
+        self.database = HashMapDatabase(**options)
+        self.specs = [spec(dim, f"t{index}") for index, dim in enumerate(dims)]
+        for each in self.specs:
+            self.database.open_table(each.tag, each.dim)
+        self.cache: Any = CupyCache.create(self.specs, [capacity_rows] * len(dims), 0)
+        for table in range(len(dims)) if attached is None else attached:
+            self.attach(table, authoritative)
+
+    def __enter__(self) -> "LinkedTables":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        cupy.cuda.Device().synchronize()
+        self.cache.close()
+        self.database.close()
+
+    def attach(self, table: int = 0, authoritative: bool = True) -> None:
+        host = self.database.host_table(self.specs[table].tag)
+        assert host is not None
+        assert self.cache.attach(table, host, authoritative) is None
+
+    def insert(self, keys: KeyArray, version: int = 0, table: int = 0) -> None:
+        """Add or replace rows in every tier, as a deployment does."""
+        self.write(keys, rows_of(keys, self.specs[table].dim, version), table)
+
+    def write(self, keys: KeyArray, vectors: FloatArray, table: int = 0) -> None:
+        with self.cache.changing(table):
+            self.database.insert(self.specs[table].tag, keys, vectors)
+            self.cache.update(table, keys, vectors)
+
+    def delete(self, keys: KeyArray, table: int = 0) -> None:
+        """Remove rows from every tier."""
+        with self.cache.changing(table):
+            self.database.delete(self.specs[table].tag, keys)
+            self.cache.erase(table, keys)
+
+    def segment(self, keys: KeyArray, table: int = 0) -> Segment:
+        """A segment on the device, its output full of NaN and its found-mask of nonsense."""
+        out = cupy.full((keys.size, self.specs[table].dim), cupy.nan, cupy.float32)
+        return Segment(table, cupy.asarray(keys), out, cupy.asarray(np.arange(keys.size) % 2 == 0))
+
+    def ask(self, keys: KeyArray, table: int = 0, lookup: Any = None) -> tuple[FloatArray, BoolArray, Any]:
+        """Look keys up without the host: what `out` and `found` hold then, and the lookup. None may be left."""
+        lookup, segment = lookup or self.cache.create_lookup(), self.segment(keys, table)
+        assert lookup.query([segment]) == 0
+        lookup.finish()
+        return cupy.asnumpy(segment.out), cupy.asnumpy(segment.found), lookup
+
+    def left(self, keys: KeyArray, table: int = 0) -> int:
+        """How many of some keys a lookup leaves for the host."""
+        lookup = self.cache.create_lookup()
+        left: int = lookup.query([self.segment(keys, table)])
+        assert left == sum(lookup.counts)
+        return left
+
+    def finish_on_host(self, lookup: Any, left: int) -> None:
+        """Answer what a query left, from the map, without making it resident; a table that is gone has nothing."""
+        for missed in lookup.unique() if left else ():
+            table = self.specs[missed.segment.table]
+            buffer, found = missed.buffer(), np.zeros(missed.keys.size, np.bool_)
+            with suppress(UnknownTableError):
+                self.database.fetch(table.tag, missed.keys, buffer, found)
+            missed.stage(0, found.size)
+            missed.scatter(found)
+        lookup.finish()

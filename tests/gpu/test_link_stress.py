@@ -1,0 +1,338 @@
+"""Lookups over the link beside threads that insert, update, delete, evict, grow and drop: no answer is wrong.
+
+All answers are checked on the device; the counts are printed. A vector holds its key's low bits, its key's high bits, and the
+operation that wrote it, over and over. Each writer numbers its operations, which follow one another: *steady* keys are written
+by every one, *churning* keys by the odd ones, and deleted by the even ones. So the operations that were complete when a lookup
+began, and those that had begun when it ended, say what it may answer.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hps
+from hps.errors import DatabaseError
+from hps.models.writer import write_sparse_model
+from hps.tensors.segments import Segment
+from hps.types import FloatArray, KeyArray
+from tests.contracts.cache_contract import DEFAULT, distinct_keys
+from tests.gpu.cupy_if_installed import cupy
+from tests.gpu.linked_tables import LinkedTables, homes_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+SECONDS = 4.0
+WRITERS = 2
+_PAUSE_S = 0.003
+"""Between two writes, so that lookups may admit what they read."""
+SMALL, LARGE = 3000, 40_000
+"""Keys of lookups that probe the map in the kernel of the query, and of those that order their misses first."""
+FAULTS = ("torn or another's", "stale or from the future", "lost", "invented", "not the default")
+Lookup = Callable[[Any, Any, Any], None]
+"""lookup(keys, out, found) of CuPy's arrays; it may return before the device is done."""
+
+
+def vectors_of(keys: KeyArray, dim: int, operation: int) -> FloatArray:
+    columns = np.arange(dim) % 3
+    low, high = (keys & 0xFFFFF)[:, None], ((keys >> 20) & 0xFFFFF)[:, None]
+    return np.where(columns == 0, low, np.where(columns == 1, high, operation)).astype(np.float32)
+
+
+class Population:
+    """Keys of writers, a third of each churning, and as many that nobody ever writes; and what may be answered for them."""
+
+    def __init__(self, keys: KeyArray, *, evicts: bool = False) -> None:
+        self.keys, self.never = np.split(np.random.default_rng(7).permutation(keys), [keys.size * 4 // 5])
+        self.evicts = evicts
+        self.begun, self.complete = np.zeros(WRITERS, np.int64), np.zeros(WRITERS, np.int64)
+        owner = np.arange(self.keys.size) % WRITERS
+        churns = np.arange(self.keys.size) % 3 == 0
+        self.steady = [self.keys[(owner == writer) & ~churns] for writer in range(WRITERS)]
+        self.churning = [self.keys[(owner == writer) & churns] for writer in range(WRITERS)]
+        self._all = cupy.asarray(np.concatenate([self.keys, self.never]))
+        self._owner = cupy.asarray(np.concatenate([owner, np.full(self.never.size, -1)]))
+        self._churns = cupy.asarray(np.concatenate([churns, np.zeros(self.never.size, np.bool_)]))
+
+    def draw(self, n: int, random: Any) -> Any:
+        """Places of n keys, the first ones far more often than the last."""
+        return (random.random(n) ** 4 * self._all.size).astype(cupy.int64)
+
+    def keys_at(self, places: Any) -> Any:
+        return self._all[places]
+
+    def judge(self, places: Any, out: Any, found: Any, complete: np.ndarray, begun: np.ndarray) -> Any:
+        """How many answers have each of the FAULTS."""
+        keys, owner = self._all[places], self._owner[places]
+        oldest = cupy.where(owner < 0, 0, cupy.asarray(complete)[owner])
+        newest = cupy.where(owner < 0, -1, cupy.asarray(begun)[owner])
+        columns = cupy.arange(out.shape[1]) % 3
+        operation = out[:, min(2, out.shape[1] - 1)]
+        encoded = cupy.where(columns == 0, (keys & 0xFFFFF)[:, None], ((keys >> 20) & 0xFFFFF)[:, None])
+        whole = cupy.where(columns == 2, operation[:, None], encoded.astype(cupy.float32)) == out
+        if self.evicts:
+            may_be_absent = cupy.ones_like(found)
+        else:
+            may_be_absent = (owner < 0) | (oldest == 0) | (self._churns[places] & ((oldest % 2 == 0) | (newest > oldest)))
+        return cupy.stack(
+            [
+                (found & ~whole.all(1)).sum(),
+                (found & (owner >= 0) & ((operation < oldest) | (operation > newest))).sum(),
+                (~found & ~may_be_absent).sum(),
+                (found & (owner < 0)).sum(),
+                (~found & (out != DEFAULT).any(1)).sum(),
+            ]
+        )
+
+
+def stress(
+    population: Population,
+    dim: int,
+    make_lookup: Callable[[int], Lookup],
+    write: Callable[[KeyArray, FloatArray], None],
+    delete: Callable[[KeyArray], None],
+    *,
+    also: Callable[[threading.Event], None] = threading.Event.wait,
+    readers: int = 4,
+) -> str:
+    """Read and write for a while, check all that is read, and say how much that was.
+
+    Args:
+        make_lookup: the lookup of a reader, by its number; called on the thread and the stream that use it.
+        also: runs beside them until the event is set.
+    """
+    done = threading.Event()
+
+    def operate(writer: int) -> int:
+        pick, operation = np.random.default_rng(writer), 0
+        try:
+            while not done.is_set():
+                operation += 1
+                population.begun[writer] = operation
+                for part in np.array_split(pick.permutation(population.steady[writer]), 8):
+                    write(part, vectors_of(part, dim, operation))
+                    done.wait(_PAUSE_S)
+                for part in np.array_split(pick.permutation(population.churning[writer]), 4):
+                    if operation % 2:
+                        write(part, vectors_of(part, dim, operation))
+                    else:
+                        delete(part)
+                    done.wait(_PAUSE_S)
+                population.complete[writer] = operation
+        finally:
+            done.set()
+        return operation
+
+    def read(reader: int) -> tuple[int, Any]:
+        n, checked, faults = (SMALL, LARGE)[reader % 2], 0, np.zeros(len(FAULTS), np.int64)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        try:
+            with stream:
+                lookup, random = make_lookup(reader), cupy.random.default_rng(reader)
+                while not done.is_set():
+                    places = population.draw(n, random)
+                    keys = population.keys_at(places)
+                    out, found = cupy.full((n, dim), cupy.nan, cupy.float32), cupy.zeros(n, cupy.bool_)
+                    stream.synchronize()
+                    complete = population.complete.copy()
+                    lookup(keys, out, found)
+                    stream.synchronize()
+                    begun = population.begun.copy()
+                    faults += cupy.asnumpy(population.judge(places, out, found, complete, begun))
+                    checked += int(found.sum())
+        finally:
+            done.set()
+        return checked, faults
+
+    with ThreadPoolExecutor(WRITERS + readers + 1) as pool:
+        writing = [pool.submit(operate, writer) for writer in range(WRITERS)]
+        reading = [pool.submit(read, reader) for reader in range(readers)]
+        beside = pool.submit(also, done)
+        patience = time.monotonic() + 60  # a slow machine needs longer until there is something to confuse
+        done.wait(SECONDS)
+        while not done.is_set() and population.complete.min() < 3 and time.monotonic() < patience:
+            time.sleep(0.05)
+        done.set()
+        operations = [writer.result(timeout=60) for writer in writing]
+        results = [reader.result(timeout=60) for reader in reading]
+        beside.result(timeout=60)
+    checked, faults = (sum(column) for column in zip(*results, strict=True))
+    said = dict(zip(FAULTS, faults.tolist(), strict=True))
+    assert not faults.any(), f"of {checked} vectors: {said}"
+    assert checked > 100_000
+    assert min(operations) >= 3
+    return f"{checked / 1e6:.1f} M vectors checked, {operations} operations written"
+
+
+def say(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    with capsys.disabled():
+        sys.stdout.write(f"\n{text}\n")
+
+
+def link_lookups(tables: LinkedTables) -> Callable[[int], Lookup]:
+    """Readers 0 and 1 wait and let the host answer what is left; of 2 and 3, every other lookup is only enqueued."""
+
+    def make(reader: int) -> Lookup:
+        lookup, calls = tables.cache.create_lookup(), 0
+
+        def look_up(keys: Any, out: Any, found: Any) -> None:
+            nonlocal calls
+            calls += 1
+            segment = Segment(0, keys, out, found)
+            if reader >= 2 and calls % 2:
+                before = tables.cache.unwaited(0).unread
+                lookup.enqueue([segment])
+                cupy.cuda.get_current_stream().synchronize()
+                if tables.cache.unwaited(0).unread == before:  # else some have the default, though they may be there
+                    return
+            tables.finish_on_host(lookup, lookup.query([segment]))
+
+        return look_up
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("dim", "capacity", "options"),
+    [
+        (3, 0, {}),
+        (32, 28, {}),
+        (32, 3000, {"initial_buckets": 4096}),
+        (128, 5000, {}),
+        (300, 500, {}),
+        (32, 3000, {"overflow_margin": 2500, "num_partitions": 8}),
+    ],
+)
+def test_no_vector_is_wrong_beside_writers_of_the_map(dim, capacity, options, capsys):
+    population = Population(distinct_keys(30_000), evicts="overflow_margin" in options)
+    with LinkedTables([dim], capacity, **options) as tables:
+
+        def grow(done: threading.Event) -> None:
+            """Rows that nobody asks for, so that buckets are replaced, and places of deleted rows are taken."""
+            others = np.setdiff1d(distinct_keys(40_000, seed=50), np.concatenate([population.keys, population.never]))
+            for times in range(10):
+                for part in np.array_split(others + (times << 8), 40):
+                    if done.wait(0.005):
+                        return
+                    fresh = np.setdiff1d(part, np.concatenate([population.keys, population.never]))
+                    tables.write(fresh, vectors_of(fresh, dim, 1))
+
+        said = stress(population, dim, link_lookups(tables), tables.write, tables.delete, also=grow)
+        stats, unread = tables.cache.stats(0), tables.cache.unwaited(0).unread
+        resident = tables.cache.dump(0)
+        assert stats.resident_rows == resident.size == np.unique(resident).size
+        assert capacity == 0 or stats.inserts > capacity
+        rows = tables.database.size(tables.specs[0].tag)
+    say(capsys, f"dim {dim}, {capacity} rows cached of {rows}, {options}: {said}, {stats.inserts} admitted, {unread} unread")
+
+
+def test_no_vector_is_wrong_where_many_keys_crowd_a_few_buckets(capsys):
+    candidates = distinct_keys(2_000_000, seed=3)
+    crowd = candidates[homes_of(candidates, 4000) // 5 == 123][:2500]
+    population = Population(crowd)
+    with LinkedTables([32], 280) as tables:
+        tables.database.reserve(tables.specs[0].tag, 30_000)
+        said = stress(population, 32, link_lookups(tables), tables.write, tables.delete)
+    say(capsys, f"{crowd.size} keys of neighbouring buckets: {said}")
+
+
+@pytest.mark.parametrize("options", [{}, {"wait": False}])
+def test_no_vector_is_wrong_through_a_parameter_server(options, tmp_path: Path, capsys):
+    dim, keys = 32, distinct_keys(30_000)
+    population = Population(keys)
+    config = {
+        "device": "cuda",
+        "volatile_db": {"type": "hash_map"},
+        "persistent_db": {"type": "disabled"},
+        "models": [
+            {
+                "model": "shop",
+                "sparse_files": [str(tmp_path / "items")],
+                "embedding_table_names": ["items"],
+                "embedding_vecsize_per_table": [dim],
+                "maxnum_catfeature_query_per_table_per_sample": [1],
+                "default_value_for_each_table": [DEFAULT],
+                "deployed_device_list": [0],
+                "max_batch_size": 1 << 17,
+                "num_of_worker_buffer_in_pool": 4,
+                "gpucacheper": 0.1,
+                "hit_rate_threshold": 1.1,
+                "miss_path": "link",
+            }
+        ],
+    }
+    steady = np.concatenate(population.steady)
+    write_sparse_model(tmp_path / "items", iter([(steady, vectors_of(steady, dim, 0))]))
+    with hps.HPS(config) as server:
+
+        def make(_reader: int) -> Lookup:
+            [cache] = server.model("shop").caches
+
+            def look_up(keys: Any, out: Any, found: Any) -> None:
+                unread = cache.unwaited(0).unread
+                with suppress(DatabaseError):  # an earlier one had unread keys
+                    server.lookup_fromdlpack(keys, out, "shop", 0, **options)
+                    cupy.cuda.get_current_stream().synchronize()
+                    if cache.unwaited(0).unread == unread:
+                        unread = -1
+                if unread >= 0:  # some have the default, though they may be there
+                    server.lookup_fromdlpack(keys, out, "shop", 0)
+                    cupy.cuda.get_current_stream().synchronize()
+                found[...] = (out != DEFAULT).any(1)
+
+            return look_up
+
+        said = stress(
+            population,
+            dim,
+            make,
+            lambda keys, vectors: server.insert(keys, vectors, "shop", "items"),
+            lambda keys: server.delete(keys, "shop", "items"),
+        )
+    say(capsys, f"HPS, {options}: {said}")
+
+
+def test_no_vector_is_wrong_while_the_table_is_dropped_and_made_anew(capsys):
+    """What a lookup finds is what stood there at some moment of it; what is gone is nobody else's."""
+    dim, keys = 64, distinct_keys(20_000)
+    drops = 0
+    population = Population(keys)
+    for writer in range(WRITERS):
+        population.churning[writer] = np.concatenate([population.churning[writer], population.steady[writer]])
+        population.steady[writer] = population.steady[writer][:0]
+    population.evicts = True  # of a dropped table everything may be gone
+    one = threading.Lock()
+    with LinkedTables([dim], 2000) as tables:
+        tag = tables.specs[0].tag
+
+        def write(part: KeyArray, vectors: FloatArray) -> None:
+            with one:
+                tables.write(part, vectors)
+
+        def delete(_part: KeyArray) -> None:
+            nonlocal drops
+            with one, tables.cache.changing(0):
+                tables.database.drop_table(tag)
+                tables.cache.erase(0, tables.cache.dump(0))
+                tables.cache.detach(0)
+                tables.database.open_table(tag, dim)
+                tables.attach()
+                drops += 1
+
+        def make(_reader: int) -> Lookup:
+            lookup = tables.cache.create_lookup()
+
+            def look_up(keys: Any, out: Any, found: Any) -> None:
+                tables.finish_on_host(lookup, lookup.query([Segment(0, keys, out, found)]))
+
+            return look_up
+
+        said = stress(population, dim, make, write, delete)
+    say(capsys, f"{drops} drops: {said}")

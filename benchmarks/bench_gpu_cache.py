@@ -157,7 +157,7 @@ def _queries(
     def query(batch: Any) -> Callable[[], None]:
         def launch() -> None:
             lookup.begin([Segment(0, batch, out)])
-            lookup._launch_query()
+            lookup.launch_query()
 
         return launch
 

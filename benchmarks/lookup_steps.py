@@ -41,7 +41,7 @@ STEPS: list[tuple[str, Any, str]] = [
     ("        reader.output", TensorReader, "output"),
     ("        reader.place", TensorReader, "place"),
     ("        choose stream", CupyLookup, "_choose_stream"),
-    ("      launch query", CupyLookup, "_launch_query"),
+    ("      launch query", CupyLookup, "launch_query"),
     ("        launch", cuda_lookup, "launch"),
     ("      wait", CupyLookup, "_synchronise"),
     ("    finish", CupyLookup, "finish"),

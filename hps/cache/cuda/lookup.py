@@ -454,7 +454,7 @@ class CupyLookup(CacheLookup):
         return where, link.where, self._staged_at[index], self.memory.specs[table].default_value, link.authoritative
 
     def _launch_linked(self, settles: bool = False, captured: bool = False) -> None:
-        """Launch what answers the misses of a large lookup from attached tables; arguments as for `_launch_query`."""
+        """Launch what answers the misses of a large lookup from attached tables; arguments as for `launch_query`."""
         placed, geometry = self.placed, self.kernels.geometry
         rows = [min(place.n, _STAGED_BYTES // (4 * geometry[place.table][0])) for place in placed]
         self._reserve_staged(rows)

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeAlias
 
 import numpy as np
 
@@ -14,10 +15,13 @@ from hps.errors import DatabaseError, NotReadyError, UnknownTableError
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.lookup.fences import TableFence
 from hps.metrics import TIERS, Metrics
+from hps.thread_pool import POOL
 from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
 _PROMOTION_QUEUE_LENGTH = 64
+Landed: TypeAlias = Callable[[int, int], object]
+"""Is called, in order, with rows [start, stop) of a fetch that will not change any more."""
 
 
 class _Access:
@@ -69,23 +73,41 @@ class _Tier:
         self._seconds = metrics.fetch_seconds.labels(name)
 
     def fetch(
-        self, table: TableSpec, keys: KeyArray, out: FloatArray, found: BoolArray, *, open_lost: bool
+        self,
+        table: TableSpec,
+        keys: KeyArray,
+        out: FloatArray,
+        found: BoolArray,
+        *,
+        missing: int,
+        open_lost: bool,
+        fetched: Landed | None = None,
     ) -> DatabaseError | None:
-        """Fetch what is missing. An error is counted, reported to the breaker of reads and returned.
+        """Fetch the rows that are missing. An error is counted, reported to the breaker of reads and returned.
 
-        With `open_lost`, a table that is gone, because someone emptied a shared database or dropped the table in it, is opened
+        Many rows are fetched by several threads, as one call of the database to all who count; `fetched` is called with what
+        has been asked for. With `open_lost`, a table that is gone, because someone emptied a shared database or dropped the table in it, is opened
         again, empty: a lower tier has its rows.
         """
 
+        tag, fetch = table.tag, self.database.fetch
+        least_rows = self.database.rows_worth_a_thread * keys.size // missing
+
+        def part(start: int, stop: int) -> None:
+            fetch(tag, keys[start:stop], out[start:stop], found[start:stop])
+
         def call() -> None:
             try:
-                self.database.fetch(table.tag, keys, out, found)
+                if least_rows:
+                    POOL.run(keys.size, least_rows, part, fetched)
+                else:
+                    fetch(tag, keys, out, found)
             except UnknownTableError as error:
                 if not open_lost:
                     raise
                 _log.warning("%s (%s): %s", self.name, self.database.kind, error)
-                self.database.open_table(table.tag, table.dim)
-                self.database.fetch(table.tag, keys, out, found)
+                self.database.open_table(tag, table.dim)
+                fetch(tag, keys, out, found)
 
         start = time.perf_counter()
         error = self._reads.attempt(call)
@@ -209,8 +231,12 @@ class DatabaseChain:
         keys: KeyArray,  # (n,)
         out: FloatArray,  # (n, dim)
         found: BoolArray,  # (n,)
+        landed: Landed | None = None,
     ) -> int:
         """Fill the rows of `out` that are not yet `found`, as `Database.fetch` does. The keys of the rows left are absent.
+
+        Args:
+            landed: is called, in this thread, with rows that are final, each once and in order, all of them by the end.
 
         Raises:
             DatabaseError: keys are still missing and the authoritative database did not answer.
@@ -218,6 +244,15 @@ class DatabaseChain:
         fence = self._fences[table.tag]
         token = fence.token()
         missing = before = keys.size - int(np.count_nonzero(found))
+        final = 0
+        last = False
+
+        def fetched(start: int, stop: int) -> None:
+            nonlocal final
+            if landed and start <= final < stop and (last or found[final:stop].all()):
+                begin, final = final, stop
+                landed(begin, stop)
+
         for tier in self._tiers:
             if not before:
                 break
@@ -225,7 +260,7 @@ class DatabaseChain:
             if tier is self._volatile and self._quarantined and not self._heal(table):
                 continue
             known = found.copy() if tier is self._persistent and self._promotions else None
-            error = tier.fetch(table, keys, out, found, open_lost=not last)
+            error = tier.fetch(table, keys, out, found, missing=before, open_lost=not last, fetched=landed and fetched)
             after = keys.size - int(np.count_nonzero(found))
             self._count(table, tier, hits=before - after, misses=0 if error else after)
             if error and last and after:
@@ -233,6 +268,8 @@ class DatabaseChain:
             if known is not None and after < before:
                 self._promote(table, fence, token, keys, out, found & ~known)
             before = after
+        if landed and final < keys.size:
+            landed(final, keys.size)
         return missing - before
 
     def locate(self, table: TableSpec, key: KeyArray, out: FloatArray) -> str | None:
@@ -252,7 +289,7 @@ class DatabaseChain:
         for tier in self._tiers:
             if tier is self._volatile and table.tag in self._quarantined and self._persistent:
                 continue
-            error = tier.fetch(table, key, out, found, open_lost=False)
+            error = tier.fetch(table, key, out, found, missing=1, open_lost=False)
             if found[0]:
                 return tier.name
             if error and tier is self._tiers[-1]:

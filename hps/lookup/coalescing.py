@@ -10,7 +10,8 @@ from hps.lookup.fences import TableFence
 from hps.metrics import Metrics
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
-Fetch = Callable[[TableSpec, KeyArray, FloatArray, BoolArray], int]
+Landed = Callable[[int, int], object]
+Fetch = Callable[[TableSpec, KeyArray, FloatArray, BoolArray, Landed | None], int]
 
 
 @dataclass(slots=True, eq=False)
@@ -58,8 +59,12 @@ class FetchCoalescer:
         keys: KeyArray,  # (u,)
         out: FloatArray,  # (u, dim)
         found: BoolArray,  # (u,)
+        landed: Landed | None = None,
     ) -> None:
         """Fill `out` and `found` for distinct ascending keys; `found` is all False at the call.
+
+        Args:
+            landed: as for the database chain's `fetch`.
 
         Raises:
             DatabaseError: as the database chain's `fetch`.
@@ -67,7 +72,7 @@ class FetchCoalescer:
         own, flight, joins = self._take_off(table.tag, fence.token(), fence, keys)
         try:
             if own is None:
-                self._fetch(table, keys, out, found)
+                self._fetch(table, keys, out, found, landed)
             elif own.size:
                 self._fetch_rows(table, own, keys, out, found)
         except BaseException:
@@ -76,6 +81,8 @@ class FetchCoalescer:
         self._land(table.tag, flight, out, found, own)
         for join in joins:
             self._follow(table, join, keys, out, found)
+        if landed and own is not None:
+            landed(0, keys.size)
 
     def _take_off(
         self, tag: str, token: int, fence: TableFence, keys: KeyArray
@@ -128,6 +135,6 @@ class FetchCoalescer:
     def _fetch_rows(self, table: TableSpec, rows: IndexArray, keys: KeyArray, out: FloatArray, found: BoolArray) -> None:
         vectors = np.empty((rows.size, table.dim), np.float32)
         have = np.zeros(rows.size, np.bool_)
-        self._fetch(table, keys[rows], vectors, have)
+        self._fetch(table, keys[rows], vectors, have, None)
         out[rows] = vectors
         found[rows] = have

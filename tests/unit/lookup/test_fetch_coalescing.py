@@ -24,7 +24,7 @@ class Source:
         self.fail_next = 0
         self.version = 0
 
-    def fetch(self, table, keys, out, found):
+    def fetch(self, table, keys, out, found, landed=None):
         self.asked.append(keys.tolist())
         version, fail = self.version, self.fail_next > 0
         self.fail_next -= fail
@@ -155,7 +155,7 @@ def test_lookup_gets_what_was_fetched_although_the_fetching_one_uses_its_buffer_
     gates = {key: threading.Event() for key in (2, 4)}
     entered = threading.Semaphore(0)
 
-    def fetch(table, keys, out, found):
+    def fetch(table, keys, out, found, landed):
         entered.release()
         assert gates[int(keys[0])].wait(10)
         out[:] = keys[:, None]

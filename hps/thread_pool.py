@@ -31,7 +31,7 @@ def available_threads() -> int:
 
 
 class _Job:
-    """One call's work, of which threads take pieces. *Thread-safe*, since single operations of lists and iterators are atomic."""
+    """One call's work, of which threads take pieces. *Thread-safe*: single operations of lists and iterators are atomic."""
 
     __slots__ = ("_at_once", "_done", "_left", "_rows", "_work", "error", "helpers", "news")
 

@@ -85,8 +85,8 @@ class _Tier:
     ) -> DatabaseError | None:
         """Fetch the rows that are missing. An error is counted, reported to the breaker of reads and returned.
 
-        Many rows are fetched by several threads, as one call of the database to all who count; `fetched` is called with what
-        has been asked for. With `open_lost`, a table that is gone, because someone emptied a shared database or dropped the table in it, is opened
+        Several threads share many rows; whoever counts sees one call. `fetched` is called with rows that were asked for. With
+        `open_lost`, a table that is gone, because someone emptied a shared database or dropped the table in it, is opened
         again, empty: a lower tier has its rows.
         """
 

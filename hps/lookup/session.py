@@ -220,7 +220,7 @@ class CachedSession:
     def _insert_later(self, table_index: int, keys: KeyArray) -> None:
         """Queue the insertion of keys that no queued insertion has already."""
         with self._pending_lock:
-            fresh = keys[~_contained(self._pending[table_index], keys)]
+            fresh = np.sort(keys[~_contained(self._pending[table_index], keys)])
             if not fresh.size:
                 return
             self._pending[table_index] = np.union1d(self._pending[table_index], fresh)

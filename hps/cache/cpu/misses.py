@@ -86,7 +86,7 @@ def distinct_parts(
     inverse: IndexArray,  # (at least count,) int64
     sizes: IndexArray,  # (PARTS,) int64
 ) -> None:
-    """Do for parts [start, stop) what `distinct` does for all: members of a part begin at its bound, `sizes` are their numbers."""
+    """Do for parts [start, stop) what `distinct` does for all. Members of a part begin at its bound; `sizes` says how many."""
     most = 0
     for part in range(start, stop):
         most = max(most, bounds[part + 1] - bounds[part])

@@ -136,6 +136,8 @@ def test_failure_reaches_the_caller_and_leaves_nothing_under_way(source, coalesc
     ("lookups", "asked"),
     [
         ([[2, 4, 5], [0, 4, 5, 6]], [[2, 4, 5], [0, 6]]),
+        ([[5, 2, 4], [6, 5, 0, 4]], [[5, 2, 4], [6, 0]]),
+        ([list(range(0, 3000, 2)), list(range(3000, 0, -3))], [list(range(0, 3000, 2)), [3000, *range(2997, 0, -6)]]),
         ([[2, 4, 6], [4, 6, 8], [0, 2, 8, 10]], [[2, 4, 6], [8], [0, 10]]),
     ],
 )

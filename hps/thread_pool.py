@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 _MOST_THREADS: Final = 16
 _MOST_ROWS: Final = 16_384  # of a piece: what is done with finished ones (a copy to a device) overlaps the rest
 _PIECES_A_THREAD: Final = 4
-_IDLE_S: Final = 60.0  # after which a thread ends that nobody called
+_IDLE_S: Final = 10.0  # after which a thread ends that nobody called
 _LOOK_S: Final = 10.0
 
 
@@ -75,6 +75,8 @@ class _Job:
         """Wait until a piece is done or a thread has left."""
         with suppress(queue.Empty):
             self.news.get(timeout=_LOOK_S)
+            for _ in range(self.news.qsize()):  # only one waits
+                self.news.get_nowait()
 
 
 class ThreadPool:

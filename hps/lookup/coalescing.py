@@ -181,12 +181,10 @@ class FetchCoalescer:
             self._fetch_rows(table, join.here, keys, out, found)
 
     def _fetch_others(self, table: TableSpec, joins: list[_Join], keys: KeyArray, out: FloatArray, found: BoolArray) -> None:
-        """Fetch all but the joined keys, in place: a fetch leaves alone what it takes for found."""
+        """Fetch all but the joined keys, in place: a fetch leaves alone what it takes for found, and `_follow` writes that."""
         for join in joins:
             found[join.here] = True
         self._fetch(table, keys, out, found, None)
-        for join in joins:
-            found[join.here] = False
 
     def _fetch_rows(self, table: TableSpec, rows: IndexArray, keys: KeyArray, out: FloatArray, found: BoolArray) -> None:
         vectors = np.empty((rows.size, table.dim), np.float32)

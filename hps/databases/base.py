@@ -118,7 +118,7 @@ class Database(ABC):
 
     rows_worth_a_thread: int = 0
     """Rows of a `fetch` from which it pays to fetch them in a thread of their own: as many as take some 100 us. 0 where threads
-    gain nothing, since the engine is quicker with all rows at once, or its calls hold the interpreter lock."""
+    gain nothing, or the database shares a fetch out by itself."""
 
     @classmethod
     @abstractmethod

@@ -91,7 +91,7 @@ class NumpyCache(EmbeddingCache):
     ) -> None:
         """Make vectors resident, replacing those of resident keys. See `EmbeddingCache.insert`."""
         own = self._checked(table, keys, vectors, "inserting into")
-        numpy_kernels.write(own.lines, own.vectors, own.state, keys, vectors, _ALL, True, True)
+        _insert(own, keys, vectors, _ALL, replace=True)
 
     def update(self, table: int, keys: KeyArray, vectors: FloatArray) -> None:
         """Replace the vectors of those keys that are resident. See `EmbeddingCache.update`."""
@@ -306,13 +306,18 @@ class NumpyMissedKeys(MissedKeys):
 
     def insert(self, found: BoolArray) -> None:
         """Insert the fetched vectors whose `found` is True. See `MissedKeys.insert`."""
-        table, keys, fetched = self._cache.open_tables()[self.segment.table], self.keys, self._scratch.fetched
+        table = self._cache.open_tables()[self.segment.table]
+        _insert(table, self.keys, self._scratch.fetched, found, replace=False)
 
-        def part(start: int, stop: int) -> None:
-            rows = slice(start, stop)
-            numpy_kernels.write(table.lines, table.vectors, table.state, keys[rows], fetched[rows], found[rows], False, True)
 
-        POOL.run(keys.size, _PIECE_KEYS, part)
+def _insert(table: HostTable, keys: KeyArray, vectors: FloatArray, chosen: BoolArray, replace: bool) -> None:
+    lines, rows, state = table.lines, table.vectors, table.state
+
+    def part(start: int, stop: int) -> None:
+        piece = slice(start, stop)
+        numpy_kernels.write(lines, rows, state, keys[piece], vectors[piece], chosen[piece], replace, True)
+
+    POOL.run(keys.size, _PIECE_KEYS, part)
 
 
 def _query_by_threads(table: HostTable, keys: KeyArray, out: FloatArray, found: BoolArray, missing: IndexArray) -> int:

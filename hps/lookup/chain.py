@@ -89,34 +89,64 @@ class _Tier:
         `open_lost`, a table that is gone, because someone emptied a shared database or dropped the table in it, is opened
         again, empty: a lower tier has its rows.
         """
-
-        tag, fetch = table.tag, self.database.fetch
-        least_rows = self.database.rows_worth_a_thread * keys.size // missing
-
-        def part(start: int, stop: int) -> None:
-            fetch(tag, keys[start:stop], out[start:stop], found[start:stop])
+        worth = self.database.rows_worth_a_thread
 
         def call() -> None:
             try:
-                if least_rows:
-                    POOL.run(keys.size, least_rows, part, fetched)
+                if worth and missing >= 2 * worth:
+                    self._share(table.tag, keys, out, found, worth * keys.size // missing, fetched)
                 else:
-                    fetch(tag, keys, out, found)
+                    self.database.fetch(table.tag, keys, out, found)
             except UnknownTableError as error:
                 if not open_lost:
                     raise
                 _log.warning("%s (%s): %s", self.name, self.database.kind, error)
-                self.database.open_table(tag, table.dim)
-                fetch(tag, keys, out, found)
+                self.database.open_table(table.tag, table.dim)
+                self.database.fetch(table.tag, keys, out, found)
 
         start = time.perf_counter()
         error = self._reads.attempt(call)
         self._seconds.observe(time.perf_counter() - start)
         return error
 
+    def _share(
+        self, tag: str, keys: KeyArray, out: FloatArray, found: BoolArray, least_rows: int, fetched: Landed | None
+    ) -> None:
+        fetch = self.database.fetch
+
+        def part(start: int, stop: int) -> None:
+            fetch(tag, keys[start:stop], out[start:stop], found[start:stop])
+
+        POOL.run(keys.size, least_rows, part, fetched)
+
     def attempt(self, write: Callable[[], object]) -> DatabaseError | None:
         """Make a call that writes, unless the breaker of writes is open; an error is counted and returned."""
         return self._writes.attempt(write)
+
+
+class _Final:
+    """Reports the rows of a fetch, in their order, as soon as they will not change any more. *One per thread.*
+
+    Attributes:
+        for_certain: what a tier was asked for is final also where it was not found.
+    """
+
+    def __init__(self, found: BoolArray, landed: Landed) -> None:
+        self.for_certain = False
+        self._found = found
+        self._landed = landed
+        self._rows = 0
+
+    def fetched(self, start: int, stop: int) -> None:
+        """Take note that a tier was asked for rows [start, stop)."""
+        if start <= self._rows < stop and (self.for_certain or self._found[self._rows : stop].all()):
+            begin, self._rows = self._rows, stop
+            self._landed(begin, stop)
+
+    def end(self) -> None:
+        """Report the rest."""
+        if self._rows < self._found.size:
+            self._landed(self._rows, self._found.size)
 
 
 class DatabaseChain:
@@ -244,15 +274,7 @@ class DatabaseChain:
         fence = self._fences[table.tag]
         token = fence.token()
         missing = before = keys.size - int(np.count_nonzero(found))
-        final = 0
-        last = False
-
-        def fetched(start: int, stop: int) -> None:
-            nonlocal final
-            if landed and start <= final < stop and (last or found[final:stop].all()):
-                begin, final = final, stop
-                landed(begin, stop)
-
+        final = _Final(found, landed) if landed else None
         for tier in self._tiers:
             if not before:
                 break
@@ -260,7 +282,11 @@ class DatabaseChain:
             if tier is self._volatile and self._quarantined and not self._heal(table):
                 continue
             known = found.copy() if tier is self._persistent and self._promotions else None
-            error = tier.fetch(table, keys, out, found, missing=before, open_lost=not last, fetched=landed and fetched)
+            if final:
+                final.for_certain = last
+            error = tier.fetch(
+                table, keys, out, found, missing=before, open_lost=not last, fetched=final.fetched if final else None
+            )
             after = keys.size - int(np.count_nonzero(found))
             self._count(table, tier, hits=before - after, misses=0 if error else after)
             if error and last and after:
@@ -268,8 +294,8 @@ class DatabaseChain:
             if known is not None and after < before:
                 self._promote(table, fence, token, keys, out, found & ~known)
             before = after
-        if landed and final < keys.size:
-            landed(final, keys.size)
+        if final:
+            final.end()
         return missing - before
 
     def locate(self, table: TableSpec, key: KeyArray, out: FloatArray) -> str | None:

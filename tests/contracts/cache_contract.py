@@ -213,13 +213,17 @@ class CacheContract:
     @pytest.mark.usefixtures("four_threads")
     @pytest.mark.parametrize("with_found", [True, False])
     def test_many_misses_with_duplicates_are_listed_once_and_answered_at_every_position(self, create: Create, with_found: bool):
-        cache, keys = create(spec(5), 20_000), distinct_keys(12_000)
+        cache, keys = create(spec(5), 60_000), distinct_keys(40_000)
         cache.insert(0, keys[:2000], vectors_of(keys[:2000], 5))
         was_resident = self.resident(cache, keys)
-        draw = np.random.default_rng(6).zipf(1.2, 40_000) - 1
-        asked = np.concatenate([np.arange(12_000), draw[draw < 12_000]])
+        draw = np.random.default_rng(6).zipf(1.2, 80_000) - 1
+        asked = np.concatenate([np.arange(40_000), draw[draw < 40_000]])
         segment = self.segment(cache, 0, keys[asked], with_found=with_found)
         lookup = cache.create_lookup()
+        for part in (asked, asked[3000:3100], asked):  # its memory serves large and small lookups in any order
+            lookup.query([self.segment(cache, 0, keys[part])])
+            distinct = np.unique(keys[part][~was_resident[part]])
+            assert [np.sort(one.keys).tolist() for one in lookup.unique()] == [distinct.tolist()] * bool(distinct.size)
         assert lookup.query([segment]) == np.count_nonzero(~was_resident[asked])
         (missed,) = lookup.unique()
         np.testing.assert_array_equal(np.sort(missed.keys), np.sort(keys[~was_resident]))

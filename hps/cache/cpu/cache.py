@@ -20,7 +20,8 @@ from hps.thread_pool import POOL
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
 _LINE_BYTES = 8 * LINE_WORDS
-_PIECE_KEYS = 2048  # that are worth a thread of their own
+_SHARED_KEYS = 16_384  # of a lookup that threads share; for fewer, a thread that wakes late costs more than it helps
+_PIECE_KEYS = 2048  # that are worth a piece of their own
 _ALL: BoolArray = np.empty(0, np.bool_)  # tells a kernel: every key; no found-mask
 
 
@@ -160,7 +161,7 @@ class _Scratch:
 class NumpyLookup(CacheLookup):
     """A lookup on the NumPy cache. *One per thread.*"""
 
-    __slots__ = ("_cache", "_hashed", "_members", "_origins", "_parted", "_scratches", "_segments")
+    __slots__ = ("_cache", "_hashed", "_members", "_parted", "_scratches", "_segments")
 
     def __init__(self, cache: NumpyCache) -> None:
         super().__init__()
@@ -169,8 +170,7 @@ class NumpyLookup(CacheLookup):
         self._scratches = [_Scratch(table.dim) for table in cache.tables]
         self._hashed: IndexArray = np.empty(0, np.int64)
         self._members: IndexArray = np.empty(0, np.int64)
-        self._parted: KeyArray = np.empty(0, np.int64)
-        self._origins: IndexArray = np.empty(0, np.int64)
+        self._parted: IndexArray = np.empty((3, 0), np.int64)
 
     def query(self, segments: Sequence[Segment]) -> int:
         """Copy resident vectors to their rows of `out`; list the rest. See `CacheLookup.query`."""
@@ -183,7 +183,7 @@ class NumpyLookup(CacheLookup):
             if found is None:
                 found = _ALL
             try:
-                if segment.n < 2 * _PIECE_KEYS:
+                if segment.n < _SHARED_KEYS:
                     count = numpy_kernels.query(
                         table.lines, table.vectors, table.state, keys, segment.out, found, scratch.missing
                     )
@@ -216,7 +216,7 @@ class NumpyLookup(CacheLookup):
         scratch = self._scratches[segment.table]
         if scratch.inverse.size < count:
             scratch.inverse = np.empty(_grown(count), np.int64)
-        if count >= 2 * _PIECE_KEYS:
+        if count >= _SHARED_KEYS:
             return self._distinct_by_threads(segment.keys, scratch.missing[:count], scratch.inverse)
         size = 1 << (2 * count - 1).bit_length()
         if self._hashed.size < size:
@@ -230,10 +230,9 @@ class NumpyLookup(CacheLookup):
     def _distinct_by_threads(self, keys: KeyArray, missing: IndexArray, inverse: IndexArray) -> KeyArray:
         """Cut the missing keys by the upper bits of their hash, in which order a hash map is read best, and list each part."""
         count, parts = missing.size, numpy_misses.PARTS
-        if self._parted.size < count:
-            self._parted, self._origins = np.empty(_grown(count), np.int64), np.empty(_grown(count), np.int64)
-            self._members = np.empty(_grown(count), np.int64)
-        parted, origins, members = self._parted, self._origins, self._members
+        if self._parted.shape[1] < count:
+            self._parted = np.empty((3, _grown(count)), np.int64)
+        parted, origins, members = self._parted
         pieces = count // _PIECE_KEYS
         ends = np.linspace(0, count, pieces + 1).astype(np.int64)
         counts = np.zeros((pieces, parts), np.int64)
@@ -297,6 +296,9 @@ class NumpyMissedKeys(MissedKeys):
         mask = _ALL if segment.found is None else segment.found
         default = self._cache.tables[segment.table].default_value
         missing, inverse, fetched, out = scratch.missing, scratch.inverse, scratch.fetched, segment.out
+        if self._count < _SHARED_KEYS:
+            numpy_misses.scatter(missing, inverse, self._count, fetched, found, default, out, mask)
+            return
 
         def part(start: int, stop: int) -> None:
             at, rows = missing[start:stop], inverse[start:stop]
@@ -312,6 +314,9 @@ class NumpyMissedKeys(MissedKeys):
 
 def _insert(table: HostTable, keys: KeyArray, vectors: FloatArray, chosen: BoolArray, replace: bool) -> None:
     lines, rows, state = table.lines, table.vectors, table.state
+    if keys.size < _SHARED_KEYS:
+        numpy_kernels.write(lines, rows, state, keys, vectors, chosen, replace, True)
+        return
 
     def part(start: int, stop: int) -> None:
         piece = slice(start, stop)

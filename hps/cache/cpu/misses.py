@@ -13,10 +13,10 @@ PARTS = 256
 _PART_SHIFT = np.uint64(56)  # 64 bits less those of a part
 
 _WORDS, _ROWS, _FLAGS = int64[::1], float32[:, ::1], boolean[::1]
-_KEYS = _INDICES = read_only(_WORDS)
+_KEYS = read_only(_WORDS)
 
 
-@kernel(int64, _KEYS, _INDICES, int64, _WORDS, _WORDS, _WORDS)
+@kernel(int64, _KEYS, _WORDS, int64, _WORDS, _WORDS, _WORDS)
 def distinct(
     keys: KeyArray,  # (n,) int64
     missing: IndexArray,  # (at least count,) int64
@@ -46,7 +46,7 @@ def distinct(
     return size
 
 
-@kernel(void, _KEYS, _INDICES, _WORDS)
+@kernel(void, _KEYS, _WORDS, _WORDS)
 def count_parts(
     keys: KeyArray,  # (n,) int64
     missing: IndexArray,  # (m,) int64
@@ -57,7 +57,7 @@ def count_parts(
         counts[np.int64(mix(keys[missing[i]]) >> _PART_SHIFT)] += 1
 
 
-@kernel(void, _KEYS, _INDICES, int64, _WORDS, _WORDS, _WORDS)
+@kernel(void, _KEYS, _WORDS, int64, _WORDS, _WORDS, _WORDS)
 def place_parts(
     keys: KeyArray,  # (n,) int64
     missing: IndexArray,  # (m,) int64
@@ -75,7 +75,7 @@ def place_parts(
         places[part] += 1
 
 
-@kernel(void, _INDICES, _INDICES, _INDICES, int64, int64, _WORDS, _WORDS, _WORDS)
+@kernel(void, _WORDS, _WORDS, _WORDS, int64, int64, _WORDS, _WORDS, _WORDS)
 def distinct_parts(
     parted: KeyArray,  # (count,) int64
     origins: IndexArray,  # (count,) int64
@@ -114,7 +114,7 @@ def distinct_parts(
         sizes[part] = size - first
 
 
-@kernel(void, _INDICES, _INDICES, _INDICES, int64, int64, _INDICES, _WORDS, _WORDS)
+@kernel(void, _WORDS, _WORDS, _WORDS, int64, int64, _WORDS, _WORDS, _WORDS)
 def close_ranks(
     origins: IndexArray,  # (count,) int64
     bounds: IndexArray,  # (PARTS + 1,) int64
@@ -135,7 +135,7 @@ def close_ranks(
                 inverse[origins[i]] -= moved
 
 
-@kernel(void, _INDICES, _INDICES, int64, _ROWS, read_only(_FLAGS), float64, _ROWS, _FLAGS)
+@kernel(void, _WORDS, _WORDS, int64, _ROWS, read_only(_FLAGS), float64, _ROWS, _FLAGS)
 def scatter(
     missing: IndexArray,  # (at least count,) int64
     inverse: IndexArray,  # (at least count,) int64

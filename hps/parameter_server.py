@@ -37,6 +37,7 @@ from hps.tensors.segments import (
     refuse_repeated_tables,
     tensor_segment,
 )
+from hps.thread_pool import POOL
 from hps.types import BoolArray, FloatArray, TableSpec, split_tag
 
 _log = logging.getLogger(__name__)
@@ -97,6 +98,7 @@ class HPS:
         self._closing = threading.Lock()
         self._closed = False
         self._reopenable: dict[str, Deployment] = {}  # in a forked child, until the first call
+        POOL.limit_to(self.config.fetch_threads)
         self._chain, self._targets = open_databases(self.config, self.metrics)
         self.catalog = ModelCatalog(self.config, self._targets.sources)
         self._watch = CatalogWatch(self.catalog, self._live)
@@ -704,6 +706,7 @@ class HPS:
             for deployment in deployments:
                 deployment.close()
             self._chain.close()
+            POOL.end()  # those of another HPS of this process start again
 
     def disown(self) -> None:
         """In a forked child: refuse every call, and close nothing that is the parent's."""

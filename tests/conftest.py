@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from hps.thread_pool import POOL
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.gcs_server import gcs_server as gcs_server  # a fixture for all
 
@@ -69,6 +70,15 @@ def _logging_left_as_it_was() -> Iterator[None]:
     yield
     root.setLevel(level)
     root.handlers[:] = handlers
+
+
+@pytest.fixture
+def four_threads() -> Iterator[None]:
+    """Large lookups are shared by four threads, however many processors there are."""
+    POOL.limit_to(4)
+    yield
+    POOL.limit_to(0)
+    POOL.end()
 
 
 @pytest.fixture

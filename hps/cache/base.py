@@ -69,7 +69,8 @@ class MissedKeys(ABC):
 
     Attributes:
         segment: the segment that the keys belong to.
-        keys: (u,) int64 in host memory, distinct, ascending; read only. Owned by the caller: they outlive the lookup.
+        keys: (u,) int64 in host memory, distinct, in unspecified order; read only. Owned by the caller: they outlive the
+            lookup. Databases are quickest when many keys come by the upper bits of their hash, as rows lie in a hash map.
     """
 
     __slots__ = ("keys", "segment")

@@ -328,6 +328,7 @@ class Configuration(Section):
     device: DeviceChoice = "auto"
     supportlonglong: Flag = True
     fuse_embedding_table: Flag = False
+    fetch_threads: Annotated[Whole, Field(ge=0, le=64)] = 0
     volatile_db: VolatileDbConfig = Field(default_factory=lambda: VolatileDbConfig(type="parallel_hash_map"))
     persistent_db: PersistentDbConfig = Field(default_factory=PersistentDbConfig)
     model_source: ModelSourceConfig = Field(default_factory=ModelSourceConfig)

@@ -116,6 +116,10 @@ class Database(ABC):
     kind: ClassVar[str]
     """The configuration value that selects this database, e.g. `rocks_db`."""
 
+    rows_worth_a_thread: int = 0
+    """Rows of a `fetch` from which it pays to fetch them in a thread of their own: as many as take some 100 us. 0 where threads
+    gain nothing, or the database shares a fetch out by itself."""
+
     @classmethod
     @abstractmethod
     def from_config(cls, config: Any) -> Self:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeAlias
 
 import numpy as np
 
@@ -14,10 +15,13 @@ from hps.errors import DatabaseError, NotReadyError, UnknownTableError
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.lookup.fences import TableFence
 from hps.metrics import TIERS, Metrics
+from hps.thread_pool import POOL
 from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
 _PROMOTION_QUEUE_LENGTH = 64
+Landed: TypeAlias = Callable[[int, int], object]
+"""Is called, in order, with rows [start, stop) of a fetch that will not change any more."""
 
 
 class _Access:
@@ -69,17 +73,30 @@ class _Tier:
         self._seconds = metrics.fetch_seconds.labels(name)
 
     def fetch(
-        self, table: TableSpec, keys: KeyArray, out: FloatArray, found: BoolArray, *, open_lost: bool
+        self,
+        table: TableSpec,
+        keys: KeyArray,
+        out: FloatArray,
+        found: BoolArray,
+        *,
+        missing: int,
+        open_lost: bool,
+        fetched: Landed | None = None,
     ) -> DatabaseError | None:
-        """Fetch what is missing. An error is counted, reported to the breaker of reads and returned.
+        """Fetch the rows that are missing. An error is counted, reported to the breaker of reads and returned.
 
-        With `open_lost`, a table that is gone, because someone emptied a shared database or dropped the table in it, is opened
+        Several threads share many rows; whoever counts sees one call. `fetched` is called with rows that were asked for. With
+        `open_lost`, a table that is gone, because someone emptied a shared database or dropped the table in it, is opened
         again, empty: a lower tier has its rows.
         """
+        worth = self.database.rows_worth_a_thread
 
         def call() -> None:
             try:
-                self.database.fetch(table.tag, keys, out, found)
+                if worth and missing >= 2 * worth:
+                    self._share(table.tag, keys, out, found, worth * keys.size // missing, fetched)
+                else:
+                    self.database.fetch(table.tag, keys, out, found)
             except UnknownTableError as error:
                 if not open_lost:
                     raise
@@ -92,9 +109,44 @@ class _Tier:
         self._seconds.observe(time.perf_counter() - start)
         return error
 
+    def _share(
+        self, tag: str, keys: KeyArray, out: FloatArray, found: BoolArray, least_rows: int, fetched: Landed | None
+    ) -> None:
+        fetch = self.database.fetch
+
+        def part(start: int, stop: int) -> None:
+            fetch(tag, keys[start:stop], out[start:stop], found[start:stop])
+
+        POOL.run(keys.size, least_rows, part, fetched)
+
     def attempt(self, write: Callable[[], object]) -> DatabaseError | None:
         """Make a call that writes, unless the breaker of writes is open; an error is counted and returned."""
         return self._writes.attempt(write)
+
+
+class _Final:
+    """Reports the rows of a fetch, in their order, as soon as they will not change any more. *One per thread.*
+
+    Attributes:
+        for_certain: what a tier was asked for is final also where it was not found.
+    """
+
+    def __init__(self, found: BoolArray, landed: Landed) -> None:
+        self.for_certain = False
+        self._found = found
+        self._landed = landed
+        self._rows = 0
+
+    def fetched(self, start: int, stop: int) -> None:
+        """Take note that a tier was asked for rows [start, stop)."""
+        if start <= self._rows < stop and (self.for_certain or self._found[self._rows : stop].all()):
+            begin, self._rows = self._rows, stop
+            self._landed(begin, stop)
+
+    def end(self) -> None:
+        """Report the rest."""
+        if self._rows < self._found.size:
+            self._landed(self._rows, self._found.size)
 
 
 class DatabaseChain:
@@ -209,8 +261,12 @@ class DatabaseChain:
         keys: KeyArray,  # (n,)
         out: FloatArray,  # (n, dim)
         found: BoolArray,  # (n,)
+        landed: Landed | None = None,
     ) -> int:
         """Fill the rows of `out` that are not yet `found`, as `Database.fetch` does. The keys of the rows left are absent.
+
+        Args:
+            landed: is called, in this thread, with rows that are final, each once and in order, all of them by the end.
 
         Raises:
             DatabaseError: keys are still missing and the authoritative database did not answer.
@@ -218,6 +274,7 @@ class DatabaseChain:
         fence = self._fences[table.tag]
         token = fence.token()
         missing = before = keys.size - int(np.count_nonzero(found))
+        final = _Final(found, landed) if landed else None
         for tier in self._tiers:
             if not before:
                 break
@@ -225,7 +282,11 @@ class DatabaseChain:
             if tier is self._volatile and self._quarantined and not self._heal(table):
                 continue
             known = found.copy() if tier is self._persistent and self._promotions else None
-            error = tier.fetch(table, keys, out, found, open_lost=not last)
+            if final:
+                final.for_certain = last
+            error = tier.fetch(
+                table, keys, out, found, missing=before, open_lost=not last, fetched=final.fetched if final else None
+            )
             after = keys.size - int(np.count_nonzero(found))
             self._count(table, tier, hits=before - after, misses=0 if error else after)
             if error and last and after:
@@ -233,6 +294,8 @@ class DatabaseChain:
             if known is not None and after < before:
                 self._promote(table, fence, token, keys, out, found & ~known)
             before = after
+        if final:
+            final.end()
         return missing - before
 
     def locate(self, table: TableSpec, key: KeyArray, out: FloatArray) -> str | None:
@@ -252,7 +315,7 @@ class DatabaseChain:
         for tier in self._tiers:
             if tier is self._volatile and table.tag in self._quarantined and self._persistent:
                 continue
-            error = tier.fetch(table, key, out, found, open_lost=False)
+            error = tier.fetch(table, key, out, found, missing=1, open_lost=False)
             if found[0]:
                 return tier.name
             if error and tier is self._tiers[-1]:

@@ -20,8 +20,6 @@ from hps.open_calls import OpenCalls
 from hps.tensors.segments import Segment
 from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
 
-_STAGE_ROWS = 16_384  # vectors fetched before their copy to the device begins; the next chunk is fetched meanwhile
-
 
 class Session(Protocol):
     """What answers the lookups of one model on one device. *Thread-safe.*"""
@@ -212,10 +210,7 @@ class CachedSession:
         token = fence.token()
         buffer = missed.buffer()
         found = np.zeros(keys.size, np.bool_)
-        for start in range(0, keys.size, _STAGE_ROWS):
-            rows = slice(start, min(start + _STAGE_ROWS, keys.size))
-            self._coalescer.fetch(table, fence, keys[rows], buffer[rows], found[rows])
-            missed.stage(rows.start, rows.stop)
+        self._coalescer.fetch(table, fence, keys, buffer, found, missed.stage)
         missed.scatter(found)
         with fence.filling(token) as allowed:
             if allowed:
@@ -225,7 +220,7 @@ class CachedSession:
     def _insert_later(self, table_index: int, keys: KeyArray) -> None:
         """Queue the insertion of keys that no queued insertion has already."""
         with self._pending_lock:
-            fresh = keys[~_contained(self._pending[table_index], keys)]
+            fresh = np.sort(keys[~_contained(self._pending[table_index], keys)])
             if not fresh.size:
                 return
             self._pending[table_index] = np.union1d(self._pending[table_index], fresh)

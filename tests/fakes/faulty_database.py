@@ -55,7 +55,7 @@ class FaultyDatabase(Database):
         self.inner.open_table(tag, dim)
 
     def fetch(self, tag: str, keys: KeyArray, out: FloatArray, found: BoolArray) -> int:
-        self.fetched.append(keys.copy())
+        self.fetched.append(keys[~found])
         if self.gate_late is None:
             self.entered.release()
         if self.gate is not None and not self.gate.wait(10):

@@ -398,6 +398,18 @@ def test_a_model_that_could_not_be_warmed_up_gives_back_its_cache_and_its_thread
         assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.parametrize(("cached", "threads"), [(True, 3), (False, 3), (True, 1)])
+def test_threads_that_share_a_large_lookup_are_as_many_as_configured_and_end_with_the_server(tmp_path, cached, threads):
+    keys = np.arange(20_000)
+    write_models(tmp_path, keys)
+    sources = [tmp_path / f"{table}.model" for table in DIMS]
+    settings = {"max_batch_size": 20_000, "gpucache": cached, "hit_rate_threshold": 1.1}
+    with hps.HPS(document_of(model_of("ranker", sources, DIMS, **settings)) | {"fetch_threads": threads}) as server:
+        np.testing.assert_array_equal(server.lookup(keys[::-1], "ranker", "item"), vectors_of(keys[::-1], 7))
+        assert len([thread for thread in threading.enumerate() if thread.name.startswith("hps-piece")]) == threads - 1
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hps")]
+
+
 def test_closed_server_says_so(configuration):
     server = hps.HPS(configuration)
     server.close()

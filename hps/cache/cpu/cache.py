@@ -10,15 +10,18 @@ import numpy as np
 from hps.cache.base import CacheLookup, CacheStats, EmbeddingCache, MissedKeys
 from hps.cache.cpu import kernels as numpy_kernels
 from hps.cache.cpu import misses as numpy_misses
-from hps.cache.cpu.sets import EVICTIONS, INSERTS, LINE_WORDS, RESIDENT, STATE_WORDS, WAYS
+from hps.cache.cpu.sets import EPOCHS_A_CALL, EVICTIONS, INSERTS, LINE_WORDS, RESIDENT, STATE_WORDS, WAYS
 from hps.capacity import available_memory, check_fits
 from hps.errors import DeviceMemoryError, InvalidInputError
 from hps.lifetimes import disown_in_children, refusal
 from hps.numba_kernels import compile_kernels
 from hps.tensors.segments import Segment, check_rows, check_segment
+from hps.thread_pool import POOL
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
 _LINE_BYTES = 8 * LINE_WORDS
+_SHARED_KEYS = 16_384  # of a lookup that threads share; for fewer, a thread that wakes late costs more than it helps
+_PIECE_KEYS = 2048  # that are worth a piece of their own
 _ALL: BoolArray = np.empty(0, np.bool_)  # tells a kernel: every key; no found-mask
 
 
@@ -89,7 +92,7 @@ class NumpyCache(EmbeddingCache):
     ) -> None:
         """Make vectors resident, replacing those of resident keys. See `EmbeddingCache.insert`."""
         own = self._checked(table, keys, vectors, "inserting into")
-        numpy_kernels.write(own.lines, own.vectors, own.state, keys, vectors, _ALL, True, True)
+        _insert(own, keys, vectors, _ALL, replace=True)
 
     def update(self, table: int, keys: KeyArray, vectors: FloatArray) -> None:
         """Replace the vectors of those keys that are resident. See `EmbeddingCache.update`."""
@@ -158,7 +161,7 @@ class _Scratch:
 class NumpyLookup(CacheLookup):
     """A lookup on the NumPy cache. *One per thread.*"""
 
-    __slots__ = ("_cache", "_hashed", "_members", "_ranks", "_scratches", "_segments")
+    __slots__ = ("_cache", "_hashed", "_members", "_parted", "_scratches", "_segments")
 
     def __init__(self, cache: NumpyCache) -> None:
         super().__init__()
@@ -167,7 +170,7 @@ class NumpyLookup(CacheLookup):
         self._scratches = [_Scratch(table.dim) for table in cache.tables]
         self._hashed: IndexArray = np.empty(0, np.int64)
         self._members: IndexArray = np.empty(0, np.int64)
-        self._ranks: IndexArray = np.empty(0, np.int64)
+        self._parted: IndexArray = np.empty((3, 0), np.int64)
 
     def query(self, segments: Sequence[Segment]) -> int:
         """Copy resident vectors to their rows of `out`; list the rest. See `CacheLookup.query`."""
@@ -180,7 +183,12 @@ class NumpyLookup(CacheLookup):
             if found is None:
                 found = _ALL
             try:
-                count = numpy_kernels.query(table.lines, table.vectors, table.state, keys, segment.out, found, scratch.missing)
+                if segment.n < _SHARED_KEYS:
+                    count = numpy_kernels.query(
+                        table.lines, table.vectors, table.state, keys, segment.out, found, scratch.missing
+                    )
+                else:
+                    count = _query_by_threads(table, keys, segment.out, found, scratch.missing)
             except TypeError:  # numba found no kernel for these dtypes and layouts
                 count = -1
             if count < 0:
@@ -193,7 +201,7 @@ class NumpyLookup(CacheLookup):
         return sum(counts)
 
     def unique(self) -> Sequence["NumpyMissedKeys"]:
-        """List the distinct missing keys of each segment, ascending. See `CacheLookup.unique`."""
+        """List the distinct missing keys of each segment. See `CacheLookup.unique`."""
         return [
             NumpyMissedKeys(self._cache, segment, self._scratches[segment.table], self._distinct(segment, count), count)
             for segment, count in zip(self._segments, self.counts, strict=True)
@@ -206,19 +214,58 @@ class NumpyLookup(CacheLookup):
 
     def _distinct(self, segment: Segment, count: int) -> KeyArray:
         scratch = self._scratches[segment.table]
+        if scratch.inverse.size < count:
+            scratch.inverse = np.empty(_grown(count), np.int64)
+        if count >= _SHARED_KEYS:
+            return self._distinct_by_threads(segment.keys, scratch.missing[:count], scratch.inverse)
         size = 1 << (2 * count - 1).bit_length()
         if self._hashed.size < size:
             self._hashed = np.empty(size, np.int64)
             self._members = np.empty(size, np.int64)
-            self._ranks = np.empty(size, np.int64)
-        if scratch.inverse.size < count:
-            scratch.inverse = np.empty(_grown(count), np.int64)
-        table, members, inverse = self._hashed[:size], self._members, scratch.inverse
-        distinct = numpy_misses.distinct(segment.keys, scratch.missing, count, table, members, inverse)
-        ascending: KeyArray = members[:distinct].copy()
-        ascending.sort()
-        numpy_misses.rank(ascending, table, members, inverse, count, self._ranks)
-        return ascending
+        table, members = self._hashed[:size], self._members
+        distinct = numpy_misses.distinct(segment.keys, scratch.missing, count, table, members, scratch.inverse)
+        keys: KeyArray = members[:distinct].copy()
+        return keys
+
+    def _distinct_by_threads(self, keys: KeyArray, missing: IndexArray, inverse: IndexArray) -> KeyArray:
+        """Cut the missing keys by the upper bits of their hash, in which order a hash map is read best, and list each part."""
+        count, parts = missing.size, numpy_misses.PARTS
+        if self._parted.shape[1] < count:
+            self._parted = np.empty((3, _grown(count)), np.int64)
+        parted, origins, members = self._parted
+        pieces = count // _PIECE_KEYS
+        ends = np.linspace(0, count, pieces + 1).astype(np.int64)
+        counts = np.zeros((pieces, parts), np.int64)
+
+        def count_piece(start: int, stop: int) -> None:
+            for piece in range(start, stop):
+                numpy_misses.count_parts(keys, missing[ends[piece] : ends[piece + 1]], counts[piece])
+
+        POOL.run(pieces, 1, count_piece)
+        bounds = np.concatenate(([0], np.cumsum(counts.sum(0))))
+        places = bounds[:-1] + np.cumsum(counts, 0) - counts  # (pieces, parts)
+
+        def place_piece(start: int, stop: int) -> None:
+            for piece in range(start, stop):
+                first, last = ends[piece], ends[piece + 1]
+                numpy_misses.place_parts(keys, missing[first:last], first, places[piece], parted, origins)
+
+        POOL.run(pieces, 1, place_piece)
+        sizes = np.empty(parts, np.int64)
+        least = max(1, parts * _PIECE_KEYS // count)
+        POOL.run(
+            parts,
+            least,
+            lambda start, stop: numpy_misses.distinct_parts(parted, origins, bounds, start, stop, members, inverse, sizes),
+        )
+        firsts = np.concatenate(([0], np.cumsum(sizes)))
+        together: KeyArray = np.empty(firsts[-1], np.int64)
+        POOL.run(
+            parts,
+            least,
+            lambda start, stop: numpy_misses.close_ranks(origins, bounds, firsts, start, stop, members, inverse, together),
+        )
+        return together
 
 
 class NumpyMissedKeys(MissedKeys):
@@ -248,12 +295,57 @@ class NumpyMissedKeys(MissedKeys):
         segment, scratch = self.segment, self._scratch
         mask = _ALL if segment.found is None else segment.found
         default = self._cache.tables[segment.table].default_value
-        numpy_misses.scatter(scratch.missing, scratch.inverse, self._count, scratch.fetched, found, default, segment.out, mask)
+        missing, inverse, fetched, out = scratch.missing, scratch.inverse, scratch.fetched, segment.out
+        if self._count < _SHARED_KEYS:
+            numpy_misses.scatter(missing, inverse, self._count, fetched, found, default, out, mask)
+            return
+
+        def part(start: int, stop: int) -> None:
+            at, rows = missing[start:stop], inverse[start:stop]
+            numpy_misses.scatter(at, rows, stop - start, fetched, found, default, out, mask)
+
+        POOL.run(self._count, _PIECE_KEYS, part)
 
     def insert(self, found: BoolArray) -> None:
         """Insert the fetched vectors whose `found` is True. See `MissedKeys.insert`."""
         table = self._cache.open_tables()[self.segment.table]
-        numpy_kernels.write(table.lines, table.vectors, table.state, self.keys, self._scratch.fetched, found, False, True)
+        _insert(table, self.keys, self._scratch.fetched, found, replace=False)
+
+
+def _insert(table: HostTable, keys: KeyArray, vectors: FloatArray, chosen: BoolArray, replace: bool) -> None:
+    lines, rows, state = table.lines, table.vectors, table.state
+    if keys.size < _SHARED_KEYS:
+        numpy_kernels.write(lines, rows, state, keys, vectors, chosen, replace, True)
+        return
+
+    def part(start: int, stop: int) -> None:
+        piece = slice(start, stop)
+        numpy_kernels.write(lines, rows, state, keys[piece], vectors[piece], chosen[piece], replace, True)
+
+    POOL.run(keys.size, _PIECE_KEYS, part)
+
+
+def _query_by_threads(table: HostTable, keys: KeyArray, out: FloatArray, found: BoolArray, missing: IndexArray) -> int:
+    """As the kernel `query`, for many keys; each piece of them is a query of its own, in an epoch of its own."""
+    n = keys.size
+    lines, vectors, state = table.lines, table.vectors, table.state
+    if out.shape[0] != n or found.size not in (0, n) or n > EPOCHS_A_CALL * vectors.shape[0]:
+        whole: int = numpy_kernels.query(lines, vectors, state, keys, out, found, missing)
+        return whole
+    counts: dict[int, int] = {}
+
+    def part(start: int, stop: int) -> None:
+        rows = slice(start, stop)
+        counts[start] = numpy_kernels.query(lines, vectors, state, keys[rows], out[rows], found[rows], missing[rows])
+
+    POOL.run(n, _PIECE_KEYS, part)
+    if min(counts.values()) < 0:
+        return -1
+    total = 0
+    for start, count in sorted(counts.items()):
+        np.add(missing[start : start + count], start, out=missing[total : total + count])
+        total += count
+    return total
 
 
 def _with_aligned_keys(segments: Sequence[Segment]) -> list[Segment]:

@@ -8,10 +8,15 @@ from hps.numba_atomics import copy_bytes
 from hps.numba_kernels import kernel, read_only
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
+PARTS = 256
+"""Into which many missing keys are cut, so that threads share them, and what is known of a part stays in their caches."""
+_PART_SHIFT = np.uint64(56)  # 64 bits less those of a part
+
 _WORDS, _ROWS, _FLAGS = int64[::1], float32[:, ::1], boolean[::1]
+_KEYS = read_only(_WORDS)
 
 
-@kernel(int64, read_only(_WORDS), _WORDS, int64, _WORDS, _WORDS, _WORDS)
+@kernel(int64, _KEYS, _WORDS, int64, _WORDS, _WORDS, _WORDS)
 def distinct(
     keys: KeyArray,  # (n,) int64
     missing: IndexArray,  # (at least count,) int64
@@ -41,24 +46,93 @@ def distinct(
     return size
 
 
-@kernel(void, _WORDS, _WORDS, _WORDS, _WORDS, int64, _WORDS)
-def rank(
-    ascending: KeyArray,  # (u,) int64: the members, sorted
-    table: IndexArray,  # (size,) int64
-    members: KeyArray,  # (at least u,) int64
-    inverse: IndexArray,  # (at least count,) int64
-    count: int,
-    ranks: IndexArray,  # (at least u,) int64
+@kernel(void, _KEYS, _WORDS, _WORDS)
+def count_parts(
+    keys: KeyArray,  # (n,) int64
+    missing: IndexArray,  # (m,) int64
+    counts: IndexArray,  # (PARTS,) int64
 ) -> None:
-    """Turn `inverse` from indices in `members` into indices in `ascending`."""
-    wrap = table.size - 1
-    for i in range(ascending.size):
-        slot = np.int64(mix(ascending[i])) & wrap
-        while members[table[slot]] != ascending[i]:
-            slot = (slot + 1) & wrap
-        ranks[table[slot]] = i
-    for i in range(count):
-        inverse[i] = ranks[inverse[i]]
+    """Add to `counts` how many of the keys at the missing positions fall into each part: the upper bits of their hash."""
+    for i in range(missing.size):
+        counts[np.int64(mix(keys[missing[i]]) >> _PART_SHIFT)] += 1
+
+
+@kernel(void, _KEYS, _WORDS, int64, _WORDS, _WORDS, _WORDS)
+def place_parts(
+    keys: KeyArray,  # (n,) int64
+    missing: IndexArray,  # (m,) int64
+    first: int,
+    places: IndexArray,  # (PARTS,) int64
+    parted: KeyArray,  # (count,) int64
+    origins: IndexArray,  # (count,) int64
+) -> None:
+    """Write the keys at the missing positions to `parted`, those of a part from its place on, and `first` + i to `origins`."""
+    for i in range(missing.size):
+        key = keys[missing[i]]
+        part = np.int64(mix(key) >> _PART_SHIFT)
+        parted[places[part]] = key
+        origins[places[part]] = first + i
+        places[part] += 1
+
+
+@kernel(void, _WORDS, _WORDS, _WORDS, int64, int64, _WORDS, _WORDS, _WORDS)
+def distinct_parts(
+    parted: KeyArray,  # (count,) int64
+    origins: IndexArray,  # (count,) int64
+    bounds: IndexArray,  # (PARTS + 1,) int64
+    start: int,
+    stop: int,
+    members: KeyArray,  # (count,) int64
+    inverse: IndexArray,  # (at least count,) int64
+    sizes: IndexArray,  # (PARTS,) int64
+) -> None:
+    """Do for parts [start, stop) what `distinct` does for all. Members of a part begin at its bound; `sizes` says how many."""
+    most = 0
+    for part in range(start, stop):
+        most = max(most, bounds[part + 1] - bounds[part])
+    room = 2
+    while room < 2 * most:
+        room *= 2
+    table = np.empty(room, np.int64)
+    for part in range(start, stop):
+        first, last = bounds[part], bounds[part + 1]
+        room = 2
+        while room < 2 * (last - first):
+            room *= 2
+        table[:room] = -1
+        size = first
+        for i in range(first, last):
+            key = parted[i]
+            slot = np.int64(mix(key)) & (room - 1)
+            while table[slot] >= 0 and members[table[slot]] != key:
+                slot = (slot + 1) & (room - 1)
+            if table[slot] < 0:
+                table[slot] = size
+                members[size] = key
+                size += 1
+            inverse[origins[i]] = table[slot]
+        sizes[part] = size - first
+
+
+@kernel(void, _WORDS, _WORDS, _WORDS, int64, int64, _WORDS, _WORDS, _WORDS)
+def close_ranks(
+    origins: IndexArray,  # (count,) int64
+    bounds: IndexArray,  # (PARTS + 1,) int64
+    firsts: IndexArray,  # (PARTS + 1,) int64
+    start: int,
+    stop: int,
+    members: KeyArray,  # (count,) int64
+    inverse: IndexArray,  # (at least count,) int64
+    together: KeyArray,  # (u,) int64
+) -> None:
+    """Move the members of parts [start, stop) from their bounds to `firsts`, where no gap is between parts."""
+    for part in range(start, stop):
+        moved = bounds[part] - firsts[part]
+        for i in range(firsts[part], firsts[part + 1]):
+            together[i] = members[i + moved]
+        if moved != 0:
+            for i in range(bounds[part], bounds[part + 1]):
+                inverse[origins[i]] -= moved
 
 
 @kernel(void, _WORDS, _WORDS, int64, _ROWS, read_only(_FLAGS), float64, _ROWS, _FLAGS)

@@ -37,6 +37,7 @@ class HashMapDatabase(InProcessDatabase):
     """
 
     kind = "hash_map"
+    rows_worth_a_thread = 1024
 
     def __init__(
         self,

@@ -227,8 +227,8 @@ MISTAKES = [
     (document(service={"prot": 1}), "service.prot: unknown key; did you mean port?"),
     (
         document(**{"a.b": 1}),
-        '["a.b"]: unknown key; known are: device, fuse_embedding_table, model_repository, model_source, models, persistent_db, '
-        "service, supportlonglong, update_source, volatile_db",
+        '["a.b"]: unknown key; known are: device, fetch_threads, fuse_embedding_table, model_repository, model_source, models, '
+        "persistent_db, service, supportlonglong, update_source, volatile_db",
     ),
 ]
 

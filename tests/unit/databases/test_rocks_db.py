@@ -215,6 +215,22 @@ def test_batches_do_not_show(path: Path, max_batch_size: int):
         assert database.delete(TAG, keys) == half
 
 
+@pytest.mark.usefixtures("four_threads")
+def test_threads_that_share_a_fetch_do_not_show(path: Path):
+    keys = np.arange(0, 10_000, 2)
+    asked = np.random.default_rng(1).integers(-100, 10_100, 9000)
+    there = (asked >= 0) & (asked < 10_000) & (asked % 2 == 0)
+    out, found = np.full((asked.size, 3), -1, np.float32), asked % 3 == 0
+    with closing(RocksDatabase(path)) as database:
+        database.open_table("t", 3)
+        database.insert("t", keys, np.repeat(keys[:, None], 3, 1).astype(np.float32))
+        assert database.fetch("t", asked, out, found) == np.count_nonzero(there & (asked % 3 != 0))
+    np.testing.assert_array_equal(found, there | (asked % 3 == 0))
+    answered = there & (asked % 3 != 0)
+    np.testing.assert_array_equal(out[answered], np.repeat(asked[answered][:, None], 3, 1))
+    assert (out[~answered] == -1).all()
+
+
 def test_a_block_cache_can_be_had(path: Path):
     with opened(path, block_cache_bytes=1 << 20) as database:
         keys = distinct_keys(30_000)

@@ -203,7 +203,7 @@ class CupyLookup(CacheLookup):
         self._staged = DeviceBuffer()
         self._staged_at: list[int] = []  # of each segment
         self._link_capacity = 0
-        self._left_keys = self._staged_keys = self._staged_epochs = self._leaders = self._ranks = self._order = 0
+        self._left_keys = self._staged_keys = self._staged_epochs = self._leaders = self._ranks = self._in_order = 0
         self._left_positions = self._bins = self._slots = self._states = self._staged_found = self._versions = 0
         self._distinct_memory = PinnedBuffer()
         self._distinct_on_host_at = 0
@@ -497,7 +497,7 @@ class CupyLookup(CacheLookup):
                 self._missing_counts,
                 self._leaders,
                 self._ranks,
-                self._order,
+                self._in_order,
                 self._states,
                 self._left_keys,
                 self._left_positions,
@@ -713,7 +713,7 @@ class CupyLookup(CacheLookup):
         start += versions
         self._left_keys, self._staged_keys, self._staged_epochs = (start + 8 * keys * nth for nth in range(3))
         start += 24 * keys
-        self._leaders, self._ranks, self._order, self._left_positions = (start + 4 * keys * nth for nth in range(4))
+        self._leaders, self._ranks, self._in_order, self._left_positions = (start + 4 * keys * nth for nth in range(4))
         start += 16 * keys
         self._bins = start
         self._slots = start + 4 * kernels.MOST_BINS

@@ -2,8 +2,8 @@
 //
 // A table is an array of PAIRS of BUCKETS, and one row of vectors a slot. A pair is 128 bytes, aligned; a bucket is 64:
 //     bytes 0..1     version, uint16: odd while a writer owns the bucket, the next even number after each change
-//     byte  2        strays, uint8: keys whose home is this bucket and that stand in its neighbour
-//     byte  3        0
+//     byte  2        the lowest 8 bits of the hash of the key that was refused last, uint8 (insert.cu)
+//     byte  3        strays, uint8: keys whose home is this bucket and that stand in its neighbour
 //     bytes 4..7     scores, 4 bits a slot, from the lowest: an insert into a full bucket evicts the smallest
 //     bytes 8..63    7 keys, int64
 // The hash of a key gives its HOME bucket. A key whose home is full goes to the neighbour, the other bucket of the pair, while
@@ -37,8 +37,14 @@ constexpr u32 SLOTS = 7;         // of a bucket
 constexpr u32 BUCKET_PARTS = 4;  // 16-byte parts of a bucket: the header and key 0, then two keys each
 constexpr u32 PAIR_PARTS = 8;
 constexpr u32 UNIT = HPS_UNIT;
-constexpr u32 TOP_SCORE = 15;   // of a slot that was hit: all bits, so that it can be set with an OR
-constexpr u32 FIRST_SCORE = 1;  // of a key that has just been admitted
+
+// Scores (benchmarks/bench_admission.py compares). A hit raises them with an OR, unless they are high enough.
+constexpr u32 HIT_SCORE = 8;      // this bit is set by a hit
+constexpr u32 TOP_SCORE = 15;     // of a slot that was hit while it had HIT_SCORE
+constexpr u32 ENOUGH_SCORE = 12;  // a hit writes nothing from here on
+constexpr u32 EMPTY_SCORE = 0;    // of a key that took an empty slot,
+constexpr u32 FIRST_SCORE = 1;    // that evicted another,
+constexpr u32 AGAIN_SCORE = 4;    // and that did so when it missed for the second time
 
 struct alignas(4 * HPS_UNIT) Unit {
     float value[HPS_UNIT];
@@ -180,6 +186,10 @@ __device__ __forceinline__ i64* key_at(uint4* bucket, u32 slot) {
 }
 
 __device__ __forceinline__ u8* strays_at(uint4* bucket) {
+    return reinterpret_cast<u8*>(bucket) + 3;
+}
+
+__device__ __forceinline__ u8* refused_at(uint4* bucket) {
     return reinterpret_cast<u8*>(bucket) + 2;
 }
 

@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS) erase(const __grid_con
                 *static_cast<volatile u32*>(scores_at(writer.bucket(target))) = part.y & ~(15u << (4 * at));
                 atomicAdd(table.counters + 2, 1ull);
             } else if (bucket == home % 2) {
-                *static_cast<volatile u8*>(strays_at(writer.bucket(bucket))) = (part.x >> 16) - 1;
+                *static_cast<volatile u8*>(strays_at(writer.bucket(bucket))) = (part.x >> 24) - 1;
             }
         }
         writer.give_back(own, slot >= 0);

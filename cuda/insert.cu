@@ -8,8 +8,10 @@
 //             owns one key. A part has no n = 0; tiles past a ragged end have no key. Parts are of different tables.
 // INVARIANTS  A key is in at most one slot of its pair. Where a key occurs twice among `keys`, one of its vectors wins,
 //             whole. A key that is admitted takes an empty slot at home, else one at its neighbour, else that of the smallest
-//             score at home (the first of equals), whose key is evicted; the other scores there then fall by that much. It
-//             starts with FIRST_SCORE. Replacing a vector changes no score.
+//             score at home (the first of equals), whose key is evicted; the other scores there then fall by that much.
+//             Replacing a vector changes no score. With ADMIT alone, the keys are those of misses, and one evicts another only
+//             if that one's score is 0 or it is the key that was refused last at its home, by 8 bits of their hashes. Else it is
+//             refused: its home notes it, and every second key by its hash makes all scores there fall by 1.
 //             The epoch is read while the pair is owned. So whoever modifies rows below the cache, makes the epoch odd first, and
 //             updates or erases the keys here afterwards, leaves no older vector behind: either that update comes later and
 //             finds the key, or this sees the epoch.
@@ -37,7 +39,7 @@
 #endif
 
 constexpr u32 ROW_LOADS = HPS_ROW_LOADS;
-constexpr u32 REPLACE = 1, ADMIT = 2;
+constexpr u32 REPLACE = 1, ADMIT = 2;  // another bit beside ADMIT: refuse nothing
 
 struct Part {
     Table table;
@@ -88,11 +90,11 @@ __device__ __forceinline__ u32 choose_slot(const Writer& writer, const Table& ta
 
 // Give a slot of an owned pair to a key, and keep scores and counts of strays right; for the lanes of a tile. True for one.
 __device__ __forceinline__ bool admit(const Writer& writer, const Table& table, const uint4& part, i64 key, u32 home, u32 slot,
-                                      u32 rank) {
+                                      u32 rank, bool again) {
     const u32 bucket = writer.member / BUCKET_PARTS, within = writer.member % BUCKET_PARTS;
     const u32 target = slot / SLOTS, at = slot % SLOTS;
     if (rank == EMPTY_NEXT_DOOR && within == 0 && bucket == home % 2) {
-        *static_cast<volatile u8*>(strays_at(writer.bucket(bucket))) = (part.x >> 16) + 1;
+        *static_cast<volatile u8*>(strays_at(writer.bucket(bucket))) = (part.x >> 24) + 1;
     }
     const bool holds_low = within != 0 && bucket * SLOTS + 2 * within - 1 == slot,
                holds_high = bucket * SLOTS + 2 * within == slot;
@@ -103,10 +105,19 @@ __device__ __forceinline__ bool admit(const Writer& writer, const Table& table, 
     }
     if (within != 0 || bucket != target) return false;
     const u32 fallen = rank > EVICTS ? part.y - (rank - EVICTS) * 0x01111111u : part.y;
-    const u32 scores = (fallen & ~(15u << (4 * at))) | FIRST_SCORE << (4 * at);
+    const u32 score = rank < EVICTS ? EMPTY_SCORE : again ? AGAIN_SCORE : FIRST_SCORE;
+    const u32 scores = (fallen & ~(15u << (4 * at))) | score << (4 * at);
     *static_cast<volatile u32*>(scores_at(writer.bucket(target))) = scores;
     *static_cast<volatile i64*>(key_at(writer.bucket(target), at)) = key;
     return true;
+}
+
+// Note at its home that a key was refused; no score there is 0. For the lanes of a tile.
+__device__ __forceinline__ void refuse(const Writer& writer, const uint4& part, u32 home, u32 name) {
+    if (writer.member != home % 2 * BUCKET_PARTS) return;
+    uint4* const bucket = writer.bucket(home % 2);
+    *static_cast<volatile u8*>(refused_at(bucket)) = static_cast<u8>(name);
+    if (name % 2 == 0) *static_cast<volatile u32*>(scores_at(bucket)) = part.y - 0x01111111u;
 }
 
 extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) insert(const __grid_constant__ Insert request) {
@@ -164,14 +175,19 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) insert
         int slot = writer.find(part, key, own);
         const bool resident = slot >= 0;
         const bool late = own && part_of.epoch != nullptr && load_word(part_of.epoch) != epoch;
-        const bool writes = own && !late && (request.mode & (resident ? REPLACE : ADMIT));
+        bool writes = own && !late && (request.mode & (resident ? REPLACE : ADMIT));
         if (__any_sync(FULL_WARP, writes && !resident)) {
-            const u32 best = choose_slot(writer, table, part, home);
+            const u32 best = choose_slot(writer, table, part, home), rank = best >> 8, name = mix(key) & 0xff;
+            const u32 header = __shfl_sync(FULL_WARP, part.x, tile * TILE + home % 2 * BUCKET_PARTS);
+            const bool again = (header >> 16 & 0xff) == name;
             if (writes && !resident) {
                 slot = best & 0xff;
-                if (admit(writer, table, part, key, home, slot, best >> 8)) {
+                if (request.mode == ADMIT && rank > EVICTS && !again) {
+                    refuse(writer, part, home, name);
+                    writes = false;
+                } else if (admit(writer, table, part, key, home, slot, rank, again)) {
                     atomicAdd(&admitted, 1);
-                    if (best >> 8 >= EVICTS) atomicAdd(&evicted, 1);
+                    if (rank >= EVICTS) atomicAdd(&evicted, 1);
                 }
             }
         }

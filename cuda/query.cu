@@ -246,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
         if (asks) part = load_part(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS + member);
         int slot = tile_slot(part, key_at_place[done], asks, tile, member);
         u32 word = __shfl_sync(FULL_WARP, part.x, 4 * tile);  // the first of the bucket's header
-        const bool strayed = asks && slot < 0 && word >> 16;
+        const bool strayed = asks && slot < 0 && word >> 24;
         if (__any_sync(FULL_WARP, strayed)) {  // a key is not at home, and some key has strayed: look at the neighbour
             if (strayed) {
                 index ^= 1;
@@ -263,8 +263,9 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) query(
         const bool owned = word & 1;  // by a writer
         const bool copies = slot >= 0 && !owned;
         bool retry = slot >= 0 && owned;
-        if (copies && member == 0 && score_of(part.y, slot) != TOP_SCORE) {
-            atomicOr(scores_at(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS), TOP_SCORE << (4 * slot));
+        if (copies && member == 0 && score_of(part.y, slot) < ENOUGH_SCORE) {
+            const u32 raised = score_of(part.y, slot) < HIT_SCORE ? HIT_SCORE : TOP_SCORE;
+            atomicOr(scores_at(segment.buckets + static_cast<u64>(index) * BUCKET_PARTS), raised << (4 * slot));
         }
 
         // Lane l moves unit l % HPS_COPY of row l / HPS_COPY of a round.

@@ -64,7 +64,7 @@ class CupyContract(VersionedCacheContract):
             assert home // 2 == bucket // 2
             strays[home] += home != bucket
             rows[key] = vectors[bucket * SLOTS + slot].tobytes()
-        np.testing.assert_array_equal(buckets[:, 0] >> 16 & 0xFF, strays)
+        np.testing.assert_array_equal(buckets[:, 0] >> 24 & 0xFF, strays)
         return rows
 
     def raw_sets(self, cache: EmbeddingCache) -> np.ndarray:

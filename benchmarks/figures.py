@@ -253,6 +253,35 @@ def gpu_refresh() -> list[str]:
     )
 
 
+def admission() -> list[str]:
+    """Hit rates over the ideal by traffic and policy, at a tenth of 2^22 rows, and of two policies at a tenth of 2^24."""
+    small = [
+        ("steady, alpha 0.99", {"traffic": "steady", "alpha": 0.99, "batches": "700 to 800"}),
+        ("steady, alpha 1.05, after 200 batches", {"traffic": "steady", "alpha": 1.05, "batches": "150 to 200"}),
+        ("steady, alpha 1.05, after 800", {"traffic": "steady", "alpha": 1.05, "batches": "700 to 800"}),
+        ("steady, alpha 1.2", {"traffic": "steady", "alpha": 1.2, "batches": "700 to 800"}),
+        ("0.001 of the ids change ranks every batch", {"traffic": "drift 0.001"}),
+        ("0.003 of them", {"traffic": "drift 0.003"}),
+        ("0.01 of them", {"traffic": "drift 0.01"}),
+        ("0.3 of them every 200 batches", {"traffic": "jump"}),
+        ("every fourth batch scans the ids", {"traffic": "scan"}),
+        ("table full of random keys before, batches 5 to 50", {"traffic": "after a warm-up"}),
+    ]
+    large = [
+        (f"2^24 rows, steady, alpha 1.05, after {batches.split()[-1]}", {"rows": 1 << 24, "batches": batches})
+        for batches in ("150 to 200", "450 to 600", "1100 to 1200")
+    ]
+    measured = {row["axes"]["policy"] for row in _rows("admission") if row["axes"]["rows"] == 1 << 24}
+    policies = list(dict.fromkeys(row["axes"]["policy"] for row in _rows("admission")))
+    rows = []
+    for name, axes in [*((name, {"rows": 1 << 22} | axes) for name, axes in small), *large]:
+        asked = [policy if axes["rows"] == 1 << 22 or policy in measured else None for policy in policies]
+        rows.append(
+            (name, *(f"{figures('admission', policy=policy, **axes)['of_ideal']:.3f}" if policy else "" for policy in asked))
+        )
+    return _table(("of the ideal hit rate", *policies), *rows)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "readme-gpu": readme_gpu,
     "readme-host": readme_host,
@@ -262,6 +291,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "gpu-insertions": gpu_insertions,
     "query-order": query_order,
     "gpu-refresh": gpu_refresh,
+    "admission": admission,
 }
 
 

@@ -23,9 +23,9 @@
 //             the same after the copy (embedding_cache.cuh), else the key is asked again, HPS_PATIENCE times, then it counts as
 //             a miss, which is always a right answer. The second look comes after the copy because an acquire fence stands
 //             between the two, and because its address depends on all that the warp's lanes have copied. A miss needs no second
-//             look: keys do not move between slots. Scores are set with an OR that nothing waits for, and only when they change;
-//             one that meets a writer may be lost, which costs nothing but recency. One atomic add a warp, and only of a warp
-//             that misses, reserves places in the list; whoever reserved the first sets any_missing.
+//             look: keys do not move between slots. Scores are raised with an OR that nothing waits for, and only while they
+//             are low; one that meets a writer may be lost, which costs nothing but recency. One atomic add a warp, and only of
+//             a warp that misses, reserves places in the list; whoever reserved the first sets any_missing.
 // TWIN        hps.cache.cpu.kernels.query
 
 #include "embedding_cache.cuh"

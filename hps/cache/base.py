@@ -10,7 +10,7 @@ A lookup is an object with a handful of verbs, in this order (`lookup/session.py
         ... fetch rows [start, stop) into buffer ...
         missed.stage(start, stop)                   their copy to the device begins
         missed.scatter(found)                       fetched or default vectors to every missing position
-        missed.insert(found)                        the fetched vectors become resident
+        missed.insert(found)                        the fetched vectors become resident, where they deserve a place
     lookup.finish()                             outputs are with the caller
 
 A table that is answered asynchronously gets only `scatter`, with nothing found; its distinct keys go to the background.
@@ -95,10 +95,10 @@ class MissedKeys(ABC):
         """
 
     @abstractmethod
-    def insert(self, found: BoolArray) -> None:
+    def insert(self, found: BoolArray, always: bool = False) -> None:
         """Insert the fetched vectors whose `found` is True; keys that have become resident meanwhile are left alone.
 
-        Absent keys are never made resident.
+        Absent keys are never made resident. A key that finds its set full of keys that are in use is refused, unless `always`.
         """
 
 
@@ -180,7 +180,8 @@ class EmbeddingCache(ABC):
     Each table is set-associative. A key's set comes from a 64-bit mixing hash, so strided keys spread. Every int64 is a legal
     key. A table never holds more than its capacity: a full set evicts the key with the smallest score. Using a key raises its
     score; a key that has not been used since it became resident has less than the others. That is recency with probation:
-    plain LRU loses 3 % of the hits of power-law traffic. Each implementation's docstring says how its scores age.
+    plain LRU loses 3 % of the hits of power-law traffic. What is inserted becomes resident in any case; a key that has only
+    missed must deserve it. Each implementation's docstring says how its scores age, and whom it refuses.
 
     Queries take no lock. Concurrent with inserts, updates and erases, a query returns for each key a whole vector that was
     current at some moment of the call. Modifications of one table take effect in the order in which their calls began to

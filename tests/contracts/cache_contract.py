@@ -120,7 +120,13 @@ class CacheContract:
         return np.isin(keys, np.array(list(self.raw_rows(cache, table)), np.int64))
 
     def lookup(
-        self, cache: EmbeddingCache, segments: Sequence[Segment], known: KeyArray, lookup: CacheLookup | None = None
+        self,
+        cache: EmbeddingCache,
+        segments: Sequence[Segment],
+        known: KeyArray,
+        lookup: CacheLookup | None = None,
+        *,
+        always: bool = False,
     ) -> list[int]:
         """A whole synchronous lookup; the database below holds version 1 of the `known` keys. Returns the misses of each."""
         lookup = lookup or cache.create_lookup()
@@ -135,7 +141,7 @@ class CacheContract:
                 buffer[start:stop][found[start:stop]] = vectors[start:stop][found[start:stop]]
                 missed.stage(start, stop)
             missed.scatter(found)
-            missed.insert(found)
+            missed.insert(found, always)
         lookup.finish()
         return lookup.counts
 
@@ -487,6 +493,20 @@ class CacheContract:
         for key in (c, d):
             cache.insert(0, key, vectors_of(key, 4))
         np.testing.assert_array_equal(self.resident(cache, np.concatenate([b, c, d])), [False, True, True])
+
+    @pytest.mark.parametrize("always", [False, True])
+    def test_a_missed_key_evicts_none_that_is_in_use_unless_it_must(self, create: Create, always: bool):
+        cache, missed = create(spec(4), self.ways), distinct_keys(3, seed=13)
+        keys, _evicted = self.crowd(cache)
+        cache.insert(0, keys, vectors_of(keys, 4))
+        used, evictions = cache.dump(0), cache.stats(0).evictions
+        self.query(cache, used)
+        segment = self.segment(cache, 0, missed)
+        assert self.lookup(cache, [segment], missed, always=always) == [3]
+        np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(vectors_of(missed, 4, 1)))
+        assert cache.stats(0).evictions == evictions + 3 * always
+        assert self.resident(cache, used).all() == (not always)
+        assert self.resident(cache, missed).any() == always
 
     def test_the_used_tenth_stays_while_others_stream_through(self, create: Create):
         cache = create(spec(4), 100 * self.ways)

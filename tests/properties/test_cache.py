@@ -105,6 +105,10 @@ class CacheMachine(RuleBasedStateMachine):
                 missed.insert(found)
                 self.known[table].update(dict.fromkeys(missed.keys[found].tolist(), self.version))
                 self.overflowed[table] |= len(self.known[table]) > self.contract.ways
+                refused = set(missed.keys[found].tolist()) - set(cache.dump(table).tolist())
+                assert not refused or self.overflowed[table] or not cache.stats(table).capacity_rows
+                for key in refused:
+                    del self.known[table][key]
                 answered[index] = hit[index] | np.isin(keys, list(present))
                 fetched = answered[index] & ~hit[index]
                 expected[index][fetched] = vectors_of(keys, DIMS[table], self.version)[fetched]

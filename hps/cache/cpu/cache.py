@@ -45,9 +45,9 @@ class NumpyCache(EmbeddingCache):
     which of equals is unspecified. An epoch of a table lasts for as many queried keys as the table has slots; one call
     counts for at most five epochs. A hit sets the key's score to the epoch in which its call began, and writes it only when
     it differs. A key that becomes resident starts 15 epochs in the past: until it is hit, every key that was hit within
-    the last 15 epochs outranks it. Replacing or updating a vector changes no score. (At alpha 1.05 and a capacity of 0.1
-    of 2^20 rows this reaches 0.973 of the hit rate of perfect frequency knowledge, where plain LRU reaches 0.942;
-    `benchmarks/bench_numpy_cache.py`.)
+    the last 15 epochs outranks it, and a missed key is refused rather than evict one of these. Replacing or updating a
+    vector changes no score. (At alpha 1.05 and a capacity of 0.1 of 2^20 rows this reaches 0.973 of the hit rate of perfect
+    frequency knowledge, where plain LRU reaches 0.942; `benchmarks/bench_numpy_cache.py`.)
 
     A query that finds a set owned by a writer for too long reports its key as missing, which is always right.
     """
@@ -92,12 +92,12 @@ class NumpyCache(EmbeddingCache):
     ) -> None:
         """Make vectors resident, replacing those of resident keys. See `EmbeddingCache.insert`."""
         own = self._checked(table, keys, vectors, "inserting into")
-        _insert(own, keys, vectors, _ALL, replace=True)
+        _insert(own, keys, vectors, _ALL, replace=True, always=True)
 
     def update(self, table: int, keys: KeyArray, vectors: FloatArray) -> None:
         """Replace the vectors of those keys that are resident. See `EmbeddingCache.update`."""
         own = self._checked(table, keys, vectors, "updating")
-        numpy_kernels.write(own.lines, own.vectors, own.state, keys, vectors, _ALL, True, False)
+        numpy_kernels.write(own.lines, own.vectors, own.state, keys, vectors, _ALL, True, False, True)
 
     def erase(self, table: int, keys: KeyArray) -> None:
         """Make keys non-resident."""
@@ -306,21 +306,21 @@ class NumpyMissedKeys(MissedKeys):
 
         POOL.run(self._count, _PIECE_KEYS, part)
 
-    def insert(self, found: BoolArray) -> None:
+    def insert(self, found: BoolArray, always: bool = False) -> None:
         """Insert the fetched vectors whose `found` is True. See `MissedKeys.insert`."""
         table = self._cache.open_tables()[self.segment.table]
-        _insert(table, self.keys, self._scratch.fetched, found, replace=False)
+        _insert(table, self.keys, self._scratch.fetched, found, replace=False, always=always)
 
 
-def _insert(table: HostTable, keys: KeyArray, vectors: FloatArray, chosen: BoolArray, replace: bool) -> None:
+def _insert(table: HostTable, keys: KeyArray, vectors: FloatArray, chosen: BoolArray, replace: bool, always: bool) -> None:
     lines, rows, state = table.lines, table.vectors, table.state
     if keys.size < _SHARED_KEYS:
-        numpy_kernels.write(lines, rows, state, keys, vectors, chosen, replace, True)
+        numpy_kernels.write(lines, rows, state, keys, vectors, chosen, replace, True, always)
         return
 
     def part(start: int, stop: int) -> None:
         piece = slice(start, stop)
-        numpy_kernels.write(lines, rows, state, keys[piece], vectors[piece], chosen[piece], replace, True)
+        numpy_kernels.write(lines, rows, state, keys[piece], vectors[piece], chosen[piece], replace, True, always)
 
     POOL.run(keys.size, _PIECE_KEYS, part)
 

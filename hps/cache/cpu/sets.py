@@ -27,7 +27,8 @@ meanwhile. A set is owned while one vector is copied, and never across a return 
 **Recency.** The score of a slot is its age, in epochs. A hit raises it to the current epoch, if it differs, by a
 compare-and-swap from the age that was read, so that a slot that was emptied or refilled meanwhile is left alone. An insert
 into a full set evicts the smallest score. A new key starts `PROBATION` epochs in the past, so keys that were hit since then
-outrank it. Ages count modulo 255; an age up to `_AHEAD` epochs in the future was written by a thread that saw a newer epoch.
+outrank it, and a key that has only missed does not evict them. Ages count modulo 255; an age up to `_AHEAD` epochs in the
+future was written by a thread that saw a newer epoch.
 """
 
 from typing import Any
@@ -146,12 +147,24 @@ def victim(line: int, epoch: int) -> int:
         age = load_relaxed_u8(line + 2 + slot)
         if age == 0:
             return slot
-        behind = epoch - age if epoch >= age else epoch - age + _EPOCHS
-        if behind >= _EPOCHS - _AHEAD:
-            behind = 0
+        behind = _behind(age, epoch)
         if behind > oldest:
             oldest, worst = behind, slot
     return worst
+
+
+@njit(inline="always")
+def is_idle(line: int, slot: int, epoch: int) -> bool:
+    """Tell whether a slot is empty, or its key was not hit in the last `PROBATION` epochs."""
+    age = load_relaxed_u8(line + 2 + slot)
+    return age == 0 or _behind(age, epoch) >= PROBATION
+
+
+@njit(inline="always")
+def _behind(age: int, epoch: int) -> int:
+    """How many epochs ago an age was."""
+    behind = epoch - age if epoch >= age else epoch - age + _EPOCHS
+    return 0 if behind >= _EPOCHS - _AHEAD else behind
 
 
 @njit()

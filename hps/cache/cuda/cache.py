@@ -34,10 +34,12 @@ class CupyCache(EmbeddingCache):
     calls a set. The capacity is a multiple of 14 rows and at least 28: a bucket that is full uses empty slots of its
     neighbour. A table that is filled to its capacity keeps about 0.9 of its keys resident.
 
-    **Recency.** The score of a key becomes 15 when the key is asked for, and is written only when it changes. A key becomes
-    resident with score 1. An insert into a full bucket evicts the smallest score, the first of equals, and lowers the others
-    there by it. So time passes for a bucket as keys are admitted to it, not as others are asked for. (At alpha 1.05 and a
-    capacity of 0.1 of 2^24 rows this reaches 0.98 of the hit rate of perfect frequency knowledge, plain LRU 0.957.)
+    **Recency.** The score of a key is at least 8 when the key has been asked for, 15 when that happened again since, and 0, 1
+    or 4 when it becomes resident. An insert into a full bucket evicts the smallest score, the first of equals, and lowers the
+    others there by it. A missed key evicts only a score of 0, unless it is the key that was refused last there; every other
+    key that is refused lowers the scores by 1. So time passes for a bucket as keys of it miss, not as others are asked for.
+    (At alpha 1.05 and a capacity of 0.1 of 2^24 rows this reaches 0.985 of the hit rate of perfect frequency knowledge,
+    admitting every miss 0.979, plain LRU 0.957; `python -m benchmarks admission` simulates it.)
 
     Keys, outputs and masks may each be in host memory (NumPy) or on the device: tensors of torch and CuPy, `TensorView`s, and
     whatever else speaks DLPack. Outputs in host memory pass through pinned memory, which the device writes.

@@ -10,6 +10,7 @@ import pytest
 from hps.cache.base import EmbeddingCache
 from hps.cache.cuda import kernels
 from hps.errors import DeviceError, DeviceMemoryError, InvalidDtypeError, InvalidInputError
+from hps.hashing import mix
 from hps.tensors.segments import Segment, tensor_segment
 from hps.types import KeyArray
 from tests.contracts.cache_contract import (
@@ -212,18 +213,44 @@ class TestBuckets:
             np.testing.assert_array_equal(found, np.isin(keys, present))
             cache.erase(0, keys)
 
-    def test_a_hit_writes_its_score_once(self, create: Create, contract: CupyContract):
+    def test_a_key_that_misses_again_evicts_the_smallest_score(self, create: Create, contract: CupyContract):
+        cache, used, others = self._full(create, contract)
+        for key in others[:3, None]:
+            contract.lookup(cache, [contract.segment(cache, 0, key)], key)
+        assert contract.resident(cache, used).all()
+        contract.lookup(cache, [contract.segment(cache, 0, others[2:3])], others[2:3])
+        np.testing.assert_array_equal(contract.resident(cache, others[:3]), [False, False, True])
+        assert contract.resident(cache, used).sum() == SLOTS - 1
+
+    def test_refused_keys_age_those_that_are_used_no_more(self, create: Create, contract: CupyContract):
+        cache, used, others = self._full(create, contract)
+        for count, key in enumerate(others[:, None]):
+            contract.query(cache, used[:3])
+            contract.lookup(cache, [contract.segment(cache, 0, key)], key)
+            assert count > 7 or contract.resident(cache, used).all()
+        np.testing.assert_array_equal(contract.resident(cache, used), np.arange(SLOTS) < 3)
+
+    def _full(self, create: Create, contract: CupyContract) -> tuple[EmbeddingCache, np.ndarray, np.ndarray]:
+        """A cache whose bucket 0 is full of used keys, these, and others that belong there, no two with one name in turn."""
+        cache = create(spec(4), 28)
+        keys, neighbours = keys_at_home(cache, 0, 12 * SLOTS), keys_at_home(cache, 1, SLOTS)
+        inserted = np.concatenate([keys[:SLOTS], neighbours])
+        cache.insert(0, inserted, vectors_of(inserted, 4))
+        contract.query(cache, keys[:SLOTS])
+        names = [0, *(int(mix(key)) & 0xFF for key in keys[SLOTS:])]
+        return cache, keys[:SLOTS], keys[SLOTS:][np.diff(names) != 0]
+
+    def test_a_hit_raises_its_score_twice_at_most(self, create: Create, contract: CupyContract):
         cache = create(spec(4), 28)
         key = keys_at_home(cache, 0, 1)
         cache.insert(0, key, vectors_of(key, 4))
-        before = contract.raw_sets(cache)
-        contract.query(cache, key)
-        once = contract.raw_sets(cache)
-        contract.query(cache, key)
-        np.testing.assert_array_equal(contract.raw_sets(cache), once)
-        assert before[0] >> 32 == 1
-        assert once[0] >> 32 == 15
-        np.testing.assert_array_equal(before[1:], once[1:])
+        before, scores = contract.raw_sets(cache), []
+        for _ in range(4):
+            sets = contract.raw_sets(cache)
+            scores.append(int(sets[0] >> 32))
+            np.testing.assert_array_equal(before[1:], sets[1:])
+            contract.query(cache, key)
+        assert scores == [0, 8, 15, 15]
 
     def test_a_version_that_wraps_goes_on(self, create: Create, contract: CupyContract):
         cache = create(spec(4), 28)

@@ -9,7 +9,7 @@ import pytest
 
 from hps.cache.base import EmbeddingCache
 from hps.cache.cpu.cache import NumpyCache
-from hps.cache.cpu.sets import CLOCK, WAYS, WRAPS
+from hps.cache.cpu.sets import CLOCK, PROBATION, WAYS, WRAPS
 from hps.errors import DeviceMemoryError, InvalidInputError
 from hps.tensors.segments import Segment
 from tests.contracts.cache_contract import VersionedCacheContract, distinct_keys, spec, vectors_of
@@ -75,6 +75,19 @@ class TestSets:
         assert seen == [first] * WAYS + [first + 1] * WAYS + [first + 2] * WAYS
         assert (ages[1:] == ages[1]).all()
         assert (first - int(ages[1])) % 255 == 15
+
+    @pytest.mark.parametrize(("epochs", "admitted"), [(PROBATION - 1, 0), (PROBATION, 1)])
+    def test_a_missed_key_evicts_one_that_was_idle_for_the_probation(self, cache: NumpyCache, epochs: int, admitted: int):
+        keys, state = distinct_keys(WAYS + 1), cache._open[0].state
+        cache.insert(0, keys[:WAYS], vectors_of(keys[:WAYS], 4))
+        lookup = cache.create_lookup()
+        lookup.query([Segment(0, keys[:WAYS], np.empty((WAYS, 4), np.float32))])
+        state[CLOCK] = epochs * WAYS
+        lookup.query([Segment(0, keys[WAYS:], np.empty((1, 4), np.float32))])
+        (missed,) = lookup.unique()
+        missed.buffer()[:] = 0
+        missed.insert(np.array([True]))
+        assert cache.stats(0).evictions == admitted
 
     def test_recency_goes_on_when_epochs_start_anew(self, cache: NumpyCache):
         keys = distinct_keys(WAYS + 40)

@@ -120,7 +120,7 @@ __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key
         const u64 start = layout->segments[2 * segment], buckets = layout->segments[2 * segment + 1];
         const u64 home = start + ((hashed << layout->segment_bits >> 32) * buckets >> 32) * HOST_BUCKET;
         u64 bucket = home;
-        bool probes = asks, absent = false;
+        bool probes = asks, absent = false, moved = false;
         u32 entry_of_zero = 0;
         u64 source = 0;
 #pragma unroll 1
@@ -156,7 +156,8 @@ __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key
             if (here & (RETIRED | HIT)) {
                 probes = false;
                 entry_of_zero = here & 15;
-                if (!(here & RETIRED) && row >> layout->slab_shift < layout->slab_count) {
+                moved = here & RETIRED || row >> layout->slab_shift >= layout->slab_count;
+                if (!moved) {
                     const u32 in_slab = row & ((1u << layout->slab_shift) - 1);
                     source = layout->slabs[row >> layout->slab_shift] + static_cast<u64>(in_slab) * layout->row_bytes;
                 }
@@ -198,6 +199,7 @@ __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key
             state = absent ? ABSENT : FOUND;
             asks = false;
         }
+        if (asks && moved && again == version && load_word(where) == reinterpret_cast<u64>(layout)) asks = false;
         version = again;
     }
     return state;

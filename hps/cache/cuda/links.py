@@ -99,7 +99,7 @@ class AttachedTable:
         self._lock = threading.Lock()  # of what follows
         self._layout: DeviceLayout | None = None
         self._epoch = self._changes = 0
-        self._captured: list[DeviceLayout] | None = None  # all since the first capture: graphs may be reading any of them
+        self._shown: list[DeviceLayout] | None = None  # all since `follow`: graphs may be reading any of them
         self._end_watch: Any = None
         with self._lock:
             for offset in range(0, kernels.LINK.size, 8):
@@ -115,12 +115,12 @@ class AttachedTable:
                 layout = self._layout = DeviceLayout(host, self._stream)
         return layout
 
-    def capture(self) -> None:
-        """From now on, keep the layout that captured lookups read by up to date, and every one that they may be reading."""
+    def follow(self) -> None:
+        """From now on, show lookups that nobody waits for the present layout, and keep every one that they may be reading."""
         with self._lock:
-            if self._captured is not None:
+            if self._shown is not None:
                 return
-            self._captured = []
+            self._shown = []
         self._end_watch = self._host.watch(self._show)
         self._show(self._host.layout())
 
@@ -162,8 +162,8 @@ class AttachedTable:
                 return
             if self._layout is None or self._layout.host is not host:
                 self._layout = DeviceLayout(host, self._stream)
-            if self._captured is not None:
-                self._captured.append(self._layout)
+            if self._shown is not None:
+                self._shown.append(self._layout)
             self._write(0, self._layout.where)
 
     def _write(self, offset: int, value: int) -> None:

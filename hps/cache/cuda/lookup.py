@@ -53,6 +53,8 @@ class LookupKernels:
         self.packed = [table.packed for table in tables]
         self._queries: dict[tuple[int, int, int, bool], int] = {}  # handles, by unit, widest row, segments, link
         self._scatters: dict[int, int] = {}  # handles, by unit
+        self._links: dict[tuple[str, int, int, int], int] = {}  # handles, by name, unit, widest row, segments
+        self._inserts: dict[tuple[int, int, int], int] = {}  # handles, by unit, widest row, parts
 
     def needed(self) -> list[Kernel]:
         """What lookups of aligned outputs will launch; others are compiled when they are first needed."""
@@ -94,11 +96,19 @@ class LookupKernels:
 
     def link(self, name: str, unit: int, widest: int, segments: int) -> int:
         """The handle of one of the kernels of `cuda/link.cu`."""
-        return self._compiled.handle(kernels.link_kernel(name, unit, widest, segments))
+        handle = self._links.get((name, unit, widest, segments))
+        if handle is None:
+            handle = self._compiled.handle(kernels.link_kernel(name, unit, widest, segments))
+            self._links[name, unit, widest, segments] = handle
+        return handle
 
     def insert(self, unit: int, widest: int, parts: int) -> int:
         """The handle of the insert kernel for rows of at most `widest` floats."""
-        return self._compiled.handle(kernels.insert_kernel(unit, widest, parts))
+        handle = self._inserts.get((unit, widest, parts))
+        if handle is None:
+            handle = self._compiled.handle(kernels.insert_kernel(unit, widest, parts))
+            self._inserts[unit, widest, parts] = handle
+        return handle
 
     def handle(self, kernel: Kernel) -> int:
         """The handle of a kernel that is not specialised."""
@@ -137,7 +147,6 @@ class CupyLookup(CacheLookup):
         self._attached = links  # by table; the cache attaches and detaches them
         self._links: list[AttachedTable | None] = []  # as they were when the current lookup began: it keeps to them
         self._layouts: list[DeviceLayout | None] = []  # of each segment, while the device reads by them
-        self._held: set[DeviceLayout] = set()  # of lookups that nobody waited for
         self._dims = [spec.dim for spec in memory.specs]
         self._reader = TensorReader(memory.device_id)
         self._own = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
@@ -257,23 +266,20 @@ class CupyLookup(CacheLookup):
         if not captured:
             if self.changes.pending:
                 self.changes.show(self.stream)
-            self._find_layouts()
-            self._held.update(layout for layout in self._layouts if layout is not None)
-            if None in self._layouts:
-                raise NotReadyError("looking up without waiting: a table was dropped from the in-process hash map")
+            for link in links:
+                link.follow()  # type: ignore[union-attr]
+                if link.layout() is None:  # type: ignore[union-attr]
+                    raise NotReadyError("looking up without waiting: a table was dropped from the in-process hash map")
         inline = sum([place.n for place in self.placed]) <= _INLINE_KEYS
-        self.launch_query(inline, settles=True, captured=captured)
+        self.launch_query(inline, settles=True)
         if not inline:
-            self._launch_linked(settles=True, captured=captured)
+            self._launch_linked(settles=True)
         self._admit(inline, captured)
 
     @device_call("preparing the capture of a lookup")
     def prepare(self, segments: Sequence[Segment]) -> None:
         """Make all that a captured lookup of these segments needs. See `CacheLookup.prepare`."""
         self.enqueue(segments)
-        for segment in segments:
-            if (link := self._links[segment.table]) is not None:
-                link.capture()
         runtime.streamSynchronize(self.stream)
 
     @device_call("finding the distinct missing keys")
@@ -325,12 +331,9 @@ class CupyLookup(CacheLookup):
             placed.append(place)
         self.placed = placed
         self._choose_stream(reader.streams)
-        if self._busy and not captured:
-            if self._busy != self.stream + 1:
-                runtime.streamWaitEvent(self.stream, self._done.ptr)
-                self._busy = 0
-            if self._held and runtime.eventQuery(self._done.ptr) == 0:
-                self._held.clear()
+        if self._busy and self._busy != self.stream + 1 and not captured:
+            runtime.streamWaitEvent(self.stream, self._done.ptr)
+            self._busy = 0
         if missing > self._capacity:
             self._reserve(missing)
 
@@ -375,12 +378,12 @@ class CupyLookup(CacheLookup):
             attached = attached or layout is not None
         return attached
 
-    def launch_query(self, link: bool = False, settles: bool = False, captured: bool = False) -> None:
+    def launch_query(self, link: bool = False, settles: bool = False) -> None:
         """Launch the queries of all segments: one kernel for every SEGMENTS_AT_ONCE of them.
 
         Args:
             link: go on into attached tables.
-            settles: answer what is in none with the default vector.
+            settles: nobody waits: answer what is in none with the default vector.
         """
         placed, geometry, pack = self.placed, self.kernels.geometry, kernels.SEGMENT.pack_into
         total = sum([place.n for place in placed])
@@ -411,7 +414,7 @@ class CupyLookup(CacheLookup):
                 pack(buffer, offset, keys, out, found, buckets, rows, n, pairs, units, blocks, missing, index)
                 offset += kernels.SEGMENT.size
                 if link:
-                    arguments.pack(kernels.SEGMENT_LINK, offset, *self._link_of(index, captured))
+                    arguments.pack(kernels.SEGMENT_LINK, offset, *self._link_of(index, settles))
                     offset += kernels.SEGMENT_LINK.size
                 blocks += -(-n // per_block)
             offset = segments * kernels.SEGMENT.size
@@ -444,16 +447,16 @@ class CupyLookup(CacheLookup):
             )
             launch(self.kernels.query(unit, widest, segments, link), blocks, kernels.QUERY_THREADS, arguments, self.stream)
 
-    def _link_of(self, index: int, captured: bool) -> tuple[int, int, int, float, int]:
+    def _link_of(self, index: int, settles: bool) -> tuple[int, int, int, float, int]:
         """What a query must know of the attached table of a segment: layout, link, staged, default_value, authoritative."""
         table = self.placed[index].table
-        link, layout = self._links[table], None if captured else self._layouts[index]
-        if link is None or (layout is None and not captured):
+        link, layout = self._links[table], None if settles else self._layouts[index]
+        if link is None or (layout is None and not settles):
             return 0, 0, 0, 0.0, 0
         where = layout.where if layout is not None else link.where
         return where, link.where, self._staged_at[index], self.memory.specs[table].default_value, link.authoritative
 
-    def _launch_linked(self, settles: bool = False, captured: bool = False) -> None:
+    def _launch_linked(self, settles: bool = False) -> None:
         """Launch what answers the misses of a large lookup from attached tables; arguments as for `launch_query`."""
         placed, geometry = self.placed, self.kernels.geometry
         rows = [min(place.n, _STAGED_BYTES // (4 * geometry[place.table][0])) for place in placed]
@@ -473,7 +476,7 @@ class CupyLookup(CacheLookup):
             unit = kernels.unit_of(widths, alignment)
             arguments = self._linked_arguments[segments]
             for nth, (index, place) in enumerate(group):
-                where, link, staged, default_value, authoritative = self._link_of(index, captured)
+                where, link, staged, default_value, authoritative = self._link_of(index, settles)
                 arguments.pack(
                     kernels.LINK_SEGMENT,
                     nth * kernels.LINK_SEGMENT.size,
@@ -579,13 +582,15 @@ class CupyLookup(CacheLookup):
 
     def _read_reports(self) -> None:
         """Add up what the warps of an inline lookup reported, by segment, and take the reports away."""
-        per_block = kernels.query_keys_per_block(8)
-        warps = [-(-place.n // per_block) * (kernels.QUERY_THREADS // 32) for place in self.placed]
-        reports = self._reports[: sum(warps)]
-        parts = [reports] if len(warps) == 1 else np.split(reports, np.cumsum(warps)[:-1])
-        self.linked = [int((part & 0xFFFF).sum()) for part in parts]
-        self.absent = [int((part >> 16).sum()) for part in parts]
-        reports[:] = 0
+        per_block, start = kernels.query_keys_per_block(8), 0
+        self.linked, self.absent = linked, absent = [], []
+        for place in self.placed:
+            stop = start + -(-place.n // per_block) * (kernels.QUERY_THREADS // 32)
+            total = int(self._reports[start:stop].sum())  # neither half overflows: a lookup has fewer keys than that
+            linked.append(total & 0xFFFF)
+            absent.append(total >> 16)
+            start = stop
+        self._reports[:start] = 0
 
     def _reserve_staged(self, rows: Sequence[int]) -> None:
         """Find room for so many rows of each segment that are to be admitted."""

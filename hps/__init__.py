@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hps.captured_lookup import CapturedLookup as CapturedLookup
     from hps.configuration.hugectr_structs import DatabaseOverflowPolicy_t as DatabaseOverflowPolicy_t
     from hps.configuration.hugectr_structs import DatabaseType_t as DatabaseType_t
     from hps.configuration.hugectr_structs import EmbeddingCacheType_t as EmbeddingCacheType_t
@@ -60,6 +61,7 @@ _ERRORS = (
 )
 _HOME = {
     "HPS": "hps.parameter_server",
+    "CapturedLookup": "hps.captured_lookup",
     "Configuration": "hps.configuration.load",
     "load_configuration": "hps.configuration.load",
     "InferenceParams": "hps.configuration.hugectr_structs",

@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
@@ -26,6 +26,7 @@ from hps.errors import (
 )
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
+from hps.lookup.miss_path import MissPaths, choose_paths
 from hps.lookup.refresh import RefreshReport, refresh
 from hps.lookup.refresher import Refresher, RefreshSettings
 from hps.lookup.session import CachedSession, DirectSession, Session, SessionSettings
@@ -48,9 +49,11 @@ _log = logging.getLogger(__name__)
 DRAIN_S = 10.0
 """How long a deployment that is closed waits for its lookups; they go on afterwards, and keep their tables."""
 
+_RESIDENT = ("static", "uvm")
+"""Kinds of caches above a hash map of their own, which holds every row."""
 _STATIC_LOAD = 0.7
-"""How full a static cache on a GPU is. Sets are then rarely too small for their keys; the few vectors that find no place stay
-in the databases, which hold every row."""
+"""How full a static cache on a GPU is. Sets are then rarely too small for their keys; the few vectors that find no place are
+answered from the hash map below."""
 
 
 Fate: TypeAlias = Literal["keep", "release", "drop", "hand over"]
@@ -236,7 +239,7 @@ class Deployment:
 
         with self.changes:
             self.modified.set()
-            self.chain.insert(table, keys, vectors, apply)
+            self.chain.insert(table, keys, vectors, apply, self._changing(index))
 
     def delete(self, index: int, keys: KeyArray) -> None:
         """Remove keys of a table from every tier; see `HPS.delete`."""
@@ -248,14 +251,14 @@ class Deployment:
 
         with self.changes:
             self.modified.set()
-            self.chain.delete(self.tables[index], keys, apply)
+            self.chain.delete(self.tables[index], keys, apply, self._changing(index))
 
     def row(self, index: int, key: int) -> Row:
         """One row of a table, and where it is; see `HPS.row`."""
         table = self.tables[index]
         keys, out = np.array([key], np.int64), np.empty((1, table.dim), np.float32)
         with self.changes:
-            if any(session.resident(index, keys, out)[0] for session in dict.fromkeys(self.sessions.values())):
+            if any(session.resident(index, keys, out) for session in dict.fromkeys(self.sessions.values())):
                 tier: str | None = TIERS[0]
             else:
                 tier = self.chain.locate(table, keys, out)
@@ -264,9 +267,22 @@ class Deployment:
             out[:] = table.default_value
         return Row(key, out[0], tier, written_at_us or None, self.version)
 
+    def prefetch(self, index: int, keys: KeyArray, device_id: int | None) -> int:
+        """Make keys of a table resident; see `HPS.prefetch`."""
+        sessions = dict.fromkeys(self.sessions.values() if device_id is None else [self.session(device_id)])
+        with self.changes:
+            return max(session.prefetch(index, np.unique(keys)) for session in sessions)
+
     def refresh(self, share: float | None = None) -> dict[str, RefreshReport]:
         """Read the vectors of all resident keys again; see `HPS.refresh`."""
         return self.refresher.refresh(share)
+
+    @contextmanager
+    def _changing(self, index: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            for cache in self._all_caches():
+                stack.enter_context(cache.changing(index))
+            yield
 
     def _all_caches(self) -> list[EmbeddingCache]:
         return self.caches + [cache for heir in self.heirs for cache in heir.caches]
@@ -275,11 +291,11 @@ class Deployment:
         """Refuse a modification that no database would hold: it would be acknowledged, and lost with this deployment."""
         if any(isinstance(database, PersistentDatabase) and database.read_only for database in self.chain.databases):
             raise ReadOnlyError(f"{doing}: the persistent database is configured as read-only (persistent_db.read_only)")
-        resident = self.config.embedding_cache_type in ("static", "uvm")
-        kept_by = PersistentDatabase if resident else Database
+        static = self.config.embedding_cache_type == "static"
+        kept_by = PersistentDatabase if static else Database
         if not any(isinstance(database, kept_by) for database in self.chain.databases):
             raise InvalidInputError(
-                f"{doing}: got no database that would keep it, expected {'a persistent_db' if resident else 'one'}; configure "
+                f"{doing}: got no database that would keep it, expected {'a persistent_db' if static else 'one'}; configure "
                 "it, or write new model files and deploy the model again"
             )
 
@@ -344,7 +360,6 @@ def deploy(
     tables: Sequence[TableSpec],
     cache_class: type[EmbeddingCache],
     chain: DatabaseChain,
-    coalescer: FetchCoalescer,
     metrics: Metrics,
     *,
     targets: LoadTargets,
@@ -363,22 +378,20 @@ def deploy(
         DatabaseError, DeviceError: a tier failed.
     """
     config, tables = version.config, tuple(tables)
-    resident = config.embedding_cache_type in ("static", "uvm") and cache_class.device == "cpu"
-    if resident:
+    if config.embedding_cache_type in _RESIDENT:
         chain, targets = _resident(targets, metrics)
     elif config.embedding_cache_type == "stochastic":  # HugeCTR: such a model does not fill the databases
         targets = replace(targets, load=(), keep=())
     loads = [TableLoad(table, source, targets, progress) for table, source in zip(tables, version.sources, strict=True)]
     rows = tuple(load.rows for load in loads)
-    direct = cache_class.device == "cpu" and (resident or not config.gpucache)
-    _check_room(config, tables, rows, targets, None if direct else cache_class)
+    _check_room(config, tables, rows, targets, None if _is_direct(config, cache_class) else cache_class)
     try:
         reports = []
         for table, load in zip(tables, loads, strict=True):
             chain.open_table(table)
             reports.append(load.run())
         fingerprints = tuple(report.fingerprint for report in reports)
-        build = _session_builder(config, tables, rows, cache_class, chain, coalescer, metrics)
+        build = _session_builder(config, tables, rows, cache_class, chain, metrics)
         sessions = build(_FromFiles(tables, reports, chain))
         return Deployment(config, tables, sessions, chain, rows, fingerprints, partial(build, _FromDatabases(tables, chain)))
     except BaseException:
@@ -388,9 +401,7 @@ def deploy(
         raise
 
 
-def reconfigure(
-    there: Deployment, config: ModelConfig, cache_class: type[EmbeddingCache], coalescer: FetchCoalescer, metrics: Metrics
-) -> Deployment:
+def reconfigure(there: Deployment, config: ModelConfig, cache_class: type[EmbeddingCache], metrics: Metrics) -> Deployment:
     """Build caches and sessions of other settings over the tables of a version in service; nothing is loaded.
 
     Both may then be looked up, and what is written through the version in service reaches the caches of both. Once the other
@@ -404,13 +415,14 @@ def reconfigure(
         DatabaseError, DeviceError: a tier failed.
     """
     tables = tuple(replace(new, slot=old.slot) for new, old in zip(config.tables, there.tables, strict=True))
-    build = _session_builder(config, tables, there.rows, cache_class, there.chain, coalescer, metrics)
+    build = _session_builder(config, tables, there.rows, cache_class, there.chain, metrics)
     renew = partial(build, _FromDatabases(tables, there.chain))
     heir = replace(there, config=config, tables=tables, sessions=renew(), renew=renew, since=time.time())
     there.heirs.append(heir)
     try:
         for cache in heir.caches:
             for index, table in enumerate(tables):  # what was written while the caches were warmed, and did not reach them
+                heir.chain.settle(table)  # that began before the caches were heard of, and told them nothing
                 refresh(cache, index, table, heir.chain, config.cache_refresh_percentage_per_iteration)
     except BaseException:
         there.heirs.remove(heir)
@@ -425,13 +437,17 @@ def _session_builder(
     rows: tuple[int, ...],
     cache_class: type[EmbeddingCache],
     chain: DatabaseChain,
-    coalescer: FetchCoalescer,
     metrics: Metrics,
 ) -> "Callable[[_FromFiles | _FromDatabases], dict[int, Session]]":
     """What makes the sessions of a version, given what warms their caches."""
-    if cache_class.device == "cpu" and (config.embedding_cache_type in ("static", "uvm") or not config.gpucache):
+    if _is_direct(config, cache_class):
         return lambda _: dict.fromkeys(config.deployed_device_list, DirectSession(tables, chain, metrics))
-    return partial(_cached_sessions, config, tables, rows, cache_class, chain, coalescer, metrics)
+    return partial(_cached_sessions, config, tables, rows, cache_class, chain, metrics)
+
+
+def _is_direct(config: ModelConfig, cache_class: type[EmbeddingCache]) -> bool:
+    """Whether the databases answer without a cache: on the CPU, where they are as fast."""
+    return cache_class.device == "cpu" and (config.embedding_cache_type in _RESIDENT or not config.gpucache)
 
 
 def _cached_sessions(
@@ -440,11 +456,11 @@ def _cached_sessions(
     rows: Sequence[int],
     cache_class: type[EmbeddingCache],
     chain: DatabaseChain,
-    coalescer: FetchCoalescer,
     metrics: Metrics,
     warm: "_FromFiles | _FromDatabases",
 ) -> dict[int, Session]:
     """Build and warm the cache of every device; on the CPU all device ids share one."""
+    coalescer = FetchCoalescer(chain.fetch, metrics)
     settings = SessionSettings(
         hit_rate_threshold=config.hit_rate_threshold,
         workspaces=config.num_of_worker_buffer_in_pool,
@@ -465,7 +481,9 @@ def _cached_sessions(
                 sessions[device_id] = next(iter(sessions.values()))
                 continue
             cache = cache_class.create(tables, capacities, device_id)
-            sessions[device_id] = CachedSession(tables, cache, chain, coalescer, settings, metrics)
+            paths = _miss_paths(config, cache, chain, metrics)
+            own = replace(settings, unwaitable=paths.unwaitable)
+            sessions[device_id] = CachedSession(tables, cache, chain, coalescer, own, metrics)
             for index in range(len(tables)):
                 warm.fill(cache, index, fraction)
     except BaseException:
@@ -473,6 +491,21 @@ def _cached_sessions(
             session.close(0.0)
         raise
     return sessions
+
+
+def _miss_paths(config: ModelConfig, cache: EmbeddingCache, chain: DatabaseChain, metrics: Metrics) -> MissPaths:
+    """Let a cache that is still empty read the hash map in place, as far as it can and shall."""
+    if not config.gpucache:  # a table would be pinned for a device that keeps none of it
+        return MissPaths(unwaitable=dict.fromkeys(range(len(cache.tables)), "gpucache is false"))
+    try:
+        paths = choose_paths(cache, chain, config.miss_path, untimed=config.embedding_cache_type in _RESIDENT)
+    except BaseException:
+        cache.close()
+        raise
+    for table, chosen in zip(cache.tables, paths.paths, strict=True):
+        for path in ("link", "copy"):
+            metrics.miss_path.labels(table.model_name, table.table_name, path).set(path == chosen)
+    return paths
 
 
 class _FromFiles:
@@ -544,7 +577,7 @@ def _check_room(
 
 
 def _resident(targets: LoadTargets, metrics: Metrics) -> tuple[DatabaseChain, LoadTargets]:
-    """On the CPU a static (or uvm) cache is a hash map of its own that holds every row, over the persistent database if any."""
+    """A static (or uvm) cache stands on a hash map of its own that holds every row, over the persistent database if any."""
     resident: Database = implementation("database", "hash_map")()
     load = tuple(database for database in targets.load if isinstance(database, PersistentDatabase))
     keep = tuple(database for database in targets.keep if isinstance(database, PersistentDatabase))

@@ -151,7 +151,7 @@ class LiveModels:
                 if not self._changed.wait_for(lambda: not versions.retiring, DRAIN_S if versions.available else 0.0):
                     raise NotReadyError(
                         f"{what} model {name!r}: lookups of the deployment before it still run and read its tables; try again "
-                        "when they have ended"
+                        "when they have ended, and graphs that captured some are gone"
                     )
             yield
         finally:

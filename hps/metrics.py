@@ -1,11 +1,15 @@
 """Prometheus metrics of lookups and tiers, counted per batch, never per key."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from weakref import WeakMethod
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
+
+from hps.errors import HPSError
 
 _LOOKUP_BUCKETS = (2.5e-5, 5e-5, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.5, 1.0, 5.0)
 TIERS = ("embedding_cache", "volatile_db", "persistent_db")
@@ -20,11 +24,12 @@ class TableCounters:
 
     Attributes:
         keys: requested keys, including duplicates.
-        hits: keys that each tier answered, in the order of `TIERS`. The embedding cache counts duplicates, the databases
-            count distinct keys.
+        hits: keys that each tier answered, in the order of `TIERS`. The embedding cache counts duplicates, and so
+            does a device that reads the volatile database; otherwise the databases count distinct keys.
         misses: keys that each tier was asked for and did not have.
         defaults: distinct keys that got the default vector because no tier has them.
         deferred: keys that got the default vector and are fetched in the background (hit rate threshold).
+        linked: keys that a device answered from the host's memory by itself; they are hits of the volatile database, too.
     """
 
     model: str
@@ -34,6 +39,20 @@ class TableCounters:
     misses: list[int]
     defaults: int
     deferred: int
+    linked: int = 0
+
+    def count_linked(self, linked: int, absent: int) -> None:
+        """Count keys, duplicates included, for which a device read the volatile database by itself.
+
+        Args:
+            linked: it found these.
+            absent: it found that no tier has these.
+        """
+        volatile = TIERS.index("volatile_db")
+        self.linked += linked
+        self.hits[volatile] += linked
+        self.misses[volatile] += absent
+        self.defaults += absent
 
 
 @dataclass(slots=True)
@@ -62,6 +81,7 @@ class Metrics:
         self.lock = threading.Lock()
         self._tables: dict[tuple[str, str], TableCounters] = {}
         self._devices: dict[tuple[str, str], DeviceCounters] = {}
+        self._settling: list[WeakMethod[Callable[[], None]]] = []
         self.registry.register(self)
         registry = self.registry
         self.lookup_seconds = Histogram(
@@ -103,6 +123,13 @@ class Metrics:
         self.coalesced_keys = Counter(
             "hps_coalesced_keys", "Missing keys that shared the fetch of another lookup.", registry=registry
         )
+        self.miss_path = Gauge(
+            "hps_miss_path",
+            "1 for what answers a key that the embedding cache misses and host memory has: link, the device reads it there; "
+            "copy, the host fetches it.",
+            ["model", "table", "path"],
+            registry=registry,
+        )
         self.refreshes = Counter("hps_refreshes", "Whole refreshes of a model's caches.", ["model"], registry=registry)
         self.refresh_failures = Counter(
             "hps_failed_refreshes", "Refreshes that a database or a device ended.", ["model"], registry=registry
@@ -129,8 +156,20 @@ class Metrics:
             key = (model, "cpu" if device_id is None else str(device_id))
             return self._devices.setdefault(key, DeviceCounters(*key))
 
+    def settle_by(self, settle: Callable[[], None]) -> None:
+        """Call a method, as long as its object lives, before counters are read: it adds what devices have counted."""
+        with self.lock:
+            self._settling = [one for one in self._settling if one()] + [WeakMethod(settle)]
+
+    def _settle(self) -> None:
+        for one in self._settling:
+            if settle := one():
+                with suppress(HPSError):  # a device failed
+                    settle()
+
     def hit_rates(self, model: str) -> dict[str, float]:
         """By tier, the share of the keys that it was asked for and had, of all tables of a model; without tiers not asked."""
+        self._settle()
         with self.lock:
             tables = [counters for counters in self._tables.values() if counters.model == model]
             hits = [sum(one.hits[place] for one in tables) for place in range(len(TIERS))]
@@ -142,13 +181,17 @@ class Metrics:
         """Yield the counters of tables and devices in Prometheus' form."""
         labels = ["model", "table"]
         keys = CounterMetricFamily("hps_lookup_keys", "Requested keys.", labels=labels)
-        defaults = CounterMetricFamily("hps_default_keys", "Distinct keys that no tier has.", labels=labels)
+        defaults = CounterMetricFamily(
+            "hps_default_keys", "Keys that no tier has; a lookup counts each once, or as often as it was sent.", labels=labels
+        )
         deferred = CounterMetricFamily("hps_deferred_keys", "Keys that got the default and are fetched later.", labels=labels)
+        linked = CounterMetricFamily("hps_linked_keys", "Keys that a device read in host memory by itself.", labels=labels)
         hits = CounterMetricFamily("hps_hits", "Keys that a tier answered.", labels=[*labels, "tier"])
         misses = CounterMetricFamily("hps_misses", "Keys that a tier did not have.", labels=[*labels, "tier"])
         lookups = CounterMetricFamily(
             "hps_device_lookups", "Lookups that the embedding cache of a device was asked.", labels=["model", "device"]
         )
+        self._settle()
         with self.lock:
             for device in self._devices.values():
                 lookups.add_metric([device.model, device.device], device.lookups)
@@ -157,7 +200,8 @@ class Metrics:
                 keys.add_metric(where, counters.keys)
                 defaults.add_metric(where, counters.defaults)
                 deferred.add_metric(where, counters.deferred)
+                linked.add_metric(where, counters.linked)
                 for tier, hit, miss in zip(TIERS, counters.hits, counters.misses, strict=True):
                     hits.add_metric([*where, tier], hit)
                     misses.add_metric([*where, tier], miss)
-        yield from (keys, hits, misses, defaults, deferred, lookups)
+        yield from (keys, hits, misses, defaults, deferred, linked, lookups)

@@ -12,18 +12,18 @@ from typing import Any, Literal, Self, TypeVar, cast, overload
 
 import numpy as np
 
+from hps.captured_lookup import CapturedLookup
 from hps.catalog_watch import CatalogWatch, IndexEntry
 from hps.configuration.hugectr_structs import ParameterServerConfig
 from hps.configuration.load import Configuration, ModelConfig, load_configuration
 from hps.configuration.models import FIRST_VERSION
 from hps.databases.base import PersistentDatabase, SharedDatabase
 from hps.deployment import Deployment, Row, choose_cache, deploy, open_databases, reconfigure
-from hps.errors import CapacityError, ConflictError, DatabaseError, NotReadyError, UnknownModelError
+from hps.errors import CapacityError, ConflictError, DatabaseError, InvalidInputError, NotReadyError, UnknownModelError
 from hps.lifetimes import close_at_exit, disown_in_children, refusal
 from hps.live_models import LiveModels, VersionStatus, version_status
-from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.refresh import RefreshReport
-from hps.lookup.session import DirectSession, Session
+from hps.lookup.session import DirectSession, RecordedLookup, Session
 from hps.metrics import Metrics
 from hps.models.catalog import ModelCatalog
 from hps.models.deltas import HeldTable
@@ -102,7 +102,6 @@ class HPS:
         self._chain, self._targets = open_databases(self.config, self.metrics)
         self.catalog = ModelCatalog(self.config, self._targets.sources)
         self._watch = CatalogWatch(self.catalog, self._live)
-        self._coalescer = FetchCoalescer(self._chain.fetch, self.metrics)
         disown_in_children(self)
         close_at_exit(self, lambda server: server._close(_EXIT_WAIT_S))
         if not self._chain.databases:
@@ -206,6 +205,7 @@ class HPS:
         *,
         out: Mapping[Any, Any] | None = None,
         return_found: bool = False,
+        wait: bool = True,
     ) -> Any:
         """Look up several tables of a model at once; in the GPU's embedding cache with one kernel for all of them.
 
@@ -215,6 +215,7 @@ class HPS:
             device_id: whose embedding cache to use; None: of the device where a tensor is, else of the least busy one.
             out: where the vectors go, by table, as for `lookup_fromdlpack`; new host arrays where it is not given.
             return_found: return the found-masks, too.
+            wait: as for `lookup_fromdlpack`; False needs `out`.
 
         Returns:
             {table: (n, dim) float32 in host memory, or what `out` has}, with the tables as they were named in the call.
@@ -234,7 +235,7 @@ class HPS:
             on_cuda=session.on_cuda,
             with_found=return_found,
         )
-        session.lookup(segments)
+        _answer(session, segments, wait)
         vectors = dict(zip(tables, (segment.out for segment in segments), strict=True)) if out is None else dict(out)
         if return_found:
             return vectors, dict(zip(tables, (segment.found for segment in segments), strict=True))
@@ -250,6 +251,7 @@ class HPS:
         device_id: int = 0,
         *,
         return_found: bool = False,
+        wait: bool = True,
     ) -> BoolArray | None:
         """Look up tensors of any framework that speaks DLPack, without copying them.
 
@@ -263,19 +265,24 @@ class HPS:
             device_id: whose embedding cache to use. Each tensor may be in host memory or on that GPU, independently of the
                 other; one on another GPU is refused.
             return_found: return the found-mask.
+            wait: with False, return at once: the lookup is left on the stream that the tensors' framework works on, and may be
+                captured in a CUDA graph there. All tensors must be on the GPU, every table must be one that the GPU answers
+                by itself ([misses](misses.md)), and there is no found-mask.
 
         Returns:
             None, or with `return_found` (n,) bool in host memory.
 
         Raises:
             As `lookup`; InvalidDtypeError and InvalidInputError say what was got and what is expected.
+            DatabaseError: as `lookup`; with `wait=False`, a lookup before gave keys the default vector since nobody could read
+                theirs.
         """
         deployment = self.model(model_name)
         index = deployment.table_index(table_id)
         session = deployment.session(device_id)
         dim = deployment.tables[index].dim
         segment = tensor_segment(index, dim, keys, out_tensor, on_cuda=session.on_cuda, with_found=return_found)
-        session.lookup([segment])
+        _answer(session, [segment], wait)
         return segment.found
 
     @_on_the_next_version
@@ -288,6 +295,7 @@ class HPS:
         device_id: int | None = None,
         *,
         return_found: bool = False,
+        wait: bool = True,
     ) -> BoolArray | None:
         """Look up all tables of a model whose keys follow each other in one tensor, as Triton's HPS backend takes them.
 
@@ -300,6 +308,7 @@ class HPS:
             model_name: a deployed model.
             device_id: as for `lookup_tables`.
             return_found: return the found-mask.
+            wait: as for `lookup_fromdlpack`.
 
         Returns:
             None, or with `return_found` (n,) bool in host memory, in the order of the keys.
@@ -312,8 +321,69 @@ class HPS:
         segments, found = concatenated_segments(
             keys, counts, out_tensor, deployment.tables, on_cuda=session.on_cuda, with_found=return_found
         )
-        session.lookup(segments)
+        _answer(session, segments, wait)
         return found
+
+    @_on_the_next_version
+    def capture(
+        self, keys: Any, out_tensor: Any, model_name: str, table_id: int | str | None = None, device_id: int = 0
+    ) -> CapturedLookup:
+        """Capture a lookup of fixed tensors in a CUDA graph, to be replayed as often as one likes; it runs once meanwhile.
+
+        See [misses](misses.md#cuda-graphs) for an example.
+
+        Args:
+            keys: as for `lookup_fromdlpack` with `wait=False`; of several tables, {table: keys}.
+            out_tensor: likewise; of several tables, {table: output}.
+            table_id: the table; None where there are several.
+            device_id: whose embedding cache to use.
+
+        Returns:
+            What replays it, with the keys that the tensor then has. It keeps the tensors.
+
+        Raises:
+            As `lookup_fromdlpack` with `wait=False`.
+        """
+        tables, out = (keys, out_tensor) if table_id is None else ({table_id: keys}, {table_id: out_tensor})
+        if not isinstance(tables, Mapping) or not isinstance(out, Mapping):
+            raise InvalidInputError("capturing a lookup: got no table_id, expected one, or keys and outputs by table")
+
+        def record(deployment: Deployment) -> RecordedLookup:
+            session = deployment.session(device_id)
+            segments = named_segments(
+                tables,
+                out,
+                deployment.table_index,
+                deployment.indices,
+                deployment.tables,
+                on_cuda=session.on_cuda,
+                with_found=False,
+            )
+            return session.record(segments)
+
+        return CapturedLookup(partial(self.model, model_name), record)
+
+    @_on_the_next_version
+    def prefetch(self, keys: Any, model_name: str, table_id: int | str, device_id: int | None = None) -> int:
+        """Make vectors resident in the embedding cache before they are asked for, such as those of the next hours' items.
+
+        No filter of the admission holds them back; where the cache is full, they take the places of others. A model without
+        embedding cache gets them into its volatile database where `cache_missed_embeddings` is set.
+
+        Args:
+            keys: (n,) integers in host memory, as for `lookup`; as many as one likes.
+            model_name: a deployed model.
+            table_id: the table, by id or by name.
+            device_id: whose embedding cache; None: of every device of the model.
+
+        Returns:
+            How many of the distinct keys some tier has. The others stay absent.
+
+        Raises:
+            As `lookup`; some of the keys may have become resident.
+        """
+        deployment = self.model(model_name)
+        return deployment.prefetch(deployment.table_index(table_id), as_host_keys(keys), device_id)
 
     def lookup_segments(self, deployment: Deployment, segments: Sequence[Segment], device_id: int | None = None) -> int:
         """Look up several tables straight into arrays of the caller's own layout; for the HTTP service.
@@ -354,7 +424,7 @@ class HPS:
         Raises:
             UnknownModelError, UnknownVersionError, UnknownTableError: not deployed.
             InvalidInputError: keys or vectors are of the wrong kind or shape, or no database would keep them: there is none, or
-                none that is persistent for a `static` or `uvm` model.
+                none that is persistent for a `static` model.
             ReadOnlyError: the persistent database may not be written to.
             DatabaseError: the database that holds everything failed; each key then has its old or its new vector.
         """
@@ -489,7 +559,6 @@ class HPS:
                 tables,
                 self._cache_class,
                 self._chain,
-                self._coalescer,
                 self.metrics,
                 targets=replace(self._targets, force=force),
                 progress=progress,
@@ -513,7 +582,7 @@ class HPS:
         """The tables of a version with new caches, as `config` has them."""
         if _same_settings(there.config, config):
             return there.renewed()
-        return reconfigure(there, config, self._cache_class, self._coalescer, self.metrics)
+        return reconfigure(there, config, self._cache_class, self.metrics)
 
     def _held_tables(self, name: str, version: str) -> list[HeldTable]:
         """Where the tables of a version are, if it is in service or kept."""
@@ -609,7 +678,8 @@ class HPS:
         """Take a model out of service and free its caches and its tables in the hash map; Redis and RocksDB keep theirs.
 
         New lookups are refused at once, and running ones are waited for. Those that still run after 10 s keep what they read,
-        and answer from it; it is freed when the last of them has ended, and the name can be deployed again then.
+        and answer from it; it is freed when the last of them has ended, and the name can be deployed again then. So do captured
+        lookups, until their graphs are gone.
 
         Args:
             version: take only this one out of service. If it serves, the highest of the others does from then on.
@@ -731,7 +801,7 @@ class HPS:
                     chain.open_table(table)
                 session: Session = DirectSession(deployment.tables, chain, self.metrics)
                 deployments[name] = replace(deployment, sessions=dict.fromkeys(deployment.devices, session), chain=chain)
-            self._chain, self._coalescer = chain, FetchCoalescer(chain.fetch, self.metrics)
+            self._chain = chain
             self._live = LiveModels(deployments)
             self._watch = CatalogWatch(self.catalog, self._live)
             self._closed, self._reopenable = False, {}
@@ -743,6 +813,15 @@ class HPS:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+
+def _answer(session: Session, segments: Sequence[Segment], wait: bool) -> None:
+    if wait:
+        session.lookup(segments)
+        return
+    if any(segment.found is not None for segment in segments):
+        raise InvalidInputError("looking up without waiting: got return_found, whose mask is in host memory; expected none")
+    session.enqueue(segments)
 
 
 def _same_settings(one: ModelConfig, other: ModelConfig) -> bool:

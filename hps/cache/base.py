@@ -21,7 +21,7 @@ the host's tables are authoritative, nothing is left, and `lookup.enqueue(segmen
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -174,6 +174,32 @@ class CacheLookup(ABC):
         """Bring the outputs to where the caller expects them; a consumer that starts afterwards sees them complete."""
 
 
+class StreamCapture(ABC):
+    """A stream whose work is being captured in a CUDA graph. *One per thread.*
+
+    Attributes:
+        key: the same for all work that is captured one after the other, on this stream for this graph.
+    """
+
+    key: Hashable
+
+    @abstractmethod
+    def watch(self) -> Callable[[], bool]:
+        """What says whether the graph is gone, with all that was made of it: so that nothing can be launched any more."""
+
+
+class LookupGraph(ABC):
+    """An enqueued lookup as a CUDA graph. *One per thread.*"""
+
+    @abstractmethod
+    def launch(self) -> None:
+        """Launch it on the stream that the keys' framework works on now, and wait for nothing."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free it once it has ended. Closing twice changes nothing."""
+
+
 class EmbeddingCache(ABC):
     """The vectors of one model's tables that are resident on one device. *Thread-safe*; its lookups are not.
 
@@ -259,8 +285,22 @@ class EmbeddingCache(ABC):
         return nullcontext()
 
     def unwaited(self, table: int) -> UnwaitedCounts:
-        """Counters of a table's lookups that were only enqueued."""
+        """Counters of a table's lookups that were only enqueued, as far as they have ended; it waits for none."""
         return UnwaitedCounts(0, 0, 0, 0)
+
+    def capture_of(self, segments: Sequence[Segment]) -> StreamCapture | None:
+        """What captures the stream of a lookup's tensors; None where nothing does."""
+        return None
+
+    def record(self, segments: Sequence[Segment], enqueue: Callable[[Sequence[Segment]], None]) -> LookupGraph:
+        """Make a graph of what `enqueue` launches for some segments, whose tensors are on the device.
+
+        It is called twice, with the segments as they are seen from a stream of the cache's: first to be done, then captured.
+
+        Raises:
+            InvalidInputError: a tensor is elsewhere.
+        """
+        raise InvalidInputError("capturing a lookup: this cache does not run on a CUDA device")
 
     def host_buffer(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
         """Host memory that `insert` reads fastest (pinned with CUDA), for bulk work; content unspecified."""

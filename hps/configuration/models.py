@@ -24,6 +24,7 @@ from pydantic import (
 
 from hps.configuration.fields import (
     INT32_MAX,
+    UINT64_MAX,
     Bytes,
     Flag,
     Float32,
@@ -58,6 +59,7 @@ CacheType: TypeAlias = Annotated[
     Literal["dynamic", "static", "uvm", "stochastic"],
     choice("dynamic", "static", "uvm", "stochastic"),
 ]
+MissPath: TypeAlias = Annotated[Literal["auto", "link", "copy"], choice("auto", "link", "copy")]
 ControlMode: TypeAlias = Annotated[Literal["none", "explicit", "poll"], choice("none", "explicit", "poll")]
 DeviceChoice: TypeAlias = Annotated[str, choice("auto", *IMPLEMENTATIONS["cache"], kind="cache")]
 
@@ -226,6 +228,7 @@ class ModelConfig(Section):
 
     workspace_timeout_s: Timeout = 1.0
     insert_queue_length: Annotated[Whole, Field(ge=1, le=65536)] = 64
+    miss_path: MissPath = "auto"
 
     dense_file: Ignored = None
     network_file: Ignored = None
@@ -311,6 +314,22 @@ class ModelConfig(Section):
         return self
 
 
+def _unlinkable(model: ModelConfig, others: dict[str, Any]) -> str:
+    """Why no device can read the model's rows in host memory in place, as far as its configuration says; empty if it can."""
+    volatile, own = others.get("volatile_db"), model.embedding_cache_type in ("static", "uvm")
+    if others.get("device") == "cpu":
+        return "device is cpu"
+    if not model.gpucache:
+        return "gpucache is false"
+    if volatile is None or own:  # those have a hash map of their own
+        return ""
+    if volatile.type in ("disabled", "redis_cluster"):
+        return f"volatile_db is {volatile.type}, not a hash map in this process"
+    if volatile.overflow_margin < UINT64_MAX and volatile.overflow_policy != "evict_random":
+        return f"overflow_policy {volatile.overflow_policy} must note every read of a row"
+    return ""
+
+
 def _repeated(values: Sequence[Any]) -> str | None:
     """Say which value stands in a list more than once; None if all differ. Values need not be hashable."""
     seen: dict[str | int, int] = {}
@@ -346,6 +365,11 @@ class Configuration(Section):
         service = info.data.get("service")
         if service and not info.data.get("model_repository") and (others := set(service.load_models) - names):
             raise problem(f"got no model {min(others)!r}, which service.load_models names")
+        notices_of(info).warnings.extend(
+            f"model {model.model}: miss_path is link, which cannot be: {reason}; deploying it will fail"
+            for model in value
+            if model.miss_path == "link" and (reason := _unlinkable(model, info.data))
+        )
         return value
 
     @field_validator("models", mode="wrap")

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TypeAlias
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from hps.background import BackgroundQueue
 from hps.databases.base import Database, InProcessDatabase, PersistentDatabase, SharedDatabase
 from hps.errors import DatabaseError, NotReadyError, UnknownTableError
+from hps.host_tables import HostTable
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.lookup.fences import TableFence
 from hps.metrics import TIERS, Metrics
@@ -163,6 +164,17 @@ class DatabaseChain:
     table is then *quarantined*: its volatile rows are neither read nor written until they have been dropped. Before a
     modification returns that is not in the volatile database, the persistent one remembers that, also for the next start.
 
+    Embedding caches may read the table of a volatile database in this process in place, and make what they read resident (see
+    `EmbeddingCache.attach`). What changes such a table, and why no older vector stays:
+
+    - A modification is made inside the caches' `changing`, from before the first database is written until the caches have been
+      told: what was read before that is not admitted. So is one that fails.
+    - A promotion adds rows that the persistent database has, while no modification runs: a key has one vector, whichever tier
+      it is read from. What it evicts can still be read below, and what is resident of it stays right.
+    - A table that is quarantined, or dropped, is closed to the caches first. They then leave its misses to `fetch`, which
+      skips it; they do not come back when it has been healed, since that is another table in their eyes.
+    - A refresh changes no row. A load writes a table that no cache is attached to yet.
+
     Args:
         volatile: the upper database, or None.
         persistent: the lower database, or None.
@@ -251,6 +263,20 @@ class DatabaseChain:
                 _log.warning("dropping table %s from %s, which keeps it for now: %s", tag, database.kind, error)
                 return
 
+    def host_table(self, table: TableSpec) -> HostTable | None:
+        """A table as devices may read it in place; None where the first database is not one that they can read."""
+        first = self.databases[0] if self._tiers else None
+        return first.host_table(table.tag) if isinstance(first, InProcessDatabase) else None
+
+    def settle(self, table: TableSpec) -> None:
+        """Wait for the modification of a table that is under way, if one is.
+
+        Raises:
+            DatabaseTimeoutError: it did not end in time.
+        """
+        with self._fences[table.tag].modifying(self._modification_timeout_s):
+            pass
+
     def fence(self, table: TableSpec) -> TableFence:
         """The fence that must be passed to copy vectors of this table into an upper tier."""
         return self._fences[table.tag]
@@ -335,25 +361,33 @@ class DatabaseChain:
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
         then: Callable[[bool], None],
+        changing: AbstractContextManager[object] | None = None,
     ) -> None:
         """Add or replace vectors in every database, the authoritative one first.
 
         Args:
             then: called last, before any fill of an upper tier may continue: with True to update the embedding caches, or
                 with False, after a failure, to erase the keys from them.
+            changing: held from before the first database is written until `then` has returned.
 
         Raises:
             DatabaseError: the authoritative database failed; each of the keys has its old or its new vector.
         """
-        self._modify(table, keys, lambda database: database.insert(table.tag, keys, vectors), then)
+        self._modify(table, keys, lambda database: database.insert(table.tag, keys, vectors), then, changing)
 
-    def delete(self, table: TableSpec, keys: KeyArray, then: Callable[[bool], None]) -> None:
-        """Remove keys from every database, the authoritative one first; `then` as for `insert`.
+    def delete(
+        self,
+        table: TableSpec,
+        keys: KeyArray,
+        then: Callable[[bool], None],
+        changing: AbstractContextManager[object] | None = None,
+    ) -> None:
+        """Remove keys from every database, the authoritative one first; `then` and `changing` as for `insert`.
 
         Raises:
             DatabaseError: the authoritative database failed; each of the keys is there or not.
         """
-        self._modify(table, keys, lambda database: database.delete(table.tag, keys), then)
+        self._modify(table, keys, lambda database: database.delete(table.tag, keys), then, changing)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for queued promotions; False when the timeout comes first."""
@@ -367,9 +401,14 @@ class DatabaseChain:
             tier.database.close()
 
     def _modify(
-        self, table: TableSpec, keys: KeyArray, write: Callable[[Database], object], then: Callable[[bool], None]
+        self,
+        table: TableSpec,
+        keys: KeyArray,
+        write: Callable[[Database], object],
+        then: Callable[[bool], None],
+        changing: AbstractContextManager[object] | None,
     ) -> None:
-        with self._fences[table.tag].modifying(self._modification_timeout_s):
+        with self._fences[table.tag].modifying(self._modification_timeout_s), changing or nullcontext():
             failure: DatabaseError | None = None
             if self._tiers:
                 authoritative = self._tiers[-1]
@@ -388,6 +427,9 @@ class DatabaseChain:
                 raise failure
 
     def _quarantine(self, table: TableSpec) -> None:
+        with suppress(UnknownTableError):
+            if host := self.host_table(table):
+                host.close()  # before anybody may rely on its rows not being read
         self._quarantined.add(table.tag)
         self.metrics.table_quarantined.labels(table.tag).set(1)
         _log.warning("%s: a write failed; its vectors in the volatile database are not read until dropped", table.tag)

@@ -3,22 +3,25 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from prometheus_client import Counter
 
 from hps.background import BackgroundQueue
-from hps.cache.base import CacheLookup, EmbeddingCache, MissedKeys
-from hps.errors import NotReadyError, TooManyKeysError, WorkspaceTimeoutError
+from hps.cache.base import CacheLookup, EmbeddingCache, LookupGraph, MissedKeys
+from hps.errors import InvalidInputError, NotReadyError, TooManyKeysError, WorkspaceTimeoutError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
+from hps.lookup.unwaited import UnwaitedLookups
 from hps.metrics import Metrics
 from hps.open_calls import OpenCalls
 from hps.tensors.segments import Segment
 from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
+
+_PREFETCH_ROWS = 65_536  # vectors fetched at once, so that their memory is bounded
 
 
 class Session(Protocol):
@@ -53,8 +56,34 @@ class Session(Protocol):
             DatabaseError: keys are missing and the authoritative database did not answer; `out` is then unspecified.
         """
 
-    def resident(self, table: int, keys: KeyArray, out: FloatArray) -> BoolArray:
-        """Which of some keys are in the embedding cache, (n,) bool; their vectors go to `out`. Nothing is fetched or counted.
+    def enqueue(self, segments: Sequence[Segment]) -> None:
+        """Leave a lookup on the stream of its tensors, which may be captured in a CUDA graph, and wait for nothing.
+
+        Raises:
+            InvalidInputError: a table of the lookup is not read by the device in place as the authority, or a tensor is not on
+                the device; nothing was launched. Or nothing stands by for a capture: see `UnwaitedLookups`.
+            DatabaseError: keys of an earlier such lookup could not be read; nothing was launched.
+            TooManyKeysError, WorkspaceTimeoutError, NotReadyError: as `lookup`.
+        """
+
+    def record(self, segments: Sequence[Segment]) -> "RecordedLookup":
+        """Capture such a lookup of fixed tensors; it runs once meanwhile. Raises as `enqueue` does."""
+
+    def prefetch(self, table: int, keys: KeyArray) -> int:
+        """Make keys resident, without an answer. Where there is no cache, they are promoted.
+
+        Args:
+            keys: (n,) int64, distinct.
+
+        Returns:
+            How many of them some tier has.
+
+        Raises:
+            DatabaseError: as `lookup`; some keys may have become resident.
+        """
+
+    def resident(self, table: int, key: KeyArray, out: FloatArray) -> bool:
+        """Whether a key, (1,) int64, is in the embedding cache; its vector then goes to `out`. Nothing is fetched or counted.
 
         Raises:
             WorkspaceTimeoutError, NotReadyError: as `lookup`.
@@ -82,6 +111,7 @@ class SessionSettings:
         workspace_timeout_s: how long a lookup waits for one of them to end.
         insert_queue_length: batches of missing keys that may wait for background insertion.
         one_of_several: the model has sessions on other devices, too, among which a lookup may choose.
+        unwaitable: by table, why a lookup cannot be left to the device alone; empty where every table can.
     """
 
     hit_rate_threshold: float = 0.9
@@ -89,6 +119,30 @@ class SessionSettings:
     workspace_timeout_s: float = 1.0
     insert_queue_length: int = 64
     one_of_several: bool = False
+    unwaitable: Mapping[int, str] = field(default_factory=dict)
+
+
+class RecordedLookup:
+    """A lookup of fixed tensors as a CUDA graph, which counts itself. *One per thread.*"""
+
+    def __init__(self, graph: LookupGraph, segments: Sequence[Segment], unwaited: UnwaitedLookups) -> None:
+        self._graph = graph
+        self._segments = segments
+        self._unwaited = unwaited
+
+    def launch(self) -> None:
+        """Launch it on the stream that the keys' framework works on now.
+
+        Raises:
+            DatabaseError: keys of an earlier launch could not be read.
+        """
+        self._unwaited.check(self._segments)
+        self._graph.launch()
+        self._unwaited.count(self._segments)
+
+    def close(self) -> None:
+        """Free the graph. Closing twice changes nothing."""
+        self._graph.close()
 
 
 class CachedSession:
@@ -132,6 +186,7 @@ class CachedSession:
         )
         self._inserts = BackgroundQueue("insertion", settings.insert_queue_length, 1, metrics)
         self._inserts.end_with(self)
+        self._unwaited = UnwaitedLookups(self.tables, cache, settings.unwaitable, metrics)
         self._pending_lock = threading.Lock()
         self._pending = [np.empty(0, np.int64) for _ in self.tables]  # ascending: queued or being inserted
 
@@ -152,6 +207,7 @@ class CachedSession:
             try:
                 missing = lookup.query(segments)
                 counts = lookup.counts if missing else None
+                linked, absent = lookup.linked, lookup.absent
                 if counts:
                     self._answer_misses(lookup, segments, counts)
                 lookup.finish()
@@ -161,18 +217,50 @@ class CachedSession:
             if under_way is not None:
                 del under_way[threading.get_ident()]
         self._count(segments, counts)
+        if linked or absent:
+            self._count_linked(segments, linked, absent)
         self._seconds.observe(time.perf_counter() - start)
 
-    def resident(self, table: int, keys: KeyArray, out: FloatArray) -> BoolArray:
-        """Which of some keys are in the embedding cache. See `Session.resident`."""
-        found = np.zeros(keys.size, np.bool_)
+    def enqueue(self, segments: Sequence[Segment]) -> None:
+        """Leave a lookup on the stream of its tensors. See `Session.enqueue`."""
+        _refuse_too_many_keys(self.tables, self._max_keys, segments)
+        self._unwaited.check(segments)
+        self._enqueue(segments)
+
+    def _enqueue(self, segments: Sequence[Segment]) -> None:
+        self._unwaited.enqueue(segments, self._lookups.take, self._lookups.give_back)
+
+    def record(self, segments: Sequence[Segment]) -> RecordedLookup:
+        """Capture a lookup of fixed tensors. See `Session.record`."""
+        _refuse_too_many_keys(self.tables, self._max_keys, segments)
+        self._unwaited.check(segments)
+        return RecordedLookup(self.cache.record(segments, self._enqueue), segments, self._unwaited)
+
+    def prefetch(self, table: int, keys: KeyArray) -> int:
+        """Make keys resident. See `Session.prefetch`."""
+        spec, have = self.tables[table], 0
+        fence = self._chain.fence(spec)
+        for start in range(0, keys.size, _PREFETCH_ROWS):
+            part = keys[start : start + _PREFETCH_ROWS]
+            token = fence.token()
+            vectors, found = np.empty((part.size, spec.dim), np.float32), np.zeros(part.size, np.bool_)
+            have += self._chain.fetch(spec, part, vectors, found)
+            with fence.filling(token) as allowed:
+                if allowed:
+                    self.cache.insert(table, part[found], vectors[found])
+        return have
+
+    def resident(self, table: int, key: KeyArray, out: FloatArray) -> bool:
+        """Whether a key is in the embedding cache. See `Session.resident`."""
+        found = np.zeros(1, np.bool_)
         lookup = self._lookups.take()
         try:
-            lookup.query([Segment(table, keys, out, found)])
+            lookup.query([Segment(table, key, out, found)])
+            elsewhere = any(lookup.linked)  # it was not resident until now
             lookup.finish()
         finally:
             self._lookups.give_back(lookup)
-        return found
+        return bool(found[0]) and not elsewhere
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for queued insertions; False when the timeout comes first."""
@@ -180,7 +268,7 @@ class CachedSession:
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Refuse new lookups, let running ones and queued insertions end, and free the cache. See `Session.close`."""
-        if not self._lookups.close(timeout_s):
+        if not (self._lookups.close(timeout_s) and self._unwaited.close()):
             return False
         self._inserts.close()
         self.cache.close()
@@ -262,6 +350,15 @@ class CachedSession:
                     counters.hits[0] -= missing
                     counters.misses[0] += missing
 
+    def _count_linked(self, segments: Sequence[Segment], linked: Sequence[int], absent: Sequence[int]) -> None:
+        none = [0] * len(segments)
+        with self._metrics.lock:
+            for segment, found, lacking in zip(segments, linked or none, absent or none, strict=True):
+                counters = self._counters[segment.table]
+                counters.hits[0] -= found + lacking
+                counters.misses[0] += found + lacking
+                counters.count_linked(found, lacking)
+
     def _count_defaults(self, table_index: int, found: BoolArray) -> None:
         absent = found.size - int(np.count_nonzero(found))
         if absent:
@@ -313,9 +410,34 @@ class DirectSession:
                     counters.defaults += absent
         self._seconds.observe(time.perf_counter() - start)
 
-    def resident(self, table: int, keys: KeyArray, out: FloatArray) -> BoolArray:
-        """Return False for every key: there is no cache."""
-        return np.zeros(keys.size, np.bool_)
+    def enqueue(self, segments: Sequence[Segment]) -> None:
+        """Refuse: there is no device."""
+        raise self._without_device()
+
+    def record(self, segments: Sequence[Segment]) -> RecordedLookup:
+        """Refuse: there is no device."""
+        raise self._without_device()
+
+    def prefetch(self, table: int, keys: KeyArray) -> int:
+        """Promote keys. See `Session.prefetch`."""
+        spec, have = self.tables[table], 0
+        with self._calls:
+            for start in range(0, keys.size, _PREFETCH_ROWS):
+                part = keys[start : start + _PREFETCH_ROWS]
+                have += self._chain.fetch(
+                    spec, part, np.empty((part.size, spec.dim), np.float32), np.zeros(part.size, np.bool_)
+                )
+        return have
+
+    def resident(self, table: int, key: KeyArray, out: FloatArray) -> bool:
+        """Return False: there is no cache."""
+        return False
+
+    def _without_device(self) -> InvalidInputError:
+        return InvalidInputError(
+            f"looking up model {self.tables[0].model_name!r} without waiting: it has no embedding cache on a device that "
+            "reads host memory in place; use wait=True"
+        )
 
     def drain(self, timeout_s: float) -> bool:
         """Return True: nothing runs in the background."""

@@ -262,9 +262,7 @@ def test_restart_serves_online_updates_from_the_persistent_database(configuratio
     assert found.tolist() == [True, True, False, True]
 
 
-@pytest.mark.parametrize(
-    ("kind", "tiers"), [("static", ["volatile_db"]), ("uvm", ["volatile_db"]), ("static", []), ("dynamic", [])]
-)
+@pytest.mark.parametrize(("kind", "tiers"), [("static", ["volatile_db"]), ("static", []), ("dynamic", [])])
 def test_a_modification_that_no_database_would_keep_is_refused(configuration, kind, tiers):
     configuration["models"][0]["embedding_cache_type"] = kind
     for tier in {"volatile_db", "persistent_db"}.difference(tiers):

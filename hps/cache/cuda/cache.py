@@ -1,6 +1,7 @@
 """The embedding cache in the memory of a CUDA device, by the kernels of `cuda/`."""
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Self
@@ -13,6 +14,7 @@ from cupy_backends.cuda.api import runtime
 from hps.cache.base import CacheStats, EmbeddingCache, UnwaitedCounts
 from hps.cache.cuda import kernels
 from hps.cache.cuda.device import CUDA_ERRORS, compile_all, on_device
+from hps.cache.cuda.graphs import CupyCapture, CupyGraph, capture_of, record
 from hps.cache.cuda.links import AttachedTable, CudaPinner
 from hps.cache.cuda.lookup import CupyLookup, LookupKernels
 from hps.cache.cuda.modifications import Modifications
@@ -20,7 +22,7 @@ from hps.cache.cuda.tables import TableMemory, allocate, check_room, device_call
 from hps.cache.cuda.tensors import TensorReader
 from hps.errors import DeviceError, InvalidInputError
 from hps.host_tables import HostTable
-from hps.tensors.segments import check_rows
+from hps.tensors.segments import Segment, check_rows
 from hps.types import FloatArray, KeyArray, TableSpec
 
 _READS_HOST_POINTERS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
@@ -54,6 +56,7 @@ class CupyCache(EmbeddingCache):
         self.device_id = device_id
         self.memory = TableMemory(tables, device_id)
         self._links: list[AttachedTable | None] = [None] * len(tables)
+        self._readers = threading.local()
         self._allocate(capacity_rows)
 
     @classmethod
@@ -124,6 +127,16 @@ class CupyCache(EmbeddingCache):
         link = self._links[table]
         return UnwaitedCounts(0, 0, 0, 0) if link is None else link.unwaited()
 
+    @device_call("capturing a lookup")
+    def capture_of(self, segments: Sequence[Segment]) -> CupyCapture | None:
+        """What captures the stream of a lookup's tensors. See `EmbeddingCache.capture_of`."""
+        return capture_of(self._reader(), segments)
+
+    @device_call("capturing a lookup")
+    def record(self, segments: Sequence[Segment], enqueue: Callable[[Sequence[Segment]], None]) -> CupyGraph:
+        """Make a graph of what `enqueue` launches. See `EmbeddingCache.record`."""
+        return record(self._reader(), self.memory, segments, enqueue)
+
     def host_buffer(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
         """Pinned host memory. See `EmbeddingCache.host_buffer`."""
         count = math.prod(shape)
@@ -184,6 +197,14 @@ class CupyCache(EmbeddingCache):
         self.memory.open = tables = allocate(self.tables, capacity_rows, self.device_id)
         self._kernels = LookupKernels(self.device_id, tables)
         compile_all(self.device_id, [*self._kernels.needed(), *self._changes.needed([table.dim for table in self.tables])])
+
+    def _reader(self) -> TensorReader:
+        """The thread's own."""
+        try:
+            reader: TensorReader = self._readers.reader
+        except AttributeError:
+            reader = self._readers.reader = TensorReader(self.device_id)
+        return reader
 
     def _write(self, index: int, keys: Any, vectors: Any, mode: int, doing: str) -> None:
         table = self.memory.tables()[index]

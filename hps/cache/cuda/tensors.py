@@ -28,7 +28,8 @@ CUDA_ARRAYS.add(cupy.ndarray)
 
 UNKNOWN_STREAM = -1
 """Stands for a consumer whose stream nobody knows; its producer was ordered before the legacy default stream."""
-_LEGACY_STREAM = 1  # as DLPack numbers it
+LEGACY_STREAM = 1
+"""The default stream of old, as DLPack and CUDA number it."""
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 
 
@@ -197,6 +198,21 @@ class TensorReader:
         self._follow(view, "output")
         return view.pointer
 
+    def view(self, tensor: Any, what: str) -> TensorView:
+        """A tensor in place, of which nothing is checked; of a stretch, the whole."""
+        return self._view(tensor.tensor if type(tensor) is Stretch else tensor, what)
+
+    def work_stream(self, tensor: Any) -> int | None:
+        """The stream on which the framework of a tensor works now; None for host memory, and where nobody knows."""
+        self.start()
+        if type(tensor) is Stretch:
+            tensor = tensor.tensor
+        if type(tensor) is self._tensor:
+            return self._torch_stream(self._device_id)
+        if type(tensor) is cupy.ndarray:
+            return int(cupy.cuda.get_current_stream(self._device_id).ptr)
+        return self._view(tensor, "keys").producer_stream
+
     def _mask(self, tensor: Any, size: int) -> int:
         """Address of `size` booleans, to be written."""
         view = self._view(tensor, "found")
@@ -236,7 +252,7 @@ class TensorReader:
         if isinstance(tensor, TensorView):
             return tensor
         if not isinstance(tensor, cupy.ndarray):
-            return adopt(tensor, _LEGACY_STREAM, what)
+            return adopt(tensor, LEGACY_STREAM, what)
         dtype = (NUMPY_CODES.get(tensor.dtype.kind, -1), 8 * tensor.dtype.itemsize, 1)
         strides = None
         if not tensor.flags.c_contiguous:

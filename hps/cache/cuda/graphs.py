@@ -1,0 +1,149 @@
+"""CUDA graphs of lookups: which of the callers' streams are being captured, when a graph is gone, and graphs of our own.
+
+CuPy has no names for two things that the driver knows: the graph that a stream is captured in, and *user objects*, which a
+graph and all that is made of it hold until they are destroyed and have ended. The destructor of ours is `sem_post`: a thread of
+the driver calls it, which must neither call CUDA nor wait for Python.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from copy import copy
+from functools import cache
+from typing import Any, Final
+
+import cupy
+from cupy_backends.cuda.api import runtime
+
+from hps.cache.base import LookupGraph, StreamCapture
+from hps.cache.cuda.device import CUDA_ERRORS, stream_of
+from hps.cache.cuda.tables import TableMemory, device_call
+from hps.cache.cuda.tensors import LEGACY_STREAM, TensorReader
+from hps.errors import DeviceError, InvalidDtypeError, InvalidInputError
+from hps.tensors.dlpack import TensorView
+from hps.tensors.segments import Segment
+
+_NO_DESTRUCTOR_SYNC: Final = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
+_MOVE: Final = 1  # CU_GRAPH_USER_OBJECT_MOVE
+_SEMAPHORE_BYTES: Final = 32  # sem_t of Linux
+
+_semaphores: Final[list[Any]] = []  # never freed: a graph may outlive all that asks for it
+
+
+@cache
+def _libraries() -> tuple[Any, Any]:
+    return ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(None)
+
+
+def _call(function: Any, *arguments: Any) -> None:
+    if (code := function(*arguments)) != 0:
+        raise DeviceError(f"capturing a lookup in a CUDA graph: {function.__name__} failed with error {code}")
+
+
+class CupyCapture(StreamCapture):
+    """A stream that is being captured. *One per thread.*"""
+
+    def __init__(self, stream: int) -> None:
+        driver, _ = _libraries()
+        status, identity, self._graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+        _call(
+            driver.cuStreamGetCaptureInfo_v2,
+            ctypes.c_void_p(stream),
+            ctypes.byref(status),
+            ctypes.byref(identity),
+            ctypes.byref(self._graph),
+            None,
+            None,
+        )
+        self.key = (stream, identity.value)
+
+    def watch(self) -> Callable[[], bool]:
+        """Let the graph hold a semaphore until it is gone. See `StreamCapture.watch`."""
+        driver, system = _libraries()
+        semaphore, user_object = (ctypes.c_long * (_SEMAPHORE_BYTES // 8))(), ctypes.c_void_p()
+        system.sem_init(semaphore, 0, 0)
+        post = ctypes.cast(system.sem_post, ctypes.c_void_p)
+        _call(driver.cuUserObjectCreate, ctypes.byref(user_object), semaphore, post, 1, _NO_DESTRUCTOR_SYNC)
+        _semaphores.append(semaphore)
+        _call(driver.cuGraphRetainUserObject, self._graph, user_object, 1, _MOVE)
+
+        def gone() -> bool:
+            value = ctypes.c_int()
+            system.sem_getvalue(semaphore, ctypes.byref(value))
+            return value.value > 0
+
+        return gone
+
+
+class CupyGraph(LookupGraph):
+    """A lookup of fixed tensors as a CUDA graph. *One per thread.*"""
+
+    def __init__(self, memory: TableMemory, graph: Any, segments: Sequence[Segment]) -> None:
+        self.memory = memory
+        self._graph = graph
+        self._segments = segments  # whose tensors must live
+        self._reader = TensorReader(memory.device_id)
+        self._done = cupy.cuda.Event(disable_timing=True)
+        self._pointer = -1  # the stream of the last launch
+        self._stream: Any = None
+
+    @device_call("replaying a captured lookup")
+    def launch(self) -> None:
+        """Launch it on the stream that the keys' framework works on. See `LookupGraph.launch`."""
+        pointer = self._reader.work_stream(self._segments[0].keys) or 0
+        if pointer != self._pointer:
+            self._pointer, self._stream = pointer, stream_of(pointer)
+        self._graph.launch(self._stream)
+        self._done.record(self._stream)
+
+    @device_call("closing a captured lookup")
+    def close(self) -> None:
+        """Free it once it has ended. See `LookupGraph.close`."""
+        self._done.synchronize()
+        self._graph, self._segments = None, ()
+
+
+def capture_of(reader: TensorReader, segments: Sequence[Segment]) -> CupyCapture | None:
+    """What captures the stream of a lookup's tensors; None where nothing does.
+
+    Raises:
+        InvalidDtypeError: something does, and keys are not int64; a graph would read a widened copy that is not kept.
+    """
+    stream = reader.work_stream(segments[0].keys) if segments else None
+    if not stream or stream == LEGACY_STREAM or not runtime.streamIsCapturing(stream):
+        return None
+    for segment in segments:
+        if (view := reader.view(segment.keys, "keys")).bits != 64:
+            raise InvalidDtypeError(f"capturing a lookup: got keys of {view.dtype_name}, expected int64")
+    return CupyCapture(stream)
+
+
+def record(
+    reader: TensorReader, memory: TableMemory, segments: Sequence[Segment], enqueue: Callable[[Sequence[Segment]], None]
+) -> CupyGraph:
+    """Make a graph of what `enqueue` launches; see `EmbeddingCache.record`."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    seen = [
+        Segment(one.table, _seen_from(stream, reader, one.keys), _seen_from(stream, reader, one.out), None, one.n)
+        for one in segments
+    ]
+    for producer in {reader.work_stream(one.keys) for one in segments} - {None}:
+        stream.wait_event(stream_of(producer or 0).record())
+    enqueue(seen)
+    stream.synchronize()
+    stream.begin_capture()
+    try:
+        enqueue(seen)
+    except BaseException:
+        with suppress(*CUDA_ERRORS):  # what was captured is invalid
+            stream.end_capture()
+        raise
+    return CupyGraph(memory, stream.end_capture(), segments)
+
+
+def _seen_from(stream: Any, reader: TensorReader, tensor: Any) -> TensorView:
+    view = copy(reader.view(tensor, "tensors"))
+    if view.on_host:
+        raise InvalidInputError("capturing a lookup: got a tensor in host memory, expected all on the device")
+    view.producer_stream = int(stream.ptr)
+    return view

@@ -1,0 +1,195 @@
+"""Chooses what answers the misses of a cache: the device, which reads the hash map in place, or the host, which fetches.
+
+The first is the *link* path, the second the *copy* path; `docs/misses.md` has both. Where nobody has chosen, they are timed
+against each other when a model is deployed, once for each width of its tables, with rows of the table on an empty cache.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from hps.cache.base import EmbeddingCache
+from hps.databases.base import Database
+from hps.errors import DeviceError
+from hps.host_tables import HostTable
+from hps.lookup.chain import DatabaseChain
+from hps.lookup.coalescing import FetchCoalescer
+from hps.lookup.session import CachedSession, SessionSettings
+from hps.metrics import Metrics
+from hps.progress import size_text
+from hps.tensors.segments import Segment
+from hps.types import KeyArray, TableSpec
+
+_log = logging.getLogger(__name__)
+
+_SAMPLE_KEYS, _SAMPLE_BYTES = 1 << 15, 16 << 20  # of a timed lookup at most: a large batch, and a few rounds take 0.1 s
+_ROUNDS = 3
+_LOG_INTERVAL_S = 5.0
+_SAMPLED_CHUNKS = 8
+_SETTINGS = SessionSettings(hit_rate_threshold=math.inf)  # every lookup is complete
+
+MissPath = Literal["auto", "link", "copy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Keys a second by which each path answered the same misses. *Immutable.*"""
+
+    link: float
+    copy: float
+
+    @property
+    def link_is_faster(self) -> bool:
+        return self.link >= self.copy
+
+    def __str__(self) -> str:
+        return f"a test answered {self.link / 1e6:.1f} M keys/s in place and {self.copy / 1e6:.1f} M/s through the host"
+
+
+@dataclass(slots=True)
+class MissPaths:
+    """What answers the misses of each table of a cache. *One thread* makes it.
+
+    Attributes:
+        paths: of each table.
+        unwaitable: by table, why its lookups cannot be left to the device alone.
+        timings: by width, where the paths were timed.
+    """
+
+    paths: list[Literal["link", "copy"]] = field(default_factory=list)
+    unwaitable: dict[int, str] = field(default_factory=dict)
+    timings: dict[int, Timing] = field(default_factory=dict)
+
+
+def choose_paths(
+    cache: EmbeddingCache,
+    chain: DatabaseChain,
+    wanted: MissPath,
+    *,
+    untimed: bool = False,
+) -> MissPaths:
+    """Attach a cache to the tables that it is to read in place. Called before it is warmed, or serves.
+
+    A table that cannot be read so is left to the host, which is said once in the log.
+
+    Args:
+        cache: empty.
+        chain: the host tiers that hold its tables, which are loaded.
+        wanted: as configured.
+        untimed: with `auto`, link what can be, without a test.
+
+    Raises:
+        DeviceError: `link` is wanted, and a table cannot be read in place.
+    """
+    chosen = MissPaths()
+    refusals: dict[str, list[str]] = {}
+    for index, table in enumerate(cache.tables):
+        # With a database below it may lack rows that those have, for instance since a write to them failed.
+        authoritative = len(chain.databases) == 1
+        reason = _refusal(cache, chain, index, chosen.timings, wanted, authoritative, timed=wanted == "auto" and not untimed)
+        if reason and wanted == "link":
+            raise DeviceError(
+                f"deploying model {table.model_name!r}: miss_path is link, but table {table.table_name!r} cannot be read in "
+                f"place: {reason}; change that, or set miss_path to auto or copy"
+            )
+        if reason:
+            refusals.setdefault(reason, []).append(table.table_name)
+        chosen.paths.append("copy" if reason else "link")
+        if reason or not authoritative:
+            chosen.unwaitable[index] = reason or f"keys that host memory lacks may be in the {chain.databases[-1].kind} below"
+    _report(cache, chosen, refusals)
+    return chosen
+
+
+def _refusal(
+    cache: EmbeddingCache,
+    chain: DatabaseChain,
+    index: int,
+    timings: dict[int, Timing],
+    wanted: MissPath,
+    authoritative: bool,
+    *,
+    timed: bool,
+) -> str:
+    """Attach a cache to one table, or say why not."""
+    table = cache.tables[index]
+    if wanted == "copy":
+        return "miss_path is copy"
+    host = chain.host_table(table)
+    if host is None:
+        return f"the first database, {chain.databases[0].kind if chain.databases else 'none'}, is no hash map in this process"
+    if table.dim in timings and not timings[table.dim].link_is_faster:
+        return str(timings[table.dim])
+    if reason := _attach(cache, index, host, authoritative):
+        return reason
+    if not timed or table.dim in timings or not (sample := _sample(chain.databases[0], table)).size:
+        return ""
+    link = _keys_per_s(cache, chain, index, sample)
+    cache.detach(index)
+    timing = timings[table.dim] = Timing(link, _keys_per_s(cache, chain, index, sample))
+    if not timing.link_is_faster:
+        return str(timing)
+    return _attach(cache, index, host, authoritative)
+
+
+def _attach(cache: EmbeddingCache, index: int, host: HostTable, authoritative: bool) -> str:
+    """Attach a cache to a table, or say why not. How far it is pinned is logged as often as a load is."""
+    tag, logged_at = cache.tables[index].tag, time.monotonic()
+
+    def advance(done: int, total: int) -> None:
+        nonlocal logged_at
+        if (now := time.monotonic()) - logged_at >= _LOG_INTERVAL_S:
+            logged_at = now
+            _log.info("%s: %s of %s pinned, for the device to read.", tag, size_text(done), size_text(total))
+
+    return cache.attach(index, host, authoritative, advance) or ""
+
+
+def _sample(database: Database, table: TableSpec) -> KeyArray:
+    """Keys of a table, from several places of it, in no order; fewer where it has fewer."""
+    most = max(1, min(_SAMPLE_KEYS, _SAMPLE_BYTES // (4 * table.dim), table.max_keys))
+    chunks = []
+    for nth, (keys, _vectors) in enumerate(database.scan(table.tag, most)):
+        chunks.append(keys)
+        if nth + 1 == _SAMPLED_CHUNKS:
+            break
+    keys = np.concatenate(chunks) if chunks else np.empty(0, np.int64)
+    sample: KeyArray = np.random.default_rng(keys.size).permutation(keys)[:most]
+    return sample
+
+
+def _keys_per_s(cache: EmbeddingCache, chain: DatabaseChain, index: int, keys: KeyArray) -> float:
+    """How fast lookups of keys that are not resident are answered: the best of a few rounds. The cache is as it was after it.
+
+    Their counts are nobody's business: they go through a session, a chain and metrics of their own.
+    """
+    if not keys.size:
+        return 0.0
+    table, metrics = cache.tables[index], Metrics()
+    own = DatabaseChain(chain.databases[0], None, metrics=metrics)
+    own.open_table(table)
+    session = CachedSession(cache.tables, cache, own, FetchCoalescer(own.fetch, metrics), _SETTINGS, metrics)
+    out = cache.host_buffer((keys.size, table.dim), np.float32)  # which a device writes in place
+    best = math.inf
+    for _ in range(_ROUNDS + 1):  # the first allocates, and compiles
+        start = time.perf_counter()
+        session.lookup([Segment(index, keys, out)])
+        best = min(best, time.perf_counter() - start)
+        cache.erase(index, keys)
+    return float(keys.size / best)
+
+
+def _report(cache: EmbeddingCache, chosen: MissPaths, refusals: Mapping[str, Sequence[str]]) -> None:
+    where = f"model {cache.tables[0].model_name!r}, {cache.device} {cache.device_id}"
+    linked = [table.table_name for table, path in zip(cache.tables, chosen.paths, strict=True) if path == "link"]
+    if linked:
+        _log.info("%s: misses of %s are answered from host memory by the device", where, ", ".join(linked))
+    for reason, names in refusals.items():
+        _log.info("%s: misses of %s are answered through the host: %s", where, ", ".join(names), reason)
+    for dim, timing in chosen.timings.items():
+        _log.info("%s: misses of width %d: %s", where, dim, timing)

@@ -1,0 +1,436 @@
+"""What happens to a miss: a device reads the hash map in place, with or without a wait, or leaves it to the host.
+
+A cache on the CPU stands for the device; `tests/gpu/` has the same on a GPU.
+"""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import hps
+from hps.lookup import miss_path, unwaited
+from hps.registry import IMPLEMENTATIONS, Ours
+from tests.fakes.linked_cache import LinkedCache
+from tests.fakes.populating_pinner import PopulatingPinner
+from tests.servers.running_service import document_of, model_of, wait_until
+
+ROWS, DIM, DEFAULT = 500, 4, -2.0
+
+
+def vectors_of(keys, version=0):
+    return (np.asarray(keys, np.int64)[:, None] * 8 + np.arange(DIM) + 10_000 * version).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def linked(monkeypatch):
+    """Let the device be a `LinkedCache`, and the hash map one that fails on command. Nothing is timed."""
+    monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cuda", Ours("tests.fakes.linked_cache:LinkedCache"))
+    for kind in ("hash_map", "parallel_hash_map"):
+        monkeypatch.setitem(
+            IMPLEMENTATIONS["database"], kind, Ours("tests.fakes.linked_cache:FailingHashMap", section="volatile_db")
+        )
+    monkeypatch.setattr(miss_path, "_keys_per_s", lambda *_: 1.0)
+    monkeypatch.setattr(unwaited, "_ASK_INTERVAL_S", 0.0)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a parameter server of two tables of ROWS rows each."""
+    hps.write_sparse_model(tmp_path / "a", (np.arange(ROWS), vectors_of(range(ROWS))))
+    opened = []
+
+    def start(persistent=False, force=False, tiers=None, **changes):
+        settings = {
+            "gpucacheper": 0.1,
+            "hit_rate_threshold": 1.1,
+            "default_value_for_each_table": [DEFAULT] * 2,
+            "num_of_worker_buffer_in_pool": 2,
+        }
+        model = model_of("m", [tmp_path / "a"] * 2, {"a": DIM, "b": DIM}, **(settings | changes))
+        document = document_of(model, persistent=tmp_path / "rocks" if persistent else None)
+        opened.append(hps.HPS({**document, "device": "cuda", **(tiers or {})}, force=force))
+        return opened[-1]
+
+    yield start
+    for server in opened:
+        server.close()
+    assert not LinkedCache.pinner.faults
+
+
+def cache_of(server, device=0) -> LinkedCache:
+    return server.model("m").sessions[device].cache
+
+
+def check(keys, vectors, version=0):
+    keys = np.asarray(keys)
+    there = (keys >= 0) & (keys < ROWS)
+    np.testing.assert_array_equal(vectors[there], vectors_of(keys[there], version))
+    np.testing.assert_array_equal(vectors[~there], np.float32(DEFAULT))
+
+
+def count(server, name, *labels):
+    return server.metrics.registry.get_sample_value(name, dict(zip(("model", "table", "tier"), ("m", *labels), strict=False)))
+
+
+def lookup(server, keys, table="a", **how):
+    keys = np.asarray(keys, np.int64)
+    out = np.full((keys.size, DIM), np.nan, np.float32)
+    server.lookup_fromdlpack(keys, out, "m", table, **how)
+    return out
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_misses_are_answered_in_place_and_counted(start, persistent):
+    server = start(persistent)
+    keys = [3, 3, 9, ROWS, 4]
+    for asked, hits in ((keys, 0), (keys, 4)):
+        before = [count(server, "hps_hits_total", "a", tier) for tier in ("embedding_cache", "volatile_db")]
+        vectors, found = server.lookup(asked, "m", "a", return_found=True)
+        check(asked, vectors)
+        assert found.tolist() == [True, True, True, False, True]
+        after = [count(server, "hps_hits_total", "a", tier) for tier in ("embedding_cache", "volatile_db")]
+        assert (after[0] - before[0], after[1] - before[1]) == (hits, 4 - hits)
+    assert count(server, "hps_linked_keys_total", "a") == 4
+    assert count(server, "hps_default_keys_total", "a") == 2
+    assert count(server, "hps_misses_total", "a", "embedding_cache") == 6
+    assert server.metrics.registry.get_sample_value("hps_miss_path", {"model": "m", "table": "a", "path": "link"}) == 1
+    assert server.row(100, "m", "a").tier == "volatile_db"
+
+
+def test_what_is_left_of_a_linked_table_is_fetched(start):
+    server = start()
+    cache_of(server).unreadable = {1, 5}
+    check([1, 2, 5, ROWS], lookup(server, [1, 2, 5, ROWS]))
+    assert count(server, "hps_linked_keys_total", "a") == 1
+
+
+def test_only_what_is_left_counts_for_the_hit_rate_threshold(start):
+    server = start(hit_rate_threshold=0.5)
+    check(range(100), lookup(server, range(100)))
+    assert count(server, "hps_deferred_keys_total", "a") == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("from_heir", [False, True])
+def test_a_row_that_was_read_before_a_modification_does_not_become_resident_after_it(start, fails, gone, from_heir):
+    server = start(persistent=fails)  # so that the write as a whole succeeds
+    if from_heir:
+        config = server.model("m").config
+        server.deploy(config.model_copy(update={"gpucacheper": 0.2}))
+    chain = server.model("m").chain
+    chain.databases[0].fails = fails
+    keys = np.array([7, 8])
+
+    def modify():
+        cache_of(server).before_admission = lambda: None
+        if gone:
+            server.delete(keys, "m", "a")
+        else:
+            server.insert(keys, vectors_of(keys, 1), "m", "a")
+
+    cache_of(server).before_admission = modify
+    lookup(server, keys)
+    expected = np.full((2, DIM), DEFAULT, np.float32) if gone else vectors_of(keys, 1)
+    for _ in range(2):
+        np.testing.assert_array_equal(lookup(server, keys), expected)
+
+
+def test_a_modification_under_way_when_other_settings_are_deployed_reaches_their_caches(start):
+    server = start(persistent=True)
+    config = server.model("m").config
+    persistent = server.model("m").chain.databases[-1]
+    writing, go_on = threading.Event(), threading.Event()
+    write = persistent.insert
+
+    def slow(*arguments):
+        writing.set()
+        assert go_on.wait(30)
+        write(*arguments)
+
+    persistent.insert = slow
+    with ThreadPoolExecutor(2) as pool:
+        written = pool.submit(server.insert, [7], vectors_of([7], 1), "m", "a")
+        assert writing.wait(30)
+        deployed = pool.submit(server.deploy, config.model_copy(update={"gpucacheper": 0.2}))
+        wait_until(lambda: server.model("m").heirs or deployed.done(), "the new caches are heard of")
+        assert not deployed.done()
+        go_on.set()
+        written.result()
+        deployed.result()
+    np.testing.assert_array_equal(lookup(server, [7]), vectors_of([7], 1))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "uvm"])
+def test_a_quarantined_table_is_not_read_in_place_again(start, kind):
+    server = start(persistent=True, embedding_cache_type=kind)
+    volatile = server.model("m").chain.databases[0]
+    volatile.fails = True
+    server.insert([7], vectors_of([7], 1), "m", "a")
+    volatile.fails = False
+    np.testing.assert_array_equal(lookup(server, [7]), vectors_of([7], 1))
+    check([8], lookup(server, [8]))
+    assert count(server, "hps_linked_keys_total", "a") == 0
+    check([9], lookup(server, [9], "b"))
+    assert count(server, "hps_linked_keys_total", "b") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "tiers", "reason"),
+    [
+        ({"miss_path": "copy"}, {}, None),
+        ({}, {"volatile_db": {"type": "disabled"}}, "no hash map in this process"),
+        ({}, {}, "the limit on locked memory"),
+    ],
+)
+def test_the_host_answers_where_the_device_cannot(start, changes, tiers, reason, caplog, monkeypatch):
+    if not changes and not tiers:
+        monkeypatch.setattr(LinkedCache, "pinner", PopulatingPinner(refuse_at=1))
+    with caplog.at_level("INFO", "hps.lookup.miss_path"):
+        server = start(persistent=True, tiers=tiers, **changes)
+    check([1, 2, ROWS], lookup(server, [1, 2, ROWS]))
+    assert count(server, "hps_linked_keys_total", "a") == 0
+    assert server.metrics.registry.get_sample_value("hps_miss_path", {"model": "m", "table": "a", "path": "copy"}) == 1
+    server.close()
+    if reason:
+        assert len([one for one in caplog.messages if reason in one]) == 1
+        with pytest.raises(hps.DeviceError, match=f"miss_path is link, but table 'a' cannot be read in place.*{reason}"):
+            start(persistent=True, tiers=tiers, miss_path="link")
+
+
+@pytest.mark.parametrize(("link", "copy"), [(2.0, 1.0), (1.0, 2.0)])
+def test_the_quicker_path_is_chosen_by_width(start, monkeypatch, link, copy, caplog):
+    timed = []
+
+    def keys_per_s(cache, chain, index, keys):
+        assert np.isin(keys, range(ROWS)).all()
+        timed.append((index, index in cache.hosts))
+        return 1e6 * (link if index in cache.hosts else copy)
+
+    monkeypatch.setattr(miss_path, "_keys_per_s", keys_per_s)
+    with caplog.at_level("INFO", "hps.lookup.miss_path"):
+        server = start()
+    assert timed == [(0, True), (0, False)]  # both tables have the same width
+    assert set(cache_of(server).hosts) == ({0, 1} if link > copy else set())
+    assert f"a test answered {link} M keys/s in place and {copy} M/s through the host" in caplog.text
+    timed.clear()
+    start(miss_path="link")
+    start(miss_path="copy")
+    start(embedding_cache_type="uvm")
+    assert not timed
+
+
+def test_timing_leaves_no_trace(start, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setitem(IMPLEMENTATIONS["cache"], "cuda", Ours("tests.fakes.linked_cache:LinkedCache"))
+    monkeypatch.setitem(IMPLEMENTATIONS["database"], "hash_map", Ours("tests.fakes.linked_cache:FailingHashMap"))
+    server = start()
+    assert cache_of(server).dump(0).size == 0
+    for name in ("hps_lookup_keys_total", "hps_linked_keys_total"):
+        assert count(server, name, "a") == 0
+    assert count(server, "hps_hits_total", "a", "volatile_db") == 0
+
+
+def test_a_lookup_need_not_wait(start):
+    server = start()
+    keys, out = np.array([1, 2, ROWS, 1]), np.empty((8, DIM), np.float32)
+    server.lookup_fromdlpack(keys, out, "m", "a", wait=False)
+    check(keys, out[:4])
+    server.lookup_tables({"a": keys, "b": keys + 1}, "m", 0, out={"a": out[:4], "b": out[4:]}, wait=False)
+    check(keys, out[:4])
+    check(keys + 1, out[4:])
+    server.lookup_concatenated(np.concatenate([keys, keys]), [4, 4], out, "m", 0, wait=False)
+    check(np.concatenate([keys, keys]), out)
+    assert [count(server, "hps_lookup_keys_total", table) for table in "ab"] == [12, 8]
+    assert [count(server, "hps_misses_total", table, "embedding_cache") for table in "ab"] == [6, 7]
+    assert [count(server, "hps_hits_total", table, "embedding_cache") for table in "ab"] == [6, 1]
+    assert [count(server, "hps_linked_keys_total", table) for table in "ab"] == [3, 5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "persistent", "reason"),
+    [
+        ({"miss_path": "copy"}, False, "miss_path is copy"),
+        ({"gpucache": False}, False, "gpucache is false"),
+        ({}, True, "may be in the rocks_db below"),
+    ],
+)
+def test_what_needs_the_host_is_not_looked_up_without_waiting(start, changes, persistent, reason):
+    server = start(persistent, **changes)
+    with pytest.raises(hps.InvalidInputError, match=f"table 'a' of model 'm' without waiting.*{reason}.*wait=True"):
+        lookup(server, [1], wait=False)
+    with pytest.raises(hps.InvalidInputError, match=reason):
+        server.capture(np.array([1]), np.empty((1, DIM), np.float32), "m", "a")
+
+
+def test_there_is_no_mask_without_waiting(start):
+    with pytest.raises(hps.InvalidInputError, match="return_found"):
+        lookup(start(), [1], wait=False, return_found=True)
+
+
+def test_keys_that_nobody_could_read_are_reported_by_the_next_call(start):
+    server = start()
+    cache_of(server).unreadable = {5}
+    check([1, ROWS], lookup(server, [1, 5], wait=False)[:1].repeat(2, 0) * [[1], [0]] + [[0], [DEFAULT]])
+    with pytest.raises(hps.DatabaseError, match="earlier lookups could not read 1 keys"):
+        lookup(server, [1], wait=False)
+    check([1], lookup(server, [1], wait=False))
+    cache_of(server).unreadable = set()
+    check([5], lookup(server, [5], wait=False))
+
+
+def test_a_table_that_cannot_be_read_in_place_any_more_is_read_by_the_host(start):
+    server = start()
+    keys, out = np.array([1, 2, ROWS]), np.empty((3, DIM), np.float32)
+    with server.capture(keys, out, "m", "a") as graph:
+        deployment = server.model("m")
+        deployment.chain.host_table(deployment.tables[0]).close()
+        keys += 2
+        check(keys, lookup(server, keys))
+        with pytest.raises(hps.NotReadyError):
+            lookup(server, keys + 10, wait=False)
+        keys += 20
+        graph.replay()
+        np.testing.assert_array_equal(out, np.full_like(out, DEFAULT))
+        with pytest.raises(hps.DatabaseError, match="could not read 3 keys"):
+            graph.replay()
+
+
+def test_too_many_keys_are_refused_without_waiting_too(start):
+    server = start(max_batch_size=2)
+    keys = np.arange(3)
+    with pytest.raises(hps.TooManyKeysError):
+        lookup(server, keys, wait=False)
+    with pytest.raises(hps.TooManyKeysError):
+        server.capture(keys, np.empty((3, DIM), np.float32), "m", "a")
+
+
+def test_a_captured_lookup_sees_what_was_written(start):
+    server = start()
+    keys, out = np.array([1, 2]), np.empty((2, DIM), np.float32)
+    with server.capture(keys, out, "m", "a") as graph:
+        for version in range(1, 4):
+            server.insert([1, 2, 3], vectors_of([1, 2, 3], version), "m", "a")
+            graph.replay()
+            np.testing.assert_array_equal(out, vectors_of(keys, version))
+            keys[1] = 3
+    assert count(server, "hps_lookup_keys_total", "a") == 8
+    with pytest.raises(hps.NotReadyError, match="it is closed"):
+        graph.replay()
+    tables, outputs = {"a": keys, "b": keys}, {"a": out, "b": np.empty_like(out)}
+    with server.capture(tables, outputs, "m") as graph:
+        graph.replay()
+        np.testing.assert_array_equal(outputs["b"], vectors_of(keys))
+        server.close()
+        with pytest.raises(hps.NotReadyError):
+            graph.replay()
+
+
+def test_what_is_captured_is_named(start):
+    with pytest.raises(hps.InvalidInputError, match="got no table_id"):
+        start().capture(np.arange(2), np.empty((2, DIM), np.float32), "m")
+
+
+def test_a_captured_lookup_follows_its_model(start, tmp_path):
+    server = start(keep_versions=0)
+    keys, out = np.array([1, 2]), np.empty((2, DIM), np.float32)
+    graph = server.capture(keys, out, "m", "a")
+    first = server.model("m")
+    hps.write_sparse_model(tmp_path / "a", (np.arange(ROWS), vectors_of(range(ROWS), 1)), overwrite=True)
+    server.deploy("m")
+    assert [state.state for state in server.versions("m")] == ["serving", "retiring"]  # the graph reads it
+    graph.replay()
+    np.testing.assert_array_equal(out, vectors_of(keys, 1))
+    wait_until(lambda: len(server.versions("m")) == 1, "nothing reads the first version")
+    assert first.caches
+    server.undeploy("m")
+    with pytest.raises(hps.UnknownModelError):
+        graph.replay()
+    graph.close()
+
+
+def test_lookups_are_captured_by_others(start):
+    server = start()
+    cache = cache_of(server)
+    keys, out, other = np.array([1, 2]), np.empty((2, DIM), np.float32), np.empty((2, DIM), np.float32)
+
+    def capture(keys):
+        with cache.captured() as graph:
+            server.lookup_fromdlpack(keys, out, "m", "a", wait=False)
+            server.lookup_fromdlpack(keys, other, "m", "b", wait=False)
+        return graph
+
+    with pytest.raises(hps.InvalidInputError, match="run once, outside"):
+        capture(keys)
+    for table in "ab":
+        lookup(server, [1], table, wait=False)
+    with pytest.raises(hps.InvalidInputError, match="got 2 keys"):
+        capture(keys)
+    graphs = []
+    for _ in range(2):
+        for table in "ab":
+            lookup(server, keys, table, wait=False)
+        graphs.append(capture(keys))
+        out[:] = other[:] = np.nan
+        graphs[-1].launch()
+        check(keys, out)
+        check(keys, other)
+    with pytest.raises(hps.InvalidInputError, match="run once, outside"):
+        capture(keys)
+    graphs[0].close()
+    for table in "ab":
+        lookup(server, np.arange(3), table, wait=False)  # takes the workspace back
+    capture(np.arange(2)).close()
+    keys[:] = [7, 8]
+    graphs[1].launch()
+    check([7, 8], out)
+    graphs[1].close()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_prefetched_keys_are_resident(start, persistent):
+    server = start(persistent, deployed_device_list=[0, 1])
+    keys = [3, 4, 4, ROWS]
+    assert server.prefetch(keys, "m", "a", 1) == 2
+    assert sorted(cache_of(server, 1).dump(0)) == [3, 4]
+    assert cache_of(server).dump(0).size == 0
+    assert server.prefetch(keys, "m", 0) == 2
+    assert sorted(cache_of(server).dump(0)) == [3, 4]
+    assert server.prefetch([], "m", 0) == 0
+    with pytest.raises(hps.UnknownDeviceError):
+        server.prefetch(keys, "m", "a", 7)
+
+
+def test_prefetch_into_no_cache_promotes(start):
+    tiers = {"device": "cpu", "volatile_db": {"type": "hash_map", "initial_cache_rate": 0.0, "cache_missed_embeddings": True}}
+    server = start(True, gpucache=False, tiers=tiers)
+    assert server.prefetch(range(5), "m", "a") == 5
+    assert server.drain()
+    assert server.row(3, "m", "a").tier == "volatile_db"
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("miss_path", ["auto", "copy"])
+@pytest.mark.parametrize("kind", ["static", "uvm"])
+@pytest.mark.parametrize("volatile", ["hash_map", "disabled"])
+def test_static_and_uvm_answer_every_row_without_the_databases(start, kind, persistent, miss_path, volatile):
+    server = start(persistent, embedding_cache_type=kind, miss_path=miss_path, tiers={"volatile_db": {"type": volatile}})
+    keys = np.arange(ROWS + 1)
+    check(keys, lookup(server, keys))
+    check(keys, lookup(server, keys[::-1].copy())[::-1])
+    below = sum(count(server, f"hps_{what}_total", "a", "persistent_db") for what in ("hits", "misses"))
+    assert below == (2 if persistent else 0)  # for the key that nobody has
+    if miss_path == "auto" and not persistent:
+        check(keys, lookup(server, keys, wait=False))
+
+
+def test_uvm_takes_online_writes(start):
+    server = start(embedding_cache_type="uvm")
+    keys = [1, 499, ROWS + 5]
+    lookup(server, keys)
+    server.insert(keys, vectors_of(keys, 1), "m", "a")
+    server.delete([2], "m", "a")
+    np.testing.assert_array_equal(lookup(server, keys), vectors_of(keys, 1))
+    check([-1], lookup(server, [2]))

@@ -166,7 +166,7 @@ def stress(
     checked, faults = (sum(column) for column in zip(*results, strict=True))
     said = dict(zip(FAULTS, faults.tolist(), strict=True))
     assert not faults.any(), f"of {checked} vectors: {said}"
-    assert checked > 100_000
+    assert checked > 20_000
     assert min(operations) >= 3
     return f"{checked / 1e6:.1f} M vectors checked, {operations} operations written"
 

@@ -1,5 +1,6 @@
 """Tables of the host's memory that lookups on a device read in place: pinning them, and what the device knows of them."""
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +15,8 @@ from hps.cache.cuda import kernels
 from hps.cache.cuda.device import CUDA_ERRORS, PinnedBuffer, copy_to_device, copy_to_host, on_device
 from hps.errors import DeviceError
 from hps.host_tables import HostLayout, HostTable
+
+_log = logging.getLogger(__name__)
 
 _MOST_SEGMENTS = 16
 _SLABS_AT = 512  # bytes from the start of a layout's device memory to its slab addresses
@@ -83,13 +86,13 @@ class AttachedTable:
 
     Attributes:
         authoritative: what it has not is absent.
+        present: the layout of the table, to be held while a kernel reads by it; None while it cannot be read.
         where: the address of what all its lookups share on the device: `Link` in `cuda/host_table.cuh`.
     """
 
     def __init__(self, device_id: int, host: HostTable, authoritative: bool) -> None:
         self.authoritative = authoritative
         self._device_id = device_id
-        self._host = host
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._memory = cupy.cuda.Memory(kernels.LINK.size)
         self.where = int(self._memory.ptr)
@@ -97,32 +100,23 @@ class AttachedTable:
         self._word_at, word = self._words.take(8)
         self._word: np.ndarray = word.view(np.uint64)
         self._lock = threading.Lock()  # of what follows
-        self._layout: DeviceLayout | None = None
+        self.present: DeviceLayout | None = None
         self._epoch = self._changes = 0
-        self._shown: list[DeviceLayout] | None = None  # all since `follow`: graphs may be reading any of them
-        self._end_watch: Any = None
+        self._kept: list[DeviceLayout | None] | None = None
         with self._lock:
             for offset in range(0, kernels.LINK.size, 8):
                 self._write(offset, 0)
-
-    def layout(self) -> DeviceLayout | None:
-        """The present layout, to be held while a kernel reads by it; None while the table cannot be read."""
-        host, layout = self._host.layout(), self._layout
-        if layout is None or layout.host is not host:
-            if host is None:
-                return None
-            with self._lock:
-                layout = self._layout = DeviceLayout(host, self._stream)
-        return layout
+        self._end_watch = host.watch(self._show)
+        shown: HostLayout | None = None
+        while (now := host.layout()) is not shown:  # it may grow meanwhile
+            self._show(now)
+            shown = now
 
     def follow(self) -> None:
-        """From now on, show lookups that nobody waits for the present layout, and keep every one that they may be reading."""
+        """Keep from now on every layout that lookups nobody waits for may be reading: graphs may be replayed at any time."""
         with self._lock:
-            if self._shown is not None:
-                return
-            self._shown = []
-        self._end_watch = self._host.watch(self._show)
-        self._show(self._host.layout())
+            if self._kept is None:
+                self._kept = [self.present]
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -148,23 +142,25 @@ class AttachedTable:
 
     def close(self) -> None:
         """Watch the table no more, and admit nothing more that is read from it: nobody will say when it is modified."""
-        if self._end_watch is not None:
-            self._end_watch()
+        self._end_watch()
         with suppress(*CUDA_ERRORS), self._lock, on_device(self._device_id):
             self._changes += 1
             self._epoch += 2 if self._epoch & 1 else 1
             self._write(_EPOCH_AT, self._epoch)
 
     def _show(self, host: HostLayout | None) -> None:
+        """Let lookups that begin from now on, and those that nobody waits for, read by another layout, or by none."""
         with self._lock, on_device(self._device_id):
-            if host is None:
-                self._write(0, 0)
-                return
-            if self._layout is None or self._layout.host is not host:
-                self._layout = DeviceLayout(host, self._stream)
-            if self._shown is not None:
-                self._shown.append(self._layout)
-            self._write(0, self._layout.where)
+            self.present = None
+            try:
+                if host is not None:
+                    self.present = DeviceLayout(host, self._stream)
+                    if self._kept is not None:
+                        self._kept.append(self.present)
+                self._write(0, 0 if self.present is None else self.present.where)
+            except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:
+                _log.warning("the device cannot read a table in host memory any more: %s", error)
+                self.present = None
 
     def _write(self, offset: int, value: int) -> None:
         """Store a word of the link, and wait until kernels see it."""

@@ -268,7 +268,7 @@ class CupyLookup(CacheLookup):
                 self.changes.show(self.stream)
             for link in links:
                 link.follow()  # type: ignore[union-attr]
-                if link.layout() is None:  # type: ignore[union-attr]
+                if link.present is None:  # type: ignore[union-attr]
                     raise NotReadyError("looking up without waiting: a table was dropped from the in-process hash map")
         inline = sum([place.n for place in self.placed]) <= _INLINE_KEYS
         self.launch_query(inline, settles=True)
@@ -373,7 +373,7 @@ class CupyLookup(CacheLookup):
             return False
         for place in self.placed:
             link = links[place.table]
-            layout = link.layout() if link is not None else None
+            layout = link.present if link is not None else None
             layouts.append(layout)
             attached = attached or layout is not None
         return attached

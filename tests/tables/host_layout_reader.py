@@ -11,7 +11,6 @@ from hps.databases.hash_map.layout import (
     after,
     copy,
     home_of,
-    key_of,
     lowest_bit,
     mask_of,
     match_keys,
@@ -52,8 +51,7 @@ def _read(words, slabs, keys, out, answered):  # type: ignore[no-untyped-def]
         place = row & ((np.uint64(1) << shift) - np.uint64(1))
         copy(target + np.uint64(i) * vector_bytes, slabs[slab] + place * vector_bytes, vector_bytes)
         fence_acquire()
-        still = keys[i] != 0 or key_of(bucket, lowest_bit(hit)) == 0
-        answered[i] = still and version & np.uint64(1) == 0 and load_relaxed(version_at) == version
+        answered[i] = version & np.uint64(1) == 0 and load_relaxed(version_at) == version
 
 
 def read_in_place(layout: HostLayout, keys: KeyArray) -> tuple[FloatArray, BoolArray]:

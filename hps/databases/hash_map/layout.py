@@ -33,7 +33,8 @@ the version with an acquire load of system scope, then the buckets, then the vec
 the version again. If it is even and as it was, nothing of the stripe changed in between, so that the entry named the key's row
 all the time; or the key was absent, if none was found. The parts of a bucket may be of different moments. An entry of another
 stripe's key that is being linked may thus show its occupancy bit beside what its key field held before: that is 0, since
-unlinking a key clears it, so a device that looks for key 0 loads the key field again at the end. A row number beyond the slabs
+unlinking a key clears it. So what links or unlinks any key of the first segment, where key 0 belongs, also changes the version
+of the first stripe, which is that of key 0. A row number beyond the slabs
 of its layout is of a later one, and not followed. What CPU writers store becomes visible to devices in the order of their
 release stores and fences.
 """
@@ -333,11 +334,33 @@ def end_stripe(layout, hashed):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
+def _concerns_zero(layout, hashed):  # type: ignore[no-untyped-def]
+    """Whether a change of this key's entry may show a device a key 0 that is not there: that belongs where the hash is 0."""
+    return layout[VERSIONS] != U0 and hashed >> _STRIPE_SHIFT != U0 and segment_of(layout, hashed) == np.uint64(SEGMENTS)
+
+
+@njit(inline="always")
+def begin_entry(layout, hashed):  # type: ignore[no-untyped-def]
+    """Tell devices that a key is about to be linked or unlinked."""
+    begin_stripe(layout, hashed)
+    if _concerns_zero(layout, hashed):
+        begin_stripe(layout, U0)
+
+
+@njit(inline="always")
+def end_entry(layout, hashed):  # type: ignore[no-untyped-def]
+    """Tell devices that it has been."""
+    end_stripe(layout, hashed)
+    if _concerns_zero(layout, hashed):
+        end_stripe(layout, U0)
+
+
+@njit(inline="always")
 def link(layout, segment_rows, hashed, key, row):  # type: ignore[no-untyped-def]
     """Enter an absent key, as the writer. The caller ensures that an entry of the segment is free."""
-    begin_stripe(layout, hashed)
+    begin_entry(layout, hashed)
     enter(layout, segment_rows, hashed, key, row)
-    end_stripe(layout, hashed)
+    end_entry(layout, hashed)
 
 
 @njit()
@@ -370,7 +393,7 @@ def unlink(layout, counters, segment_rows, hashed, bucket, entry):  # type: igno
     """Remove an entry, as the writer, and put its row on the list of its key's stripe."""
     segment = segment_of(layout, hashed)
     row = row_of(bucket, entry)
-    begin_stripe(layout, hashed)
+    begin_entry(layout, hashed)
     header = begin_change(bucket)
     store_relaxed(bucket + _KEYS + entry * U8, U0)
     end_change(bucket, header & ~(U1 << (U32 + entry)))
@@ -380,7 +403,7 @@ def unlink(layout, counters, segment_rows, hashed, bucket, entry):  # type: igno
         if overflow_of(header) != _OVERFLOW_LIMIT:
             end_change(passed, header - (U1 << U48))
         passed = after(layout, segment, passed)
-    end_stripe(layout, hashed)
+    end_entry(layout, hashed)
     head = np.uint64(LISTS) + list_of(counters, hashed)
     next_free = counters[head]
     store_relaxed_u32(vector_of(layout, row), _NO_ROW if next_free < 0 else np.uint64(next_free))

@@ -1,5 +1,6 @@
 """The hash map as devices read it in place: what is pinned, what is shown, and how long it stays."""
 
+import ctypes
 import gc
 import logging
 
@@ -9,11 +10,12 @@ import pytest
 from hps.databases.hash_map import in_place
 from hps.databases.hash_map import memory as hash_map_memory
 from hps.databases.hash_map.database import HashMapDatabase
+from hps.databases.hash_map.layout import SEGMENT_BITS, VERSIONS
 from hps.databases.hash_map.memory import PAGE_BYTES
 from hps.errors import DeviceError, InvalidInputError, NotReadyError, UnknownTableError
 from tests.contracts.database_contract import DIM, TAG, distinct_keys, vectors_of
 from tests.fakes.populating_pinner import PopulatingPinner, named_by
-from tests.tables.hash_map_inspection import inspect
+from tests.tables.hash_map_inspection import inspect, keys_with_hash, mixed
 from tests.tables.host_layout_reader import read_in_place
 from tests.tables.readers import reading
 
@@ -299,3 +301,20 @@ def test_an_acknowledged_write_is_read_in_place(database, pinner):
 def test_an_unknown_table_is_refused():
     with pytest.raises(UnknownTableError, match="there is no table"):
         opened().host_table("hps_et.m.other")
+
+
+def test_a_device_that_looks_for_key_0_hears_of_every_entry_that_may_look_like_it(database, pinner):
+    """Free entries hold key 0. One that is taken and freed again while a device reads its bucket shows nothing else."""
+    fill(database, distinct_keys(200))
+    database.host_table(TAG).pin(pinner)
+    words = database.host_table(TAG).layout().words
+    segments = 1 << int(words[SEGMENT_BITS])
+    versions = np.frombuffer((ctypes.c_char * (1024 * 64)).from_address(int(words[VERSIONS])), np.uint64)[::8]
+    assert mixed(np.zeros(1, np.int64))[0] == 0
+    first, last = keys_with_hash(np.array([(1 << 60) // segments, 2**64 - 1], np.uint64))
+    for key, steps in ((first, 2), (last, 2 if segments == 1 else 0)):
+        for change in (database.insert, lambda tag, keys, _: database.delete(tag, keys)):
+            before = int(versions[0])
+            change(TAG, np.array([key]), np.zeros((1, DIM), np.float32))
+            assert int(versions[0]) == before + steps
+            assert not (versions & np.uint64(1)).any()

@@ -5,6 +5,7 @@ Limit of the hit rate: that of the most popular keys, as many as the cache holds
 """
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,15 @@ from torch.utils.dlpack import to_dlpack
 
 from benchmarks.harness import Report, power_law_keys, time_calls
 from hps.cache.cpu.cache import NumpyCache
+from hps.databases.hash_map.database import HashMapDatabase
 from hps.hashing import mix, scale
+from hps.lookup.chain import DatabaseChain
+from hps.lookup.coalescing import FetchCoalescer
+from hps.lookup.session import CachedSession, DirectSession, Session, SessionSettings
+from hps.metrics import Metrics
 from hps.tensors.dlpack import as_keys, as_output
 from hps.tensors.segments import Segment
+from hps.thread_pool import POOL, available_threads
 from hps.types import FloatArray, KeyArray, TableSpec
 
 _ALPHA = 1.05
@@ -25,7 +32,8 @@ _ROTATION = 8
 
 
 def run(report: Report, quick: bool) -> None:
-    """Measure all of it; `quick` takes small tables."""
+    """Measure all of it; `quick` takes small tables. One thread works, but for large lookups that are all misses."""
+    POOL.limit_to(1)
     rng = np.random.default_rng(report.seed)
     sizes = [(2_000, 1_000)] if quick else [(2_000, 1_000), (1 << 20, 1_000), (1 << 20, 100_000)]
     for rows, n in sizes:
@@ -39,6 +47,8 @@ def run(report: Report, quick: bool) -> None:
     _misses(report, rng)
     _hit_rate(report, rng, 1 << (14 if quick else 20))
     _adoption(report)
+    for dim in (32,) if quick else (32, 128):
+        _shared_misses(report, rng, 1 << (18 if quick else 22), dim)
 
 
 def _vectors(keys: KeyArray, dim: int) -> FloatArray:
@@ -161,7 +171,7 @@ def _misses(report: Report, rng: np.random.Generator) -> None:
                 missed.scatter(np.ones(missed.keys.size, np.bool_))
 
         (missed,) = lookup.unique()
-        _check(np.array_equal(missed.keys, np.setdiff1d(keys, resident)))
+        _check(np.array_equal(np.sort(missed.keys), np.setdiff1d(keys, resident)))
         missed.buffer()[:] = _vectors(missed.keys, dim)
         answer(0)
         _check(np.array_equal(out, _vectors(keys, dim)))
@@ -227,6 +237,41 @@ def _adoption(report: Report) -> None:
         adopted = call(0)
         _check(adopted.ctypes.data in (array.ctypes.data, vectors.ctypes.data))
         report.add({"work": f"adopt {name}"}, time_calls(call, 20_000, warmup=1000).as_dict())
+
+
+def _shared_misses(report: Report, rng: np.random.Generator, rows: int, dim: int) -> None:
+    """Distinct keys of a hash map, none or few of them resident, through sessions, by one thread and by all."""
+    table, metrics, database = TableSpec("bench", "item", dim, 0.0, 1 << 20), Metrics(), HashMapDatabase()
+    chain = DatabaseChain(database, None, metrics=metrics)
+    chain.open_table(table)
+    database.reserve(table.tag, rows)
+    for start in range(0, rows, 1 << 18):
+        keys = np.arange(start, start + (1 << 18))
+        database.insert(table.tag, keys, _vectors(keys, dim))
+    settings, coalescer = SessionSettings(hit_rate_threshold=1.1), FetchCoalescer(chain.fetch, metrics)
+    sessions: dict[str, Session] = {"none": DirectSession([table], chain, metrics)}
+    for share in (0.0, 0.1):
+        cache = NumpyCache.create([table], [int(share * rows)], 0)
+        sessions[f"{share:.0%} of rows"] = CachedSession([table], cache, chain, coalescer, settings, metrics)
+    for n in (10, 1000, 65_536, 262_144):
+        out = np.empty((n, dim), np.float32)
+        for name, session in sessions.items():
+            seconds: dict[int, list[float]] = {1: [], available_threads(): []}
+            for _ in range(5 if n > 1000 else 100):
+                for threads in seconds:
+                    POOL.limit_to(threads)
+                    keys = rng.choice(rows, n, replace=False)
+                    began = time.perf_counter()
+                    session.lookup([Segment(0, keys, out)])
+                    seconds[threads].append(time.perf_counter() - began)
+                    _check(np.array_equal(out, _vectors(keys, dim)))
+            for threads, each in seconds.items():
+                figures = {"M_keys_per_s": n / float(np.median(each)) / 1e6, "ratio": np.median(seconds[1]) / np.median(each)}
+                report.add({"part": "misses", "n": n, "dim": dim, "cache": name, "threads": threads}, figures)
+    for session in sessions.values():
+        session.close()
+    chain.close()
+    POOL.end()
 
 
 def _check(answer: bool) -> None:

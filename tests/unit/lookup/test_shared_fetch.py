@@ -93,10 +93,14 @@ def test_many_rows_are_fetched_in_pieces_that_count_as_one_call(host):
     assert counters.misses == [0, ROWS // 2, 0]
 
 
-def test_few_missing_rows_of_many_are_fetched_at_once(host):
-    host.volatile.inner.insert(TABLE.tag, host.keys[: ROWS - 15], vectors_of(host.keys[: ROWS - 15], 4))
+@pytest.mark.parametrize(("missing", "calls"), [(15, 1), (50, 5)])
+def test_few_missing_rows_of_many_are_fetched_in_few_pieces(host, missing, calls):
+    above = np.sort(np.random.default_rng(1).permutation(host.keys)[missing:])
+    host.volatile.inner.drop_table(TABLE.tag)
+    host.chain.open_table(TABLE)
+    host.volatile.inner.insert(TABLE.tag, above, vectors_of(above, 4))
     assert host.fetch(host.keys)[1].all()
-    assert host.persistent.calls["fetch"] == 1
+    assert host.persistent.calls["fetch"] == calls
 
 
 def test_failed_piece_is_one_failure_to_the_breaker_and_the_tier_below_answers(host):

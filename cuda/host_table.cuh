@@ -6,10 +6,11 @@
 // A tile reads the version of its key's stripe, then the bucket, then the row that it names, then the version again. It keeps
 // the row, or takes the key for absent, only if the version is even and as it was: then nothing of the stripe has changed in
 // between, and whatever row the entry names is the key's. A row that was taken from an entry of another stripe meanwhile was
-// no row of this key. A free entry's key field holds 0, so that an entry of another stripe whose occupancy bit is seen early
-// shows no key but 0; a tile that looks for key 0 reads that field again at the end. The row's address depends on what was read of the bucket, and the second look's address on all that was
-// read of the rows, so the loads cannot be exchanged; an acquire load and acquire fences of system scope say so to the
-// compiler and to PTX. All loads are relaxed ones of system scope, which no cache of the device answers.
+// no row of this key. The parts of a bucket may be of different moments, so that an occupancy bit may be seen before the key that
+// it stands for; a free entry's key field holds 0, so that looks like key 0 and no other, and whatever links or unlinks a key
+// where key 0 belongs changes the version of its stripe, too. The row's address depends on what was read of the bucket, and
+// the second look's address on all that was read of the rows, so the loads cannot be exchanged; acquire fences of system scope
+// say so to the compiler and to PTX. All loads are relaxed ones of system scope, which no cache of the device answers.
 //
 // A segment that was replaced by a larger one has headers of all ones. Its reader asks for the present layout; where that is the
 // one that it has, the key is LEFT for the host, as is one whose stripe keeps changing.
@@ -90,7 +91,7 @@ __device__ __forceinline__ void acquire_from_host() {
 #endif
 }
 
-// What 8 lanes found in a bucket, besides the row number: the entry, and these.
+// What 8 lanes found in a bucket, besides the row number.
 constexpr u32 HIT = 1 << 8, RETIRED = 1 << 9, PASSED = 1 << 10;  // PASSED: some key has gone on to the next bucket
 
 // Read the rows of up to 8 keys, one a tile of 4 lanes; for whole warps.
@@ -114,14 +115,13 @@ __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key
         const u64 version_at = layout->versions + VERSION_BYTES * (hashed >> (64 - STRIPE_BITS));
         if (__any_sync(FULL_WARP, asks && version & 1)) {
             if (asks && version & 1) version = load_host_word(version_at);
-            acquire_from_host();
         }
+        acquire_from_host();
         const u32 segment = static_cast<u32>(hashed >> 32 >> (32 - layout->segment_bits));
         const u64 start = layout->segments[2 * segment], buckets = layout->segments[2 * segment + 1];
         const u64 home = start + ((hashed << layout->segment_bits >> 32) * buckets >> 32) * HOST_BUCKET;
         u64 bucket = home;
         bool probes = asks, absent = false, moved = false;
-        u32 entry_of_zero = 0;
         u64 source = 0;
 #pragma unroll 1
         while (__any_sync(FULL_WARP, probes)) {
@@ -146,7 +146,7 @@ __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key
                 const u32 word = 22 + entry;  // row numbers begin 88 bytes after the bucket
                 const u32 mine = (word & 3) == 0 ? d.x : (word & 3) == 1 ? d.y : (word & 3) == 2 ? d.z : d.w;
                 number[h] = __shfl_sync(FULL_WARP, mine, 8 * group + (word >> 2 & 7));
-                seen[h] = (who ? HIT | entry : 0) | (high >> 16 ? PASSED : 0) | ((low & high) == 0xffffffffu ? RETIRED : 0);
+                seen[h] = (who ? HIT : 0) | (high >> 16 ? PASSED : 0) | ((low & high) == 0xffffffffu ? RETIRED : 0);
             }
             const u32 holder = 8 * (tile % 4);  // who knows about the tile's key
             const u32 seen_low = __shfl_sync(FULL_WARP, seen[0], holder), seen_high = __shfl_sync(FULL_WARP, seen[1], holder);
@@ -155,7 +155,6 @@ __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key
             const u32 here = tile < 4 ? seen_low : seen_high, row = tile < 4 ? row_low : row_high;
             if (here & (RETIRED | HIT)) {
                 probes = false;
-                entry_of_zero = here & 15;
                 moved = here & RETIRED || row >> layout->slab_shift >= layout->slab_count;
                 if (!moved) {
                     const u32 in_slab = row & ((1u << layout->slab_shift) - 1);
@@ -194,7 +193,6 @@ __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key
         acquire_from_host();
         u64 again = version;
         if (asks) again = load_host_word(version_at + late);
-        if (asks && key == 0 && source != 0 && load_host_word(bucket + 8 * (1 + entry_of_zero + late)) != 0) again = version + 1;
         if (asks && again == version && (version & 1) == 0 && (source != 0 || absent)) {
             state = absent ? ABSENT : FOUND;
             asks = false;

@@ -97,7 +97,7 @@ class CacheMachine(RuleBasedStateMachine):
             for missed in lookup.unique():
                 index = places.pop(missed.segment.table)
                 table, keys = requests[index]
-                np.testing.assert_array_equal(missed.keys, np.unique(keys[~hit[index]]))
+                np.testing.assert_array_equal(np.sort(missed.keys), np.unique(keys[~hit[index]]))
                 found = np.isin(missed.keys, list(present))
                 missed.buffer()[:] = self.next_vectors(table, missed.keys)
                 missed.stage(0, missed.keys.size)

@@ -283,6 +283,18 @@ def _each(call: Callable[[int], Any], calls: int) -> dict[str, float]:
     return {"p50_us": timing.p50_s * 1e6, "p99_us": timing.p99_s * 1e6}
 
 
+def _answers(call: Callable[[int], Any], calls: int) -> dict[str, float]:
+    """Median and 99th percentile of calls that wait for their answers; admissions that nobody waits for end between them."""
+    _wake()
+    seconds = []
+    for i in range(calls):
+        start = time.perf_counter()
+        call(i)
+        seconds.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
+    return {"p50_us": float(np.median(seconds)) * 1e6, "p99_us": float(np.percentile(seconds, 99)) * 1e6}
+
+
 class _Link:
     """Bytes that the device received over PCIe, headers of packets included, as NVML counts them."""
 
@@ -526,7 +538,7 @@ def _small(report: Report, table: _Table, path: str, quick: bool) -> None:
             session.lookup([Segment(0, keys, outs[0])])
         sets = sets[20:] if len(sets) > 20 else sets
         segments = [[Segment(0, keys, outs[i % 16])] for i, keys in enumerate(sets)]
-        figures = _each(lambda i: session.lookup(segments[i % len(sets)]), calls)
+        figures = _answers(lambda i: session.lookup(segments[i % len(sets)]), calls)
         for i in range(calls - 16, calls):
             _check(sets[i % len(sets)], outs[i % len(sets) % 16])
         return figures
@@ -591,7 +603,8 @@ def _server(report: Report, place: Path, rows: int, path: str, quick: bool) -> N
             for keys in sets[:20]:
                 way(keys)
                 check(keys, out.cpu().numpy())
-            return _each(lambda i: way(sets[(20 + i) % len(sets)]), calls)
+            measure = _each if way is unwaited else _answers
+            return measure(lambda i: way(sets[(20 + i) % len(sets)]), calls)
 
         def captured(sets: Sequence[Any]) -> dict[str, float]:
             keys, seconds = sets[0].clone(), []

@@ -99,8 +99,9 @@ constexpr u32 HIT = 1 << 8, RETIRED = 1 << 9, PASSED = 1 << 10;  // PASSED: some
 // `where` holds the address of the layout, which is read anew at each attempt. `asks` tells the tiles that have a key. `version`
 // is that of the key's stripe as it was read earlier, or odd where it is yet to be read. `store(tile, unit, value)` is called by
 // the lane that read a unit of a tile's row, perhaps with values that are not kept: whoever stores them must not show them
-// before this returns FOUND for the tile. `zero` is 0, which the compiler does not know.
-template <typename Store>
+// before this returns FOUND for the tile. `zero` is 0, which the compiler does not know. Without LOOKS, versions are neither
+// read nor compared: what this returns is a guess, until the caller has compared them.
+template <bool LOOKS, typename Store>
 __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key, bool asks, u64 version, u32 units, u32 patience,
                                          u32 zero, Store store) {
     constexpr u32 ROWS_AT_ONCE = 32 / HPS_COPY, TURNS = READ_AT_ONCE / ROWS_AT_ONCE;
@@ -113,10 +114,10 @@ __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key
         const HostLayout* const layout = reinterpret_cast<const HostLayout*>(load_word(where));
         if (layout == nullptr) break;
         const u64 version_at = layout->versions + VERSION_BYTES * (hashed >> (64 - STRIPE_BITS));
-        if (__any_sync(FULL_WARP, asks && version & 1)) {
+        if (LOOKS) {
             if (asks && version & 1) version = load_host_word(version_at);
+            acquire_from_host();
         }
-        acquire_from_host();
         const u32 segment = static_cast<u32>(hashed >> 32 >> (32 - layout->segment_bits));
         const u64 start = layout->segments[2 * segment], buckets = layout->segments[2 * segment + 1];
         const u64 home = start + ((hashed << layout->segment_bits >> 32) * buckets >> 32) * HOST_BUCKET;
@@ -188,6 +189,10 @@ __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key
                     store(t * ROWS_AT_ONCE + lane / HPS_COPY, unit, value[t]);
                 }
             }
+        }
+        if (!LOOKS) {
+            if (asks && (source != 0 || absent)) state = absent ? ABSENT : FOUND;
+            break;
         }
         const u32 late = __any_sync(FULL_WARP, copied & zero);  // 0, once all rows are here
         acquire_from_host();

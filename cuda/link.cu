@@ -9,15 +9,18 @@
 //             index] (uint32, must be 0 before). slots (slot_mask + 1,) uint32 and bins (segment_count << bin_bits,) uint32:
 //             must be 0 before mark. leader_counts (segments,) uint32. tallies (segments, 2) uint32: keys linked and absent,
 //             must be 0 before, 0 afterwards. finished uint32, likewise. any_left uint32 and reports (segments, 2) uint32 in
-//             mapped host memory, out: any_left becomes 1 if a key is left; reports are the tallies. versions (segment_count,
-//             1 << STRIPE_BITS) uint64: of the tables' stripes, as place finds them.
-// LAUNCH      mark, place, fetch, spread, in this order, each with any number of blocks: a warp takes one part of the misses
-//             after another, in their order: 32 in mark, place and spread, 8 in fetch. place has blocks of 1,024 threads, the
-//             others of HPS_THREADS. In fetch, only one block for parts_per_block parts works, but least_blocks do.
+//             mapped host memory, out: any_left becomes 1 if a key is left; reports are the tallies. versions and
+//             versions_after (segment_count, 1 << STRIPE_BITS) uint64: of the tables' stripes, before and after fetch.
+// LAUNCH      mark, place, fetch, check, mend, spread, in this order, each with any number of blocks: a warp takes one part of
+//             the misses after another, in their order: 32 in mark, place and spread, 8 in fetch and mend. place and check have
+//             blocks of 1,024 threads, the others of HPS_THREADS. In fetch and mend, only one block for parts_per_block parts
+//             works, but least_blocks do.
 // INVARIANTS  order holds each distinct key of an attached segment once; those of one bin (the upper bin_bits bits of the
 //             hash) are together, bins ascend. With `settles`, nothing is left: what nobody could read gets the default vector,
 //             and all is counted in the links. A segment that is not attached leaves all its misses.
-// RACES       mark claims a slot with a compare-and-swap; whoever comes first is the leader. The host may change the tables
+// RACES       fetch reads without a look at the versions of the stripes, which would cost as much as the rows: warps that read
+//             one line of the host's memory wait for each other. check reads them all once; what fetch read of stripes that have
+//             changed since place, mend reads again, with a look at each. Nobody sees the outputs before. mark claims a slot with a compare-and-swap; whoever comes first is the leader. The host may change the tables
 //             meanwhile (host_table.cuh).
 // TWIN        hps.databases.hash_map.kernels.fetch
 
@@ -71,6 +74,7 @@ struct Linked {
     u32* any_left;
     uint2* reports;
     u64* versions;
+    u64* versions_after;
     u32 slot_mask;
     u32 bin_bits;
     u32 segment_count;
@@ -81,7 +85,7 @@ struct Linked {
     u32 padding;
 };
 
-static_assert(sizeof(LinkSegment) == 64 && sizeof(Linked) == 64 * HPS_SEGMENTS + 200, "hps/cache/cuda/kernels.py packs these");
+static_assert(sizeof(LinkSegment) == 64 && sizeof(Linked) == 64 * HPS_SEGMENTS + 208, "hps/cache/cuda/kernels.py packs these");
 
 // The parts of up to 32 lists, numbered through; a warp asks for one after the other. Lane s knows list s.
 struct Parts {
@@ -150,6 +154,16 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS) mark(const __grid_cons
 constexpr u32 PLACE_THREADS = 1024;  // and the most bins
 static_assert(PLACE_THREADS == 1 << STRIPE_BITS, "one thread a stripe");
 
+// Note the versions of all stripes of the attached tables.
+__device__ __forceinline__ void read_versions(const Linked& request, u64* versions) {
+    for (u32 s = blockIdx.x; s < request.segment_count; s += gridDim.x) {
+        if (request.segments[s].layout == nullptr) continue;
+        const HostLayout* const layout = reinterpret_cast<const HostLayout*>(load_word(request.segments[s].layout));
+        const u64 version = layout == nullptr ? 1 : load_host_word(layout->versions + VERSION_BYTES * threadIdx.x);
+        versions[s << STRIPE_BITS | threadIdx.x] = version;
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(PLACE_THREADS) place(const __grid_constant__ Linked request) {
     __shared__ u32 starts[PLACE_THREADS + 1], sums[PLACE_THREADS / 32];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -170,12 +184,7 @@ extern "C" __global__ void __launch_bounds__(PLACE_THREADS) place(const __grid_c
         const u32 first = threadIdx.x << request.bin_bits;
         request.leader_counts[request.segments[threadIdx.x].index] = starts[first + (1u << request.bin_bits)] - starts[first];
     }
-    for (u32 s = blockIdx.x; s < request.segment_count; s += gridDim.x) {
-        if (request.segments[s].layout == nullptr) continue;
-        const HostLayout* const layout = reinterpret_cast<const HostLayout*>(load_word(request.segments[s].layout));
-        const u64 version = layout == nullptr ? 1 : load_host_word(layout->versions + VERSION_BYTES * threadIdx.x);
-        request.versions[s << STRIPE_BITS | threadIdx.x] = version;
-    }
+    read_versions(request, request.versions);
     const Parts parts(request, request.missing_counts, 32);
     for (u32 part = warp_of_grid(); part < parts.total; part += warps_of_grid()) {
         u32 s, first, entries;
@@ -190,7 +199,13 @@ extern "C" __global__ void __launch_bounds__(PLACE_THREADS) place(const __grid_c
     }
 }
 
-extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) fetch(const __grid_constant__ Linked request) {
+__device__ __forceinline__ u32 stripe_of(u32 segment, i64 key) {
+    return segment << STRIPE_BITS | static_cast<u32>(mix(key) >> (64 - STRIPE_BITS));
+}
+
+// Read the leaders' rows. First all, without a look at versions; then, with LOOKS, those of stripes that have changed.
+template <bool LOOKS>
+__device__ __forceinline__ void read_leaders(const Linked& request) {
     __shared__ u32 positions[HPS_THREADS / 32][READ_AT_ONCE];
     const Parts parts(request, request.leader_counts, READ_AT_ONCE);
     // Few blocks keep what is read at once together in the host's memory, many hide its latency (docs/gpu-cache.md).
@@ -205,9 +220,15 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) fetch(
         parts.find(part, s, first, entries);
         const LinkSegment& segment = request.segments[s];
         const u32 units = segment.units;
-        const bool asks = tile < entries;
+        bool asks = tile < entries;
         const u32 leader = asks ? request.order[segment.missing + first + tile] : 0;
         const i64 key = asks ? request.missing_keys[leader] : 0;
+        u64 version = 1;
+        if (LOOKS) {
+            if (asks) version = request.versions_after[stripe_of(s, key)];
+            asks = asks && (request.states[leader] == LEFT || version != request.versions[stripe_of(s, key)]);
+            if (!__any_sync(FULL_WARP, asks)) continue;
+        }
         __syncwarp();
         if (asks && lane % 4 == 0) to[tile] = request.missing_positions[leader];
         __syncwarp();
@@ -216,8 +237,8 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) fetch(
             stream_out(segment.out + static_cast<u64>(to[of]) * units + unit, value);
             if (first + of < segment.staged_rows) segment.staged[static_cast<u64>(first + of) * units + unit] = value;
         };
-        const u64 version = asks ? request.versions[s << STRIPE_BITS | mix(key) >> (64 - STRIPE_BITS)] : 0;
-        const u32 state = read_host(segment.layout, key, asks, version, units, request.patience, request.zero, store);
+        u32 state = read_host<LOOKS>(segment.layout, key, asks, version, units, request.patience, request.zero, store);
+        if (!LOOKS && asks && request.versions[stripe_of(s, key)] & 1) state = LEFT;
         if (asks && lane % 4 == 0) {
             request.states[leader] = state;
             const u32 at = segment.missing + first + tile;
@@ -228,6 +249,18 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) fetch(
             }
         }
     }
+}
+
+extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) fetch(const __grid_constant__ Linked request) {
+    read_leaders<false>(request);
+}
+
+extern "C" __global__ void __launch_bounds__(PLACE_THREADS) check(const __grid_constant__ Linked request) {
+    read_versions(request, request.versions_after);
+}
+
+extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) mend(const __grid_constant__ Linked request) {
+    read_leaders<true>(request);
 }
 
 extern "C" __global__ void __launch_bounds__(HPS_THREADS) spread(const __grid_constant__ Linked request) {

@@ -175,7 +175,7 @@ __device__ __forceinline__ void read_link(const Query& request, const Segment& s
                 to &= to - 1;
             } while (to);
         };
-        const u32 state = read_host(segment.layout, key, asks, 1, units, request.patience, request.zero, store);
+        const u32 state = read_host<true>(segment.layout, key, asks, 1, units, request.patience, request.zero, store);
         if (asks && lane % 4 == 0) {
             const u32 at = segment.missing + row + tile;
             request.staged_keys[at] = key;

@@ -30,7 +30,8 @@ LINK_THREADS = 128
 PLACE_THREADS = 1024
 STRIPES = 1024
 """Of a table: their versions tell readers what was changed."""
-LEAST_FETCH_BLOCKS, MOST_FETCH_BLOCKS = 48, 264
+LINK_KERNELS = ("mark", "place", "fetch", "check", "mend", "spread")
+LEAST_FETCH_BLOCKS, MOST_FETCH_BLOCKS = 48, 528
 MOST_BINS = 1024
 """Bins of the misses of a large lookup, over all its tables."""
 
@@ -48,8 +49,8 @@ LINK = struct.Struct("<QQQQQQ")  # current, epoch, counters
 LINK_SEGMENT = struct.Struct("<QQQQQIIIIfI")
 # missing_keys, missing_positions, missing_counts, leaders, ranks, order, states, left_keys, left_positions, left_counts,
 # staged_keys, staged_epochs, staged_found, slots, bins, leader_counts, tallies, finished, any_left, reports,
-# versions, slot_mask, bin_bits, segment_count, patience, settles, 0, parts_per_block, least_blocks
-LINKED_TAIL = struct.Struct("<21Q6IHH4x")
+# versions, versions_after, slot_mask, bin_bits, segment_count, patience, settles, 0, parts_per_block, least_blocks
+LINKED_TAIL = struct.Struct("<22Q6IHH4x")
 PART_TAIL = struct.Struct("<QQQQQQII")  # keys, vectors, chosen, count, epochs, epoch, n, first_block; after a TABLE
 PART_BYTES = TABLE.size + PART_TAIL.size
 INSERT_TAIL = struct.Struct("<QII")  # finished, part_count, mode
@@ -162,8 +163,8 @@ def query_kernel(unit: int, widest: int, segments: int, link: bool = False) -> K
 
 
 def link_kernel(name: str, unit: int, widest: int, segments: int) -> Kernel:
-    """One of the kernels that answer the misses of a large lookup: mark, place, fetch, spread."""
-    copy = _copy_lanes(unit, widest) if name == "fetch" else 8
+    """One of the kernels that answer the misses of a large lookup: mark, place, fetch, check, mend, spread."""
+    copy = _copy_lanes(unit, widest) if name in ("fetch", "mend") else 8
     one = 1 if segments == 1 else SEGMENTS_AT_ONCE
     return Kernel(name, "link", (("UNIT", unit), ("COPY", copy), ("SEGMENTS", one)))
 

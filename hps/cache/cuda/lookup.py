@@ -32,6 +32,7 @@ _LEAST_KEYS = 1 << 14  # that the lists of a lookup have room for
 _HIGHEST_PRIORITY = -5  # of streams; a device that has fewer takes its highest. Changes to the tables run at the lowest, 0
 _MAPPED_BYTES = 1 << 18  # up to here, fetched vectors are read from pinned host memory: a copy of its own costs more
 _INLINE_KEYS = 1 << 13  # up to here, the warps of a query read attached tables by themselves
+_INLINE_MISSES = 1 << 10  # and where so few of them are expected to miss: rows that are read in order come faster
 _STAGED_BYTES = 1 << 27  # of rows of one lookup that are kept for admission
 _PATIENCE = 64  # attempts to read a row that the host is writing to, before it is left to the host
 _UNWAITED_PATIENCE = 1 << 14  # where the host cannot be asked: 30 ms at least
@@ -76,7 +77,7 @@ class LookupKernels:
                 unit = min(kernels.unit_of(dim, 16) for dim in (self._dims if segments > 1 else [widest]))
                 found.append(kernels.query_kernel(unit, widest, segments, link=True))
                 found.append(kernels.insert_kernel(unit, widest, segments))
-                found += [kernels.link_kernel(name, unit, widest, segments) for name in ("mark", "place", "fetch", "spread")]
+                found += [kernels.link_kernel(name, unit, widest, segments) for name in kernels.LINK_KERNELS]
         return found
 
     def query(self, unit: int, widest: int, segments: int, link: bool = False) -> int:
@@ -156,6 +157,8 @@ class CupyLookup(CacheLookup):
         self._host_waits = False  # for a consumer whose stream nobody knows
         self._done = cupy.cuda.Event(disable_timing=True)
         self._order = cupy.cuda.Event(disable_timing=True)
+        self._answered = cupy.cuda.Event(disable_timing=True)
+        self._missing_share = 0.0  # of the keys of the last lookup: not resident, but in attached tables
         self._unfinished = False  # work was launched that the host has not waited for, and that uses memory of the host
         self._busy = 0  # the stream, plus 1, on which work was launched that uses memory of the device alone; 0 for none
         self.stream = self._own_stream
@@ -338,25 +341,43 @@ class CupyLookup(CacheLookup):
             self._reserve(missing)
 
     def _answer(self, attached: bool) -> list[int]:
-        """Answer what the cache and attached tables have; returns how many keys of each segment are left, 0 for all as []."""
-        inline = attached and sum([place.n for place in self.placed]) <= _INLINE_KEYS
+        """Answer what the cache and attached tables have; returns how many keys of each segment are left.
+
+        Where the last lookup missed keys that attached tables had, all is launched at once; else what misses need comes later.
+        """
+        total = sum([place.n for place in self.placed])
+        expects = attached and self._missing_share > 0.0
+        inline = attached and total <= _INLINE_KEYS and total * self._missing_share <= _INLINE_MISSES
         self.launch_query(inline)
-        self._synchronise()
+        if expects:
+            if not inline:
+                self._launch_linked()
+            runtime.eventRecord(self._answered.ptr, self.stream)
+            self._admit(inline)
+            runtime.eventSynchronize(self._answered.ptr)
+            self._unfinished = False
+        else:
+            self._synchronise()
         self._listed_keys, self.missing_positions = self._missing_keys, self._missing_positions
         self._listed_counts = self._missing_counts
         missed, staged, _left = self._flags[:3].tolist()
-        if staged:
-            self._read_reports()
-            self._admit(inline=True)
-        if missed and attached and not inline:
-            self._launch_linked()
-            self._synchronise()
-            tallies = self._tallies[: len(self.placed)].tolist()
-            self.linked, self.absent = [linked for linked, _ in tallies], [absent for _, absent in tallies]
-            self._admit(inline=False)
-            missed = int(self._flags[2])
-            self._listed_keys, self.missing_positions = self._left_keys, self._left_positions
-            self._listed_counts = self._left_counts
+        if attached:
+            if inline:
+                if staged:
+                    self._read_reports()
+                    if not expects:
+                        self._admit(inline)
+            elif missed:
+                if not expects:
+                    self._launch_linked()
+                    self._synchronise()
+                    self._admit(inline)
+                tallies = self._tallies[: len(self.placed)].tolist()
+                self.linked, self.absent = [linked for linked, _ in tallies], [absent for _, absent in tallies]
+                missed = int(self._flags[2])
+                self._listed_keys, self.missing_positions = self._left_keys, self._left_positions
+                self._listed_counts = self._left_counts
+            self._missing_share = (sum(self.linked) + sum(self.absent)) / max(total, 1)
         if not missed:
             return [0] * len(self.placed)
         self._launch_unique()
@@ -516,6 +537,7 @@ class CupyLookup(CacheLookup):
                 self._flags_at + 8,
                 self._tallies_at,
                 self._versions,
+                self._versions + 8 * kernels.STRIPES * kernels.SEGMENTS_AT_ONCE,
                 slots - 1,
                 kernels.bin_bits(len(group)),
                 len(group),
@@ -531,10 +553,12 @@ class CupyLookup(CacheLookup):
                 ("mark", kernels.LINK_THREADS, _LINK_BLOCKS),
                 ("place", kernels.PLACE_THREADS, _LINK_BLOCKS // 8),
                 ("fetch", kernels.LINK_THREADS, kernels.MOST_FETCH_BLOCKS),
+                ("check", kernels.PLACE_THREADS, len(group)),
+                ("mend", kernels.LINK_THREADS, kernels.MOST_FETCH_BLOCKS),
                 ("spread", kernels.LINK_THREADS, _LINK_BLOCKS),
             ):
                 per_block = threads // 32
-                blocks = min(most, -(-parts * (4 if name == "fetch" else 1) // per_block))
+                blocks = min(most, -(-parts * (4 if name in ("fetch", "mend") else 1) // per_block))
                 launch(self.kernels.link(name, unit, widest, segments), max(1, blocks), threads, arguments, self.stream)
 
     def _admit(self, inline: bool, captured: bool = False) -> None:
@@ -712,7 +736,7 @@ class CupyLookup(CacheLookup):
     def _reserve_link_lists(self) -> None:
         """Make room for what `cuda/link.cu` lists of as many keys as the other lists have room for."""
         self._link_capacity = keys = self._capacity
-        versions = 8 * kernels.STRIPES * min(len(self._dims), kernels.SEGMENTS_AT_ONCE)
+        versions = 2 * 8 * kernels.STRIPES * kernels.SEGMENTS_AT_ONCE
         start = self._link_lists.reserve(_LINK_BYTES * keys + 4 * kernels.MOST_BINS + versions)
         self._versions = start
         start += versions

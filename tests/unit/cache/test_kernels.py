@@ -24,7 +24,7 @@ SPECIALISATIONS = [
     kernels.query_kernel(4, 32, 1, link=True),
     kernels.query_kernel(4, 128, kernels.SEGMENTS_AT_ONCE, link=True),
     Kernel("query", "query", (("FORMAL_ORDER", 1),)),
-    *(kernels.link_kernel(name, 4, 128, 1) for name in ("mark", "place", "fetch", "spread")),
+    *(kernels.link_kernel(name, 4, 128, 1) for name in kernels.LINK_KERNELS),
     kernels.link_kernel("fetch", 1, 7, kernels.SEGMENTS_AT_ONCE),
     kernels.insert_kernel(4, 128, kernels.SEGMENTS_AT_ONCE),
     kernels.insert_kernel(4, 32),

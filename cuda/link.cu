@@ -13,8 +13,8 @@
 //             versions_after (segment_count, 1 << STRIPE_BITS) uint64: of the tables' stripes, before and after fetch.
 // LAUNCH      mark, place, fetch, check, mend, spread, in this order, each with any number of blocks: a warp takes one part of
 //             the misses after another, in their order: 32 in mark, place and spread, 8 in fetch and mend. place and check have
-//             blocks of 1,024 threads, the others of HPS_THREADS. In fetch and mend, only one block for parts_per_block parts
-//             works, but least_blocks do.
+//             blocks of 1,024 threads, the others of HPS_THREADS. Few blocks in fetch keep what is read at once together in the
+//             host's memory, enough of them hide its latency (docs/gpu-cache.md).
 // INVARIANTS  order holds each distinct key of an attached segment once; those of one bin (the upper bin_bits bits of the
 //             hash) are together, bins ascend. With `settles`, nothing is left: what nobody could read gets the default vector,
 //             and all is counted in the links. A segment that is not attached leaves all its misses.
@@ -81,11 +81,9 @@ struct Linked {
     u32 patience;
     u32 settles;
     u32 zero;  // always 0, which the compiler does not know
-    u16 parts_per_block, least_blocks;  // of fetch
-    u32 padding;
 };
 
-static_assert(sizeof(LinkSegment) == 64 && sizeof(Linked) == 64 * HPS_SEGMENTS + 208, "hps/cache/cuda/kernels.py packs these");
+static_assert(sizeof(LinkSegment) == 64 && sizeof(Linked) == 64 * HPS_SEGMENTS + 200, "hps/cache/cuda/kernels.py packs these");
 
 // The parts of up to 32 lists, numbered through; a warp asks for one after the other. Lane s knows list s.
 struct Parts {
@@ -208,14 +206,10 @@ template <bool LOOKS>
 __device__ __forceinline__ void read_leaders(const Linked& request) {
     __shared__ u32 positions[HPS_THREADS / 32][READ_AT_ONCE];
     const Parts parts(request, request.leader_counts, READ_AT_ONCE);
-    // Few blocks keep what is read at once together in the host's memory, many hide its latency (docs/gpu-cache.md).
-    const u32 blocks = max(static_cast<u32>(request.least_blocks), parts.total / request.parts_per_block);
-    if (blockIdx.x >= blocks) return;
-    const u32 warps = min(blocks, gridDim.x) * (HPS_THREADS / 32);
     const u32 lane = threadIdx.x % 32, tile = lane / 4;
     u32* const to = positions[threadIdx.x / 32];
 #pragma unroll 1
-    for (u32 part = warp_of_grid(); part < parts.total; part += warps) {
+    for (u32 part = warp_of_grid(); part < parts.total; part += warps_of_grid()) {
         u32 s, first, entries;
         parts.find(part, s, first, entries);
         const LinkSegment& segment = request.segments[s];

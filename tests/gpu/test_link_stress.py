@@ -151,6 +151,9 @@ def stress(
             done.set()
         return checked, faults
 
+    places = population.draw(8, cupy.random.default_rng(0))  # compile what judges before the time runs
+    nothing = cupy.zeros((8, dim), cupy.float32), cupy.zeros(8, cupy.bool_)
+    population.judge(places, *nothing, population.complete.copy(), population.begun.copy())
     with ThreadPoolExecutor(WRITERS + readers + 1) as pool:
         writing = [pool.submit(operate, writer) for writer in range(WRITERS)]
         reading = [pool.submit(read, reader) for reader in range(readers)]

@@ -31,7 +31,6 @@ PLACE_THREADS = 1024
 STRIPES = 1024
 """Of a table: their versions tell readers what was changed."""
 LINK_KERNELS = ("mark", "place", "fetch", "check", "mend", "spread")
-LEAST_FETCH_BLOCKS, MOST_FETCH_BLOCKS = 48, 528
 MOST_BINS = 1024
 """Bins of the misses of a large lookup, over all its tables."""
 
@@ -49,8 +48,8 @@ LINK = struct.Struct("<QQQQQQ")  # current, epoch, counters
 LINK_SEGMENT = struct.Struct("<QQQQQIIIIfI")
 # missing_keys, missing_positions, missing_counts, leaders, ranks, order, states, left_keys, left_positions, left_counts,
 # staged_keys, staged_epochs, staged_found, slots, bins, leader_counts, tallies, finished, any_left, reports,
-# versions, versions_after, slot_mask, bin_bits, segment_count, patience, settles, 0, parts_per_block, least_blocks
-LINKED_TAIL = struct.Struct("<22Q6IHH4x")
+# versions, versions_after, slot_mask, bin_bits, segment_count, patience, settles, 0
+LINKED_TAIL = struct.Struct("<22Q6I")
 PART_TAIL = struct.Struct("<QQQQQQII")  # keys, vectors, chosen, count, epochs, epoch, n, first_block; after a TABLE
 PART_BYTES = TABLE.size + PART_TAIL.size
 INSERT_TAIL = struct.Struct("<QII")  # finished, part_count, mode
@@ -169,12 +168,12 @@ def link_kernel(name: str, unit: int, widest: int, segments: int) -> Kernel:
     return Kernel(name, "link", (("UNIT", unit), ("COPY", copy), ("SEGMENTS", one)))
 
 
-def parts_per_fetch_block(dim: int) -> int:
-    """How many parts of 8 misses each block of `fetch` takes at least, where the widest rows have `dim` floats.
+def fetch_blocks(dim: int) -> int:
+    """The most blocks of `fetch`, where the widest rows have `dim` floats: each reads 32 buckets and rows, 1.3 MB in all.
 
-    What is read at once should be together in the host's memory, the more so the more there is of it.
+    That is enough to hide the latency of the link. What is read at once should be together in the host's memory.
     """
-    return max(1, (4 * dim + 128) // 8)
+    return min(max(42_240 // (128 + 4 * dim), 33), 330)
 
 
 def insert_kernel(unit: int, dim: int, parts: int = 1) -> Kernel:

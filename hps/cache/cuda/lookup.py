@@ -544,17 +544,15 @@ class CupyLookup(CacheLookup):
                 _UNWAITED_PATIENCE if settles else _PATIENCE,
                 settles,
                 0,
-                kernels.parts_per_fetch_block(widest),
-                kernels.LEAST_FETCH_BLOCKS,
             )
             runtime.memsetAsync(self._bins, 0, 4 * (kernels.MOST_BINS + slots), self.stream)
             parts = -(-total // 32)
             for name, threads, most in (
                 ("mark", kernels.LINK_THREADS, _LINK_BLOCKS),
                 ("place", kernels.PLACE_THREADS, _LINK_BLOCKS // 8),
-                ("fetch", kernels.LINK_THREADS, kernels.MOST_FETCH_BLOCKS),
+                ("fetch", kernels.LINK_THREADS, kernels.fetch_blocks(widest)),
                 ("check", kernels.PLACE_THREADS, len(group)),
-                ("mend", kernels.LINK_THREADS, kernels.MOST_FETCH_BLOCKS),
+                ("mend", kernels.LINK_THREADS, _LINK_BLOCKS),
                 ("spread", kernels.LINK_THREADS, _LINK_BLOCKS),
             ):
                 per_block = threads // 32

@@ -34,6 +34,7 @@ class Pin:
         """Pin all of `pages`, or nothing; `pinned` is called with the bytes of each piece."""
         self._pages, self._pinner = pages, pinner
         self._pieces: list[int] = []
+        pages.keep_from_children()
         try:
             for start in range(0, pages.whole_bytes, PIECE_BYTES):
                 size_bytes = min(PIECE_BYTES, pages.whole_bytes - start)

@@ -62,7 +62,7 @@ class Pages:
         size_bytes: bytes from there on.
     """
 
-    __slots__ = ("_array", "address", "size_bytes")
+    __slots__ = ("_array", "_mapped", "address", "size_bytes")
 
     def __init__(self, size_bytes: int, purpose: str, huge: bool = False) -> None:
         """Map `size_bytes`.
@@ -86,6 +86,7 @@ class Pages:
                 f"hash map: {purpose}: the system refused {size_bytes} bytes of memory ({error}); what the table holds is "
                 "unharmed. Give the process more memory, or bound the tables with overflow_margin"
             ) from error
+        self._mapped = mapped
         self._array: npt.NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
         start = self._array.ctypes.data
         self.address: int = -(-start // alignment) * alignment
@@ -101,6 +102,15 @@ class Pages:
     def whole_bytes(self) -> int:
         """Bytes of its pages."""
         return _to_pages(self.size_bytes)
+
+    def keep_from_children(self) -> None:
+        """Leave the memory out of processes that are forked from now on.
+
+        Else a write after a fork may go to a copy of the page, on systems that do not tell pinned pages apart, while a device
+        goes on reading the page; on others, the fork copies all that is pinned.
+        """
+        if hasattr(mmap, "MADV_DONTFORK"):
+            self._mapped.madvise(mmap.MADV_DONTFORK)
 
     def words(self) -> npt.NDArray[np.uint64]:
         """The memory itself as (size_bytes // 8,) uint64; the array keeps it mapped."""

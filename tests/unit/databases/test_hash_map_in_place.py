@@ -3,6 +3,9 @@
 import ctypes
 import gc
 import logging
+import re
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -71,6 +74,20 @@ def test_a_pinned_table_is_read_by_its_layout_alone(database, pinner, monkeypatc
     assert [done for done, _ in steps] == np.cumsum([*pinner.pinned.values()]).tolist()
     assert {total for _, total in steps} == {steps[-1][0]}
     assert table.layout() is table.layout()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+def test_pinned_memory_is_not_passed_on_to_forked_processes(database, pinner):
+    fill(database, distinct_keys(100))
+    database.host_table(TAG).pin(pinner)
+    kept = {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if mapped := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            start, stop = (int(address, 16) for address in mapped.groups())
+        elif line.startswith("VmFlags:"):
+            kept |= {address: "dc" in line.split() for address in pinner.pinned if start <= address < stop}
+    assert set(kept) == set(pinner.pinned)
+    assert all(kept.values())
 
 
 def test_further_devices_pin_nothing_twice(database, pinner):

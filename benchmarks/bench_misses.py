@@ -637,7 +637,7 @@ def _server(report: Report, place: Path, rows: int, path: str, quick: bool) -> N
             ("CuPy", [cupy.asarray(one) for one in hits], cupy.asarray(out)),
             ("NumPy", [one.cpu().numpy() for one in hits], np.empty((n, dim), np.float32)),
         ):
-            figures = _each(lambda i, keys=keys, to=place_of: server.lookup_fromdlpack(keys[i % 16], to, "bench", 0), calls)
+            figures = _answers(lambda i, keys=keys, to=place_of: server.lookup_fromdlpack(keys[i % 16], to, "bench", 0), calls)
             check(hits[(calls - 1) % 16], place_of if kind == "NumPy" else cupy.asnumpy(place_of))
             _add(report, {"work": f"HPS, {kind} arrays, all hits", **axes}, figures | {"torch_p50_us": of_hits["p50_us"]})
 

@@ -50,8 +50,11 @@ def readme_gpu() -> list[str]:
     run, many = (figures("gpu_lookup", work=f"{call}, torch CUDA tensors") for call in ("lookup_concatenated", "lookup_tables"))
     missing = figures("gpu_lookup", work="synchronous misses from the hash map")
     warm = figures("gpu_lookup", work="warm-up from local disk in page cache")
+    mixed = {
+        path: figures("misses", work="mixed", path=path, rows=1 << 24, dim=128, batches_before=600) for path in ("link", "copy")
+    }
     return _table(
-        ("on one H200, float32 (`python -m benchmarks gpu_cache gpu_lookup`)", "", "against, in the same run"),
+        ("on one H200, float32 (`python -m benchmarks gpu_cache gpu_lookup misses`)", "", "against, in the same run"),
         (
             "query of 2^20 resident keys, dim 32 / 128, uniform",
             f"{_round(narrow['mkeys_per_s'])} / {_round(wide['mkeys_per_s'])} M keys/s",
@@ -71,6 +74,11 @@ def readme_gpu() -> list[str]:
             "2,000 keys, 14 % of them missing and fetched, p50 / p99",
             f"{missing['p50_us']:.0f} / {missing['p99_us']:.0f} us",
             "",
+        ),
+        (
+            f"2^18 keys by popularity, dim 128, {100 - 100 * mixed['link']['hit_rate']:.0f} % missing, read in the hash map",
+            f"{_round(mixed['link']['mkeys_per_s'])} M keys/s",
+            f"{mixed['link']['mkeys_per_s'] / mixed['copy']['mkeys_per_s']:.1f} x fetching them by the CPU",
         ),
         (
             "warm-up of 10 GB from files in page cache",
@@ -282,6 +290,73 @@ def admission() -> list[str]:
     return _table(("of the ideal hit rate", *policies), *rows)
 
 
+def _misses(work: str, path: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Axes and figures of one kind of work of `misses.json`, without what failed."""
+    rows = [(row["axes"], row["figures"]) for row in _rows("misses") if "error" not in row["figures"]]
+    return [(axes, found) for axes, found in rows if (axes["work"], axes["path"]) == (work, path)]
+
+
+def _copied(axes: dict[str, Any], figure: str) -> str:
+    """What the copy path reached of the same; empty where that was not measured."""
+    found = [found for of, found in _misses(axes["work"], "copy") if of == axes | {"path": "copy"}]
+    return _round(found[0][figure]) if found else ""
+
+
+def misses() -> list[str]:
+    """Lookups of keys that all miss, by the link and by a copy, beside gathers of the same rows."""
+    return _table(
+        (
+            "rows, dim",
+            "distinct keys, all missing",
+            "link, M keys/s",
+            "without waiting",
+            "copy",
+            "gather by place",
+            "in random order",
+        ),
+        *(
+            (
+                f"{axes['rows']:,} x {axes['dim']}",
+                f"{axes['keys']:,}",
+                _round(found["mkeys_per_s"]),
+                _round(found["enqueued_mkeys_per_s"]),
+                _copied(axes, "mkeys_per_s"),
+                _round(found["gather_mkeys_per_s"]),
+                _round(found["random_gather_mkeys_per_s"]),
+            )
+            for axes, found in _misses("misses", "link")
+        ),
+    )
+
+
+def misses_mixed() -> list[str]:
+    """Lookups by popularity, of which a tenth misses."""
+    return _table(
+        ("keys by popularity, alpha 1.05", "hit rate", "link, M keys/s", "p50, us", "copy, M keys/s", "p50, us"),
+        *(
+            (
+                f"{axes['keys']:,} x dim {axes['dim']}, after {axes['batches_before']} batches",
+                f"{found['hit_rate']:.3f}",
+                _round(found["mkeys_per_s"]),
+                _round(found["p50_us"]),
+                _copied(axes, "mkeys_per_s"),
+                _copied(axes, "p50_us"),
+            )
+            for axes, found in _misses("mixed", "link")
+        ),
+    )
+
+
+def misses_small() -> list[str]:
+    """Lookups of 4,096 keys of which a tenth misses, by how they are made."""
+    rows = []
+    for how in ("session", "replayed graph", "HPS", "HPS without waiting", "HPS captured"):
+        for axes, found in _misses(f"{how}, 10 % missing", "link"):
+            hits = [_round(found["hits_p50_us"]), _copied(axes, "hits_p50_us")] if "hits_p50_us" in found else ["", ""]
+            rows.append((f"{how}, dim {axes['dim']}", *hits, _round(found["p50_us"]), _copied(axes, "p50_us")))
+    return _table(("p50 of 4,096 keys, us", "none missing: link", "copy", "10 % missing: link", "copy"), *rows)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "readme-gpu": readme_gpu,
     "readme-host": readme_host,
@@ -292,6 +367,9 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "query-order": query_order,
     "gpu-refresh": gpu_refresh,
     "admission": admission,
+    "misses": misses,
+    "misses-mixed": misses_mixed,
+    "misses-small": misses_small,
 }
 
 

@@ -108,7 +108,7 @@ class TableInPlace(HostTable):
         except DeviceError as error:
             _log.warning(
                 "hash map: table %r grew, and devices cannot read its new memory: %s. From now on its vectors reach them "
-                "through the CPU, which is slower; raise the limit on locked memory, then deploy the model again",
+                "through the CPU, which is slower; raise the limit on locked memory, then restart",
                 self._tag,
                 str(error),  # the error itself would keep pins, wherever the record is kept
             )

@@ -19,8 +19,9 @@
 //             hash) are together, bins ascend. With `settles`, nothing is left: what nobody could read gets the default vector,
 //             and all is counted in the links. A segment that is not attached leaves all its misses.
 // RACES       fetch reads without a look at the versions of the stripes, which would cost as much as the rows: warps that read
-//             one line of the host's memory wait for each other. check reads them all once; what fetch read of stripes that have
-//             changed since place, mend reads again, with a look at each. Nobody sees the outputs before. mark claims a slot with a compare-and-swap; whoever comes first is the leader. The host may change the tables
+//             one line of the host's memory wait for each other. check reads them all once; what fetch read of stripes that
+//             have changed since place, mend reads again, with a look at each. Nobody sees the outputs before that. mark
+//             claims a slot with a compare-and-swap; whoever comes first is the leader. The host may change the tables
 //             meanwhile (host_table.cuh).
 // TWIN        hps.databases.hash_map.kernels.fetch
 

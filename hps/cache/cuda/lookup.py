@@ -33,6 +33,7 @@ _HIGHEST_PRIORITY = -5  # of streams; a device that has fewer takes its highest.
 _MAPPED_BYTES = 1 << 18  # up to here, fetched vectors are read from pinned host memory: a copy of its own costs more
 _INLINE_KEYS = 1 << 13  # up to here, the warps of a query read attached tables by themselves
 _INLINE_MISSES = 1 << 10  # and where so few of them are expected to miss: rows that are read in order come faster
+_LEAST_SHARE = 1 / 4096  # of missing keys: if fewer are expected, none are
 _STAGED_BYTES = 1 << 27  # of rows of one lookup that are kept for admission
 _PATIENCE = 64  # attempts to read a row that the host is writing to, before it is left to the host
 _UNWAITED_PATIENCE = 1 << 14  # where the host cannot be asked: 30 ms at least
@@ -158,7 +159,7 @@ class CupyLookup(CacheLookup):
         self._done = cupy.cuda.Event(disable_timing=True)
         self._order = cupy.cuda.Event(disable_timing=True)
         self._answered = cupy.cuda.Event(disable_timing=True)
-        self._missing_share = 0.0  # of the keys of the last lookup: not resident, but in attached tables
+        self._missing_share = 0.0  # of the keys of recent lookups: not resident, but in attached tables
         self._unfinished = False  # work was launched that the host has not waited for, and that uses memory of the host
         self._busy = 0  # the stream, plus 1, on which work was launched that uses memory of the device alone; 0 for none
         self.stream = self._own_stream
@@ -343,12 +344,13 @@ class CupyLookup(CacheLookup):
     def _answer(self, attached: bool) -> list[int]:
         """Answer what the cache and attached tables have; returns how many keys of each segment are left.
 
-        Where the last lookup missed keys that attached tables had, all is launched at once; else what misses need comes later.
+        Where recent lookups missed keys that attached tables had, all is launched at once; else what misses need comes once
+        something has missed, so that lookups of resident keys cost what they do without attached tables.
         """
         total = sum([place.n for place in self.placed])
         expects = attached and self._missing_share > 0.0
         inline = attached and total <= _INLINE_KEYS and total * self._missing_share <= _INLINE_MISSES
-        self.launch_query(inline)
+        self.launch_query(inline and expects)
         if expects:
             if not inline:
                 self._launch_linked()
@@ -358,6 +360,11 @@ class CupyLookup(CacheLookup):
             self._unfinished = False
         else:
             self._synchronise()
+            if inline and self._flags[0]:  # ask again: that is quicker than to order few misses
+                self._flags[0] = 0
+                runtime.memsetAsync(self._missing_counts, 0, 4 * len(self._dims), self.stream)
+                self.launch_query(link=True)
+                self._synchronise()
         self._listed_keys, self.missing_positions = self._missing_keys, self._missing_positions
         self._listed_counts = self._missing_counts
         missed, staged, _left = self._flags[:3].tolist()
@@ -377,7 +384,8 @@ class CupyLookup(CacheLookup):
                 missed = int(self._flags[2])
                 self._listed_keys, self.missing_positions = self._left_keys, self._left_positions
                 self._listed_counts = self._left_counts
-            self._missing_share = (sum(self.linked) + sum(self.absent)) / max(total, 1)
+            share, before = (sum(self.linked) + sum(self.absent)) / max(total, 1), self._missing_share / 8
+            self._missing_share = max(share, before if before > _LEAST_SHARE else 0.0)
         if not missed:
             return [0] * len(self.placed)
         self._launch_unique()

@@ -39,7 +39,7 @@
 #endif
 
 constexpr u32 ROW_LOADS = HPS_ROW_LOADS;
-constexpr u32 REPLACE = 1, ADMIT = 2;  // ADMIT with any other bit refuses no key
+constexpr u32 REPLACE = 1, ADMIT = 2;  // with both, no key is refused
 
 struct Part {
     Table table;
@@ -57,7 +57,7 @@ struct Insert {
     Part parts[HPS_PARTS];
     u32* finished;
     u32 part_count;
-    u32 mode;  // REPLACE | ADMIT | 4
+    u32 mode;  // REPLACE, ADMIT or both
 };
 
 static_assert(sizeof(Table) == 48 && sizeof(Part) == 104, "hps/cache/cuda/kernels.py packs these");

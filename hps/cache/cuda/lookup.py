@@ -810,7 +810,7 @@ class CupyMissedKeys(MissedKeys):
         lookup.launched()
 
     @device_call("inserting fetched vectors")
-    def insert(self, found: BoolArray, always: bool = False) -> None:
+    def insert(self, found: BoolArray) -> None:
         """Insert the fetched vectors whose `found` is True. See `MissedKeys.insert`."""
         lookup, table = self._lookup, self.memory.tables()[self._place.table]
         self._place_mask(found)
@@ -823,7 +823,7 @@ class CupyMissedKeys(MissedKeys):
             self._vectors,
             self._found,
             self.keys.size,
-            kernels.ADMIT | (kernels.ALWAYS if always else 0),
+            kernels.ADMIT,
             lookup.insert_arguments,
             lookup.stream,
         )

@@ -16,7 +16,8 @@
 //             updates or erases the keys here afterwards, leaves no older vector behind: either that update comes later and
 //             finds the key, or this sees the epoch.
 // RACES       A tile looks at a pair, and writes to it, only while it owns it (writer.cuh). A query that reads meanwhile notices
-//             by the version (embedding_cache.cuh). Launches on one table could run at once; the cache orders them nevertheless.
+//             by the version (embedding_cache.cuh). Launches on one table may run at once: the cache orders
+//             them, except those that admit what was read from attached tables, which go by the epoch.
 // TWIN        hps.cache.cpu.kernels.write
 
 #include "embedding_cache.cuh"

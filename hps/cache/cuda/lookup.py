@@ -229,8 +229,9 @@ class CupyLookup(CacheLookup):
     def query(self, segments: Sequence[Segment]) -> int:
         """Copy resident vectors to their rows of `out`; list the rest. See `CacheLookup.query`.
 
-        One kernel and one wait for it if all keys are resident, or in attached tables and few; else a second of each, for the
-        misses of a large lookup in attached tables, and one more for the distinct keys that are left.
+        One kernel and one wait for it if all keys are resident, or in attached tables and few. The misses of a large lookup in
+        attached tables take the kernels of `cuda/link.cu`, and a second wait where the last lookup let expect none; the
+        distinct keys that are left, one more of each.
         """
         tables = self.memory.tables()
         self._links = list(self._attached)

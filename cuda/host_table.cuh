@@ -10,7 +10,8 @@
 // it stands for; a free entry's key field holds 0, so that looks like key 0 and no other, and whatever links or unlinks a key
 // where key 0 belongs changes the version of its stripe, too. The row's address depends on what was read of the bucket, and
 // the second look's address on all that was read of the rows, so the loads cannot be exchanged; acquire fences of system scope
-// say so to the compiler and to PTX. All loads are relaxed ones of system scope, which no cache of the device answers.
+// say so to the compiler and to PTX. All loads are relaxed ones of system scope, which no cache of the device answers. A large
+// lookup takes both looks for all keys at once, in kernels before and after the one that reads the rows (link.cu).
 //
 // A segment that was replaced by a larger one has headers of all ones. Its reader asks for the present layout; where that is the
 // one that it has, the key is LEFT for the host, as is one whose stripe keeps changing.
@@ -21,7 +22,7 @@
 
 constexpr u32 MOST_SEGMENTS = 16;  // of a table
 constexpr u32 HOST_BUCKET = 128;   // bytes: header; 10 keys, int64; 10 row numbers, uint32
-constexpr u32 READ_AT_ONCE = 8;    // keys of a warp, each by a tile of 4 lanes
+constexpr u32 READ_AT_ONCE = 8;    // keys of a warp: one for each tile of 4 lanes
 constexpr u32 STRIPE_BITS = 10;    // of a hash, the upper ones
 constexpr u32 VERSION_BYTES = 64;  // from one version to the next: reads of one line of the host's memory wait for each other
 
@@ -116,6 +117,7 @@ __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key
         const u64 version_at = layout->versions + VERSION_BYTES * (hashed >> (64 - STRIPE_BITS));
         if (LOOKS) {
             if (asks && version & 1) version = load_host_word(version_at);
+            version = __shfl_sync(FULL_WARP, version, 4 * tile);  // one value for a tile
             acquire_from_host();
         }
         const u32 segment = static_cast<u32>(hashed >> 32 >> (32 - layout->segment_bits));
@@ -198,6 +200,7 @@ __device__ __forceinline__ u32 read_host(const HostLayout* const* where, i64 key
         acquire_from_host();
         u64 again = version;
         if (asks) again = load_host_word(version_at + late);
+        again = __shfl_sync(FULL_WARP, again, 4 * tile);
         if (asks && again == version && (version & 1) == 0 && (source != 0 || absent)) {
             state = absent ? ABSENT : FOUND;
             asks = false;

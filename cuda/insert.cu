@@ -16,7 +16,8 @@
 //             updates or erases the keys here afterwards, leaves no older vector behind: either that update comes later and
 //             finds the key, or this sees the epoch.
 // RACES       A tile looks at a pair, and writes to it, only while it owns it (writer.cuh). A query that reads meanwhile notices
-//             by the version (embedding_cache.cuh). Launches on one table could run at once; the cache orders them nevertheless.
+//             by the version (embedding_cache.cuh). Launches on one table may run at once: the cache orders
+//             them, except those that admit what was read from attached tables, which go by the epoch.
 // TWIN        hps.cache.cpu.kernels.write
 
 #include "embedding_cache.cuh"
@@ -39,7 +40,7 @@
 #endif
 
 constexpr u32 ROW_LOADS = HPS_ROW_LOADS;
-constexpr u32 REPLACE = 1, ADMIT = 2;  // ADMIT with any other bit refuses no key
+constexpr u32 REPLACE = 1, ADMIT = 2;  // with both, no key is refused
 
 struct Part {
     Table table;
@@ -57,7 +58,7 @@ struct Insert {
     Part parts[HPS_PARTS];
     u32* finished;
     u32 part_count;
-    u32 mode;  // REPLACE | ADMIT | 4
+    u32 mode;  // REPLACE, ADMIT or both
 };
 
 static_assert(sizeof(Table) == 48 && sizeof(Part) == 104, "hps/cache/cuda/kernels.py packs these");

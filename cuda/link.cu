@@ -19,10 +19,10 @@
 //             hash) are together, bins ascend. With `settles`, nothing is left: what nobody could read gets the default vector,
 //             and all is counted in the links. A segment that is not attached leaves all its misses.
 // RACES       fetch reads without a look at the versions of the stripes, which would cost as much as the rows: warps that read
-//             one line of the host's memory wait for each other. check reads them all once; what fetch read of stripes that
-//             have changed since place, mend reads again, with a look at each. Nobody sees the outputs before that. mark
-//             claims a slot with a compare-and-swap; whoever comes first is the leader. The host may change the tables
-//             meanwhile (host_table.cuh).
+//             one line of the host's memory wait for each other. check reads them all once; what fetch read of stripes that have
+//             changed since place, or had a version that was odd then, mend reads again, with a look at each. Nobody sees the
+//             outputs before. mark claims a slot with a compare-and-swap; whoever comes first is the leader. The host may change
+//             the tables meanwhile (host_table.cuh).
 // TWIN        hps.databases.hash_map.kernels.fetch
 
 #include "embedding_cache.cuh"
@@ -202,7 +202,8 @@ __device__ __forceinline__ u32 stripe_of(u32 segment, i64 key) {
     return segment << STRIPE_BITS | static_cast<u32>(mix(key) >> (64 - STRIPE_BITS));
 }
 
-// Read the leaders' rows. First all, without a look at versions; then, with LOOKS, those of stripes that have changed.
+// Read the leaders' rows. First all, without a look at versions; then, with LOOKS, those that were not read, or whose stripe has
+// changed.
 template <bool LOOKS>
 __device__ __forceinline__ void read_leaders(const Linked& request) {
     __shared__ u32 positions[HPS_THREADS / 32][READ_AT_ONCE];

@@ -95,10 +95,10 @@ class MissedKeys(ABC):
         """
 
     @abstractmethod
-    def insert(self, found: BoolArray, always: bool = False) -> None:
+    def insert(self, found: BoolArray) -> None:
         """Insert the fetched vectors whose `found` is True; keys that have become resident meanwhile are left alone.
 
-        Absent keys are never made resident. A key that finds its set full of keys that are in use is refused, unless `always`.
+        Absent keys are never made resident. A key that finds its set full of keys that are in use is refused.
         """
 
 

@@ -125,8 +125,6 @@ class CacheContract:
         segments: Sequence[Segment],
         known: KeyArray,
         lookup: CacheLookup | None = None,
-        *,
-        always: bool = False,
     ) -> list[int]:
         """A whole synchronous lookup; the database below holds version 1 of the `known` keys. Returns the misses of each."""
         lookup = lookup or cache.create_lookup()
@@ -141,7 +139,7 @@ class CacheContract:
                 buffer[start:stop][found[start:stop]] = vectors[start:stop][found[start:stop]]
                 missed.stage(start, stop)
             missed.scatter(found)
-            missed.insert(found, always)
+            missed.insert(found)
         lookup.finish()
         return lookup.counts
 
@@ -494,19 +492,22 @@ class CacheContract:
             cache.insert(0, key, vectors_of(key, 4))
         np.testing.assert_array_equal(self.resident(cache, np.concatenate([b, c, d])), [False, True, True])
 
-    @pytest.mark.parametrize("always", [False, True])
-    def test_a_missed_key_evicts_none_that_is_in_use_unless_it_must(self, create: Create, always: bool):
-        cache, missed = create(spec(4), self.ways), distinct_keys(3, seed=13)
+    @pytest.mark.parametrize("inserted", [False, True])
+    def test_a_missed_key_evicts_none_that_is_in_use_and_an_inserted_one_does(self, create: Create, inserted: bool):
+        cache, new = create(spec(4), self.ways), distinct_keys(3, seed=13)
         keys, _evicted = self.crowd(cache)
         cache.insert(0, keys, vectors_of(keys, 4))
         used, evictions = cache.dump(0), cache.stats(0).evictions
         self.query(cache, used)
-        segment = self.segment(cache, 0, missed)
-        assert self.lookup(cache, [segment], missed, always=always) == [3]
-        np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(vectors_of(missed, 4, 1)))
-        assert cache.stats(0).evictions == evictions + 3 * always
-        assert self.resident(cache, used).all() == (not always)
-        assert self.resident(cache, missed).any() == always
+        if inserted:
+            cache.insert(0, new, vectors_of(new, 4, 1))
+        else:
+            segment = self.segment(cache, 0, new)
+            assert self.lookup(cache, [segment], new) == [3]
+            np.testing.assert_array_equal(bits(self.to_host(segment.out)), bits(vectors_of(new, 4, 1)))
+        assert cache.stats(0).evictions == evictions + 3 * inserted
+        assert self.resident(cache, used).all() == (not inserted)
+        assert self.resident(cache, new).any() == inserted
 
     def test_the_used_tenth_stays_while_others_stream_through(self, create: Create):
         cache = create(spec(4), 100 * self.ways)

@@ -33,8 +33,8 @@ SECONDS = 4.0
 WRITERS = 2
 _PAUSE_S = 0.003
 """Between two writes, so that lookups may admit what they read."""
-SMALL, LARGE = 3000, 40_000
-"""Keys of lookups that probe the map in the kernel of the query, and of those that order their misses first."""
+SMALL, LARGE = 1000, 40_000
+"""Keys of lookups that probe the map in the kernel of the query, though all miss, and of those that order misses first."""
 FAULTS = ("torn or another's", "stale or from the future", "lost", "invented", "not the default")
 Lookup = Callable[[Any, Any, Any], None]
 """lookup(keys, out, found) of CuPy's arrays; it may return before the device is done."""

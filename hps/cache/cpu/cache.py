@@ -92,12 +92,12 @@ class NumpyCache(EmbeddingCache):
     ) -> None:
         """Make vectors resident, replacing those of resident keys. See `EmbeddingCache.insert`."""
         own = self._checked(table, keys, vectors, "inserting into")
-        _insert(own, keys, vectors, _ALL, replace=True, always=True)
+        _insert(own, keys, vectors, _ALL, replace=True)
 
     def update(self, table: int, keys: KeyArray, vectors: FloatArray) -> None:
         """Replace the vectors of those keys that are resident. See `EmbeddingCache.update`."""
         own = self._checked(table, keys, vectors, "updating")
-        numpy_kernels.write(own.lines, own.vectors, own.state, keys, vectors, _ALL, True, False, True)
+        numpy_kernels.write(own.lines, own.vectors, own.state, keys, vectors, _ALL, True, False)
 
     def erase(self, table: int, keys: KeyArray) -> None:
         """Make keys non-resident."""
@@ -306,21 +306,21 @@ class NumpyMissedKeys(MissedKeys):
 
         POOL.run(self._count, _PIECE_KEYS, part)
 
-    def insert(self, found: BoolArray, always: bool = False) -> None:
+    def insert(self, found: BoolArray) -> None:
         """Insert the fetched vectors whose `found` is True. See `MissedKeys.insert`."""
         table = self._cache.open_tables()[self.segment.table]
-        _insert(table, self.keys, self._scratch.fetched, found, replace=False, always=always)
+        _insert(table, self.keys, self._scratch.fetched, found, replace=False)
 
 
-def _insert(table: HostTable, keys: KeyArray, vectors: FloatArray, chosen: BoolArray, replace: bool, always: bool) -> None:
+def _insert(table: HostTable, keys: KeyArray, vectors: FloatArray, chosen: BoolArray, replace: bool) -> None:
     lines, rows, state = table.lines, table.vectors, table.state
     if keys.size < _SHARED_KEYS:
-        numpy_kernels.write(lines, rows, state, keys, vectors, chosen, replace, True, always)
+        numpy_kernels.write(lines, rows, state, keys, vectors, chosen, replace, True)
         return
 
     def part(start: int, stop: int) -> None:
         piece = slice(start, stop)
-        numpy_kernels.write(lines, rows, state, keys[piece], vectors[piece], chosen[piece], replace, True, always)
+        numpy_kernels.write(lines, rows, state, keys[piece], vectors[piece], chosen[piece], replace, True)
 
     POOL.run(keys.size, _PIECE_KEYS, part)
 

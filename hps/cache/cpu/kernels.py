@@ -137,7 +137,7 @@ def _prefetch_rows(
             prefetch(row + byte)
 
 
-@kernel(void, _LINES, _ROWS, _WORDS, _KEYS, read_only(_ROWS), read_only(_FLAGS), boolean, boolean, boolean)
+@kernel(void, _LINES, _ROWS, _WORDS, _KEYS, read_only(_ROWS), read_only(_FLAGS), boolean, boolean)
 def write(
     lines: IndexArray,  # (sets, 16) int64
     vectors: FloatArray,  # (rows, dim) float32
@@ -147,12 +147,11 @@ def write(
     chosen: BoolArray,  # (n,) bool, or empty for all
     replace: bool,
     admit: bool,
-    always: bool,
 ) -> None:
     """Write vectors of the chosen keys: `replace` those of resident keys, `admit` keys that are not resident.
 
-    Unless both are set, keys to leave alone are found without owning their set. Unless `always`, a key evicts only one that is
-    idle, and is refused otherwise.
+    Unless both are set, keys to leave alone are found without owning their set. With `admit` alone, a key evicts only one that
+    is idle, and is refused otherwise.
     """
     n, row_bytes, sets = keys.size, 4 * vectors.shape[1], lines.shape[0]
     if sets == 0:
@@ -185,7 +184,7 @@ def write(
             continue
         if slot < 0:
             slot = victim(line, epoch)
-            if not always and not is_idle(line, slot, epoch):
+            if not replace and not is_idle(line, slot, epoch):
                 store_release_u16(line, version)
                 continue
             evicted += load_relaxed_u8(line + 2 + slot) != 0

@@ -20,7 +20,7 @@ SEGMENTS_AT_ONCE = 32
 """Segments that one launch can take; more need several launches."""
 TOO_MANY = 0xFFFFFFFF
 """What `unique` reports instead of a count where a segment has more misses than it sorts by itself."""
-REPLACE, ADMIT, ALWAYS = 1, 2, 4
+REPLACE, ADMIT = 1, 2
 """What `insert` may do: replace the vectors of resident keys, make other keys resident. ADMIT alone refuses some of them."""
 
 THREADS = 256
@@ -173,7 +173,7 @@ def fetch_blocks(dim: int) -> int:
 
     That is enough to hide the latency of the link. What is read at once should be together in the host's memory.
     """
-    return min(max(42_240 // (128 + 4 * dim), 33), 330)
+    return max(42_240 // (128 + 4 * dim), 33)
 
 
 def insert_kernel(unit: int, dim: int, parts: int = 1) -> Kernel:

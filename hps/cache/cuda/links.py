@@ -122,13 +122,16 @@ class AttachedTable:
     def changing(self) -> Iterator[None]:
         """Refuse admissions of what is read from the table before the end of the block; see `EmbeddingCache.changing`."""
         with self._lock, on_device(self._device_id):
-            self._changes += 1
             self._epoch += 2 if self._epoch & 1 else 1
-            self._write(_EPOCH_AT, self._epoch)
+            try:
+                self._write(_EPOCH_AT, self._epoch)
+            except CUDA_ERRORS as error:
+                raise DeviceError(f"telling CUDA device {self._device_id} of a modification: {error}") from error
+            self._changes += 1
         try:
             yield
         finally:
-            with self._lock, on_device(self._device_id):
+            with self._lock, on_device(self._device_id), suppress(*CUDA_ERRORS):  # an odd epoch admits nothing
                 self._changes -= 1
                 self._epoch += 2 if self._changes else 1
                 self._write(_EPOCH_AT, self._epoch)

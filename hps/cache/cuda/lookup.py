@@ -230,8 +230,9 @@ class CupyLookup(CacheLookup):
     def query(self, segments: Sequence[Segment]) -> int:
         """Copy resident vectors to their rows of `out`; list the rest. See `CacheLookup.query`.
 
-        One kernel and one wait for it if all keys are resident, or in attached tables and few; else a second of each, for the
-        misses of a large lookup in attached tables, and one more for the distinct keys that are left.
+        One kernel and one wait for it if all keys are resident, or in attached tables and few. The misses of a large lookup in
+        attached tables take the kernels of `cuda/link.cu`, and a second wait where the last lookup let expect none; the
+        distinct keys that are left, one more of each.
         """
         tables = self.memory.tables()
         self._links = list(self._attached)
@@ -275,10 +276,15 @@ class CupyLookup(CacheLookup):
                 if link.present is None:  # type: ignore[union-attr]
                     raise NotReadyError("looking up without waiting: a table was dropped from the in-process hash map")
         inline = sum([place.n for place in self.placed]) <= _INLINE_KEYS
-        self.launch_query(inline, settles=True)
-        if not inline:
-            self._launch_linked(settles=True)
-        self._admit(inline, captured)
+        try:
+            self.launch_query(inline, settles=True)
+            if not inline:
+                self._launch_linked(settles=True)
+            self._admit(inline, captured)
+        except CUDA_ERRORS:
+            if not captured:
+                self._clear()
+            raise
 
     @device_call("preparing the capture of a lookup")
     def prepare(self, segments: Sequence[Segment]) -> None:
@@ -337,7 +343,8 @@ class CupyLookup(CacheLookup):
         self._choose_stream(reader.streams)
         if self._busy and self._busy != self.stream + 1 and not captured:
             runtime.streamWaitEvent(self.stream, self._done.ptr)
-            self._busy = 0
+            runtime.eventRecord(self._done.ptr, self.stream)
+            self._busy = self.stream + 1
         if missing > self._capacity:
             self._reserve(missing)
 
@@ -712,7 +719,8 @@ class CupyLookup(CacheLookup):
         self._unfinished = False
 
     def _clear(self) -> None:
-        """Count misses from 0 again: a query may have ended without that."""
+        """Count misses from 0 again: a query may have ended without that, and its kernel may still wait for its turn."""
+        runtime.streamSynchronize(self.stream)
         runtime.memset(self._missing_counts, 0, 4 * (6 * len(self.memory.specs) + 2))
         runtime.streamSynchronize(0)  # which no other stream waits for
 
@@ -731,17 +739,19 @@ class CupyLookup(CacheLookup):
 
     def _reserve(self, keys: int) -> None:
         """Make room for that many misses; the lists hold nothing."""
-        self._capacity = keys = 1 << (keys - 1).bit_length()
+        keys = 1 << (keys - 1).bit_length()
+        self._capacity = 0  # what is freed below is not used again, if there is no memory for more
         start = self._lists.reserve(24 * keys)
         self._missing_keys, self.distinct = start, start + 8 * keys
         self._missing_positions, self.rows = start + 16 * keys, start + 20 * keys
         self._distinct_memory = PinnedBuffer()
         self._distinct_on_host_at, distinct = self._distinct_memory.take(8 * keys)
         self._distinct_on_host = distinct.view(np.int64)
+        self._capacity = keys
 
     def _reserve_link_lists(self) -> None:
         """Make room for what `cuda/link.cu` lists of as many keys as the other lists have room for."""
-        self._link_capacity = keys = self._capacity
+        keys, self._link_capacity = self._capacity, 0
         versions = 2 * 8 * kernels.STRIPES * kernels.SEGMENTS_AT_ONCE
         start = self._link_lists.reserve(_LINK_BYTES * keys + 4 * kernels.MOST_BINS + versions)
         self._versions = start
@@ -754,6 +764,7 @@ class CupyLookup(CacheLookup):
         self._slots = start + 4 * kernels.MOST_BINS
         start = self._slots + 8 * keys
         self._states, self._staged_found = start, start + keys
+        self._link_capacity = keys
 
 
 class CupyMissedKeys(MissedKeys):
@@ -818,7 +829,7 @@ class CupyMissedKeys(MissedKeys):
         lookup.launched()
 
     @device_call("inserting fetched vectors")
-    def insert(self, found: BoolArray, always: bool = False) -> None:
+    def insert(self, found: BoolArray) -> None:
         """Insert the fetched vectors whose `found` is True. See `MissedKeys.insert`."""
         lookup, table = self._lookup, self.memory.tables()[self._place.table]
         self._place_mask(found)
@@ -831,7 +842,7 @@ class CupyMissedKeys(MissedKeys):
             self._vectors,
             self._found,
             self.keys.size,
-            kernels.ADMIT | (kernels.ALWAYS if always else 0),
+            kernels.ADMIT,
             lookup.insert_arguments,
             lookup.stream,
         )

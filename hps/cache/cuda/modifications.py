@@ -36,7 +36,8 @@ class Modifications:
 
     Changes to a table run on the device in the order in which they were launched, whatever their streams. A query that
     begins when the call of a change has returned sees it. It does not wait for a change whose call still runs: lookups go on
-    beside a warm-up and a refresh, which do nothing else.
+    beside a warm-up and a refresh, which do nothing else. Admissions of what lookups read from attached tables are not ordered
+    here: the kernel refuses those that are too late (`AttachedTable.changing`).
 
     Attributes:
         launched: there was a change, which later ones are ordered after.

@@ -579,21 +579,18 @@ class CupyLookup(CacheLookup):
         placed, geometry, packed = self.placed, self.kernels.geometry, self.kernels.packed
         counts = self._staged_counts if inline else self._leader_counts
         asked = [
-            (index, place)
+            (index, place, link)
             for index, place in enumerate(placed)
-            if place.n and self._links[place.table] is not None and geometry[place.table][3]
+            if place.n and (link := self._links[place.table]) is not None and geometry[place.table][3]
         ]
         for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
             group = asked[start : start + kernels.SEGMENTS_AT_ONCE]
-            dims = [geometry[place.table][0] for _index, place in group]
+            dims = [geometry[place.table][0] for _index, place, _link in group]
             unit = min(kernels.unit_of(dim, 16) for dim in dims)
             parts = 1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE
             arguments = self._admit_arguments[parts]
             blocks = 0
-            for nth, (index, place) in enumerate(group):
-                link = self._links[place.table]
-                if link is None:
-                    raise NotReadyError("looking up an attached table: it was detached meanwhile; try again")
+            for nth, (index, place, link) in enumerate(group):
                 at = nth * kernels.PART_BYTES
                 arguments.bytes[at : at + kernels.TABLE.size] = packed[place.table]
                 rows = place.n if inline else min(place.n, _STAGED_BYTES // (4 * geometry[place.table][0]))

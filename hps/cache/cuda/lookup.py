@@ -241,9 +241,8 @@ class CupyLookup(CacheLookup):
             self.changes.show(self.stream)
         self._flags[:3] = 0
         self.linked = self.absent = ()
-        attached = self._find_layouts()
         try:
-            self.counts = self._answer(attached)
+            self.counts = self._answer()
         except CUDA_ERRORS:
             self._clear()
             raise
@@ -348,57 +347,55 @@ class CupyLookup(CacheLookup):
         if missing > self._capacity:
             self._reserve(missing)
 
-    def _answer(self, attached: bool) -> list[int]:
+    def _answer(self) -> list[int]:
         """Answer what the cache and attached tables have; returns how many keys of each segment are left.
 
         Where recent lookups missed keys that attached tables had, all is launched at once; else what misses need comes once
         something has missed, so that lookups of resident keys cost what they do without attached tables.
         """
+        expects = self._missing_share > 0.0
+        if not expects:
+            self.launch_query()
+            self._synchronise()
+            if not self._flags[0]:
+                return [0] * len(self.placed)
+        attached = self._find_layouts()
         total = sum([place.n for place in self.placed])
-        expects = attached and self._missing_share > 0.0
         inline = attached and total <= _INLINE_KEYS and total * self._missing_share <= _INLINE_MISSES
-        self.launch_query(inline and expects)
         if expects:
+            self.launch_query(inline)
+        elif inline:  # ask again: that is quicker than to order few misses
+            self._flags[0] = 0
+            runtime.memsetAsync(self._missing_counts, 0, 4 * len(self._dims), self.stream)
+            self.launch_query(inline)
+        if attached:
             if not inline:
                 self._launch_linked()
             runtime.eventRecord(self._answered.ptr, self.stream)
             self._admit(inline)
             runtime.eventSynchronize(self._answered.ptr)
             self._unfinished = False
-        else:
+        elif expects:
             self._synchronise()
-            if inline and self._flags[0]:  # ask again: that is quicker than to order few misses
-                self._flags[0] = 0
-                runtime.memsetAsync(self._missing_counts, 0, 4 * len(self._dims), self.stream)
-                self.launch_query(link=True)
-                self._synchronise()
         self._listed_keys, self.missing_positions = self._missing_keys, self._missing_positions
         self._listed_counts = self._missing_counts
-        missed, staged, _left = self._flags[:3].tolist()
-        if attached:
-            if inline:
-                if staged:
-                    self._read_reports()
-                    if not expects:
-                        self._admit(inline)
-            elif missed:
-                if not expects:
-                    self._launch_linked()
-                    self._synchronise()
-                    self._admit(inline)
-                tallies = self._tallies[: len(self.placed)].tolist()
-                self.linked, self.absent = [linked for linked, _ in tallies], [absent for _, absent in tallies]
-                missed = int(self._flags[2])
-                self._listed_keys, self.missing_positions = self._left_keys, self._left_positions
-                self._listed_counts = self._left_counts
-            share, before = (sum(self.linked) + sum(self.absent)) / max(total, 1), self._missing_share / 8
-            self._missing_share = max(share, before if before > _LEAST_SHARE else 0.0)
+        missed, staged, left = self._flags[:3].tolist()
+        if inline and staged:
+            self._read_reports()
+        elif attached and not inline and missed:
+            tallies = self._tallies[: len(self.placed)].tolist()
+            self.linked, self.absent = [linked for linked, _ in tallies], [absent for _, absent in tallies]
+            missed = left
+            self._listed_keys, self.missing_positions = self._left_keys, self._left_positions
+            self._listed_counts = self._left_counts
+        share, before = (sum(self.linked) + sum(self.absent)) / max(total, 1), self._missing_share / 8
+        self._missing_share = max(share, before if before > _LEAST_SHARE else 0.0)
         if not missed:
             return [0] * len(self.placed)
         self._launch_unique()
         self._synchronise()
-        left: list[int] = self._totals[: len(self.placed), 0].tolist()
-        return left
+        counts: list[int] = self._totals[: len(self.placed), 0].tolist()
+        return counts
 
     def _find_layouts(self) -> bool:
         """Hold the layouts of the segments' attached tables; returns whether there are any."""

@@ -3,7 +3,6 @@
 import asyncio
 import gzip
 import json
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -217,10 +216,9 @@ def test_an_endless_head_is_dropped(fake):
 def test_a_client_that_does_not_read_its_answer_is_dropped(fake):
     body = b'{"tables": {"item": [%s]}}' % b", ".join([b"1"] * 1000)
     with running_service(document(answer_timeout_s=0.3), fake) as service, service.connect() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.settimeout(1)
-        with suppress(TimeoutError, ConnectionError):
-            for _ in range(2000):  # until the buffers of both sides are full
+        connection.settimeout(60)
+        with suppress(ConnectionError):
+            for _ in range(2000):  # their answers fill the buffers of both sides many times
                 connection.sendall(head(Content_Length=len(body)) + body)
         wait_until(lambda: service.connections == 0, "the connection is gone")
         wait_until(lambda: is_idle(service), "its lookups are done")

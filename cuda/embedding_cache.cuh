@@ -81,6 +81,16 @@ __device__ __forceinline__ i64 filler_of(const Table& table, u32 pair) {
     return pair == table.zero_pair ? table.zero_filler : 0;
 }
 
+// The sum of the values of this lane and those before it; for whole warps.
+__device__ __forceinline__ u32 sum_to(u32 value, u32 lane) {
+#pragma unroll
+    for (u32 step = 1; step < 32; step *= 2) {
+        const u32 other = __shfl_up_sync(FULL_WARP, value, step);
+        if (lane >= step) value += other;
+    }
+    return value;
+}
+
 __device__ __forceinline__ i64 key_of(u32 low, u32 high) {
     return static_cast<i64>(static_cast<u64>(high) << 32 | low);
 }

@@ -94,12 +94,7 @@ struct Parts {
         const u32 lane = threadIdx.x % 32;
         count = lane < request.segment_count ? counts[request.segments[lane].index] : 0;
         const u32 parts = (count + size - 1) / size;
-        u32 sum = parts;
-#pragma unroll
-        for (u32 step = 1; step < 32; step *= 2) {
-            const u32 other = __shfl_up_sync(FULL_WARP, sum, step);
-            if (lane >= step) sum += other;
-        }
+        const u32 sum = sum_to(parts, lane);
         first_part = sum - parts;
         total = __shfl_sync(FULL_WARP, sum, 31);
     }
@@ -167,12 +162,7 @@ extern "C" __global__ void __launch_bounds__(PLACE_THREADS) place(const __grid_c
     __shared__ u32 starts[PLACE_THREADS + 1], sums[PLACE_THREADS / 32];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 bins = request.segment_count << request.bin_bits;
-    u32 sum = threadIdx.x < bins ? request.bins[threadIdx.x] : 0;
-#pragma unroll
-    for (u32 step = 1; step < 32; step *= 2) {
-        const u32 other = __shfl_up_sync(FULL_WARP, sum, step);
-        if (lane >= step) sum += other;
-    }
+    u32 sum = sum_to(threadIdx.x < bins ? request.bins[threadIdx.x] : 0, lane);
     if (lane == 31) sums[warp] = sum;
     __syncthreads();
     for (u32 w = 0; w < warp; ++w) sum += sums[w];

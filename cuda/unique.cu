@@ -47,12 +47,7 @@ static_assert(sizeof(Unique) == 48 + 8 * HPS_SEGMENTS, "hps/cache/cuda/kernels.p
 __device__ __forceinline__ u32 sum_before(u32 value, u32& total) {
     __shared__ u32 sums[THREADS / 32];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    u32 sum = value;
-#pragma unroll
-    for (u32 step = 1; step < 32; step *= 2) {
-        const u32 other = __shfl_up_sync(FULL_WARP, sum, step);
-        if (lane >= step) sum += other;
-    }
+    const u32 sum = sum_to(value, lane);
     if (lane == 31) sums[warp] = sum;
     __syncthreads();
     u32 before = 0;

@@ -270,8 +270,9 @@ class Deployment:
     def prefetch(self, index: int, keys: KeyArray, device_id: int | None) -> int:
         """Make keys of a table resident; see `HPS.prefetch`."""
         sessions = dict.fromkeys(self.sessions.values() if device_id is None else [self.session(device_id)])
+        distinct = np.unique(keys)
         with self.changes:
-            return max(session.prefetch(index, np.unique(keys)) for session in sessions)
+            return max(session.prefetch(index, distinct) for session in sessions)
 
     def refresh(self, share: float | None = None) -> dict[str, RefreshReport]:
         """Read the vectors of all resident keys again; see `HPS.refresh`."""

@@ -226,15 +226,7 @@ class HPS:
         """
         deployment = self.model(model_name)
         session = deployment.session(device_id, tables, out)
-        segments = named_segments(
-            tables,
-            out,
-            deployment.table_index,
-            deployment.indices,
-            deployment.tables,
-            on_cuda=session.on_cuda,
-            with_found=return_found,
-        )
+        segments = _named(deployment, session, tables, out, return_found)
         _answer(session, segments, wait)
         vectors = dict(zip(tables, (segment.out for segment in segments), strict=True)) if out is None else dict(out)
         if return_found:
@@ -350,16 +342,7 @@ class HPS:
 
         def record(deployment: Deployment) -> RecordedLookup:
             session = deployment.session(device_id)
-            segments = named_segments(
-                tables,
-                out,
-                deployment.table_index,
-                deployment.indices,
-                deployment.tables,
-                on_cuda=session.on_cuda,
-                with_found=False,
-            )
-            return session.record(segments)
+            return session.record(_named(deployment, session, tables, out, with_found=False))
 
         return CapturedLookup(partial(self.model, model_name), record)
 
@@ -813,6 +796,20 @@ class HPS:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+
+def _named(
+    deployment: Deployment, session: Session, tables: Mapping[Any, Any], out: Mapping[Any, Any] | None, with_found: bool
+) -> list[Segment]:
+    return named_segments(
+        tables,
+        out,
+        deployment.table_index,
+        deployment.indices,
+        deployment.tables,
+        on_cuda=session.on_cuda,
+        with_found=with_found,
+    )
 
 
 def _answer(session: Session, segments: Sequence[Segment], wait: bool) -> None:

@@ -8,12 +8,12 @@ import numpy as np
 from numba import int64, void
 
 from hps.hashing import mix
+from hps.lookup.chain import Landed
 from hps.lookup.fences import TableFence
 from hps.metrics import Metrics
 from hps.numba_kernels import compile_kernels, kernel, read_only
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
-Landed = Callable[[int, int], object]
 Fetch = Callable[[TableSpec, KeyArray, FloatArray, BoolArray, Landed | None], int]
 _WORDS = int64[::1]
 _KEYS = read_only(_WORDS)

@@ -189,7 +189,8 @@ def _report(cache: EmbeddingCache, chosen: MissPaths, refusals: Mapping[str, Seq
     linked = [table.table_name for table, path in zip(cache.tables, chosen.paths, strict=True) if path == "link"]
     if linked:
         _log.info("%s: misses of %s are answered from host memory by the device", where, ", ".join(linked))
+    level = logging.DEBUG if cache.device == "cpu" else logging.INFO  # where nobody would expect anything else
     for reason, names in refusals.items():
-        _log.info("%s: misses of %s are answered through the host: %s", where, ", ".join(names), reason)
+        _log.log(level, "%s: misses of %s are answered through the host: %s", where, ", ".join(names), reason)
     for dim, timing in chosen.timings.items():
         _log.info("%s: misses of width %d: %s", where, dim, timing)

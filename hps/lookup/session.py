@@ -238,17 +238,8 @@ class CachedSession:
 
     def prefetch(self, table: int, keys: KeyArray) -> int:
         """Make keys resident. See `Session.prefetch`."""
-        spec, have = self.tables[table], 0
-        fence = self._chain.fence(spec)
-        for start in range(0, keys.size, _PREFETCH_ROWS):
-            part = keys[start : start + _PREFETCH_ROWS]
-            token = fence.token()
-            vectors, found = np.empty((part.size, spec.dim), np.float32), np.zeros(part.size, np.bool_)
-            have += self._chain.fetch(spec, part, vectors, found)
-            with fence.filling(token) as allowed:
-                if allowed:
-                    self.cache.insert(table, part[found], vectors[found])
-        return have
+        starts = range(0, keys.size, _PREFETCH_ROWS)
+        return sum(int(np.count_nonzero(self._fill(table, keys[start : start + _PREFETCH_ROWS]))) for start in starts)
 
     def resident(self, table: int, key: KeyArray, out: FloatArray) -> bool:
         """Whether a key is in the embedding cache. See `Session.resident`."""
@@ -317,18 +308,22 @@ class CachedSession:
 
     def _insert(self, table_index: int, keys: KeyArray) -> None:
         try:
-            table = self.tables[table_index]
-            fence = self._chain.fence(table)
-            token = fence.token()
-            vectors = np.empty((keys.size, table.dim), np.float32)
-            found = np.zeros(keys.size, np.bool_)
-            self._coalescer.fetch(table, fence, keys, vectors, found)
-            with fence.filling(token) as allowed:
-                if allowed:
-                    self.cache.insert(table_index, keys[found], vectors[found])
-            self._count_defaults(table_index, found)
+            self._count_defaults(table_index, self._fill(table_index, keys))
         finally:
             self._done(table_index, keys)
+
+    def _fill(self, table_index: int, keys: KeyArray) -> BoolArray:
+        """Fetch distinct keys and make resident what some tier has: returns which those are."""
+        table = self.tables[table_index]
+        fence = self._chain.fence(table)
+        token = fence.token()
+        vectors = np.empty((keys.size, table.dim), np.float32)
+        found = np.zeros(keys.size, np.bool_)
+        self._coalescer.fetch(table, fence, keys, vectors, found)
+        with fence.filling(token) as allowed:
+            if allowed:
+                self.cache.insert(table_index, keys[found], vectors[found])
+        return found
 
     def _done(self, table_index: int, keys: KeyArray) -> None:
         with self._pending_lock:

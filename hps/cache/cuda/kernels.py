@@ -31,6 +31,8 @@ PLACE_THREADS = 1024
 STRIPES = 1024
 """Of a table: their versions tell readers what was changed."""
 LINK_KERNELS = ("mark", "place", "fetch", "check", "mend", "spread")
+MOST_HOST_SEGMENTS = 16
+"""Of a table in host memory."""
 MOST_BINS = 1024
 """Bins of the misses of a large lookup, over all its tables."""
 
@@ -215,6 +217,20 @@ def tile_blocks(items: int) -> int:
 def sorted_blocks(misses: int) -> int:
     """Blocks of UNIQUE_THREADS for mark_heads and rank_sorted."""
     return -(-misses // UNIQUE_THREADS)
+
+
+def host_layout(words: list[int], where: int, slabs: int, slab_count: int) -> bytes:
+    """A table's layout as `cuda/host_table.cuh` has it.
+
+    Args:
+        words: those of its `HostLayout`.
+        where: the address that it will have on the device.
+        slabs: the address of the addresses of its slabs there.
+        slab_count: how many they are.
+    """
+    _, slab_shift, row_bytes, _, segment_bits, versions, *segments = words
+    rest = [0] * (2 * MOST_HOST_SEGMENTS - len(segments))
+    return HOST_LAYOUT.pack(where, slabs, versions, slab_count, slab_shift, row_bytes, segment_bits, *segments, *rest)
 
 
 def bin_bits(segments: int) -> int:

@@ -18,10 +18,7 @@ from hps.host_tables import HostLayout, HostTable
 
 _log = logging.getLogger(__name__)
 
-_MOST_SEGMENTS = 16
 _SLABS_AT = 512  # bytes from the start of a layout's device memory to its slab addresses
-_HEAD_WORDS = 6  # of HostLayout.words, before the segments
-_SHIFT, _ROW_BYTES, _SEGMENT_BITS, _VERSIONS = 1, 2, 4, 5  # positions in HostLayout.words
 _EPOCH_AT, _COUNTERS_AT = 8, 16  # bytes from the start of a link
 
 
@@ -62,20 +59,10 @@ class DeviceLayout:
 
     def __init__(self, host: HostLayout, stream: Any) -> None:
         self.host = host
-        words, slabs = host.words.tolist(), np.ascontiguousarray(host.slabs)
+        slabs = np.ascontiguousarray(host.slabs)
         self._memory = cupy.cuda.Memory(_SLABS_AT + max(slabs.nbytes, 8))
         self.where = int(self._memory.ptr)
-        segments = (words[_HEAD_WORDS:] + [0] * (2 * _MOST_SEGMENTS))[: 2 * _MOST_SEGMENTS]
-        head = kernels.HOST_LAYOUT.pack(
-            self.where,
-            self.where + _SLABS_AT,
-            words[_VERSIONS],
-            slabs.size,
-            words[_SHIFT],
-            words[_ROW_BYTES],
-            words[_SEGMENT_BITS],
-            *segments,
-        )
+        head = kernels.host_layout(host.words.tolist(), self.where, self.where + _SLABS_AT, slabs.size)
         packed = np.frombuffer(head.ljust(_SLABS_AT, b"\0") + slabs.tobytes(), np.uint8)
         copy_to_device(self.where, packed.ctypes.data, packed.nbytes, stream.ptr)
         stream.synchronize()

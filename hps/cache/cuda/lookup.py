@@ -426,15 +426,7 @@ class CupyLookup(CacheLookup):
         reports = self._reports_at
         for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
             group = asked[start : start + kernels.SEGMENTS_AT_ONCE]
-            alignment = widths = widest = 0
-            for _index, place in group:
-                dim = geometry[place.table][0]
-                alignment |= place.out
-                widths |= dim
-                if dim > widest:
-                    widest = dim
-            segments = 1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE
-            unit = kernels.unit_of(widths, alignment)
+            unit, widest, segments = self._shape_of(group)
             per_warp = kernels.query_keys_per_warp(total, widest)
             per_block = kernels.query_keys_per_block(per_warp)
             arguments = (self._link_query_arguments if link else self._query_arguments)[segments]
@@ -480,6 +472,17 @@ class CupyLookup(CacheLookup):
             )
             launch(self.kernels.query(unit, widest, segments, link), blocks, kernels.QUERY_THREADS, arguments, self.stream)
 
+    def _shape_of(self, group: Sequence[tuple[int, PlacedSegment]]) -> tuple[int, int, int]:
+        """What a group of segments asks of a kernel: floats that a lane moves at once, the widest row, how many segments."""
+        alignment = widths = widest = 0
+        for _index, place in group:
+            dim = self._dims[place.table]
+            alignment |= place.out
+            widths |= dim
+            if dim > widest:
+                widest = dim
+        return kernels.unit_of(widths, alignment), widest, 1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE
+
     def _link_of(self, index: int, settles: bool) -> tuple[int, int, int, float, int]:
         """What a query must know of the attached table of a segment: layout, link, staged, default_value, authoritative."""
         table = self.placed[index].table
@@ -499,14 +502,7 @@ class CupyLookup(CacheLookup):
         slots = 1 << (2 * total - 1).bit_length()
         for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
             group = asked[start : start + kernels.SEGMENTS_AT_ONCE]
-            widths = widest = alignment = 0
-            for _index, place in group:
-                dim = geometry[place.table][0]
-                alignment |= place.out
-                widths |= dim
-                widest = max(widest, dim)
-            segments = 1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE
-            unit = kernels.unit_of(widths, alignment)
+            unit, widest, segments = self._shape_of(group)
             arguments = self._linked_arguments[segments]
             for nth, (index, place) in enumerate(group):
                 where, link, staged, default_value, authoritative = self._link_of(index, settles)

@@ -11,7 +11,10 @@ import pytest
 
 from hps.cache.cuda import kernels
 from hps.cache.cuda.kernels import Kernel, KernelCache
+from hps.databases.hash_map import layout
+from hps.databases.hash_map.database import HashMapDatabase
 from hps.hashing import mix
+from tests.fakes.populating_pinner import PopulatingPinner
 
 HEADINGS = ["PURPOSE", "ARRAYS", "LAUNCH", "INVARIANTS", "RACES", "TWIN"]
 FILES = sorted(path.stem for path in (Path(__file__).parents[3] / "cuda").glob("*.cu"))
@@ -92,6 +95,32 @@ def test_the_home_of_a_key_is_that_of_the_mixing_hash():
         homes = [kernels.home_of(key, pairs) for key in keys]
         assert homes == [(int(np.uint64(mix(np.int64(key)))) % 2**64 >> 32) * 2 * pairs >> 32 for key in keys]
         assert all(0 <= home < 2 * pairs for home in homes)
+
+
+@pytest.mark.parametrize("rows", [1, 100_000])
+def test_a_table_of_the_hash_map_is_described_as_the_kernels_read_it(rows: int):
+    database, pinner = HashMapDatabase(), PopulatingPinner()
+    database.open_table("t", 3)
+    database.insert("t", np.arange(rows), np.zeros((rows, 3), np.float32))
+    table = database.host_table("t")
+    table.pin(pinner)
+    words, slabs = table.layout().words.tolist(), table.layout().slabs
+    packed = kernels.HOST_LAYOUT.unpack(kernels.host_layout(words, 64, 576, slabs.size))
+    assert packed[:2] == (64, 576)
+    positions = layout.VERSIONS, layout.SLAB_SHIFT, layout.VECTOR_BYTES, layout.SEGMENT_BITS
+    assert packed[2:7] == (words[positions[0]], slabs.size, *(words[position] for position in positions[1:]))
+    segments = words[layout.SEGMENTS :]
+    assert packed[7:] == (*segments, *[0] * (2 * kernels.MOST_HOST_SEGMENTS - len(segments)))
+    database.close()
+
+
+def test_kernels_and_hash_map_agree_on_its_measures():
+    text = kernels.source("link")
+    said = {name: int(value) for name, value in re.findall(r"^constexpr u32 (\w+) = (\d+);", text, re.MULTILINE)}
+    assert said["HOST_BUCKET"] == layout.BUCKET_BYTES
+    assert said["VERSION_BYTES"] == layout.VERSION_BYTES
+    assert 1 << said["STRIPE_BITS"] == layout.STRIPES == kernels.STRIPES
+    assert said["MOST_SEGMENTS"] == kernels.MOST_HOST_SEGMENTS
 
 
 @pytest.mark.parametrize("pairs", [2, 3, 17, 599_187])

@@ -15,7 +15,7 @@ import numpy as np
 
 from hps.cache.base import EmbeddingCache
 from hps.configuration.load import Configuration, ModelConfig
-from hps.databases.base import Database, InProcessDatabase, PersistentDatabase
+from hps.databases.base import Database, InProcessDatabase, LogPosition, PersistentDatabase, RowChanges, SharedDatabase
 from hps.errors import (
     DatabaseError,
     InvalidInputError,
@@ -42,7 +42,7 @@ from hps.open_calls import OpenCalls
 from hps.progress import Progress
 from hps.registry import implementation
 from hps.tensors.dlpack import cuda_device_of
-from hps.types import FloatArray, KeyArray, TableSpec
+from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
 
@@ -252,6 +252,45 @@ class Deployment:
         with self.changes:
             self.modified.set()
             self.chain.delete(self.tables[index], keys, apply, self._changing(index))
+
+    def follow_log(self, index: int) -> dict[str, LogPosition]:
+        """How far a table has followed the log of its updates, by partition; see `Database.follow_log`.
+
+        Raises:
+            DatabaseError: its databases keep no order of updates.
+        """
+        return self.chain.follow_log(self.tables[index])
+
+    def apply(self, index: int, changes: RowChanges, positions: Mapping[str, LogPosition]) -> int:
+        """Make changes of a log in every tier; see `Database.apply`. When it returns, every lookup that starts sees them.
+
+        Returns:
+            How many were not older than what was there.
+
+        Raises:
+            DatabaseError: the authoritative database failed; to be called again with the same changes.
+            NotReadyError: the deployment is closed.
+        """
+        table = self.tables[index]
+        shared = isinstance(self.chain.databases[-1], SharedDatabase)
+
+        def tell(latest: BoolArray | None) -> None:
+            if latest is None:
+                keys, vectors, gone = changes.keys[:0], changes.vectors[:0], changes.keys
+            else:
+                keys, vectors, gone = changes.at(latest).split()
+                if shared:  # others, who are ahead, wrote what is there: it is not in our caches
+                    gone = np.concatenate([gone, changes.keys[~latest]])
+            for cache in self._all_caches():
+                if keys.size:
+                    cache.update(index, keys, vectors)
+                if gone.size:
+                    cache.erase(index, gone)
+
+        with self.changes:
+            self.modified.set()
+            latest = self.chain.apply(table, changes, positions, tell, self._changing(index))
+            return int(np.count_nonzero(latest))
 
     def row(self, index: int, key: int) -> Row:
         """One row of a table, and where it is; see `HPS.row`."""

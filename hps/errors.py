@@ -25,6 +25,8 @@
     │   ├── DatabaseCorruptError
     │   ├── ReadOnlyError                             it is configured as read-only
     │   └── TableWidthError      (ValueError)         a table holds vectors of another width
+    ├── UpdateLogError           (RuntimeError)       a log of online updates failed, or cannot be reached
+    ├── UpdateFormatError        (ValueError)         a message of a log of online updates cannot be read
     └── DeviceError              (RuntimeError)       CUDA failed
         └── DeviceMemoryError    (MemoryError)        a cache does not fit into the device's memory
 
@@ -140,6 +142,19 @@ class ReadOnlyError(DatabaseError):
 
 class TableWidthError(DatabaseError, ValueError):
     """A table exists with vectors of another width."""
+
+
+class UpdateLogError(HPSError, RuntimeError):
+    """A log of online updates failed, or cannot be reached."""
+
+
+class UpdateFormatError(HPSError, ValueError):
+    """A message of a log of online updates cannot be read as changes of a table."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        """What is wrong, in the words of the metric `hps_update_dead_letters_total`."""
 
 
 class DeviceError(HPSError, RuntimeError):

@@ -6,7 +6,7 @@ Ours stand in `IMPLEMENTATIONS`. Any installed package adds its own through entr
     my_store = "my_package.store:MyDatabase"
 
 Entry points are read only when a name is not one of ours: never by `import hps`, never by a lookup. Ours win over an entry
-point of the same name. The group `hps.update_sources` is reserved. docs/extending.md shows a whole package.
+point of the same name. docs/extending.md shows a whole package.
 """
 
 import inspect
@@ -62,6 +62,16 @@ IMPLEMENTATIONS: dict[str, dict[str, Ours]] = {
         "s3a": Ours("hps.filesystems.s3:S3FileSystem"),
         "gs": Ours("hps.filesystems.gcs:GcsFileSystem", "pip install 'hps-server[gcs]'"),
     },
+    "update_log": {
+        "kafka_message_queue": Ours(
+            "hps.updates.kafka:KafkaLog", "pip install 'hps-server[kafka]'", "update_source", ("kafka_mq", "kafka")
+        ),
+        "redis_stream": Ours("hps.updates.redis_streams:RedisStreamLog", _CORE, "update_source", ("redis_streams",)),
+    },
+    "update_log_writer": {
+        "kafka_message_queue": Ours("hps.updates.kafka:KafkaWriter", "pip install 'hps-server[kafka]'"),
+        "redis_stream": Ours("hps.updates.redis_streams:RedisStreamWriter"),
+    },
     "format": {
         "npy": Ours("hps.formats.numpy_files:NpyFiles"),
         "npz": Ours("hps.formats.numpy_files:NpzArchive"),
@@ -75,6 +85,8 @@ _BASES = {
     "database": "hps.databases.base:Database",
     "filesystem": "hps.filesystems.base:FileSystem",
     "format": "hps.formats.base:ArraySource",
+    "update_log": "hps.updates.base:UpdateLog",
+    "update_log_writer": "hps.updates.base:UpdateLogWriter",
 }
 
 

@@ -28,6 +28,7 @@ from hps.configuration.fields import (
     NonNegative,
     Older,
     Positive,
+    Real,
     Secret,
     Share,
     Timeout,
@@ -90,8 +91,8 @@ OverflowPolicy: TypeAlias = Annotated[
     choice("evict_random|random", "evict_least_used|least_used", "evict_oldest|oldest"),
 ]
 UpdateSourceType: TypeAlias = Annotated[
-    Literal["null", "kafka_message_queue"],
-    choice("null|none", "kafka_message_queue|kafka_mq|kafka"),
+    Literal["null", "kafka_message_queue", "redis_stream"],
+    choice("null|none", "kafka_message_queue|kafka_mq|kafka", "redis_stream|redis_streams"),
 ]
 
 
@@ -219,7 +220,7 @@ class ModelSourceConfig(Section):
 
 
 class UpdateSourceConfig(Section):
-    """`update_source`: where online updates come from."""
+    """`update_source`: the log where online updates come from."""
 
     model_config = ConfigDict(title="update_source")
 
@@ -228,12 +229,25 @@ class UpdateSourceConfig(Section):
     metadata_refresh_interval_ms: Annotated[Whole, Field(ge=10, le=INT32_MAX)] = 30_000
     receive_buffer_size: Annotated[Whole, Field(ge=1024, le=INT32_MAX)] = 262_144
     poll_timeout_ms: Positive = 500
-    max_batch_size: Positive = 8192
+    max_batch_size: Positive = 65_536
     failure_backoff_ms: NonNegative = 50
     max_commit_interval: Positive = 32
 
-    @model_validator(mode="after")
-    def _note_what_is_missing(self, info: ValidationInfo) -> Self:
-        if self.type != "null":
-            notices_of(info).warnings.append(f"update_source {self.type} is not implemented: no online updates are consumed")
-        return self
+    config: Annotated[dict[str, str | int | float | bool], Field(repr=False)] = {}
+    address: Annotated[str, _used_when("type", "redis_stream", check_addresses)] = "127.0.0.1:6379"
+    user_name: str = "default"
+    password: Secret = ""
+    enable_tls: Flag = False
+    tls_ca_certificate: TlsFile = "cacertbundle.crt"
+    tls_client_certificate: TlsFile = ""
+    tls_client_key: TlsFile = ""
+    tls_server_name_identification: str = ""
+    group: str = ""
+    begin: Literal["earliest", "latest"] = "earliest"
+    read_ahead_bytes: Bytes = 64 << 20
+    max_message_bytes: Bytes = 64 << 20
+    device_share: Annotated[Real, Field(gt=0, le=1)] = 0.5
+    dead_letters: str = ""
+    dead_letter_bytes: Bytes = 1 << 30
+    ready_lag_s: Annotated[Real, Field(ge=0)] | None = None
+    ready_wait_s: Timeout = 300.0

@@ -9,7 +9,7 @@
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
@@ -53,6 +53,49 @@ class LoadRecord:
     @property
     def complete(self) -> bool:
         return self.rows_done == self.rows_total
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowChanges:
+    """Changes of rows of one table, each with its place in the order of all changes of the table. *Immutable.*
+
+    Attributes:
+        keys: (n,) int64, distinct.
+        vectors: (n, dim) float32; what stands there for a deleted row says nothing.
+        sequences: (n,) int64, at least 1: of two changes of a row the one with the higher sequence is the later one.
+        deleted: (n,) bool, True where the row is removed; None where none is.
+    """
+
+    keys: KeyArray
+    vectors: FloatArray
+    sequences: IndexArray
+    deleted: BoolArray | None = None
+
+    def at(self, rows: BoolArray) -> "RowChanges":
+        """Those of the rows that are marked, (n,)."""
+        if rows.all():
+            return self
+        deleted = None if self.deleted is None else self.deleted[rows]
+        return RowChanges(self.keys[rows], self.vectors[rows], self.sequences[rows], deleted)
+
+    def split(self) -> tuple[KeyArray, FloatArray, KeyArray]:
+        """The keys and vectors that are inserted, and the keys that are deleted."""
+        if self.deleted is None or not self.deleted.any():
+            return self.keys, self.vectors, self.keys[:0]
+        return self.keys[~self.deleted], self.vectors[~self.deleted], self.keys[self.deleted]
+
+
+@dataclass(frozen=True, slots=True)
+class LogPosition:
+    """How far a table has followed one partition of a log of online updates. *Immutable.*
+
+    Attributes:
+        position: of the last message that is applied, as the log writes it; empty before the first.
+        sequence: the highest one that a change in that partition had so far.
+    """
+
+    position: str
+    sequence: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +231,47 @@ class Database(ABC):
     @abstractmethod
     def delete(self, tag: str, keys: KeyArray) -> int:
         """Remove keys; returns how many distinct ones were there, -1 if the engine cannot say cheaply."""
+
+    def follow_log(self, tag: str) -> dict[str, LogPosition]:
+        """Keep the order of changes to an open table from now on, also over the next start if the rows stay that long.
+
+        Returns:
+            What `apply` was told last of each partition of the log, by its name; empty for a table that never followed one.
+
+        Raises:
+            DatabaseError: this database cannot.
+        """
+        raise DatabaseError(f"following a log of updates for table {tag}: databases of type {self.kind} cannot keep its order")
+
+    def apply(self, tag: str, changes: RowChanges, positions: Mapping[str, LogPosition]) -> BoolArray:
+        """Make those changes of a table that are not older than the last change of their row.
+
+        A row that was deleted is remembered as deleted at that sequence; one that only a load wrote is older than any change.
+        An `insert` or a `delete` is later than all changes that were applied before it, and earlier than those with a higher
+        sequence than these. The same change again is made again, and leaves the same row.
+
+        Args:
+            tag: of a table for which `follow_log` was called.
+            changes: what is to change; perhaps nothing.
+            positions: how far the log had been applied to *every* tier before these changes were read; it is stored with them,
+                so that after a crash at any moment the log is read from there, and what is then applied again changes nothing.
+
+        Returns:
+            (n,) bool: whether the row now is what the change makes of it; False where a later change had been made. All of it
+            is as durable as an `insert`.
+
+        Raises:
+            DatabaseError: each of the rows has its old or its new state, with the sequence that belongs to it.
+        """
+        raise DatabaseError(f"updating table {tag}: databases of type {self.kind} cannot keep the order of updates")
+
+    def copy_changes(self, tag: str, changes: RowChanges) -> None:
+        """Make changes that the database below has just made; a database that others write to, too, may only drop the rows."""
+        keys, vectors, deleted = changes.split()
+        if keys.size:
+            self.insert(tag, keys, vectors)
+        if deleted.size:
+            self.delete(tag, deleted)
 
     @abstractmethod
     def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:

@@ -3,14 +3,14 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TypeAlias
 
 import numpy as np
 
 from hps.background import BackgroundQueue
-from hps.databases.base import Database, InProcessDatabase, PersistentDatabase, SharedDatabase
+from hps.databases.base import Database, InProcessDatabase, LogPosition, PersistentDatabase, RowChanges, SharedDatabase
 from hps.errors import DatabaseError, NotReadyError, UnknownTableError
 from hps.host_tables import HostTable
 from hps.lookup.circuit_breaker import CircuitBreaker
@@ -388,6 +388,50 @@ class DatabaseChain:
             DatabaseError: the authoritative database failed; each of the keys is there or not.
         """
         self._modify(table, keys, lambda database: database.delete(table.tag, keys), then, changing)
+
+    def follow_log(self, table: TableSpec) -> dict[str, LogPosition]:
+        """As `Database.follow_log`, of the authoritative database.
+
+        Raises:
+            DatabaseError: there is none, or it cannot.
+        """
+        if not self._tiers:
+            raise DatabaseError(
+                f"following a log of updates for table {table.tag}: no database is configured that would keep them"
+            )
+        return self._tiers[-1].database.follow_log(table.tag)
+
+    def apply(
+        self,
+        table: TableSpec,
+        changes: RowChanges,
+        positions: Mapping[str, LogPosition],
+        then: Callable[[BoolArray | None], None],
+        changing: AbstractContextManager[object] | None = None,
+    ) -> BoolArray:
+        """Make changes of a log in every database, the authoritative one first, which says which of them are the latest.
+
+        Args:
+            changes, positions: as for `Database.apply`.
+            then: as for `insert`; is called with what `Database.apply` returned, or, after a failure, with None.
+            changing: as for `insert`.
+
+        Returns:
+            What `Database.apply` returned.
+
+        Raises:
+            DatabaseError: the authoritative database failed; each of the rows has its old or its new state.
+        """
+        latest: list[BoolArray] = []
+
+        def write(database: Database) -> None:
+            if database is self._tiers[-1].database:
+                latest.append(database.apply(table.tag, changes, positions))
+            else:
+                database.copy_changes(table.tag, changes.at(latest[0]))
+
+        self._modify(table, changes.keys, write, lambda written: then(latest[0] if written else None), changing)
+        return latest[0]
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for queued promotions; False when the timeout comes first."""

@@ -11,15 +11,27 @@ class TestRocksDatabase(DatabaseContract):
         ...
 """
 
+import itertools
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from hps.databases.base import Database, LoadRecord, PersistentDatabase
-from hps.errors import CapacityError, InvalidDtypeError, InvalidInputError, NotReadyError, TableWidthError, UnknownTableError
+from hps.databases.base import Database, LoadRecord, LogPosition, PersistentDatabase, RowChanges
+from hps.errors import (
+    CapacityError,
+    DatabaseError,
+    InvalidDtypeError,
+    InvalidInputError,
+    NotReadyError,
+    TableWidthError,
+    UnknownTableError,
+)
 from hps.types import BoolArray, FloatArray, KeyArray
 from tests.tables.readers import reading
 
@@ -60,11 +72,33 @@ def bits(vectors: FloatArray) -> np.ndarray:
     return vectors.view(np.uint32)
 
 
+def changes_of(
+    keys: KeyArray, sequence: int | Sequence[int], deleted: bool | Sequence[bool] = False, version: int = 0
+) -> RowChanges:
+    """Changes that are all upserts or all deletions, all at one sequence, unless they are given one by one."""
+    n = keys.size
+    sequences = np.broadcast_to(np.array(sequence, np.int64), n).copy()
+    gone = np.broadcast_to(np.array(deleted, np.bool_), n).copy()
+    return RowChanges(keys, vectors_of(keys, DIM, version), sequences, gone if gone.any() else None)
+
+
+def applied(
+    database: Database, tag: str, changes: RowChanges, positions: Mapping[str, LogPosition] | None = None
+) -> list[bool]:
+    latest = database.apply(tag, changes, positions or {})
+    assert latest.dtype == np.bool_
+    made: list[bool] = latest.tolist()
+    return made
+
+
 class DatabaseContract:
     """Subclass it, give the fixture `database` (fresh, empty, closed after the test) and `raw_rows`."""
 
     counts_deletes: ClassVar[bool] = True
     """Whether `delete` returns the number of removed rows, rather than -1."""
+
+    follows_logs: ClassVar[bool] = True
+    """Whether the database can keep the order of changes."""
 
     def raw_rows(self, database: Database, tag: str) -> dict[int, bytes]:
         """All rows of a table as key -> bytes of its vector, read without the methods under test."""
@@ -427,6 +461,174 @@ class DatabaseContract:
         table.load_chunk(TAG, np.concatenate([keys, keys]), vectors, LoadRecord("abc", 100, 100))
         table.finish_load(TAG)
         np.testing.assert_array_equal(fetched(table, TAG, keys, DIM)[0], vectors_of(keys, DIM, 2))
+
+    # -- updates of a log ---------------------------------------------------------------------------------------------
+
+    @pytest.fixture
+    def followed(self, table: Database) -> Database:
+        """A database whose open and empty table TAG follows a log."""
+        if not self.follows_logs:
+            with pytest.raises(DatabaseError, match=TAG):
+                table.follow_log(TAG)
+            pytest.skip("this database cannot keep the order of changes, and says so")
+        assert table.follow_log(TAG) == {}
+        return table
+
+    def rows_are(self, database: Database, versions: Mapping[int, int]) -> None:
+        """Compare all rows with those of these keys, each of the vector of a version."""
+        keys = np.array(list(versions), np.int64)
+        vectors = [vectors_of(keys[i : i + 1], DIM, version).tobytes() for i, version in enumerate(versions.values())]
+        assert self.raw_rows(database, TAG) == dict(zip(versions, vectors, strict=True))
+
+    def test_older_changes_are_refused_and_equal_and_newer_ones_made(self, followed: Database) -> None:
+        keys = distinct_keys(3)
+        a, b, c = keys.tolist()
+        assert applied(followed, TAG, changes_of(keys, [10, 20, 30], version=1)) == [True] * 3
+        assert applied(followed, TAG, changes_of(keys, 20, version=2)) == [True, True, False]
+        self.rows_are(followed, {a: 2, b: 2, c: 1})
+        assert applied(followed, TAG, changes_of(keys, [19, 20, 31], version=3)) == [False, True, True]
+        self.rows_are(followed, {a: 2, b: 3, c: 3})
+
+    def test_deleted_rows_are_remembered_and_nothing_shows_it(self, followed: Database) -> None:
+        keys = distinct_keys(4)
+        a, b, c, _ = keys.tolist()
+        assert applied(followed, TAG, changes_of(keys[:2], 10, version=1)) == [True] * 2
+        assert applied(followed, TAG, changes_of(keys, [20, 5, 20, 20], deleted=True)) == [True, False, True, True]
+        self.rows_are(followed, {b: 1})
+        assert applied(followed, TAG, changes_of(keys[2:], 19, version=2)) == [False] * 2
+        assert followed.fetch(TAG, keys, np.empty((4, DIM), np.float32), np.zeros(4, np.bool_)) == 1
+        assert followed.size(TAG) == followed.stats(TAG).rows == 1
+        assert [chunk.tolist() for chunk, _ in followed.scan(TAG, 10)] == [[b]]
+        assert followed.tags() == [TAG]
+        assert not followed.written_at(TAG, keys[[0, 2, 3]]).any()
+        assert applied(followed, TAG, changes_of(keys, [21, 21, 20, 19], [False, True, False, True], 3)) == [True] * 3 + [False]
+        self.rows_are(followed, {a: 3, c: 3})
+
+    def test_an_insert_and_a_delete_stand_between_what_was_applied_and_what_comes(self, followed: Database) -> None:
+        keys = distinct_keys(4)
+        a, b, c, d = keys.tolist()
+        assert applied(followed, TAG, changes_of(keys[[0, 1]], [7, 10], version=1)) == [True] * 2
+        followed.insert(TAG, keys[[0, 2]], vectors_of(keys[[0, 2]], DIM, 2))
+        followed.delete(TAG, keys[[1, 3]])
+        assert applied(followed, TAG, changes_of(keys, 10, version=3)) == [False] * 4
+        self.rows_are(followed, {a: 2, c: 2})
+        assert applied(followed, TAG, changes_of(keys, [12, 12, 13, 14], version=4)) == [True] * 4
+        self.rows_are(followed, {a: 4, b: 4, c: 4, d: 4})
+        followed.insert(TAG, keys, vectors_of(keys, DIM, 5))
+        assert applied(followed, TAG, changes_of(keys, [11, 12, 13, 14], version=6)) == [False] * 4
+        self.rows_are(followed, {a: 5, b: 5, c: 5, d: 5})
+
+    def test_rows_from_before_the_log_are_older_than_any_change(self, table: Database) -> None:
+        if not self.follows_logs:
+            pytest.skip("this database cannot keep the order of changes")
+        keys = distinct_keys(30)
+        table.load_chunk(TAG, keys[:20], vectors_of(keys[:20], DIM), LoadRecord("abc", 20, 20))
+        table.finish_load(TAG)
+        table.insert(TAG, keys[20:], vectors_of(keys[20:], DIM))
+        table.delete(TAG, keys[:5])
+        assert table.follow_log(TAG) == {}
+        assert applied(table, TAG, changes_of(keys, 1, version=1)) == [True] * 30
+        self.rows_are(table, dict.fromkeys(keys.tolist(), 1))
+
+    def test_positions_are_remembered_by_partition_with_and_without_changes(self, followed: Database) -> None:
+        keys = distinct_keys(2)
+        first = {f"{TAG}/0": LogPosition("17", 5), f"{TAG}/1": LogPosition("1700000000000-3", 2**62)}
+        applied(followed, TAG, changes_of(keys, 10), first)
+        assert followed.follow_log(TAG) == first
+        assert applied(followed, TAG, changes_of(keys[:0], 10), {f"{TAG}/0": LogPosition("18", 10)}) == []
+        assert applied(followed, TAG, changes_of(keys, 9), {f"{TAG}/2": LogPosition("")}) == [False] * 2
+        assert followed.follow_log(TAG) == {**first, f"{TAG}/0": LogPosition("18", 10), f"{TAG}/2": LogPosition("")}
+        self.rows_are(followed, dict.fromkeys(keys.tolist(), 0))
+
+    def test_each_table_has_an_order_of_its_own_until_it_is_dropped(self, followed: Database) -> None:
+        keys = distinct_keys(5)
+        followed.open_table(OTHER, DIM)
+        followed.follow_log(OTHER)
+        applied(followed, TAG, changes_of(keys, 10), {"p": LogPosition("1", 10)})
+        assert followed.follow_log(OTHER) == {}
+        assert applied(followed, OTHER, changes_of(keys, 5)) == [True] * 5
+        followed.drop_table(TAG)
+        followed.open_table(TAG, DIM)
+        assert followed.follow_log(TAG) == {}
+        assert applied(followed, TAG, changes_of(keys, 5, version=1)) == [True] * 5
+        self.rows_are(followed, dict.fromkeys(keys.tolist(), 1))
+        assert applied(followed, OTHER, changes_of(keys, 4)) == [False] * 5
+
+    def test_a_large_batch_of_upserts_and_deletions_is_applied_and_applied_again(self, followed: Database) -> None:
+        keys = distinct_keys(40_000)
+        random = np.random.default_rng(4)
+        changes = changes_of(keys, random.integers(50, 100, keys.size).tolist(), (random.random(keys.size) < 0.2).tolist())
+        for _ in range(2):
+            assert all(applied(followed, TAG, changes))
+            assert not any(applied(followed, TAG, changes_of(keys, 49, version=1)))
+        stays, vectors, gone = changes.split()
+        out, found = fetched(followed, TAG, keys, DIM)
+        np.testing.assert_array_equal(found, ~np.isin(keys, gone))
+        np.testing.assert_array_equal(out[found], vectors)
+        assert followed.size(TAG) == stays.size
+
+    def test_changes_are_copied_as_they_are(self, table: Database) -> None:
+        keys = distinct_keys(20)
+        table.insert(TAG, keys, vectors_of(keys, DIM))
+        table.copy_changes(TAG, changes_of(keys, 1, [i % 2 == 0 for i in range(20)], 1))
+        rows = self.raw_rows(table, TAG)
+        new = {key: vectors_of(keys[i : i + 1], DIM, 1).tobytes() for i, key in enumerate(keys.tolist()) if i % 2}
+        assert set(rows) <= set(new)  # a database that others write to, too, may drop the rows
+        assert all(rows[key] == new[key] for key in rows)
+
+    def test_of_threads_that_change_the_same_rows_the_latest_change_stays(self, followed: Database) -> None:
+        keys = distinct_keys(3000)
+        turns = itertools.count(1)
+        errors: list[Exception] = []
+
+        def change() -> None:
+            try:
+                while (sequence := next(turns)) <= 30:
+                    followed.apply(TAG, changes_of(keys, sequence, version=sequence), {})
+            except Exception as error:  # noqa: BLE001 - the test says so
+                errors.append(error)
+
+        threads = [threading.Thread(target=change) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not errors
+        np.testing.assert_array_equal(fetched(followed, TAG, keys, DIM)[0], vectors_of(keys, DIM, 30))
+
+    def test_updates_of_an_unknown_or_closed_table_are_refused(self, followed: Database) -> None:
+        changes = changes_of(distinct_keys(2), 1)
+        for call in (lambda: followed.follow_log(OTHER), lambda: followed.apply(OTHER, changes, {})):
+            with pytest.raises(UnknownTableError, match=OTHER):
+                call()
+        followed.close()
+        for call in (lambda: followed.follow_log(TAG), lambda: followed.apply(TAG, changes, {})):
+            with pytest.raises(NotReadyError):
+                call()
+
+    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(
+        history=st.lists(
+            st.tuples(st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True), st.booleans()), min_size=1, max_size=8
+        ),
+        data=st.data(),
+    )
+    def test_a_history_in_any_order_with_repeats_ends_in_the_rows_of_the_one_in_order(
+        self, followed: Database, history: list[tuple[list[int], bool]], data: st.DataObject
+    ) -> None:
+        followed.drop_table(TAG)
+        followed.open_table(TAG, DIM)
+        followed.follow_log(TAG)
+        keys = distinct_keys(6)
+        last: dict[int, int] = {}  # sequence of the last change of each key
+        order = data.draw(st.permutations([*range(len(history)), *data.draw(st.lists(st.sampled_from(range(len(history)))))]))
+        for message in order:
+            chosen, deleted = history[message]
+            made = applied(followed, TAG, changes_of(keys[chosen], message + 1, deleted, message + 1))
+            assert made == [last.get(key, 0) <= message + 1 for key in chosen]
+            last |= {key: max(last.get(key, 0), message + 1) for key in chosen}
+        rows = {int(keys[key]): sequence for key, sequence in last.items() if not history[sequence - 1][1]}
+        self.rows_are(followed, rows)
 
     # -- close --------------------------------------------------------------------------------------------------------
 

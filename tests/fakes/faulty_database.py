@@ -1,12 +1,12 @@
 """A database that fails on command, around a real one."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import numpy as np
 
-from hps.databases.base import Database, TableStats
+from hps.databases.base import Database, LogPosition, RowChanges, TableStats
 from hps.errors import DatabaseError
 from hps.types import BoolArray, FloatArray, KeyArray
 
@@ -81,6 +81,23 @@ class FaultyDatabase(Database):
         removed = self.inner.delete(tag, keys[self._half("delete", keys.size)])
         self._leave("delete")
         return removed
+
+    def follow_log(self, tag: str) -> dict[str, LogPosition]:
+        self._enter("follow_log")
+        return self.inner.follow_log(tag)
+
+    def apply(self, tag: str, changes: RowChanges, positions: Mapping[str, LogPosition]) -> BoolArray:
+        """As the inner one; of a call that fails halfway the first half of the changes is made, and no position stored."""
+        self._enter("apply")
+        if "apply" in self.failing_halfway:
+            first = np.arange(changes.keys.size) < changes.keys.size // 2
+            self.inner.apply(tag, changes.at(first), {})
+            self._leave("apply")
+        return self.inner.apply(tag, changes, positions)
+
+    def copy_changes(self, tag: str, changes: RowChanges) -> None:
+        self._enter("copy_changes")
+        self.inner.copy_changes(tag, changes)
 
     def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         return self.inner.scan(tag, chunk_rows)

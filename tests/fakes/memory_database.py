@@ -1,13 +1,13 @@
 """Databases on dicts that obey the contract: slow, small, and easy to be sure of."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
 
-from hps.databases.base import Database, LoadRecord, PersistentDatabase, TableStats
+from hps.databases.base import Database, LoadRecord, LogPosition, PersistentDatabase, RowChanges, TableStats
 from hps.errors import NotReadyError, TableWidthError, UnknownTableError
 from hps.types import BoolArray, FloatArray, KeyArray
 
@@ -21,6 +21,9 @@ class MemoryDatabase(Database):
         self._lock = threading.Lock()
         self._rows: dict[str, dict[int, FloatArray]] = {}
         self._dims: dict[str, int] = {}
+        self._sequences: dict[str, dict[int, int]] = {}  # of each change of a row, also of rows that are gone
+        self._applied: dict[str, int] = {}  # the highest sequence that was applied
+        self._positions: dict[str, dict[str, LogPosition]] = {}
         self._closed = False
 
     @classmethod
@@ -57,11 +60,37 @@ class MemoryDatabase(Database):
     def insert(self, tag: str, keys: KeyArray, vectors: FloatArray) -> None:
         with self._lock:
             self._table(tag).update(zip(keys.tolist(), np.array(vectors), strict=True))
+            self._number(tag, keys)
 
     def delete(self, tag: str, keys: KeyArray) -> int:
         with self._lock:
             rows = self._table(tag)
+            self._number(tag, keys)
             return sum(rows.pop(key, None) is not None for key in keys.tolist())
+
+    def _number(self, tag: str, keys: KeyArray) -> None:
+        if highest := self._applied.get(tag, 0):
+            self._sequences[tag] |= dict.fromkeys(keys.tolist(), highest + 1)
+
+    def follow_log(self, tag: str) -> dict[str, LogPosition]:
+        with self._lock:
+            self._table(tag)
+            return dict(self._positions.setdefault(tag, {}))
+
+    def apply(self, tag: str, changes: RowChanges, positions: Mapping[str, LogPosition]) -> BoolArray:
+        with self._lock:
+            rows, known = self._table(tag), self._sequences.setdefault(tag, {})
+            numbers = zip(changes.keys.tolist(), changes.sequences.tolist(), strict=True)
+            latest = np.array([known.get(key, 0) <= sequence for key, sequence in numbers], np.bool_)
+            made = changes.at(latest)
+            inserted, vectors, deleted = made.split()
+            rows.update(zip(inserted.tolist(), np.array(vectors), strict=True))
+            for key in deleted.tolist():
+                rows.pop(key, None)
+            known.update(zip(made.keys.tolist(), made.sequences.tolist(), strict=True))
+            self._applied[tag] = max([self._applied.get(tag, 0), *changes.sequences.tolist()])
+            self._positions.setdefault(tag, {}).update(positions)
+            return latest
 
     def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         with self._lock:
@@ -85,8 +114,8 @@ class MemoryDatabase(Database):
 
     def drop_table(self, tag: str) -> None:
         with self._lock:
-            self._rows.pop(tag, None)
-            self._dims.pop(tag, None)
+            for of_tables in (self._rows, self._dims, self._sequences, self._applied, self._positions):
+                of_tables.pop(tag, None)
 
     def close(self) -> None:
         self._closed = True
@@ -122,6 +151,11 @@ class PersistentMemoryDatabase(MemoryDatabase, PersistentDatabase):
     def delete(self, tag: str, keys: KeyArray) -> int:
         self._mark_modified(tag)
         return super().delete(tag, keys)
+
+    def apply(self, tag: str, changes: RowChanges, positions: Mapping[str, LogPosition]) -> BoolArray:
+        if changes.keys.size:
+            self._mark_modified(tag)
+        return super().apply(tag, changes, positions)
 
     def _mark_modified(self, tag: str) -> None:
         if tag in self.records:

@@ -12,6 +12,8 @@ PARTITIONS = 4
 
 
 class TestRedisServer(DatabaseContract):
+    follows_logs = False
+
     @pytest.fixture
     def database(self, opened, client):
         self.clients = [client]

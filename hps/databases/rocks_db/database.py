@@ -26,14 +26,14 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
 from hps.capacity import check_fits
-from hps.databases.base import DatabaseReport, LoadRecord, PersistentDatabase, TableStats
+from hps.databases.base import DatabaseReport, LoadRecord, LogPosition, PersistentDatabase, RowChanges, TableStats
 from hps.databases.rocks_db import directory
 from hps.databases.rocks_db.engine import DEFAULT, TIMES, Engine, database_error
 from hps.databases.rocks_db.inspection import inspect, oldest_needed_log
@@ -343,18 +343,32 @@ class RocksDatabase(PersistentDatabase):
     ) -> None:
         self._recover()
         with self._calls:
-            table = self._table(tag)
-            if not (table.remembers_times or self.read_only):
-                with self._tables_lock:
-                    table = self._table(tag)
-                    table.remember_times()
-                    self._seal_now()
-            table.insert(keys, vectors)
+            self._table_with_times(tag).insert(keys, vectors)
 
     def delete(self, tag: str, keys: KeyArray) -> int:
         self._recover()
         with self._calls:
-            return self._table(tag).delete(keys)
+            table = self._table(tag)
+            return (self._table_with_times(tag) if table.follows_log else table).delete(keys)
+
+    def follow_log(self, tag: str) -> dict[str, LogPosition]:
+        self._recover()
+        with self._calls:
+            return self._table_with_times(tag).follow_log()
+
+    def apply(self, tag: str, changes: RowChanges, positions: Mapping[str, LogPosition]) -> BoolArray:
+        self._recover()
+        with self._calls:
+            return self._table_with_times(tag).apply(changes, positions)
+
+    def _table_with_times(self, tag: str) -> RocksTable:
+        table = self._table(tag)
+        if not (table.remembers_times or self.read_only):
+            with self._tables_lock:
+                table = self._table(tag)
+                table.remember_times()
+                self._seal_now()
+        return table
 
     def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         doing = f"scanning table {tag}"
@@ -411,6 +425,9 @@ class RocksDatabase(PersistentDatabase):
     ) -> None:
         self._recover()
         with self._calls:
+            if self._table(tag).is_replaced_by(keys, record):
+                with self._tables_lock:
+                    self._table(tag).forget_log()
             self._table(tag).load(keys, vectors, record, self.path / directory.STAGING / f"{next(self._staged)}.sst")
             self._seal_now()
 

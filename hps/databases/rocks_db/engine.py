@@ -275,18 +275,28 @@ class Engine:
             keys: of the rows.
             values: their values in each column family that gets them, by its name.
         """
-        self._write({name: (keys, own) for name, own in values.items()}, "__setitem__", doing)
+        self.write({name: (keys, own) for name, own in values.items()}, {}, doing)
 
     def remove(self, keys: list[bytes], names: Iterable[str], doing: str) -> None:
         """Remove rows from column families, all at once. The removal is on disk after `sync`."""
-        self._write(dict.fromkeys(names, (keys,)), "__delitem__", doing)
+        self.write({}, dict.fromkeys(names, keys), doing)
 
-    def _write(self, changes: Mapping[str, tuple[Iterable[bytes], ...]], change: str, doing: str) -> None:
+    def write(
+        self, puts: Mapping[str, tuple[Iterable[bytes], Iterable[bytes]]], removals: Mapping[str, Iterable[bytes]], doing: str
+    ) -> None:
+        """Put rows into column families and remove others, all at once: keys and values, and keys, by the family's name.
+
+        What is given may be gone through more than once. It is on disk after `sync`.
+        """
+        changes: list[tuple[str, str, tuple[Iterable[bytes], ...]]] = [
+            (name, "__setitem__", rows) for name, rows in puts.items()
+        ]
+        changes += [(name, "__delitem__", (keys,)) for name, keys in removals.items()]
         give_up = time.monotonic() + self._write_timeout_s
         while True:
             with self._errors(doing):
                 batch = rocksdict.WriteBatch(raw_mode=True)
-                for name, arguments in changes.items():
+                for name, change, arguments in changes:
                     batch.set_default_column_family(self._db.get_column_family_handle(name))
                     deque(map(getattr(batch, change), *arguments), maxlen=0)
             try:
@@ -297,6 +307,11 @@ class Engine:
                 if time.monotonic() >= give_up:
                     raise
             time.sleep(_STALL_POLL_S)
+
+    def flush(self, family: Family, doing: str) -> None:
+        """Write to a file what a column family holds in memory. Other threads can run meanwhile."""
+        with self._write_errors(doing):
+            family.flush()
 
     def sync(self, doing: str) -> None:
         """Return when every earlier write is on disk, and will be missed if it is no longer there."""
@@ -341,8 +356,7 @@ class Engine:
         Raises:
             DatabaseError: the merge failed. All rows are there.
         """
-        with self._write_errors(doing):
-            family.flush()
+        self.flush(family, doing)
         if self.figure(family, _SIDE_BY_SIDE):
             self._merge(family, doing)
         with self._errors(doing):

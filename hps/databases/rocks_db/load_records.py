@@ -5,6 +5,7 @@ import secrets
 from dataclasses import asdict, replace
 
 from hps.databases.base import LoadRecord
+from hps.databases.rocks_db.change_order import log_records
 from hps.databases.rocks_db.engine import DEFAULT, Engine, after
 from hps.errors import DatabaseCorruptError
 
@@ -89,7 +90,8 @@ class LoadRecords:
     def remove(self, tag: str) -> None:
         """Forget a table; on disk on return."""
         doing = f"forgetting the load of table {tag}"
-        self._engine.remove([_WRITER + tag.encode(), _TIME + tag.encode(), _key(tag)], [DEFAULT], doing)
+        own = [_WRITER + tag.encode(), _TIME + tag.encode(), _key(tag)]
+        self._engine.remove([*own, *log_records(tag)], [DEFAULT], doing)
         self._engine.sync(doing)
 
     def _put(self, tag: str, record: LoadRecord, doing: str) -> None:

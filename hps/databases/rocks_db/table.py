@@ -4,7 +4,8 @@ A row is HugeCTR's: the key is the 8 raw little-endian bytes of an int64, the va
 RocksDB compares keys byte by byte, so its order is that of the key's bytes read as one big-endian number.
 
 When a row was last written online is the value of the same key in a column family beside the table's, by the same write, so
-that the table stays as HugeCTR has it.
+that the table stays as HugeCTR has it. Behind the time stands the place of that change in the order of all changes
+(`change_order.py`), if the table has followed a log of updates; then a row that was deleted has a value there, too.
 
 The engine takes and gives lists of `bytes`. C code makes and joins them (`tolist`, `join`, `map`), never a Python loop. But C
 code that runs over a list does not release the interpreter lock either, so the table works in pieces of `piece_rows`, between
@@ -15,11 +16,11 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import compress, repeat
-from operator import is_not, itemgetter
+from operator import is_not, itemgetter, methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.considerate import pieces
-from hps.databases.base import LoadRecord
-from hps.databases.rocks_db.engine import TIMES, Engine, after
+from hps.databases.base import LoadRecord, LogPosition, RowChanges
+from hps.databases.rocks_db.change_order import DOUBTFUL, LATEST, OLDER, ChangeOrder
+from hps.databases.rocks_db.engine import DEFAULT, TIMES, Engine, after
 from hps.databases.rocks_db.load_records import LoadRecords
 from hps.errors import DatabaseCorruptError, DatabaseTimeoutError, UnknownTableError
 from hps.input_checks import check_fetch, check_keys, check_rows
@@ -37,6 +39,7 @@ from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
 _KEY_BYTES = 8
 _TIME = struct.Struct("<q")  # when a row was written, in microseconds since 1970; later releases may add to the value
+_CHANGE = struct.Struct("<qq")  # that, and the sequence of the change
 _PIECE_ROWS = 4096  # about a millisecond of engine calls
 _PIECE_BYTES = 1 << 20
 _FETCH_ROWS = 2048  # a multi-get allocates for all its keys at once; a tenth faster than with 10,000
@@ -76,6 +79,7 @@ class RocksTable:
         self._counted = (-1, 0)  # how many of them there had been when the rows were counted, and the rows
         self._marked = False  # its record, if any, says that it was modified
         self._writer = records.writer(tag)
+        self._order = ChangeOrder(engine, tag)
         self._piece_rows = max(1, min(_PIECE_ROWS, _PIECE_BYTES // (_KEY_BYTES + 4 * dim)))
         self._fetch_rows = min(max_batch_size, _FETCH_ROWS)
         self._write_rows = min(max_batch_size, self._piece_rows)
@@ -153,13 +157,19 @@ class RocksTable:
             rows = order[start : start + self._fetch_rows]
             batch = _key_list(keys[rows])
             there = np.fromiter(_are_there(self._engine.get(self._family, batch, doing)), np.bool_, rows.size)
-            written[rows[there]] = loaded_at
-            times = self._engine.get(self._times, batch, doing) if self._times is not None else [None] * rows.size
-            known = np.fromiter(_are_there(times), np.bool_, rows.size)
-            present: Any = compress(times, known)
-            first = b"".join(map(itemgetter(slice(_TIME.size)), present))
-            written[rows[known]] = np.maximum(np.frombuffer(first, "<i8"), loaded_at)
+            written[rows[there]] = np.maximum(self._last_changes(batch, doing)[there, 0], loaded_at)
         return written
+
+    def _last_changes(self, keys: list[bytes], doing: str) -> IndexArray:
+        """When the last change of rows was made and its sequence, (n, 2); zeros where that is not known."""
+        last: IndexArray = np.zeros((len(keys), 2), np.int64)
+        if self._times is not None:
+            values = self._engine.get(self._times, keys, doing)
+            known = np.fromiter(_are_there(values), np.bool_, len(keys))
+            present: Any = compress(values, known)
+            whole = map(methodcaller("ljust", _CHANGE.size, b"\0"), map(itemgetter(slice(_CHANGE.size)), present))
+            last[known] = np.frombuffer(b"".join(whole), "<i8").reshape(-1, 2)
+        return last
 
     def held_bytes(self) -> int:
         """Bytes of its files and of the rows that are not yet in files."""
@@ -226,7 +236,7 @@ class RocksTable:
         keys, vectors = check_rows(doing, keys, vectors, self.dim)
         with self._alone(doing):
             self._mark_modified()
-            written = repeat(_TIME.pack(time.time_ns() // 1000))
+            written = self._changed_now(keys)
             for piece, values in self._sorted_pieces(keys, vectors, self._write_rows):  # a fifth faster than unsorted
                 self._engine.put(piece, {self.tag: values, TIMES + self.tag: written}, doing)
             self._engine.sync(doing)
@@ -236,18 +246,84 @@ class RocksTable:
         doing = f"deleting from table {self.tag}"
         keys = check_keys(doing, keys)
         distinct = keys[_last_of_each(keys)]
-        families = [self.tag] if self._times is None else [self.tag, TIMES + self.tag]
-        deleted = 0
+        times, deleted = TIMES + self.tag, 0
         with self._alone(doing):
             self._mark_modified()
+            written = self._changed_now(keys)
             for rows in pieces(distinct.size, self._write_rows):
                 batch = _key_list(distinct[rows])
-                # A mark for the deletion of an absent key would slow every later read down.
-                batch = list(compress(batch, _are_there(self._engine.get(self._family, batch, doing))))
-                self._engine.remove(batch, families, doing)
-                deleted += len(batch)
+                there = self._present(batch, doing)
+                if self._order.next:
+                    self._engine.write({times: (batch, written)}, {self.tag: there}, doing)
+                else:
+                    self._engine.remove(there, [self.tag] if self._times is None else [self.tag, times], doing)
+                deleted += len(there)
             self._engine.sync(doing)
         return deleted
+
+    def _changed_now(self, keys: KeyArray) -> Iterable[bytes]:
+        """What the times family gets for rows that are inserted or deleted now: as often as it is asked for."""
+        now, sequence = time.time_ns() // 1000, self._order.next
+        self._order.note(keys, np.full(keys.size, sequence, np.int64))
+        return repeat(_CHANGE.pack(now, sequence) if sequence else _TIME.pack(now))
+
+    def _present(self, keys: list[bytes], doing: str) -> list[bytes]:
+        """Those that are there: a mark for the deletion of an absent key would slow every later read down."""
+        return list(compress(keys, _are_there(self._engine.get(self._family, keys, doing)))) if keys else []
+
+    # -- updates of a log ---------------------------------------------------------------------------------------------
+
+    def follow_log(self) -> dict[str, LogPosition]:
+        """As `Database.follow_log`."""
+        with self._alone(f"following a log of updates for table {self.tag}"):
+            return dict(self._order.positions)
+
+    def apply(self, changes: RowChanges, positions: Mapping[str, LogPosition]) -> BoolArray:
+        """As `Database.apply`. The positions are in the last write, so that they never count rows that are not there."""
+        doing = f"updating table {self.tag}"
+        check_rows(doing, changes.keys, changes.vectors, self.dim)
+        with self._alone(doing):
+            latest = self._are_latest(changes.keys, changes.sequences, doing)
+            made = changes.at(latest)
+            if made.keys.size:
+                self._mark_modified()
+            self._order.note(made.keys, made.sequences)
+            order, highest = np.argsort(_ranks(made.keys)), int(made.sequences.max(initial=0))
+            for piece in pieces(max(1, order.size), self._write_rows):
+                records = self._order.raised(highest) if piece.start == 0 else {}
+                if piece.stop >= order.size:
+                    records |= self._order.moved(positions)
+                self._write_changes(made, order[piece], records, doing)
+                self._order.highest = max(self._order.highest, highest)
+            self._order.positions |= positions
+            self._engine.sync(doing)
+        return latest
+
+    def _are_latest(self, keys: KeyArray, sequences: IndexArray, doing: str) -> BoolArray:
+        verdicts = self._order.judge(keys, sequences)
+        doubtful = np.flatnonzero(verdicts == DOUBTFUL)
+        if doubtful.size and self._times is not None:
+            self._engine.flush(self._times, doing)  # each read of a key that is not in a file would sort the memtable
+        doubtful = doubtful[np.argsort(_ranks(keys[doubtful]))]
+        for start in range(0, doubtful.size, self._fetch_rows):
+            rows = doubtful[start : start + self._fetch_rows]
+            stored = self._last_changes(_key_list(keys[rows]), doing)[:, 1]
+            verdicts[rows] = np.where(stored <= sequences[rows], LATEST, OLDER)
+        latest: BoolArray = verdicts == LATEST
+        return latest
+
+    def _write_changes(self, changes: RowChanges, rows: IndexArray, records: Mapping[bytes, bytes], doing: str) -> None:
+        """Make those of the changes, (n,) in RocksDB's order, and store records, all at once."""
+        written = np.empty((rows.size, 2), "<i8")
+        written[:, 0], written[:, 1] = time.time_ns() // 1000, changes.sequences[rows]
+        times = _key_list(changes.keys[rows]), written.view(f"V{_CHANGE.size}").ravel().tolist()
+        gone: list[bytes] = []
+        if changes.deleted is not None:
+            deleted = changes.deleted[rows]
+            gone, rows = self._present(_key_list(changes.keys[rows[deleted]]), doing), rows[~deleted]
+        upserts = _key_list(changes.keys[rows]), _vector_list(changes.vectors[rows])
+        puts = {self.tag: upserts, TIMES + self.tag: times, DEFAULT: (list(records), list(records.values()))}
+        self._engine.write(puts, {self.tag: gone}, doing)
 
     def load(
         self,
@@ -288,6 +364,26 @@ class RocksTable:
         if self._times is None:
             self._times = self._engine.create(TIMES + self.tag)
 
+    @property
+    def follows_log(self) -> bool:
+        """Whether it ever followed a log of updates."""
+        return self._order.follows
+
+    def is_replaced_by(self, keys: KeyArray, record: LoadRecord) -> bool:
+        """Whether a chunk begins to load other files than those that the table, which has followed a log, came from."""
+        if not self.follows_log or (not keys.size and record.complete):  # which is said of files that were moved
+            return False
+        before = self._records.get(self.tag)
+        return before is None or before.fingerprint != record.fingerprint
+
+    def forget_log(self) -> None:
+        """Forget what it followed; the rows are then older than any change. One thread at a time, as `remember_times`."""
+        with self._alone(f"forgetting the log of table {self.tag}"):
+            if self._times is not None:
+                self._engine.drop(TIMES + self.tag)  # first: as long as the records are there, this will be done again
+            self._times = self._engine.create(TIMES + self.tag)
+            self._order.forget()
+
     def settle(self) -> None:
         """Merge what was ingested. Writers need not wait: what they add is merged in its turn."""
         doing = f"finishing the load of table {self.tag}"
@@ -298,6 +394,7 @@ class RocksTable:
     def renew(self) -> None:
         """Go on after the engine was opened again; no other call may run."""
         self._family, self._times = self._engine.family(self.tag), self._engine.family(TIMES + self.tag)
+        self._order = ChangeOrder(self._engine, self.tag)
         self._loading = False  # the engine merges by itself again
 
     def retire(self) -> None:
@@ -317,6 +414,9 @@ class RocksTable:
             if self._dropped:
                 raise UnknownTableError(f"{doing} in {self._engine.path}: the table was dropped meanwhile; open it again")
             yield
+        except BaseException:
+            self._order.doubt()  # it may have taken in what is not written
+            raise
         finally:
             self._changes += 1
             self._writing.release()

@@ -96,8 +96,6 @@ def table(database: RocksDatabase) -> RocksDatabase:
 
 
 class TestRocksDatabase(DatabaseContract):
-    follows_logs = False
-
     def raw_rows(self, database: Database, tag: str) -> dict[int, bytes]:
         assert isinstance(database, RocksDatabase)
         rows = raw_items(database.path, tag)

@@ -1,14 +1,15 @@
 """The hash map: every table in the memory of this process."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
 import numpy as np
 
 from hps.capacity import available_memory, check_fits
-from hps.databases.base import UNBOUNDED_ROWS, InProcessDatabase, TableStats
+from hps.databases.base import UNBOUNDED_ROWS, InProcessDatabase, LoadRecord, LogPosition, RowChanges, TableStats
+from hps.databases.hash_map.change_order import ChangeOrder
 from hps.databases.hash_map.eviction import HashMapOverflow, Policy
 from hps.databases.hash_map.memory import MAX_ROWS
 from hps.databases.hash_map.table import SLICE_ROWS, HashMapTable
@@ -79,7 +80,9 @@ class HashMapDatabase(InProcessDatabase):
             timeout_s=timeout_s,
             clock=clock,
         )
+        self._timeout_s = timeout_s
         self._tables: dict[str, HashMapTable] = {}
+        self._orders: dict[str, ChangeOrder] = {}  # of the tables that follow a log
         self._closed = False
         disown_in_children(self)
 
@@ -114,13 +117,33 @@ class HashMapDatabase(InProcessDatabase):
         table, doing = self._table(tag), f"hash map: inserting into table {tag}"
         keys, vectors = check_rows(doing, keys, vectors, table.dim)
         _check_aligned(doing, keys, vectors)
-        table.insert(keys, vectors)
+        (self._orders.get(tag) or table).insert(keys, vectors)
+
+    def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
+        self._orders.pop(tag, None)  # the rows are older than any change
+        self.insert(tag, keys, vectors)
 
     def delete(self, tag: str, keys: KeyArray) -> int:
         table, doing = self._table(tag), f"hash map: deleting from table {tag}"
         keys = check_keys(doing, keys)
         _check_aligned(doing, keys, keys)
-        return table.delete(keys)
+        return (self._orders.get(tag) or table).delete(keys)
+
+    def follow_log(self, tag: str) -> dict[str, LogPosition]:
+        return dict(self._order(tag).positions)
+
+    def apply(self, tag: str, changes: RowChanges, positions: Mapping[str, LogPosition]) -> BoolArray:
+        order, doing = self._order(tag), f"hash map: updating table {tag}"
+        check_rows(doing, changes.keys, changes.vectors, self._table(tag).dim)
+        _check_aligned(doing, changes.keys, changes.vectors)
+        return order.apply(changes, positions)
+
+    def _order(self, tag: str) -> ChangeOrder:
+        table, order = self._table(tag), self._orders.get(tag)
+        if order is None:
+            sequences = self._new_table(f"{tag} (sequences)", 2, batch_rows=SLICE_ROWS, overflow=None)
+            order = self._orders.setdefault(tag, ChangeOrder(table, sequences, self._timeout_s))
+        return order
 
     def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         table = self._table(tag)
@@ -154,12 +177,15 @@ class HashMapDatabase(InProcessDatabase):
 
     def drop_table(self, tag: str) -> None:
         self._check_open()
+        self._orders.pop(tag, None)
         table = self._tables.pop(tag, None)
         if table:
             table.in_place.close()
 
     def close(self) -> None:
         self._closed = True
+        for tag in list(self._orders):
+            self._orders.pop(tag, None)
         tables, self._tables = self._tables, {}
         for table in tables.values():
             table.in_place.close()

@@ -316,13 +316,18 @@ class RocksTable:
         """Make those of the changes, (n,) in RocksDB's order, and store records, all at once."""
         written = np.empty((rows.size, 2), "<i8")
         written[:, 0], written[:, 1] = time.time_ns() // 1000, changes.sequences[rows]
-        times = _key_list(changes.keys[rows]), written.view(f"V{_CHANGE.size}").ravel().tolist()
-        gone: list[bytes] = []
+        keys = _key_list(changes.keys[rows])
+        upserts, gone = keys, []
         if changes.deleted is not None:
             deleted = changes.deleted[rows]
-            gone, rows = self._present(_key_list(changes.keys[rows[deleted]]), doing), rows[~deleted]
-        upserts = _key_list(changes.keys[rows]), _vector_list(changes.vectors[rows])
-        puts = {self.tag: upserts, TIMES + self.tag: times, DEFAULT: (list(records), list(records.values()))}
+            upserts, gone = list(compress(keys, ~deleted)), self._present(list(compress(keys, deleted)), doing)
+            rows = rows[~deleted]
+        puts: dict[str, tuple[Iterable[bytes], Iterable[bytes]]] = {
+            self.tag: (upserts, _vector_list(changes.vectors[rows])),
+            TIMES + self.tag: (keys, written.view(f"V{_CHANGE.size}").ravel().tolist()),
+        }
+        if records:
+            puts[DEFAULT] = (records.keys(), records.values())
         self._engine.write(puts, {self.tag: gone}, doing)
 
     def load(

@@ -30,8 +30,6 @@ from tests.tables.readers import reading
 
 
 class TestHashMapDatabase(DatabaseContract):
-    follows_logs = False
-
     @pytest.fixture(params=["unbounded", "segmented", "one bucket", "oldest"])
     def database(self, request):
         options = {

@@ -31,7 +31,7 @@ from hps.errors import (
     UnknownTableError,
 )
 from hps.types import KeyArray
-from tests.contracts.database_contract import DIM, TAG, distinct_keys, fetched, vectors_of
+from tests.contracts.database_contract import DIM, TAG, changes_of, distinct_keys, fetched, vectors_of
 from tests.tables.rocks_database import opened
 
 ROWS = 6000
@@ -598,3 +598,38 @@ def test_a_table_that_is_replaced_under_its_writers_and_readers_never_mixes_its_
             finally:
                 done.set()
             assert sum(user.result(60) for user in users) > 0
+
+
+@pytest.mark.parametrize("writes", [6, 7, 8, 9])  # a batch of changes is four of them
+def test_an_update_that_is_killed_between_its_writes_loses_no_order_and_skips_no_message(path: Path, writes: int):
+    code = """
+        from hps.databases.base import LogPosition
+        from hps.databases.rocks_db.engine import Engine
+
+        write, left = Engine.write, int(sys.argv[2])
+
+        def write_and_die(*arguments):
+            global left
+            write(*arguments)
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with opened(sys.argv[1], max_batch_size=100) as database:
+            database.insert(TAG, KEYS[:1], VECTORS[:1])  # which names the writer
+            Engine.write = write_and_die
+            for batch in range(1, 4):
+                database.apply(TAG, changes_of(KEYS[:350], 10 * batch, version=batch), {"p": LogPosition(str(batch))})
+    """
+    with child(code, path, writes) as writer:
+        assert writer.wait(60) == -signal.SIGKILL, writer.stderr.read()
+    with opened(path) as database:
+        counted = int(database.follow_log(TAG)["p"].position)
+        out, found = fetched(database, TAG, KEYS[:350], DIM)
+        assert found.all()
+        newer, older = ((out == vectors_of(KEYS[:350], DIM, counted + more)).all(axis=1) for more in (1, 0))
+        assert (newer ^ older).all(), "a batch that was counted is not there"
+        assert np.count_nonzero(newer) == 100 * (writes % 4)
+        ago = 10 * counted + np.where(newer, 9, -1)
+        assert not database.apply(TAG, changes_of(KEYS[:350], ago.tolist(), version=9), {}).any()
+        assert database.apply(TAG, changes_of(KEYS[:350], (ago + 1).tolist(), version=9), {}).all()

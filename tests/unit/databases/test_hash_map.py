@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hps.configuration.tiers import VolatileDbConfig
+from hps.databases.base import LoadRecord, LogPosition
 from hps.databases.hash_map import memory as hash_map_memory
 from hps.databases.hash_map import table as hash_map_table
 from hps.databases.hash_map.database import HashMapDatabase
@@ -24,7 +25,17 @@ from hps.errors import (
     UnknownTableError,
 )
 from hps.registry import implementation
-from tests.contracts.database_contract import AWKWARD_KEYS, DIM, TAG, DatabaseContract, distinct_keys, fetched, vectors_of
+from tests.contracts.database_contract import (
+    AWKWARD_KEYS,
+    DIM,
+    TAG,
+    DatabaseContract,
+    applied,
+    changes_of,
+    distinct_keys,
+    fetched,
+    vectors_of,
+)
 from tests.tables.hash_map_inspection import colliding_keys, inspect, keys_with_hash, mixed, placed
 from tests.tables.readers import reading
 
@@ -691,3 +702,50 @@ def test_the_room_that_is_asked_for_is_what_a_load_then_takes(rows, margin):
         assert table.further_bytes(after.rows) == 0
     finally:
         database.close()
+
+
+# -- updates of a log --------------------------------------------------------------------------------------------------
+
+
+def test_the_order_outlives_the_eviction_of_a_row():
+    database = opened(num_partitions=1, overflow_margin=100, overflow_policy="evict_oldest", max_batch_size=10)
+    keys = distinct_keys(1000)
+    database.follow_log(TAG)
+    for start in range(0, 1000, 50):
+        assert all(applied(database, TAG, changes_of(keys[start : start + 50], 10)))
+    assert database.size(TAG) <= 100
+    assert not any(applied(database, TAG, changes_of(keys, 9)))
+    assert database.stats(TAG).capacity_rows == 100
+    database.close()
+
+
+def test_sequences_of_any_bits_are_kept(database):
+    keys = distinct_keys(6)
+    sequences = np.array([1, 2**63 - 1, 0x7FA00001_FFA00001, 0x7FC00000_7F800001, 2**32 - 1, 1 << 31])
+    assert all(applied(database, TAG, changes_of(keys, sequences.tolist(), version=1)))
+    assert applied(database, TAG, changes_of(keys, (sequences - 1).tolist(), version=2)) == [False] * 6
+    assert all(applied(database, TAG, changes_of(keys, sequences.tolist(), version=3)))
+
+
+def test_after_a_change_that_failed_halfway_each_row_has_the_sequence_of_its_state(database, monkeypatch):
+    def fail(table, keys):
+        raise DatabaseError("was told to fail")
+
+    keys = distinct_keys(4)
+    applied(database, TAG, changes_of(keys[:3], 10, version=1))
+    with monkeypatch.context() as patched:
+        patched.setattr("hps.databases.hash_map.table.HashMapTable.delete", fail)
+        with pytest.raises(DatabaseError, match="told"):
+            database.apply(TAG, changes_of(keys, 30, [False, True, True, False], 3), {"p": LogPosition("18", 30)})
+    assert database.follow_log(TAG) == {}
+    assert applied(database, TAG, changes_of(keys, [20, 20, 9, 29], version=2)) == [False, True, False, False]
+    wanted = [vectors_of(keys[i : i + 1], DIM, version)[0] for i, version in enumerate((3, 2, 1, 3))]
+    np.testing.assert_array_equal(fetched(database, TAG, keys, DIM)[0], wanted)
+
+
+def test_a_load_is_older_than_any_change_also_of_a_table_that_followed_a_log(database):
+    keys = distinct_keys(5)
+    applied(database, TAG, changes_of(keys, 10), {"p": LogPosition("1", 10)})
+    database.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("other", 5, 5))
+    assert database.follow_log(TAG) == {}
+    assert all(applied(database, TAG, changes_of(keys, 9)))

@@ -132,6 +132,7 @@ def test_a_table_that_is_loaded_from_other_files_forgets_the_log_and_one_whose_f
         assert database.follow_log(TAG) == {}
     with opened(path) as database:
         assert all(applied(database, TAG, changes_of(KEYS[:100], 8, version=2)))
+    with opened(path) as database:
         assert all(applied(database, TAG, changes_of(KEYS, 8, version=3)))
         load(database, "c", 350, 350)
         assert all(applied(database, TAG, changes_of(KEYS, 7, version=4)))

@@ -304,6 +304,9 @@ class RocksTable:
         doubtful = np.flatnonzero(verdicts == DOUBTFUL)
         if doubtful.size and self._times is not None:
             self._engine.flush(self._times, doing)  # each read of a key that is not in a file would sort the memtable
+            if self._engine.logs_pile_up:
+                for family in (self._family, self._engine.family(DEFAULT)):
+                    self._engine.flush(family, doing)
         doubtful = doubtful[np.argsort(_ranks(keys[doubtful]))]
         for start in range(0, doubtful.size, self._fetch_rows):
             rows = doubtful[start : start + self._fetch_rows]

@@ -78,6 +78,11 @@ class LogSeal:
                 self._changed_ns = changed_ns
             return (*self._closed_logs, self._end)
 
+    @property
+    def closed_logs(self) -> int:
+        """How many logs, of those that RocksDB writes to no more, were there at the last call of `reached`."""
+        return len(self._closed_logs)
+
     def seal(self, reached: tuple[LogEnd, ...]) -> None:
         """Remember how far the logs reached before a sync that has succeeded."""
         with self._lock:

@@ -179,3 +179,13 @@ def test_more_rows_than_memory_knows_keep_their_order(path: Path, rows: int):
         chosen = np.random.default_rng(6).permutation(rows)[:5000]
         asked = np.random.default_rng(7).integers(100, 200, 5000)
         assert applied(database, OTHER, changes_of(keys[chosen], asked.tolist())) == (asked >= sequences[chosen]).tolist()
+
+
+def test_write_ahead_logs_do_not_pile_up_where_many_changes_must_be_compared(
+    table: RocksDatabase, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("hps.databases.rocks_db.engine._MANY_LOGS", 10)
+    for _ in range(60):
+        assert all(applied(table, TAG, changes_of(KEYS[:50], 100)))
+        table._tables[TAG]._order.doubt()  # as after a start
+    assert len(list(table.path.glob("*.log"))) <= 15

@@ -270,7 +270,7 @@ class LogOfChanges:
 
     def _apply(self, keys: KeyArray, vectors: FloatArray, deleted: BoolArray | None) -> None:
         sequence, wrong = next(self._next), np.full_like(vectors, -1)
-        for changed, vector, late in ((keys, vectors, 0), (keys[::2], wrong[::2], 900), (keys, vectors, 0)):
+        for changed, vector, late in ((keys, vectors, 0), (keys[::2].copy(), wrong[::2].copy(), 900), (keys, vectors, 0)):
             sequences = np.full(changed.size, sequence - late)
             applied = self._deployment.apply(0, RowChanges(changed, vector, sequences, None if late else deleted), {})
             assert applied == (0 if late else keys.size)

@@ -1,0 +1,407 @@
+"""The behaviour that every log of online updates shares; the tests of each kind subclass it."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from hps.configuration.tiers import UpdateSourceConfig
+from hps.errors import UpdateLogError
+from hps.updates.base import Message, Partition, UpdateLog, UpdateLogWriter
+
+_LONG_S = 60.0  # no test waits so long unless it fails
+
+
+def eventually(holds: Callable[[], bool], timeout_s: float = _LONG_S) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to hold"
+        time.sleep(0.01)
+
+
+def polled(log: UpdateLog, count: int, most_bytes: int = 1 << 20) -> list[Message]:
+    """The next `count` messages."""
+    messages: list[Message] = []
+    deadline = time.monotonic() + _LONG_S
+    while len(messages) < count:
+        assert time.monotonic() < deadline, f"{len(messages)} of {count} messages came; {log.problem}"
+        messages += log.poll(0.2, most_bytes)
+    assert len(messages) == count
+    return messages
+
+
+def values(messages: Sequence[Message]) -> list[bytes]:
+    return [message.value for message in messages]
+
+
+def written(writer: UpdateLogWriter, partition: Partition, *contents: bytes, time_us: int = 0) -> list[str]:
+    """Append messages; their positions, once the log has them for good."""
+    answers: list[str | Exception] = []
+    for content in contents:
+        writer.send(partition, content, time_us=time_us, sent=answers.append)
+    assert writer.flush(_LONG_S) == 0
+    assert not [answer for answer in answers if isinstance(answer, Exception)], answers
+    assert len(answers) == len(contents)
+    return [str(answer) for answer in answers]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class UpdateLogContract:
+    """Subclass it and give the classes, the fixture `server`, and what looks past the code under test.
+
+    `server` is a log that runs at a test's start. `stop()` makes it unreachable, `start()` brings it back: with all that was in
+    it, unless `keeps` is False.
+    """
+
+    log_class: ClassVar[type[UpdateLog]]
+    writer_class: ClassVar[type[UpdateLogWriter]]
+    keeps: ClassVar[bool] = True
+
+    def settings(self, server: Any) -> dict[str, Any]:
+        """`update_source`, but for what the tests set themselves."""
+        raise NotImplementedError
+
+    def add_partitions(self, server: Any, topic: str, count: int) -> None:
+        """Give a topic so many partitions in all."""
+        raise NotImplementedError
+
+    def committed(self, server: Any, group: str, partition: Partition) -> str | None:
+        """The position of the last message that a group has committed to have applied."""
+        raise NotImplementedError
+
+    def remove_until(self, server: Any, partition: Partition, position: str) -> None:
+        """Remove all messages up to this position, this one included, as retention does."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def topic(self, request: pytest.FixtureRequest) -> str:
+        return f"hps_et.shop.t{abs(hash((request.node.name, time.monotonic_ns()))):x}"
+
+    @pytest.fixture
+    def opened(self, server: Any) -> Iterator[Callable[..., Any]]:
+        """Open readers (`opened(group="...")`) and, with `writer=True`, writers; they are closed after the test."""
+        with ExitStack() as stack:
+
+            def open_one(*, writer: bool = False, group: str = "hps.test", **changes: Any) -> Any:
+                config = UpdateSourceConfig.model_validate(
+                    {"metadata_refresh_interval_ms": 200, **self.settings(server), **changes}
+                )
+                one = self.writer_class.from_config(config) if writer else self.log_class.from_config(config, group)
+                return stack.enter_context(closing(one))
+
+            yield open_one
+
+    @pytest.fixture
+    def writer(self, opened: Callable[..., Any]) -> UpdateLogWriter:
+        writer: UpdateLogWriter = opened(writer=True)
+        return writer
+
+    def reader(
+        self, opened: Callable[..., Any], topics: Sequence[str], after: Any = (), begin: str = "earliest", **changes: Any
+    ) -> UpdateLog:
+        log: UpdateLog = opened(**changes)
+        log.follow(topics, dict(after), begin)
+        return log
+
+    # --- what is written is read
+
+    def test_messages_are_read_as_they_were_written(self, opened, writer, topic):
+        assert writer.partitions(topic, _LONG_S, create=2) == 2
+        contents = [b"", b"x", bytes(range(256)), b"\r\n$-1\r\n", os.urandom(5_000_000)]
+        positions = written(writer, Partition(topic, 1), *contents, time_us=1_700_000_000_123_000)
+        messages = polled(self.reader(opened, [topic]), len(contents))
+        assert values(messages) == contents
+        assert [message.position for message in messages] == positions
+        assert {message.partition for message in messages} == {Partition(topic, 1)}
+        assert {message.time_us for message in messages} == {1_700_000_000_123_000}
+        assert {message.key for message in messages} == {b""}
+
+    def test_a_message_without_a_time_has_that_of_its_writing(self, opened, writer, topic):
+        writer.partitions(topic, _LONG_S, create=1)
+        before = time.time_ns() // 1000
+        written(writer, Partition(topic, 0), b"x")
+        (message,) = polled(self.reader(opened, [topic]), 1)
+        assert before - 1000 <= message.time_us <= time.time_ns() // 1000
+
+    def test_each_partition_is_read_in_its_order_and_all_of_them(self, opened, writer, topic):
+        writer.partitions(topic, _LONG_S, create=3)
+        writer.partitions(topic + "b", _LONG_S, create=1)
+        partitions = [*(Partition(topic, number) for number in range(3)), Partition(topic + "b", 0)]
+        log = self.reader(opened, [topic, topic + "b"])
+        for number in range(2000):
+            writer.send(partitions[number % 4], b"%d" % number)
+        messages = polled(log, 2000)
+        for index, partition in enumerate(partitions):
+            expected = [b"%d" % number for number in range(index, 2000, 4)]
+            assert values([message for message in messages if message.partition == partition]) == expected
+        assert log.lost() == {}
+
+    def test_messages_that_come_while_a_poll_waits_end_it(self, opened, writer, topic):
+        writer.partitions(topic, _LONG_S, create=1)
+        log = self.reader(opened, [topic])
+        written(writer, Partition(topic, 0), b"first")
+        polled(log, 1)
+        sender = threading.Timer(0.3, written, (writer, Partition(topic, 0), b"x"))
+        sender.start()
+        assert values(log.poll(_LONG_S, 1 << 20)) == [b"x"]
+        sender.join()
+        assert log.poll(0.01, 1 << 20) == []
+
+    def test_a_poll_takes_no_more_once_it_has_enough_bytes(self, opened, writer, topic):
+        writer.partitions(topic, _LONG_S, create=1)
+        written(writer, Partition(topic, 0), *[bytes(1000)] * 10)
+        log = self.reader(opened, [topic])
+        eventually(lambda: log.behind() == {Partition(topic, 0): 10})
+        sizes = []
+        while sum(sizes) < 10:
+            sizes.append(len(log.poll(_LONG_S, 2500)))
+        assert max(sizes) <= 3
+        assert values(polled(self.reader(opened, [topic]), 10, most_bytes=1)) == [bytes(1000)] * 10
+
+    # --- where reading begins
+
+    def test_reading_resumes_exactly_after_a_position(self, opened, writer, topic):
+        writer.partitions(topic, _LONG_S, create=2)
+        first, second = Partition(topic, 0), Partition(topic, 1)
+        positions = written(writer, first, *(b"%d" % number for number in range(10)))
+        written(writer, second, b"a", b"b")
+        for done in (0, 4, 8):
+            messages = polled(self.reader(opened, [topic], {first: positions[done]}), 9 - done + 2)
+            assert values([one for one in messages if one.partition == first]) == [b"%d" % one for one in range(done + 1, 10)]
+            assert values([one for one in messages if one.partition == second]) == [b"a", b"b"]
+        log = self.reader(opened, [topic], {first: positions[9]})
+        assert values(polled(log, 2)) == [b"a", b"b"]
+        written(writer, first, b"10")
+        assert values(polled(log, 1)) == [b"10"]
+
+    def test_latest_begins_with_what_is_written_afterwards(self, opened, writer, topic):
+        writer.partitions(topic, _LONG_S, create=1)
+        partition = Partition(topic, 0)
+        positions = written(writer, partition, b"old", b"older")
+        log = self.reader(opened, [topic], begin="latest")
+        eventually(lambda: log.behind() == {partition: 0})
+        written(writer, partition, b"new")
+        assert values(polled(log, 1)) == [b"new"]
+        resumed = self.reader(opened, [topic], {partition: positions[0]}, begin="latest")
+        assert values(polled(resumed, 2)) == [b"older", b"new"]
+
+    @pytest.mark.parametrize("begin", ["earliest", "latest"])
+    def test_all_is_read_of_partitions_and_topics_that_come_later(self, opened, writer, topic, server, begin):
+        writer.partitions(topic, _LONG_S, create=1)
+        written(writer, Partition(topic, 0), b"old")
+        log = self.reader(opened, [topic, topic + "b"], begin=begin)
+        if begin == "earliest":
+            polled(log, 1)
+        eventually(lambda: log.behind() == {Partition(topic, 0): 0})
+        self.add_partitions(server, topic, 3)
+        writer.partitions(topic + "b", _LONG_S, create=2)
+        other = opened(writer=True)
+        assert other.partitions(topic, _LONG_S) == 3
+        written(other, Partition(topic, 2), b"a")
+        written(other, Partition(topic + "b", 1), b"b")
+        assert sorted(values(polled(log, 2))) == [b"a", b"b"]
+        everything = {Partition(topic, one): 0 for one in range(3)} | {Partition(topic + "b", one): 0 for one in range(2)}
+        eventually(lambda: log.behind() == everything)
+
+    # --- pause, behind, commit
+
+    def test_paused_partitions_are_silent_and_resume_where_they_stopped(self, opened, writer, topic):
+        writer.partitions(topic, _LONG_S, create=2)
+        first, second = Partition(topic, 0), Partition(topic, 1)
+        log = self.reader(opened, [topic])
+        written(writer, first, *(b"%d" % number for number in range(100)))
+        read = values(log.poll(_LONG_S, 1))
+        log.pause([first])
+        written(writer, first, b"100")
+        written(writer, second, b"other")
+        assert values(polled(log, 1)) == [b"other"]
+        assert log.poll(0.5, 1 << 20) == []
+        eventually(lambda: log.behind()[first] == 101 - len(read))
+        log.resume([first])
+        assert read + values(polled(log, 101 - len(read))) == [b"%d" % number for number in range(101)]
+
+    def test_what_is_not_polled_is_behind(self, opened, writer, topic):
+        writer.partitions(topic, _LONG_S, create=2)
+        first, second = Partition(topic, 0), Partition(topic, 1)
+        positions = written(writer, first, *[b"x"] * 10)
+        log = self.reader(opened, [topic])
+        eventually(lambda: log.behind() == {first: 10, second: 0})
+        log.poll(_LONG_S, 1)
+        eventually(lambda: log.behind() == {first: 9, second: 0})
+        polled(log, 9)
+        eventually(lambda: log.behind() == {first: 0, second: 0})
+        resumed = self.reader(opened, [topic], {first: positions[9]})
+        eventually(lambda: resumed.behind() == {first: 0, second: 0})
+        resumed = self.reader(opened, [topic], {first: positions[4]})
+        eventually(lambda: (resumed.behind().get(first) or 0) > 0)
+        polled(resumed, 5)
+        eventually(lambda: resumed.behind() == {first: 0, second: 0})
+
+    def test_committed_positions_stand_in_the_log_and_change_nothing_that_is_read(self, opened, writer, topic, server):
+        writer.partitions(topic, _LONG_S, create=2)
+        partition = Partition(topic, 1)
+        positions = written(writer, partition, *[b"x"] * 5)
+        log = self.reader(opened, [topic], group="hps.volatile.here")
+        polled(log, 5)
+        for position in (positions[0], positions[3]):
+            log.commit({partition: position})
+            eventually(lambda expected=position: self.committed(server, "hps.volatile.here", partition) == expected)
+        assert len(polled(self.reader(opened, [topic], group="hps.volatile.here"), 5)) == 5
+
+    # --- what goes wrong
+
+    def test_messages_that_are_gone_are_reported_once_and_reading_goes_on(self, opened, writer, topic, server):
+        writer.partitions(topic, _LONG_S, create=2)
+        first, second = Partition(topic, 0), Partition(topic, 1)
+        positions = written(writer, first, *(b"%d" % number for number in range(10)))
+        others = written(writer, second, b"a", b"b")
+        self.remove_until(server, first, positions[6])
+        log = self.reader(opened, [topic], {first: positions[3], second: others[0]})
+        assert sorted(values(polled(log, 4))) == [b"7", b"8", b"9", b"b"]
+        lost: dict[Partition, str] = {}
+        eventually(lambda: bool(lost.update(log.lost()) or lost))
+        assert list(lost) == [first]
+        assert lost[first]
+        time.sleep(0.5)
+        assert log.lost() == {}
+        log = self.reader(opened, [topic], {first: positions[7], second: others[1]})
+        assert values(polled(log, 2)) == [b"8", b"9"]
+        assert log.lost() == {}
+
+    def test_a_log_that_is_away_at_the_start_is_waited_for(self, opened, server, topic):
+        server.stop()
+        log = self.reader(opened, [topic])
+        started = time.monotonic()
+        assert log.poll(0.2, 1 << 20) == []
+        assert time.monotonic() - started < 10
+        eventually(lambda: log.problem != "")
+        assert log.behind() == {}
+        writer = opened(writer=True)
+        with pytest.raises(UpdateLogError):
+            writer.partitions(topic, 0.5)
+        with pytest.raises(UpdateLogError):
+            writer.last(Partition(topic, 0), 0.5)
+        server.start()
+        writer.partitions(topic, _LONG_S, create=1)
+        written(writer, Partition(topic, 0), b"x")
+        assert values(polled(log, 1)) == [b"x"]
+        eventually(lambda: log.problem == "")
+
+    def test_a_restart_loses_and_repeats_nothing(self, opened, server, writer, topic):
+        if not self.keeps:
+            pytest.skip("this log keeps nothing over a restart")
+        writer.partitions(topic, _LONG_S, create=1)
+        partition = Partition(topic, 0)
+        log = self.reader(opened, [topic])
+        written(writer, partition, *(b"%d" % number for number in range(10)))
+        read = polled(log, 10)
+        server.stop()
+        eventually(lambda: log.problem != "")
+        answers: list[str | Exception] = []
+        for number in range(10, 20):
+            writer.send(partition, b"%d" % number, sent=answers.append)
+        assert writer.flush(0.2) == 10
+        assert log.poll(0.2, 1 << 20) == []
+        server.start()
+        read += polled(log, 10)
+        assert values(read) == [b"%d" % number for number in range(20)]
+        assert writer.flush(_LONG_S) == 0
+        assert answers == [message.position for message in read[10:]]
+        eventually(lambda: log.problem == "" and log.behind() == {partition: 0})
+        assert log.lost() == {}
+
+    def test_a_reader_that_nobody_polls_uses_bounded_memory(self, opened, writer, topic):
+        writer.partitions(topic, _LONG_S, create=4)
+        partitions = [Partition(topic, number) for number in range(4)]
+        for number in range(192):
+            writer.send(partitions[number % 4], b"%d" % number + bytes(1 << 20))
+        assert writer.flush(_LONG_S) == 0
+        writer.close()
+        before = resident_bytes()
+        log = self.reader(opened, [topic], read_ahead_bytes=8 << 20, max_message_bytes=2 << 20)
+        eventually(lambda: sum(count or 0 for count in log.behind().values()) == 192)
+        time.sleep(1)
+        assert resident_bytes() - before < 64 << 20
+        read = [int(message.value.rstrip(b"\0")) for message in polled(log, 192)]
+        for index in range(4):
+            assert [number for number in read if number % 4 == index] == list(range(index, 192, 4))
+
+    def test_nothing_is_done_after_close(self, opened, writer, topic):
+        writer.partitions(topic, _LONG_S, create=1)
+        log = self.reader(opened, [topic])
+        log.poll(0.1, 1)
+        threads = threading.active_count()
+        for one in (log, writer):
+            one.close()
+            one.close()
+        assert threading.active_count() <= threads
+        assert log.poll(0.01, 1) == []
+        with pytest.raises(UpdateLogError):
+            writer.send(Partition(topic, 0), b"x")
+
+    def test_closing_while_the_log_is_away_takes_some_seconds_at_most(self, opened, server, writer, topic):
+        writer.partitions(topic, _LONG_S, create=1)
+        log = self.reader(opened, [topic])
+        written(writer, Partition(topic, 0), b"x")
+        polled(log, 1)
+        server.stop()
+        answers: list[str | Exception] = []
+        writer.send(Partition(topic, 0), b"x", sent=answers.append)
+        started = time.monotonic()
+        log.close()
+        writer.close()
+        assert time.monotonic() - started < 30
+        assert all(isinstance(answer, UpdateLogError) for answer in answers)
+
+    # --- the writer
+
+    def test_a_topic_is_made_once_and_counted(self, writer, topic):
+        with pytest.raises(UpdateLogError, match=topic):
+            writer.partitions(topic, 2)
+        assert writer.partitions(topic, _LONG_S, create=3) == 3
+        assert writer.partitions(topic, _LONG_S, create=5) == 3
+        assert writer.partitions(topic, _LONG_S) == 3
+
+    def test_the_last_message_is_found(self, writer, topic):
+        writer.partitions(topic, _LONG_S, create=2)
+        assert writer.last(Partition(topic, 0), _LONG_S) is None
+        positions = written(writer, Partition(topic, 0), b"a", b"b", time_us=1_700_000_000_123_000)
+        assert writer.last(Partition(topic, 0), _LONG_S) == Message(
+            Partition(topic, 0), positions[1], 1_700_000_000_123_000, b"", b"b"
+        )
+        assert writer.last(Partition(topic, 1), _LONG_S) is None
+
+    def test_a_message_that_is_too_large_is_refused_and_the_next_is_not(self, opened, topic):
+        writer = opened(writer=True, max_message_bytes=1_000_000)
+        writer.partitions(topic, _LONG_S, create=1)
+        with pytest.raises(UpdateLogError, match="max_message_bytes"):
+            writer.send(Partition(topic, 0), bytes(1_000_001))
+        written(writer, Partition(topic, 0), bytes(1_000_000), b"x")
+        assert len(polled(self.reader(opened, [topic]), 2)) == 2
+
+    def test_many_threads_send_each_in_its_order(self, opened, writer, topic):
+        writer.partitions(topic, _LONG_S, create=2)
+
+        def send(name: int) -> None:
+            for number in range(500):
+                writer.send(Partition(topic, name % 2), b"%d %d" % (name, number))
+
+        threads = [threading.Thread(target=send, args=(name,)) for name in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_LONG_S)
+        assert writer.flush(_LONG_S) == 0
+        read = values(polled(self.reader(opened, [topic]), 2000))
+        for name in range(4):
+            expected = [b"%d %d" % (name, number) for number in range(500)]
+            assert [value for value in read if value.split()[0] == b"%d" % name] == expected

@@ -1,0 +1,635 @@
+"""Online updates in Redis Streams, of a server or a cluster. Redis 7 or newer, or Valkey.
+
+    hps_et.<model>.<table>        a string: how many partitions the topic has
+    {hps_et.<model>.<table>}/<n>  the stream of partition n; each entry has the fields `value` and `time` (microseconds since 1970)
+
+So `SET hps_et.shop.items 1` and `XADD {hps_et.shop.items}/0 * value ...` are all that a publisher in another language needs. The braces
+put a topic into one slot of a cluster, because XREAD waits for streams of one slot only: a cluster spreads tables.
+
+One thread a server, or a topic of a cluster, asks with XREAD BLOCK and reads ahead. How many messages it asks for follows from the
+sizes of those before, the largest that may be to begin with, so that a reply fits the room that is left.
+
+An id does not tell how many messages are behind it. Redis counts what was ever added to a stream, we what we read of it. Once
+we have read everything the two must agree; if they do not, messages are gone.
+"""
+
+import re
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, NamedTuple, Self, TypeAlias
+
+from redis import Redis, RedisCluster
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode
+from redis.exceptions import NoPermissionError, RedisClusterException, RedisError, ResponseError
+from redis.retry import Retry
+
+from hps.configuration.tiers import UpdateSourceConfig
+from hps.errors import ConfigError, UpdateLogError
+from hps.updates.base import Message, Partition, UpdateLog, UpdateLogWriter
+
+_Client: TypeAlias = "Redis | RedisCluster"
+
+_BEFORE_ALL: Final = "0-0"
+_TIMEOUT_S: Final = 3.0  # of a server's silence
+_BLOCK_MS: Final = 100  # what was resumed or committed waits so long for a read that is blocked
+_LOOK_S: Final = 1.0
+_MOST_BACKOFF_S: Final = 2.0
+_MESSAGE_BYTES: Final = 300  # of a message in memory beyond its value
+_REPLY_MESSAGES: Final = 4096
+_BATCH_MESSAGES: Final = 1024
+_BATCH_BYTES: Final = 4 << 20
+_GIVE_UP_S: Final = 300.0  # Kafka's message.timeout.ms
+_FULL_S: Final = 60.0
+_AWAY: Final = (RedisError, RedisClusterException, OSError, UpdateLogError)
+
+_LOOK: Final = """
+local answers = {}
+for i, key in ipairs(KEYS) do
+  local facts = {length = 0, ['last-generated-id'] = '0-0', ['entries-added'] = 0}
+  if redis.call('EXISTS', key) == 1 then
+    local reply = redis.call('XINFO', 'STREAM', key)
+    for j = 1, #reply, 2 do facts[reply[j]] = reply[j + 1] end
+  end
+  local first, last = facts['first-entry'], facts['last-entry']
+  answers[i] = {facts.length, facts['entries-added'], facts['last-generated-id'], first and first[1] or '', last and last[1] or ''}
+end
+return answers
+"""
+"""XINFO STREAM without the entries that it would send, each as large as a message."""
+
+_APPEND: Final = """
+local done = redis.call('GET', KEYS[2])
+if done then
+  local batch, first = string.match(done, '(%S+) (%S+)')
+  if batch == ARGV[1] then return first end
+end
+local first = redis.call('XADD', KEYS[1], '*', 'value', ARGV[2], 'time', ARGV[3])
+local ms, number = string.match(first, '(%d+)-(%d+)')
+for i = 4, #ARGV, 2 do
+  number = number + 1
+  redis.call('XADD', KEYS[1], ms .. '-' .. string.format('%d', number), 'value', ARGV[i], 'time', ARGV[i + 1])
+end
+redis.call('SET', KEYS[2], ARGV[1] .. ' ' .. first, 'EX', 3600)
+return first
+"""
+"""Append a batch whole, and remember its first id: a batch whose reply was lost is sent again, and only answered."""
+
+
+def _connect(config: UpdateSourceConfig, timeout_s: float) -> _Client:
+    """A client of the first address that answers."""
+    settings: dict[str, Any] = {
+        "protocol": 2,
+        "username": config.user_name if config.password and config.user_name != "default" else None,
+        "password": config.password or None,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+    }
+    if config.enable_tls:
+        settings |= {
+            "ssl": True,
+            "ssl_ca_certs": config.tls_ca_certificate,
+            "ssl_certfile": config.tls_client_certificate or None,
+            "ssl_keyfile": config.tls_client_key or None,
+        }
+    addresses = []
+    for part in re.split("[,;]", config.address):
+        host, _, port = part.strip().rpartition(":") if re.search(r":\d+$", part.strip()) else (part.strip(), "", "6379")
+        addresses.append((host.strip("[]"), int(port)))
+    failures = []
+    for host, port in addresses:
+        server = Redis(host, port, retry=Retry(NoBackoff(), 0), **settings)
+        try:
+            if not server.info("cluster")["cluster_enabled"]:
+                return server
+            server.close()
+            nodes = [ClusterNode(*address) for address in addresses]
+            return RedisCluster(startup_nodes=nodes, retry=Retry(NoBackoff(), 0), **settings)
+        except _AWAY as error:
+            server.close()
+            failures.append(f"{host}:{port}: {error}")
+    raise UpdateLogError(f"Redis streams: {'; '.join(failures)}; see that it runs there, and update_source")
+
+
+def _checked(config: UpdateSourceConfig) -> UpdateSourceConfig:
+    if config.tls_server_name_identification:
+        raise ConfigError(
+            "update_source.tls_server_name_identification",
+            ["redis_stream checks certificates for the names in address; leave this empty"],
+        )
+    return config
+
+
+def _key(partition: Partition) -> str:
+    return f"{{{partition.topic}}}/{partition.number}"
+
+
+def _order(position: str) -> tuple[int, int]:
+    ms, _, number = position.partition("-")
+    return int(ms), int(number or 0)
+
+
+def _message(partition: Partition, entry: tuple[bytes, dict[bytes, bytes]]) -> Message:
+    position, fields = entry[0].decode(), entry[1] or {}
+    made = fields.get(b"time", b"")
+    time_us = int(made) if made.isdigit() and len(made) < 19 else _order(position)[0] * 1000
+    return Message(partition, position, time_us, b"", fields.get(b"value", b""))
+
+
+class _Facts(NamedTuple):
+    """What Redis says of a stream; first and last are the ids of entries, empty where there are none."""
+
+    length: int
+    added: int
+    generated: str
+    first: str
+    last: str
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """How far a partition was read. *Guarded by the log's lock.*
+
+    Attributes:
+        read: id of the last message that was read ahead; None until it is known where `latest` is.
+        polled: of the last that `poll` returned, or where reading began.
+        queued: messages between the two.
+        count: how many were ever added to the stream up to `read`.
+        exact: whether `count` is more than an estimate.
+        added: how many were ever added; None until Redis was asked.
+    """
+
+    partition: Partition
+    key: str
+    read: str | None
+    polled: str
+    queued: int = 0
+    count: int = 0
+    exact: bool = False
+    added: int | None = None
+    paused: bool = False
+
+    def compare(self, facts: _Facts) -> str:
+        """Correct the count by what Redis says; what was lost, for people."""
+        if self.read is None:
+            self.read = self.polled = facts.generated
+        at, removed = _order(self.read), facts.added - facts.length
+        self.added = facts.added
+        lost = ""
+        if at > _order(facts.generated) or (self.exact and facts.added < self.count):
+            lost = f"the stream was made anew or cut: its last id is {facts.generated}, {self.read} was read; reading it whole"
+            self.read, self.count, self.exact = _BEFORE_ALL, removed, True
+        elif not self.exact and at == (0, 0):
+            self.count, self.exact = removed, True
+        elif at < _order(facts.first or facts.generated):
+            if self.exact and removed > self.count:
+                lost = f"{removed - self.count} messages after {self.read} were removed before they were read"
+            elif not self.exact:
+                lost = f"messages after {self.read} were removed before they were read; the first is {facts.first or 'to come'}"
+            if lost:
+                self.count, self.exact = removed, True
+        elif at >= _order(facts.last or _BEFORE_ALL):
+            if self.exact and self.count < facts.added:
+                lost = f"{facts.added - self.count} messages before {self.read} were removed before they were read"
+            self.count, self.exact = facts.added, True
+        elif facts.first == self.read:
+            self.count, self.exact = removed + 1, True
+        elif not self.exact:  # somewhere in the middle: as if messages came evenly
+            start, now, end = (_order(position)[0] for position in (facts.first, self.read, facts.last))
+            left = round(facts.length * (end - now) / max(1, end - start))
+            self.count = facts.added - min(max(left, 1), facts.length - 1)
+        return lost
+
+
+class RedisStreamLog(UpdateLog):
+    """Reads streams. *One thread*, but for what the contract says otherwise."""
+
+    kind: ClassVar[str] = "redis_stream"
+
+    def __init__(self, config: UpdateSourceConfig, group: str) -> None:
+        self.config = _checked(config)
+        self.group = group
+        self.changed = threading.Condition()
+        self.closing = threading.Event()
+        self.streams: dict[Partition, _Stream] = {}
+        self.queue: deque[tuple[_Stream, Message]] = deque()
+        self.queued_bytes = 0  # read ahead, or asked for
+        self.problems: dict[str, str] = {}
+        self.commits: dict[Partition, tuple[str, int | None]] = {}
+        self.after: dict[Partition, str] = {}
+        self.begin = "earliest"
+        self._lost: dict[Partition, str] = {}
+        self._threads: list[threading.Thread] = []
+
+    @classmethod
+    def from_config(cls, config: UpdateSourceConfig, group: str) -> Self:
+        return cls(config, group)
+
+    def follow(self, topics: Sequence[str], after: Mapping[Partition, str], begin: str) -> None:
+        self.after, self.begin = dict(after), begin
+        self.read_on_thread(list(topics))
+
+    def read_on_thread(self, topics: list[str]) -> None:
+        """Start to read topics of one server, or slot."""
+        thread = threading.Thread(target=_Reader(self, topics).run, name=f"hps-redis-stream-{topics[0]}", daemon=True)
+        with self.changed:
+            self._threads.append(thread)
+        thread.start()
+
+    def poll(self, timeout_s: float, most_bytes: int) -> list[Message]:
+        messages: list[Message] = []
+        size = 0
+        with self.changed:
+            self.changed.wait_for(lambda: self.queue or self.closing.is_set(), timeout_s)
+            while self.queue and (not messages or size < most_bytes):
+                stream, message = self.queue.popleft()
+                messages.append(message)
+                stream.polled = message.position
+                stream.queued -= 1
+                size += len(message.value)
+            self.queued_bytes -= size + _MESSAGE_BYTES * len(messages)
+            self.changed.notify_all()
+        return messages
+
+    def pause(self, partitions: Sequence[Partition]) -> None:
+        with self.changed:
+            stopped = {self.streams[partition] for partition in partitions if partition in self.streams}
+            kept: deque[tuple[_Stream, Message]] = deque()
+            for stream, message in self.queue:
+                if stream in stopped:
+                    self.queued_bytes -= len(message.value) + _MESSAGE_BYTES
+                else:
+                    kept.append((stream, message))
+            self.queue = kept
+            for stream in stopped:
+                stream.paused = True
+                if stream.queued:
+                    stream.read, stream.count, stream.queued = stream.polled, stream.count - stream.queued, 0
+
+    def resume(self, partitions: Sequence[Partition]) -> None:
+        with self.changed:
+            for partition in partitions:
+                if partition in self.streams:
+                    self.streams[partition].paused = False
+            self.changed.notify_all()
+
+    def behind(self) -> dict[Partition, int | None]:
+        with self.changed:
+            return {
+                partition: None
+                if stream.added is None or self.problems
+                else max(stream.added, stream.count) - stream.count + stream.queued
+                for partition, stream in self.streams.items()
+            }
+
+    def commit(self, positions: Mapping[Partition, str]) -> None:
+        with self.changed:
+            for partition, position in positions.items():
+                stream = self.streams.get(partition)
+                counted = stream is not None and stream.exact and stream.polled == position
+                self.commits[partition] = (position, stream.count - stream.queued if stream and counted else None)
+
+    @property
+    def problem(self) -> str:
+        with self.changed:
+            return next(iter(self.problems.values()), "")
+
+    def lost(self) -> dict[Partition, str]:
+        with self.changed:
+            lost, self._lost = self._lost, {}
+        return lost
+
+    def close(self) -> None:
+        with self.changed:
+            self.closing.set()
+            self.queue.clear()
+            self.changed.notify_all()
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(3 * _TIMEOUT_S)
+
+    def note(self, answers: Sequence[tuple[_Stream, _Facts]]) -> None:
+        """Take in what Redis says of streams."""
+        with self.changed:
+            for stream, facts in answers:
+                if lost := stream.compare(facts):
+                    self._lost[stream.partition] = lost
+
+
+class _Reader:
+    """Reads some topics of a log, all in one slot where it is a cluster, and commits. *One thread.*"""
+
+    def __init__(self, log: RedisStreamLog, topics: list[str]) -> None:
+        self._log = log
+        self._topics = topics
+        self._largest = log.config.max_message_bytes + _MESSAGE_BYTES  # that is expected
+        self._met: set[str] = set()  # topics that were looked for
+        self._turn = 0
+        self._in_vain = 0  # reads one after the other that brought nothing
+
+    def run(self) -> None:
+        """Read until the log is closed, whatever happens to the server."""
+        name, failures = self._topics[0], 0
+        while not self._log.closing.is_set():
+            started = time.monotonic()
+            try:
+                with closing(_connect(self._log.config, _TIMEOUT_S)) as client:
+                    if isinstance(client, RedisCluster):
+                        for topic in self._topics[1:]:
+                            self._log.read_on_thread([topic])
+                        del self._topics[1:]
+                    self._serve(client)
+            except _AWAY as error:
+                with self._log.changed:
+                    self._log.problems[name] = f"{type(error).__name__}: {error}"
+                failures = 0 if time.monotonic() - started > 2 * _TIMEOUT_S else failures + 1
+                self._log.closing.wait(min(_MOST_BACKOFF_S, self._log.config.failure_backoff_ms / 1000 * 2 ** min(failures, 16)))
+
+    def _serve(self, client: _Client) -> None:
+        found_at = looked_at = float("-inf")
+        while not self._log.closing.is_set():
+            now = time.monotonic()
+            if now - found_at >= self._log.config.metadata_refresh_interval_ms / 1000:
+                self._find(client)
+                found_at, looked_at = now, float("-inf")
+            if now - looked_at >= _LOOK_S:
+                self._commit(client)
+                self._look(client)
+                looked_at = now
+            self._read(client)
+        self._commit(client)
+
+    def _find(self, client: _Client) -> None:
+        """Find partitions that there were not before."""
+        for topic in self._topics:
+            answer = client.get(topic)
+            if answer is not None and not answer.isdigit():
+                raise UpdateLogError(f"the key {topic}: got {answer[:20]!r}, expected the number of its partitions")
+            with self._log.changed:
+                for number in range(int(answer or 0)):
+                    partition = Partition(topic, number)
+                    if partition not in self._log.streams:
+                        new = topic in self._met or self._log.begin == "earliest"
+                        read = self._log.after.get(partition, _BEFORE_ALL if new else None)
+                        self._log.streams[partition] = _Stream(partition, _key(partition), read, read or _BEFORE_ALL)
+            self._met.add(topic)
+
+    def _streams(self) -> list[_Stream]:
+        with self._log.changed:
+            return [stream for stream in self._log.streams.values() if stream.partition.topic in self._topics]
+
+    def _look(self, client: _Client) -> None:
+        streams = self._streams()
+        if streams:
+            answers = client.eval_ro(_LOOK, len(streams), *(stream.key for stream in streams))
+            facts = (_Facts(length, added, *(one.decode() for one in ids)) for length, added, *ids in answers)
+            self._log.note(list(zip(streams, facts, strict=True)))
+        with self._log.changed:
+            self._log.problems.pop(self._topics[0], None)
+
+    def _commit(self, client: _Client) -> None:
+        """Move our group in the streams, which nobody reads by it; `XINFO GROUPS` then shows how far we are behind."""
+        with self._log.changed:
+            commits = {one: where for one, where in self._log.commits.items() if one.topic in self._topics}
+            for one in commits:
+                del self._log.commits[one]
+        for partition, (position, counted) in commits.items():
+            key, name = _key(partition), f"commit of {partition}"
+            try:
+                try:
+                    client.xgroup_setid(key, self._log.group, position, entries_read=counted)
+                except ResponseError as error:
+                    if not str(error).startswith("NOGROUP"):
+                        raise
+                    client.xgroup_create(key, self._log.group, position, entries_read=counted)
+            except ResponseError as error:
+                with self._log.changed:
+                    self._log.problems[name] = f"{name}: {error}"
+            else:
+                with self._log.changed:
+                    self._log.problems.pop(name, None)
+
+    def _read(self, client: _Client) -> None:
+        log, room = self._log, self._log.config.read_ahead_bytes
+        with log.changed:
+            streams = [one for one in log.streams.values() if one.partition.topic in self._topics]
+            streams = [one for one in streams if not one.paused and one.read is not None]
+            # One message may be larger than all the room that there is.
+            if not streams or (log.queued_bytes and log.queued_bytes + self._largest > room):
+                log.changed.wait(_BLOCK_MS / 1000)
+                return
+            free = min(room - log.queued_bytes, max(room // 4, self._largest))
+            wanted = max(1, min(len(streams), free // self._largest))
+            # What comes while a read is blocked is of one stream, so all may be asked once each alone had nothing.
+            block = wanted == len(streams) or self._in_vain >= len(streams)
+            wanted = len(streams) if block else wanted
+            start = self._turn % len(streams)
+            self._turn = start + wanted
+            asked = {one.key: one for one in (streams + streams)[start : start + wanted]}
+            count = max(1, min(_REPLY_MESSAGES, free // self._largest) // wanted)
+            reads = {key: str(one.read) for key, one in asked.items()}
+            reserved = count * self._largest
+            log.queued_bytes += reserved
+        reply: Any = []
+        try:
+            reply = client.xread(reads, count, _BLOCK_MS if block else None)  # type: ignore[arg-type]
+        finally:
+            with log.changed:
+                log.queued_bytes -= reserved
+                self._take(asked, reads, reply)
+
+    def _take(self, asked: dict[str, _Stream], reads: dict[str, str], reply: Any) -> None:
+        log, largest = self._log, 0
+        for key, entries in reply:
+            stream = asked[key.decode()]
+            messages = [_message(stream.partition, entry) for entry in entries]
+            largest = max(largest, *(len(message.value) + _MESSAGE_BYTES for message in messages))
+            if log.closing.is_set() or stream.paused or stream.read != reads[stream.key]:
+                continue
+            log.queue.extend((stream, message) for message in messages)
+            log.queued_bytes += sum(len(message.value) + _MESSAGE_BYTES for message in messages)
+            stream.read = messages[-1].position
+            stream.count += len(messages)
+            stream.queued += len(messages)
+        if largest:
+            self._largest = max(largest, self._largest * 3 // 4)
+            log.changed.notify_all()
+        self._in_vain = 0 if largest else self._in_vain + 1
+
+
+class _Waiting(NamedTuple):
+    value: bytes
+    time_us: int
+    sent: Callable[[str | Exception], None] | None
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Messages of one partition that are sent together, again and again until Redis answers."""
+
+    partition: Partition
+    number: int
+    messages: list[_Waiting]
+    since: float = field(default_factory=time.monotonic)
+
+
+class RedisStreamWriter(UpdateLogWriter):
+    """Writes streams, from one thread, one batch a partition at a time. *Thread-safe.*
+
+    Several writers may write the same stream. Redis acknowledges what it has in memory: `appendfsync always` is for those who
+    must not lose a message when it dies.
+    """
+
+    kind: ClassVar[str] = "redis_stream"
+
+    def __init__(self, config: UpdateSourceConfig) -> None:
+        self._config = _checked(config)
+        self._name = uuid.uuid4().hex
+        self._changed = threading.Condition()
+        self._waiting: dict[Partition, deque[_Waiting]] = {}
+        self._batches: dict[Partition, _Batch] = {}
+        self._messages = 0  # under way
+        self._bytes = 0
+        self._made = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hps-redis-stream-writer", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_config(cls, config: UpdateSourceConfig) -> Self:
+        return cls(config)
+
+    def partitions(self, topic: str, timeout_s: float, create: int = 0) -> int:
+        def count(client: _Client) -> Any:
+            if create:
+                client.set(topic, create, nx=True)
+            return client.get(topic)
+
+        answer = self._ask(f"looking for the topic {topic}", timeout_s, count)
+        if answer is None or not answer.isdigit():
+            raise UpdateLogError(
+                f"the topic {topic}: got {answer!r}, expected the number of its partitions in the key of that name; create it"
+            )
+        return int(answer)
+
+    def last(self, partition: Partition, timeout_s: float) -> Message | None:
+        entries = self._ask(
+            f"reading the last message of {partition}", timeout_s, lambda client: client.xrevrange(_key(partition), count=1)
+        )
+        return _message(partition, entries[0]) if entries else None
+
+    def _ask(self, doing: str, timeout_s: float, ask: Callable[[_Client], Any]) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                with closing(_connect(self._config, max(0.05, min(_TIMEOUT_S, deadline - time.monotonic())))) as client:
+                    return ask(client)
+            except _AWAY as error:
+                if time.monotonic() + 0.1 > deadline:
+                    raise UpdateLogError(f"{doing}: {error}") from error
+                time.sleep(0.1)
+
+    def send(
+        self,
+        partition: Partition,
+        value: bytes,
+        *,
+        time_us: int = 0,
+        sent: Callable[[str | Exception], None] | None = None,
+    ) -> None:
+        if len(value) > self._config.max_message_bytes:
+            raise UpdateLogError(
+                f"sending to {partition}: got {len(value)} bytes, expected at most {self._config.max_message_bytes} "
+                "(update_source.max_message_bytes); send fewer rows in a message"
+            )
+        size, most = len(value) + _MESSAGE_BYTES, self._config.read_ahead_bytes
+        with self._changed:
+            free = self._changed.wait_for(
+                lambda: self._closing.is_set() or not self._messages or self._bytes + size <= most, _FULL_S
+            )
+            if not free or self._closing.is_set():
+                what = "the writer is closed" if free else f"Redis took nothing for {_FULL_S:.0f} s"
+                raise UpdateLogError(f"sending to {partition}: {what}")
+            self._messages += 1
+            self._bytes += size
+            self._waiting.setdefault(partition, deque()).append(_Waiting(value, time_us or time.time_ns() // 1000, sent))
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> int:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._messages, timeout_s)
+            return self._messages
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing.set()
+            self._changed.notify_all()
+        self._thread.join(3 * _TIMEOUT_S)
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._closing.is_set():
+            try:
+                self._take_batches()
+                if self._batches:
+                    with closing(_connect(self._config, _TIMEOUT_S)) as client:
+                        while not self._closing.is_set():
+                            self._append(client)
+                            failures = 0
+                            self._take_batches()
+            except _AWAY as error:
+                for batch in list(self._batches.values()):
+                    if time.monotonic() - batch.since > _GIVE_UP_S:
+                        self._finish(batch, UpdateLogError(f"no answer for {_GIVE_UP_S:.0f} s, it may have been taken: {error}"))
+                failures += 1
+                self._closing.wait(min(_MOST_BACKOFF_S, 0.05 * 2 ** min(failures, 16)))
+        self._take_batches()
+        while self._batches:
+            for batch in list(self._batches.values()):
+                self._finish(batch, UpdateLogError(f"sending to {batch.partition}: the writer was closed"))
+            self._take_batches()
+
+    def _take_batches(self) -> None:
+        """Make a batch of each partition that has none and has messages; wait for some."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._batches or self._closing.is_set(), _BLOCK_MS / 1000)
+            for partition in [one for one in self._waiting if one not in self._batches]:
+                queue = self._waiting[partition]
+                messages, size = [queue.popleft()], 0
+                while queue and len(messages) < _BATCH_MESSAGES and size + len(queue[0].value) <= _BATCH_BYTES:
+                    size += len(queue[0].value)
+                    messages.append(queue.popleft())
+                if not queue:
+                    del self._waiting[partition]
+                self._made += 1
+                self._batches[partition] = _Batch(partition, self._made, messages)
+
+    def _append(self, client: _Client) -> None:
+        for batch in list(self._batches.values()):
+            key = _key(batch.partition)
+            words = [word for message in batch.messages for word in (message.value, message.time_us)]
+            try:
+                first: bytes = client.eval(_APPEND, 2, key, f"{key}/{self._name}", batch.number, *words)  # type: ignore[assignment]
+            except ResponseError as error:
+                if isinstance(error, NoPermissionError) or re.match("WRONGTYPE|.*ACL failure", str(error)):
+                    self._finish(batch, UpdateLogError(f"sending to {batch.partition}: {error}; grant the user this key"))
+                    continue
+                raise
+            self._finish(batch, first.decode())
+
+    def _finish(self, batch: _Batch, answer: str | UpdateLogError) -> None:
+        if isinstance(answer, str):
+            ms, number = _order(answer)
+        for index, message in enumerate(batch.messages):
+            if message.sent is not None:
+                message.sent(f"{ms}-{number + index}" if isinstance(answer, str) else answer)
+        with self._changed:
+            del self._batches[batch.partition]
+            self._messages -= len(batch.messages)
+            self._bytes -= sum(len(message.value) + _MESSAGE_BYTES for message in batch.messages)
+            self._changed.notify_all()

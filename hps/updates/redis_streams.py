@@ -1,13 +1,13 @@
 """Online updates in Redis Streams, of a server or a cluster. Redis 7 or newer, or Valkey.
 
     hps_et.<model>.<table>        a string: how many partitions the topic has
-    {hps_et.<model>.<table>}/<n>  the stream of partition n; each entry has the fields `value` and `time` (microseconds since 1970)
+    {hps_et.<model>.<table>}/<n>  the stream of partition n, with the fields `value` and `time` (microseconds since 1970)
 
-So `SET hps_et.shop.items 1` and `XADD {hps_et.shop.items}/0 * value ...` are all that a publisher in another language needs. The braces
-put a topic into one slot of a cluster, because XREAD waits for streams of one slot only: a cluster spreads tables.
+So `SET hps_et.shop.items 1` and `XADD {hps_et.shop.items}/0 * value ...` are all that a publisher in another language needs.
+The braces put a topic into one slot of a cluster, because XREAD waits for streams of one slot only: a cluster spreads tables.
 
-One thread a server, or a topic of a cluster, asks with XREAD BLOCK and reads ahead. How many messages it asks for follows from the
-sizes of those before, the largest that may be to begin with, so that a reply fits the room that is left.
+One thread a server, or a topic of a cluster, asks with XREAD BLOCK and reads ahead. How many messages it asks for follows from
+the sizes of those before, at first from the largest that is allowed, so that a reply fits the room that is left.
 
 An id does not tell how many messages are behind it. Redis counts what was ever added to a stream, we what we read of it. Once
 we have read everything the two must agree; if they do not, messages are gone.
@@ -21,12 +21,21 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple, Self, TypeAlias
 
 from redis import Redis, RedisCluster
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode
-from redis.exceptions import NoPermissionError, RedisClusterException, RedisError, ResponseError
+from redis.exceptions import (
+    ClusterError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
 from redis.retry import Retry
 
 from hps.configuration.tiers import UpdateSourceConfig
@@ -47,6 +56,8 @@ _BATCH_BYTES: Final = 4 << 20
 _GIVE_UP_S: Final = 300.0  # Kafka's message.timeout.ms
 _FULL_S: Final = 60.0
 _AWAY: Final = (RedisError, RedisClusterException, OSError, UpdateLogError)
+_PASSING: Final = (OutOfMemoryError, ReadOnlyError, ClusterError, TryAgainError)
+"""Refusals after which a writer tries again."""
 
 _LOOK: Final = """
 local answers = {}
@@ -57,7 +68,8 @@ for i, key in ipairs(KEYS) do
     for j = 1, #reply, 2 do facts[reply[j]] = reply[j + 1] end
   end
   local first, last = facts['first-entry'], facts['last-entry']
-  answers[i] = {facts.length, facts['entries-added'], facts['last-generated-id'], first and first[1] or '', last and last[1] or ''}
+  local ids = {facts['last-generated-id'], first and first[1] or '', last and last[1] or ''}
+  answers[i] = {facts.length, facts['entries-added'], unpack(ids)}
 end
 return answers
 """
@@ -67,7 +79,7 @@ _APPEND: Final = """
 local done = redis.call('GET', KEYS[2])
 if done then
   local batch, first = string.match(done, '(%S+) (%S+)')
-  if batch == ARGV[1] then return first end
+  if tonumber(batch) >= tonumber(ARGV[1]) then return first end
 end
 local first = redis.call('XADD', KEYS[1], '*', 'value', ARGV[2], 'time', ARGV[3])
 local ms, number = string.match(first, '(%d+)-(%d+)')
@@ -78,7 +90,8 @@ end
 redis.call('SET', KEYS[2], ARGV[1] .. ' ' .. first, 'EX', 3600)
 return first
 """
-"""Append a batch whole, and remember its first id: a batch whose reply was lost is sent again, and only answered."""
+"""Append a batch whole, and remember its number and first id: a batch that is sent again because its reply was lost is only
+answered, and so is one that a broken connection delivers late."""
 
 
 def _connect(config: UpdateSourceConfig, timeout_s: float) -> _Client:
@@ -93,7 +106,7 @@ def _connect(config: UpdateSourceConfig, timeout_s: float) -> _Client:
     if config.enable_tls:
         settings |= {
             "ssl": True,
-            "ssl_ca_certs": config.tls_ca_certificate,
+            "ssl_ca_path" if Path(config.tls_ca_certificate).is_dir() else "ssl_ca_certs": config.tls_ca_certificate,
             "ssl_certfile": config.tls_client_certificate or None,
             "ssl_keyfile": config.tls_client_key or None,
         }
@@ -219,7 +232,8 @@ class RedisStreamLog(UpdateLog):
         self.streams: dict[Partition, _Stream] = {}
         self.queue: deque[tuple[_Stream, Message]] = deque()
         self.queued_bytes = 0  # read ahead, or asked for
-        self.problems: dict[str, str] = {}
+        self.problems: dict[str, str] = {}  # of reading, by the first topic of a reader
+        self.commit_problem = ""
         self.commits: dict[Partition, tuple[str, int | None]] = {}
         self.after: dict[Partition, str] = {}
         self.begin = "earliest"
@@ -297,7 +311,7 @@ class RedisStreamLog(UpdateLog):
     @property
     def problem(self) -> str:
         with self.changed:
-            return next(iter(self.problems.values()), "")
+            return next(iter(self.problems.values()), self.commit_problem)
 
     def lost(self) -> dict[Partition, str]:
         with self.changed:
@@ -348,7 +362,8 @@ class _Reader:
                 with self._log.changed:
                     self._log.problems[name] = f"{type(error).__name__}: {error}"
                 failures = 0 if time.monotonic() - started > 2 * _TIMEOUT_S else failures + 1
-                self._log.closing.wait(min(_MOST_BACKOFF_S, self._log.config.failure_backoff_ms / 1000 * 2 ** min(failures, 16)))
+                backoff_s = self._log.config.failure_backoff_ms / 1000 * 2 ** min(failures, 16)
+                self._log.closing.wait(min(_MOST_BACKOFF_S, backoff_s))
 
     def _serve(self, client: _Client) -> None:
         found_at = looked_at = float("-inf")
@@ -399,7 +414,7 @@ class _Reader:
             for one in commits:
                 del self._log.commits[one]
         for partition, (position, counted) in commits.items():
-            key, name = _key(partition), f"commit of {partition}"
+            key, said = _key(partition), ""
             try:
                 try:
                     client.xgroup_setid(key, self._log.group, position, entries_read=counted)
@@ -408,11 +423,9 @@ class _Reader:
                         raise
                     client.xgroup_create(key, self._log.group, position, entries_read=counted)
             except ResponseError as error:
-                with self._log.changed:
-                    self._log.problems[name] = f"{name}: {error}"
-            else:
-                with self._log.changed:
-                    self._log.problems.pop(name, None)
+                said = f"committing the position of {partition}: {error}"
+            with self._log.changed:
+                self._log.commit_problem = said
 
     def _read(self, client: _Client) -> None:
         log, room = self._log, self._log.config.read_ahead_bytes
@@ -585,7 +598,8 @@ class RedisStreamWriter(UpdateLogWriter):
             except _AWAY as error:
                 for batch in list(self._batches.values()):
                     if time.monotonic() - batch.since > _GIVE_UP_S:
-                        self._finish(batch, UpdateLogError(f"no answer for {_GIVE_UP_S:.0f} s, it may have been taken: {error}"))
+                        what = f"sending to {batch.partition}: no answer for {_GIVE_UP_S:.0f} s"
+                        self._finish(batch, UpdateLogError(f"{what}, Redis may have it nevertheless: {error}"))
                 failures += 1
                 self._closing.wait(min(_MOST_BACKOFF_S, 0.05 * 2 ** min(failures, 16)))
         self._take_batches()
@@ -614,12 +628,12 @@ class RedisStreamWriter(UpdateLogWriter):
             key = _key(batch.partition)
             words = [word for message in batch.messages for word in (message.value, message.time_us)]
             try:
-                first: bytes = client.eval(_APPEND, 2, key, f"{key}/{self._name}", batch.number, *words)  # type: ignore[assignment]
+                first: bytes = client.eval(_APPEND, 2, key, f"{key}/{self._name}", batch.number, *words)
             except ResponseError as error:
-                if isinstance(error, NoPermissionError) or re.match("WRONGTYPE|.*ACL failure", str(error)):
-                    self._finish(batch, UpdateLogError(f"sending to {batch.partition}: {error}; grant the user this key"))
-                    continue
-                raise
+                if isinstance(error, _PASSING) or re.match("MISCONF|NOREPLICAS|BUSY|CLUSTERDOWN", str(error)):
+                    raise
+                self._finish(batch, UpdateLogError(f"{key}: {error}; see what is there and what the user may do"))
+                continue
             self._finish(batch, first.decode())
 
     def _finish(self, batch: _Batch, answer: str | UpdateLogError) -> None:

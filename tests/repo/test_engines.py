@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 OWNERS = {
     "rocksdict": "hps/databases/rocks_db/",
-    "redis": "hps/databases/redis/",
+    "redis": ("hps/databases/redis/", "hps/updates/redis_streams"),
     "hiredis": "hps/databases/redis/",
     "cupy": "hps/cache/cuda/",
     "fastapi": "hps/service/",

@@ -1,5 +1,6 @@
 """Redis streams behind the contract of a log of updates, against real servers."""
 
+import shutil
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from hps.updates.redis_streams import RedisStreamLog, RedisStreamWriter
 from tests.contracts.update_log_contract import UpdateLogContract, eventually, polled, values, written
 from tests.servers.redis_proxy import Proxy
 from tests.servers.redis_server import RedisClusterServers, RedisServer
+from tests.unit.databases.test_redis_connections import certificate
 
 pytestmark = pytest.mark.redis
 
@@ -255,3 +257,18 @@ class TestServer(RedisStreams):
     def test_a_name_for_certificates_is_refused(self, opened):
         with pytest.raises(ConfigError, match="tls_server_name_identification"):
             opened(tls_server_name_identification="redis.example")
+
+    @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl on the PATH, which makes the certificates")
+    def test_messages_go_through_tls(self, opened, tmp_path, topic):
+        certificate(tmp_path, "ca", "test authority")
+        made, key = certificate(tmp_path, "server", "localhost", "ca")
+        ca = str(tmp_path / "ca.crt")
+        arguments = ("--tls-ca-cert-file", ca, "--tls-cert-file", made, "--tls-key-file", key, "--tls-auth-clients", "no")
+        with RedisServer(tmp_path / "redis", *arguments, tls={"ssl": True, "ssl_ca_certs": ca}) as server:
+            settings = {"enable_tls": True, "tls_ca_certificate": ca, "address": f"localhost:{server.port}"}
+            writer = opened(writer=True, **settings)
+            writer.partitions(topic, 20, create=1)
+            written(writer, Partition(topic, 0), b"x")
+            assert values(polled(self.reader(opened, [topic], **settings), 1)) == [b"x"]
+            stranger = self.reader(opened, [topic], **settings | {"address": f"127.0.0.1:{server.port}"})
+            eventually(lambda: "ertificate" in stranger.problem)

@@ -122,6 +122,14 @@ def decode(
     return changes
 
 
+def sequence_of(value: bytes) -> int:
+    """The sequence of a message of any table; 0 if it is no whole `HPS1` message."""
+    if value[:4] != b"HPS1" or len(value) < HEADER_BYTES:
+        return 0
+    _, crc, sequence, *_ = _HEADER.unpack_from(value)
+    return sequence if crc == _checksum(value) and 1 <= sequence <= HIGHEST_SEQUENCE else 0
+
+
 def encode(
     keys: KeyArray,  # (n,)
     vectors: FloatArray,  # (n, dim)
@@ -203,7 +211,7 @@ def _decode_own(value: bytes, dim: int, key_bytes: int, table: str) -> Changes:
         expected = HEADER_BYTES + name_bytes + 8 * (n + m) + _BY_CODE[code].itemsize * n * width
         if len(value) != expected:
             raise _wrong("size", f"{len(value)} bytes", f"{expected} for {n} rows of width {width} and {m} deleted keys")
-    if (got := zlib.crc32(whole[8:], zlib.crc32(whole[:4]))) != crc:
+    if (got := _checksum(value)) != crc:
         raise _wrong("checksum", f"content of CRC-32 {got:08x}", f"the {crc:08x} that it says; it was damaged on its way")
     if code >= len(_BY_CODE) or version:
         raise _wrong("dtype", f"dtype {code}, version {version}", "dtype 0 (float32), 1 (float16) or 2 (bfloat16), version 0")
@@ -242,6 +250,11 @@ def _decode_hugectr(value: bytes, dim: int, key_bytes: int) -> Changes:
     rows = np.frombuffer(value, _hugectr_row(dim, key_bytes), offset=8)
     keys, vectors = rows["key"].astype(np.int64), np.ascontiguousarray(rows["vector"])
     return Changes(keys, np.require(vectors, requirements="A"), keys[:0])
+
+
+def _checksum(value: bytes) -> int:
+    whole = memoryview(value)
+    return zlib.crc32(whole[8:], zlib.crc32(whole[:4]))
 
 
 def _hugectr_row(dim: int, key_bytes: int) -> npt.DTypeLike:

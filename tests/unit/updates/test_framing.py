@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hps.errors import InvalidInputError, UpdateFormatError
-from hps.updates.framing import HEADER_BYTES, HIGHEST_SEQUENCE, decode, encode, encode_hugectr
+from hps.updates.framing import HEADER_BYTES, HIGHEST_SEQUENCE, decode, encode, encode_hugectr, sequence_of
 
 DIM = 3
 KEYS = np.array([5, -1, 2**63 - 1, -(2**63), 0], np.int64)
@@ -212,3 +212,9 @@ def test_damage_is_never_read_as_something_else(data: st.DataObject) -> None:
 def test_any_bytes_are_read_or_refused(head: bytes, tail: bytes) -> None:
     read(head + tail)
     read(summed((head + tail).ljust(HEADER_BYTES, b"\x00")))
+
+
+def test_the_sequence_is_read_of_whole_messages_alone() -> None:
+    assert sequence_of(OURS) == 12
+    for other in (HUGECTR, OURS[:-1], OURS[:20], b"", patched(8, struct.pack("<q", HIGHEST_SEQUENCE + 1))):
+        assert sequence_of(other) == 0

@@ -1,0 +1,297 @@
+"""Keeps messages that cannot be applied, so that `hps updates replay` can publish them again once their cause is removed.
+
+They go into a directory as JSON lines, one object a message:
+
+    {"when": "2026-03-01T12:00:00.000000+00:00", "reason": "width", "detail": "...", "model": "shop", "table": "item",
+     "topic": "hps_et.shop.item", "partition": 0, "position": "17", "time_us": 1772366400000000, "sequence": 1772366400000000,
+     "key": "", "value": "SFBTMQ..."}
+
+`key` and `value` are base64. Files are called `<microseconds since 1970>.<random>.jsonl`; when one is large another is begun.
+Or they go to the topic `hps_dead.<model>.<table>`: the same object without `value`, a line feed, and the message as it was.
+"""
+
+import json
+import logging
+import os
+import secrets
+import threading
+import time
+from base64 import b64decode, b64encode
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Final, Self
+
+from hps.background import BackgroundQueue
+from hps.configuration.tiers import UpdateSourceConfig
+from hps.errors import HPSError, UpdateFormatError
+from hps.metrics import Metrics
+from hps.registry import implementation
+from hps.types import split_tag
+from hps.updates.base import DEAD_LETTER_PREFIX, Message, Partition, UpdateLog, UpdateLogWriter
+
+_log = logging.getLogger(__name__)
+
+LOG_INTERVAL_S: Final = 60.0
+
+_QUEUED_BYTES = 64 << 20  # that wait for the disk; one message may be larger
+_QUEUED = 4096
+_FILES = 8  # among which the bound is shared out: so much is dropped at a time
+_PIECE = 3 << 20  # of base64; a multiple of 3
+_TIMEOUT_S = 10.0  # of the log that takes dead letters
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A message that could not be applied. *Immutable.*
+
+    Attributes:
+        message: as it lay in the log.
+        reason: of the `UpdateFormatError`.
+        detail: its text.
+        model, table: whose changes it was to bring; empty if the topic does not tell.
+        sequence: its place in the order of changes, its own or the one that the replica gave it; 0 if unknown.
+        when: it was put aside, in ISO 8601.
+    """
+
+    message: Message
+    reason: str
+    detail: str
+    model: str
+    table: str
+    sequence: int
+    when: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="microseconds"))
+
+    def header(self) -> dict[str, Any]:
+        """All of it but the message's value."""
+        message = self.message
+        return {
+            **{"when": self.when, "reason": self.reason, "detail": self.detail, "model": self.model, "table": self.table},
+            **{"topic": message.partition.topic, "partition": message.partition.number, "position": message.position},
+            **{"time_us": message.time_us, "sequence": self.sequence, "key": b64encode(message.key).decode()},
+        }
+
+    @classmethod
+    def read(cls, text: bytes, value: bytes | None = None) -> Self:
+        """Read an object as it was written; its `value` is in it if it is not given.
+
+        Raises:
+            UpdateFormatError: it is no dead letter.
+        """
+        try:
+            content = json.loads(text)
+            raw = b64decode(content["value"], validate=True) if value is None else value
+            partition = Partition(content["topic"], content["partition"])
+            message = Message(partition, content["position"], content["time_us"], b64decode(content["key"]), raw)
+            return cls(message, *(content[name] for name in ("reason", "detail", "model", "table", "sequence", "when")))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UpdateFormatError(
+                "dead_letter", f"reading a dead letter: got {text[:60]!r} ({error!r}), expected a whole JSON object"
+            ) from error
+
+
+class DeadLetters:
+    """Takes messages that cannot be applied, and never stops who brings them. *Thread-safe.*
+
+    A thread of its own writes them. What it cannot write (the disk is full or too slow, the log is away) is counted and logged.
+
+    Args:
+        directory: where they go, and nobody else's do; empty for nowhere.
+        most_bytes: of all files in the directory; the oldest are removed for it.
+        connect: makes the writer of a topic, at the first message; they go there then, and to no directory.
+        metrics: of the thread.
+        clock: seconds, from any start.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        most_bytes: int,
+        metrics: Metrics,
+        connect: Callable[[], UpdateLogWriter] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._directory, self._most_bytes, self._connect, self._clock = directory, most_bytes, connect, clock
+        self._queue = BackgroundQueue("dead-letters", _QUEUED, 1, metrics)
+        self._writer: UpdateLogWriter | None = None
+        self._path = ""
+        self._lock = threading.Lock()
+        self._queued_bytes = 0
+        self._lost = 0
+        self._cause = ""  # of the last loss
+        self._unlogged: Counter[str] = Counter()
+        self._logged_at = -LOG_INTERVAL_S + clock()
+
+    @classmethod
+    def from_config(cls, settings: UpdateSourceConfig, persistent_path: str, metrics: Metrics) -> Self:
+        """Those of a server.
+
+        Args:
+            settings: `dead_letters` is a directory, `topic`, or empty.
+            persistent_path: of the persistent database, beside which they go by default; empty if there is none.
+        """
+        if settings.dead_letters == "topic":
+            connect = implementation("update_log_writer", settings.type).from_config
+            return cls("", settings.dead_letter_bytes, metrics, lambda: connect(settings))
+        beside = f"{persistent_path.rstrip('/')}.dead-letters" if persistent_path else ""
+        return cls(settings.dead_letters or beside, settings.dead_letter_bytes, metrics)
+
+    @property
+    def place(self) -> str:
+        """Where they go, for people; empty if nowhere."""
+        return f"topics {DEAD_LETTER_PREFIX}*" if self._connect else self._directory
+
+    @property
+    def lost(self) -> int:
+        """How many messages could not be kept, or were removed to keep the bound."""
+        return self._lost
+
+    def add(self, message: Message, reason: str, detail: str, sequence: int) -> None:
+        """Keep a message. Does not block, and raises nothing.
+
+        Args:
+            reason, detail: why it cannot be applied.
+            sequence: its place in the order of changes; 0 if unknown.
+        """
+        model, _, table = split_tag(message.partition.topic) or ("", "", "")
+        letter = DeadLetter(message, reason, detail, model, table, sequence)
+        size = len(message.value)
+        if self.place:
+            with self._lock:
+                fits = not self._queued_bytes or self._queued_bytes + size <= _QUEUED_BYTES
+                self._queued_bytes += size if fits else 0
+            if not fits or not self._queue.submit(lambda: self._keep(letter)):
+                with self._lock:
+                    self._queued_bytes -= size if fits else 0
+                self._lose(1, "they come faster than they can be written")
+        self._report(reason, f"{message.partition} at {message.position}: {detail}")
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that was added is kept or lost."""
+        done = self._queue.drain(timeout_s)
+        return done and (self._writer is None or self._writer.flush(timeout_s) == 0)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write what is queued, for at most `timeout_s`. Closing twice changes nothing."""
+        self._queue.close(timeout_s)
+        if self._writer is not None:
+            self._writer.flush(timeout_s)
+            self._writer.close()
+        self._report("", "")
+
+    def _keep(self, letter: DeadLetter) -> None:
+        try:
+            if self._connect:
+                self._send(letter)
+            else:
+                self._write(letter)
+        except (OSError, HPSError) as error:
+            self._lose(1, str(error))
+        finally:
+            with self._lock:
+                self._queued_bytes -= len(letter.message.value)
+
+    def _send(self, letter: DeadLetter) -> None:
+        if self._writer is None and self._connect:
+            self._writer = self._connect()
+        if self._writer is None:
+            return
+        topic = f"{DEAD_LETTER_PREFIX}{letter.model}.{letter.table}"
+        count = self._writer.partitions(topic, _TIMEOUT_S, create=1)
+        header = json.dumps(letter.header()).encode()
+        partition = Partition(topic, letter.message.partition.number % count)
+        self._writer.send(partition, b"\n".join((header, letter.message.value)), sent=self._sent)
+
+    def _sent(self, result: str | Exception) -> None:
+        if isinstance(result, Exception):
+            self._lose(1, str(result))
+
+    def _write(self, letter: DeadLetter) -> None:
+        head = json.dumps(letter.header()).encode()[:-1] + b', "value": "'
+        size = len(head) + (len(letter.message.value) + 2) // 3 * 4 + 3
+        if size > self._most_bytes:
+            self._lose(1, f"a message takes {size} bytes, more than dead_letter_bytes = {self._most_bytes}")
+            return
+        os.makedirs(self._directory, exist_ok=True)
+        self._make_room(size)
+        with open(self._path, "ab") as file:
+            begun = file.tell()
+            try:
+                file.write(head)
+                value = memoryview(letter.message.value)
+                for low in range(0, len(value), _PIECE):
+                    file.write(b64encode(value[low : low + _PIECE]))
+                file.write(b'"}\n')
+                file.flush()
+            except OSError:
+                with suppress(OSError):  # half a line is no dead letter
+                    os.truncate(self._path, begun)
+                raise
+
+    def _make_room(self, size: int) -> None:
+        """Let the next `size` bytes go to a file that is not too large, and remove the oldest where all would be."""
+        sizes = {path: path.stat().st_size for path in _files(self._directory)}
+        held = sizes.get(Path(self._path), 0)
+        if not self._path or (held and held + size > self._most_bytes // _FILES):
+            self._path = f"{self._directory}/{time.time_ns() // 1000}.{secrets.token_hex(3)}.jsonl"
+        total = sum(sizes.values())
+        for path, length in sizes.items():
+            if total + size <= self._most_bytes:
+                break
+            with path.open("rb") as file:
+                count = sum(piece.count(b"\n") for piece in iter(lambda: file.read(1 << 20), b""))
+            path.unlink()
+            total -= length
+            self._lose(count, f"{self._directory} holds dead_letter_bytes = {self._most_bytes}; the oldest were removed")
+
+    def _lose(self, count: int, cause: str) -> None:
+        with self._lock:
+            self._lost += count
+            self._cause = cause
+
+    def _report(self, reason: str, detail: str) -> None:
+        """Log what came since the last line, at most once a minute; at the end what is left."""
+        with self._lock:
+            if reason:
+                self._unlogged[reason] += 1
+            if not self._unlogged or (reason and self._clock() - self._logged_at < LOG_INTERVAL_S):
+                return
+            counts, self._unlogged, self._logged_at = self._unlogged, Counter(), self._clock()
+            lost, cause = self._lost, self._cause
+        counted = ", ".join(f"{count} x {name}" for name, count in sorted(counts.items()))
+        kept = f"they go to {self.place}" if self.place else "they are kept nowhere: set update_source.dead_letters"
+        missing = f"; {lost} in all could not be kept: {cause}" if lost else ""
+        last = f"; the last is {detail}" if detail else ""
+        _log.warning("messages of updates cannot be applied (%s)%s; %s%s", counted, last, kept, missing)
+
+
+def read_directory(directory: str) -> Iterator[DeadLetter | UpdateFormatError]:
+    """Yield the dead letters of a directory, the oldest first, and the errors of lines that are none."""
+    for path in _files(directory):
+        with path.open("rb") as file:
+            for line in file:
+                try:
+                    yield DeadLetter.read(line)
+                except UpdateFormatError as error:
+                    yield error
+
+
+def read_topics(log: UpdateLog, topics: list[str], timeout_s: float) -> Iterator[DeadLetter | UpdateFormatError]:
+    """Yield the dead letters that lie in topics, by partition, until there are no more or none comes for `timeout_s`."""
+    log.follow(topics, {}, "earliest")
+    while messages := log.poll(timeout_s, _QUEUED_BYTES):
+        for message in messages:
+            header = BytesIO(message.value).readline()
+            try:
+                yield DeadLetter.read(header, message.value[len(header) :])
+            except UpdateFormatError as error:
+                yield error
+
+
+def _files(directory: str) -> list[Path]:
+    """The oldest first: they are called after the time."""
+    return sorted(Path(directory).glob("*.jsonl"))

@@ -1,0 +1,194 @@
+"""Messages that cannot be applied are kept whole, within bounds, and never stop who brings them."""
+
+import json
+import logging
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hps.errors import UpdateFormatError
+from hps.metrics import Metrics
+from hps.updates.base import Message, Partition
+from hps.updates.dead_letters import LOG_INTERVAL_S, DeadLetter, DeadLetters, read_directory, read_topics
+from tests.fakes.clock import Clock
+from tests.fakes.memory_log import MemoryBroker, MemoryLog, MemoryLogWriter
+
+PARTITION = Partition("hps_et.shop.item", 3)
+
+
+def message(value: bytes, position: int = 17) -> Message:
+    return Message(PARTITION, str(position), 99, b"k\xff", value)
+
+
+def make(directory: Path | str, most_bytes: int = 1 << 30, **options) -> DeadLetters:
+    return DeadLetters(str(directory), most_bytes, Metrics(), **options)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 3 << 20, (3 << 20) + 1])
+@pytest.mark.parametrize("where", ["directory", "topic"])
+def test_a_message_is_kept_whole(tmp_path: Path, size: int, where: str) -> None:
+    value, broker = np.random.default_rng(1).bytes(size), MemoryBroker()
+    letters = make(tmp_path / "a" / "b", connect=(lambda: MemoryLogWriter(broker)) if where == "topic" else None)
+    letters.add(message(value), "width", "got 3, expected 4", 12)
+    letters.add(message(b"next"), "magic", "junk", 0)
+    assert letters.flush(10.0)
+    letters.close()
+    if where == "topic":
+        kept = list(read_topics(MemoryLog(broker), ["hps_dead.shop.item"], 0.0))
+    else:
+        kept = list(read_directory(str(tmp_path / "a" / "b")))
+    assert [one.message for one in kept] == [message(value), message(b"next")]
+    first = kept[0]
+    assert (first.reason, first.detail, first.model, first.table, first.sequence) == (
+        *("width", "got 3, expected 4", "shop", "item"),
+        12,
+    )
+    assert first.when[:2] == "20"
+    assert letters.lost == 0
+
+
+@pytest.mark.slow
+def test_a_message_of_100_mb_is_kept(tmp_path: Path) -> None:
+    value = bytes(100 << 20)
+    letters = make(tmp_path)
+    letters.add(message(value), "too_large", "large", 1)
+    letters.close(60.0)
+    (kept,) = read_directory(str(tmp_path))
+    assert kept.message.value == value
+
+
+def test_files_are_bounded_and_the_oldest_are_removed(tmp_path: Path, caplog) -> None:
+    clock = Clock()
+    letters = make(tmp_path, 100_000, clock=clock)
+    for number in range(500):
+        letters.add(message(bytes(1000), number), "size", "short", number)
+        assert letters.flush(10.0)
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 100_000
+    letters.add(message(bytes(100_000), 500), "size", "larger than all", 500)
+    letters.close()
+    kept = [int(one.message.position) for one in read_directory(str(tmp_path))]
+    assert kept == list(range(500 - len(kept), 500))
+    assert len(kept) > 40
+    assert letters.lost == 501 - len(kept)
+    assert f"{letters.lost} in all could not be kept" in caplog.text
+
+
+def test_files_of_an_earlier_process_count(tmp_path: Path) -> None:
+    (tmp_path / "0000000000000001.aaaaaa.jsonl").write_bytes(b"x\n" * 5000)
+    letters = make(tmp_path, 10_000)
+    letters.add(message(b"new"), "size", "short", 1)
+    letters.close()
+    assert [one.message.value for one in read_directory(str(tmp_path))] == [b"new"]
+    assert letters.lost == 5000
+
+
+def test_it_is_logged_at_most_once_a_minute_with_counts(tmp_path: Path, caplog) -> None:
+    clock, text = Clock(), "messages of updates cannot be applied"
+    letters = make(tmp_path, clock=clock)
+    for reason in ("size", "size", "magic"):
+        letters.add(message(b""), reason, "what is wrong", 0)
+    assert [record.message for record in caplog.records] == [
+        f"{text} (1 x size); the last is hps_et.shop.item/3 at 17: what is wrong; they go to {tmp_path}"
+    ]
+    clock.now += LOG_INTERVAL_S
+    letters.add(message(b""), "magic", "again", 0)
+    assert f"{text} (2 x magic, 1 x size); the last is" in caplog.records[-1].message
+    letters.add(message(b""), "width", "again", 0)
+    assert len(caplog.records) == 2
+    letters.close()
+    assert f"{text} (1 x width); they go to" in caplog.records[-1].message
+
+
+def test_a_disk_that_cannot_take_it_loses_the_message_alone(tmp_path: Path, caplog) -> None:
+    (tmp_path / "file").write_text("no directory")
+    clock = Clock()
+    letters = make(tmp_path / "file" / "below", clock=clock)
+    letters.add(message(b"a"), "size", "short", 1)
+    assert letters.flush(10.0)
+    assert letters.lost == 1
+    clock.now += LOG_INTERVAL_S
+    letters.add(message(b"b"), "size", "short", 1)
+    assert "1 in all could not be kept: " in caplog.text
+    assert "Not a directory" in caplog.text
+    letters.close()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_half_a_line_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    letters = make(tmp_path)
+    letters.add(message(b"whole"), "size", "short", 1)
+    assert letters.flush(10.0)
+    (path,) = tmp_path.iterdir()
+    before = path.read_bytes()
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100_000, hard))  # Python ignores SIGXFSZ: EFBIG
+    try:
+        letters.add(message(bytes(1 << 20)), "size", "short", 1)
+        assert letters.flush(10.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == before
+    assert letters.lost == 1
+    letters.close()
+
+
+def test_a_writer_that_is_slow_makes_nobody_wait(tmp_path: Path, caplog) -> None:
+    go, broker = threading.Event(), MemoryBroker()
+
+    def connect() -> MemoryLogWriter:
+        go.wait(30.0)
+        return MemoryLogWriter(broker)
+
+    letters = make("", connect=connect)
+    for _ in range(10):
+        letters.add(message(bytes(10 << 20)), "size", "short", 1)  # 64 MB may wait
+    assert letters.lost == 4
+    go.set()
+    assert letters.flush(30.0)
+    assert len(broker.messages("hps_dead.shop.item")) == 6
+    letters.close()
+
+
+def test_a_log_that_refuses_or_is_away_loses_the_message_alone(caplog) -> None:
+    broker = MemoryBroker()
+    letters = make("", connect=lambda: MemoryLogWriter(broker))
+    broker.away = True
+    letters.add(message(b"a"), "size", "short", 1)
+    assert letters.flush(10.0)
+    broker.away, broker.refuse = False, lambda partition, value: value.endswith(b"b")
+    for value in (b"b", b"c"):
+        letters.add(message(value), "size", "short", 1)
+    assert letters.flush(10.0)
+    assert [one.value[-1:] for one in broker.messages("hps_dead.shop.item")] == [b"c"]
+    assert letters.lost == 2
+    letters.close()
+
+
+def test_without_a_place_they_are_counted_and_logged_alone(caplog, tmp_path: Path) -> None:
+    letters = make("")
+    letters.add(message(b"a"), "size", "short", 1)
+    letters.close()
+    assert letters.lost == 0
+    assert "they are kept nowhere: set update_source.dead_letters" in caplog.text
+
+
+def test_lines_that_are_no_dead_letters_are_reported(tmp_path: Path) -> None:
+    whole = json.dumps({**DeadLetter(message(b""), "size", "", "m", "t", 0).header(), "value": "AAAA"})
+    (tmp_path / "1.jsonl").write_text(f"junk\n{whole}\n{{}}\n[]\n{whole[:-9]}")
+    found = list(read_directory(str(tmp_path)))
+    assert [isinstance(one, UpdateFormatError) for one in found] == [True, False, True, True, True]
+    assert found[1].message.value == bytes(3)
+
+
+def test_no_thread_is_left(caplog) -> None:
+    caplog.set_level(logging.WARNING)
+    letters = make("")
+    letters.close()
+    letters.close()
+    assert not [thread for thread in threading.enumerate() if "dead-letters" in thread.name]
+    assert not caplog.records

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from hps.models.writer import write_sparse_model as write_sparse_model
     from hps.models.writer import write_version as write_version
     from hps.parameter_server import HPS as HPS
+    from hps.updates.publisher import Publisher as Publisher
+    from hps.updates.publisher import open_publisher as open_publisher
 
 _ERRORS = (
     "HPSError",
@@ -56,6 +58,8 @@ _ERRORS = (
     "DatabaseCorruptError",
     "ReadOnlyError",
     "TableWidthError",
+    "UpdateLogError",
+    "UpdateFormatError",
     "DeviceError",
     "DeviceMemoryError",
 )
@@ -76,6 +80,8 @@ _HOME = {
     "open_sparse_model": "hps.models.files",
     "write_sparse_model": "hps.models.writer",
     "write_version": "hps.models.writer",
+    "Publisher": "hps.updates.publisher",
+    "open_publisher": "hps.updates.publisher",
     **dict.fromkeys(_ERRORS, "hps.errors"),
 }
 __version__ = "0.1.0"

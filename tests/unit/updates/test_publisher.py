@@ -1,0 +1,206 @@
+"""What a publisher writes: every change once, in order, each key in one partition, later than all that lies there."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hps
+from hps.errors import ConfigError, InvalidInputError, UnknownTableError, UpdateLogError
+from hps.progress import NoProgress
+from hps.registry import IMPLEMENTATIONS, Ours
+from hps.updates.base import Partition
+from hps.updates.framing import decode, encode_hugectr
+from hps.updates.publisher import Publisher
+from tests.fakes.clock import Clock
+from tests.fakes.memory_log import MemoryBroker, MemoryLogWriter
+from tests.servers.running_service import document_of, model_of
+
+TOPIC, DIM = "hps_et.shop.item", 4
+ROWS = 5000
+KEYS = np.random.default_rng(1).permutation(ROWS).astype(np.int64) - 1000
+VECTORS = np.random.default_rng(2).random((ROWS, DIM), np.float32)
+
+
+@pytest.fixture
+def broker() -> MemoryBroker:
+    return MemoryBroker()
+
+
+def make(broker: MemoryBroker, partitions: int = 4, **options) -> Publisher:
+    return Publisher(MemoryLogWriter(broker), TOPIC, create_partitions=partitions, **options)
+
+
+def replayed(broker: MemoryBroker) -> dict[int, bytes]:
+    """The rows after all messages, applied by sequence."""
+    changes = [decode(message.value, DIM) for message in broker.messages(TOPIC)]
+    rows: dict[int, bytes] = {}
+    for change in sorted(changes, key=lambda one: one.sequence):
+        rows |= {int(key): vector.tobytes() for key, vector in zip(change.keys, change.vectors, strict=True)}
+        for key in change.deleted_keys:
+            rows.pop(int(key), None)
+    return rows
+
+
+def test_every_row_is_published_once_and_the_last_of_a_key_counts(broker: MemoryBroker) -> None:
+    with make(broker, message_bytes=2000) as publisher:
+        publisher.insert(KEYS, VECTORS)
+        publisher.insert(np.repeat(KEYS[:300], 2), np.stack([VECTORS[1:301], VECTORS[2:302]], axis=1).reshape(600, DIM))
+        publisher.delete(KEYS[-50:])
+        publisher.insert(KEYS[-10:], VECTORS[:10])
+    expected = dict(zip(KEYS.tolist(), map(bytes, VECTORS), strict=True))
+    expected |= dict(zip(KEYS[:300].tolist(), map(bytes, VECTORS[2:302]), strict=True))
+    expected = {key: vector for key, vector in expected.items() if key not in set(KEYS[-50:].tolist())}
+    expected |= dict(zip(KEYS[-10:].tolist(), map(bytes, VECTORS[:10]), strict=True))
+    assert replayed(broker) == expected
+    assert publisher.rows == ROWS + 600 + 50 + 10
+    assert max(len(message.value) for message in broker.messages(TOPIC)) <= 2000
+
+
+def test_a_key_has_one_partition_and_partitions_are_ordered(broker: MemoryBroker) -> None:
+    with make(broker, message_bytes=1000) as publisher:
+        publisher.insert(KEYS, VECTORS)
+        publisher.delete(KEYS)
+    of_key: dict[int, set[int]] = {}
+    sequences: dict[int, list[int]] = {}
+    for message in broker.messages(TOPIC):
+        changes, number = decode(message.value, DIM), message.partition.number
+        sequences.setdefault(number, []).append(changes.sequence)
+        for key in (*changes.keys.tolist(), *changes.deleted_keys.tolist()):
+            of_key.setdefault(key, set()).add(number)
+    assert {len(numbers) for numbers in of_key.values()} == {1}
+    assert len(sequences) == 4
+    assert all(np.diff(one).min() > 0 for one in sequences.values())
+
+
+def test_a_publisher_begins_above_all_that_lies_there_though_its_clock_was_put_back(broker: MemoryBroker) -> None:
+    with make(broker, now_us=lambda: 1000) as publisher:
+        publisher.insert(KEYS, VECTORS)
+    broker.append(Partition(TOPIC, 2), b"junk", time_us=70_000)
+    last = max(decode(message.value, DIM).sequence for message in broker.messages(TOPIC) if message.value != b"junk")
+    assert last == 1003  # 1000 for the first message, then one more for each
+    with make(broker, now_us=lambda: 10) as publisher:
+        publisher.insert(KEYS[:1], VECTORS[:1])
+    changes = [decode(one.value, DIM) for one in broker.messages(TOPIC) if one.value != b"junk"]
+    assert sorted(one.sequence for one in changes)[-1] == 70_001
+    assert sorted(one.time_us for one in changes)[0] == 10
+
+
+def test_positions_are_those_of_the_last_message_of_each_partition(broker: MemoryBroker) -> None:
+    broker.create(TOPIC, 4)
+    broker.append(Partition(TOPIC, 1), encode_hugectr(KEYS[:1], VECTORS[:1]))
+    assert make(broker).flush() == {f"{TOPIC}/1": "0"}
+    with make(broker, message_bytes=1000) as publisher:
+        publisher.insert(KEYS, VECTORS)
+        positions = publisher.flush()
+    assert positions == {str(one.partition): one.position for one in broker.messages(TOPIC)}
+    assert len(positions) == 4
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_smaller_dtypes_are_sent(broker: MemoryBroker, dtype) -> None:
+    with make(broker, dtype=dtype) as publisher:
+        publisher.insert(KEYS[:8], np.full((8, DIM), 0.5, np.float32))
+    assert sum(len(one.value) for one in broker.messages(TOPIC)) == 40 * len(broker.messages(TOPIC)) + 8 * (8 + 2 * DIM)
+    assert set(replayed(broker).values()) == {np.full(DIM, 0.5, np.float32).tobytes()}
+
+
+def test_the_rate_is_kept(broker: MemoryBroker) -> None:
+    clock = Clock()
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    with make(broker, rows_per_s=100.0, clock=clock, sleep=sleep) as publisher:
+        publisher.insert(KEYS[:1000], VECTORS[:1000])
+        assert 9.0 <= clock.now <= 10.0
+        clock.now += 1000.0  # what was not used is not made up for
+        publisher.insert(KEYS[:1000], VECTORS[:1000])
+    assert 1017.0 <= clock.now <= 1020.0
+
+
+def test_progress_hears_of_every_row(broker: MemoryBroker) -> None:
+    class Counting(NoProgress):
+        rows = 0
+
+        def advance(self, tag: str, rows: int) -> None:
+            self.rows += rows
+
+    progress = Counting()
+    with make(broker, progress=progress) as publisher:
+        publisher.insert(KEYS, VECTORS)
+        publisher.delete(KEYS[:10])
+    assert progress.rows == ROWS + 10
+
+
+def test_faults_of_the_log_are_raised(broker: MemoryBroker) -> None:
+    with pytest.raises(UpdateLogError, match="no such topic"):
+        make(broker, partitions=0)
+    publisher = make(broker)
+    broker.refuse = lambda partition, value: True
+    publisher.insert(KEYS[:1], VECTORS[:1])
+    with pytest.raises(UpdateLogError, match=f"publishing to {TOPIC}: a message was not taken: "):
+        publisher.flush()
+    broker.refuse = lambda partition, value: False
+    publisher.insert(KEYS, VECTORS)
+    assert len(publisher.flush()) == 4
+    broker.away = True
+    with pytest.raises(UpdateLogError, match="away"):
+        publisher.insert(KEYS, VECTORS)
+
+
+@pytest.mark.parametrize(
+    ("keys", "vectors"),
+    [
+        (KEYS, VECTORS[:-1]),
+        (KEYS, VECTORS[:, :3]),
+        (KEYS, VECTORS.astype(np.float64)),
+        (KEYS.astype(np.int32), VECTORS),
+        (KEYS, np.full_like(VECTORS, np.nan)),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(broker: MemoryBroker, keys, vectors) -> None:
+    publisher = make(broker, dim=DIM)
+    with pytest.raises(InvalidInputError):
+        publisher.insert(keys, vectors)
+    assert broker.messages(TOPIC) == []
+
+
+def test_changes_are_published_again_with_their_own_sequence(broker: MemoryBroker) -> None:
+    publisher = make(broker, now_us=lambda: 100)
+    publisher.insert(KEYS[:1], VECTORS[:1])
+    publisher.republish(publisher.partition_of(9), KEYS[:1], VECTORS[1:2], KEYS[1:2], 7, 5)
+    publisher.mark()
+    publisher.flush()
+    messages = broker.messages(TOPIC)
+    again = next(one for one in messages if decode(one.value, DIM).sequence == 7)
+    assert again.partition.number == 1
+    assert decode(again.value, DIM).time_us == 5
+    assert replayed(broker)[int(KEYS[0])] == VECTORS[0].tobytes()
+    for number in range(4):  # who starts finds no old sequence at the end
+        last = MemoryLogWriter(broker).last(Partition(TOPIC, number), 1.0)
+        assert decode(last.value, DIM).sequence > 100
+
+
+@pytest.fixture
+def document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
+    kinds = {**IMPLEMENTATIONS["update_log_writer"], "kafka_message_queue": Ours("tests.fakes.memory_log:MemoryLogWriter")}
+    monkeypatch.setitem(IMPLEMENTATIONS, "update_log_writer", kinds)
+    content = document_of(model_of("shop", [tmp_path / "item"], {"item": DIM}))
+    return {**content, "update_source": {"type": "kafka_message_queue", "brokers": f"{tmp_path.name.replace('_', '-')}:9092"}}
+
+
+def test_a_publisher_is_opened_by_the_configuration(document: dict, tmp_path: Path) -> None:
+    broker = MemoryBroker.by_name[document["update_source"]["brokers"]]
+    (tmp_path / "ps.json").write_text(json.dumps(document))
+    with hps.open_publisher(tmp_path / "ps.json", "shop", "item", create_partitions=3) as publisher:
+        publisher.insert(KEYS, VECTORS)
+    assert replayed(broker) == dict(zip(KEYS.tolist(), map(bytes, VECTORS), strict=True))
+    assert broker.partitions(TOPIC) == 3
+    with hps.open_publisher(document, "other", "any", create_partitions=1) as publisher:  # of a repository
+        publisher.insert(KEYS[:1], VECTORS[:1, :2])
+    with pytest.raises(UnknownTableError, match="expected one of: item"):
+        hps.open_publisher(document, "shop", "user")
+    with pytest.raises(ConfigError, match="got null"):
+        hps.open_publisher({**document, "update_source": {}}, "shop", "item")

@@ -179,6 +179,28 @@ def import_tables(
     return {places[name]: selection for name, (_, selection) in chosen.items()}
 
 
+def read_table(
+    source: str | os.PathLike[str],
+    *,
+    keys: str | None = None,
+    vectors: str | None = None,
+    file_format: str | None = None,
+    dtype: str | None = None,
+    first_key: int | None = None,
+) -> tuple[Selection, Iterator[tuple[KeyArray, FloatArray]]]:
+    """Find one table in a file of another format; its rows are read chunk by chunk.
+
+    Args:
+        source, keys, vectors, file_format, dtype, first_key: as in `import_model`.
+
+    Raises:
+        As `import_model`, also while rows are read.
+    """
+    opened = _open(os.fspath(source), file_format, keys)
+    selection = select(opened.arrays, keys, vectors, first_key, dtype)
+    return selection, _rows(opened, selection, "", NoProgress())
+
+
 def list_arrays(source: str | os.PathLike[str], *, file_format: str | None = None) -> list[ArrayInfo]:
     """Name, shape and dtype of every array that a file holds; no array is read.
 

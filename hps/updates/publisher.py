@@ -17,7 +17,7 @@ from hps.progress import NoProgress, Progress
 from hps.registry import implementation
 from hps.types import FloatArray, IndexArray, KeyArray
 from hps.updates.base import TOPIC_PREFIX, Partition, UpdateLogWriter
-from hps.updates.framing import HEADER_BYTES, VectorDtype, encode, sequence_of
+from hps.updates.framing import HEADER_BYTES, Changes, VectorDtype, encode, sequence_of
 
 MESSAGE_BYTES: Final = 256 << 10
 """Of a message, where one row is not more: brokers take a megabyte by default."""
@@ -105,31 +105,29 @@ class Publisher:
         for partition, rows in self._shares(keys, 8):
             self._send(partition, _NO_KEYS, _NO_VECTORS, keys[rows])
 
-    def republish(
-        self,
-        partition: Partition,
-        keys: KeyArray,  # (n,)
-        vectors: FloatArray,  # (n, dim)
-        deleted_keys: KeyArray,  # (m,)
-        sequence: int,
-        time_us: int,
-    ) -> None:
-        """Publish the changes of a message again with the sequence that they had, so that they replace nothing newer.
+    def republish(self, number: int, changes: Changes, sequence: int) -> None:
+        """Publish the changes of a message again, with the sequence that they had, so that they replace nothing newer.
+
+        Args:
+            number: of the partition where they were, if the topic has as many.
 
         Raises:
             As `insert`.
         """
-        rows = keys.size + deleted_keys.size
-        self._put(partition, encode(keys, vectors, deleted_keys, sequence=sequence, time_us=time_us), rows, time_us)
+        partition, dim = self._partitions[number % len(self._partitions)], changes.vectors.shape[1]
+        step = self._step(8 + dim * (4 if self._dtype == "float32" else 2))
+        for low in range(0, changes.keys.size, step):
+            keys, vectors = changes.keys[low : low + step], changes.vectors[low : low + step]
+            self._send(partition, keys, vectors, _NO_KEYS, sequence, changes.time_us)
+        step = self._step(8)
+        for low in range(0, changes.deleted_keys.size, step):
+            some = changes.deleted_keys[low : low + step]
+            self._send(partition, _NO_KEYS, _NO_VECTORS, some, sequence, changes.time_us)
 
     def mark(self) -> None:
         """End each partition with a message without rows that has a new sequence, for publishers that start to find."""
         for partition in self._partitions:
             self._send(partition, _NO_KEYS, _NO_VECTORS, _NO_KEYS)
-
-    def partition_of(self, number: int) -> Partition:
-        """The partition of this number; another where the topic has fewer."""
-        return self._partitions[number % len(self._partitions)]
 
     def flush(self, timeout_s: float = 60.0) -> dict[str, str]:
         """Wait until the log has all that was published.
@@ -169,9 +167,7 @@ class Publisher:
         """Which rows go into each message, in their order."""
         if keys.dtype != np.int64 or keys.ndim != 1:
             raise InvalidDtypeError(f"publishing to {self._topic}: got keys {keys.dtype} {keys.shape}, expected int64 (n,)")
-        step = max(1, (self._message_bytes - HEADER_BYTES) // row_bytes)
-        if self._rows_per_s:
-            step = min(step, max(1, int(self._rows_per_s)))
+        step = self._step(row_bytes)
         numbers = np.empty(keys.size, np.int64)
         _partition_numbers(np.ascontiguousarray(keys), len(self._partitions), numbers)
         order = np.argsort(numbers.astype(np.uint16), kind="stable")  # a radix sort
@@ -180,16 +176,27 @@ class Publisher:
             for low in range(0, rows.size, step):
                 yield partition, rows[low : low + step]
 
-    def _send(self, partition: Partition, keys: KeyArray, vectors: FloatArray, deleted: KeyArray) -> None:
+    def _step(self, row_bytes: int) -> int:
+        """Rows of a message."""
+        step = max(1, (self._message_bytes - HEADER_BYTES) // row_bytes)
+        return min(step, max(1, int(self._rows_per_s))) if self._rows_per_s else step
+
+    def _send(
+        self,
+        partition: Partition,
+        keys: KeyArray,
+        vectors: FloatArray,
+        deleted: KeyArray,
+        sequence: int = 0,  # 0: the next
+        time_us: int = 0,  # 0: now
+    ) -> None:
         rows = keys.size + deleted.size
         self._wait(rows)
-        now_us = self._now_us()
-        self._sequence = max(now_us, self._sequence + 1)
-        value = encode(keys, vectors, deleted, sequence=self._sequence, time_us=now_us, dtype=self._dtype)
-        self._put(partition, value, rows, now_us)
-
-    def _put(self, partition: Partition, value: bytes, rows: int, time_us: int) -> None:
         self._check()
+        now_us = self._now_us()
+        if not sequence:
+            sequence = self._sequence = max(now_us, self._sequence + 1)
+        value = encode(keys, vectors, deleted, sequence=sequence, time_us=time_us or now_us, dtype=self._dtype)
 
         def sent(result: str | Exception) -> None:
             with self._lock:
@@ -198,7 +205,7 @@ class Publisher:
                 else:
                     self._positions[str(partition)] = result
 
-        self._writer.send(partition, value, time_us=time_us, sent=sent)
+        self._writer.send(partition, value, time_us=now_us, sent=sent)
         self.rows += rows
         self._progress.advance(self._topic, rows)
 

@@ -11,7 +11,7 @@ from hps.errors import ConfigError, InvalidInputError, UnknownTableError, Update
 from hps.progress import NoProgress
 from hps.registry import IMPLEMENTATIONS, Ours
 from hps.updates.base import Partition
-from hps.updates.framing import decode, encode_hugectr
+from hps.updates.framing import Changes, decode, encode_hugectr
 from hps.updates.publisher import Publisher
 from tests.fakes.clock import Clock
 from tests.fakes.memory_log import MemoryBroker, MemoryLogWriter
@@ -168,15 +168,16 @@ def test_arrays_that_do_not_fit_are_refused(broker: MemoryBroker, keys, vectors)
 
 
 def test_changes_are_published_again_with_their_own_sequence(broker: MemoryBroker) -> None:
-    publisher = make(broker, now_us=lambda: 100)
+    publisher = make(broker, now_us=lambda: 100, message_bytes=1040)
     publisher.insert(KEYS[:1], VECTORS[:1])
-    publisher.republish(publisher.partition_of(9), KEYS[:1], VECTORS[1:2], KEYS[1:2], 7, 5)
+    publisher.republish(9, Changes(KEYS[:200], VECTORS[1:201], KEYS[300:301], 0, 5), 7)
     publisher.mark()
     publisher.flush()
     messages = broker.messages(TOPIC)
-    again = next(one for one in messages if decode(one.value, DIM).sequence == 7)
-    assert again.partition.number == 1
-    assert decode(again.value, DIM).time_us == 5
+    again = [(one.partition.number, decode(one.value, DIM)) for one in messages if decode(one.value, DIM).sequence == 7]
+    assert {(number, one.time_us) for number, one in again} == {(1, 5)}
+    assert [one.keys.size for _, one in again] == [41, 41, 41, 41, 36, 0]  # in messages of 1000 bytes and fewer
+    assert [one.deleted_keys.tolist() for _, one in again][-1] == [KEYS[300]]
     assert replayed(broker)[int(KEYS[0])] == VECTORS[0].tobytes()
     for number in range(4):  # who starts finds no old sequence at the end
         last = MemoryLogWriter(broker).last(Partition(TOPIC, number), 1.0)

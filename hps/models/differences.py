@@ -1,0 +1,148 @@
+"""Finds the rows in which the files of a table differ from older ones, so that the differences alone need be published.
+
+Vectors are compared by 64-bit digests, so that files are read from the first row to the last, wherever they are and in whatever
+order their rows stand. Vectors that differ in one element never have the same digest, and others with a probability of 2^-64,
+whatever they are: each run draws its own digests.
+"""
+
+import secrets
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import types, uint32, uint64
+
+from hps.hashing import mix
+from hps.models.deltas import DeltaModel, Merge
+from hps.models.files import CHUNK_BYTES, SparseModel, extended
+from hps.models.read_ahead import read_ahead
+from hps.numba_kernels import compile_kernels, kernel, read_only
+from hps.types import BoolArray, FloatArray, KeyArray
+
+_void: Any = types.void
+_NO_KEYS: Final = np.empty(0, np.int64)
+
+
+class Difference(NamedTuple):
+    """Some of the differences.
+
+    Attributes:
+        keys, vectors: (n,) int64, (n, dim) float32: rows that are new, or whose vector differs in any bit; each key once.
+        deleted: (m,) int64: keys that are no more.
+        rows: how many rows of the newer files were compared for it.
+    """
+
+    keys: KeyArray
+    vectors: FloatArray
+    deleted: KeyArray
+    rows: int
+
+
+def rows_of(model: SparseModel | DeltaModel) -> Iterator[tuple[KeyArray, FloatArray]]:
+    """Yield all rows, the later of equal keys last; the arrays are overwritten by the next.
+
+    Raises:
+        ModelFileError: the files changed, cannot be read, or are not those that were written.
+    """
+    model.verify()
+    if isinstance(model, DeltaModel):
+        yield from Merge(model).chunks()
+        return
+    step, checksum = model.chunk_rows, ""
+    with closing(read_ahead(model, ((low, min(low + step, model.rows)) for low in range(0, model.rows, step)))) as chunks:
+        for _, keys, vectors in chunks:
+            checksum = extended(checksum, keys, vectors) if model.is_summed else ""
+            yield keys, vectors
+    if model.is_summed:
+        model.check_content(checksum)
+
+
+def differences(old: SparseModel, new: SparseModel | DeltaModel) -> Generator[Difference, None, None]:
+    """Yield what makes the rows of `new` of those of `old`.
+
+    Takes 16 bytes a key of `old` and 17 a key of `new`, twice that while they are sorted, and some chunks.
+
+    Raises:
+        ModelFileError: as of `rows_of`.
+    """
+    compile_kernels()
+    seed = np.uint64(secrets.randbits(64))
+    old_keys, digests = _digests_by_key(old, seed)
+    counts = _last_of_each_key(new)
+    gone, row = np.ones(old_keys.size, np.bool_), 0
+    for keys, vectors in rows_of(new):
+        order = np.argsort(keys)  # neighbours in memory are searched for one after the other
+        places = np.empty(keys.size, np.int64)
+        places[order] = np.searchsorted(old_keys, keys[order])
+        np.minimum(places, max(old_keys.size - 1, 0), out=places)
+        known = old_keys[places] == keys
+        gone[places[known]] = False
+        same = known & (digests[places] == _digests(vectors, seed))
+        changed = counts[row : row + keys.size] & ~same
+        row += keys.size
+        yield Difference(keys[changed], vectors[changed], _NO_KEYS, keys.size)
+    deleted = old_keys[gone]
+    for low in range(0, deleted.size, CHUNK_BYTES // 8):
+        some = deleted[low : low + CHUNK_BYTES // 8]
+        yield Difference(_NO_KEYS, np.empty((0, new.dim), np.float32), some, 0)
+
+
+def _digests_by_key(model: SparseModel, seed: np.uint64) -> tuple[KeyArray, npt.NDArray[np.uint64]]:
+    """The distinct keys, ascending, and the digest of the last row of each."""
+    keys, digests, row = np.empty(model.rows, np.int64), np.empty(model.rows, np.uint64), 0
+    for some, vectors in rows_of(model):
+        keys[row : row + some.size], digests[row : row + some.size] = some, _digests(vectors, seed)
+        row += some.size
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    last = _ends_of_runs(keys)
+    return keys[last], digests[order[last]]
+
+
+def _last_of_each_key(model: SparseModel | DeltaModel) -> BoolArray:
+    """Which rows are the last of their key, in the order of `rows_of`."""
+    keys, rows = np.empty(model.rows, np.int64), 0
+    for some in _keys_of(model):
+        keys[rows : rows + some.size] = some
+        rows += some.size
+    order = np.argsort(keys[:rows], kind="stable")
+    last = np.zeros(rows, np.bool_)
+    last[order[_ends_of_runs(keys[order])]] = True
+    return last
+
+
+def _keys_of(model: SparseModel | DeltaModel) -> Iterator[KeyArray]:
+    if isinstance(model, DeltaModel):
+        yield from (keys for keys, _ in rows_of(model))
+        return
+    for low in range(0, model.rows, CHUNK_BYTES // 8):
+        keys = np.empty(min(CHUNK_BYTES // 8, model.rows - low), np.int64)
+        model.read_keys(low, keys)
+        yield keys
+
+
+def _ends_of_runs(ascending: KeyArray) -> BoolArray:
+    ends = np.ones(ascending.size, np.bool_)
+    ends[:-1] = ascending[1:] != ascending[:-1]
+    return ends
+
+
+def _digests(vectors: FloatArray, seed: np.uint64) -> npt.NDArray[np.uint64]:
+    digests = np.empty(len(vectors), np.uint64)
+    _digest_rows(np.ascontiguousarray(vectors).view(np.uint32), seed, digests)
+    return digests
+
+
+@kernel(_void, read_only(uint32[:, ::1]), uint64, uint64[::1])
+def _digest_rows(words: npt.NDArray[np.uint32], seed: np.uint64, digests: npt.NDArray[np.uint64]) -> None:
+    dim = words.shape[1]
+    for i in range(words.shape[0]):
+        digest = seed
+        for j in range(0, dim, 2):
+            pair = np.uint64(words[i, j])
+            if j + 1 < dim:
+                pair |= np.uint64(words[i, j + 1]) << np.uint64(32)
+            digest = mix(np.int64(digest ^ pair))
+        digests[i] = digest

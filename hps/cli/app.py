@@ -1,5 +1,6 @@
-"""The command line: `hps serve | load | lookup | check-config | check-database | create-model | import`, one module a command,
-and `hps models | deploy | undeploy | rollback | refresh`, which ask a running server and share one.
+"""The command line: `hps serve | load | lookup | check-config | check-database | create-model | import | publish`, one module a
+command; `hps updates`, a group; and `hps models | deploy | undeploy | rollback | refresh`, which ask a running server and share
+one.
 
 Exit codes: 0 done; 2 the configuration, the model files or the arguments are wrong; 1 something failed while running (a
 database, a device); 130 stopped by Ctrl-C. An error is one message on standard error. Commands import what they work with
@@ -11,7 +12,18 @@ from typing import Annotated
 import typer
 
 from hps import __version__
-from hps.cli import check_config, check_database, create_model, import_tables, live_models, load, lookup, serve
+from hps.cli import (
+    check_config,
+    check_database,
+    create_model,
+    import_tables,
+    live_models,
+    load,
+    lookup,
+    publish,
+    serve,
+    updates,
+)
 
 app = typer.Typer(
     name="hps",
@@ -31,6 +43,8 @@ app.command(
 )(lookup.lookup_command)
 app.command("check-config", epilog=check_config.EXAMPLE)(check_config.check_config_command)
 app.command("check-database", epilog=check_database.EXAMPLE)(check_database.check_database_command)
+app.command("publish", epilog=publish.EXAMPLE)(publish.publish_command)
+app.add_typer(updates.updates, name="updates")
 app.command("create-model", epilog=create_model.EXAMPLE)(create_model.create_model_command)
 for _name, _command in (
     ("models", live_models.models_command),
@@ -58,8 +72,8 @@ def _hps(
 ) -> None:
     """Serve embedding vectors of recommender models from GPU memory, RAM, Redis and RocksDB.
 
-    serve, load, lookup and check-config take CONFIG: a ps.json, as HugeCTR's parameter server does. models, deploy, undeploy,
-    rollback and refresh ask a running server (--url or HPS_URL; the token is in HPS_ADMIN_TOKEN).
+    serve, load, lookup, publish and check-config take CONFIG: a ps.json, as HugeCTR's parameter server does. models, deploy,
+    undeploy, rollback and refresh ask a running server (--url or HPS_URL; the token is in HPS_ADMIN_TOKEN).
     """
     if version:
         typer.echo(f"hps {__version__}")

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from hps.background import BackgroundQueue
-from hps.configuration.tiers import UpdateSourceConfig
+from hps.configuration.tiers import PersistentDbConfig, UpdateSourceConfig
 from hps.errors import HPSError, UpdateFormatError
 from hps.metrics import Metrics
 from hps.registry import implementation
@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 
 LOG_INTERVAL_S: Final = 60.0
 
+_TOPIC = "topic"
 _QUEUED_BYTES = 64 << 20  # that wait for the disk; one message may be larger
 _QUEUED = 4096
 _FILES = 8  # among which the bound is shared out: so much is dropped at a time
@@ -127,18 +128,17 @@ class DeadLetters:
         self._logged_at = -LOG_INTERVAL_S + clock()
 
     @classmethod
-    def from_config(cls, settings: UpdateSourceConfig, persistent_path: str, metrics: Metrics) -> Self:
+    def from_config(cls, settings: UpdateSourceConfig, persistent: PersistentDbConfig, metrics: Metrics) -> Self:
         """Those of a server.
 
         Args:
             settings: `dead_letters` is a directory, `topic`, or empty.
-            persistent_path: of the persistent database, beside which they go by default; empty if there is none.
+            persistent: the persistent database, beside which they go by default.
         """
-        if settings.dead_letters == "topic":
-            connect = implementation("update_log_writer", settings.type).from_config
-            return cls("", settings.dead_letter_bytes, metrics, lambda: connect(settings))
-        beside = f"{persistent_path.rstrip('/')}.dead-letters" if persistent_path else ""
-        return cls(settings.dead_letters or beside, settings.dead_letter_bytes, metrics)
+        if (place := place_of(settings, persistent)) != _TOPIC:
+            return cls(place, settings.dead_letter_bytes, metrics)
+        connect = implementation("update_log_writer", settings.type).from_config
+        return cls("", settings.dead_letter_bytes, metrics, lambda: connect(settings))
 
     @property
     def place(self) -> str:
@@ -267,6 +267,12 @@ class DeadLetters:
         missing = f"; {lost} in all could not be kept: {cause}" if lost else ""
         last = f"; the last is {detail}" if detail else ""
         _log.warning("messages of updates cannot be applied (%s)%s; %s%s", counted, last, kept, missing)
+
+
+def place_of(settings: UpdateSourceConfig, persistent: PersistentDbConfig) -> str:
+    """Where dead letters go, `topic` or a directory; empty if nowhere. The arguments are those of `from_config`."""
+    beside = "" if persistent.type == "disabled" else f"{persistent.path.rstrip('/')}.dead-letters"
+    return settings.dead_letters or beside
 
 
 def read_directory(directory: str) -> Iterator[DeadLetter | UpdateFormatError]:

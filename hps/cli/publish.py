@@ -1,0 +1,182 @@
+"""`hps publish`: rows of model files, or of other formats, into the log of online updates."""
+
+import json
+import posixpath
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from hps import errors
+from hps.cli import console
+
+if TYPE_CHECKING:
+    from hps.models.catalog import ModelCatalog
+    from hps.models.deltas import TableSource
+    from hps.models.differences import Difference
+    from hps.models.sources import ModelSources
+    from hps.progress import Progress
+    from hps.types import KeyArray
+    from hps.updates.framing import VectorDtype
+    from hps.updates.publisher import Publisher
+
+EXAMPLE = "Example: `hps publish ps.json shop item new/item.model --since old/item.model --rate 100000`"
+
+
+def publish_command(
+    config: console.ConfigPath,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model of CONFIG.", show_default=False)],
+    table: Annotated[
+        str | None, typer.Argument(metavar="TABLE", help="One table; else all of them.", show_default=False)
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SOURCE",
+            help="With TABLE: sparse model files, or what `hps import` reads; else the files of the version of MODEL.",
+            show_default=False,
+        ),
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OLDDIR",
+            help="Publish only what differs from these sparse model files, deletions too. Without TABLE: the directory in "
+            "which each table's files are called as in `sparse_files`.",
+        ),
+    ] = None,
+    delete: Annotated[
+        str | None,
+        typer.Option(metavar="KEYS", help="With TABLE: keys to delete, 5,7,9 or a .npy file; without SOURCE nothing else."),
+    ] = None,
+    version: Annotated[str | None, typer.Option(help="Of MODEL; else the last that CONFIG serves.")] = None,
+    rate: Annotated[float, typer.Option(metavar="ROWS", min=0, help="The most rows a second; 0 for any.")] = 0.0,
+    create_partitions: Annotated[
+        int, typer.Option(metavar="N", min=0, max=65535, help="Make topics that do not exist, with N partitions.")
+    ] = 0,
+    message_bytes: Annotated[int, typer.Option(min=64, help="Of a message.")] = 256 << 10,
+    dtype: Annotated[str, typer.Option(help="Of vectors in messages: float32, float16 or bfloat16.")] = "float32",
+    keys: Annotated[str | None, typer.Option(help="As in `hps import`, as are the next ones.")] = None,
+    vectors: Annotated[str | None, typer.Option()] = None,
+    first_key: Annotated[int | None, typer.Option()] = None,
+    file_format: Annotated[str | None, typer.Option("--format")] = None,
+) -> None:
+    """Publish rows to the log that CONFIG's update_source names, to be served at once by every server that reads it.
+
+    Prints, for each table, the position of the last message of each partition: model files that hold all that was published
+    belong to these positions.
+    """
+    with console.reported():
+        if table is None and (source or delete):
+            raise errors.InvalidInputError("publishing: got SOURCE or --delete without TABLE, expected all of them")
+        if dtype not in ("float32", "float16", "bfloat16"):
+            raise errors.InvalidInputError(f"publishing: got --dtype {dtype}, expected float32, float16 or bfloat16")
+        lines: list[str] = []
+        try:
+            with console.progress() as progress:
+                from hps.configuration.load import load_configuration
+                from hps.models.catalog import ModelCatalog
+                from hps.models.sources import ModelSources
+                from hps.updates.base import TOPIC_PREFIX
+                from hps.updates.publisher import Publisher, open_writer
+
+                configuration = load_configuration(config)
+                sources = ModelSources(configuration.model_source)
+                tables = _tables(ModelCatalog(configuration, sources), model, table, version, since)
+                deleted = _deleted_keys(delete) if delete else None
+                names = {"keys": keys, "vectors": vectors, "first_key": first_key, "file_format": file_format}
+                with closing(open_writer(configuration.update_source)) as writer:
+                    for name, dim, files, old in tables:
+                        rows, chunks = _chunks(source or files(), dim, old, sources, names) if source or not delete else (0, ())
+                        topic = f"{TOPIC_PREFIX}{model}.{name}"
+                        total = rows + (0 if deleted is None else deleted.size)
+                        progress.start(topic, total, total * (8 + 4 * dim))
+                        publisher = Publisher(
+                            writer,
+                            topic,
+                            dim=dim,
+                            dtype=cast("VectorDtype", dtype),
+                            message_bytes=message_bytes,
+                            rows_per_s=rate,
+                            create_partitions=create_partitions,
+                            progress=progress,
+                        )
+                        positions = _publish(publisher, chunks, deleted, topic, progress)
+                        progress.finish(topic)
+                        lines.append(f"{topic}: published {publisher.rows:,} changes; positions {json.dumps(positions)}")
+        finally:  # below the bars, also those of the tables before an error
+            for line in lines:
+                typer.echo(line)
+
+
+def _tables(
+    catalog: "ModelCatalog", model: str, table: str | None, version: str | None, since: str | None
+) -> "list[tuple[str, int, Callable[[], TableSource], str | None]]":
+    """Name, width and files of each table, and the place of its older files."""
+    entry = catalog.model(model)
+    names = [one.table_name for one in entry.tables]
+    if table is not None and table not in names:
+        raise errors.UnknownTableError(f"publishing to {model}.{table}: got table {table!r}, expected {', '.join(names)}")
+
+    def files(i: int) -> "TableSource":
+        return catalog.version(model, version or catalog.to_serve(model)[-1]).sources[i]
+
+    tables: list[tuple[str, int, Callable[[], TableSource], str | None]] = []
+    for i, one in enumerate(entry.tables):
+        place = entry.sparse_files[i].rstrip("/")
+        below = posixpath.normpath(place) if entry.version_path else posixpath.basename(place)
+        old = since if since is None or table is not None else f"{since.rstrip('/')}/{below}"
+        if table in (None, one.table_name):
+            tables.append((one.table_name, one.dim, partial(files, i), old))
+    return tables
+
+
+def _chunks(
+    source: "str | TableSource", dim: int, old: str | None, sources: "ModelSources", names: dict[str, Any]
+) -> "tuple[int, Iterable[Difference]]":
+    """How many rows are to be read, and what is to be published of them."""
+    import numpy as np
+
+    from hps.models.deltas import open_table_files
+    from hps.models.differences import Difference, differences, rows_of
+    from hps.models.files import open_sparse_model
+    from hps.models.importing import read_table
+
+    none = np.empty(0, np.int64)
+    if isinstance(source, str):
+        filesystem, place = sources.locate(source)
+        if filesystem.is_local and not filesystem.exists(f"{place.rstrip('/')}/key"):
+            if old is not None:
+                raise errors.InvalidInputError(f"publishing {source}: --since needs sparse model files; `hps import` it first")
+            selection, chunks = read_table(source, **names)
+            return selection.rows, (Difference(keys, vectors, none, keys.size) for keys, vectors in chunks)
+    model = open_table_files(source, dim, sources=sources)
+    if old is not None:
+        return model.rows, differences(open_sparse_model(old, dim, sources=sources), model)
+    return model.rows, (Difference(keys, vectors, none, keys.size) for keys, vectors in rows_of(model))
+
+
+def _publish(
+    publisher: "Publisher", chunks: "Iterable[Difference]", deleted: "KeyArray | None", topic: str, progress: "Progress"
+) -> dict[str, str]:
+    for one in chunks:
+        publisher.insert(one.keys, one.vectors)
+        publisher.delete(one.deleted)
+        progress.advance(topic, one.rows - one.keys.size)  # those that did not change
+    if deleted is not None:
+        publisher.delete(deleted)
+    return publisher.flush()
+
+
+def _deleted_keys(text: str) -> "KeyArray":
+    import numpy as np
+
+    try:
+        keys = np.load(text) if text.endswith(".npy") else np.array([int(key) for key in text.split(",")], np.int64)
+    except (OSError, ValueError, OverflowError) as error:
+        raise errors.InvalidInputError(f"publishing: got --delete {text!r} ({error}), expected 5,7,9 or a .npy file") from error
+    if keys.dtype != np.int64 or keys.ndim != 1:
+        raise errors.InvalidInputError(f"publishing: got --delete {text!r}, {keys.dtype} {keys.shape}, expected int64 (n,)")
+    return keys

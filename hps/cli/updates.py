@@ -1,0 +1,140 @@
+"""`hps updates`: what became of online updates."""
+
+from collections import Counter
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hps import errors
+from hps.cli import console
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hps.configuration.load import Configuration
+    from hps.models.catalog import ModelCatalog
+    from hps.types import TableSpec
+    from hps.updates.base import UpdateLogWriter
+    from hps.updates.dead_letters import DeadLetter
+    from hps.updates.framing import Changes
+    from hps.updates.publisher import Publisher
+
+REPLAY_EXAMPLE = "Example: `hps updates replay ps.json --dry-run && hps updates replay ps.json`"
+
+updates = typer.Typer(
+    no_args_is_help=True, help="Publish messages again that could not be applied.", rich_markup_mode="markdown"
+)
+
+
+@updates.command("replay", epilog=REPLAY_EXAMPLE)
+def replay_command(
+    config: console.ConfigPath,
+    directory: Annotated[
+        str | None,
+        typer.Argument(metavar="DIRECTORY", help="Of dead letters; else where CONFIG puts them.", show_default=False),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option(help="Say what can be read now, and publish nothing.")] = False,
+) -> None:
+    """Read the dead letters with CONFIG as it is now, and publish those that can be applied, for every server.
+
+    They keep their place in the order of changes: what was changed again since stays as it is. Doing it twice changes nothing.
+    The exit code is 1 if some still cannot be read.
+    """
+    with console.reported(), console.progress():
+        from hps.configuration.load import load_configuration
+        from hps.models.catalog import ModelCatalog
+        from hps.models.sources import ModelSources
+        from hps.updates.publisher import open_writer
+
+        configuration = load_configuration(config)
+        catalog = ModelCatalog(configuration, ModelSources(configuration.model_source))
+        unread: Counter[str] = Counter()
+        detail = ""
+        messages = 0
+        with closing(open_writer(configuration.update_source)) as writer:
+            publishers = _Publishers(writer, catalog)
+            for letter in _letters(configuration, catalog, directory):
+                try:
+                    if isinstance(letter, errors.UpdateFormatError):
+                        raise letter
+                    table, changes, sequence = _read(letter, catalog, configuration)
+                except errors.UpdateFormatError as error:
+                    unread[error.reason] += 1
+                    detail = str(error)
+                    continue
+                messages += 1
+                if not dry_run:
+                    publishers.of(table).republish(letter.message.partition.number, changes, sequence)
+            publishers.finish()
+        rows = sum(publisher.rows for publisher in publishers.made.values())
+        done = "can be published" if dry_run else f"published again ({console.rows_text(rows)})"
+        typer.echo(f"{messages} messages {done}")
+        if unread:
+            counts = ", ".join(f"{count} x {reason}" for reason, count in sorted(unread.items()))
+            typer.echo(f"{unread.total()} messages still cannot be read ({counts}); the last: {detail}")
+            raise typer.Exit(1)
+
+
+class _Publishers:
+    """One for each table, made at its first message. *One thread.*"""
+
+    def __init__(self, writer: "UpdateLogWriter", catalog: "ModelCatalog") -> None:
+        self._writer = writer
+        self.made: dict[str, Publisher] = {}
+
+    def of(self, table: "TableSpec") -> "Publisher":
+        from hps.updates.base import TOPIC_PREFIX
+        from hps.updates.publisher import Publisher
+
+        topic = f"{TOPIC_PREFIX}{table.model_name}.{table.table_name}"
+        if topic not in self.made:
+            self.made[topic] = Publisher(self._writer, topic, dim=table.dim)
+        return self.made[topic]
+
+    def finish(self) -> None:
+        for publisher in self.made.values():
+            publisher.mark()
+            publisher.flush()
+
+
+def _letters(
+    configuration: "Configuration", catalog: "ModelCatalog", directory: str | None
+) -> "Iterator[DeadLetter | errors.UpdateFormatError]":
+    from hps.registry import implementation
+    from hps.updates.base import DEAD_LETTER_PREFIX
+    from hps.updates.dead_letters import place_of, read_directory, read_topics
+
+    settings = configuration.update_source
+    place = directory or place_of(settings, configuration.persistent_db)
+    if place == "topic":
+        tables = [table for name in catalog.names for table in catalog.model(name).tables]
+        topics = [f"{DEAD_LETTER_PREFIX}{table.model_name}.{table.table_name}" for table in tables]
+        with closing(implementation("update_log", settings.type).from_config(settings, "hps.replay")) as log:
+            yield from read_topics(log, topics, 10.0)
+    elif place:
+        yield from read_directory(place)
+    else:
+        raise errors.InvalidInputError("replaying dead letters: CONFIG keeps none, expected DIRECTORY")
+
+
+def _read(letter: "DeadLetter", catalog: "ModelCatalog", configuration: "Configuration") -> "tuple[TableSpec, Changes, int]":
+    """What a message says to the tables as they are configured now.
+
+    Raises:
+        UpdateFormatError: it cannot be applied to them.
+    """
+    from hps.updates.framing import decode
+
+    tables = {one.table_name: one for one in catalog.model(letter.model).tables} if letter.model in catalog.names else {}
+    table = tables.get(letter.table)
+    if table is None:
+        raise errors.UpdateFormatError("table", f"reading a message of {letter.message.partition}: there is no such table")
+    most_bytes, key_bytes = configuration.update_source.max_message_bytes, 8 if configuration.supportlonglong else 4
+    message = letter.message
+    changes = decode(message.value, table.dim, key_bytes, key=message.key, table=table.table_name, most_bytes=most_bytes)
+    if changes is None:
+        raise errors.UpdateFormatError("size", f"reading a message of {message.partition}: it is a beacon, expected rows")
+    if not (sequence := changes.sequence or letter.sequence or message.time_us):
+        raise errors.UpdateFormatError("sequence", f"reading a message of {message.partition}: nothing says when it was made")
+    return table, changes, sequence

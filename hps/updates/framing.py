@@ -37,7 +37,7 @@ size that does not fit, and where the number of rows with 4-byte keys is a multi
 
 import struct
 import zlib
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -172,7 +172,7 @@ def encode(
     if not finite or not np.isfinite(vectors).all():
         raise InvalidInputError(f"encoding an update: a vector is not finite as {dtype}; expected finite vectors")
     header = _HEADER.pack(b"HPS1", 0, sequence, time_us, keys.size, deleted.size, vectors.shape[1], code, len(name), 0)
-    parts = [header[8:], name, keys.tobytes(), deleted.tobytes(), elements.tobytes()]
+    parts: list[Any] = [header[8:], name, keys.data, deleted.data, elements.data]
     crc = zlib.crc32(header[:4])
     for part in parts:
         crc = zlib.crc32(part, crc)

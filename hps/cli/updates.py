@@ -105,8 +105,8 @@ def _letters(
     from hps.updates.base import DEAD_LETTER_PREFIX
     from hps.updates.dead_letters import place_of, read_directory, read_topics
 
-    settings = configuration.update_source
-    place = directory or place_of(settings, configuration.persistent_db)
+    settings, persistent = configuration.update_source, configuration.persistent_db
+    place = directory or place_of(settings, "" if persistent.type == "disabled" else persistent.path)
     if place == "topic":
         tables = [table for name in catalog.names for table in catalog.model(name).tables]
         topics = [f"{DEAD_LETTER_PREFIX}{table.model_name}.{table.table_name}" for table in tables]

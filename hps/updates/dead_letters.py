@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from hps.background import BackgroundQueue
-from hps.configuration.tiers import PersistentDbConfig, UpdateSourceConfig
+from hps.configuration.tiers import UpdateSourceConfig
 from hps.errors import HPSError, UpdateFormatError
 from hps.metrics import Metrics
 from hps.registry import implementation
@@ -128,14 +128,14 @@ class DeadLetters:
         self._logged_at = -LOG_INTERVAL_S + clock()
 
     @classmethod
-    def from_config(cls, settings: UpdateSourceConfig, persistent: PersistentDbConfig, metrics: Metrics) -> Self:
+    def from_config(cls, settings: UpdateSourceConfig, persistent_path: str, metrics: Metrics) -> Self:
         """Those of a server.
 
         Args:
             settings: `dead_letters` is a directory, `topic`, or empty.
-            persistent: the persistent database, beside which they go by default.
+            persistent_path: of the persistent database, beside which they go by default; empty if there is none.
         """
-        if (place := place_of(settings, persistent)) != _TOPIC:
+        if (place := place_of(settings, persistent_path)) != _TOPIC:
             return cls(place, settings.dead_letter_bytes, metrics)
         connect = implementation("update_log_writer", settings.type).from_config
         return cls("", settings.dead_letter_bytes, metrics, lambda: connect(settings))
@@ -269,9 +269,9 @@ class DeadLetters:
         _log.warning("messages of updates cannot be applied (%s)%s; %s%s", counted, last, kept, missing)
 
 
-def place_of(settings: UpdateSourceConfig, persistent: PersistentDbConfig) -> str:
+def place_of(settings: UpdateSourceConfig, persistent_path: str) -> str:
     """Where dead letters go, `topic` or a directory; empty if nowhere. The arguments are those of `from_config`."""
-    beside = "" if persistent.type == "disabled" else f"{persistent.path.rstrip('/')}.dead-letters"
+    beside = f"{persistent_path.rstrip('/')}.dead-letters" if persistent_path else ""
     return settings.dead_letters or beside
 
 

@@ -133,8 +133,8 @@ class Publisher:
         """Wait until the log has all that was published.
 
         Returns:
-            The position of the last message of each partition, by its name; for `positions` of a version's manifest: model
-            files that are written now have all that was published before. Partitions that are empty are left out.
+            The position of the last message of each partition, by its name, for `updates` of `write_version`: model files that
+            have all that was published belong to them. Partitions that are empty are left out.
 
         Raises:
             UpdateLogError: the log refused a message, or does not have them all in time.

@@ -203,7 +203,7 @@ def test_dead_letters_of_topics_are_replayed(tmp_path: Path, config: Path, broke
     from hps.configuration.load import load_configuration
 
     configuration = load_configuration(config)
-    letters = DeadLetters.from_config(configuration.update_source, configuration.persistent_db, Metrics())
+    letters = DeadLetters.from_config(configuration.update_source, "", Metrics())
     value = encode(KEYS, vectors_of(KEYS, 4), sequence=3)
     letters.add(Message(Partition("hps_et.shop.item", 0), "9", 77, b"", value), "width", "", 3)
     letters.close()

@@ -28,7 +28,7 @@ from typing import Any, Final, Self
 
 from hps.background import BackgroundQueue
 from hps.configuration.tiers import UpdateSourceConfig
-from hps.errors import HPSError, UpdateFormatError
+from hps.errors import HPSError, UpdateFormatError, UpdateLogError
 from hps.metrics import Metrics
 from hps.registry import implementation
 from hps.types import split_tag
@@ -287,15 +287,36 @@ def read_directory(directory: str) -> Iterator[DeadLetter | UpdateFormatError]:
 
 
 def read_topics(log: UpdateLog, topics: list[str], timeout_s: float) -> Iterator[DeadLetter | UpdateFormatError]:
-    """Yield the dead letters that lie in topics, by partition, until there are no more or none comes for `timeout_s`."""
+    """Yield the dead letters that lie in topics, in the order of each partition.
+
+    Args:
+        log: not yet followed.
+        topics: those that do not exist are looked for, too.
+        timeout_s: for how long nothing may come while there may be more.
+
+    Raises:
+        UpdateLogError: nothing has come for so long, and it is not known that there is nothing.
+    """
     log.follow(topics, {}, "earliest")
-    while messages := log.poll(timeout_s, _QUEUED_BYTES):
-        for message in messages:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        for message in (messages := log.poll(0.1, _QUEUED_BYTES)):
             header = BytesIO(message.value).readline()
             try:
                 yield DeadLetter.read(header, message.value[len(header) :])
             except UpdateFormatError as error:
                 yield error
+        if messages:
+            deadline = time.monotonic() + timeout_s
+            continue
+        behind = log.behind()
+        done = bool(behind) and not any(count != 0 for count in behind.values())
+        if done and {one.topic for one in behind} == set(topics):
+            return
+        if time.monotonic() >= deadline:
+            break
+    if not done:
+        raise UpdateLogError(f"reading dead letters: nothing came for {timeout_s:g} s: {log.problem or 'no reason is known'}")
 
 
 def _files(directory: str) -> list[Path]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hps.errors import UpdateFormatError
+from hps.errors import UpdateFormatError, UpdateLogError
 from hps.metrics import Metrics
 from hps.updates.base import Message, Partition
 from hps.updates.dead_letters import LOG_INTERVAL_S, DeadLetter, DeadLetters, read_directory, read_topics
@@ -167,6 +167,17 @@ def test_a_log_that_refuses_or_is_away_loses_the_message_alone(caplog) -> None:
     assert [one.value[-1:] for one in broker.messages("hps_dead.shop.item")] == [b"c"]
     assert letters.lost == 2
     letters.close()
+
+
+@pytest.mark.parametrize("trouble", ["away", "absent"])
+def test_topics_that_cannot_be_read_are_no_empty_ones(trouble: str) -> None:
+    broker = MemoryBroker()
+    broker.away = trouble == "away"
+    with pytest.raises(UpdateLogError, match=trouble if broker.away else "there is no topic hps_dead.shop.item"):
+        list(read_topics(MemoryLog(broker), ["hps_dead.shop.item"], 0.0))
+    broker.away = False
+    broker.create("hps_dead.shop.item")
+    assert list(read_topics(MemoryLog(broker), ["hps_dead.shop.item", "hps_dead.shop.user"], 0.0)) == []
 
 
 def test_without_a_place_they_are_counted_and_logged_alone(caplog, tmp_path: Path) -> None:

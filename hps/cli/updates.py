@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hps.updates.base import UpdateLogWriter
     from hps.updates.dead_letters import DeadLetter
     from hps.updates.framing import Changes
-    from hps.updates.publisher import Publisher
+    from hps.updates.publisher import Republisher
 
 REPLAY_EXAMPLE = "Example: `hps updates replay ps.json --dry-run && hps updates replay ps.json`"
 
@@ -81,15 +81,15 @@ class _Publishers:
 
     def __init__(self, writer: "UpdateLogWriter", catalog: "ModelCatalog") -> None:
         self._writer = writer
-        self.made: dict[str, Publisher] = {}
+        self.made: dict[str, Republisher] = {}
 
-    def of(self, table: "TableSpec") -> "Publisher":
+    def of(self, table: "TableSpec") -> "Republisher":
         from hps.updates.base import TOPIC_PREFIX
-        from hps.updates.publisher import Publisher
+        from hps.updates.publisher import Republisher
 
         topic = f"{TOPIC_PREFIX}{table.model_name}.{table.table_name}"
         if topic not in self.made:
-            self.made[topic] = Publisher(self._writer, topic, dim=table.dim)
+            self.made[topic] = Republisher(self._writer, topic, dim=table.dim)
         return self.made[topic]
 
     def finish(self) -> None:

@@ -105,30 +105,6 @@ class Publisher:
         for partition, rows in self._shares(keys, 8):
             self._send(partition, _NO_KEYS, _NO_VECTORS, keys[rows])
 
-    def republish(self, number: int, changes: Changes, sequence: int) -> None:
-        """Publish the changes of a message again, with the sequence that they had, so that they replace nothing newer.
-
-        Args:
-            number: of the partition where they were, if the topic has as many.
-
-        Raises:
-            As `insert`.
-        """
-        partition, dim = self._partitions[number % len(self._partitions)], changes.vectors.shape[1]
-        step = self._step(8 + dim * (4 if self._dtype == "float32" else 2))
-        for low in range(0, changes.keys.size, step):
-            keys, vectors = changes.keys[low : low + step], changes.vectors[low : low + step]
-            self._send(partition, keys, vectors, _NO_KEYS, sequence, changes.time_us)
-        step = self._step(8)
-        for low in range(0, changes.deleted_keys.size, step):
-            some = changes.deleted_keys[low : low + step]
-            self._send(partition, _NO_KEYS, _NO_VECTORS, some, sequence, changes.time_us)
-
-    def mark(self) -> None:
-        """End each partition with a message without rows that has a new sequence, for publishers that start to find."""
-        for partition in self._partitions:
-            self._send(partition, _NO_KEYS, _NO_VECTORS, _NO_KEYS)
-
     def flush(self, timeout_s: float = 60.0) -> dict[str, str]:
         """Wait until the log has all that was published.
 
@@ -225,6 +201,34 @@ class Publisher:
         elif ahead < -1:
             self._begun, self._paced_rows = self._clock() - 1, 0
         self._paced_rows += rows
+
+
+class Republisher(Publisher):
+    """Publishes what messages said that could not be applied, at their own place in the order of changes. *One thread.*"""
+
+    def republish(self, number: int, changes: Changes, sequence: int) -> None:
+        """Publish the changes of a message again, with the sequence that they had, so that they replace nothing newer.
+
+        Args:
+            number: of the partition where they were, if the topic has as many.
+
+        Raises:
+            As `insert`.
+        """
+        partition, dim = self._partitions[number % len(self._partitions)], changes.vectors.shape[1]
+        step = self._step(8 + dim * (4 if self._dtype == "float32" else 2))
+        for low in range(0, changes.keys.size, step):
+            keys, vectors = changes.keys[low : low + step], changes.vectors[low : low + step]
+            self._send(partition, keys, vectors, _NO_KEYS, sequence, changes.time_us)
+        step = self._step(8)
+        for low in range(0, changes.deleted_keys.size, step):
+            some = changes.deleted_keys[low : low + step]
+            self._send(partition, _NO_KEYS, _NO_VECTORS, some, sequence, changes.time_us)
+
+    def mark(self) -> None:
+        """End each partition with a message without rows that has a new sequence, for publishers that start to find."""
+        for partition in self._partitions:
+            self._send(partition, _NO_KEYS, _NO_VECTORS, _NO_KEYS)
 
 
 def open_publisher(

@@ -12,7 +12,7 @@ from hps.progress import NoProgress
 from hps.registry import IMPLEMENTATIONS, Ours
 from hps.updates.base import Partition
 from hps.updates.framing import Changes, decode, encode_hugectr
-from hps.updates.publisher import Publisher
+from hps.updates.publisher import Publisher, Republisher
 from tests.fakes.clock import Clock
 from tests.fakes.memory_log import MemoryBroker, MemoryLogWriter
 from tests.servers.running_service import document_of, model_of
@@ -168,7 +168,8 @@ def test_arrays_that_do_not_fit_are_refused(broker: MemoryBroker, keys, vectors)
 
 
 def test_changes_are_published_again_with_their_own_sequence(broker: MemoryBroker) -> None:
-    publisher = make(broker, now_us=lambda: 100, message_bytes=1040)
+    broker.create(TOPIC, 4)
+    publisher = Republisher(MemoryLogWriter(broker), TOPIC, now_us=lambda: 100, message_bytes=1040)
     publisher.insert(KEYS[:1], VECTORS[:1])
     publisher.republish(9, Changes(KEYS[:200], VECTORS[1:201], KEYS[300:301], 0, 5), 7)
     publisher.mark()

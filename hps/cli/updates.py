@@ -1,5 +1,6 @@
 """`hps updates`: what became of online updates."""
 
+import os
 from collections import Counter
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
@@ -53,7 +54,7 @@ def replay_command(
         detail = ""
         messages = 0
         with closing(open_writer(configuration.update_source)) as writer:
-            publishers = _Publishers(writer, catalog)
+            publishers = _Publishers(writer)
             for letter in _letters(configuration, catalog, directory):
                 try:
                     if isinstance(letter, errors.UpdateFormatError):
@@ -69,17 +70,17 @@ def replay_command(
             publishers.finish()
         rows = sum(publisher.rows for publisher in publishers.made.values())
         done = "can be published" if dry_run else f"published again ({console.rows_text(rows)})"
-        typer.echo(f"{messages} messages {done}")
+        typer.echo(f"{messages} of {messages + unread.total()} messages {done}")
         if unread:
             counts = ", ".join(f"{count} x {reason}" for reason, count in sorted(unread.items()))
-            typer.echo(f"{unread.total()} messages still cannot be read ({counts}); the last: {detail}")
+            typer.echo(f"{unread.total()} still cannot be read ({counts}); the last: {detail}")
             raise typer.Exit(1)
 
 
 class _Publishers:
     """One for each table, made at its first message. *One thread.*"""
 
-    def __init__(self, writer: "UpdateLogWriter", catalog: "ModelCatalog") -> None:
+    def __init__(self, writer: "UpdateLogWriter") -> None:
         self._writer = writer
         self.made: dict[str, Republisher] = {}
 
@@ -112,6 +113,8 @@ def _letters(
         topics = [f"{DEAD_LETTER_PREFIX}{table.model_name}.{table.table_name}" for table in tables]
         with closing(implementation("update_log", settings.type).from_config(settings, "hps.replay")) as log:
             yield from read_topics(log, topics, 10.0)
+    elif directory and not os.path.isdir(directory):
+        raise errors.InvalidInputError(f"replaying dead letters: there is no directory {directory}")
     elif place:
         yield from read_directory(place)
     else:
@@ -137,4 +140,4 @@ def _read(letter: "DeadLetter", catalog: "ModelCatalog", configuration: "Configu
         raise errors.UpdateFormatError("size", f"reading a message of {message.partition}: it is a beacon, expected rows")
     if not (sequence := changes.sequence or letter.sequence or message.time_us):
         raise errors.UpdateFormatError("sequence", f"reading a message of {message.partition}: nothing says when it was made")
-    return table, changes, sequence
+    return table, changes._replace(time_us=changes.time_us or message.time_us), sequence

@@ -171,16 +171,17 @@ def test_dead_letters_are_published_with_their_own_sequence(tmp_path: Path, conf
     put_aside(tmp_path, [("width", own, 2**61), ("width", encode_hugectr(older, vectors_of(older, 4, 1.0)), 5)])
     before = len(broker.messages("hps_et.shop.item"))
     dry = run("updates", "replay", config, "--dry-run")
-    assert (dry.exit_code, words(dry.stdout).strip()) == (0, "2 messages can be published")
+    assert (dry.exit_code, words(dry.stdout).strip()) == (0, "2 of 2 messages can be published")
     assert len(broker.messages("hps_et.shop.item")) == before
     for _ in range(again):
         done = run("updates", "replay", config)
         assert done.exit_code == 0, done.output
-        assert "2 messages published again (6 rows)" in done.output
+        assert "2 of 2 messages published again (6 rows)" in done.output
     rows, gone = published(broker, "item")
     assert rows == {**rows_of(KEYS, 4), **rows_of(newer, 4, 1.0)}  # 5 is older than what was published
     assert gone == {1000}
-    assert {message.partition.number for message in broker.messages("hps_et.shop.item")[before:]} <= {0, 1}
+    again_at = [one for one in (decode(one.value, 4) for one in broker.messages("hps_et.shop.item")) if one.sequence == 5]
+    assert {one.time_us for one in again_at} == {77}
 
 
 def test_what_still_cannot_be_read_is_said(tmp_path: Path, config: Path, broker: MemoryBroker) -> None:
@@ -190,9 +191,15 @@ def test_what_still_cannot_be_read_is_said(tmp_path: Path, config: Path, broker:
     (tmp_path / "dead" / "9.jsonl").write_text("half a line")
     done = run("updates", "replay", config, tmp_path / "dead")
     assert done.exit_code == 1
-    assert "1 messages published again (100 rows)" in done.output
-    assert "3 messages still cannot be read (1 x checksum, 1 x dead_letter, 1 x magic)" in done.output
+    assert "1 of 4 messages published again (100 rows)" in done.output
+    assert "3 still cannot be read (1 x checksum, 1 x dead_letter, 1 x magic)" in done.output
     assert published(broker, "item") == (rows_of(KEYS, 4), set())
+
+
+def test_a_directory_that_is_not_there_is_not_an_empty_one(tmp_path: Path, config: Path) -> None:
+    assert run("updates", "replay", config).exit_code == 0  # no server has put a message aside yet
+    done = run("updates", "replay", config, tmp_path / "nowhere")
+    assert (done.exit_code, "there is no directory" in words(done.output)) == (2, True)
 
 
 def test_dead_letters_of_topics_are_replayed(tmp_path: Path, config: Path, broker: MemoryBroker) -> None:

@@ -4,10 +4,11 @@ import hashlib
 import json
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
+from hps.databases.base import LogPosition
 from hps.databases.redis.layout import ANY_KEY, Partition, RedisLayout, partition_number, tag_of
 from hps.databases.redis.marks import Mark, Process, opened, parse
 from hps.databases.redis.nodes import RedisNodes
@@ -16,15 +17,22 @@ from hps.errors import DatabaseCorruptError, DatabaseError, TableWidthError, Unk
 
 _log = logging.getLogger(__name__)
 _LOADED: Final = b"loaded"
+_LOG: Final = b"log "
 _ATTEMPTS: Final = 8
 _CHANGE: Final = """
 local mark = redis.call('get', KEYS[1]) or ''
 if mark ~= ARGV[1] then return mark end
-if KEYS[2] then redis.call('unlink', KEYS[2], KEYS[3]) end
+if KEYS[2] then redis.call('unlink', unpack(KEYS, 2)) end
 redis.call('set', KEYS[1], ARGV[2])
 return ARGV[2]
 """
-"""Replaces a mark that is still what it was; drops the rows of its partition where their keys are given."""
+"""Replaces a mark that is still what it was; drops what else of its partition is named."""
+_NOTE_POSITIONS: Final = """
+if not redis.call('hget', KEYS[1], 'dim') then return 0 end
+redis.call('hset', KEYS[1], unpack(ARGV))
+return 1
+"""
+"""Writes into the hash of a table unless the table was dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +102,8 @@ class Catalog:
     ) -> list[bytes]:
         """Replace marks that are still what they were, and remove the rows below where that is asked for.
 
+        The order of changes is removed with an incarnation.
+
         Args:
             changes: each a partition, what stands where its mark belongs, and the mark to be.
             deadline: when all must be done, on the monotonic clock.
@@ -102,11 +112,12 @@ class Catalog:
         Returns:
             What stands there now.
         """
-        calls = [
-            Call(partition.slot, "EVAL", _CHANGE, 1 + 2 * gone, *keys[: 1 + 2 * gone], before, after.text)
-            for (partition, before, after), gone in zip(changes, empty or [False] * len(changes), strict=True)
-            for keys in [(partition.mark, partition.values, partition.uses)]
-        ]
+        calls = []
+        for (partition, before, after), gone in zip(changes, empty or [False] * len(changes), strict=True):
+            mark, keys = parse(before), [partition.mark]
+            keys += [partition.values, partition.uses] if gone else []
+            keys += [] if mark and mark.incarnation == after.incarnation else [partition.sequences]
+            calls.append(Call(partition.slot, "EVAL", _CHANGE, len(keys), *keys, before, after.text))
         self._nodes.run(calls, deadline)
         return [call.reply for call in calls]
 
@@ -160,7 +171,7 @@ class Catalog:
             numbers = (partition_number(key) for key in self._nodes.keys(b"hps_et{%b/p*}?" % tag.encode()))
             partitions = max(numbers, default=-1) + 1
         layout = RedisLayout.of(tag, 1, partitions)
-        for kind in ("mark", "uses", "values"):
+        for kind in ("mark", "sequences", "uses", "values"):
             # One key a command, one kind at a time: the keys of a slot that is being moved may be on two nodes.
             self._nodes.run([Call(part.slot, "UNLINK", getattr(part, kind)) for part in layout.partitions])
         self._nodes.ask(layout.slot, "UNLINK", layout.about)
@@ -176,6 +187,23 @@ class Catalog:
     def write_note(self, layout: RedisLayout, note: LoadNote) -> None:
         """Remember which model was loaded, and how far."""
         self._nodes.ask(layout.slot, "HSET", layout.about, _LOADED, json.dumps(asdict(note)))
+
+    def positions(self, layout: RedisLayout, marks: list[bytes]) -> dict[str, LogPosition]:
+        """How far each partition of the log was applied; nothing where rows were lost since, as the incarnations tell."""
+        notes = {
+            name[len(_LOG) :].decode(): json.loads(note) for name, note in self._about(layout).items() if name.startswith(_LOG)
+        }
+        return {name: LogPosition(*note[:2]) for name, note in notes.items() if note[2] == digest(marks)}
+
+    def write_positions(self, layout: RedisLayout, marks: list[bytes], positions: Mapping[str, LogPosition]) -> None:
+        """Remember how far partitions of the log were applied to rows that lie under these marks."""
+        words = [
+            word
+            for name, at in positions.items()
+            for word in (_LOG + name.encode(), json.dumps([at.position, at.sequence, digest(marks)]))
+        ]
+        if not self._nodes.ask(layout.slot, "EVAL", _NOTE_POSITIONS, 1, layout.about, *words):
+            raise lost(layout)
 
     def _about(self, layout: RedisLayout) -> dict[bytes, bytes]:
         flat = self._nodes.ask(layout.slot, "HGETALL", layout.about)

@@ -3,12 +3,20 @@
 import logging
 import ssl
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Self
 
 from hps.background import BackgroundQueue
-from hps.databases.base import UNBOUNDED_ROWS, LoadRecord, PersistentDatabase, SharedDatabase, TableStats
+from hps.databases.base import (
+    UNBOUNDED_ROWS,
+    LoadRecord,
+    LogPosition,
+    PersistentDatabase,
+    RowChanges,
+    SharedDatabase,
+    TableStats,
+)
 from hps.databases.redis.below import Below
 from hps.databases.redis.catalog import Catalog
 from hps.databases.redis.connections import tls_context
@@ -190,6 +198,19 @@ class RedisDatabase(SharedDatabase):
     def delete(self, tag: str, keys: KeyArray) -> int:
         table = self._table(tag)
         return table.delete(check_keys(f"redis: deleting from table {tag}", keys))
+
+    def follow_log(self, tag: str) -> dict[str, LogPosition]:
+        return self._table(tag).follow_log()
+
+    def apply(self, tag: str, changes: RowChanges, positions: Mapping[str, LogPosition]) -> BoolArray:
+        table = self._table(tag)
+        check_rows(f"redis: updating table {tag}", changes.keys, changes.vectors, table.layout.dim)
+        return table.apply(changes, positions)
+
+    def copy_changes(self, tag: str, changes: RowChanges) -> None:
+        table = self._table(tag)
+        check_rows(f"redis: updating table {tag}", changes.keys, changes.vectors, table.layout.dim)
+        table.copy_changes(changes)
 
     def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
         table = self._table(tag)

@@ -6,6 +6,7 @@ hash slot:
     hps_et{T/p<i>}v   hash: field = 8 little-endian bytes of a key, value = its vector, raw float32      HugeCTR's
     hps_et{T/p<i>}t   hash: field = the same, value = when or how often it was used; by overflow policy   HugeCTR's
     hps_et{T/p<i>}m   string: the partition's mark, see marks.py                                          ours
+    hps_et{T/p<i>}s   hash: field = the same as in v, value = sequence of the last change, see below        ours
 
 The tag T is the whole `hps_et.<model>.<table>`, so a key reads `hps_et{hps_et.shop.item/p0}v`. With evict_oldest a value of
 `t` is 8 little-endian bytes of seconds since 1970, with evict_least_used a decimal count; evict_random writes none. HugeCTR
@@ -14,9 +15,14 @@ neither reads nor writes `m`.
 The mark tells an absent key from a lost one, and rows that count from those of another model or of an older write. A server
 that was emptied, or restarted without its data, has no marks, so that what it does not have no longer counts as absent.
 
+Where Redis is the authority of a table that follows a log of updates, `s` has the sequence of each key's last change as 8
+big-endian bytes, of keys whose row was deleted or evicted, too, and in the field `h` the highest one that was applied. It
+belongs to an incarnation of the partition, and goes with it.
+
 Beside the partitions there is one hash of the table itself, in a slot of its own:
 
-    hps_et{T}m        hash: dim, num_partitions, loaded (how far which model was loaded)                  ours
+    hps_et{T}m        hash: dim, num_partitions, loaded (how far which model was loaded), and
+                            `log <partition>` (how far that partition of a log of updates was applied)    ours
     hps_et{T}l        string: who loads it now; expires                                                   ours
     hps_et{T}u        hash: who uses it, see users.py; expires                                            ours
 """
@@ -33,7 +39,7 @@ from hps.databases.redis.codec import Bytes
 
 ANY_KEY: Final = b"hps_et{*}?"
 """Pattern of every key of every table."""
-_KEY: Final = re.compile(rb"hps_et\{(?P<tag>[^{}/]+)(?:/p(?P<partition>\d+))?\}(?P<kind>[vtmlu])")
+_KEY: Final = re.compile(rb"hps_et\{(?P<tag>[^{}/]+)(?:/p(?P<partition>\d+))?\}(?P<kind>[vtmslu])")
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,11 @@ class Partition:
     def mark(self) -> bytes:
         """The mark."""
         return self._key("m")
+
+    @cached_property
+    def sequences(self) -> bytes:
+        """The order of changes."""
+        return self._key("s")
 
     def _key(self, kind: str) -> bytes:
         return f"hps_et{{{self.tag}/p{self.index}}}{kind}".encode()

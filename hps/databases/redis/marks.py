@@ -8,8 +8,9 @@ A mark is one string, `<incarnation> <generation> <base> <writers>`, that is com
   process of which a write failed. What is still on its way under the older one is then refused.
 - *base*: which model the rows come from; `-` where nobody knows, `~` while they are being loaded.
 - *writers*: `-`, or tokens of the processes that modified the table online, separated by commas; `*` stands for those without a
-  database below. Where there is one, only that process promotes, and only it trusts rows whose writers lack its token: it never
-  modified the table.
+  database below, `*s` for those of them that follow a log of updates. Where there is one, only that process promotes, and only
+  it trusts rows whose writers lack its token: it never modified the table. Where `*s` is one, whoever writes a row writes its
+  place in the order of all changes, too.
 """
 
 import hashlib
@@ -21,6 +22,7 @@ from typing import Final
 UNKNOWN: Final = "-"
 LOADING: Final = "~"
 NOBODY_BELOW: Final = "*"
+FOLLOWING: Final = "*s"
 MOST_WRITERS: Final = 16
 """Tokens in a mark. Whose token is forgotten empties the partition when it looks, and enters itself again."""
 
@@ -105,9 +107,19 @@ def taken(mark: Mark, me: Process, fresh: Fresh) -> Mark:
     return replace(mark, generation=fresh(), writers=writers)
 
 
+def alone(mark: Mark, me: Process) -> bool:
+    """Whether nobody else has modified the table. If so, what the database below has is the latest."""
+    return mark.writers in ((), (me.token,))
+
+
 def may_promote(mark: Mark, me: Process) -> bool:
-    """Whether vectors of the database below may be added: nobody else has modified the table."""
-    return not me.passive and mark.base != LOADING and mark.writers in ((), (me.token,))
+    """Whether vectors of the database below may be added."""
+    return not me.passive and mark.base != LOADING and alone(mark, me)
+
+
+def ordered(mark: Mark) -> bool:
+    """Whether each row's place in the order of changes is kept beside it. It stays with the incarnation."""
+    return FOLLOWING in mark.writers
 
 
 def counts(mark: Mark | None, me: Process, known: Mark) -> bool:
@@ -120,8 +132,8 @@ def counts(mark: Mark | None, me: Process, known: Mark) -> bool:
 
 
 def begun(mark: Mark | None, fresh: Fresh) -> Mark:
-    """The mark while a process loads model files; rows that nobody recorded stay."""
-    return Mark(mark.incarnation if mark else fresh(), fresh(), LOADING)
+    """The mark while a process loads model files; rows that nobody recorded stay. Their order goes: the log is read again."""
+    return Mark(mark.incarnation if mark and not ordered(mark) else fresh(), fresh(), LOADING)
 
 
 def loaded(mark: Mark, base: str, fresh: Fresh) -> Mark:
@@ -131,7 +143,7 @@ def loaded(mark: Mark, base: str, fresh: Fresh) -> Mark:
 
 def loadable(mark: Mark | None) -> bool:
     """Whether files may be loaded over the rows: none of them is newer, as far as a database below knows."""
-    return mark is None or set(mark.writers) <= {NOBODY_BELOW}
+    return mark is None or set(mark.writers) <= {NOBODY_BELOW, FOLLOWING}
 
 
 def _with(writers: tuple[str, ...], token: str) -> tuple[str, ...]:

@@ -40,6 +40,72 @@ _UNDER_MARK: Final = """
 if redis.call('get', KEYS[1]) ~= ARGV[1] then return -1 end
 return redis.call(ARGV[2], KEYS[2], unpack(ARGV, 3))
 """
+_SEQUENCE: Final = """
+local function above(a, b)
+    local high, low = struct.unpack('>I4I4', a)
+    local other_high, other_low = struct.unpack('>I4I4', b)
+    return high > other_high or high == other_high and low > other_low
+end
+if redis.call('get', KEYS[1]) ~= ARGV[1] then return -1 end
+local highest = redis.call('hget', KEYS[3], 'h')
+"""
+"""Compares two sequences, 8 big-endian bytes each. Strings are compared as the server's locale has it, and a number of Lua has
+53 bits; so they are compared as two numbers."""
+_LAST: Final = (
+    _SEQUENCE
+    + """
+if not highest or above(ARGV[3], highest) then highest = ARGV[3] end
+local full = #string.match(highest, '\\255*$')
+local last = string.sub(highest, 1, 7 - full) .. string.char(string.byte(highest, 8 - full) + 1) .. string.rep('\\0', full)
+local reply, noted = redis.call(ARGV[2], KEYS[2], unpack(ARGV, 4)), {'h', highest}
+for i = 4, #ARGV, ARGV[2] == 'HSET' and 2 or 1 do
+    noted[#noted + 1] = ARGV[i]
+    noted[#noted + 1] = last
+end
+redis.call('hset', KEYS[3], unpack(noted))
+return reply
+"""
+)
+"""Writes rows, or removes them, with the sequence after the highest that was applied. A full Redis allows the second HSET
+because a command that writes went before it."""
+_APPLY: Final = (
+    _SEQUENCE
+    + """
+local rows = 5 + 2 * ARGV[2]
+local write = (#ARGV - rows + 1) > tonumber(ARGV[2]) and 'hset' or 'hdel'
+if not highest or above(ARGV[3], highest) then
+    redis.call(write, KEYS[2], unpack(ARGV, rows))
+    redis.call('hset', KEYS[3], 'h', ARGV[4], unpack(ARGV, 5, rows - 1))
+    return 1
+end
+local fields, made, given, noted = {}, {}, {}, {}
+for i = 5, rows - 2, 2 do fields[#fields + 1] = ARGV[i] end
+local known = redis.call('hmget', KEYS[3], unpack(fields))
+for i, field in ipairs(fields) do
+    local sequence = ARGV[4 + 2 * i]
+    if known[i] and above(known[i], sequence) then
+        made[i] = '0'
+    else
+        made[i] = '1'
+        noted[#noted + 1] = field
+        noted[#noted + 1] = sequence
+        if write == 'hset' then
+            given[#given + 1] = field
+            given[#given + 1] = ARGV[rows - 1 + 2 * i]
+        else
+            given[#given + 1] = field
+        end
+    end
+end
+if #noted > 0 then
+    redis.call(write, KEYS[2], unpack(given))
+    redis.call('hset', KEYS[3], 'h', above(ARGV[4], highest) and ARGV[4] or highest, unpack(noted))
+end
+return table.concat(made)
+"""
+)
+"""Makes changes that are not older than the last one of their row, and says which; all of one kind. Those that are above all
+that was applied need no look at each."""
 _PROMOTE: Final = """
 if redis.call('get', KEYS[1]) ~= ARGV[1] then return -1 end
 local added = 0
@@ -51,6 +117,8 @@ return added
 _SCRIPTED_KEYS: Final = 256
 """Up to so many keys a script that compares the mark and writes takes less time than a transaction; for thousands, three times
 as long."""
+MOST_ORDERED: Final = 1024
+"""Keys that a script writes with their sequences. Lua passes at most 8,000 words to a command."""
 
 
 class Buffer:
@@ -137,10 +205,19 @@ class Guard:
     A script compares the mark and writes. With many keys it is slow, so that the mark is watched, written to if it is not the
     expected one, and the transaction with the command is then refused. That the mark is also read inside the transaction makes
     a node refuse it that is handing the slot over and has the mark no longer.
+
+    Attributes:
+        key: of the mark.
+        mark: what it must be.
+        sequences: key of the hash with the order of changes, where it is kept. What is written is then later than all that was
+            applied; at most `MOST_ORDERED` keys at once.
+        highest: sequence that the writer knows to be applied, 8 big-endian bytes.
     """
 
     key: bytes
     mark: bytes
+    sequences: bytes = b""
+    highest: bytes = bytes(8)
 
     PRECEDING = 5  # replies: of WATCH, EVAL, MULTI, GET and of the command, which is queued
 
@@ -157,6 +234,12 @@ class Guard:
 def _framed(value: bytes) -> Bytes:
     """A value as it stands in a request; nothing for an empty one, which stands for none."""
     return np.frombuffer(b"$%d\r\n%b\r\n" % (len(value), value) if value else b"", np.uint8)
+
+
+@lru_cache(maxsize=16)
+def _framed_size(size: int) -> Bytes:
+    """What precedes a value of that size."""
+    return np.frombuffer(b"$%d\r\n" % size, np.uint8)
 
 
 @lru_cache(maxsize=4096)
@@ -200,7 +283,11 @@ class SendKeys(Request):
         self._value = _framed(value)
         self.count = order.size
         value_bytes += self._value.size
-        if guard and (self.count <= _SCRIPTED_KEYS or not value_bytes):  # a full Redis queues nothing, and still deletes
+        if guard and guard.sequences:
+            command, key = words
+            keys_of = (guard.key, key, guard.sequences)
+            words, self.once, guard = ("EVAL", _LAST, 3, *keys_of, guard.mark, command, guard.highest), True, None
+        elif guard and (self.count <= _SCRIPTED_KEYS or not value_bytes):  # a full Redis queues nothing, and still deletes
             command, key = words
             words, self.once, guard = ("EVAL", _UNDER_MARK, 2, guard.key, key, guard.mark, command), True, None
         self._start = b"*%d%b" % (len(words) + (2 if value_bytes else 1) * self.count, _packed(words))
@@ -258,6 +345,64 @@ class StoreRows(SendKeys):
     def _write_keys(self, array: Bytes, at: int) -> int:
         end: int = write_rows(self._keys, self._order, self._header, self._rows, array, at)
         return end
+
+
+class ApplyRows(Request):
+    """Changes of a log that store vectors, or that remove rows; older ones than the last change of their row are refused.
+
+    Its reply is -1 where the mark is another one.
+
+    Args:
+        slot: as for `Request`.
+        key: of the hash.
+        guard: with the hash that has the order of changes.
+        keys: (n,) int64, distinct.
+        order: (count,) int64: positions of those that are sent, at least one and at most `MOST_ORDERED`.
+        sequences: (n, 8) uint8, big-endian.
+        header: what precedes a vector in requests and replies.
+        rows: (n, 4 dim) uint8; None to remove them.
+    """
+
+    once = True
+
+    def __init__(
+        self,
+        slot: int,
+        key: bytes,
+        guard: Guard,
+        keys: KeyArray,
+        order: IndexArray,
+        sequences: Bytes,
+        header: Bytes,
+        rows: Bytes | None,
+    ) -> None:
+        self.order = order
+        self._keys = keys
+        self._sequences = sequences
+        self._header = header
+        self._rows = rows
+        count = order.size
+        own = sequences[order].view(">i8")
+        ends = (int(own.min()).to_bytes(8), int(own.max()).to_bytes(8))
+        words = ("EVAL", _APPLY, 3, guard.key, key, guard.sequences, guard.mark, count, *ends)
+        packed: bytes = pack_command(words)  # type: ignore[arg-type]
+        self._start = b"*%d%b" % (len(words) + (3 if rows is None else 4) * count, packed[packed.index(b"\r") :])
+        row_bytes = 0 if rows is None else header.size + rows.shape[1] + 2
+        super().__init__(slot, len(self._start) + (3 * FIELD_BYTES + row_bytes) * count)
+
+    def write(self, buffer: Buffer, at: int) -> int:
+        end = at + len(self._start)
+        buffer.view[at:end] = self._start
+        end = write_rows(self._keys, self.order, _framed_size(8), self._sequences, buffer.array, end)
+        if self._rows is None:
+            return int(write_fields(self._keys, self.order, _framed(b""), buffer.array, end))
+        return int(write_rows(self._keys, self.order, self._header, self._rows, buffer.array, end))
+
+    def made(self) -> BoolArray:
+        """Which of the changes were made, (count,) bool."""
+        said = b"1" * self.order.size if self.reply == 1 else self.reply
+        made: BoolArray = np.frombuffer(said, np.uint8) == ord("1")
+        return made
 
 
 class FetchRows(SendKeys):

@@ -1,24 +1,34 @@
-"""One table in Redis: its vectors fetched, inserted, deleted and scanned, partition by partition."""
+"""One table in Redis: its vectors fetched, inserted, updated, deleted and scanned, partition by partition."""
 
 import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Final, TypeAlias
 
 import numpy as np
 
-from hps.databases.base import UNBOUNDED_ROWS, TableStats
+from hps.databases.base import UNBOUNDED_ROWS, LogPosition, RowChanges, TableStats
 from hps.databases.redis.below import Below
 from hps.databases.redis.catalog import Catalog, fresh, lost
 from hps.databases.redis.codec import Bytes, group_by_partition
 from hps.databases.redis.layout import Partition, RedisLayout
-from hps.databases.redis.marks import Mark, counts, may_promote, parse, taken
+from hps.databases.redis.marks import FOLLOWING, Mark, Process, alone, counts, may_promote, ordered, parse, taken
 from hps.databases.redis.nodes import RedisNodes
 from hps.databases.redis.overflow import Overflow
-from hps.databases.redis.requests import Call, FetchRows, GetMark, Guard, Request, SendKeys, StoreRows
+from hps.databases.redis.requests import (
+    MOST_ORDERED,
+    ApplyRows,
+    Call,
+    FetchRows,
+    GetMark,
+    Guard,
+    Request,
+    SendKeys,
+    StoreRows,
+)
 from hps.databases.redis.scan import scan_hash
 from hps.errors import DatabaseError, DatabaseTimeoutError, TableWidthError
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
@@ -65,6 +75,10 @@ class RedisTable:
         self._unmodified = True  # when the marks were seen last
         self._looked_at = 0.0
         self._promotes_after = 0.0
+        self._follows = False
+        self._followed: list[bytes] = []  # the marks under which positions of the log count
+        self._positions: dict[str, LogPosition] = {}
+        self._highest = 0  # sequence that is known to be applied
         self._writing = threading.Lock()
         self._catalog = catalog
         self._nodes = nodes
@@ -132,16 +146,56 @@ class RedisTable:
         """As `Database.delete`."""
 
         def removal(partition: Partition, share: IndexArray, guard: Guard) -> list[Request]:
-            pieces = self._pieces(share)
-            return [SendKeys(partition.slot, ("HDEL", partition.values), batch, piece, guard=guard) for piece in pieces]
+            return self._removing(partition, share, guard, batch)
 
         removed = 0
         for start in range(0, keys.size, self._batch):
             batch = keys[start : start + self._batch]
-            removed += self._write(batch, removal, f"deleting {batch.size} keys from table {self.layout.tag}")
+            done = self._write(batch, removal, f"deleting {batch.size} keys from table {self.layout.tag}")
+            removed += sum(one.reply for one in done)
             forgotten = [self._overflow.forget_uses(partition, batch, share) for partition, share in self._shares(batch)]
             self._nodes.run([request for requests in forgotten for request in requests])
         return removed
+
+    def follow_log(self) -> dict[str, LogPosition]:
+        """As `Database.follow_log`. From now on whoever writes a row writes its place in the order of changes, too."""
+        if self.below.process().base is not None:
+            raise DatabaseError(
+                f"redis: following a log of updates for table {self.layout.tag}: the database below must do that"
+            )
+        deadline, self._follows = time.monotonic() + self._nodes.timeout_s, True
+        marks = self._taken(list(self.layout.partitions), deadline, loading=False) or []
+        highest = [Call(partition.slot, "HGET", partition.sequences, "h") for partition in self.layout.partitions]
+        self._nodes.run(highest, deadline)
+        self._highest = max(int.from_bytes(call.reply or b"") for call in highest)
+        self._positions = self._catalog.positions(self.layout, marks)
+        self._followed = marks
+        return dict(self._positions)
+
+    def apply(self, changes: RowChanges, positions: Mapping[str, LogPosition]) -> BoolArray:
+        """As `Database.apply`. Redis compares the sequences: others may apply the same changes, earlier or later."""
+        if not self._followed:
+            raise DatabaseError(f"redis: updating table {self.layout.tag}: it follows no log; call follow_log first")
+        made = np.zeros(changes.keys.size, np.bool_)
+        followed, rows = self._followed, changes.vectors.view(np.uint8)
+        sequences = changes.sequences.astype(">i8").view(np.uint8).reshape(-1, 8)
+        for start in range(0, changes.keys.size, self._batch):
+            part = slice(start, start + self._batch)
+            deleted = None if changes.deleted is None else changes.deleted[part]
+            made[part] = self._apply(followed, changes.keys[part], rows[part], sequences[part], deleted)
+        self._highest = max(self._highest, int(changes.sequences.max(initial=0)))
+        new = {name: at for name, at in positions.items() if self._positions.get(name) != at}
+        if new:
+            self._catalog.write_positions(self.layout, followed, new)
+            self._positions.update(new)
+        return made
+
+    def copy_changes(self, changes: RowChanges) -> None:
+        """As `Database.copy_changes`. Where others write, too, rows only go: who lags would write what is stale for others."""
+        rows, me = changes.vectors.view(np.uint8), self.below.process()
+        for start in range(0, changes.keys.size, self._batch):
+            part = slice(start, start + self._batch)
+            self._copy(me, changes.keys[part], rows[part], None if changes.deleted is None else changes.deleted[part])
 
     def touch(self, keys: KeyArray) -> None:
         """Note a use of keys that were found."""
@@ -183,7 +237,7 @@ class RedisTable:
         sizes = [
             Call(partition.slot, "MEMORY", "USAGE", key)
             for partition in self.layout.partitions
-            for key in (partition.values, partition.uses, partition.mark)
+            for key in (partition.values, partition.uses, partition.mark, partition.sequences)
         ]
         self._nodes.run(sizes)
         overhead = max(0, sum(size.reply or 0 for size in sizes) - vector_bytes)
@@ -266,11 +320,54 @@ class RedisTable:
         self, partition: Partition, share: IndexArray, guard: Guard, keys: KeyArray, rows: Bytes, *, promotion: bool = False
     ) -> list[Request]:
         slot, values, header = partition.slot, partition.values, self.layout.header
-        pieces = self._pieces(share)
+        pieces = self._pieces(share, guard)
         return [
             *self._overflow.note_uses(partition, keys, share),
             *(StoreRows(slot, values, keys, piece, header, rows, guard, promotion=promotion) for piece in pieces),
         ]
+
+    def _removing(self, partition: Partition, share: IndexArray, guard: Guard, keys: KeyArray) -> list[Request]:
+        pieces, words = self._pieces(share, guard), ("HDEL", partition.values)
+        return [SendKeys(partition.slot, words, keys, piece, guard=guard) for piece in pieces]
+
+    def _apply(
+        self, followed: list[bytes], keys: KeyArray, rows: Bytes, sequences: Bytes, deleted: BoolArray | None
+    ) -> BoolArray:
+        layout = self.layout
+
+        def applying(partition: Partition, share: IndexArray, guard: Guard) -> list[Request]:
+            if _parsed(guard.mark).incarnation != _parsed(followed[partition.index]).incarnation:
+                raise DatabaseError(
+                    f"redis: updating table {layout.tag}: it was emptied or loaded since its log was followed; deploy the "
+                    "model again, so that the log is read from where the rows are"
+                )
+            stored, removed = _kinds(share, deleted)
+            return [
+                *self._overflow.note_uses(partition, keys, stored),
+                *self._overflow.forget_uses(partition, keys, removed),
+                *(
+                    ApplyRows(partition.slot, partition.values, guard, keys, piece, sequences, layout.header, values)
+                    for order, values in ((stored, rows), (removed, None))
+                    for piece in self._pieces(order, guard)
+                ),
+            ]
+
+        made: BoolArray = np.zeros(keys.size, np.bool_)
+        for request in self._write(keys, applying, f"updating {keys.size} keys of table {layout.tag}"):
+            if isinstance(request, ApplyRows):
+                made[request.order] = request.made()
+        return made
+
+    def _copy(self, me: Process, keys: KeyArray, rows: Bytes, deleted: BoolArray | None) -> None:
+        def copying(partition: Partition, share: IndexArray, guard: Guard) -> list[Request]:
+            stored, removed = _kinds(share, deleted) if alone(_parsed(guard.mark), me) else (share[:0], share)
+            return [
+                *self._storing(partition, stored, guard, keys, rows),
+                *self._overflow.forget_uses(partition, keys, removed),
+                *self._removing(partition, removed, guard, keys),
+            ]
+
+        self._write(keys, copying, f"copying changes of {keys.size} keys into table {self.layout.tag}")
 
     def _promote(self, keys: KeyArray, rows: Bytes) -> int:
         if time.monotonic() < self._promotes_after:
@@ -294,23 +391,23 @@ class RedisTable:
             _log.warning("%s; nothing is promoted into table %s for %g s", error, self.layout.tag, _LOOK_S)
         return sum(max(0, one.reply or 0) for one in promotions)
 
-    def _write(self, keys: KeyArray, make: Making, doing: str, *, loading: bool = False) -> int:
-        """Let `make` make guarded requests until every partition has taken them; returns the sum of their replies."""
+    def _write(self, keys: KeyArray, make: Making, doing: str, *, loading: bool = False) -> list[Request]:
+        """Let `make` make guarded requests until every partition has taken them; returns those that were taken, in order."""
         deadline = self._deadline(keys)
-        todo, total = self._shares(keys), 0
+        todo, done = self._shares(keys), list[Request]()
         attempts = 0
         while True:
             marks = self._taken([partition for partition, _ in todo], deadline, loading=loading)
             if marks is None:
-                return total
+                return done
             shares = [
-                (partition, make(partition, share, Guard(partition.mark, marks[partition.index]))) for partition, share in todo
+                (partition, make(partition, share, self._guard(partition, marks[partition.index]))) for partition, share in todo
             ]
             refused = self._perform(shares, deadline, doing)
-            total += sum(max(0, one.reply or 0) for _, requests in shares for one in requests if one.once)
+            done += [one for _, requests in shares for one in requests if one.once and one.reply not in (None, -1)]
             todo = [(partition, share) for partition, share in todo if partition in refused]
             if not todo:
-                return total
+                return done
             attempts += 1
             if time.monotonic() >= deadline:
                 raise DatabaseTimeoutError(f"redis: {doing}: others wrote first, {attempts} times")
@@ -348,6 +445,8 @@ class RedisTable:
                 marks, me = self._usable(deadline), self.below.process()
                 if marks is None:
                     return None
+                if self._follows and me.base is None:
+                    me = replace(me, token=FOLLOWING)
                 parsed = [_parsed(text) for text in marks]
                 entered = loading or me.token is None or all(me.token in mark.writers for mark in parsed)
                 if not entered and not first:
@@ -386,8 +485,14 @@ class RedisTable:
         except DatabaseError as error:
             raise type(error)(f"{error} ({doing})") from error
 
-    def _pieces(self, share: IndexArray) -> list[IndexArray]:
-        return [share[start : start + self._chunk] for start in range(0, share.size, self._chunk)]
+    def _guard(self, partition: Partition, mark: bytes) -> Guard:
+        if not ordered(_parsed(mark)):
+            return Guard(partition.mark, mark)
+        return Guard(partition.mark, mark, partition.sequences, self._highest.to_bytes(8))
+
+    def _pieces(self, share: IndexArray, guard: Guard | None = None) -> list[IndexArray]:
+        most = min(self._chunk, MOST_ORDERED) if guard and guard.sequences else self._chunk
+        return [share[start : start + most] for start in range(0, share.size, most)]
 
     def _shares(self, keys: KeyArray, found: BoolArray | None = None) -> list[tuple[Partition, IndexArray]]:
         """The positions of the keys that are not `found`, of each partition that has any."""
@@ -401,6 +506,11 @@ class RedisTable:
             for partition, start, stop in zip(partitions, bounds, bounds[1:], strict=False)
             if start < stop
         ]
+
+
+def _kinds(share: IndexArray, deleted: BoolArray | None) -> tuple[IndexArray, IndexArray]:
+    """Those of the positions whose rows are stored, and those whose rows are removed."""
+    return (share, share[:0]) if deleted is None else (share[~deleted[share]], share[deleted[share]])
 
 
 def _parsed(text: bytes) -> Mark:

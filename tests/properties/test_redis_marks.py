@@ -11,7 +11,7 @@ from hps.databases.redis.catalog import Catalog
 from hps.databases.redis.layout import RedisLayout
 from hps.databases.redis.marks import Mark, parse
 from hps.databases.redis.nodes import RedisNodes, parse_addresses
-from hps.databases.redis.requests import Guard, SendKeys, StoreRows
+from hps.databases.redis.requests import ApplyRows, Guard, SendKeys, StoreRows
 from tests.servers.redis_server import RedisServer
 from tests.tables.redis_order_model import Rules, Search, WrongAnswer, start
 
@@ -28,6 +28,11 @@ def test_no_interleaving_shows_a_process_what_is_older_than_its_own_write():
         (3, {"writes": 1, "fetches": 2, "losses": 1}),
         (1, {"writes": 2, "fetches": 1, "crashes": 1, "copies": 1}),
         (1, {"writes": 2, "fetches": 2, "losses": 1, "copies": 1}),
+        (2, {"applies": 2, "fetches": 1}),
+        (2, {"applies": 1, "fetches": 1, "losses": 1}),
+        (2, {"applies": 1, "fetches": 1, "failures": 1, "refusals": 1}),
+        (1, {"applies": 2, "fetches": 1, "copies": 1}),
+        (1, {"applies": 2, "fetches": 2, "failures": 1, "losses": 1}),
     ):
         search = Search(Rules())
         executions += search.executions(start(processes, **budget))
@@ -41,6 +46,7 @@ def test_no_interleaving_shows_a_process_what_is_older_than_its_own_write():
         ("guarded", 2, {"writes": 2, "fetches": 1, "failures": 1, "refusals": 1}),
         ("careful", 2, {"writes": 1, "fetches": 2, "losses": 1}),
         ("counting", 2, {"writes": 1, "fetches": 2, "losses": 1}),
+        ("deferring", 2, {"applies": 2, "fetches": 1}),
         ("remembering", 2, {"writes": 1, "fetches": 2, "losses": 1, "crashes": 1}),
         ("quarantine", 1, {"writes": 2, "fetches": 2, "losses": 2, "failures": 1}),
         pytest.param("pens", 2, {"writes": 3, "fetches": 1, "failures": 1, "refusals": 1}, marks=pytest.mark.slow),
@@ -63,6 +69,7 @@ steps = st.one_of(
     st.tuples(st.just("change"), st.one_of(st.none(), marks), marks, st.booleans()),
     st.tuples(st.sampled_from(["write", "promote"]), marks, some, st.integers(1, 9)),
     st.tuples(st.just("delete"), marks, some, st.none()),
+    st.tuples(st.sampled_from(["apply", "remove", "write later", "delete later"]), marks, some, st.integers(1, 9)),
     st.tuples(st.just("lose"), st.none(), st.none(), st.booleans()),
 )
 
@@ -71,11 +78,13 @@ class Mirror:
     """What the scripts do, in Python."""
 
     def __init__(self):
-        self.mark, self.rows = b"", {}
+        self.mark, self.rows, self.sequences, self.highest = b"", {}, {}, 0
 
     def change(self, expected, mark, empty):
         if self.mark == expected:
             self.rows = {} if empty else self.rows
+            if mark.split()[0] != self.mark[: mark.index(b" ")]:
+                self.sequences, self.highest = {}, 0
             self.mark = mark
         return self.mark
 
@@ -86,6 +95,20 @@ class Mirror:
     def promote(self, mark, rows):
         if self.mark == mark:
             self.rows = {**rows, **self.rows}
+
+    def apply(self, mark, keys, sequences, row):
+        made = [key for key in keys if self.sequences.get(key, 0) <= sequences[key]]
+        if self.mark == mark:
+            self.rows = {key: held for key, held in self.rows.items() if key not in made}
+            self.rows |= dict.fromkeys(made, row) if row else {}
+            self.sequences |= {key: sequences[key] for key in made}
+            self.highest = max([self.highest, *(sequences[key] for key in keys)])
+        return [key in made for key in keys]
+
+    def later(self, mark, keys, known):
+        if self.mark == mark:
+            self.highest = max(self.highest, known)
+            self.sequences |= dict.fromkeys(keys, self.highest + 1)
 
     def delete(self, mark, keys):
         if self.mark == mark:
@@ -101,8 +124,23 @@ def perform(step, mirror, nodes, catalog, client):
     elif what == "lose":
         mirror.mark, mirror.rows = b"", mirror.rows if more else {}
         client.delete(*([PARTITION.mark] if more else [PARTITION.mark, PARTITION.values]))
+    elif what in ("apply", "remove"):
+        order, guard = KEYS[part].copy(), Guard(PARTITION.mark, mark.text, PARTITION.sequences)
+        sequences = (more << 30) * (KEYS % 3 + 1)
+        raw = np.full((ROWS, DIM), more, np.float32).view(np.uint8) if what == "apply" else None
+        big = sequences.astype(">i8").view(np.uint8).reshape(-1, 8)
+        request = ApplyRows(PARTITION.slot, PARTITION.values, guard, KEYS, order, big, LAYOUT.header, raw)
+        allowed = mirror.mark == mark.text
+        made = mirror.apply(mark.text, order.tolist(), sequences.tolist(), b"" if raw is None else raw[0].tobytes())
+        nodes.run([request])
+        assert request.made().tolist() == made if allowed else request.reply == -1
     else:
         order, guard = KEYS[part].copy(), Guard(PARTITION.mark, mark.text)
+        what, *later = what.split()
+        if later:
+            known = more << 31
+            guard = Guard(PARTITION.mark, mark.text, PARTITION.sequences, known.to_bytes(8))
+            mirror.later(mark.text, order.tolist(), known)
         if what == "delete":
             request = SendKeys(PARTITION.slot, ("HDEL", PARTITION.values), KEYS, order, guard=guard)
             mirror.delete(mark.text, set(order.tolist()))
@@ -116,6 +154,9 @@ def perform(step, mirror, nodes, catalog, client):
         assert (request.reply not in (None, -1)) == allowed
     rows = {int.from_bytes(field, "little"): row for field, row in client.hgetall(PARTITION.values).items()}
     assert (client.get(PARTITION.mark) or b"", rows) == (mirror.mark, mirror.rows)
+    noted = {field: int.from_bytes(number) for field, number in client.hgetall(PARTITION.sequences).items()}
+    assert noted.pop(b"h", 0) == mirror.highest
+    assert {int.from_bytes(field, "little"): number for field, number in noted.items()} == mirror.sequences
 
 
 @pytest.mark.redis

@@ -5,6 +5,9 @@ at any later time or never, the row is evicted, Redis is emptied, a process is k
 and the copy is started, too. Values are numbered by the writes that made them, 0 is the row of the model files.
 
 A process must never answer with a value whose write had returned before another began that this process has acknowledged.
+
+With `applies`, the writes are those of a log instead: every process makes all of them, in their order, at its own pace, and
+after a kill begins with the last one again. Then no process may answer with a value that comes before one that it has made.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,11 +21,12 @@ ABSENT = -1
 
 
 class Node(NamedTuple):
-    """A process: the first three are in its RocksDB, the others in its memory."""
+    """A process: the first four are in its RocksDB, the others in its memory."""
 
     row: int = 0
     token: str | None = None
     forbidden: int = 0  # values that it must not answer with, one bit each
+    position: int = 0  # in the log: the last change before the one that it began last
     up: bool = False
     previous: str | None = None
     known: Mark | None = None
@@ -33,6 +37,7 @@ class Node(NamedTuple):
     fetch: tuple[int, int, bool] | None = None  # row that was read, values forbidden when it began, whether it may promote
     promotion: int | None = None
     healing: bool = False
+    applied: bool = False  # whether it has begun the change after its position since it was started
 
 
 class State(NamedTuple):
@@ -42,7 +47,9 @@ class State(NamedTuple):
     nodes: tuple[Node, ...]
     returned: int  # writes, one bit each
     writes: int
-    budget: tuple[int, ...]  # writes, fetches, failures, losses, crashes, copies, refusals: how many may still happen
+    budget: tuple[
+        int, ...
+    ]  # writes, fetches, failures, losses, crashes, copies, refusals: how many may still happen; then the log's length
 
 
 @dataclass(frozen=True)
@@ -56,13 +63,14 @@ class Rules:
     remembering: bool = True  # a process knows at its start that it has modified the table
     quarantine: bool = True  # after a failed promotion what it left is dropped, and another mark is made before a write
     doubt: bool = True  # a failed write is remembered for the next start
+    deferring: bool = True  # changes of a log only remove rows where others write
 
 
 class WrongAnswer(Exception):
     """A process answered with a value that is older than a write that it has acknowledged."""
 
 
-WRITES, FETCHES, FAILURES, LOSSES, CRASHES, COPIES, REFUSALS = range(7)
+WRITES, FETCHES, FAILURES, LOSSES, CRASHES, COPIES, REFUSALS, APPLIES = range(8)
 
 
 class Search:
@@ -133,13 +141,16 @@ class Search:
                 if node.write:
                     dead = dead._replace(returned=dead.returned | 1 << node.write[1])
                 nodes = list(dead.nodes)
-                nodes[i] = Node(node.row, node.token, node.forbidden)
+                nodes[i] = Node(*node[:4])
                 dead = dead._replace(nodes=tuple(nodes))
                 yield f"{i} is killed", dead
                 if node.write and node.write[0] == "send":
-                    yield f"{i} is killed while it sends", _late(dead, "write", node.known, node.write[1])
+                    yield (
+                        f"{i} is killed while it sends",
+                        _late(dead, "write", node.known, self._stored(state, i, node.write[1])),
+                    )
             if state.budget[COPIES] and (node.token or not node.up):
-                copy = Node(node.row, node.token, node.forbidden)
+                copy = Node(*node[:4])
                 yield f"{i} is copied", _spent(state, COPIES)._replace(nodes=(*state.nodes, copy))
 
     def _landed(self, state: State, message: tuple[Any, ...]) -> State:
@@ -218,6 +229,9 @@ class Search:
         if node.write is None:
             if state.budget[WRITES] and not node.healing:
                 yield f"{i} begins to write {state.writes}", self._begun(state, i, node)
+            if (change := node.position + 1 + node.applied) <= state.budget[APPLIES] and not node.healing:
+                begun = _changed(self._writing(state, i, node, change, (1 << change) - 1), i, position=change - 1, applied=True)
+                yield f"{i} begins to apply {change}", begun
             return
         stage, value, before, first = node.write
         if stage == "done" or node.quarantined:
@@ -236,23 +250,32 @@ class Search:
             yield from self._taking(state, i, node, value, before, first)
             return
         if state.mark == node.known or not self.rules.guarded:
-            yield f"{i} writes {value}", _changed(state._replace(row=value), i, write=("done", value, before, first))
+            stored = self._stored(state, i, value)
+            yield f"{i} writes {stored}", _changed(state._replace(row=stored), i, write=("done", value, before, first))
         elif state.budget[REFUSALS]:
             again = _changed(_spent(state, REFUSALS), i, pen=False, write=("take", value, before, first))
             yield f"{i} is refused", self._looked(again, i)
         else:  # the time for the call is over
             yield f"{i} gives up", _changed(state, i, quarantined=True, pen=False)
         if state.budget[FAILURES]:
-            failed = _late(_spent(state, FAILURES), "write", node.known, value)
+            failed = _late(_spent(state, FAILURES), "write", node.known, self._stored(state, i, value))
             yield f"{i} fails to write {value}", _changed(failed, i, quarantined=True, pen=False)
 
     def _begun(self, state: State, i: int, node: Node) -> State:
         value = state.writes
+        return self._writing(_spent(state, WRITES)._replace(writes=value + 1), i, node, value, state.returned | 1)
+
+    def _writing(self, state: State, i: int, node: Node, value: int, before: int) -> State:
         token = node.token or _fresh(state)()
-        write = ("take", value, state.returned | 1, node.unmodified)
+        write = ("take", value, before, node.unmodified)
         fetch = node.fetch and (*node.fetch[:2], False)
-        state = _spent(state, WRITES)._replace(writes=value + 1)
         return _changed(state, i, row=value, token=token, write=write, fetch=fetch, promotion=None, unmodified=False)
+
+    def _stored(self, state: State, i: int, value: int) -> int:
+        """The row that a process leaves where it writes a value."""
+        node = state.nodes[i]
+        others = state.budget[APPLIES] and node.known and not marks.alone(node.known, self._me(node))
+        return ABSENT if others and self.rules.deferring else value
 
     def _taking(self, state: State, i: int, node: Node, value: int, before: int, first: bool) -> Iterator[tuple[str, State]]:
         me, known = self._me(node), node.known
@@ -279,7 +302,8 @@ def start(processes: int, **budget: int) -> State:
     """Processes that are up and have modified nothing; Redis holds the row of the model files."""
     mark = Mark("i", "g", "b")
     nodes = tuple(Node(up=True, known=mark) for _ in range(processes))
-    counts = [budget.pop(name, 0) for name in ("writes", "fetches", "failures", "losses", "crashes", "copies", "refusals")]
+    names = ("writes", "fetches", "failures", "losses", "crashes", "copies", "refusals", "applies")
+    counts = [budget.pop(name, 0) for name in names]
     return State(mark, 0, (), nodes, 1, 1, tuple(counts))
 
 

@@ -1,0 +1,302 @@
+"""Changes of a log in Redis: as the authority that several replicas write to, and above the RocksDB of each of them."""
+
+import threading
+from contextlib import ExitStack, closing
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hps.databases.base import LoadRecord, LogPosition, RowChanges
+from hps.databases.redis.database import RedisDatabase
+from hps.databases.redis.layout import Partition
+from hps.databases.redis.marks import parse
+from hps.databases.rocks_db.database import RocksDatabase
+from hps.errors import DatabaseError
+from tests.servers.redis_proxy import Proxy
+from tests.servers.redis_server import RedisServer, rows_of
+
+pytestmark = pytest.mark.redis
+TAG, DIM, PARTITIONS = "hps_et.shop.item", 4, 4
+KEYS = np.arange(40, dtype=np.int64)
+KEY = KEYS[:1]
+AT = {f"{TAG}/0": LogPosition("7", 20)}
+
+
+def vectors(n, sequence):
+    return np.full((n, DIM), sequence, np.float32)
+
+
+def changes(keys, sequence, *, deleted=False):
+    n = keys.size
+    return RowChanges(keys, vectors(n, sequence % 1000), np.full(n, sequence), np.ones(n, np.bool_) if deleted else None)
+
+
+def seen(database, key=KEY):
+    """The number that a row's vector consists of; None for an absent one."""
+    out, found = np.full((1, DIM), -1, np.float32), np.zeros(1, np.bool_)
+    for one in database if isinstance(database, tuple) else (database,):
+        one.fetch(TAG, key, out, found)
+    assert (out == out[0, 0]).all()
+    return int(out[0, 0]) if found[0] else None
+
+
+def rows(client):
+    return {key: int(np.frombuffer(row, np.float32)[0]) for key, row in rows_of([client], TAG, PARTITIONS).items()}
+
+
+class Replica:
+    """A process with a RocksDB of its own above which it uses Redis, and which applies a log from its beginning."""
+
+    def __init__(self, redis, path):
+        self.redis, self.rocks, self.applied = redis, RocksDatabase(path), 0
+        for database in (self.redis, self.rocks):
+            database.open_table(TAG, DIM)
+        self.rocks.load_chunk(TAG, KEYS, vectors(KEYS.size, 0), LoadRecord("files", KEYS.size, KEYS.size))
+        self.redis.stand_above(TAG, self.rocks)
+
+    def apply(self, some):
+        keys, values, deleted = some.split()
+        if keys.size:
+            self.rocks.insert(TAG, keys, values)
+        if deleted.size:
+            self.rocks.delete(TAG, deleted)
+        self.redis.copy_changes(TAG, some)
+
+    def see(self, key=KEY):
+        return seen((self.redis, self.rocks), key)
+
+
+@pytest.fixture
+def replica(opened, tmp_path):
+    made = []
+
+    def make():
+        made.append(Replica(opened(), tmp_path / str(len(made))))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.rocks.close()
+
+
+@pytest.fixture
+def authority(opened):
+    """Make databases, each as another process would, with nothing below; their table is open."""
+
+    def make(*, follow=True, **options):
+        database = opened(**options)
+        database.open_table(TAG, DIM)
+        if follow:
+            database.follow_log(TAG)
+        return database
+
+    return make
+
+
+# -- above RocksDB ----------------------------------------------------------------------------------------------------
+
+
+def test_the_only_writer_leaves_its_changes_in_redis(replica, client):
+    one = replica()
+    one.apply(changes(KEYS, 1))
+    one.apply(RowChanges(KEYS, vectors(40, 2), np.full(40, 2), KEYS < 20))
+    assert rows(client) == dict.fromkeys(range(20, 40), 2)
+
+
+def test_where_two_write_a_change_only_removes_rows_and_nobody_sees_older_ones(replica, client):
+    ahead, behind = replica(), replica()
+    behind.apply(changes(KEYS, 1))
+    assert rows(client) == dict.fromkeys(range(40), 1)
+    ahead.apply(changes(KEYS[:30], 1))
+    ahead.apply(changes(KEYS[:30], 2))
+    assert rows(client) == dict.fromkeys(range(30, 40), 1)
+    behind.apply(changes(KEYS[:30], 2))  # under marks that it last saw when it was alone
+    behind.apply(changes(KEYS[:10], 3))
+    assert rows(client) == dict.fromkeys(range(30, 40), 1)
+    assert (ahead.see(), behind.see()) == (2, 3)
+    ahead.apply(changes(KEYS[:10], 3))
+    assert (ahead.see(), behind.see()) == (3, 3)
+
+
+LOG = [(0, False), (1, False), (0, False), (0, True), (1, False), (0, False), (1, True)]
+moves = st.lists(st.tuples(st.sampled_from(["apply", "apply", "see", "evict"]), st.sampled_from([0, 1])), max_size=30)
+
+
+def test_replicas_at_any_pace_see_nothing_older_than_what_they_applied(server, client, tmp_path_factory):
+    @settings(max_examples=15, deadline=None)
+    @given(moves)
+    def run(sequence):
+        client.flushall()
+        path = tmp_path_factory.mktemp("rocks")
+        with (
+            closing(RedisDatabase(server.address, num_partitions=PARTITIONS)) as a,
+            closing(RedisDatabase(server.address, num_partitions=PARTITIONS)) as b,
+        ):
+            replicas = Replica(a, path / "a"), Replica(b, path / "b")
+            with closing(replicas[0].rocks), closing(replicas[1].rocks):
+                for what, which in [*sequence, *[("apply", 0)] * len(LOG), *[("apply", 1)] * len(LOG)]:
+                    one = replicas[which]
+                    if what == "apply" and one.applied < len(LOG):
+                        key, deleted = LOG[one.applied]
+                        one.applied += 1
+                        one.apply(changes(KEYS[key : key + 1], one.applied, deleted=deleted))
+                    if what == "evict":
+                        client.hdel(Partition(TAG, 0).values, *(key.tobytes() for key in KEYS[:2]))
+                    for key in range(2):
+                        made = [i + 1 for i, (changed, _) in enumerate(LOG[: one.applied]) if changed == key]
+                        sight = one.see(KEYS[key : key + 1])
+                        if made and LOG[made[-1] - 1][1]:
+                            assert sight is None or sight > made[-1]
+                        else:
+                            assert sight is None or sight >= max(made, default=0)
+                            assert sight is not None or (key, True) in LOG[one.applied :]
+
+    run()
+
+
+# -- as the authority -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(paces=st.lists(st.integers(0, 1), min_size=6, max_size=6), base=st.sampled_from([1, 255, 2**53, 2**62]))
+def test_replicas_that_apply_one_log_at_any_pace_end_with_its_last_changes(authority, client, paces, base):
+    client.flushall()
+    replicas, done = [authority(), authority()], [0, 0]
+    log = [(KEYS, False), (KEYS[:30], False), (KEYS[:20], True), (KEYS[10:30], False)]
+    for which in [*paces, *[0] * 4, *[1] * 4]:
+        if done[which] < len(log):
+            keys, deleted = log[done[which]]
+            sequence = base + done[which]
+            made = replicas[which].apply(TAG, changes(keys, sequence, deleted=deleted), {})
+            last = {key: max(i for i in range(max(done[0], done[1], done[which] + 1)) if key in log[i][0]) for key in keys}
+            assert made.tolist() == [last[key] <= done[which] for key in keys]
+            done[which] += 1
+    ends = {key: max(i for i, (keys, _) in enumerate(log) if key in keys) for key in KEYS.tolist()}
+    assert rows(client) == {key: (base + i) % 1000 for key, i in ends.items() if not log[i][1]}
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_write_of_a_process_that_follows_nothing_is_later_than_what_was_applied(authority, client, deleted):
+    other, one = authority(follow=False), authority()
+    other.insert(TAG, KEYS, vectors(40, 1))
+    one.apply(TAG, changes(KEYS, 20), {})
+    if deleted:
+        assert other.delete(TAG, KEYS) == 40
+    else:
+        other.insert(TAG, KEYS, vectors(40, 500))
+    assert not one.apply(TAG, changes(KEYS, 20), {}).any()
+    assert rows(client) == ({} if deleted else dict.fromkeys(range(40), 500))
+    assert one.apply(TAG, changes(KEYS, 21), {}).all()
+
+
+def test_an_evicted_row_does_not_come_back_older(authority, client):
+    one = authority(overflow_margin=4, overflow_resolution_target=0.5)
+    assert one.apply(TAG, changes(KEYS, 20), {}).all()
+    left = rows(client)
+    assert len(left) <= 4 * PARTITIONS
+    assert not one.apply(TAG, changes(KEYS, 19), {}).any()
+    assert rows(client) == left
+
+
+@pytest.mark.parametrize("what", ["partition", "everything", "loaded again"])
+def test_what_was_lost_is_applied_again(authority, client, what):
+    def loaded(database):
+        first = database.claim_load(TAG, "files", KEYS.size)
+        if first is not None and first < KEYS.size:
+            database.load_chunk(TAG, KEYS, vectors(40, 0), LoadRecord("files", 40, 40))
+            database.finish_load(TAG)
+
+    one = authority(follow=False)
+    loaded(one)
+    one.follow_log(TAG)
+    one.apply(TAG, changes(KEYS, 20), AT)
+    assert authority(follow=False).follow_log(TAG) == AT
+    if what == "partition":
+        lost = Partition(TAG, 1)
+        client.delete(lost.values, lost.mark)
+    elif what == "everything":
+        client.flushall()
+    with closing(authority(follow=False)) as other:
+        if what == "loaded again":
+            other.claim_load(TAG, "files", KEYS.size, afresh=True)
+            other.open_table(TAG, DIM)
+            other.load_chunk(TAG, KEYS, vectors(40, 0), LoadRecord("files", 40, 40))
+            other.finish_load(TAG)
+        else:
+            loaded(other)
+        assert rows(client) == dict.fromkeys(range(40), 0)
+        with pytest.raises(DatabaseError, match="deploy the model again"):
+            one.apply(TAG, changes(KEYS, 21), {})
+        assert other.follow_log(TAG) == {}
+        assert other.apply(TAG, changes(KEYS, 3), {}).all()
+    assert one.follow_log(TAG) == {}
+    assert one.apply(TAG, changes(KEYS, 4), {}).all()
+
+
+def test_nothing_is_left_of_a_dropped_table(authority, client):
+    one = authority()
+    one.apply(TAG, changes(KEYS, 20), AT)
+    assert {key[-1:] for key in client.keys("*")} == {b"v", b"m", b"s", b"u"}
+    one.drop_table(TAG)
+    assert client.keys() == []
+    one.open_table(TAG, DIM)
+    with pytest.raises(DatabaseError, match="call follow_log first"):
+        one.apply(TAG, changes(KEYS, 20), AT)
+
+
+def test_redis_above_another_database_keeps_no_order(replica):
+    with pytest.raises(DatabaseError, match="the database below"):
+        replica().redis.follow_log(TAG)
+
+
+def test_tables_that_follow_nothing_have_no_sequences(authority, client):
+    authority(follow=False).insert(TAG, KEYS, vectors(40, 1))
+    assert not any(client.exists(Partition(TAG, i).sequences) for i in range(PARTITIONS))
+    assert all(parse(client.get(Partition(TAG, i).mark)).writers == ("*",) for i in range(PARTITIONS))
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["apply", "copy_changes"])
+def test_a_redis_that_is_full_or_gone_fails_the_changes(tmp_path, call):
+    with ExitStack() as ending:
+        server = ending.enter_context(RedisServer(tmp_path))
+        client = ending.enter_context(server.client())
+        one = ending.enter_context(closing(RedisDatabase(server.address, num_partitions=PARTITIONS)))
+        one.open_table(TAG, DIM)
+        if call == "apply":
+            one.follow_log(TAG)
+
+        def change(some):
+            return one.apply(TAG, some, AT) if call == "apply" else one.copy_changes(TAG, some)
+
+        change(changes(KEYS, 1))
+        client.config_set("maxmemory", "1")
+        change(changes(KEYS[:20], 2, deleted=True))  # a full one still deletes
+        with pytest.raises(DatabaseError, match="OOM"):
+            change(changes(KEYS, 2))
+        assert rows(client) == dict.fromkeys(range(20, 40), 1)
+        client.config_set("maxmemory", "0")
+        change(changes(KEYS, 2))
+        assert rows(client) == dict.fromkeys(range(40), 2)
+        server.kill()
+        with pytest.raises(DatabaseError):
+            change(changes(KEYS, 3))
+
+
+def test_changes_that_come_late_change_nothing(server, client, authority):
+    with Proxy(server.port) as link, closing(RedisDatabase(link.address, num_partitions=PARTITIONS, timeout_s=0.5)) as slow:
+        slow.open_table(TAG, DIM)
+        slow.follow_log(TAG)
+        late = link.held = threading.Event()
+        with pytest.raises(DatabaseError):
+            slow.apply(TAG, changes(KEYS, 5), {})
+        link.held = None
+        authority().insert(TAG, KEYS, vectors(40, 6))  # an order of its own: it was acknowledged after the failure
+        before = link.delivered
+        late.set()
+        link.wait_delivered(before)
+        assert rows(client) == dict.fromkeys(range(40), 6)

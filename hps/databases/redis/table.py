@@ -153,8 +153,6 @@ class RedisTable:
             batch = keys[start : start + self._batch]
             done = self._write(batch, removal, f"deleting {batch.size} keys from table {self.layout.tag}")
             removed += sum(one.reply for one in done)
-            forgotten = [self._overflow.forget_uses(partition, batch, share) for partition, share in self._shares(batch)]
-            self._nodes.run([request for requests in forgotten for request in requests])
         return removed
 
     def follow_log(self) -> dict[str, LogPosition]:
@@ -328,7 +326,10 @@ class RedisTable:
 
     def _removing(self, partition: Partition, share: IndexArray, guard: Guard, keys: KeyArray) -> list[Request]:
         pieces, words = self._pieces(share, guard), ("HDEL", partition.values)
-        return [SendKeys(partition.slot, words, keys, piece, guard=guard) for piece in pieces]
+        return [
+            *self._overflow.forget_uses(partition, keys, share),
+            *(SendKeys(partition.slot, words, keys, piece, guard=guard) for piece in pieces),
+        ]
 
     def _apply(
         self, followed: list[bytes], keys: KeyArray, rows: Bytes, sequences: Bytes, deleted: BoolArray | None
@@ -363,7 +364,6 @@ class RedisTable:
             stored, removed = _kinds(share, deleted) if alone(_parsed(guard.mark), me) else (share[:0], share)
             return [
                 *self._storing(partition, stored, guard, keys, rows),
-                *self._overflow.forget_uses(partition, keys, removed),
                 *self._removing(partition, removed, guard, keys),
             ]
 

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from redis.connection import SSLConnection, UnixDomainSocketConnection
 
 from hps.configuration.tiers import VolatileDbConfig
-from hps.databases.base import LoadRecord
+from hps.databases.base import LoadRecord, LogPosition, RowChanges
 from hps.databases.redis.database import RedisDatabase
 from hps.databases.redis.nodes import parse_addresses
 from hps.errors import ConfigError, DatabaseError, NotReadyError
@@ -183,6 +183,10 @@ class TestPassword:
                 assert database.drain(10)
                 assert database.stats(TAG).overhead_bytes > 0
                 assert sum(keys.size for keys, _ in database.scan(TAG, 100)) == database.size(TAG)
+                database.follow_log(TAG)
+                for sequence in (2, 1):
+                    sequences, deleted = np.full(KEYS.size, sequence), KEYS % 2 == 0
+                    database.apply(TAG, RowChanges(KEYS, vectors_of(KEYS, 4), sequences, deleted), {"p": LogPosition("1")})
                 assert database.delete(TAG, KEYS) > 0
                 assert database.tags() == [TAG]
                 database.check_room([(TAG, 4, KEYS.size)])

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from hps.databases.base import RowChanges
 from hps.databases.redis.database import RedisDatabase
 from hps.databases.redis.layout import Partition
 from hps.databases.rocks_db.database import RocksDatabase
@@ -418,16 +419,24 @@ class TestCluster:
         assert traffic.redis_errors() == 0  # no lookup needed the database below
         assert traffic.chain.databases[0].size(TAG) == PRESENT
 
-    def test_slots_move_beside_writers(self, cluster):
+    @pytest.mark.parametrize("follow", [False, True])
+    def test_slots_move_beside_writers(self, cluster, follow):
         database = redis_database(cluster.address, overflow_policy="evict_least_used")
         database.open_table(TAG, DIM)
+        if follow:
+            database.follow_log(TAG)
         done = threading.Event()
 
         def write(seed):
             versions = 0
             while not done.is_set():
                 versions += 1
-                database.insert(TAG, KEYS[seed::2].copy(), vectors_of(KEYS[seed::2].copy(), DIM, versions))
+                keys = KEYS[seed::2].copy()
+                vectors = vectors_of(keys, DIM, versions)
+                if follow:
+                    assert database.apply(TAG, RowChanges(keys, vectors, np.full(keys.size, versions)), {}).all()
+                else:
+                    database.insert(TAG, keys, vectors)
             return versions
 
         with ThreadPoolExecutor(2) as pool:

@@ -12,8 +12,6 @@ PARTITIONS = 4
 
 
 class TestRedisServer(DatabaseContract):
-    follows_logs = False
-
     @pytest.fixture
     def database(self, opened, client):
         self.clients = [client]

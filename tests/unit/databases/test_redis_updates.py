@@ -55,14 +55,10 @@ class Replica:
             database.open_table(TAG, DIM)
         self.rocks.load_chunk(TAG, KEYS, vectors(KEYS.size, 0), LoadRecord("files", KEYS.size, KEYS.size))
         self.redis.stand_above(TAG, self.rocks)
+        self.rocks.follow_log(TAG)
 
     def apply(self, some):
-        keys, values, deleted = some.split()
-        if keys.size:
-            self.rocks.insert(TAG, keys, values)
-        if deleted.size:
-            self.rocks.delete(TAG, deleted)
-        self.redis.copy_changes(TAG, some)
+        self.redis.copy_changes(TAG, some.at(self.rocks.apply(TAG, some, {})))
 
     def see(self, key=KEY):
         return seen((self.redis, self.rocks), key)

@@ -126,6 +126,14 @@ class UpdateLog(ABC):
         Reading goes on with the first message that is there. Each is reported once.
         """
 
+    def begun(self) -> dict[Partition, str]:
+        """Partitions that reading began at without a position being given, and behind which: to be given next time.
+
+        Without it, what comes to a partition between two starts, before its first message is applied, would be skipped with
+        `latest`. Each is reported once, at the latest with its first message. A log that cannot tell reports none.
+        """
+        return {}
+
     @abstractmethod
     def close(self) -> None:
         """Stop reading and release connections, within some seconds. Closing twice changes nothing."""

@@ -90,6 +90,7 @@ class MemoryLog(UpdateLog):
         self._next: dict[Partition, int] = {}
         self._paused: set[Partition] = set()
         self._lost: dict[Partition, str] = {}
+        self._begun: dict[Partition, str] = {}
         self._topics: Sequence[str] = ()
         self._after: Mapping[Partition, str] = {}
         self._begin = "earliest"  # of partitions that are found; after the first contact everything of new ones is wanted
@@ -137,6 +138,10 @@ class MemoryLog(UpdateLog):
         lost, self._lost = self._lost, {}
         return lost
 
+    def begun(self) -> dict[Partition, str]:
+        begun, self._begun = self._begun, {}
+        return begun
+
     def close(self) -> None:
         self.closed = True
 
@@ -155,6 +160,8 @@ class MemoryLog(UpdateLog):
                 after = self._after.get(partition)
                 latest = len(self._broker.part(partition) or ()) if self._begin == "latest" else 0
                 self._next[partition] = latest if after is None else int(after) + 1
+                if after is None:
+                    self._begun[partition] = str(latest - 1)
         self._begin = "earliest"
 
     def _ready(self) -> bool:

@@ -246,7 +246,7 @@ class UpdateSourceConfig(Section):
     begin: Literal["earliest", "latest"] = "earliest"
     read_ahead_bytes: Bytes = 64 << 20
     max_message_bytes: Bytes = 64 << 20
-    device_share: Annotated[Real, Field(gt=0, le=1)] = 0.5
+    device_share: Annotated[Real, Field(gt=0, le=1)] = 1.0
     dead_letters: str = ""
     dead_letter_bytes: Bytes = 1 << 30
     ready_lag_s: Annotated[Real, Field(ge=0)] | None = None

@@ -262,14 +262,15 @@ class UpdateFeed:
             if changes is not None:
                 parts.append(changes)
                 sequences.append(sequence)
-                times.append(changes.time_us or message.time_us)
+                times.append(changes.time_us or min(message.time_us, HIGHEST_SEQUENCE))
                 rows += changes.keys.size + changes.deleted_keys.size
             applied[message.partition] = LogPosition(message.position, max(last, sequence))
         pieces = _pieces(_resolve(parts, sequences, followed.dim), self._settings.max_batch_size) if rows else []
         deletes = sum(part.deleted_keys.size for part in parts)
         counts = np.array([part.keys.size + part.deleted_keys.size for part in parts], np.int64)
-        del table.messages[:taken]
-        return _Batch(pieces, applied, taken, size_bytes, rows - deletes, deletes, np.array(times, np.int64), counts)
+        batch = _Batch(pieces, applied, taken, size_bytes, rows - deletes, deletes, np.array(times, np.int64), counts)
+        del table.messages[:taken]  # at last: had anything failed, they would still be there
+        return batch
 
     def _decode(self, table: "_Table", message: Message, last: int) -> tuple[Changes | None, int]:
         """What a message says, and its place in the order; no changes if it says nothing, or is a dead letter.

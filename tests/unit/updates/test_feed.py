@@ -1,0 +1,483 @@
+"""A feed applies what its log brings: everything, in order, whatever fails."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hps.configuration.tiers import UpdateSourceConfig
+from hps.databases.base import LogPosition, RowChanges
+from hps.errors import DatabaseError, NotReadyError
+from hps.metrics import Metrics
+from hps.updates import feed as feed_module
+from hps.updates.base import Message, Partition
+from hps.updates.feed import FollowedTable, UpdateFeed
+from hps.updates.framing import encode, encode_hugectr
+from hps.updates.metrics import TableStatus, UpdateMetrics
+from tests.fakes.clock import Clock
+from tests.fakes.memory_log import MemoryBroker, MemoryLog
+from tests.fakes.update_target import MemoryTarget
+
+TOPIC, OTHER = "hps_et.shop.item", "hps_et.shop.user"
+FIRST, SECOND, USERS = Partition(TOPIC, 0), Partition(TOPIC, 1), Partition(OTHER, 0)
+LABELS = {"model": "shop", "table": "item"}
+NOW_US = 1_800_000_000_000_000
+DIM = 2
+
+
+def upsert(sequence: int, *keys: int, value: float | None = None, time_us: int = NOW_US, **more: Any) -> bytes:
+    vectors = np.full((len(keys), DIM), sequence if value is None else value, np.float32)
+    return encode(np.array(keys, np.int64), vectors, sequence=sequence, time_us=time_us, **more)
+
+
+def delete(sequence: int, *keys: int) -> bytes:
+    return encode(np.empty(0, np.int64), np.empty((0, DIM), np.float32), np.array(keys, np.int64), sequence=sequence)
+
+
+def eventually(condition: Callable[[], object]) -> bool:
+    deadline = time.monotonic() + 10
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+class Rejects:
+    """Keeps dead letters."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[str, str, int]] = []
+
+    def add(self, message: Message, reason: str, detail: str, sequence: int) -> None:
+        assert detail
+        self.kept.append((message.position, reason, sequence))
+
+
+class World:
+    """A broker with two tables' topics, a target, and feeds between them."""
+
+    def __init__(self, partitions: int = 1) -> None:
+        self.broker, self.target, self.rejects = MemoryBroker(), MemoryTarget(), Rejects()
+        self.metrics = Metrics()
+        self.update_metrics = UpdateMetrics(self.metrics)
+        self.clock = Clock(100.0)
+        self.start: dict[str, str] = {}
+        self.log = MemoryLog(self.broker)
+        self.broker.create(TOPIC, partitions)
+        self.broker.create(OTHER)
+
+    def feed(
+        self, *, replacement_wait_s: float = 30.0, clock: Callable[[], float] = time.monotonic, **settings: Any
+    ) -> UpdateFeed:
+        tables = [
+            FollowedTable(0, "item", TOPIC, DIM, 8, self.start),
+            FollowedTable(1, "user", OTHER, DIM, 8, {}),
+        ]
+        config = UpdateSourceConfig(**{"type": "kafka_message_queue", "poll_timeout_ms": 5, "failure_backoff_ms": 1} | settings)
+        self.log = MemoryLog(self.broker, "group")
+        rejects: Any = self.rejects
+        return UpdateFeed(
+            "shop", "1", tables, self.target, self.log, rejects, config, self.update_metrics,
+            replacement_wait_s=replacement_wait_s, clock=clock, now_us=lambda: NOW_US,
+        )  # fmt: skip
+
+    @contextmanager
+    def running(self, **settings: Any) -> Iterator[UpdateFeed]:
+        feed = self.feed(**settings)
+        feed.start()
+        try:
+            yield feed
+        finally:
+            assert feed.stop()
+            assert self.log.closed
+
+    def send(self, *values: bytes, to: Partition = FIRST, **more: Any) -> None:
+        for value in values:
+            self.broker.append(to, value, **more)
+
+    def rows(self, index: int = 0) -> dict[int, float | None]:
+        return {key: None if vector is None else vector[0] for key, (_, vector) in self.target.rows[index].items()}
+
+    def stored(self, index: int = 0) -> dict[str, str]:
+        return {name: at.position for name, at in self.target.positions[index].items()}
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(name, LABELS | labels)
+
+    def settled(self, **positions: str) -> bool:
+        """Whether this is stored of the partitions of `item`, by number."""
+        wanted = {f"{TOPIC}/{number[1:]}": position for number, position in positions.items()}
+        return self.target.until(lambda: self.stored() == wanted)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def status(feed: UpdateFeed, table: str = "item") -> TableStatus:
+    return next(one for one in feed.status() if one.table == table)
+
+
+def test_changes_are_applied_with_the_position_before_them_and_the_last_is_stored_in_a_quiet_moment(world: World) -> None:
+    world.send(upsert(10, 1, 2), upsert(11, 3))
+    with world.running(max_batch_size=2) as feed:
+        assert world.settled(_0="1")
+        world.send(upsert(12, 1), delete(13, 2))
+        assert world.settled(_0="3")
+        world.send(upsert(14, 4), to=USERS)
+        assert world.target.until(lambda: world.stored(1) == {f"{OTHER}/0": "0"})
+        item, user = feed.status()
+        assert (item.positions, item.behind, item.lag_s, item.rows, item.problem) == ({str(FIRST): "3"}, 0, 0.0, 5, "")
+        assert (item.model, item.version, item.table, item.topic) == ("shop", "1", "item", TOPIC)
+        assert (user.rows, user.connected) == (1, True)
+    calls = [(sorted(keys), positions[str(FIRST)]) for index, keys, positions in world.target.calls if index == 0]
+    assert calls[:3] == [([1, 2], "-1"), ([3], "0"), ([], "1")]
+    assert calls[-1] == ([], "3")
+    assert world.rows() == {1: 12.0, 2: None, 3: 11.0}
+    assert world.target.rows[0][2][0] == 13
+    assert world.broker.committed["group"] == {FIRST: "3", USERS: "0"}
+    assert world.sample("hps_update_rows_total", change="upsert") == 4
+    assert world.sample("hps_update_rows_total", change="delete") == 1
+
+
+def test_of_several_changes_of_a_key_in_a_batch_the_latest_remains(world: World) -> None:
+    twice = encode(np.array([5, 5, 6, 7]), np.array([[1, 1], [2, 2], [3, 3], [4, 4]], np.float32), np.array([7]), sequence=30)
+    world.send(upsert(20, 1, 2, 3), upsert(22, 1), upsert(21, 2), delete(19, 3), twice, upsert(30, 6, value=8.0))
+    with world.running():
+        assert world.settled(_0="5")
+        assert world.rows() == {1: 22.0, 2: 21.0, 3: 20.0, 5: 2.0, 6: 8.0, 7: None}
+        world.send(upsert(15, 1, 9))
+        assert world.settled(_0="6")
+        assert world.rows()[1] == 22.0
+        assert eventually(lambda: world.sample("hps_update_stale_rows_total") == 1)
+
+
+def test_a_message_larger_than_a_batch_is_applied_in_pieces_before_its_position_counts(world: World) -> None:
+    world.send(upsert(1, 0), upsert(2, *range(10)))
+    with world.running(max_batch_size=4):
+        assert world.settled(_0="1")
+    sizes = [(len(keys), positions[str(FIRST)]) for index, keys, positions in world.target.calls if keys]
+    assert sorted(sizes) == [(3, "-1"), (3, "-1"), (4, "-1")]
+    assert set(world.rows().values()) == {2.0}
+
+
+def test_hugectr_frames_get_the_time_as_sequence_and_ascend_when_a_clock_jumps(world: World) -> None:
+    frame = encode_hugectr(np.array([1]), np.ones((1, DIM), np.float32))
+    world.target.positions[0] = {str(FIRST): LogPosition("", 50)}
+    for time_us in (60, 40, 1 << 70):
+        world.send(frame, time_us=time_us)
+    world.send(upsert(70, 2), b"HCTR\x08\0\0\0", frame, time_us=80)
+    seen: list[int] = []
+    world.target.before = lambda index, changes: seen.extend(changes.sequences.tolist())
+    with world.running(max_batch_size=1) as feed:
+        assert world.settled(_0="5")
+        assert status(feed).dead_letters == {}
+    assert seen == [60, 61, 1 << 62, 70, (1 << 62) + 1]
+
+
+@pytest.mark.parametrize(
+    ("stored", "manifest", "begin", "wanted"),
+    [
+        ({str(FIRST): LogPosition("1", 3)}, {str(FIRST): "0"}, "earliest", [3]),
+        ({}, {str(FIRST): "0"}, "earliest", [2, 3]),
+        ({}, {"hps_et.former.item/0": "1"}, "earliest", [1, 2, 3]),
+        ({}, {}, "latest", []),
+    ],
+)
+def test_a_table_begins_where_its_database_is_else_its_files_else_as_configured(
+    world: World, stored: dict[str, LogPosition], manifest: dict[str, str], begin: str, wanted: list[int]
+) -> None:
+    world.send(*(upsert(n, n) for n in (1, 2, 3)))
+    world.target.positions[0], world.start = stored, manifest
+    with world.running(begin=begin):
+        assert world.settled(_0="2")
+        world.broker.create(TOPIC, 2)
+        world.send(upsert(4, 4), to=SECOND)
+        assert world.settled(_0="2", _1="0")
+    assert sorted(world.rows()) == [*wanted, 4]
+
+
+def test_what_comes_while_nobody_follows_is_not_skipped_by_latest(world: World) -> None:
+    world.send(upsert(1, 1))
+    with world.running(begin="latest"):
+        assert world.settled(_0="0")
+    world.send(upsert(2, 2))
+    with world.running(begin="latest"):
+        assert world.settled(_0="1")
+    assert world.rows() == {2: 2.0}
+
+
+def test_a_bad_message_is_put_aside_and_the_next_one_is_applied(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = feed_module.decode
+
+    def decode_with_a_bug(value: bytes, *args: Any, **more: Any) -> Any:
+        if value == b"bug":
+            raise ZeroDivisionError("oh")
+        return decode(value, *args, **more)
+
+    monkeypatch.setattr(feed_module, "decode", decode_with_a_bug)
+    wide = encode(np.array([1]), np.ones((1, DIM + 1), np.float32), sequence=20)
+    world.send(upsert(10, 1), wide, upsert(30, 1, table="user"), b"nonsense", b"bug", upsert(40, *range(40)))
+    world.send(upsert(41, 2), key=b"key")
+    world.send(upsert(50, 3))
+    with world.running(max_message_bytes=200) as feed:
+        assert world.settled(_0="7")
+        reasons = {"width": 1, "table": 1, "magic": 1, "internal": 1, "too_large": 1, "keyed": 1}
+        assert status(feed).dead_letters == reasons
+        assert status(feed).problem == ""
+    assert world.rows() == {1: 10.0, 3: 50.0}
+    # a message that can be read keeps its place in the order, and any other has one behind what came before it
+    assert world.rejects.kept == [
+        ("1", "width", 20), ("2", "table", 30), ("3", "magic", 31), ("4", "internal", 32), ("5", "too_large", 40),
+        ("6", "keyed", 41),
+    ]  # fmt: skip
+    assert all(world.sample("hps_update_dead_letters_total", reason=reason) == 1 for reason in reasons)
+
+
+def test_only_bad_messages_move_the_position_too(world: World) -> None:
+    with world.running(max_commit_interval=1):
+        world.send(b"nonsense", b"HCTR\x08\0\0\0")
+        assert world.settled(_0="1")
+
+
+@pytest.mark.parametrize("error", [DatabaseError("the disk is full"), ZeroDivisionError("oh")])
+def test_a_failed_batch_is_tried_again_while_its_partitions_pause_and_other_tables_go_on(
+    world: World, error: Exception
+) -> None:
+    failing, tried = threading.Event(), threading.Semaphore(0)
+    failing.set()
+
+    def fail(index: int, changes: RowChanges) -> None:
+        if index == 0 and changes.keys.size and failing.is_set():
+            tried.release()
+            raise error
+
+    world.target.before = fail
+    world.send(upsert(1, 1))
+    with world.running() as feed:
+        assert all(tried.acquire(timeout=10) for _ in range(4))
+        world.broker.create(TOPIC, 2)
+        world.send(*(upsert(n, n) for n in range(2, 50)))
+        world.send(upsert(1, 7), upsert(1, 8), to=USERS)
+        assert world.target.until(lambda: len(world.rows(1)) == 2)
+        assert str(error) in status(feed).problem
+        assert status(feed, "user").problem == ""
+        assert status(feed).behind == 49
+        assert world.log.behind()[FIRST] == 48  # nothing was polled meanwhile
+        failing.clear()
+        assert world.settled(_0="48", _1="-1")
+        assert eventually(lambda: status(feed).problem == "")
+    assert world.rows() == {n: float(n) for n in range(1, 50)}
+    assert world.sample("hps_update_failures_total") >= 4
+
+
+def test_a_batch_that_fails_is_tried_less_and_less_often(world: World) -> None:
+    pauses: list[float] = []
+    feed = world.feed(failure_backoff_ms=100, clock=world.clock)
+    world.send(upsert(1, 1))
+
+    def fail(index: int, changes: RowChanges) -> None:
+        if index == 0:
+            raise DatabaseError("down")
+
+    feed._begin()
+    world.target.before = fail
+    for _ in range(10):
+        feed._round()
+        (table,) = [table for table in feed._tables.values() if table.retry_at]
+        pauses.append(table.retry_at - world.clock.now)
+        world.clock.now = table.retry_at
+    assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0, 5.0])
+
+
+def test_a_database_that_does_not_say_where_to_begin_is_asked_again(world: World) -> None:
+    failures = iter([DatabaseError("down")] * 3)
+
+    def fail(index: int, changes: RowChanges) -> None:
+        for error in failures:
+            raise error
+
+    world.target.before = fail
+    world.send(upsert(1, 1))
+    with world.running():
+        assert world.settled(_0="0")
+
+
+def test_another_target_takes_over_what_the_last_one_refused(world: World) -> None:
+    world.send(upsert(1, 1))
+    with world.running() as feed:
+        assert world.settled(_0="0")
+        retired, refused = world.target, threading.Semaphore(0)
+
+        def refuse(index: int, changes: RowChanges) -> None:
+            refused.release()
+            raise NotReadyError("retired")
+
+        retired.before = refuse
+        world.send(upsert(2, 2))
+        assert refused.acquire(timeout=10)
+        world.target = MemoryTarget()
+        feed.replace_target(world.target)
+        assert world.settled(_0="1")
+        assert world.rows() == {2: 2.0}
+        assert feed.alive
+
+
+def test_a_feed_whose_target_is_gone_for_long_ends(world: World) -> None:
+    def refuse(index: int, changes: RowChanges) -> None:
+        raise NotReadyError("retired")
+
+    world.target.before = refuse
+    with world.running(replacement_wait_s=0.05) as feed:
+        assert eventually(lambda: not feed.alive)
+        assert "out of service" in status(feed).problem
+        assert not feed.wait_for_lag(1.0, 10.0, lambda: False)
+
+
+def test_lost_messages_are_counted_and_said_and_reading_goes_on(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.send(*(upsert(n, n) for n in (1, 2, 3)))
+    world.broker.lose(FIRST, 2)
+    with world.running() as feed:
+        assert world.settled(_0="2")
+        assert world.rows() == {3: 3.0}
+        assert "are gone" in status(feed).problem
+    assert world.sample("hps_update_gaps_total") == 1
+    assert [record.levelname for record in caplog.records if "are gone" in record.message] == ["ERROR"]
+
+
+def test_a_log_that_raises_is_polled_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    poll, raised = MemoryLog.poll, threading.Event()
+
+    def fail_once(log: MemoryLog, timeout_s: float, most_bytes: int) -> list[Message]:
+        if not raised.is_set():
+            raised.set()
+            raise ZeroDivisionError("oh")
+        return poll(log, timeout_s, most_bytes)
+
+    monkeypatch.setattr(MemoryLog, "poll", fail_once)
+    world.send(upsert(1, 1))
+    with world.running():
+        assert world.settled(_0="0")
+
+
+def test_positions_are_committed_at_most_at_every_interval_of_messages_or_when_idle(world: World) -> None:
+    committed: list[str] = []
+    feed = world.feed(max_commit_interval=4)
+    feed._begin()
+    world.log.commit = lambda positions: committed.append(positions[FIRST])  # type: ignore[method-assign]
+    for n in range(10):
+        world.send(upsert(n + 1, n))
+        feed._round()
+    feed._round()
+    feed._round()
+    assert committed == ["3", "7", "9"]
+
+
+def test_nothing_is_polled_while_a_batch_is_applied(world: World) -> None:
+    gate, applying = threading.Event(), threading.Event()
+
+    def wait(index: int, changes: RowChanges) -> None:
+        if changes.keys.size:
+            applying.set()
+            gate.wait(10)
+
+    world.target.before = wait
+    world.send(upsert(1, 1))
+    with world.running():
+        assert applying.wait(10)
+        world.send(*(upsert(n, n) for n in range(2, 10)))
+        assert world.log.behind()[FIRST] == 8
+        gate.set()
+        assert world.settled(_0="8")
+
+
+def test_a_share_of_the_device_leaves_the_rest_of_the_time(world: World) -> None:
+    rests: list[float] = []
+    feed = world.feed(device_share=0.25, clock=world.clock)
+    feed._begin()
+    world.target.before = lambda index, changes: setattr(world.clock, "now", world.clock.now + 2.0)
+    feed._stopping.wait = lambda seconds=None: rests.append(seconds or 0.0) or False  # type: ignore[method-assign]
+    world.send(upsert(1, 1))
+    feed._round()
+    assert rests == [6.0]
+
+
+def test_lag_is_the_age_of_what_is_applied_or_how_long_something_has_been_behind(world: World) -> None:
+    feed = world.feed(clock=world.clock)
+    assert (status(feed).lag_s, status(feed).behind) == (None, None)
+    feed._begin()
+    assert (status(feed).lag_s, status(feed).behind) == (0.0, 0)
+    world.send(upsert(1, 1, time_us=NOW_US - 3_000_000), upsert(2, 1))
+    assert (status(feed).lag_s, status(feed).behind) == (None, 2)  # never up to date so far
+    feed._most_bytes = 1
+    feed._round()
+    assert (status(feed).lag_s, status(feed).behind) == (3.0, 1)
+    feed._round()
+    assert (status(feed).lag_s, status(feed).behind) == (0.0, 0)
+    feed._round()  # quiet
+    world.broker.away = True
+    world.clock.now += 7.0
+    feed._now_us = lambda: NOW_US + 3_600_000_000
+    assert (status(feed).lag_s, status(feed).behind, status(feed).connected) == (7.0, None, True)
+    feed._round()
+    assert not status(feed).connected
+    assert "away" in status(feed).problem
+
+
+def test_waiting_for_a_lag_ends_with_it_or_with_the_time_or_when_told(world: World) -> None:
+    world.broker.away = True
+    with world.running() as feed:
+        assert not feed.wait_for_lag(1.0, 0.02, lambda: False)
+        assert not feed.wait_for_lag(1.0, 10.0, lambda: True)
+        world.broker.away = False
+        assert feed.wait_for_lag(1.0, 10.0, lambda: False)
+
+
+def test_ages_are_counted_by_rows_and_a_clock_that_is_ahead_counts_as_no_age(world: World) -> None:
+    world.send(
+        upsert(1, 1, 2, time_us=NOW_US - 30_000), upsert(2, 3, time_us=NOW_US + 10**12), upsert(3, 4, time_us=NOW_US - 10**7)
+    )
+    with world.running():
+        assert world.settled(_0="2")
+        buckets = {
+            le: world.sample("hps_update_visible_seconds_bucket", le=le) for le in ("0.001", "0.02", "0.035", "10", "+Inf")
+        }
+        assert buckets == {"0.001": 1, "0.02": 1, "0.035": 3, "10": 4, "+Inf": 4}
+        assert world.sample("hps_update_visible_seconds_sum") == pytest.approx(10.06)
+        assert world.sample("hps_update_lag_messages") == world.sample("hps_update_lag_seconds") == 0
+        assert world.metrics.registry.get_sample_value("hps_update_connected", {"model": "shop"}) == 1
+    assert world.sample("hps_update_lag_seconds") is None  # it is stopped
+
+
+def test_a_stop_ends_a_feed_that_fails_for_ever_and_leaves_no_thread(world: World) -> None:
+    failed = threading.Event()
+
+    def fail(index: int, changes: RowChanges) -> None:
+        failed.set()
+        raise DatabaseError("down")
+
+    world.target.before = fail
+    world.send(upsert(1, 1))
+    with world.running(failure_backoff_ms=3_600_000) as feed:
+        assert failed.wait(10)
+    assert not feed.alive
+    assert not any(thread.name == "hps-updates-shop" for thread in threading.enumerate())
+    assert feed.stop()
+
+
+def test_a_forked_child_is_stopped(world: World) -> None:
+    with world.running() as feed:
+        if not (pid := os.fork()):
+            with suppress(BaseException):
+                os._exit(0 if feed.stop() and not feed.alive else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        world.send(upsert(1, 1))
+        assert world.settled(_0="0")

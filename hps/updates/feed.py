@@ -251,20 +251,27 @@ class UpdateFeed:
         parts: list[Changes] = []
         sequences: list[int] = []
         times: list[int] = []
-        rows = taken = size_bytes = 0
+        rows = taken = size_bytes = last = 0
+        here, position = None, ""
         for message in table.messages:
             if rows >= self._settings.max_batch_size:
                 break
+            if message.partition is not here:  # seldom: a log hands out what it has of one, then of the next
+                if here is not None:
+                    applied[here] = LogPosition(position, last)
+                here = message.partition
+                last = applied[here].sequence if here in applied else 0
             taken += 1
             size_bytes += len(message.value)
-            last = applied[message.partition].sequence if message.partition in applied else 0
             changes, sequence = self._decode(table, message, last)
             if changes is not None:
                 parts.append(changes)
                 sequences.append(sequence)
                 times.append(changes.time_us or min(message.time_us, HIGHEST_SEQUENCE))
                 rows += changes.keys.size + changes.deleted_keys.size
-            applied[message.partition] = LogPosition(message.position, max(last, sequence))
+            position, last = message.position, max(last, sequence)
+        if here is not None:
+            applied[here] = LogPosition(position, last)
         pieces = _pieces(_resolve(parts, sequences, followed.dim), self._settings.max_batch_size) if rows else []
         deletes = sum(part.deleted_keys.size for part in parts)
         counts = np.array([part.keys.size + part.deleted_keys.size for part in parts], np.int64)

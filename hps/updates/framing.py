@@ -232,7 +232,7 @@ def _decode_own(value: bytes, dim: int, key_bytes: int, table: str) -> Changes:
         vectors = np.left_shift(elements, 16, dtype=np.uint32).view(np.float32)
     else:
         vectors = elements.astype(np.float32, copy=False)
-    return Changes(_aligned(keys), np.require(vectors, requirements="A"), _aligned(deleted), sequence, time_us, name)
+    return Changes(_aligned(keys), _aligned(vectors), _aligned(deleted), sequence, time_us, name)
 
 
 def _decode_hugectr(value: bytes, dim: int, key_bytes: int) -> Changes:
@@ -249,7 +249,7 @@ def _decode_hugectr(value: bytes, dim: int, key_bytes: int) -> Changes:
         )
     rows = np.frombuffer(value, _hugectr_row(dim, key_bytes), offset=8)
     keys, vectors = rows["key"].astype(np.int64), np.ascontiguousarray(rows["vector"])
-    return Changes(keys, np.require(vectors, requirements="A"), keys[:0])
+    return Changes(keys, _aligned(vectors), keys[:0])
 
 
 def _checksum(value: bytes) -> int:
@@ -261,9 +261,9 @@ def _hugectr_row(dim: int, key_bytes: int) -> npt.DTypeLike:
     return np.dtype([("key", "<u4" if key_bytes == 4 else "<i8"), ("vector", "<f4", (dim,))])
 
 
-def _aligned(keys: KeyArray) -> KeyArray:
+def _aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The array itself, or a copy where the table's name has put it between two places of memory."""
-    return np.require(keys, requirements="A")
+    return array if array.flags.aligned else array.copy()
 
 
 def _keys(keys: KeyArray) -> KeyArray:

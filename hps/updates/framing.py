@@ -37,6 +37,7 @@ size that does not fit, and where the number of rows with 4-byte keys is a multi
 
 import struct
 import zlib
+from functools import cache
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -257,6 +258,7 @@ def _checksum(value: bytes) -> int:
     return zlib.crc32(whole[8:], zlib.crc32(whole[:4]))
 
 
+@cache
 def _hugectr_row(dim: int, key_bytes: int) -> npt.DTypeLike:
     return np.dtype([("key", "<u4" if key_bytes == 4 else "<i8"), ("vector", "<f4", (dim,))])
 

@@ -363,7 +363,8 @@ class UpdateFeed:
 
     def _pause(self, table: "_Table") -> None:
         table.paused = [partition for partition in self._log.behind() if partition.topic == table.followed.topic]
-        self._log.pause(table.paused)
+        if table.paused:  # else the log is not followed yet
+            self._log.pause(table.paused)
 
     def _pause_s(self, failing: Sequence["_Table"]) -> float:
         """How long until one of these tables is to be tried again."""

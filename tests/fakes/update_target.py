@@ -16,6 +16,7 @@ class MemoryTarget:
         rows: by table and key, the sequence of the last change and its vector, None where it was deleted.
         positions: by table, what is stored with them.
         calls: what was applied: table, keys, positions.
+        given: the positions of the last call.
         before: is called with the table and the changes before they are made, and may raise.
         applied: says that something was applied.
     """
@@ -24,6 +25,7 @@ class MemoryTarget:
         self.rows: dict[int, dict[int, tuple[int, list[float] | None]]] = defaultdict(dict)
         self.positions: dict[int, dict[str, LogPosition]] = defaultdict(dict)
         self.calls: list[tuple[int, list[int], dict[str, str]]] = []
+        self.given: Mapping[str, LogPosition] = {}
         self.before: Callable[[int, RowChanges], object] = lambda index, changes: None
         self.applied = threading.Condition()
 
@@ -32,6 +34,7 @@ class MemoryTarget:
         return dict(self.positions[index])
 
     def apply(self, index: int, changes: RowChanges, positions: Mapping[str, LogPosition]) -> int:
+        self.given = positions
         self.before(index, changes)
         return self.make(index, changes, positions)
 

@@ -90,6 +90,13 @@ class Metrics:
         self.fetch_seconds = Histogram(
             "hps_fetch_seconds", "Time of one fetch from a database.", ["tier"], buckets=_LOOKUP_BUCKETS, registry=registry
         )
+        self.apply_seconds = Histogram(
+            "hps_update_apply_seconds",
+            "Time to apply one batch of online updates, by tier.",
+            ["tier"],
+            buckets=_LOOKUP_BUCKETS,
+            registry=registry,
+        )
         self.tier_errors = Counter(
             "hps_tier_errors", "Failed reads and writes of a database.", ["tier", "operation"], registry=registry
         )

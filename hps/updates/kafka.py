@@ -2,8 +2,7 @@
 
 The reader assigns itself every partition of its topics at offsets of its own and joins no group. What others do with the group,
 which merely names its commits, does not disturb it. A thread, the *survey*, asks the cluster what the topics' partitions
-are and, where a partition is not being read well, which offsets there are. What it finds is acted on in `poll`, so that the
-thread that polls is the only one that uses the consumer.
+are and, where a partition is not being read well, which offsets there are.
 
 A position is the offset of a message.
 """
@@ -32,6 +31,7 @@ _LOG_PAUSE_S: Final = 60.0
 _CLOSE_S: Final = 10.0
 _SEND_S: Final = 30.0  # for room in the writer's queue
 _FULL_S: Final = 0.002
+_MOST_COMMITS: Final = 8
 _MOST_BYTES: Final = 2**31 - 1
 
 _OURS: Final = {
@@ -113,13 +113,13 @@ class KafkaLog(UpdateLog):
         self._away = ""  # why the cluster does not answer
         self._commit_failed = ""
         self._commits: dict[Partition, str] = {}
-        self._committing = False
+        self._committing = 0  # commits under way
         self._lost: dict[Partition, str] = {}
         self._logged = float("-inf")
         self._found: deque[_Survey | str] = deque(maxlen=1)
         self._look = threading.Event()
         self._using = threading.Lock()  # the consumer, which must not be closed under a call
-        self._closed = False
+        self._closed = self._disowned = False
         self._surveyor = threading.Thread(target=self._keep_looking, name="hps-kafka-survey", daemon=True)
         close_at_exit(self, KafkaLog.close)
         disown_in_children(self)
@@ -155,10 +155,8 @@ class KafkaLog(UpdateLog):
         messages: list[Message] = []
         size = 0
         with self._using:
-            while True:
-                self._check_open()
-                if self._found:
-                    self._act_on(self._found.popleft())
+            while self._is_open():
+                self._act_on_survey()
                 wait = 0.0 if messages else min(deadline - time.monotonic(), _SLICE_S)
                 got = self._consumer.poll(max(wait, 0.0))
                 if got is None:
@@ -191,9 +189,9 @@ class KafkaLog(UpdateLog):
 
     def commit(self, positions: Mapping[Partition, str]) -> None:
         with self._using:
-            self._check_open()
-            self._commits.update(positions)
-            self._commit_next()
+            if self._is_open():
+                self._commits.update(positions)
+                self._commit_next()
 
     @property
     def problem(self) -> str:
@@ -225,14 +223,15 @@ class KafkaLog(UpdateLog):
 
     def disown(self) -> None:
         """In a forked child: the clients' threads are not here, so that they are never closed."""
-        self._closed = True
+        self._closed = self._disowned = True
         self._using = threading.Lock()
 
-    def _check_open(self) -> None:
-        if self._closed:
+    def _is_open(self) -> bool:
+        if self._disowned:
             raise refusal(self, "a reader of Kafka")
+        return not self._closed
 
-    # --- what comes from the consumer; all of it in the thread that polls ---------------------------------------------------
+    # --- what comes from the consumer, while it is in use -------------------------------------------------------------------
 
     def _taken(self, got: Any) -> Message | None:
         partition = self._partitions[got.topic(), got.partition()]
@@ -268,12 +267,12 @@ class KafkaLog(UpdateLog):
     def _on_commit(self, error: KafkaError | None, offsets: Iterable[Any]) -> None:
         failed = error or next((one.error for one in offsets if one.error), None)
         self._commit_failed = f"committing positions failed: {failed.str()}" if failed else ""
-        self._committing = False
+        self._committing -= 1
         self._commit_next()
 
     def _commit_next(self) -> None:
-        """Commit the newest positions, unless an earlier commit is under way."""
-        if self._committing or not self._commits or self._closed:
+        """Commit the newest positions, unless too many commits are under way."""
+        if self._committing >= _MOST_COMMITS or not self._commits or self._closed:
             return
         offsets = [TopicPartition(one.topic, one.number, int(position) + 1) for one, position in self._commits.items()]
         self._commits = {}
@@ -282,11 +281,14 @@ class KafkaLog(UpdateLog):
         except KafkaException as error:
             self._commit_failed = f"committing positions failed: {error.args[0].str()}"
         else:
-            self._committing = True
+            self._committing += 1
 
     # --- what comes from the survey -----------------------------------------------------------------------------------------
 
-    def _act_on(self, found: _Survey | str) -> None:
+    def _act_on_survey(self) -> None:
+        if not self._found or self._closed:
+            return
+        found = self._found.popleft()
         if isinstance(found, str):
             self._away = self._away or found
         else:
@@ -360,7 +362,8 @@ class KafkaLog(UpdateLog):
 
     def _set_paused(self, partitions: Sequence[Partition], *, paused: bool) -> None:
         with self._using:
-            self._check_open()
+            if not self._is_open():
+                return
             changed = [one for one in partitions if (read := self._readings.get(one)) and read.paused != paused]
             for one in changed:
                 self._readings[one].paused = paused
@@ -385,6 +388,11 @@ class KafkaLog(UpdateLog):
             except KafkaException as error:
                 found = error.args[0].str()
             self._found.append(found)
+            if self._using.acquire(timeout=_SLICE_S / 2):  # else a poll acts on it
+                try:
+                    self._act_on_survey()
+                finally:
+                    self._using.release()
             if self._look.wait(min(_LOOK_AGAIN_S, self._refresh_s) if self._needs_another_look(found) else self._refresh_s):
                 time.sleep(min(0.05, self._refresh_s))  # what is wrong may be wrong in many places
 
@@ -436,11 +444,12 @@ class KafkaWriter(UpdateLogWriter):
 
     kind = "kafka_message_queue"
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any], largest: int) -> None:
         self._settings = settings
+        self._largest = largest
         self._producer = _client(Producer, settings | {"enable.idempotence": True})
         self._admin = _client(AdminClient, settings)
-        self._closed = False
+        self._closed = self._disowned = False
         self._reporter = threading.Thread(target=self._report, name="hps-kafka-reports", daemon=True)
         self._reporter.start()
         close_at_exit(self, KafkaWriter.close)
@@ -449,13 +458,13 @@ class KafkaWriter(UpdateLogWriter):
     @classmethod
     def from_config(cls, config: Any) -> Self:
         """Connect in the background; see `UpdateLogWriter.from_config`."""
-        largest = min(config.max_message_bytes, 1_000_000_000)
+        largest = min(config.max_message_bytes, 999_999_000)
         own: dict[str, str | int | bool] = {
             "linger.ms": 2,
-            "message.max.bytes": max(largest, 1000),
+            "message.max.bytes": largest + 1000,
             "queue.buffering.max.kbytes": max(2 * largest, 64 << 20) // 1024,
         }
-        return cls(_settings(config, own))
+        return cls(_settings(config, own), config.max_message_bytes)
 
     def partitions(self, topic: str, timeout_s: float, create: int = 0) -> int:
         deadline = time.monotonic() + timeout_s
@@ -504,6 +513,9 @@ class KafkaWriter(UpdateLogWriter):
             if sent is not None:
                 sent(_failed(f"sending to {partition}", error) if error else str(message.offset()))
 
+        if len(value) > self._largest:
+            message = f"sending to {partition}: got {len(value)} bytes, expected at most {self._largest} (max_message_bytes)"
+            raise UpdateLogError(message)
         deadline = time.monotonic() + _SEND_S
         while True:
             self._check_open()
@@ -534,11 +546,13 @@ class KafkaWriter(UpdateLogWriter):
 
     def disown(self) -> None:
         """In a forked child: the clients' threads are not here, so that they are never closed."""
-        self._closed = True
+        self._closed = self._disowned = True
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._disowned:
             raise refusal(self, "a writer of Kafka")
+        if self._closed:
+            raise UpdateLogError("using a writer of Kafka: it is closed; open another")
 
     def _report(self) -> None:
         """Have librdkafka call `sent` for messages that were delivered, or given up."""

@@ -12,9 +12,12 @@ What Tansu 0.6 does otherwise than Apache Kafka, as far as it matters to tests:
 - A group takes 23 s to be joined. Commits without a group's members are at once.
 """
 
+import json
 import os
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,10 @@ from confluent_kafka.admin import AdminClient
 
 from tests.servers.child_processes import own_signals
 from tests.servers.redis_server import free_ports
+from tests.servers.s3_server import s3_server
 
 _START_S = 30.0
+_ROOT = "clusters/tansu_cluster"  # of its storage in a bucket
 
 
 def what_is_missing() -> str | None:
@@ -45,7 +50,7 @@ class KafkaBroker:
 
     Args:
         directory: of its log.
-        storage: where messages are. Memory: a killed broker forgets them. See also `storage_on_s3`.
+        storage: where messages are. Memory: a killed broker forgets them. See also `KafkaBrokerOnS3`.
         environment: of the process, besides the tests'.
     """
 
@@ -105,6 +110,8 @@ class KafkaBroker:
             self._process.wait(10)
             self._process = None
 
+    stop = kill
+
     def __enter__(self) -> "KafkaBroker":
         return self.start()
 
@@ -112,11 +119,47 @@ class KafkaBroker:
         self.kill()
 
 
-def broker_on_s3(directory: Path) -> KafkaBroker:
+class KafkaBrokerOnS3(KafkaBroker):
     """A broker whose messages, topics and commits outlive it: they are in a bucket of moto's server."""
-    from tests.servers.s3_server import s3_server
 
-    server = s3_server()
-    access = {"AWS_ENDPOINT": server.url, "AWS_ALLOW_HTTP": "true", "AWS_ACCESS_KEY_ID": "testing"}
-    access |= {"AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
-    return KafkaBroker(directory, f"s3://{server.new_bucket()}/", access)
+    def __init__(self, directory: Path) -> None:
+        self._store = s3_server()
+        self._bucket = self._store.new_bucket()
+        access = {"AWS_ENDPOINT": self._store.url, "AWS_ALLOW_HTTP": "true", "AWS_DEFAULT_REGION": "us-east-1"}
+        access |= {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
+        super().__init__(directory, f"s3://{self._bucket}/", access)
+
+    def add_partitions(self, topic: str, count: int) -> None:
+        """Give a topic so many partitions in all. Tansu cannot, so its storage is changed and it is started again."""
+        self.stop()
+        with self._changed("meta.json") as meta:
+            described = meta["topics"][topic]["topic"]
+            before, described["num_partitions"] = described["num_partitions"], count
+        for number in range(before, count):
+            with self._changed(_watermarks(topic, number)) as marks:
+                marks.update(low=None, high=None, timestamps=None)
+        self.start()
+
+    def remove_until(self, topic: str, number: int, offset: int) -> None:
+        """Remove messages as retention does, the one at `offset` is the last. Each must be a batch of its own."""
+        self.stop()
+        with self._changed(_watermarks(topic, number)) as marks:
+            marks["low"] = offset + 1
+        for one in range(offset + 1):
+            key = f"{_ROOT}/topics/{topic}/partitions/{number:010}/records/{one:020}.batch"
+            self._store.client.delete_object(Bucket=self._bucket, Key=key)
+        self.start()
+
+    @contextmanager
+    def _changed(self, name: str) -> Iterator[dict[str, Any]]:
+        uri = f"s3://{self._bucket}/{_ROOT}/{name}"
+        try:
+            content = json.loads(self._store.get(uri))
+        except self._store.client.exceptions.NoSuchKey:
+            content = {}
+        yield content
+        self._store.put(uri, json.dumps(content).encode())
+
+
+def _watermarks(topic: str, number: int) -> str:
+    return f"topics/{topic}/partitions/{number:010}/watermark.json"

@@ -100,7 +100,8 @@ class KafkaLog(UpdateLog):
     kind = "kafka_message_queue"
 
     def __init__(self, settings: dict[str, Any], refresh_s: float) -> None:
-        self._consumer = _client(Consumer, settings | {"error_cb": self._on_error, "on_commit": self._on_commit})
+        self._settings = settings | {"error_cb": self._on_error, "on_commit": self._on_commit}
+        self._consumer = _client(Consumer, self._settings)
         self._admin = _client(AdminClient, {key: value for key, value in settings.items() if key != "group.id"})
         self._refresh_s = refresh_s
         self._topics: Sequence[str] = ()
@@ -294,6 +295,7 @@ class KafkaLog(UpdateLog):
         else:
             self._away = ""
             self._absent = found.absent
+            made_anew = False
             for partition, reading in self._readings.items():
                 if partition.topic in found.unknown:
                     self._let_go(partition, reading)
@@ -304,12 +306,16 @@ class KafkaLog(UpdateLog):
                 for partition in found.offsets.keys() & set(partitions):
                     if not before or identity == before or partition not in self._readings:
                         self._place(partition, found.offsets[partition], self._begin if before is None else "earliest")
-                    elif complete:
-                        self._start_anew(partition, found.offsets[partition])
+                    elif complete and (read := self._readings[partition]).next:
+                        what = f"the topic was made anew, after message {read.next - 1} had been read"
+                        self._lose(partition, read, what, found.offsets[partition].low)
                 if complete:
+                    made_anew |= bool(before) and before != identity
                     self._ids[topic] = identity
             for topic in found.unknown:
                 self._ids.setdefault(topic, "")
+            if made_anew:
+                self._reopen()
         self._tell()
 
     def _place(self, partition: Partition, there: _Offsets, begin: str) -> None:
@@ -336,11 +342,14 @@ class KafkaLog(UpdateLog):
         self._restart(partition, reading, "")
         reading.end = there.high
 
-    def _start_anew(self, partition: Partition, there: _Offsets) -> None:
-        reading = self._readings[partition]
-        self._lose(partition, reading, f"the topic was made anew, after message {reading.next - 1} had been read", there.low)
-        self._restart(partition, reading, "")
-        reading.end = there.high
+    def _reopen(self) -> None:
+        """Forget the leaders' epochs. librdkafka takes those of a topic that was made anew, which begin at 0, for outdated."""
+        self._consumer.close()
+        self._consumer = _client(Consumer, self._settings)
+        for reading in self._readings.values():
+            reading.assigned, reading.end = False, -1
+        self._committing = 0
+        self._look.set()
 
     def _lose(self, partition: Partition, reading: _Reading, what: str, begin: int) -> None:
         self._lost[partition] = f"{what}; reading goes on with message {begin}"

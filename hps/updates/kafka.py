@@ -258,6 +258,7 @@ class KafkaLog(UpdateLog):
         """Called within `poll`. The survey finds out whether the cluster answers all the same, and then it is forgotten."""
         if not self._away or error.code() != KafkaError._ALL_BROKERS_DOWN:  # of which the cause was told before
             self._away = error.str()
+        self._tell()
         self._look.set()
 
     def _end_of_fetch(self, partition: Partition) -> int:
@@ -395,7 +396,7 @@ class KafkaLog(UpdateLog):
             try:
                 found: _Survey | str = self._survey()
             except KafkaException as error:
-                found = error.args[0].str()
+                found = f"{self._settings['bootstrap.servers']} does not answer: {error.args[0].str()}"
             self._found.append(found)
             if self._using.acquire(timeout=_SLICE_S / 2):  # else a poll acts on it
                 try:

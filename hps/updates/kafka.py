@@ -24,7 +24,7 @@ from hps.lifetimes import close_at_exit, disown_in_children, refusal
 from hps.updates.base import Message, Partition, UpdateLog, UpdateLogWriter
 
 _log = logging.getLogger(__name__)
-_ANSWER_S: Final = 3.0  # for a request of the survey; a close waits for one
+_ANSWER_S: Final = 3.0  # for a request of the survey, whose result then comes; a close waits for one
 _LOOK_AGAIN_S: Final = 1.0  # while something is wrong
 _SLICE_S: Final = 0.1  # of a poll: how late it sees what the survey found, and that it is to end
 _LOG_PAUSE_S: Final = 60.0
@@ -416,7 +416,7 @@ class KafkaLog(UpdateLog):
         waiting = self._admin.describe_topics(TopicCollection(list(self._topics)), request_timeout=_ANSWER_S)
         for topic, answer in waiting.items():
             try:
-                described = answer.result(_ANSWER_S + 1)
+                described = answer.result()
             except KafkaException as error:
                 code = error.args[0].code()
                 if code == KafkaError.UNKNOWN_TOPIC_OR_PART:
@@ -445,7 +445,8 @@ class KafkaLog(UpdateLog):
         known = {}
         for place, answer in waiting.items():
             with suppress(KafkaException):  # asked again at the next look
-                known[Partition(place.topic, place.partition)] = answer.result(_ANSWER_S + 1).offset
+                if (offset := answer.result().offset) >= 0:  # as it is not while leaders change
+                    known[Partition(place.topic, place.partition)] = offset
         return known
 
 
@@ -483,7 +484,7 @@ class KafkaWriter(UpdateLogWriter):
             left = max(deadline - time.monotonic(), 0.1)
             try:
                 (answer,) = self._admin.describe_topics(TopicCollection([topic]), request_timeout=left).values()
-                return len(answer.result(left + 1).partitions)
+                return len(answer.result().partitions)
             except KafkaException as error:
                 if error.args[0].code() != KafkaError.UNKNOWN_TOPIC_OR_PART or time.monotonic() >= deadline:
                     raise _failed(f"asking for the partitions of {topic}", error) from error
@@ -492,7 +493,7 @@ class KafkaWriter(UpdateLogWriter):
                     raise UpdateLogError(message) from error
             try:
                 (made,) = self._admin.create_topics([NewTopic(topic, create)], request_timeout=left).values()
-                made.result(left + 1)
+                made.result()
             except KafkaException as error:
                 if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                     raise _failed(f"creating {topic} with {create} partitions", error) from error

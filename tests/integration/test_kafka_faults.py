@@ -50,9 +50,9 @@ def opened() -> Iterator[Callable[..., KafkaLog]]:
     """Open readers; they are closed after the test."""
     with ExitStack() as stack:
 
-        def open_one(address: str, after: Any = (), group: str = "hps.volatile", **changes: Any) -> KafkaLog:
-            log = stack.enter_context(closing(KafkaLog.from_config(settings(address, **changes), group)))
-            log.follow([TOPIC], dict(after), "earliest")
+        def open_one(address: str, after: Any = (), begin: str = "earliest", **changes: Any) -> KafkaLog:
+            log = stack.enter_context(closing(KafkaLog.from_config(settings(address, **changes), "hps.volatile")))
+            log.follow([TOPIC], dict(after), begin)
             return log
 
         yield open_one
@@ -171,6 +171,16 @@ def test_a_topic_that_is_made_anew_is_read_from_its_start(cluster, opened, messa
     assert list(found) == [FIRST]
     assert "made anew" in found[FIRST]
     eventually(lambda: log.poll(0.01, 1) == [] and log.problem == "")
+
+
+def test_what_was_written_before_a_new_topic_was_found_is_read(cluster, opened):
+    cluster.delete(TOPIC)
+    log = opened(cluster.address, begin="latest", metadata_refresh_interval_ms=60_000)
+    eventually(lambda: log.problem == f"topic {TOPIC} does not exist")
+    cluster.create(TOPIC, 1)  # a second before it is looked for again
+    with closing(KafkaWriter.from_config(settings(cluster.address))) as writer:
+        written(writer, FIRST, *numbers(0, 3))
+    assert values(polled(log, 3)) == numbers(0, 3)
 
 
 def test_positions_that_are_not_there_are_noticed_in_either_direction(cluster, writer, opened):

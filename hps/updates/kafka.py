@@ -116,6 +116,7 @@ class KafkaLog(UpdateLog):
         self._commits: dict[Partition, str] = {}
         self._committing = 0  # commits under way
         self._lost: dict[Partition, str] = {}
+        self._begun: dict[Partition, str] = {}
         self._logged = float("-inf")
         self._found: deque[_Survey | str] = deque(maxlen=1)
         self._look = threading.Event()
@@ -205,8 +206,14 @@ class KafkaLog(UpdateLog):
         return "; ".join(parts[:3]) + (f"; and {len(parts) - 3} more" if len(parts) > 3 else "")
 
     def lost(self) -> dict[Partition, str]:
-        lost, self._lost = self._lost, {}
+        with self._using:
+            lost, self._lost = self._lost, {}
         return lost
+
+    def begun(self) -> dict[Partition, str]:
+        with self._using:
+            begun, self._begun = self._begun, {}
+        return begun
 
     def close(self) -> None:
         if self._closed:
@@ -327,6 +334,8 @@ class KafkaLog(UpdateLog):
             wanted = int(after) + 1 if after is not None else there.high if begin == "latest" else there.low
             reading = self._readings[partition] = _Reading(wanted)
             self._partitions[partition.topic, partition.number] = partition
+            if after is None and begin == "latest":
+                self._begun[partition] = str(wanted - 1)
         elif reading.assigned and not reading.trouble:  # paused: only its end was wanted
             reading.end = max(reading.end, there.high)
             return

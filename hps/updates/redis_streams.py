@@ -238,6 +238,7 @@ class RedisStreamLog(UpdateLog):
         self.after: dict[Partition, str] = {}
         self.begin = "earliest"
         self._lost: dict[Partition, str] = {}
+        self._begun: dict[Partition, str] = {}
         self._threads: list[threading.Thread] = []
 
     @classmethod
@@ -318,6 +319,11 @@ class RedisStreamLog(UpdateLog):
             lost, self._lost = self._lost, {}
         return lost
 
+    def begun(self) -> dict[Partition, str]:
+        with self.changed:
+            begun, self._begun = self._begun, {}
+        return begun
+
     def close(self) -> None:
         with self.changed:
             self.closing.set()
@@ -331,6 +337,8 @@ class RedisStreamLog(UpdateLog):
         """Take in what Redis says of streams."""
         with self.changed:
             for stream, facts in answers:
+                if stream.read is None:
+                    self._begun[stream.partition] = facts.generated
                 if lost := stream.compare(facts):
                     self._lost[stream.partition] = lost
 

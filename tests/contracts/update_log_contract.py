@@ -189,8 +189,12 @@ class UpdateLogContract:
         positions = written(writer, partition, b"old", b"older")
         log = self.reader(opened, [topic], begin="latest")
         eventually(lambda: log.behind() == {partition: 0})
+        begun = log.begun()
+        assert (begun.keys(), log.begun()) == ({partition}, {})
         written(writer, partition, b"new")
         assert values(polled(log, 1)) == [b"new"]
+        again = self.reader(opened, [topic], begun, begin="latest")  # as if nothing had been polled
+        assert (values(polled(again, 1)), again.begun()) == ([b"new"], {})
         resumed = self.reader(opened, [topic], {partition: positions[0]}, begin="latest")
         assert values(polled(resumed, 2)) == [b"older", b"new"]
 

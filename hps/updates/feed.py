@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 
 from hps.configuration.tiers import UpdateSourceConfig
+from hps.considerate import considerate
 from hps.databases.base import LogPosition, RowChanges
 from hps.errors import HPSError, NotReadyError, UpdateFormatError
 from hps.lifetimes import close_at_exit, disown_in_children
@@ -33,6 +34,7 @@ _log = logging.getLogger(__name__)
 REPLACEMENT_WAIT_S: Final = 30.0
 """For how long a feed whose target is out of service waits for another one before it ends."""
 
+_CONSIDERATE_ROWS = 16_384  # of a batch; a feed that cannot keep up in small pieces gets larger ones, and then hurries
 _LONGEST_POLL_S = 0.5  # a feed ends as soon as that
 _LONGEST_BACKOFF_S = 5.0
 _LOST_SHOWN_S = 3600.0  # for so long a status speaks of messages that are gone
@@ -308,7 +310,8 @@ class UpdateFeed:
         while batch.pieces:
             began = self._clock()
             piece = batch.pieces[-1]
-            batch.stale += piece.keys.size - target.apply(table.followed.index, piece, positions)
+            with considerate() if piece.keys.size <= _CONSIDERATE_ROWS else nullcontext():
+                batch.stale += piece.keys.size - target.apply(table.followed.index, piece, positions)
             batch.pieces.pop()
             table.stored, table.unstored = table.applied, 0
             self._succeed(table)

@@ -2,14 +2,14 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from hps.configuration.load import Configuration, ModelConfig, load_configuration
 from hps.errors import HPSError, UnknownModelError, UnknownVersionError
 from hps.models.deltas import HeldTable, TableSource, fingerprint_of
 from hps.models.manifest import within
-from hps.models.repository import VersionFiles, list_models, list_versions, table_sources, version_files
+from hps.models.repository import VersionFiles, list_models, list_versions, log_starts_beside, table_sources, version_files
 from hps.models.sources import ModelSources
 
 
@@ -40,6 +40,7 @@ class ModelCatalog:
     def __init__(self, configuration: Configuration, sources: ModelSources) -> None:
         self._sources = sources
         self._repository = configuration.model_repository
+        self._followed = configuration.update_source.type != "null"
         self._lock = threading.Lock()
         self._added = {model.model: model for model in configuration.models}
         self._found: dict[str, ModelConfig] | None = None if self._repository else {}
@@ -178,4 +179,8 @@ class ModelCatalog:
             return set(places), lambda version: find(version, places[version])
         files = {one.version: VersionFiles(one.version, one.sparse_files, one.delta_of) for one in model.versions}
         files[model.version] = VersionFiles(model.version, model.sparse_files)
-        return set(files), files.__getitem__
+        if not self._followed:
+            return set(files), files.__getitem__
+        return set(files), lambda version: replace(
+            files[version], updates=log_starts_beside(files[version].sparse_files, self._sources)
+        )

@@ -69,12 +69,15 @@ class TableSource:
         checks: what `version.json` says of them, by name.
         base: the same table of the version that they change; None if they are all of it.
         held: where this process may have the table of this version; used when it is a base.
+        log_start: what the rows correspond to in the log of updates: the position of the last message that they contain, by
+            partition, as `VersionManifest.updates` has it.
     """
 
     place: str
     checks: Mapping[str, FileCheck] = field(default_factory=dict)
     base: "TableSource | None" = None
     held: HeldTable | None = None
+    log_start: Mapping[str, str] = field(default_factory=dict)
 
     def chain(self) -> "list[TableSource]":
         """The versions that this one is made of, the whole one first."""

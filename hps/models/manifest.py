@@ -1,13 +1,14 @@
 """`version.json`: what a version of a model consists of, and by what a copy of it is known to be whole.
 
-{"delta_of": "1", "note": "hourly", "files": {"item/key": {"size_bytes": 8000, "crc32": "0a1b2c3d"}, ...}}
+{"delta_of": "1", "note": "hourly", "files": {"item/key": {"size_bytes": 8000, "crc32": "0a1b2c3d"}, ...},
+ "updates": {"item": {"0": "8123", "1": "7990"}}}
 """
 
 import json
 import posixpath
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic
 
@@ -35,6 +36,10 @@ class FileCheck(pydantic.BaseModel):
     crc32: str = pydantic.Field(default="", pattern=r"^([0-9a-f]{8})?$")
 
 
+_Partition = Annotated[str, pydantic.Field(pattern=r"^(.+/)?[0-9]{1,9}$")]
+_Position = Annotated[str, pydantic.Field(min_length=1, max_length=200)]
+
+
 class VersionManifest(pydantic.BaseModel):
     """`version.json`: what a version consists of. *Immutable.*
 
@@ -42,6 +47,8 @@ class VersionManifest(pydantic.BaseModel):
         delta_of: the version whose rows it changes; empty if it has all its rows itself.
         note: text for people.
         files: by path relative to the version's directory.
+        updates: by directory of a table relative to the version's, the position of the last message of each partition of the
+            log of updates that the files contain. A partition is its number, or `<topic>/<number>`.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -49,12 +56,18 @@ class VersionManifest(pydantic.BaseModel):
     delta_of: str = pydantic.Field(default="", pattern=rf"^({VERSION.pattern})?$")
     note: str = ""
     files: Mapping[str, FileCheck] = {}
+    updates: Mapping[str, Mapping[_Partition, _Position]] = {}
 
     def of_table(self, sparse_file: str) -> dict[str, FileCheck]:
         """The checks of one table's files, by their names, for its directory relative to the version's."""
         below = posixpath.normpath(sparse_file)
         names = ((posixpath.split(posixpath.normpath(path)), check) for path, check in self.files.items())
         return {name: check for (directory, name), check in names if (directory or ".") == below}
+
+    def updates_of(self, sparse_file: str) -> Mapping[str, str]:
+        """The positions of one table, for its directory relative to the version's."""
+        below = posixpath.normpath(sparse_file)
+        return next((held for path, held in self.updates.items() if posixpath.normpath(path) == below), {})
 
 
 def read_manifest(place: str, sources: ModelSources) -> VersionManifest | None:
@@ -71,7 +84,7 @@ def read_manifest(place: str, sources: ModelSources) -> VersionManifest | None:
         return VersionManifest.model_validate(content)
     except pydantic.ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, one['loc'])) or 'it'}: {one['msg']}" for one in error.errors())
-        raise ModelFileError(f"reading {path}: {problems}; write delta_of, note and files") from error
+        raise ModelFileError(f"reading {path}: {problems}; write delta_of, note, files and updates") from error
 
 
 def within(directory: str, name: str) -> str:

@@ -12,6 +12,7 @@ checked: against a copy that stalled in a file of full length, or files of two v
 that is not all there fails where its sizes do not fit, and can be tried again later.
 """
 
+import logging
 import posixpath
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -24,6 +25,7 @@ from hps.models.manifest import MANIFEST, VERSION, FileCheck, VersionManifest, r
 from hps.models.sources import ModelSources
 
 MODEL_ENTRY = "model.json"
+_log = logging.getLogger(__name__)
 
 _MODEL = re.compile(r"[a-zA-Z0-9_-]{1,120}")
 
@@ -88,12 +90,14 @@ class VersionFiles:
         sparse_files: directory or URI of each table.
         delta_of: the version that it changes; None if it has all rows itself.
         checks: what `version.json` says of each table's files; empty if it says nothing.
+        updates: of each table, the positions in the log of updates that its files contain, as `version.json` says.
     """
 
     version: str
     sparse_files: tuple[str, ...]
     delta_of: str | None = None
     checks: tuple[Mapping[str, FileCheck], ...] = ()
+    updates: tuple[Mapping[str, str], ...] = ()
 
 
 def version_files(version: str, place: str, sparse_files: Sequence[str], sources: ModelSources) -> VersionFiles:
@@ -111,7 +115,26 @@ def version_files(version: str, place: str, sparse_files: Sequence[str], sources
     manifest = read_manifest(place, sources) or VersionManifest()
     below = (posixpath.normpath(sparse_file) for sparse_file in sparse_files)  # a bucket would take dots literally
     places = tuple(place if path == "." else within(place, path) for path in below)
-    return VersionFiles(version, places, manifest.delta_of or None, tuple(map(manifest.of_table, sparse_files)))
+    checks, updates = tuple(map(manifest.of_table, sparse_files)), tuple(map(manifest.updates_of, sparse_files))
+    return VersionFiles(version, places, manifest.delta_of or None, checks, updates)
+
+
+def log_starts_beside(sparse_files: Sequence[str], sources: ModelSources) -> tuple[Mapping[str, str], ...]:
+    """What a `version.json` beside the directories of tables says of the log of updates; empty if there is none.
+
+    For versions whose directories are configured one by one: nothing else of it holds for them, and one that cannot be read may
+    be somebody else's.
+    """
+    parents = {posixpath.split(place.rstrip("/"))[0] for place in sparse_files}
+    if len(parents) != 1 or not (place := parents.pop()):
+        return ()
+    try:
+        manifest = read_manifest(place, sources)
+    except ModelFileError as error:
+        _log.warning("the position in the log of updates is not known for %s: %s", place, error)
+        return ()
+    names = [posixpath.basename(one.rstrip("/")) for one in sparse_files]
+    return () if manifest is None else tuple(map(manifest.updates_of, names))
 
 
 def table_sources(
@@ -155,8 +178,14 @@ def table_sources(
     tables: tuple[TableSource, ...] = ()
     for one in reversed(chain):
         of_none = [None] * len(one.sparse_files)
-        parts = zip(one.sparse_files, one.checks or of_none, tables or of_none, held(one.version) or of_none, strict=True)
-        tables = tuple(TableSource(place, checks or {}, base, here) for place, checks, base, here in parts)
+        parts = zip(
+            *(one.sparse_files, one.checks or of_none, tables or of_none, held(one.version) or of_none, one.updates or of_none),
+            strict=True,
+        )
+        tables = tuple(
+            TableSource(place, checks or {}, base, here, updates or (base.log_start if base else {}))
+            for place, checks, base, here, updates in parts
+        )
     return tables
 
 

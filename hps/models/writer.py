@@ -10,6 +10,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import numpy as np
+import pydantic
 
 from hps.errors import InvalidDtypeError, InvalidInputError, ModelFileError
 from hps.filesystems.base import FileSystem, FileWriter
@@ -67,6 +68,7 @@ def write_version(
     delta_of: str = "",
     deleted: Mapping[str, KeyArray] | None = None,
     note: str = "",
+    updates: Mapping[str, Mapping[str, str]] | None = None,
     sources: ModelSources | None = None,
 ) -> None:
     """Write a version of a model, with its `version.json`. Readers find all of it, or none, or what they refuse.
@@ -82,11 +84,14 @@ def write_version(
             there.
         deleted: keys of a delta that are no more, (n,) int64, by the same names.
         note: text for people.
+        updates: what the rows correspond to in the log of online updates, by the same names: the position of the last message
+            that they contain, by partition (its number, or `<topic>/<number>`), as text. Who begins with these files follows
+            the log from there. Kafka's position of a message is its offset, one less than what a consumer commits after it.
         sources: the file systems to use; by default new ones with default settings.
 
     Raises:
         ModelFileError: something is in the way, the files cannot be written, or there is no row and no `delta_of`.
-        InvalidInputError: a chunk has the wrong shape; `InvalidDtypeError`: or dtype.
+        InvalidInputError: a chunk has the wrong shape (`InvalidDtypeError`: or dtype), or `updates` has no such form.
     """
     filesystem, place = (sources or ModelSources()).locate(os.fspath(directory))
     parent, _, version = place.rstrip("/").rpartition("/")
@@ -95,6 +100,14 @@ def write_version(
         raise InvalidInputError(f"writing version {place}: got version {version!r}, delta_of {delta_of!r}, expected numbers")
     if not set(deleted) <= set(tables if delta_of else ()):
         raise InvalidInputError(f"writing version {place}: got deleted keys of {sorted(deleted)}, expected those of a delta")
+    if not set(updates or ()) <= set(tables):
+        raise InvalidInputError(
+            f"writing version {place}: got updates of {sorted(updates or ())}, expected of {sorted(tables)}"
+        )
+    try:
+        blank = VersionManifest(delta_of=delta_of, note=note, updates=updates or {})
+    except pydantic.ValidationError as error:
+        raise InvalidInputError(f"writing version {place}: got updates {updates}, expected positions by partition") from error
     if filesystem.exists(place):
         raise ModelFileError(f"writing version {place}: it exists; write another version")
     target = f"{parent}/.{version}.{secrets.token_hex(6)}.tmp" if filesystem.renames_directories else place
@@ -108,7 +121,7 @@ def write_version(
             gone = deleted.get(name, np.empty(0, np.int64)) if delta_of else None
             written = _write_files(filesystem, f"{target}/{name}", [rows] if isinstance(rows, tuple) else rows, deleted=gone)
             files |= {f"{name}/{file}": check for file, check in written.items()}
-        manifest = VersionManifest(delta_of=delta_of, note=note, files=files)
+        manifest = blank.model_copy(update={"files": files})
         writer = filesystem.create(f"{target}/{MANIFEST}")
         undo.callback(writer.abort)
         writer.write(memoryview(manifest.model_dump_json(indent=1).encode()))

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from hps.errors import ModelFileError, ModelFileNotFoundError
 from hps.filesystems.local import LocalFileSystem
 from hps.models.manifest import FileCheck, read_manifest
-from hps.models.repository import list_models, list_versions, version_files
+from hps.models.repository import list_models, list_versions, log_starts_beside, table_sources, version_files
 from hps.models.sources import ModelSources
 
 
@@ -99,12 +99,15 @@ def test_a_manifest_says_what_a_version_is(tmp_path: Path) -> None:
         (b"\xff\xfe", "it is not JSON"),
         (b"[" * 100_000, "it is not JSON"),
         (b"[]", "got list, expected a JSON object"),
-        ({"delta_off": "1"}, "delta_off: .*write delta_of, note and files"),
+        ({"delta_off": "1"}, "delta_off: .*write delta_of, note, files and updates"),
         ({"delta_of": 1}, "delta_of: "),
         ({"delta_of": "01"}, "delta_of: "),
         ({"delta_of": "1\n"}, "delta_of: "),
         ({"files": {"key": {"size_bytes": -1}}}, "size_bytes"),
         ({"files": {"key": {"size_bytes": 8, "crc32": "abc"}}}, "crc32"),
+        ({"updates": {"item": {"0": 8}}}, "updates.item.0: "),
+        ({"updates": {"item": {"first": "8"}}}, "updates.item.first"),
+        ({"updates": {"item": {"0": ""}}}, "updates.item.0: "),
     ],
 )
 def test_a_manifest_that_is_not_as_it_should_be_is_an_error(tmp_path: Path, content: Any, message: str) -> None:
@@ -120,6 +123,35 @@ def test_the_files_of_a_version_are_below_it_whatever_the_spelling(tmp_path: Pat
     assert found.delta_of == "1"
     assert found.checks == ({"key": FileCheck(size_bytes=8)}, {"key": FileCheck(size_bytes=16)}, {})
     assert version_files("3", f"{tmp_path}/3", ["item"], ModelSources()).delta_of is None
+
+
+def test_a_delta_without_positions_in_the_log_has_those_of_the_version_that_it_changes(tmp_path: Path) -> None:
+    put(tmp_path / "1" / "version.json", {"updates": {"a": {"0": "7"}, "./b/": {"0": "3", "hps_et.shop.b/1": "4-0"}}})
+    put(tmp_path / "2" / "version.json", {"delta_of": "1", "updates": {"a": {"0": "9"}}})
+
+    def starts(version: str) -> list[Mapping[str, str]]:
+        found = table_sources(version, lambda one: version_files(one, f"{tmp_path}/{one}", ["a", "b"], ModelSources()))
+        return [one.log_start for one in found]
+
+    assert starts("1") == [{"0": "7"}, {"0": "3", "hps_et.shop.b/1": "4-0"}]
+    assert starts("2") == [{"0": "9"}, {"0": "3", "hps_et.shop.b/1": "4-0"}]
+
+
+@pytest.mark.parametrize(
+    ("manifest", "places", "found"),
+    [
+        ({"updates": {"a": {"0": "7"}}, "delta_of": "9"}, ["1/a", "1/b/"], ({"0": "7"}, {})),
+        ({"updates": {"a": {"0": "7"}}}, ["1/a", "2/b"], ()),  # of two versions: nobody can have meant that
+        (None, ["1/a"], ()),
+        ({"schema": "of something else"}, ["1/a"], ()),
+    ],
+)
+def test_positions_are_found_beside_directories_that_are_configured_one_by_one(
+    tmp_path: Path, manifest: Any, places: list[str], found: Any
+) -> None:
+    if manifest:
+        put(tmp_path / "1" / "version.json", manifest)
+    assert log_starts_beside([f"{tmp_path}/{place}" for place in places], ModelSources()) == found
 
 
 # -- repositories -----------------------------------------------------------------------------------------------------

@@ -97,3 +97,15 @@ def test_what_is_no_version_is_not_written(
     with pytest.raises((InvalidInputError, ModelFileError), match=message):
         write_version(tmp_path / version, tables, **options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_version_says_to_which_positions_in_the_log_of_updates_it_corresponds(tmp_path: Path) -> None:
+    positions = {"item": {"0": "17", "hps_et.shop.item/1": "9"}}
+    write_version(tmp_path / "1", {"item": ROWS, "user": ROWS}, updates=positions)
+    manifest = read_manifest(str(tmp_path / "1"), ModelSources())
+    assert manifest is not None
+    assert manifest.updates == positions
+    for wrong in ({"other": {"0": "17"}}, {"item": {"0": 17}}, {"item": {"zero": "17"}}):
+        with pytest.raises(InvalidInputError, match="got updates"):
+            write_version(tmp_path / "2", {"item": ROWS}, updates=wrong)  # type: ignore[arg-type]
+    assert not (tmp_path / "2").exists()

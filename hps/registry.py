@@ -133,6 +133,14 @@ def section_of(database: type) -> str:
     return "persistent_db" if persistent else "volatile_db"
 
 
+def keeps_order(database: str) -> bool:
+    """Whether databases of a type can be the ones that follow a log of updates. All of ours can; none is imported for that."""
+    if database in IMPLEMENTATIONS["database"]:
+        return True
+    base = _attribute(_BASES["database"])
+    return bool(implementation("database", database).follow_log is not base.follow_log)
+
+
 @cache
 def _entry_points(kind: str, path: tuple[str, ...]) -> dict[str, list[EntryPoint]]:
     """Entry points of a kind by name; `path` is sys.path, so that a changed one is read again."""

@@ -69,6 +69,7 @@ def _no_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HPS_BEARER_TOKEN", raising=False)
     monkeypatch.delenv("HPS_ADMIN_TOKEN", raising=False)
     monkeypatch.delenv("HPS_REDIS_PASSWORD", raising=False)
+    monkeypatch.delenv("HPS_UPDATE_PASSWORD", raising=False)
 
 
 @pytest.fixture(autouse=True)

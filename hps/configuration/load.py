@@ -50,15 +50,17 @@ _SECRETS = {
     ("service", "bearer_token"): "HPS_BEARER_TOKEN",
     ("service", "admin_token"): "HPS_ADMIN_TOKEN",
     ("volatile_db", "password"): "HPS_REDIS_PASSWORD",
+    ("update_source", "password"): "HPS_UPDATE_PASSWORD",
 }
 
 
 def load_configuration(source: Source) -> Configuration:
     """Read and check a configuration, and log what its reader should know.
 
-    Where the environment variables `HPS_BEARER_TOKEN`, `HPS_ADMIN_TOKEN` and `HPS_REDIS_PASSWORD` are set and not empty, they
-    replace `service.bearer_token`, `service.admin_token` and `volatile_db.password`. Keys that have no effect and settings
-    that are not implemented are logged by the logger `hps.configuration.load`: set up logging before you call this.
+    Where the environment variables `HPS_BEARER_TOKEN`, `HPS_ADMIN_TOKEN`, `HPS_REDIS_PASSWORD` and `HPS_UPDATE_PASSWORD` are
+    set and not empty, they replace `service.bearer_token`, `service.admin_token`, `volatile_db.password` and
+    `update_source.password`. Keys that have no effect and settings that are not implemented are logged by the logger
+    `hps.configuration.load`: set up logging before you call this.
 
     Args:
         source: path of a `ps.json`; its content as a mapping; a `ParameterServerConfig`; or a `Configuration`, which is

@@ -49,7 +49,7 @@ from hps.configuration.fields import (
     validate_with,
 )
 from hps.configuration.tiers import ModelSourceConfig, PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
-from hps.registry import IMPLEMENTATIONS
+from hps.registry import IMPLEMENTATIONS, keeps_order
 from hps.types import TableSpec
 
 FIRST_VERSION: Final = "1"
@@ -330,6 +330,19 @@ def _unlinkable(model: ModelConfig, others: dict[str, Any]) -> str:
     return ""
 
 
+def _unfollowable(tiers: list[Any]) -> str:
+    """Why no database can keep the updates of a log, given `persistent_db` and `volatile_db`; empty if one can."""
+    authority = next((tier for tier in tiers if tier.type != "disabled"), None)
+    if authority is None:
+        return "no database would keep the updates; configure volatile_db or persistent_db"
+    title = authority.model_config["title"]
+    if getattr(authority, "read_only", False):
+        return f"{title}.read_only forbids to write them; set it to false"
+    if not keeps_order(authority.type):
+        return f"databases of type {authority.type} keep no order of updates ({title}); configure another type"
+    return ""
+
+
 def _repeated(values: Sequence[Any]) -> str | None:
     """Say which value stands in a list more than once; None if all differ. Values need not be hashable."""
     seen: dict[str | int, int] = {}
@@ -355,6 +368,14 @@ class Configuration(Section):
     service: ServiceConfig = Field(default_factory=ServiceConfig)
     model_repository: str = ""
     models: Annotated[ListOf[ModelConfig], Field(validate_default=True)] = ()
+
+    @field_validator("update_source")
+    @classmethod
+    def _kept_in_order(cls, value: UpdateSourceConfig, info: ValidationInfo) -> UpdateSourceConfig:
+        tiers = [info.data[key] for key in ("persistent_db", "volatile_db") if key in info.data]  # without those that are wrong
+        if value.type != "null" and len(tiers) == 2 and (text := _unfollowable(tiers)):
+            raise problem(f"got {value.type}, but {text}; set update_source.type to null if there are no updates")
+        return value
 
     @field_validator("models")
     @classmethod

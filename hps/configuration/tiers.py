@@ -91,8 +91,12 @@ OverflowPolicy: TypeAlias = Annotated[
     choice("evict_random|random", "evict_least_used|least_used", "evict_oldest|oldest"),
 ]
 UpdateSourceType: TypeAlias = Annotated[
-    Literal["null", "kafka_message_queue", "redis_stream"],
-    choice("null|none", "kafka_message_queue|kafka_mq|kafka", "redis_stream|redis_streams"),
+    str,
+    choice(
+        "null|none",
+        *("|".join((name, *one.spellings)) for name, one in IMPLEMENTATIONS["update_log"].items()),
+        kind="update_log",
+    ),
 ]
 
 
@@ -243,7 +247,7 @@ class UpdateSourceConfig(Section):
     tls_client_key: TlsFile = ""
     tls_server_name_identification: str = ""
     group: str = ""
-    begin: Literal["earliest", "latest"] = "earliest"
+    begin: Annotated[Literal["earliest", "latest"], choice("earliest", "latest")] = "earliest"
     read_ahead_bytes: Bytes = 64 << 20
     max_message_bytes: Bytes = 64 << 20
     device_share: Annotated[Real, Field(gt=0, le=1)] = 1.0

@@ -131,6 +131,8 @@ def test_a_name_of_ours_cannot_be_taken_over(tmp_path: Path, monkeypatch: pytest
         ("cache", "hps.cache.cpu.cache:NumpyCache"),
         ("filesystem", "hps.filesystems.local:LocalFileSystem"),
         ("format", "hps.formats.numpy_files:NpyFiles"),
+        ("update_log", "hps.updates.kafka:KafkaLog"),
+        ("update_log_writer", "hps.updates.kafka:KafkaWriter"),
     ],
 )
 def test_other_kinds_are_found_by_their_groups(kind: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +148,20 @@ def test_a_device_of_another_package_is_accepted(tmp_path: Path, monkeypatch: py
     assert load_configuration({"models": [model], "device": "Acme-Device"}).device == "acme_device"
     with pytest.raises(ConfigError, match=r"device: .* acme 2\.1 .* cannot be imported"):
         load_configuration({"models": [model], "device": "bad"})
+
+
+def test_a_database_that_keeps_no_order_and_a_log_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "acme_plain.py").write_text(
+        "from hps.databases.base import Database\nfrom tests.fakes.memory_database import MemoryDatabase\n"
+        "class Plain(MemoryDatabase): follow_log = Database.follow_log"
+    )
+    install(tmp_path, monkeypatch, "hps.databases", {"plain": "acme_plain:Plain"})
+    install(tmp_path / "log", monkeypatch, "hps.update_logs", {"acme_log": "tests.fakes.memory_log:MemoryLog"}, "logs")
+    document = {"models": [json.loads(FILES["ps.json"])["models"][0]], "update_source": {"type": "Acme-Log"}}
+    assert load_configuration(document).update_source.type == "acme_log"
+    with pytest.raises(ConfigError, match="databases of type plain keep no order of updates") as caught:
+        load_configuration({**document, "volatile_db": {"type": "plain"}})
+    assert caught.value.problems[0].startswith("update_source: got acme_log, but ")
 
 
 def test_our_own_names_read_no_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def test_documented_aliases_are_read() -> None:
             if canonical == "multi_process_hash_map":
                 with pytest.raises(ValueError, match=r"multi_process_hash_map.*not implemented"):
                     VolatileDbConfig(type=spelling)
-            elif canonical in ("null", "kafka_message_queue"):
+            elif canonical in ("null", "kafka_message_queue", "redis_stream"):
                 assert UpdateSourceConfig(type=spelling).type == canonical
             elif canonical.startswith("evict"):
                 assert VolatileDbConfig(overflow_policy=spelling).overflow_policy == canonical

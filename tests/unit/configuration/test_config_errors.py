@@ -145,19 +145,22 @@ TOP_VALUES = [
     (
         "update_source.type",
         "kafak",
-        'got "kafak", expected one of: null, kafka_message_queue; did you mean kafka_message_queue?',
+        'got "kafak", expected one of: null, kafka_message_queue, redis_stream; did you mean kafka_message_queue?',
     ),
     (
         "model_source.s3_endpoint_url",
         "minio:9000",
         'got "minio:9000", expected https://host or http://host, optionally with a port, or an empty string',
     ),
-    ("update_source.type", None, "got null, expected one of: null, kafka_message_queue"),
+    ("update_source.type", None, "got null, expected one of: null, kafka_message_queue, redis_stream"),
     ("update_source.metadata_refresh_interval_ms", 9, "got 9, expected at least 10"),
     ("update_source.receive_buffer_size", 1023, "got 1023, expected at least 1024"),
     ("update_source.poll_timeout_ms", 0, "got 0, expected at least 1"),
     ("update_source.max_batch_size", 0, "got 0, expected at least 1"),
     ("update_source.max_commit_interval", 0, "got 0, expected at least 1"),
+    ("update_source.begin", "now", 'got "now", expected one of: earliest, latest'),
+    ("update_source.device_share", 0, "got 0, expected more than 0"),
+    ("update_source.ready_lag_s", -1, "got -1, expected at least 0"),
     ("service.port", 65536, "got 65536, expected at most 65535"),
     ("service.host", "", 'got "", expected at least one character'),
     ("service.request_timeout_s", 0, "got 0, expected more than 0"),
@@ -216,6 +219,22 @@ MISTAKES = [
         document(persistent_db={"type": "rocks_db", "read_only": True, "initialize_after_startup": True}),
         "persistent_db.initialize_after_startup: a read_only database cannot be filled at startup; set this to false, or "
         "read_only to false",
+    ),
+    *(
+        (
+            document(update_source={"type": "kafka"}, **tiers),
+            f"update_source: got kafka_message_queue, but {text}; set update_source.type to null if there are no updates",
+        )
+        for tiers, text in (
+            (
+                {"volatile_db": {"type": "disabled"}},
+                "no database would keep the updates; configure volatile_db or persistent_db",
+            ),
+            (
+                {"persistent_db": {"type": "rocks_db", "read_only": True}},
+                "persistent_db.read_only forbids to write them; set it to false",
+            ),
+        )
     ),
     (document(peristent_db={}), "peristent_db: unknown key; did you mean persistent_db?"),
     (document(gpucacheper=1), "gpucacheper: unknown key here; it belongs in an entry of models"),

@@ -153,7 +153,7 @@ def test_databases_are_taken_from_the_parameter_server_config() -> None:
             num_partitions=3,
             overflow_policy=DatabaseOverflowPolicy_t.evict_oldest,
         ),
-        persistent_db=PersistentDatabaseParams(backend=DatabaseType_t.rocks_db, path="db", read_only=True),
+        persistent_db=PersistentDatabaseParams(backend=DatabaseType_t.rocks_db, path="db", initialize_after_startup=False),
         update_source=UpdateSourceParams(type=UpdateSourceType_t.kafka_message_queue, brokers="k:9092"),
     )
     configuration = load_configuration(config)

@@ -75,9 +75,9 @@ class LoadReport:
         fingerprint: of the files.
         seconds: how long the load took.
         loads: one entry for each of the databases to load, in their order.
-        differs: whether the persistent database has, or may have, other vectors than the files (it was updated online, or kept
-            as it was), or than their first rows (a later row of the same key counts). A cache that is warmed up from the files
-            must then be refreshed before it serves.
+        differs: whether the database that is the authority has, or may have, other vectors than the files (it was updated
+            online, or kept as it was, or others could write to it before), or than their first rows (a later row of the same
+            key counts). A cache that is warmed up from the files must then be refreshed before it serves.
     """
 
     tag: str
@@ -155,6 +155,10 @@ class TableLoad:
             self._put_above(authority)  # what others loaded from copies of the files need not be loaded again
         copied = differs or (authority is not None and isinstance(self._model, DeltaModel))
         loads = [self._planned(database, record, copied) for database, record in zip(databases, records, strict=True)]
+        if authority is None and not differs:  # what a shared database had before may have been updated since
+            had = {id(one): load.first_row > 0 or load.elsewhere for one, load in zip(databases, loads, strict=True)}
+            shared = (one for one in (*databases, *self._targets.keep) if isinstance(one, SharedDatabase))
+            differs = any(had.get(id(one), True) for one in shared)
         self._read_into([(one, load) for one, load in zip(databases, loads, strict=True) if load.rows and not load.elsewhere])
         for i, database in enumerate(databases):
             if loads[i].elsewhere and isinstance(database, SharedDatabase):

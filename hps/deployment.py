@@ -93,6 +93,11 @@ class Deployment:
         renew: makes the sessions anew, the caches warmed from the databases.
         since: when it was put into service, in seconds since the epoch.
         modified: set by the first online write.
+        log_starts: of each table, what its files correspond to in the log of its updates: the position of the last message that
+            they contain, by partition; None if it follows none.
+        log_positions: of each table, how far it had followed the log when its caches were about to be filled.
+        ends: is called first when the deployment is closed, with a timeout, and says whether it has ended: what follows the log
+            for these tables. Shared by all deployments that have them one after the other.
         indices: of the tables, by name and by id.
         changes: the modifications and refreshes under way.
         one_device: the first device, where all share one session, so that there is nothing to choose; else None.
@@ -109,6 +114,9 @@ class Deployment:
     renew: Callable[[], dict[int, Session]] = field(default=dict, repr=False)
     since: float = field(default_factory=time.time)
     modified: threading.Event = field(default_factory=threading.Event, repr=False)
+    log_starts: tuple[Mapping[str, str] | None, ...] = ()
+    log_positions: tuple[dict[str, LogPosition], ...] = ()
+    ends: list[Callable[[float], bool]] = field(default_factory=list, repr=False)
     indices: dict[str | int, int] = field(init=False, repr=False)
     changes: OpenCalls = field(init=False, repr=False)
     one_device: int | None = field(init=False, repr=False)
@@ -254,12 +262,8 @@ class Deployment:
             self.chain.delete(self.tables[index], keys, apply, self._changing(index))
 
     def follow_log(self, index: int) -> dict[str, LogPosition]:
-        """How far a table has followed the log of its updates, by partition; see `Database.follow_log`.
-
-        Raises:
-            DatabaseError: its databases keep no order of updates.
-        """
-        return self.chain.follow_log(self.tables[index])
+        """From where a table is to follow the log of its updates, by partition; see `Database.follow_log`."""
+        return self.log_positions[index]
 
     def apply(self, index: int, changes: RowChanges, positions: Mapping[str, LogPosition]) -> int:
         """Make changes of a log in every tier; see `Database.apply`. When it returns, every lookup that starts sees them.
@@ -353,6 +357,10 @@ class Deployment:
         Returns:
             False when some still run after `DRAIN_S`: what they read stays, and `close` may be called again.
         """
+        if tables != "hand over":
+            if not all(end(DRAIN_S) for end in self.ends):
+                return False
+            self.ends.clear()
         self.refresher.stop()
         ended = [session.close(DRAIN_S) for session in dict.fromkeys(self.sessions.values())]
         if not (self.changes.close(DRAIN_S) and all(ended)):
@@ -373,7 +381,8 @@ class Deployment:
         Raises:
             DatabaseError, DeviceError: a tier failed.
         """
-        return replace(self, sessions=self.renew(), since=time.time())
+        positions = _log_positions(self.chain, self.tables, self.log_starts)
+        return replace(self, sessions=self.renew(), since=time.time(), log_positions=positions)
 
 
 def choose_cache(device: str) -> type[EmbeddingCache]:
@@ -403,6 +412,7 @@ def deploy(
     metrics: Metrics,
     *,
     targets: LoadTargets,
+    follows: Callable[[TableSpec], bool] = lambda table: False,
     progress: Progress | None = None,
 ) -> Deployment:
     """Load a version's tables into the databases, build its caches and sessions, and warm the caches.
@@ -411,6 +421,7 @@ def deploy(
         version: what to load.
         tables: its tables, with the slots that they are to have.
         targets: the databases of the chain that are to be initialised from the model files, and how.
+        follows: says whether a table is to follow a log of updates.
 
     Raises:
         CapacityError: it does not fit; nothing was loaded.
@@ -431,9 +442,14 @@ def deploy(
             chain.open_table(table)
             reports.append(load.run())
         fingerprints = tuple(report.fingerprint for report in reports)
+        starts = tuple(one.log_start if follows(table) else None for table, one in zip(tables, version.sources, strict=True))
+        positions = _log_positions(chain, tables, starts)
         build = _session_builder(config, tables, rows, cache_class, chain, metrics)
         sessions = build(_FromFiles(tables, reports, chain))
-        return Deployment(config, tables, sessions, chain, rows, fingerprints, partial(build, _FromDatabases(tables, chain)))
+        renew = partial(build, _FromDatabases(tables, chain))
+        return Deployment(
+            config, tables, sessions, chain, rows, fingerprints, renew, log_starts=starts, log_positions=positions
+        )
     except BaseException:
         for table in tables:  # what was loaded of a model that is not served
             with suppress(DatabaseError):
@@ -457,7 +473,10 @@ def reconfigure(there: Deployment, config: ModelConfig, cache_class: type[Embedd
     tables = tuple(replace(new, slot=old.slot) for new, old in zip(config.tables, there.tables, strict=True))
     build = _session_builder(config, tables, there.rows, cache_class, there.chain, metrics)
     renew = partial(build, _FromDatabases(tables, there.chain))
-    heir = replace(there, config=config, tables=tables, sessions=renew(), renew=renew, since=time.time())
+    positions = _log_positions(there.chain, tables, there.log_starts)
+    heir = replace(
+        there, config=config, tables=tables, sessions=renew(), renew=renew, since=time.time(), log_positions=positions
+    )
     there.heirs.append(heir)
     try:
         for cache in heir.caches:
@@ -469,6 +488,16 @@ def reconfigure(there: Deployment, config: ModelConfig, cache_class: type[Embedd
         heir.close("hand over")
         raise
     return heir
+
+
+def _log_positions(
+    chain: DatabaseChain, tables: Sequence[TableSpec], starts: Sequence[Mapping[str, str] | None]
+) -> tuple[dict[str, LogPosition], ...]:
+    """How far tables have followed the log of their updates; to be asked before caches are filled with their rows.
+
+    What others apply to a shared database after that, the feed of this process brings to its caches.
+    """
+    return tuple({} if start is None else chain.follow_log(table) for table, start in zip(tables, starts, strict=True))
 
 
 def _session_builder(

@@ -88,6 +88,11 @@ class LiveModels:
         self._changed = threading.Condition()
         self._closed = False
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, perhaps while a model is being changed."""
+        return self._closed
+
     def find(self, name: str, version: str | None) -> Deployment:
         """The deployment of a version; of the serving one for None.
 
@@ -280,7 +285,7 @@ class LiveModels:
 
     def _retire_later(self, name: str, deployment: Deployment, tables: Fate) -> None:
         def work() -> None:
-            while not self._closed and not self._ended(name, deployment, tables):
+            while not self._ended(name, deployment, tables) and not self._closed:
                 time.sleep(_RELEASE_PAUSE_S)
             self._retired(name, deployment, tables)
 

@@ -22,6 +22,7 @@ from hps.deployment import Deployment, Row, choose_cache, deploy, open_databases
 from hps.errors import CapacityError, ConflictError, DatabaseError, InvalidInputError, NotReadyError, UnknownModelError
 from hps.lifetimes import close_at_exit, disown_in_children, refusal
 from hps.live_models import LiveModels, VersionStatus, version_status
+from hps.live_updates import LiveUpdates
 from hps.lookup.refresh import RefreshReport
 from hps.lookup.session import DirectSession, RecordedLookup, Session
 from hps.metrics import Metrics
@@ -39,6 +40,7 @@ from hps.tensors.segments import (
 )
 from hps.thread_pool import POOL
 from hps.types import BoolArray, FloatArray, TableSpec, split_tag
+from hps.updates.metrics import TableStatus
 
 _log = logging.getLogger(__name__)
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -99,6 +101,7 @@ class HPS:
         self._closed = False
         self._reopenable: dict[str, Deployment] = {}  # in a forked child, until the first call
         POOL.limit_to(self.config.fetch_threads)
+        self._updates = LiveUpdates(self.config, self.metrics)
         self._chain, self._targets = open_databases(self.config, self.metrics)
         self.catalog = ModelCatalog(self.config, self._targets.sources)
         self._watch = CatalogWatch(self.catalog, self._live)
@@ -529,6 +532,7 @@ class HPS:
                     if deployed is not there:
                         deployed.close("hand over")
                     raise
+                self._updates.hand_over(there, deployed)
                 return fingerprint
         kept = self._live.kept(name)
         old = next((one for one in kept if (one.version, one.fingerprint) == (config.version, fingerprint)), None)
@@ -544,6 +548,7 @@ class HPS:
                 self._chain,
                 self.metrics,
                 targets=replace(self._targets, force=force),
+                follows=self._updates.follows,
                 progress=progress,
             )
             try:
@@ -552,7 +557,14 @@ class HPS:
                 self._drop_rest(name, kept, config, tables)
                 deployed, kept = load(), self._live.kept(name)
         stay = partial(self.catalog.model(name).version_policy.chosen, also=config.version)
+
+        def give_up() -> bool:
+            if progress is not None:
+                progress.advance(deployed.tables[0].tag, 0)  # which may end the deployment, as while it loads
+            return self._live.closed
+
         try:
+            self._updates.start_and_wait(deployed, give_up)
             self._live.serve(deployed, stay, "keep" if config.keep_versions else "drop", old)
         except BaseException:
             if self._live.serving.get(name) is not deployed:
@@ -646,7 +658,13 @@ class HPS:
                 def stay(versions: list[str]) -> list[str]:
                     return [one for one in versions if one != serving.version]
 
-                self._live.serve(kept[-1].renewed(), stay, "keep" if serving.config.keep_versions else "drop", kept[-1])
+                deployed = kept[-1].renewed()
+                try:
+                    self._updates.start(deployed)  # and no wait: what serves now is worse than rows that come in a moment
+                    self._live.serve(deployed, stay, "keep" if serving.config.keep_versions else "drop", kept[-1])
+                except BaseException:
+                    deployed.close("keep")
+                    raise
             else:
                 below = [one for one in self.catalog.versions(model_name) if int(one) < int(serving.version)]
                 if not below:
@@ -740,6 +758,13 @@ class HPS:
         """
         return self.model(model_name).refresh(share)
 
+    def updates(self) -> list[TableStatus]:
+        """How far each table has followed the log of its updates, in every version in service or about to take over.
+
+        What is applied to a table up to a position is what every lookup gets that starts after this has said so.
+        """
+        return self._updates.status()
+
     def drain(self, timeout_s: float = 10.0) -> bool:
         """Wait until background insertions and promotions are done; False when the timeout comes first."""
         return all([*(deployment.drain(timeout_s) for deployment in self._live.all()), self._chain.drain(timeout_s)])
@@ -758,6 +783,7 @@ class HPS:
             self._closed = True
             for deployment in deployments:
                 deployment.close()
+            self._updates.close()
             self._chain.close()
             POOL.end()  # those of another HPS of this process start again
 
@@ -766,7 +792,7 @@ class HPS:
         self._closing = threading.Lock()
         self._closed = True
         serving = self._live.serving
-        self._disowned = self._live.disown()  # kept: to free a cache would call its device
+        self._disowned = self._live.disown(), self._updates.disown()  # kept: to free a cache would call its device
         shared = [isinstance(database, SharedDatabase) for database in self._chain.databases]
         if shared and all(shared) and not any(one.caches or one.chain is not self._chain for one in serving.values()):
             self._reopenable = serving
@@ -777,13 +803,15 @@ class HPS:
             if not self._reopenable:
                 return
             self.metrics = Metrics()
+            self._updates = LiveUpdates(self.config, self.metrics)  # of what is deployed here; the parent's stay the parent's
             chain, self._targets = open_databases(self.config, self.metrics)
             deployments = {}
             for name, deployment in self._reopenable.items():
                 for table in deployment.tables:
                     chain.open_table(table)
                 session: Session = DirectSession(deployment.tables, chain, self.metrics)
-                deployments[name] = replace(deployment, sessions=dict.fromkeys(deployment.devices, session), chain=chain)
+                sessions = dict.fromkeys(deployment.devices, session)
+                deployments[name] = replace(deployment, sessions=sessions, chain=chain, ends=[])
             self._chain = chain
             self._live = LiveModels(deployments)
             self._watch = CatalogWatch(self.catalog, self._live)

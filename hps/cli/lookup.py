@@ -61,7 +61,9 @@ def _key(text: str) -> int:
 
 
 def _without_caches(configuration: "Configuration", model: str) -> "Configuration":
-    """The same tables for one lookup: one model, no cache, and no volatile database if there is a persistent one."""
+    """The same tables for one lookup: one model, no cache, no updates, no volatile database if there is a persistent one."""
+    from hps.configuration.load import UpdateSourceConfig
+
     models = [
         one.model_copy(update={"gpucache": False, "deployed_device_list": (0,)})
         for one in configuration.models
@@ -70,7 +72,7 @@ def _without_caches(configuration: "Configuration", model: str) -> "Configuratio
     if not models:
         known = ", ".join(one.model for one in configuration.models)
         raise errors.UnknownModelError(f"looking up model {model!r}: it is not in the configuration, which has: {known}")
-    changes: dict[str, Any] = {"models": tuple(models), "device": "cpu"}
+    changes: dict[str, Any] = {"models": tuple(models), "device": "cpu", "update_source": UpdateSourceConfig()}
     if configuration.persistent_db.type != "disabled":
         changes["volatile_db"] = configuration.volatile_db.model_copy(update={"type": "disabled"})
     return configuration.model_copy(update=changes)

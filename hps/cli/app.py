@@ -54,6 +54,7 @@ for _name, _command in (
     ("refresh", live_models.refresh_command),
 ):
     app.command(_name, epilog=live_models.EXAMPLES[_name])(_command)
+updates.updates.command("status", epilog=live_models.EXAMPLES["updates status"])(live_models.updates_status_command)
 
 
 def main() -> None:

@@ -89,6 +89,20 @@ def _check_table(table: "TableSpec", source: "TableSource", configuration: "Conf
     return files.rows
 
 
+def _updates(configuration: "Configuration", tables: "list[TableSpec]") -> str:
+    """Where updates come from, and for which tables. Nothing is connected to."""
+    from hps.live_updates import LiveUpdates
+    from hps.metrics import Metrics
+
+    source = configuration.update_source
+    updates = LiveUpdates(configuration, Metrics())
+    updates.close()
+    followed = dict.fromkeys(f"{table.model_name}.{table.table_name}" for table in tables if updates.follows(table))
+    where = {"kafka_message_queue": f" at {source.brokers}", "redis_stream": f" at {source.address}"}.get(source.type, "")
+    names = ", ".join(followed) or "no table, since update_filters match none"
+    return f"update_source {source.type}{where}, followed by {names}"
+
+
 def _print_summary(path: Path, configuration: "Configuration", rows: list[_Row]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -108,5 +122,7 @@ def _print_summary(path: Path, configuration: "Configuration", rows: list[_Row])
     typer.echo(
         f"device {configuration.device}, volatile_db {configuration.volatile_db.type}, persistent_db {persistent.type}{where}"
     )
+    if configuration.update_source.type != "null":
+        typer.echo(_updates(configuration, [row.table for row in rows]))
     typer.echo(f"serves on http://{service.host}:{service.port}")
     typer.echo(f"{path}: good")

@@ -1,8 +1,9 @@
-"""`hps models | deploy | undeploy | rollback | refresh`: see and change the models of a running server."""
+"""`hps models | deploy | undeploy | rollback | refresh | updates status`: see and change the models of a running server."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
@@ -17,13 +18,17 @@ EXAMPLES = {
     "undeploy": "Example: `hps undeploy ranker`",
     "rollback": "Example: `hps rollback ranker`",
     "refresh": "Example: `hps refresh ranker`",
+    "updates status": "Example: `hps updates status http://127.0.0.1:8000`",
 }
 _TIERS = ("embedding_cache", "volatile_db", "persistent_db")
 _WIDTH = 160  # where the output is no terminal
 
 
+ServerUrl: TypeAlias = Annotated[str, typer.Argument(metavar="URL", envvar="HPS_URL", help="Of the server.")]
+
+
 def models_command(
-    url: Annotated[str, typer.Argument(metavar="URL", envvar="HPS_URL", help="Of the server.")] = LOCAL,
+    url: ServerUrl = LOCAL,
     as_json: Annotated[bool, typer.Option("--json", help="Print the server's answer as it is.")] = False,
     token: Token = "",
     token_file: TokenFile = None,
@@ -101,6 +106,38 @@ def refresh_command(
         _change(model, "refresh", {}, no_wait, url, token, token_file)
 
 
+def updates_status_command(
+    url: ServerUrl = LOCAL,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the server's answer as it is.")] = False,
+    token: Token = "",
+    token_file: TokenFile = None,
+) -> None:
+    """Print how far the tables of a running server have followed the log of their updates.
+
+    `lag` is for how long a table has not had what is in the log, `behind` how many messages that is. `stale` are rows that
+    were older than what was there, `dead letters` messages that could not be applied.
+    """
+    with console.reported():
+        answer = RunningServer(url, token, token_file).updates()
+    if as_json:
+        typer.echo(json.dumps(answer))
+        return
+    if not answer["tables"]:
+        typer.echo("no table follows a log of updates: update_source.type is null, or update_filters match none")
+        return
+    rows = []
+    for one in answer["tables"]:
+        lag = "?" if one["lag_s"] is None else f"{one['lag_s']:.1f} s"
+        dead = ", ".join(f"{count} {reason}" for reason, count in sorted(one["dead_letters"].items())) or "0"
+        behind = "?" if one["behind"] is None else count_text(one["behind"])
+        rate, rows_done, stale = (count_text(one[key]) for key in ("rows_per_s", "rows", "stale_rows"))
+        rows.append((one["model"], one["version"], one["table"], lag, behind, f"{rate}/s", rows_done, stale, dead))
+    _print_columns(("model", "version", "table"), ("lag", "behind", "rows/s", "rows", "stale", "dead letters"), rows)
+    for one in answer["tables"]:
+        if one["problem"]:
+            typer.echo(f"{one['model']} version {one['version']}, {one['table']}: {one['problem']}")
+
+
 def _change(model: str, verb: str, body: dict[str, Any], no_wait: bool, url: str, token: str, token_file: Path | None) -> None:
     change = RunningServer(url, token, token_file).change(model, verb, body, wait=not no_wait)
     if "status" not in change:
@@ -126,24 +163,34 @@ def _entry(path: Path, model: str) -> dict[str, Any]:
 
 
 def _print_table(models: list[dict[str, Any]]) -> None:
+    rows = []
+    for model in models:
+        rate = model["hit_rates"].get(_TIERS[0])
+        for version in model["versions"] or [None]:
+            if version is None:
+                rows.append((model["name"], "", f"{model['state']}: {model.get('reason', '')}".rstrip(": ")))
+                continue
+            sizes = [size_text(version["size_bytes"][tier]) if tier in version["size_bytes"] else "" for tier in _TIERS]
+            shown = f"{rate:.1%}" if rate is not None and version["state"] == "serving" else ""
+            rows.append((model["name"], version["version"], version["state"], count_text(version["rows"]), *sizes, shown))
+    figures = ("rows", *(tier.replace("_", " ") for tier in _TIERS), "hit rate")
+    _print_columns(("model", "version", "state"), figures, rows)
+
+
+def _print_columns(names: Sequence[str], figures: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: columns of words, then columns of figures, which are never folded."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("model", "version", "state"):
+    for column in names:
         table.add_column(column, overflow="fold")
-    for column in ("rows", *(tier.replace("_", " ") for tier in _TIERS), "hit rate"):
+    for column in figures:
         table.add_column(column, justify="right", no_wrap=True)
-    for model in models:
-        rate = model["hit_rates"].get(_TIERS[0])
-        for version in model["versions"] or [None]:
-            if version is None:
-                table.add_row(model["name"], "", f"{model['state']}: {model.get('reason', '')}".rstrip(": "))
-                continue
-            sizes = [size_text(version["size_bytes"][tier]) if tier in version["size_bytes"] else "" for tier in _TIERS]
-            shown = f"{rate:.1%}" if rate is not None and version["state"] == "serving" else ""
-            row = (model["name"], version["version"], version["state"], count_text(version["rows"]), *sizes, shown)
-            table.add_row(*row)
+    for row in rows:
+        table.add_row(*row)
     console_ = Console(highlight=False, markup=False)
-    console_.print(table, width=None if console_.is_terminal else _WIDTH)
+    if not console_.is_terminal:
+        console_.width = _WIDTH
+    console_.print(table)

@@ -67,6 +67,10 @@ class RunningServer:
         """What GET /v1/models answers."""
         return self._ask("GET", "/v1/models", None)
 
+    def updates(self) -> dict[str, Any]:
+        """What GET /v1/updates answers."""
+        return self._ask("GET", "/v1/updates", None)
+
     def change(self, model: str, verb: str, body: Mapping[str, Any], *, wait: bool) -> dict[str, Any]:
         """Begin a change of a model, and if `wait` show how far it is until it has ended.
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 REPLAY_EXAMPLE = "Example: `hps updates replay ps.json --dry-run && hps updates replay ps.json`"
 
 updates = typer.Typer(
-    no_args_is_help=True, help="Publish messages again that could not be applied.", rich_markup_mode="markdown"
+    no_args_is_help=True, help="See how far updates are; publish again what could not be applied.", rich_markup_mode="markdown"
 )
 
 

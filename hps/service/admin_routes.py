@@ -1,6 +1,7 @@
 """The routes by which people change the models of a running server; `hps models`, `hps deploy` and the like call them."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -36,7 +37,7 @@ def admin_routes(
     errors: dict[int | str, dict[str, Any]] = {status: responses[status] for status in (400, 401, 403, 404, 409, 503, 507)}
     errors[202] = {"model": schemas.ChangeAnswer, "description": "The change is under way."}
     changing: dict[str, Any] = {"responses": errors, "response_model_exclude_none": True}
-    router = APIRouter(prefix="/v1/models", tags=["models"])
+    router = APIRouter(prefix="/v1", tags=["models"])
 
     async def run(
         name: str, detail: str, request: Request, response: Response, wait: bool, call: Callable[[HPS, ModelChange], str]
@@ -48,13 +49,19 @@ def admin_routes(
             response.status_code = 202
         return _answer(one)
 
-    @router.get("", responses={status: responses[status] for status in (401, 503)}, response_model_exclude_none=True)
+    @router.get("/models", responses={status: responses[status] for status in (401, 503)}, response_model_exclude_none=True)
     async def list_models() -> schemas.ModelList:
         """All models and their versions, what they hold in each tier, and the changes of them."""
         models = await threads.run(_models, lifecycle)
         return schemas.ModelList(models=models, changes=[_answer(one) for one in changes.latest.values()])
 
-    @router.post("/{model}/deploy", **changing, openapi_extra=described_object(schemas.DeployRequest))
+    @router.get("/updates", responses={status: responses[status] for status in (401, 503)})
+    async def list_updates() -> schemas.UpdateList:
+        """How far every table is that follows a log of updates, in every version in service or about to take over."""
+        found = await threads.run(lambda: lifecycle.server.updates())
+        return schemas.UpdateList(tables=[schemas.FollowedTable(**asdict(one)) for one in found])
+
+    @router.post("/models/{model}/deploy", **changing, openapi_extra=described_object(schemas.DeployRequest))
     async def deploy(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
         """Load a version of a model beside the one that serves, and let it take over."""
         body = await read_object(request, schemas.DeployRequest)
@@ -68,7 +75,7 @@ def admin_routes(
 
         return await run(model, detail, request, response, wait, call)
 
-    @router.post("/{model}/undeploy", **changing, openapi_extra=described_object(schemas.UndeployRequest))
+    @router.post("/models/{model}/undeploy", **changing, openapi_extra=described_object(schemas.UndeployRequest))
     async def undeploy(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
         """Take a model, or one of its versions, out of service."""
         body = await read_object(request, schemas.UndeployRequest)
@@ -79,12 +86,12 @@ def admin_routes(
 
         return await run(model, f"version {body.version}" if body.version else "", request, response, wait, call)
 
-    @router.post("/{model}/rollback", **changing)
+    @router.post("/models/{model}/rollback", **changing)
     async def rollback(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
         """Let the version serve again that was replaced last."""
         return await run(model, "", request, response, wait, lambda server, _: server.rollback(model).version)
 
-    @router.post("/{model}/refresh", **changing)
+    @router.post("/models/{model}/refresh", **changing)
     async def refresh(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
         """Read the vectors of all resident keys of a model again, on every device."""
 

@@ -310,3 +310,31 @@ class ModelList(BaseModel):
 
     models: list[ModelDetails]
     changes: list[ChangeAnswer] = Field(description="Of each model, the one under way or the last one.")
+
+
+class FollowedTable(BaseModel):
+    """How far a table of one version has followed the log of its updates."""
+
+    model: str
+    version: str
+    table: str
+    topic: str
+    positions: dict[str, str] = Field(
+        description="By partition, that of the last message that is applied: every lookup that starts now sees it."
+    )
+    behind: int | None = Field(description="Messages in the log that are not applied; null if that is not known.")
+    lag_s: float | None = Field(
+        description="For how long the table has not had what is in the log; null if nothing is known yet."
+    )
+    rows_per_s: float = Field(description="Over the last ten seconds.")
+    rows: int = Field(description="That were applied since the start.")
+    stale_rows: int = Field(description="Those among them that were older than what was there, and changed nothing.")
+    dead_letters: dict[str, int] = Field(description="Messages that could not be applied, by reason.")
+    connected: bool = Field(description="Whether the log can be reached.")
+    problem: str = Field(description="What keeps updates from being applied, or what was lost; empty if nothing.")
+
+
+class UpdateList(BaseModel):
+    """All tables that follow a log."""
+
+    tables: list[FollowedTable]

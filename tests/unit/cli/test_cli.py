@@ -174,6 +174,30 @@ def test_check_config_shows_what_would_be_served(config: Path) -> None:
     assert lines[-1] == f"{config}: good"
 
 
+@pytest.mark.parametrize(
+    ("source", "filters", "code", "text"),
+    [
+        ({"brokers": "k1:9092"}, [".+"], 0, "update_source kafka_message_queue at k1:9092, followed by shop.user, shop.item"),
+        ({}, ["item$"], 0, "update_source kafka_message_queue at 127.0.0.1:9092, followed by shop.item"),
+        ({}, ["^none$"], 0, "followed by no table, since update_filters match none"),
+        ({"config": {"group.instance.identity": "x"}}, [".+"], 2, "group.instance.identity"),
+    ],
+)
+def test_check_config_says_which_tables_follow_updates(
+    tmp_path: Path, content: dict[str, Any], source: dict[str, Any], filters: list[str], code: int, text: str
+) -> None:
+    content["update_source"] = {"type": "kafka", **source}
+    content["volatile_db"]["update_filters"] = content["persistent_db"]["update_filters"] = filters
+    result = run("check-config", write_config(tmp_path, content))
+    assert result.exit_code == code
+    assert text in (result.stderr if code else result.stdout)
+
+
+def test_lookup_follows_no_log(tmp_path: Path, content: dict[str, Any]) -> None:
+    content["update_source"] = {"type": "kafka", "brokers": "127.0.0.1:1", "ready_lag_s": 0.0}
+    assert run("lookup", write_config(tmp_path, content), "shop", "item", 1).exit_code == 0  # nor waits for it
+
+
 def test_check_config_reports_every_problem_of_the_configuration(tmp_path: Path, content: dict[str, Any]) -> None:
     content["volatile_db"]["type"] = "hashmop"
     content["models"][0]["embedding_vecsize_per_table"] = [4, 8, 16]

@@ -196,7 +196,8 @@ def test_images_have_no_build_tools_and_both_are_made_of_constrained_versions():
     core = re.search(r"\ndependencies = \[(.*?)\n\]", project, re.DOTALL)
     assert core
     assert set(re.findall(r'^ +"([\w-]+)', core[1], re.MULTILINE)) <= pinned
-    assert {"cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "hdfs-native", "google-cloud-storage"} <= pinned
+    cuda = {"cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime"}
+    assert {*cuda, "hdfs-native", "google-cloud-storage", "confluent-kafka"} <= pinned
 
 
 def test_build_context_holds_what_the_dockerfile_copies_and_nothing_secret():
@@ -216,7 +217,8 @@ def exposed(tmp_path_factory):
     write_sparse_model(directory / "user.model", sample_chunks(100, 4, 1))
     model = model_of("sample", [directory / "user.model"], {"user": 4})
     names = {"up"}
-    with running_service(document_of(model, persistent=directory / "rocksdb")) as service:
+    log = {"type": "kafka", "brokers": "127.0.0.1:1"}
+    with running_service(document_of(model, persistent=directory / "rocksdb", update_source=log)) as service:
         service.client.post("/v1/models/sample/lookup", json={"tables": {"user": [1, 1000]}})
         text = service.client.get("/metrics").text
     for name, kind in re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE):

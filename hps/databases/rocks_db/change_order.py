@@ -9,8 +9,8 @@ higher one, and the positions, which are in the last.
 **An insertion or a deletion** by somebody else takes the highest sequence + 1. It stores no highest one: a start allows for it.
 
 **In memory.** To read the sequence of each row that changes would be slow: a read of the times family's memtable sorts it, so
-that it must first be flushed, which begins another write-ahead log, too. So the last sequences of some 100,000 rows are kept,
-2.2 MB a table, in sets by the hash of the key, and of each set the highest sequence that any other of its rows may have. A
+that it must first be flushed, which begins another write-ahead log, too. So the last sequences of some 500,000 rows are kept,
+9 MB a table, in sets by the hash of the key, and of each set the highest sequence that any other of its rows may have. A
 change above that is the latest without a read. After a start, all that is known is the highest sequence of the table.
 """
 
@@ -33,7 +33,7 @@ OLDER: Final = 0
 LATEST: Final = 1
 DOUBTFUL: Final = 2
 
-_SETS: Final = np.int64(1 << 15)
+_SETS: Final = np.int64(1 << 17)
 _WAYS: Final = 4
 _POSITIONS = b"hps-server/positions/"
 _SEQUENCE = b"hps-server/sequence/"

@@ -493,6 +493,7 @@ def _options(num_threads: int, block_cache_bytes: int) -> "rocksdict.Options":
     options.set_target_file_size_base(_FILE_BYTES[1])
     options.set_allow_concurrent_memtable_write(False)  # no two writes are at once; each is a tenth faster; see _times_options
     options.set_db_write_buffer_size(_WRITE_BUFFERS_BYTES)
+    options.set_max_write_buffer_number(4)  # with fewer, updates at full speed wait for flushes
     options.set_max_total_wal_size(2 * _WRITE_BUFFERS_BYTES)
     # Files that lie side by side slow reads down; holding back writes would not help those reads.
     options.set_level_zero_slowdown_writes_trigger(1 << 20)
@@ -516,4 +517,5 @@ def _times_options(options: "rocksdict.Options") -> "rocksdict.Options":
     options.set_memtable_whole_key_filtering(False)
     options.set_memtable_factory(rocksdict.MemtableFactory.vector())
     options.set_write_buffer_size(_TIMES_BUFFER_BYTES)
+    options.set_max_write_buffer_number(8)
     return options

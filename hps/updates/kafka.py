@@ -223,11 +223,11 @@ class KafkaLog(UpdateLog):
         if self._surveyor.is_alive():
             self._surveyor.join(_CLOSE_S)
         if self._using.acquire(timeout=_CLOSE_S):
-            try:
-                self._consumer.close()
-                self._admin = None  # ends its threads
-            finally:
-                self._using.release()
+            closing = threading.Thread(target=self._consumer.close, name="hps-kafka-close", daemon=True)
+            closing.start()
+            closing.join(_ANSWER_S)  # where the cluster is away, librdkafka waits 45 s for what was committed
+            self._admin = None  # ends its threads
+            self._using.release()
 
     def disown(self) -> None:
         """In a forked child: the clients' threads are not here, so that they are never closed."""

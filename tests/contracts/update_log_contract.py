@@ -356,8 +356,9 @@ class UpdateLogContract:
         writer.partitions(topic, _LONG_S, create=1)
         log = self.reader(opened, [topic])
         written(writer, Partition(topic, 0), b"x")
-        polled(log, 1)
+        (message,) = polled(log, 1)
         server.stop()
+        log.commit({message.partition: message.position})
         answers: list[str | Exception] = []
         writer.send(Partition(topic, 0), b"x", sent=answers.append)
         started = time.monotonic()

@@ -264,9 +264,9 @@ class UpdateFeed:
                 here = message.partition
                 last = applied[here].sequence if here in applied else 0
             taken += 1
-            size_bytes += len(message.value)
             changes, sequence = self._decode(table, message, last)
             if changes is not None:
+                size_bytes += len(message.value)
                 parts.append(changes)
                 sequences.append(sequence)
                 times.append(changes.time_us or min(message.time_us, HIGHEST_SEQUENCE))

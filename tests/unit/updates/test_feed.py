@@ -239,6 +239,7 @@ def test_a_bad_message_is_put_aside_and_the_next_one_is_applied(world: World, mo
         ("6", "keyed", 41),
     ]  # fmt: skip
     assert all(world.sample("hps_update_dead_letters_total", reason=reason) == 1 for reason in reasons)
+    assert world.sample("hps_update_bytes_total") == len(upsert(10, 1)) + len(upsert(50, 3))
 
 
 def test_only_bad_messages_move_the_position_too(world: World) -> None:

@@ -8,6 +8,7 @@ A position is the offset of a message.
 """
 
 import logging
+import re
 import threading
 import time
 from collections import deque
@@ -283,7 +284,7 @@ class KafkaLog(UpdateLog):
         """Commit the newest positions, unless too many commits are under way."""
         if self._committing >= _MOST_COMMITS or not self._commits or self._closed:
             return
-        offsets = [TopicPartition(one.topic, one.number, int(position) + 1) for one, position in self._commits.items()]
+        offsets = [TopicPartition(one.topic, one.number, _offset(position) + 1) for one, position in self._commits.items()]
         self._commits = {}
         try:
             self._consumer.commit(offsets=offsets, asynchronous=True)
@@ -331,7 +332,7 @@ class KafkaLog(UpdateLog):
         reading = self._readings.get(partition)
         if reading is None:
             after = self._after.get(partition)
-            wanted = int(after) + 1 if after is not None else there.high if begin == "latest" else there.low
+            wanted = _offset(after) + 1 if after is not None else there.high if begin == "latest" else there.low
             reading = self._readings[partition] = _Reading(wanted)
             self._partitions[partition.topic, partition.number] = partition
             if after is None and begin == "latest":
@@ -606,6 +607,11 @@ class KafkaWriter(UpdateLogWriter):
                 break
             back *= 4  # the end of a transaction takes an offset, too, and so does what a compaction has removed
         return None
+
+
+def _offset(position: str) -> int:
+    """The offset that a position is; -1, which is before all, for that of another kind of log."""
+    return int(position) if re.fullmatch("-?[0-9]{1,18}", position) else -1
 
 
 def _message(partition: Partition, got: Any) -> Message:

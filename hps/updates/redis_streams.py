@@ -143,6 +143,9 @@ def _key(partition: Partition) -> str:
 
 
 def _order(position: str) -> tuple[int, int]:
+    """Where a position is among others; that of another kind of log is before all."""
+    if not re.fullmatch("[0-9]{1,20}(-[0-9]{1,20})?", position):
+        return 0, 0
     ms, _, number = position.partition("-")
     return int(ms), int(number or 0)
 
@@ -399,6 +402,8 @@ class _Reader:
                     if partition not in self._log.streams:
                         new = topic in self._met or self._log.begin == "earliest"
                         read = self._log.after.get(partition, _BEFORE_ALL if new else None)
+                        if read is not None and _order(read) == (0, 0):  # perhaps of another kind of log
+                            read = _BEFORE_ALL
                         self._log.streams[partition] = _Stream(partition, _key(partition), read, read or _BEFORE_ALL)
             self._met.add(topic)
 

@@ -183,6 +183,17 @@ class UpdateLogContract:
         written(writer, first, b"10")
         assert values(polled(log, 1)) == [b"10"]
 
+    def test_a_position_of_another_log_is_before_all(self, opened, writer, topic):
+        partition = Partition(topic, 0)
+        writer.partitions(topic, _LONG_S, create=1)
+        written(writer, partition, b"one", b"two")
+        other = "-1" if self.log_class.kind == "redis_stream" else "1700000000000-0"
+        log = self.reader(opened, [topic], {partition: other}, "latest")
+        log.commit({partition: other})
+        assert values(polled(log, 2)) == [b"one", b"two"]
+        written(writer, partition, b"three")
+        assert values(polled(log, 1)) == [b"three"]
+
     def test_latest_begins_with_what_is_written_afterwards(self, opened, writer, topic):
         writer.partitions(topic, _LONG_S, create=1)
         partition = Partition(topic, 0)

@@ -339,8 +339,8 @@ class RedisTable:
         def applying(partition: Partition, share: IndexArray, guard: Guard) -> list[Request]:
             if _parsed(guard.mark).incarnation != _parsed(followed[partition.index]).incarnation:
                 raise DatabaseError(
-                    f"redis: updating table {layout.tag}: it was emptied or loaded since its log was followed; deploy the "
-                    "model again, so that the log is read from where the rows are"
+                    f"redis: updating table {layout.tag}: it was emptied or loaded since its log was followed; load it "
+                    "again (deploy the model with force), so that the log is read from where the rows are"
                 )
             stored, removed = _kinds(share, deleted)
             return [

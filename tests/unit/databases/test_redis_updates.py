@@ -223,7 +223,7 @@ def test_what_was_lost_is_applied_again(authority, client, what):
         else:
             loaded(other)
         assert rows(client) == dict.fromkeys(range(40), 0)
-        with pytest.raises(DatabaseError, match="deploy the model again"):
+        with pytest.raises(DatabaseError, match="deploy the model with force"):
             one.apply(TAG, changes(KEYS, 21), {})
         assert other.follow_log(TAG) == {}
         assert other.apply(TAG, changes(KEYS, 3), {}).all()

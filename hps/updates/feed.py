@@ -394,7 +394,10 @@ class UpdateFeed:
     def _commit(self) -> None:
         self._uncommitted = 0
         positions = {one: at.position for table in self._tables.values() for one, at in table.applied.items() if at.position}
-        self._log.commit(positions)
+        try:
+            self._log.commit(positions)
+        except Exception:  # noqa: BLE001 - a bug: it raises nothing; and only people read what is committed
+            _log.exception("updates of model %r: committing positions failed", self._model)
 
     def _note_quiet(self) -> None:
         behind, now = self._log.behind(), self._clock()

@@ -368,6 +368,20 @@ def test_a_log_that_raises_is_polled_again(world: World, monkeypatch: pytest.Mon
         assert world.settled(_0="0")
 
 
+def test_a_log_that_refuses_to_commit_is_followed_on(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(positions: Any) -> None:
+        raise ValueError("no offset")
+
+    with world.running():
+        monkeypatch.setattr(world.log, "commit", refuse)
+        world.send(upsert(10, 1))
+        assert eventually(lambda: "committing positions failed" in caplog.text)
+        world.send(upsert(11, 1))
+        assert eventually(lambda: world.rows() == {1: 11})
+
+
 def test_positions_are_committed_at_most_at_every_interval_of_messages_or_when_idle(world: World) -> None:
     committed: list[str] = []
     feed = world.feed(max_commit_interval=4)

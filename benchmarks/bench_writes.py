@@ -47,7 +47,7 @@ def run(report: Report, quick: bool) -> None:
         for tiers in ("embedding_cache/hash_map/rocks_db",):
             directory = Path(name) / tiers.replace("/", "-")
             _write_model(directory)
-            with _server("service", directory) as target, _server("raw", directory) as other:
+            with server("service", directory) as (target, _), server("raw", directory) as (other, _):
                 cases = {
                     "idle": (0, target),
                     "elsewhere": (1000, other),
@@ -62,7 +62,7 @@ def run(report: Report, quick: bool) -> None:
                         if batch:
                             writing = clients.submit(write, directory, writes_to, seconds, batch, writes_to is target)
                         samples[case].append(reading.result(seconds + 60) | (writing.result(seconds + 60) if writing else {}))
-                _add_rows(report, tiers, samples)
+                add_rows(report, {"tiers": tiers}, samples)
 
 
 def read(directory: Path, port: int, seconds: float, seed: int) -> dict[str, Any]:
@@ -166,8 +166,8 @@ def _write_model(directory: Path) -> None:
 
 
 @contextmanager
-def _server(kind: str, directory: Path) -> Iterator[int]:
-    """Start a server of `http_servers`; yield its port once it answers."""
+def server(kind: str, directory: Path) -> Iterator[tuple[int, int]]:
+    """Start a server of `http_servers`; yield its port, once it answers, and its process id."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
     command = [sys.executable, "-m", "benchmarks.http_servers", kind, str(port), str(directory)]
@@ -178,7 +178,7 @@ def _server(kind: str, directory: Path) -> Iterator[int]:
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError(f"the server {kind} on port {port} did not get ready")
                 time.sleep(0.1)
-            yield port
+            yield port, process.pid
         finally:
             process.terminate()
 
@@ -190,7 +190,7 @@ def _answers(port: int) -> bool:
     return False
 
 
-def _add_rows(report: Report, tiers: str, samples: dict[str, list[dict[str, Any]]]) -> None:
+def add_rows(report: Report, axes: dict[str, Any], samples: dict[str, list[dict[str, Any]]]) -> None:
     """Add a row for each case, with the ratio of its p99 to the idle one of the same run."""
     idle = _quantile(samples["idle"], "times", 0.99)
     for case, taken in samples.items():
@@ -200,8 +200,7 @@ def _add_rows(report: Report, tiers: str, samples: dict[str, list[dict[str, Any]
             figures["rows_per_s"] = float(np.mean([one["rows_per_s"] for one in taken]))
             figures["write_p50_s"] = _quantile(taken, "write_times", 0.5)
             figures["write_p99_s"] = _quantile(taken, "write_times", 0.99)
-        axes = {"tiers": tiers, "writes": case, "lookups_per_s": _LOOKUPS_PER_S, "keys": _KEYS, "dim": _DIM}
-        report.add(axes, figures)
+        report.add({**axes, "writes": case, "lookups_per_s": _LOOKUPS_PER_S, "keys": _KEYS, "dim": _DIM}, figures)
 
 
 def _quantile(taken: list[dict[str, Any]], figure: str, share: float) -> float:

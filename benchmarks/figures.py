@@ -357,6 +357,29 @@ def misses_small() -> list[str]:
     return _table(("p50 of 4,096 keys, us", "none missing: link", "copy", "10 % missing: link", "copy"), *rows)
 
 
+def updates() -> list[str]:
+    """Online updates from either log."""
+    logs = ("kafka", "redis_stream")
+    seen = [figures("updates", work="visible", log=log) for log in logs]
+    beside = [figures("updates", work="lookups", log=log, writes="beside") for log in logs]
+    rows = [
+        (
+            "published to visible, 100,000 rows/s, p50 / p99",
+            *(f"{_round(one['p50_ms'])} / {_round(one['p99_ms'])} ms" for one in seen),
+        ),
+        ("lookups beside them, p99 to idle", *(f"{one['p99_to_idle']:.2f}" for one in beside)),
+    ]
+    for frame, message_rows in (("HPS1", 500), ("HPS1", 5000), ("HCTR", 500)):
+        found = [
+            figures("updates", work="sustained", log=log, frame=frame, message_rows=message_rows, max_batch_size=65_536)
+            for log in logs
+        ]
+        rows.append(
+            (f"rows/s of one replica, {frame}, {message_rows:,} a message", *(_round(one["rows_per_s"]) for one in found))
+        )
+    return _table(("dim 32, two cores for everything (`python -m benchmarks updates`)", "Kafka", "Redis Streams"), *rows)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "readme-gpu": readme_gpu,
     "readme-host": readme_host,
@@ -370,6 +393,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "misses": misses,
     "misses-mixed": misses_mixed,
     "misses-small": misses_small,
+    "updates": updates,
 }
 
 

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 REPLACEMENT_WAIT_S: Final = 30.0
 """For how long a feed whose target is out of service waits for another one before it ends."""
 
-_CONSIDERATE_ROWS = 16_384  # of a batch; a feed that cannot keep up in small pieces gets larger ones, and then hurries
+_CONSIDERATE_ROWS = 8192  # of a batch; a feed that cannot keep up in small pieces gets larger ones, and then hurries
 _LONGEST_POLL_S = 0.5  # a feed ends as soon as that
 _LONGEST_BACKOFF_S = 5.0
 _LOST_SHOWN_S = 3600.0  # for so long a status speaks of messages that are gone

@@ -248,7 +248,7 @@ def scene(
         }
         document = {
             "supportlonglong": True,
-            "device": "cpu",
+            "device": "auto",
             "volatile_db": {"type": "disabled"},
             "persistent_db": {"type": "rocks_db", "path": str(directory / "rocksdb")},
             "update_source": source,

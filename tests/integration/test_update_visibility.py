@@ -163,6 +163,8 @@ def test_no_lookup_after_the_acknowledgement_gets_an_older_vector(kind: str, tie
             {"item": ROWS.dim},
             default_value_for_each_table=[DEFAULT],
             max_batch_size=8192,
+            num_of_worker_buffer_in_pool=4,
+            workspace_timeout_s=60.0,
             **cached,
         )
         settings = {"volatile_db": volatile, "update_source": source}

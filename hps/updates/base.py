@@ -184,7 +184,8 @@ class UpdateLogWriter(ABC):
 
         Args:
             time_us: when it was made; 0: now.
-            sent: is called, in some thread, with its position once the log has it for good, or with what went wrong.
+            sent: is called, in some thread and in the order of a partition's messages, with its position once the log has it
+                for good (empty where the log does not say it), or with what went wrong.
 
         Raises:
             UpdateLogError: it is too large for the log, or nothing was taken for a long time.

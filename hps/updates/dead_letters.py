@@ -119,6 +119,7 @@ class DeadLetters:
         self._directory, self._most_bytes, self._connect, self._clock = directory, most_bytes, connect, clock
         self._queue = BackgroundQueue("dead-letters", _QUEUED, 1, metrics)
         self._writer: UpdateLogWriter | None = None
+        self._partitions: dict[str, int] = {}  # of topics that were asked for
         self._path = ""
         self._lock = threading.Lock()
         self._queued_bytes = 0
@@ -201,9 +202,10 @@ class DeadLetters:
         if self._writer is None:
             return
         topic = f"{DEAD_LETTER_PREFIX}{letter.model}.{letter.table}"
-        count = self._writer.partitions(topic, _TIMEOUT_S, create=1)
+        if topic not in self._partitions:
+            self._partitions[topic] = self._writer.partitions(topic, _TIMEOUT_S, create=1)
         header = json.dumps(letter.header()).encode()
-        partition = Partition(topic, letter.message.partition.number % count)
+        partition = Partition(topic, letter.message.partition.number % self._partitions[topic])
         self._writer.send(partition, b"\n".join((header, letter.message.value)), sent=self._sent)
 
     def _sent(self, result: str | Exception) -> None:

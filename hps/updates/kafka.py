@@ -32,6 +32,7 @@ _LOG_PAUSE_S: Final = 60.0
 _CLOSE_S: Final = 10.0
 _SEND_S: Final = 30.0  # for room in the writer's queue
 _FULL_S: Final = 0.002
+_REPORTED_S: Final = 0.002
 _MOST_COMMITS: Final = 8
 _MOST_BYTES: Final = 2**31 - 1
 
@@ -531,8 +532,9 @@ class KafkaWriter(UpdateLogWriter):
         sent: Callable[[str | Exception], None] | None = None,
     ) -> None:
         def delivered(error: KafkaError | None, message: Any) -> None:
-            if sent is not None:
-                sent(_failed(f"sending to {partition}", error) if error else str(message.offset()))
+            if sent is not None:  # of a message that a broker had before it was killed, it may not know the offset
+                offset = "" if message.offset() is None else str(message.offset())
+                sent(_failed(f"sending to {partition}", error) if error else offset)
 
         if len(value) > self._largest:
             message = f"sending to {partition}: got {len(value)} bytes, expected at most {self._largest} (max_message_bytes)"
@@ -555,7 +557,10 @@ class KafkaWriter(UpdateLogWriter):
 
     def flush(self, timeout_s: float) -> int:
         self._check_open()
-        return int(self._producer.flush(timeout_s))
+        deadline = time.monotonic() + timeout_s
+        while (waiting := len(self._producer)) and time.monotonic() < deadline:
+            time.sleep(_REPORTED_S)  # librdkafka's own flush would report in this thread, beside the other: out of order
+        return waiting
 
     def close(self) -> None:
         if self._closed:

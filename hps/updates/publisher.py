@@ -178,7 +178,7 @@ class Publisher:
             with self._lock:
                 if isinstance(result, Exception):
                     self._failure = self._failure or result
-                else:
+                elif result:
                     self._positions[str(partition)] = result
 
         self._writer.send(partition, value, time_us=now_us, sent=sent)

@@ -334,6 +334,22 @@ class UpdateLogContract:
         eventually(lambda: log.problem == "" and log.behind() == {partition: 0})
         assert log.lost() == {}
 
+    def test_after_a_flush_everybody_has_heard_in_order(self, writer, topic):
+        writer.partitions(topic, _LONG_S, create=1)
+        written(writer, Partition(topic, 0), b"to connect")
+        heard, pauses = [], [0.3]  # in another thread the others would overtake the first
+
+        def hear(answer):
+            time.sleep(pauses.pop() if pauses else 0.0)
+            heard.append(answer)
+
+        for number in range(5):
+            writer.send(Partition(topic, 0), b"%d" % number, sent=hear)
+            time.sleep(0.02)
+        assert writer.flush(_LONG_S) == 0
+        assert len(heard) == len(set(heard)) == 5
+        assert heard == sorted(heard, key=lambda position: [int(part) for part in position.split("-")])
+
     def test_a_reader_that_nobody_polls_uses_bounded_memory(self, opened, writer, topic):
         writer.partitions(topic, _LONG_S, create=4)
         partitions = [Partition(topic, number) for number in range(4)]

@@ -493,7 +493,7 @@ def _options(num_threads: int, block_cache_bytes: int) -> "rocksdict.Options":
     options.set_target_file_size_base(_FILE_BYTES[1])
     options.set_allow_concurrent_memtable_write(False)  # no two writes are at once; each is a tenth faster; see _times_options
     options.set_db_write_buffer_size(_WRITE_BUFFERS_BYTES)
-    options.set_max_write_buffer_number(4)  # with fewer, updates at full speed wait for flushes
+    options.set_max_write_buffer_number(4)  # with 2, and 2 for the times, a log is applied a tenth slower
     options.set_max_total_wal_size(2 * _WRITE_BUFFERS_BYTES)
     # Files that lie side by side slow reads down; holding back writes would not help those reads.
     options.set_level_zero_slowdown_writes_trigger(1 << 20)

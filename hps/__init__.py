@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hps.models.writer import write_sparse_model as write_sparse_model
     from hps.models.writer import write_version as write_version
     from hps.parameter_server import HPS as HPS
+    from hps.tensors.bags import Bags as Bags
     from hps.updates.publisher import Publisher as Publisher
     from hps.updates.publisher import open_publisher as open_publisher
 
@@ -65,6 +66,7 @@ _ERRORS = (
 )
 _HOME = {
     "HPS": "hps.parameter_server",
+    "Bags": "hps.tensors.bags",
     "CapturedLookup": "hps.captured_lookup",
     "Configuration": "hps.configuration.load",
     "load_configuration": "hps.configuration.load",

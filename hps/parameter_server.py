@@ -29,6 +29,7 @@ from hps.metrics import Metrics
 from hps.models.catalog import ModelCatalog
 from hps.models.deltas import HeldTable
 from hps.progress import Progress
+from hps.tensors.bags import Bags, pooled_segments
 from hps.tensors.segments import (
     Segment,
     as_host_keys,
@@ -318,6 +319,40 @@ class HPS:
         )
         _answer(session, segments, wait)
         return found
+
+    @_on_the_next_version
+    def lookup_pooled(
+        self,
+        tables: Mapping[str, Bags] | Mapping[int, Bags],
+        model_name: str,
+        device_id: int | None = None,
+        *,
+        out: Any = None,
+        wait: bool = True,
+    ) -> Any:
+        """Look up bags of keys in several tables at once: one vector for each bag, combined from those of its keys.
+
+        In the GPU's embedding cache, one kernel serves all tables and adds up resident vectors without writing them anywhere.
+
+        Args:
+            tables: the bags of each table, by its name or id.
+            model_name: a deployed model.
+            device_id: as for `lookup_tables`.
+            out: by table, (B, dim) float32, C-contiguous, writable; or one such tensor (B, sum of dims) for all tables, whose
+                columns are theirs in the order of `tables`; new host arrays where it is not given.
+            wait: as for `lookup_fromdlpack`; False needs `out`, and device memory for the vectors of all keys.
+
+        Returns:
+            {table: (B, dim) float32 in host memory}, with the tables as they were named in the call; or `out`.
+
+        Raises:
+            As `lookup_tables`; InvalidInputError also where offsets, weights, combiner or max_norm are not as `Bags` says.
+        """
+        deployment = self.model(model_name)
+        session = deployment.session(device_id, {name: bags.keys for name, bags in tables.items()}, out)
+        segments = pooled_segments(tables, out, deployment.table_index, deployment.tables, on_cuda=session.on_cuda)
+        _answer(session, segments, wait)
+        return dict(zip(tables, (segment.out for segment in segments), strict=True)) if out is None else out
 
     @_on_the_next_version
     def capture(

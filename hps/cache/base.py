@@ -18,6 +18,10 @@ A table that is answered asynchronously gets only `scatter`, with nothing found;
 A cache may be *attached* to tables of the host's memory (`EmbeddingCache.attach`). A query then goes on into the table by
 itself for keys that are not resident, and admits what it found; only what is in neither is left for the steps above. Where
 the host's tables are authoritative, nothing is left, and `lookup.enqueue(segments)` is a whole lookup that waits for nothing.
+
+Segments with `pooling` are answered with one vector a bag, in the same steps: `query` adds up the resident vectors of each bag
+without writing them anywhere; the vectors of the keys that it left are added by `finish`, from scratch memory that `scatter`
+writes to. So bags are complete when the lookup is finished, not before.
 """
 
 from abc import ABC, abstractmethod
@@ -131,7 +135,7 @@ class CacheLookup(ABC):
         `found`, where given, is True for hits and False for misses. The order of the misses is unspecified.
 
         Args:
-            segments: at most one for each table. Keys and outputs that are on the device already are not copied.
+            segments: at most one for each table, all with bags or none. What is on the device already is not copied.
 
         Keys that are not resident and whose table is attached are answered from there, and admitted; if it is authoritative,
         those it has not get the default vector. Keys whose vector a writer keeps busy are left.
@@ -140,7 +144,8 @@ class CacheLookup(ABC):
             How many keys (duplicates counted) are left: for `unique` and what follows it.
 
         Raises:
-            InvalidDtypeError, InvalidInputError: an array has another dtype, layout or place; nothing was written.
+            InvalidDtypeError, InvalidInputError: an array has another dtype, layout or place; nothing was written. Or offsets on
+                the device do not begin with 0, fall, or do not end with n; outputs are then unspecified.
         """
 
     def enqueue(self, segments: Sequence[Segment], captured: bool = False) -> None:

@@ -7,7 +7,7 @@ tensors as DLPack would.
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ import numpy.typing as npt
 from hps.errors import InvalidDtypeError, InvalidInputError
 from hps.tensors.dlpack import adopt, as_keys, as_output, view_as_keys, view_as_output
 from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
+
+if TYPE_CHECKING:
+    from hps.tensors.bags import Pooling
 
 CUDA_ARRAYS: set[type] = set()
 """Types of arrays that are in CUDA memory, always, and have a `size`. The CUDA cache, which reads them itself, adds CuPy's."""
@@ -47,9 +50,11 @@ class Segment:
         out: (n, dim) float32, C-contiguous; every row has been written when the lookup returns.
         found: (n,) bool or None; set to True for keys that a tier answered, False for those that got the default.
         n: number of keys; given where `keys` is a tensor of any shape in CUDA memory.
+        pooling: the bags that the keys are pooled in; None: every key gets a row. Of the segments of a lookup, all have bags or
+            none has. With B bags `out` is (B, dim), in host memory with rows of any stride, and there is no `found`.
     """
 
-    __slots__ = ("found", "keys", "n", "out", "table")
+    __slots__ = ("found", "keys", "n", "out", "pooling", "table")
 
     def __init__(
         self,
@@ -58,12 +63,14 @@ class Segment:
         out: DeviceArray,  # (n, dim)
         found: DeviceArray | None = None,  # (n,)
         n: int = -1,
+        pooling: "Pooling | None" = None,
     ) -> None:
         self.table = table
         self.keys = keys
         self.out = out
         self.found = found
         self.n = len(keys) if n < 0 else n
+        self.pooling = pooling
 
 
 def as_host_keys(keys: Any) -> KeyArray:
@@ -131,8 +138,8 @@ def tensor_segment(table: int, dim: int, keys: Any, out: Any, *, on_cuda: bool, 
     Raises:
         InvalidDtypeError, InvalidInputError: the tensors cannot be keys or an output of `dim` elements per key.
     """
-    flat, n = _keys_of(keys, on_cuda)
-    return Segment(table, flat, _output_of(out, n, dim, on_cuda), np.empty(n, np.bool_) if with_found else None, n)
+    flat, n = adopt_keys(keys, on_cuda)
+    return Segment(table, flat, adopt_output(out, n, dim, on_cuda), np.empty(n, np.bool_) if with_found else None, n)
 
 
 def named_segments(
@@ -166,7 +173,7 @@ def named_segments(
         elif on_cuda and getattr(keys, "is_cuda", False):
             n = keys.numel()
         elif hasattr(keys, "__dlpack__") and not isinstance(keys, np.ndarray):
-            keys, n = _keys_of(keys, on_cuda)
+            keys, n = adopt_keys(keys, on_cuda)
         else:
             keys = as_host_keys(keys)
             n = keys.size
@@ -177,7 +184,7 @@ def named_segments(
         else:
             place = out[name]
             if not on_cuda or not (type(place) in CUDA_ARRAYS or getattr(place, "is_cuda", False)):
-                place = _output_of(place, n, specs[index].dim, on_cuda)
+                place = adopt_output(place, n, specs[index].dim, on_cuda)
         segments.append(Segment(index, keys, place, np.empty(n, np.bool_) if with_found else None, n))
     if by_id:
         refuse_repeated_tables(segments, specs)
@@ -205,12 +212,12 @@ def concatenated_segments(
             f"looking up concatenated tables: got counts {list(counts)[:8]}, expected {len(specs)} of them, one per table, "
             "none negative"
         )
-    flat, n = _keys_of(keys, on_cuda)
+    flat, n = adopt_keys(keys, on_cuda)
     total, size = sum(counts), sum([count * spec.dim for count, spec in zip(counts, specs, strict=True)])
     if n != total:
         raise InvalidInputError(f"looking up concatenated tables: got {n} keys, expected {total}, the sum of the counts")
     found = np.empty(total, np.bool_) if with_found else None
-    place = _output_of(out, size, 1, on_cuda)
+    place = adopt_output(out, size, 1, on_cuda)
     keys_on_host, out_on_host = isinstance(flat, np.ndarray), isinstance(place, np.ndarray)
     row = element = 0
     segments = []
@@ -292,7 +299,7 @@ def _check_array(
         )
 
 
-def _keys_of(keys: Any, on_cuda: bool) -> tuple[Any, int]:
+def adopt_keys(keys: Any, on_cuda: bool) -> tuple[Any, int]:
     """Adopt keys: (n,) int64 in host memory, or the tensor that a CUDA cache reads itself; and n."""
     if on_cuda and type(keys) is not np.ndarray:
         if type(keys) in CUDA_ARRAYS:
@@ -308,7 +315,7 @@ def _keys_of(keys: Any, on_cuda: bool) -> tuple[Any, int]:
     return flat, flat.size
 
 
-def _output_of(out: Any, rows: int, dim: int, on_cuda: bool) -> Any:
+def adopt_output(out: Any, rows: int, dim: int, on_cuda: bool) -> Any:
     """Adopt an output: (rows, dim) float32 in host memory, or the tensor that a CUDA cache writes itself."""
     if on_cuda and type(out) is not np.ndarray:
         if type(out) in CUDA_ARRAYS or getattr(out, "is_cuda", False):

@@ -144,8 +144,8 @@ class CacheLookup(ABC):
             How many keys (duplicates counted) are left: for `unique` and what follows it.
 
         Raises:
-            InvalidDtypeError, InvalidInputError: an array has another dtype, layout or place; nothing was written. Or offsets on
-                the device do not begin with 0, fall, or do not end with n; outputs are then unspecified.
+            InvalidDtypeError, InvalidInputError: an array has another dtype, layout or place; nothing was written. Or
+                offsets on the device do not begin with 0, fall, or do not end with n; outputs are then unspecified.
         """
 
     def enqueue(self, segments: Sequence[Segment], captured: bool = False) -> None:

@@ -7,8 +7,8 @@ With v_i the vectors of a bag's keys, clipped to `max_norm` first, and w_i their
     sqrtn    sum of w_i v_i / sqrt(sum of w_i w_i)        embedding_lookup_sparse(combiner="sqrtn")
 
 A vector is clipped as torch does: where its L2 norm is above `max_norm`, it is multiplied by max_norm / (norm + 1e-7). Keys
-that equal the padding key are left out, and are not looked up. A bag without keys, or whose divisor is 0, is zeros. Keys that no
-tier has count with the table's default vector, as in a lookup of rows.
+that equal the padding key are left out, and are not looked up. A bag without keys, or whose divisor is 0, is zeros. Keys that
+no tier has count with the table's default vector, as in a lookup of rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence

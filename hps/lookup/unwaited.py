@@ -35,7 +35,7 @@ class _Workspace:
 
 
 _Need: TypeAlias = tuple[tuple[int, ...], int, int]
-"""Tables, keys, and floats of the vectors of a lookup."""
+"""Tables (of a pooled lookup, and the bags of each, as numbers below 0), keys, and floats of their vectors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,8 @@ class UnwaitedLookups:
                 if new:
                     raise DatabaseError(
                         f"{self._doing(index)}: earlier lookups could not read {new} keys in host memory, which got "
-                        "the default vector: a writer kept their bucket, or the table was dropped. Look them up again; with "
-                        "wait=True the CPU answers them"
+                        "the default vector: a writer kept their bucket, or the table was dropped; or offsets of bags did not "
+                        "begin with 0, fell, or did not end with n. Look them up again; with wait=True the CPU answers them"
                     )
 
     def enqueue(
@@ -125,8 +125,9 @@ class UnwaitedLookups:
             NotReadyError: they are closed.
         """
         self._used = True
+        pooled = [-1 - segment.pooling.count for segment in segments if segment.pooling is not None]
         need = (
-            tuple([segment.table for segment in segments]),
+            tuple([segment.table for segment in segments] + pooled),
             sum([segment.n for segment in segments]),
             sum([segment.n * self._dims[segment.table] for segment in segments]),
         )

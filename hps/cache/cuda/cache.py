@@ -16,8 +16,9 @@ from hps.cache.cuda import kernels
 from hps.cache.cuda.device import CUDA_ERRORS, compile_all, on_device
 from hps.cache.cuda.graphs import CupyCapture, CupyGraph, capture_of, record
 from hps.cache.cuda.links import AttachedTable, CudaPinner
-from hps.cache.cuda.lookup import CupyLookup, LookupKernels
+from hps.cache.cuda.lookup import LookupKernels
 from hps.cache.cuda.modifications import Modifications
+from hps.cache.cuda.pooling import PoolingLookup
 from hps.cache.cuda.tables import TableMemory, allocate, check_room, device_call
 from hps.cache.cuda.tensors import TensorReader
 from hps.errors import DeviceError, InvalidInputError
@@ -85,10 +86,10 @@ class CupyCache(EmbeddingCache):
         return cls(tables, capacity_rows, device_id)
 
     @device_call("creating a lookup")
-    def create_lookup(self) -> CupyLookup:
+    def create_lookup(self) -> PoolingLookup:
         """Allocate what one lookup at a time needs; it grows with the lookups that it serves."""
         self.memory.tables()
-        return CupyLookup(self.memory, self._kernels, self._changes, self._links)
+        return PoolingLookup(self.memory, self._kernels, self._changes, self._links)
 
     def attach(
         self,

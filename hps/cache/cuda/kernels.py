@@ -33,6 +33,10 @@ STRIPES = 1024
 LINK_KERNELS = ("mark", "place", "fetch", "check", "mend", "spread")
 MOST_HOST_SEGMENTS = 16
 """Of a table in host memory."""
+MOST_BAGS = 32
+"""Of the lanes that add up bags together."""
+WIDE_OFFSETS, LAST_OFFSET, PADDED = 4, 8, 16
+"""Options of a pooled segment, beside its combiner."""
 MOST_BINS = 1024
 """Bins of the misses of a large lookup, over all its tables."""
 
@@ -52,6 +56,11 @@ LINK_SEGMENT = struct.Struct("<QQQQQIIIIfI")
 # staged_keys, staged_epochs, staged_found, slots, bins, leader_counts, tallies, finished, any_left, reports,
 # versions, versions_after, slot_mask, bin_bits, segment_count, patience, settles, 0
 LINKED_TAIL = struct.Struct("<22Q6I")
+# keys, offsets, weights, out, divisors, buckets, rows, padding_key, unread, n, bags, pairs, units, out_units, first_block,
+# missing, index, hotness, bags_per_group, max_norm, options
+POOL_SEGMENT = struct.Struct("<QQQQQQQqQ10IfI")
+# missing_keys, missing_positions, places, entries, missing_counts, any_missing, wrong_offsets, segment_count, 0
+POOL_TAIL = struct.Struct("<7QII")
 PART_TAIL = struct.Struct("<QQQQQQII")  # keys, vectors, chosen, count, epochs, epoch, n, first_block; after a TABLE
 PART_BYTES = TABLE.size + PART_TAIL.size
 INSERT_TAIL = struct.Struct("<QII")  # finished, part_count, mode
@@ -168,6 +177,31 @@ def link_kernel(name: str, unit: int, widest: int, segments: int) -> Kernel:
     copy = _copy_lanes(unit, widest) if name in ("fetch", "mend") else 8
     one = 1 if segments == 1 else SEGMENTS_AT_ONCE
     return Kernel(name, "link", (("UNIT", unit), ("COPY", copy), ("SEGMENTS", one)))
+
+
+def pool_kernel(name: str, unit: int, widest: int, segments: int) -> Kernel:
+    """What pools bags: pool, number, pool_rest; arguments as for `query_kernel`."""
+    copy = _copy_lanes(unit, widest)
+    chunks = 1 << (-(-widest // (unit * copy)) - 1).bit_length()
+    keys = min(copy, max(1, 8 // chunks))
+    one = 1 if segments == 1 else SEGMENTS_AT_ONCE
+    blocks = 6 if name == "pool" and chunks <= 2 else 1
+    sizes = (("UNIT", unit), ("COPY", copy), ("CHUNKS", chunks), ("KEYS", keys), ("MIN_BLOCKS", blocks))
+    return Kernel(name, "pool", (*sizes, ("SEGMENTS", one)))
+
+
+def pool_groups(unit: int, widest: int) -> int:
+    """How many groups of lanes a block of `pool` has; each takes bags of its own."""
+    return QUERY_THREADS // _copy_lanes(unit, widest)
+
+
+def bags_per_group(keys: int, bags: int, total: int) -> int:
+    """How many bags a group takes of a segment of so many keys and bags, in a lookup of `total` keys.
+
+    As many as have some 32 keys, since a group takes several at once; fewer where the lookup would not fill the device.
+    """
+    wanted = min(32, max(8, total // 4096))
+    return min(MOST_BAGS, max(1, wanted * bags // max(keys, 1)))
 
 
 def fetch_blocks(dim: int) -> int:

@@ -75,6 +75,7 @@ class AttachedTable:
         authoritative: what it has not is absent.
         present: the layout of the table, to be held while a kernel reads by it; None while it cannot be read.
         where: the address of what all its lookups share on the device: `Link` in `cuda/host_table.cuh`.
+        unread_at: the address of its counter of keys that nobody could read.
     """
 
     def __init__(self, device_id: int, host: HostTable, authoritative: bool) -> None:
@@ -83,6 +84,7 @@ class AttachedTable:
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._memory = cupy.cuda.Memory(kernels.LINK.size)
         self.where = int(self._memory.ptr)
+        self.unread_at = self.where + _COUNTERS_AT + 24
         self._words = PinnedBuffer()
         self._word_at, word = self._words.take(8)
         self._word: np.ndarray = word.view(np.uint64)

@@ -55,6 +55,7 @@ class LookupKernels:
         self.packed = [table.packed for table in tables]
         self._queries: dict[tuple[int, int, int, bool], int] = {}  # handles, by unit, widest row, segments, link
         self._scatters: dict[int, int] = {}  # handles, by unit
+        self._pools: dict[tuple[str, int, int, int], int] = {}  # handles, by name, unit, widest row, segments
         self._links: dict[tuple[str, int, int, int], int] = {}  # handles, by name, unit, widest row, segments
         self._inserts: dict[tuple[int, int, int], int] = {}  # handles, by unit, widest row, parts
 
@@ -94,6 +95,14 @@ class LookupKernels:
         handle = self._scatters.get(unit)
         if handle is None:
             handle = self._scatters[unit] = self._compiled.handle(kernels.scatter_kernel(unit))
+        return handle
+
+    def pool(self, name: str, unit: int, widest: int, segments: int) -> int:
+        """The handle of one of the kernels of `cuda/pool.cu`, which is compiled when the first bags are looked up."""
+        handle = self._pools.get((name, unit, widest, segments))
+        if handle is None:
+            handle = self._compiled.handle(kernels.pool_kernel(name, unit, widest, segments))
+            self._pools[name, unit, widest, segments] = handle
         return handle
 
     def link(self, name: str, unit: int, widest: int, segments: int) -> int:
@@ -150,7 +159,7 @@ class CupyLookup(CacheLookup):
         self._links: list[AttachedTable | None] = []  # as they were when the current lookup began: it keeps to them
         self._layouts: list[DeviceLayout | None] = []  # of each segment, while the device reads by them
         self._dims = [spec.dim for spec in memory.specs]
-        self._reader = TensorReader(memory.device_id)
+        self.reader = TensorReader(memory.device_id)
         self._own = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
         self._own_stream = int(self._own.ptr)
         self._waits_for: list[int] = []  # streams of the caller's that the end of the lookup is ordered before
@@ -192,8 +201,8 @@ class CupyLookup(CacheLookup):
 
         tables = len(memory.specs)
         self._fixed = PinnedBuffer()
-        self._flags_at, flags = self._fixed.take(16)
-        self._flags: np.ndarray = flags.view(np.uint32)  # whether any key: missed, was staged, is left
+        self.flags_at, flags = self._fixed.take(16)
+        self.flags: np.ndarray = flags.view(np.uint32)  # whether any key: missed, was staged, is left; any offset is wrong
         self._totals_at, totals = self._fixed.take(8 * tables)
         self._totals: np.ndarray = totals.view(np.uint32).reshape(tables, 2)  # misses and distinct keys of each segment
         self._tallies_at, tallies = self._fixed.take(8 * tables)
@@ -202,15 +211,15 @@ class CupyLookup(CacheLookup):
         self._reports: np.ndarray = reports.view(np.uint32)  # the same by warp: linked, and absent shifted by 16
         self._reports[:] = 0
         self._counts = DeviceBuffer()  # by segment: missing, left, staged, leaders, tallies (2); then two of finished blocks
-        self._missing_counts = self._counts.reserve(4 * (6 * tables + 2))
+        self.missing_counts = self._counts.reserve(4 * (6 * tables + 2))
         self._left_counts, self._staged_counts, self._leader_counts, self._device_tallies, self._finished = (
-            self._missing_counts + 4 * tables * nth for nth in (1, 2, 3, 4, 6)
+            self.missing_counts + 4 * tables * nth for nth in (1, 2, 3, 4, 6)
         )
-        self._clear()
+        self.clear()
 
         self._capacity = 0  # keys that the lists have room for
         self._lists = DeviceBuffer()
-        self._missing_keys = self._missing_positions = self.rows = self.distinct = 0
+        self.missing_keys = self.listed_positions = self.rows = self.distinct = 0
         self._listed_keys = self.missing_positions = self._listed_counts = 0  # what the host must answer
         self._link_lists = DeviceBuffer()
         self._staged = DeviceBuffer()
@@ -239,12 +248,12 @@ class CupyLookup(CacheLookup):
         self.begin(segments)
         if self.changes.pending:
             self.changes.show(self.stream)
-        self._flags[:3] = 0
+        self.flags[:3] = 0
         self.linked = self.absent = ()
         try:
-            self.counts = self._answer()
+            self.counts = self.answer()
         except CUDA_ERRORS:
-            self._clear()
+            self.clear()
             raise
         del tables  # closing the cache leaves their memory alone until here
         self._layouts = []
@@ -274,16 +283,20 @@ class CupyLookup(CacheLookup):
                 link.follow()  # type: ignore[union-attr]
                 if link.present is None:  # type: ignore[union-attr]
                     raise NotReadyError("looking up without waiting: a table was dropped from the in-process hash map")
-        inline = sum([place.n for place in self.placed]) <= _INLINE_KEYS
         try:
-            self.launch_query(inline, settles=True)
-            if not inline:
-                self._launch_linked(settles=True)
-            self._admit(inline, captured)
+            self.launch_unwaited(captured)
         except CUDA_ERRORS:
             if not captured:
-                self._clear()
+                self.clear()
             raise
+
+    def launch_unwaited(self, captured: bool) -> None:
+        """Launch a lookup that nobody waits for; see `enqueue`."""
+        inline = sum([place.n for place in self.placed]) <= _INLINE_KEYS
+        self.launch_query(inline, settles=True)
+        if not inline:
+            self.launch_linked(settles=True)
+        self.admit(inline, captured)
 
     @device_call("preparing the capture of a lookup")
     def prepare(self, segments: Sequence[Segment]) -> None:
@@ -306,7 +319,7 @@ class CupyLookup(CacheLookup):
         on_host = [place for place in self.placed if place.host_out is not None or place.host_found is not None]
         if self._unfinished:
             if on_host or self._host_waits:
-                self._synchronise()
+                self.synchronise()
             for stream in self._waits_for:
                 runtime.eventRecord(self._order.ptr, self.stream)
                 runtime.streamWaitEvent(stream, self._order.ptr)
@@ -318,13 +331,8 @@ class CupyLookup(CacheLookup):
 
     def begin(self, segments: Sequence[Segment], captured: bool = False) -> None:
         """Find keys and outputs of all segments, and order the lookup after their producers, and after the last one."""
-        if self._unfinished:  # what the last lookup left running still uses the memory
-            runtime.eventSynchronize(self._done.ptr)
-            self._unfinished = False
-        self.host.reset()
-        self._fetched_used = 0
-        reader, dims = self._reader, self._dims
-        reader.start()
+        self.begin_reading()
+        reader, dims = self.reader, self._dims
         placed, missing = [], 0
         for segment in segments:
             place = PlacedSegment(segment, missing)
@@ -339,15 +347,28 @@ class CupyLookup(CacheLookup):
             missing += n
             placed.append(place)
         self.placed = placed
-        self._choose_stream(reader.streams)
+        self.end_reading(missing, captured)
+
+    def begin_reading(self) -> None:
+        """Make ready for the tensors of another lookup."""
+        if self._unfinished:  # what the last lookup left running still uses the memory
+            runtime.eventSynchronize(self._done.ptr)
+            self._unfinished = False
+        self.host.reset()
+        self._fetched_used = 0
+        self.reader.start()
+
+    def end_reading(self, keys: int, captured: bool) -> None:
+        """Order a lookup of so many keys after the producers of its tensors, and after the last lookup."""
+        self._choose_stream(self.reader.streams)
         if self._busy and self._busy != self.stream + 1 and not captured:
             runtime.streamWaitEvent(self.stream, self._done.ptr)
             runtime.eventRecord(self._done.ptr, self.stream)
             self._busy = self.stream + 1
-        if missing > self._capacity:
-            self._reserve(missing)
+        if keys > self._capacity:
+            self._reserve(keys)
 
-    def _answer(self) -> list[int]:
+    def answer(self) -> list[int]:
         """Answer what the cache and attached tables have; returns how many keys of each segment are left.
 
         Where recent lookups missed keys that attached tables had, all is launched at once; else what misses need comes once
@@ -356,30 +377,43 @@ class CupyLookup(CacheLookup):
         expects = self._missing_share > 0.0
         if not expects:
             self.launch_query()
-            self._synchronise()
-            if not self._flags[0]:
+            self.synchronise()
+            if not self.flags[0]:
                 return [0] * len(self.placed)
-        attached = self._find_layouts()
+        attached = self.find_layouts()
         total = sum([place.n for place in self.placed])
         inline = attached and total <= _INLINE_KEYS and total * self._missing_share <= _INLINE_MISSES
         if expects:
             self.launch_query(inline)
         elif inline:  # ask again: that is quicker than to order few misses
-            self._flags[0] = 0
-            runtime.memsetAsync(self._missing_counts, 0, 4 * len(self._dims), self.stream)
+            self.flags[0] = 0
+            runtime.memsetAsync(self.missing_counts, 0, 4 * len(self._dims), self.stream)
             self.launch_query(inline)
+        counts = self.answer_misses(attached, inline, expects)
+        share, before = (sum(self.linked) + sum(self.absent)) / max(total, 1), self._missing_share / 8
+        self._missing_share = max(share, before if before > _LEAST_SHARE else 0.0)
+        return counts
+
+    def answer_misses(self, attached: bool, inline: bool, running: bool) -> list[int]:
+        """Answer what misses from attached tables; returns how many keys of each segment are left.
+
+        Args:
+            attached: there are any.
+            inline: the query did it.
+            running: the query is under way.
+        """
         if attached:
             if not inline:
-                self._launch_linked()
+                self.launch_linked()
             runtime.eventRecord(self._answered.ptr, self.stream)
-            self._admit(inline)
+            self.admit(inline)
             runtime.eventSynchronize(self._answered.ptr)
             self._unfinished = False
-        elif expects:
-            self._synchronise()
-        self._listed_keys, self.missing_positions = self._missing_keys, self._missing_positions
-        self._listed_counts = self._missing_counts
-        missed, staged, left = self._flags[:3].tolist()
+        elif running:
+            self.synchronise()
+        self._listed_keys, self.missing_positions = self.missing_keys, self.listed_positions
+        self._listed_counts = self.missing_counts
+        missed, staged, left = self.flags[:3].tolist()
         if inline and staged:
             self._read_reports()
         elif attached and not inline and missed:
@@ -388,16 +422,14 @@ class CupyLookup(CacheLookup):
             missed = left
             self._listed_keys, self.missing_positions = self._left_keys, self._left_positions
             self._listed_counts = self._left_counts
-        share, before = (sum(self.linked) + sum(self.absent)) / max(total, 1), self._missing_share / 8
-        self._missing_share = max(share, before if before > _LEAST_SHARE else 0.0)
         if not missed:
             return [0] * len(self.placed)
         self._launch_unique()
-        self._synchronise()
+        self.synchronise()
         counts: list[int] = self._totals[: len(self.placed), 0].tolist()
         return counts
 
-    def _find_layouts(self) -> bool:
+    def find_layouts(self) -> bool:
         """Hold the layouts of the segments' attached tables; returns whether there are any."""
         links = self._links
         self._layouts = layouts = []
@@ -410,6 +442,10 @@ class CupyLookup(CacheLookup):
             layouts.append(layout)
             attached = attached or layout is not None
         return attached
+
+    def link_of(self, table: int) -> AttachedTable | None:
+        """The attached table that the current lookup keeps to."""
+        return self._links[table]
 
     def launch_query(self, link: bool = False, settles: bool = False) -> None:
         """Launch the queries of all segments: one kernel for every SEGMENTS_AT_ONCE of them.
@@ -453,7 +489,7 @@ class CupyLookup(CacheLookup):
                     self._staged_found,
                     self._staged_counts,
                     reports,
-                    self._flags_at + 4,
+                    self.flags_at + 4,
                     _UNWAITED_PATIENCE if settles else _PATIENCE,
                     settles,
                 )
@@ -462,10 +498,10 @@ class CupyLookup(CacheLookup):
             arguments.pack(
                 kernels.QUERY_TAIL,
                 offset,
-                self._missing_keys,
-                self._missing_positions,
-                self._missing_counts,
-                self._flags_at,
+                self.missing_keys,
+                self.listed_positions,
+                self.missing_counts,
+                self.flags_at,
                 len(group),
                 per_warp,
                 0,
@@ -492,7 +528,7 @@ class CupyLookup(CacheLookup):
         where = layout.where if layout is not None else link.where
         return where, link.where, self._staged_at[index], self.memory.specs[table].default_value, link.authoritative
 
-    def _launch_linked(self, settles: bool = False) -> None:
+    def launch_linked(self, settles: bool = False) -> None:
         """Launch what answers the misses of a large lookup from attached tables; arguments as for `launch_query`."""
         placed, geometry = self.placed, self.kernels.geometry
         rows = [min(place.n, _STAGED_BYTES // (4 * geometry[place.table][0])) for place in placed]
@@ -524,9 +560,9 @@ class CupyLookup(CacheLookup):
             arguments.pack(
                 kernels.LINKED_TAIL,
                 segments * kernels.LINK_SEGMENT.size,
-                self._missing_keys,
-                self._missing_positions,
-                self._missing_counts,
+                self.missing_keys,
+                self.listed_positions,
+                self.missing_counts,
                 self._leaders,
                 self._ranks,
                 self._in_order,
@@ -542,7 +578,7 @@ class CupyLookup(CacheLookup):
                 self._leader_counts,
                 self._device_tallies,
                 self._finished,
-                self._flags_at + 8,
+                self.flags_at + 8,
                 self._tallies_at,
                 self._versions,
                 self._versions + 8 * kernels.STRIPES * kernels.SEGMENTS_AT_ONCE,
@@ -567,7 +603,7 @@ class CupyLookup(CacheLookup):
                 blocks = min(most, -(-parts * (4 if name in ("fetch", "mend") else 1) // per_block))
                 launch(self.kernels.link(name, unit, widest, segments), max(1, blocks), threads, arguments, self.stream)
 
-    def _admit(self, inline: bool, captured: bool = False) -> None:
+    def admit(self, inline: bool, captured: bool = False) -> None:
         """Launch the admission of what was staged, which nobody waits for."""
         placed, geometry, packed = self.placed, self.kernels.geometry, self.kernels.packed
         counts = self._staged_counts if inline else self._leader_counts
@@ -696,22 +732,22 @@ class CupyLookup(CacheLookup):
         )
         for kernel in (kernels.MARK_HEADS, kernels.RANK_SORTED_KERNEL):
             launch(self.kernels.handle(kernel), blocks, kernels.UNIQUE_THREADS, self._rank_arguments, self.stream)
-        self._synchronise()
+        self.synchronise()
         count = int(self._totals[index, 1])
         copy_to_host(
             self._distinct_on_host[place.missing : place.missing + count], self.distinct + 8 * place.missing, self.stream
         )
         return count
 
-    def _synchronise(self) -> None:
+    def synchronise(self) -> None:
         """Wait for all that was launched."""
         runtime.streamSynchronize(self.stream)
         self._unfinished = False
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
         """Count misses from 0 again: a query may have ended without that, and its kernel may still wait for its turn."""
         runtime.streamSynchronize(self.stream)
-        runtime.memset(self._missing_counts, 0, 4 * (6 * len(self.memory.specs) + 2))
+        runtime.memset(self.missing_counts, 0, 4 * (6 * len(self.memory.specs) + 2))
         runtime.streamSynchronize(0)  # which no other stream waits for
 
     def _choose_stream(self, streams: set[int]) -> None:
@@ -732,8 +768,8 @@ class CupyLookup(CacheLookup):
         keys = 1 << (keys - 1).bit_length()
         self._capacity = 0  # what is freed below is not used again, if there is no memory for more
         start = self._lists.reserve(24 * keys)
-        self._missing_keys, self.distinct = start, start + 8 * keys
-        self._missing_positions, self.rows = start + 16 * keys, start + 20 * keys
+        self.missing_keys, self.distinct = start, start + 8 * keys
+        self.listed_positions, self.rows = start + 16 * keys, start + 20 * keys
         self._distinct_memory = PinnedBuffer()
         self._distinct_on_host_at, distinct = self._distinct_memory.take(8 * keys)
         self._distinct_on_host = distinct.view(np.int64)

@@ -10,10 +10,12 @@ from cupy_backends.cuda.api import runtime
 
 from hps.cache.cuda.device import PinnedBuffer, stream_of
 from hps.errors import InvalidDtypeError, InvalidInputError
+from hps.tensors.bags import Columns
 from hps.tensors.dlpack import (
     BOOL,
     CUDA,
     CUDA_MANAGED,
+    FLOAT,
     NUMPY_CODES,
     TensorView,
     adopt,
@@ -73,6 +75,7 @@ class TensorReader:
     __slots__ = (
         "_device_id",
         "_float32",
+        "_int32",
         "_int64",
         "_keep",
         "_seen_cupy",
@@ -88,6 +91,7 @@ class TensorReader:
         self._device_id = device_id
         self._tensor: Any = None  # torch.Tensor, once torch has been imported, and what goes with it
         self._int64: Any = None
+        self._int32: Any = None
         self._float32: Any = None
         self._torch_stream: Callable[[int], int]
         self._seen_torch = self._seen_cupy = False
@@ -104,7 +108,7 @@ class TensorReader:
         self._shared_keys = self._shared_out = (None, 0)
         if self._tensor is None and "torch" in sys.modules:
             torch = sys.modules["torch"]
-            self._int64, self._float32 = torch.int64, torch.float32
+            self._int64, self._int32, self._float32 = torch.int64, torch.int32, torch.float32
             self._torch_stream = work_stream_of(torch.Tensor) or (lambda device: torch.cuda.current_stream(device).cuda_stream)
             self._tensor = torch.Tensor
 
@@ -198,6 +202,41 @@ class TensorReader:
         self._follow(view, "output")
         return view.pointer
 
+    def offsets(self, tensor: Any) -> tuple[int, int, int]:
+        """Address, bits and number of offsets: int64 or int32, C-contiguous."""
+        if self._is_own(tensor) and (tensor.dtype is self._int64 or tensor.dtype is self._int32):
+            return tensor.data_ptr(), 8 * tensor.element_size(), tensor.numel()
+        view = self._view(tensor, "offsets")
+        check_keys(view, "offsets")
+        if view.pointer % (view.bits // 8):
+            raise InvalidInputError("adopting offsets: got memory that is not aligned to them; pass a tensor of its own")
+        self._follow(view, "offsets")
+        return view.pointer, view.bits, view.size
+
+    def weights(self, tensor: Any, n: int) -> int:
+        """Address of n float32 weights, C-contiguous."""
+        if self._is_own(tensor) and tensor.dtype is self._float32 and tensor.numel() == n:
+            pointer: int = tensor.data_ptr()
+            return pointer
+        view = self._view(tensor, "weights")
+        if (view.code, view.bits, view.lanes) != (FLOAT, 32, 1):
+            raise InvalidDtypeError(f"adopting weights: got {view.dtype_name}, expected float32")
+        if not view.contiguous or view.size != n or view.pointer % 4:
+            raise InvalidInputError(
+                f"adopting weights: got shape {view.shape} with strides {view.strides}, expected {n} C-contiguous, aligned "
+                "elements, as many as keys"
+            )
+        self._follow(view, "weights")
+        return view.pointer
+
+    def columns(self, columns: Columns) -> int:
+        """Address of the first element of some columns of an output."""
+        tensor, address = self._shared_out
+        if tensor is not columns.tensor:
+            address = self.output(columns.tensor, columns.rows, columns.width)
+            self._shared_out = (columns.tensor, address)
+        return address + 4 * columns.start
+
     def view(self, tensor: Any, what: str) -> TensorView:
         """A tensor in place, of which nothing is checked; of a stretch, the whole."""
         return self._view(tensor.tensor if type(tensor) is Stretch else tensor, what)
@@ -239,6 +278,13 @@ class TensorReader:
             address = self.output(stretch.tensor, stretch.total, 1)
             self._shared_out = (stretch.tensor, address)
         return address + 4 * stretch.start
+
+    def _is_own(self, tensor: Any) -> bool:
+        """Whether it is a contiguous tensor of torch's on this device, whose stream is then noted."""
+        own = type(tensor) is self._tensor and tensor.get_device() == self._device_id and tensor.is_contiguous()
+        if own and not self._seen_torch:
+            self._see_torch()
+        return own
 
     def _see_torch(self) -> None:
         self._seen_torch = True

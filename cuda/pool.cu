@@ -1,0 +1,470 @@
+// PURPOSE     Adds up the resident vectors of the keys of each bag, for all tables of a request at once, and lists the keys that
+//             are not resident (pool); later adds the vectors of those, which were found elsewhere (number, pool_rest).
+// ARRAYS      For each segment: keys (n,) int64, in, 8-byte aligned. offsets (bags,) or (bags + 1,) int64 or int32, in: where
+//             bags begin; or null: each has `hotness` keys. weights (n,) float32 or null, in. out (bags, dim) float32, out, rows
+//             out_units units apart, aligned to HPS_UNIT floats. divisors (bags,) float32, out: of bags that lack vectors. buckets
+//             and rows of its table, in; scores of the buckets, in/out (embedding_cache.cuh). missing_keys int64, missing_positions and
+//             places uint32, out: from the segment's `missing` on, one entry a miss, in any order: its key, its number among them
+//             and its position among the keys. missing_counts (segments,) uint32, in/out: must be 0 before, the number of misses
+//             after. any_missing and wrong_offsets uint32 in mapped host memory, out: become 1 if a key of any segment misses, or
+//             if offsets do not begin with 0, fall, or miss the end; where `unread` uint64 is given, that is counted there instead.
+//             number: entries (keys,) uint32, in/out: must be 0xffffffff before; of each key that missed, the number of its miss.
+//             pool_rest: rows (misses, dim) float32, in: their vectors.
+// LAUNCH      Blocks of HPS_THREADS. In pool and pool_rest a segment has ceil(bags / (groups of a block * bags_per_group)) of them,
+//             from its first_block on. A group of HPS_COPY lanes owns bags_per_group bags, at most 32, and takes the keys of all of
+//             them, a key a lane: tiles of 4 lanes find them, then the group reads HPS_KEYS rows at once, HPS_CHUNKS units of each a
+//             lane. number: any multiple of the segments. No bags is a segment without a block.
+// INVARIANTS  Every int64 is a key. A bag's vector is the sum of w_i v_i, divided as the combiner says; hps/tensors/bags.py says how.
+//             Resident keys are added in their order, then the others in theirs. out of a bag that lacks vectors is the sum
+//             without its division, until pool_rest. A wrong offset reads and writes nothing outside of the arrays.
+// RACES       As in query.cu: a row counts only if its bucket's version and the slot's key are the same after it was read. That is
+//             seen once for all keys of a warp, when their rows have been added; if one is not, all are added again, to what was
+//             there before, and bags that were written are written again. After HPS_PATIENCE times the key counts as a miss.
+// TWIN        hps.cache.cpu.pooling.pool, hps.tensors.pooling.pool_rows
+
+#include "embedding_cache.cuh"
+
+#ifndef HPS_THREADS
+#define HPS_THREADS 128
+#endif
+#ifndef HPS_MIN_BLOCKS
+#define HPS_MIN_BLOCKS 1
+#endif
+#ifndef HPS_COPY
+#define HPS_COPY 32
+#endif
+#ifndef HPS_CHUNKS
+#define HPS_CHUNKS 1  // units of a row that one lane holds
+#endif
+#ifndef HPS_KEYS
+#define HPS_KEYS 8  // whose rows a group reads at once
+#endif
+#ifndef HPS_SEGMENTS
+#define HPS_SEGMENTS 32
+#endif
+#ifndef HPS_PATIENCE
+#define HPS_PATIENCE 256
+#endif
+
+constexpr u32 SQRTN = 2, COMBINER = 3;                          // of options: the combiner; 0 is the sum, 1 the mean
+constexpr u32 WIDE_OFFSETS = 4, LAST_OFFSET = 8, PADDED = 16;  // int64; there are bags + 1; padding_key counts
+
+struct PoolSegment {
+    const i64* keys;
+    const void* offsets;
+    const float* weights;
+    Unit* out;
+    float* divisors;
+    uint4* buckets;
+    const Unit* rows;
+    i64 padding_key;
+    u64* unread;  // a counter of wrong offsets, where nobody waits; else null
+    u32 n;
+    u32 bags;
+    u32 pairs;
+    u32 units;  // of a row: dim / HPS_UNIT
+    u32 out_units;
+    u32 first_block;
+    u32 missing;
+    u32 index;  // of its count
+    u32 hotness;
+    u32 bags_per_group;
+    float max_norm;  // 0: rows are not clipped
+    u32 options;
+};
+
+struct Pool {
+    PoolSegment segments[HPS_SEGMENTS];
+    i64* missing_keys;
+    u32* missing_positions;
+    u32* places;
+    u32* entries;
+    u32* missing_counts;
+    u32* any_missing;
+    u32* wrong_offsets;
+    u32 segment_count;
+    u32 zero;  // always 0, which the compiler does not know
+};
+
+static_assert(sizeof(PoolSegment) == 120 && sizeof(Pool) == 120 * HPS_SEGMENTS + 64, "hps/cache/cuda/kernels.py packs these");
+
+constexpr u32 WARPS = HPS_THREADS / 32, GROUPS = 32 / HPS_COPY, KEYS = HPS_KEYS, CHUNKS = HPS_CHUNKS;
+constexpr u32 MOST_BAGS = 32;  // of a group
+constexpr u32 NO_ENTRY = 0xffffffffu;
+static_assert(HPS_COPY % KEYS == 0, "whole batches");
+
+struct Floats {
+    Unit chunk[CHUNKS];
+};
+
+__device__ __forceinline__ void clear(Floats& floats) {
+#pragma unroll
+    for (u32 c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+        for (u32 i = 0; i < UNIT; ++i) floats.chunk[c].value[i] = 0.0f;
+    }
+}
+
+__device__ __forceinline__ void add(Floats& sum, float weight, const Floats& row) {
+#pragma unroll
+    for (u32 c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+        for (u32 i = 0; i < UNIT; ++i) sum.chunk[c].value[i] = fmaf(weight, row.chunk[c].value[i], sum.chunk[c].value[i]);
+    }
+}
+
+// What a row is multiplied by to be no longer than max_norm; for whole warps.
+__device__ __forceinline__ float clip(const Floats& row, float max_norm) {
+    float square = 0.0f;
+#pragma unroll
+    for (u32 c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+        for (u32 i = 0; i < UNIT; ++i) square = fmaf(row.chunk[c].value[i], row.chunk[c].value[i], square);
+    }
+#pragma unroll
+    for (u32 step = HPS_COPY / 2; step > 0; step /= 2) square += __shfl_xor_sync(FULL_WARP, square, step);
+    const float norm = sqrtf(square);
+    return norm > max_norm ? max_norm / (norm + 1e-7f) : 1.0f;
+}
+
+// The segment that this block works on.
+__device__ __forceinline__ const PoolSegment& own_segment(const Pool& request) {
+    u32 s = 0;
+#pragma unroll
+    for (u32 step = HPS_SEGMENTS / 2; step > 0; step /= 2) {
+        if (s + step < request.segment_count && request.segments[s + step].first_block <= blockIdx.x) s += step;
+    }
+    return request.segments[s];
+}
+
+// The bags of a group: where their keys begin and end.
+struct GroupBags {
+    const u32* ends;
+    u32 first, count, begin, stop;
+
+    __device__ __forceinline__ GroupBags(const Pool& request, const PoolSegment& segment, u32 (*all)[MOST_BAGS]) {
+        const u32 lane = threadIdx.x % 32, group = threadIdx.x / HPS_COPY;
+        first = ((blockIdx.x - segment.first_block) * (WARPS * GROUPS) + group) * segment.bags_per_group;
+        count = first < segment.bags ? min(segment.bags - first, segment.bags_per_group) : 0;
+        begin = 0;
+        bool wrong = false;
+        if (count > 0) {
+            i64 raw = offset_of(segment, first);
+            if (first == 0 && raw != 0) wrong = true;
+            begin = clamped(segment, raw);
+            for (u32 i = lane % HPS_COPY; i < count; i += HPS_COPY) {
+                const i64 before = offset_of(segment, first + i), after = offset_of(segment, first + i + 1);
+                wrong |= before < 0 || before > after || after > segment.n || (first + i + 1 == segment.bags && after != segment.n);
+                all[group][i] = clamped(segment, after);
+            }
+        }
+        if (wrong && segment.unread != nullptr) atomicAdd(segment.unread, 1ull);
+        if (wrong && segment.unread == nullptr) *request.wrong_offsets = 1;
+        __syncwarp();
+        ends = all[group];
+        stop = count > 0 ? ends[count - 1] : 0;
+    }
+
+    static __device__ __forceinline__ i64 offset_of(const PoolSegment& segment, u32 bag) {
+        if (segment.offsets == nullptr) return static_cast<i64>(bag) * segment.hotness;
+        if (bag == segment.bags && !(segment.options & LAST_OFFSET)) return segment.n;
+        return segment.options & WIDE_OFFSETS ? __ldg(static_cast<const i64*>(segment.offsets) + bag)
+                                              : __ldg(static_cast<const int*>(segment.offsets) + bag);
+    }
+
+    static __device__ __forceinline__ u32 clamped(const PoolSegment& segment, i64 raw) {
+        return static_cast<u32>(raw < 0 ? 0 : raw > segment.n ? segment.n : raw);
+    }
+};
+
+// Write a bag's sum, as it is.
+__device__ __forceinline__ void store_whole(const PoolSegment& segment, u32 bag, const Floats& sum) {
+#pragma unroll
+    for (u32 c = 0; c < CHUNKS; ++c) {
+        const u32 unit = threadIdx.x % HPS_COPY + c * HPS_COPY;
+        if (unit < segment.units) segment.out[static_cast<u64>(bag) * segment.out_units + unit] = sum.chunk[c];
+    }
+}
+
+// Write a bag's vector, divided.
+__device__ __forceinline__ void store_divided(const PoolSegment& segment, u32 bag, const Floats& sum, float divisor) {
+    const bool divides = segment.options & COMBINER;
+#pragma unroll
+    for (u32 c = 0; c < CHUNKS; ++c) {
+        const u32 unit = threadIdx.x % HPS_COPY + c * HPS_COPY;
+        Unit value = sum.chunk[c];
+        if (divides) {
+#pragma unroll
+            for (u32 i = 0; i < UNIT; ++i) value.value[i] = divisor == 0.0f ? 0.0f : value.value[i] / divisor;
+        }
+        if (unit < segment.units) stream_out(segment.out + static_cast<u64>(bag) * segment.out_units + unit, value);
+    }
+}
+
+// Find the keys that the lanes ask for: a tile of 4 lanes reads the bucket of one, in four rounds. `slot` and `word`, the first of
+// the bucket's header, change where a lane asks; for whole warps.
+__device__ __forceinline__ void find(const PoolSegment& segment, i64 key, u32 index, bool asks, int& slot, u32& word) {
+    const u32 lane = threadIdx.x % 32, tile = lane / 4, member = lane % 4, all = __ballot_sync(FULL_WARP, asks);
+    uint4 parts[4];
+#pragma unroll
+    for (u32 r = 0; r < 4; ++r) {
+        if (all >> (8 * r) & 0xff) {
+            const u32 bucket = __shfl_sync(FULL_WARP, index, 8 * r + tile);
+            if (all >> (8 * r + tile) & 1) parts[r] = load_part(segment.buckets + static_cast<u64>(bucket) * BUCKET_PARTS + member);
+        }
+    }
+#pragma unroll
+    for (u32 r = 0; r < 4; ++r) {
+        if (all >> (8 * r) & 0xff) {
+            const i64 wanted = __shfl_sync(FULL_WARP, key, 8 * r + tile);
+            const int in_part = all >> (8 * r + tile) & 1 ? slot_in_part(parts[r], member, wanted) : -1;
+            const u32 who = __ballot_sync(FULL_WARP, in_part >= 0) >> (lane % 8 * 4) & 15;  // of the lane's own key, if it is its turn
+            const int there = __shfl_sync(FULL_WARP, in_part, lane % 8 * 4 + (who ? __ffs(who) - 1 : 0));
+            const u32 header = __shfl_sync(FULL_WARP, parts[r].x, lane % 8 * 4);
+            if (lane / 8 == r && asks) {
+                slot = who ? there : -1;
+                word = header;
+            }
+        }
+    }
+}
+
+// The lowest `count` bits.
+__device__ __forceinline__ u32 bits_below(u32 count) {
+    return count >= 32 ? FULL_WARP : (1u << count) - 1;
+}
+
+extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(const __grid_constant__ Pool request) {
+    __shared__ u32 all_ends[WARPS * GROUPS][MOST_BAGS];
+    __shared__ float all_weights[WARPS][32], all_factors[WARPS][32];  // of keys: what their rows count, and are multiplied by
+    __shared__ Floats sums_before[CHUNKS * UNIT <= 32 ? HPS_THREADS : 1];
+    const u32 lane = threadIdx.x % 32, in_group = lane % HPS_COPY, group_lane = lane - in_group;  // the first of the group
+    const PoolSegment& segment = own_segment(request);
+    const u32 units = segment.units, combiner = segment.options & COMBINER;
+    const bool plain = segment.weights == nullptr && segment.max_norm == 0.0f;
+    const GroupBags bags(request, segment, all_ends);
+    float* const own_weight = all_weights[threadIdx.x / 32] + lane;
+    const volatile float* const weights = all_weights[threadIdx.x / 32] + group_lane;
+    volatile float* const factors = all_factors[threadIdx.x / 32] + group_lane;
+
+    Floats sum;
+    clear(sum);
+    float divisor = 0.0f;
+    bool lacks = false;
+    u32 position = bags.begin, bag = 0;
+    i64 next_key = position + in_group < bags.stop ? __ldcs(segment.keys + position + in_group) : 0;
+#pragma unroll 1
+    while (__any_sync(FULL_WARP, bag < bags.count)) {
+        const i64 key = next_key;
+        const u32 own = position + in_group, count = position < bags.stop ? min(HPS_COPY, bags.stop - position) : 0;
+        if (own + HPS_COPY < bags.stop) next_key = __ldcs(segment.keys + own + HPS_COPY);
+        const bool counts = own < bags.stop && !(segment.options & PADDED && key == segment.padding_key);
+        const u32 counted = __ballot_sync(FULL_WARP, counts) >> group_lane;
+        __syncwarp();
+        *own_weight = factors[in_group] = counts && segment.weights != nullptr ? __ldcs(segment.weights + own) : 1.0f;
+        __syncwarp();
+        const bool last = position + count >= bags.stop;
+
+        Floats sum_before;
+        if (CHUNKS * UNIT <= 32) {
+            sums_before[threadIdx.x] = sum;
+        } else {
+            sum_before = sum;
+        }
+        const float divisor_before = divisor;
+        const bool lacked_before = lacks;
+        const u32 bag_before = bag;
+        bool refused = false, missed = false;
+#pragma unroll 1
+        for (u32 attempt = 0;; ++attempt) {
+            const bool asks = counts && segment.pairs != 0 && !refused;
+            u32 index = home_of(key, segment.pairs), word = 0;
+            int slot = -1;
+            find(segment, key, index, asks, slot, word);
+            const bool strayed = asks && slot < 0 && word >> 24;
+            if (__any_sync(FULL_WARP, strayed)) {  // a key is not at home, and some key has strayed: look at the neighbour
+                if (strayed) index ^= 1;
+                find(segment, key, index, strayed, slot, word);
+            }
+            acquire();
+            const bool copies = slot >= 0 && !(word & 1);
+            bool retry = slot >= 0 && word & 1;  // a writer owns the bucket
+            const u32 row = copies ? index * SLOTS + slot : 0;
+            const u32 goods = __ballot_sync(FULL_WARP, copies) >> group_lane;
+
+            u32 copied = 0, at = 0;  // some bits of every unit that was; keys that are added
+            bag = bag_before;
+            u32 end = bag < bags.count ? bags.ends[bag] : 0;
+#pragma unroll 1
+            for (u32 from = 0; from == 0 || __any_sync(FULL_WARP, from < count); from += KEYS) {
+                Floats rows[KEYS];
+                // Without a condition of their own, the loads are all under way before one is waited for.
+                if (__any_sync(FULL_WARP, goods >> from & bits_below(KEYS))) {
+#pragma unroll
+                    for (u32 k = 0; k < KEYS; ++k) {
+                        const u32 of = __shfl_sync(FULL_WARP, row, group_lane + from + k);
+#pragma unroll
+                        for (u32 c = 0; c < CHUNKS; ++c) {
+                            const u32 unit = min(in_group + c * HPS_COPY, units - 1);
+                            rows[k].chunk[c] = load_unit(segment.rows + static_cast<u64>(of) * units + unit);
+                        }
+                    }
+                }
+                if (segment.max_norm > 0.0f) {
+#pragma unroll
+                    for (u32 k = 0; k < KEYS; ++k) {
+                        const bool here = goods >> (from + k) & 1;
+#pragma unroll
+                        for (u32 c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+                            for (u32 i = 0; i < UNIT; ++i) {
+                                if (!here || in_group + c * HPS_COPY >= units) rows[k].chunk[c].value[i] = 0.0f;
+                            }
+                        }
+                        const float clipped = weights[from + k] * clip(rows[k], segment.max_norm);
+                        if (in_group == 0) factors[from + k] = clipped;
+                    }
+                    __syncwarp();
+                }
+                const u32 until = min(from + KEYS, count);
+#pragma unroll 1
+                while (bag < bags.count) {
+                    const u32 to = min(end > position ? end - position : 0, until);
+                    const u32 range = bits_below(to) & ~bits_below(at), adds = (range & goods) >> from & bits_below(KEYS);
+                    if (plain && adds == bits_below(KEYS)) {
+#pragma unroll
+                        for (u32 k = 0; k < KEYS; ++k) add(sum, 1.0f, rows[k]);
+                    } else {
+#pragma unroll
+                        for (u32 k = 0; k < KEYS; ++k) {
+                            if (adds >> k & 1) add(sum, factors[from + k], rows[k]);
+                        }
+                    }
+                    lacks |= (range & counted & ~goods) != 0;
+                    if (combiner != 0 && segment.weights == nullptr) divisor += __popc(range & counted);
+                    if (combiner != 0 && segment.weights != nullptr) {
+                        for (u32 open = range & counted; open; open &= open - 1) {
+                            const float weight = weights[__ffs(open) - 1];
+                            divisor += combiner == SQRTN ? weight * weight : weight;
+                        }
+                    }
+                    at = to;
+                    if (end > position + until && !(last && until == count)) break;  // the bag goes on
+                    if (combiner == SQRTN) divisor = sqrtf(divisor);
+                    if (lacks) {
+                        store_whole(segment, bags.first + bag, sum);
+                        if (in_group == 0) segment.divisors[bags.first + bag] = divisor;
+                    } else {
+                        store_divided(segment, bags.first + bag, sum, divisor);
+                    }
+                    clear(sum);
+                    divisor = 0.0f;
+                    lacks = false;
+                    if (++bag < bags.count) end = bags.ends[bag];
+                }
+#pragma unroll
+                for (u32 k = 0; k < KEYS; ++k) {
+#pragma unroll
+                    for (u32 c = 0; c < CHUNKS; ++c) {
+                        if (goods >> (from + k) & 1) copied |= __float_as_uint(rows[k].chunk[c].value[0]);
+                    }
+                }
+                __syncwarp();
+            }
+
+            const u32 late = __any_sync(FULL_WARP, copied & request.zero);  // 0, once all rows are here
+            acquire();
+            if (copies) {
+                uint4* const bucket = segment.buckets + static_cast<u64>(index) * BUCKET_PARTS;
+                const u64 again = load_word(reinterpret_cast<const u64*>(bucket) + late);
+                const i64 key_again = static_cast<i64>(load_word(reinterpret_cast<const u64*>(bucket) + 1 + slot + late));
+                retry = ((again ^ word) & 0xffff) != 0 || key_again != key;
+                const u32 score = score_of(static_cast<u32>(again >> 32), slot);
+                if (score < ENOUGH_SCORE) atomicOr(scores_at(bucket), (score < HIT_SCORE ? HIT_SCORE : TOP_SCORE) << (4 * slot));
+            }
+            missed = counts && !copies;
+            if (!__any_sync(FULL_WARP, retry)) break;
+            if (attempt >= HPS_PATIENCE) refused |= retry;
+            sum = CHUNKS * UNIT <= 32 ? sums_before[threadIdx.x] : sum_before;
+            divisor = divisor_before;
+            lacks = lacked_before;
+        }
+
+        const u32 misses = __ballot_sync(FULL_WARP, missed);
+        if (misses) {
+            u32 to = 0;
+            if (lane == 0) {
+                to = atomicAdd(request.missing_counts + segment.index, __popc(misses));
+                if (to == 0) *request.any_missing = 1;
+            }
+            to = __shfl_sync(FULL_WARP, to, 0) + __popc(misses & bits_below(lane));
+            if (missed && to < segment.n) {  // wrong offsets may name a key twice
+                request.missing_keys[segment.missing + to] = key;
+                request.missing_positions[segment.missing + to] = to;
+                request.places[segment.missing + to] = own;
+            }
+        }
+        position += count;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(HPS_THREADS) number(const __grid_constant__ Pool request) {
+    const PoolSegment& segment = request.segments[blockIdx.x % request.segment_count];
+    const u32 block = blockIdx.x / request.segment_count, blocks = gridDim.x / request.segment_count;
+    const u32 misses = min(request.missing_counts[segment.index], segment.n);
+    for (u32 i = block * HPS_THREADS + threadIdx.x; i < misses; i += blocks * HPS_THREADS) {
+        request.entries[segment.missing + request.places[segment.missing + i]] = i;
+    }
+    if (block == 0 && threadIdx.x == 0) atomicMin(request.missing_counts + segment.index, segment.n);
+}
+
+extern "C" __global__ void __launch_bounds__(HPS_THREADS) pool_rest(const __grid_constant__ Pool request) {
+    __shared__ u32 all_ends[WARPS * GROUPS][MOST_BAGS];
+    const u32 lane = threadIdx.x % 32, in_group = lane % HPS_COPY, group_lane = lane - in_group;
+    const u32 of_group = HPS_COPY == 32 ? FULL_WARP : ((1u << (HPS_COPY % 32)) - 1);
+    const PoolSegment& segment = own_segment(request);
+    const u32 units = segment.units;
+    const GroupBags bags(request, segment, all_ends);
+    u32 position = bags.begin;
+#pragma unroll 1
+    for (u32 bag = 0; __any_sync(FULL_WARP, bag < bags.count); ++bag) {
+        const u32 end = bag < bags.count ? bags.ends[bag] : position;
+        bool lacks = false;
+        Floats sum;
+#pragma unroll 1
+        while (__any_sync(FULL_WARP, position < end)) {
+            const u32 p = position + in_group;
+            const u32 entry = p < end ? request.entries[segment.missing + p] : NO_ENTRY;
+            const float weight = entry != NO_ENTRY && segment.weights != nullptr ? segment.weights[p] : 1.0f;
+            u32 open = __ballot_sync(FULL_WARP, entry != NO_ENTRY) >> group_lane & of_group;
+            while (__any_sync(FULL_WARP, open != 0)) {
+                const u32 from = group_lane + (open ? __ffs(open) - 1 : 0);
+                const u32 row = __shfl_sync(FULL_WARP, entry, from);
+                float factor = __shfl_sync(FULL_WARP, weight, from);
+                Floats value;
+                clear(value);
+                if (open && !lacks) {
+                    lacks = true;
+#pragma unroll
+                    for (u32 c = 0; c < CHUNKS; ++c) {
+                        const u32 unit = in_group + c * HPS_COPY;
+                        Unit* const out = segment.out + static_cast<u64>(bags.first + bag) * segment.out_units;
+                        if (unit < units) sum.chunk[c] = out[unit];
+                    }
+                }
+                if (open) {
+#pragma unroll
+                    for (u32 c = 0; c < CHUNKS; ++c) {
+                        const u32 unit = in_group + c * HPS_COPY;
+                        if (unit < units) value.chunk[c] = segment.rows[static_cast<u64>(row) * units + unit];
+                    }
+                }
+                if (segment.max_norm > 0.0f) factor *= clip(value, segment.max_norm);
+                if (open) add(sum, factor, value);
+                open &= open - 1;
+            }
+            position = min(position + HPS_COPY, max(end, position));
+        }
+        if (lacks) store_divided(segment, bags.first + bag, sum, segment.divisors[bags.first + bag]);
+    }
+}

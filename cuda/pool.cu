@@ -36,6 +36,9 @@
 #ifndef HPS_CHUNKS
 #define HPS_CHUNKS 1  // units of a row that one lane holds
 #endif
+#ifndef HPS_PLAIN
+#define HPS_PLAIN 0  // 1: no segment has weights or a max_norm
+#endif
 #ifndef HPS_KEYS
 #define HPS_KEYS 8  // whose rows a group reads at once
 #endif
@@ -165,6 +168,11 @@ struct GroupBags {
         stop = count > 0 ? ends[count - 1] : 0;
     }
 
+    // Where a bag ends, seen from a position at most there.
+    __device__ __forceinline__ u32 end(u32 bag, u32 position) const {
+        return max(ends[bag], position) - position;
+    }
+
     static __device__ __forceinline__ i64 offset_of(const PoolSegment& segment, u32 bag) {
         if (segment.offsets == nullptr) return static_cast<i64>(bag) * segment.hotness;
         if (bag == segment.bags && !(segment.options & LAST_OFFSET)) return segment.n;
@@ -177,148 +185,174 @@ struct GroupBags {
     }
 };
 
-// Write a bag's sum, as it is.
-__device__ __forceinline__ void store_whole(const PoolSegment& segment, u32 bag, const Floats& sum) {
+// Write the bag's vector: the sum, divided.
+__device__ __forceinline__ void store_divided(const PoolSegment& segment, u32 bag, Floats sum, float divisor) {
+    if (segment.options & COMBINER) {
 #pragma unroll
-    for (u32 c = 0; c < CHUNKS; ++c) {
-        const u32 unit = threadIdx.x % HPS_COPY + c * HPS_COPY;
-        if (unit < segment.units) segment.out[static_cast<u64>(bag) * segment.out_units + unit] = sum.chunk[c];
-    }
-}
-
-// Write a bag's vector, divided.
-__device__ __forceinline__ void store_divided(const PoolSegment& segment, u32 bag, const Floats& sum, float divisor) {
-    const bool divides = segment.options & COMBINER;
+        for (u32 c = 0; c < CHUNKS; ++c) {
 #pragma unroll
-    for (u32 c = 0; c < CHUNKS; ++c) {
-        const u32 unit = threadIdx.x % HPS_COPY + c * HPS_COPY;
-        Unit value = sum.chunk[c];
-        if (divides) {
-#pragma unroll
-            for (u32 i = 0; i < UNIT; ++i) value.value[i] = divisor == 0.0f ? 0.0f : value.value[i] / divisor;
+            for (u32 i = 0; i < UNIT; ++i) sum.chunk[c].value[i] = divisor == 0.0f ? 0.0f : sum.chunk[c].value[i] / divisor;
         }
-        if (unit < segment.units) stream_out(segment.out + static_cast<u64>(bag) * segment.out_units + unit, value);
+    }
+    Unit* const row = segment.out + static_cast<u64>(bag) * segment.out_units;
+#pragma unroll
+    for (u32 c = 0; c < CHUNKS; ++c) {
+        const u32 unit = threadIdx.x % HPS_COPY + c * HPS_COPY;
+        if (unit < segment.units) stream_out(row + unit, sum.chunk[c]);
     }
 }
 
-// Find the keys that the lanes ask for: a tile of 4 lanes reads the bucket of one, in four rounds. `slot` and `word`, the first of
-// the bucket's header, change where a lane asks; for whole warps.
-__device__ __forceinline__ void find(const PoolSegment& segment, i64 key, u32 index, bool asks, int& slot, u32& word) {
+// What a group has added up of a bag, and which one that is.
+struct State {
+    Floats sum;
+    float divisor;
+    u32 lacks;  // not 0: some vectors
+    u32 bag;
+};
+
+// Write a bag's vector, or, where it lacks some, what it has of it.
+__device__ __forceinline__ void store_bag(const PoolSegment& segment, u32 bag, const State& state, u32 combiner) {
+    float divisor = state.divisor;
+    if (combiner == SQRTN) divisor = sqrtf(divisor);
+    if (!state.lacks) {
+        store_divided(segment, bag, state.sum, divisor);
+        return;
+    }
+    Unit* const row = segment.out + static_cast<u64>(bag) * segment.out_units;
+#pragma unroll
+    for (u32 c = 0; c < CHUNKS; ++c) {
+        const u32 unit = threadIdx.x % HPS_COPY + c * HPS_COPY;
+        if (unit < segment.units) row[unit] = state.sum.chunk[c];
+    }
+    if (threadIdx.x % HPS_COPY == 0) segment.divisors[bag] = divisor;
+}
+
+// What a warp knows of the keys that it looks up, one a lane. In shared memory, since registers bound the rows in flight.
+struct alignas(16) Found {
+    u32 row[32];    // of the cache
+    u32 index[32];  // of the bucket
+    u32 word[32];   // the first of the bucket's header
+    i64 key[32];
+    float weight[32];
+    float factor[32];  // what the row is multiplied by: the weight, less where it is clipped
+};
+
+// Find the lanes' keys: a tile of 4 lanes reads the bucket of one, in four rounds; for whole warps.
+__device__ __forceinline__ void find(const PoolSegment& segment, Found& found, bool asks, int& slot) {
     const u32 lane = threadIdx.x % 32, tile = lane / 4, member = lane % 4, all = __ballot_sync(FULL_WARP, asks);
     uint4 parts[4];
 #pragma unroll
     for (u32 r = 0; r < 4; ++r) {
-        if (all >> (8 * r) & 0xff) {
-            const u32 bucket = __shfl_sync(FULL_WARP, index, 8 * r + tile);
-            if (all >> (8 * r + tile) & 1) parts[r] = load_part(segment.buckets + static_cast<u64>(bucket) * BUCKET_PARTS + member);
-        }
+        const u32 bucket = found.index[8 * r + tile];
+        if (all >> (8 * r + tile) & 1) parts[r] = load_part(segment.buckets + static_cast<u64>(bucket) * BUCKET_PARTS + member);
     }
 #pragma unroll
     for (u32 r = 0; r < 4; ++r) {
         if (all >> (8 * r) & 0xff) {
-            const i64 wanted = __shfl_sync(FULL_WARP, key, 8 * r + tile);
-            const int in_part = all >> (8 * r + tile) & 1 ? slot_in_part(parts[r], member, wanted) : -1;
+            const int in_part = all >> (8 * r + tile) & 1 ? slot_in_part(parts[r], member, found.key[8 * r + tile]) : -1;
             const u32 who = __ballot_sync(FULL_WARP, in_part >= 0) >> (lane % 8 * 4) & 15;  // of the lane's own key, if it is its turn
             const int there = __shfl_sync(FULL_WARP, in_part, lane % 8 * 4 + (who ? __ffs(who) - 1 : 0));
-            const u32 header = __shfl_sync(FULL_WARP, parts[r].x, lane % 8 * 4);
-            if (lane / 8 == r && asks) {
-                slot = who ? there : -1;
-                word = header;
-            }
+            if (lane / 8 == r && asks) slot = who ? there : -1;
+            if (member == 0 && all >> (8 * r + tile) & 1) found.word[8 * r + tile] = parts[r].x;
         }
     }
+    __syncwarp();
 }
 
-// The lowest `count` bits.
-__device__ __forceinline__ u32 bits_below(u32 count) {
-    return count >= 32 ? FULL_WARP : (1u << count) - 1;
+// `count` bits from bit `first` on; what does not fit is left out.
+__device__ __forceinline__ u32 bits(u32 first, u32 count) {
+    u32 mask;
+    asm("bmsk.clamp.b32 %0, %1, %2;" : "=r"(mask) : "r"(first), "r"(count));
+    return mask;
 }
 
 extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(const __grid_constant__ Pool request) {
     __shared__ u32 all_ends[WARPS * GROUPS][MOST_BAGS];
-    __shared__ float all_weights[WARPS][32], all_factors[WARPS][32];  // of keys: what their rows count, and are multiplied by
-    __shared__ Floats sums_before[CHUNKS * UNIT <= 32 ? HPS_THREADS : 1];
+    __shared__ Found all_found[WARPS];
+    __shared__ State all_before[sizeof(State) <= 160 ? HPS_THREADS : 1];
     const u32 lane = threadIdx.x % 32, in_group = lane % HPS_COPY, group_lane = lane - in_group;  // the first of the group
     const PoolSegment& segment = own_segment(request);
     const u32 units = segment.units, combiner = segment.options & COMBINER;
-    const bool plain = segment.weights == nullptr && segment.max_norm == 0.0f;
+    const bool plain = HPS_PLAIN || (segment.weights == nullptr && segment.max_norm == 0.0f);
     const GroupBags bags(request, segment, all_ends);
-    float* const own_weight = all_weights[threadIdx.x / 32] + lane;
-    const volatile float* const weights = all_weights[threadIdx.x / 32] + group_lane;
-    volatile float* const factors = all_factors[threadIdx.x / 32] + group_lane;
+    Found& found = all_found[threadIdx.x / 32];
+    const volatile float* const weights = found.weight + group_lane;
+    volatile float* const factors = found.factor + group_lane;
+    u64 lane_rows = reinterpret_cast<u64>(segment.rows + min(in_group, units - 1));
+    u32 row_bytes = units * sizeof(Unit);
+    asm volatile("" : "+l"(lane_rows), "+r"(row_bytes));  // else every address takes three instructions
 
-    Floats sum;
-    clear(sum);
-    float divisor = 0.0f;
-    bool lacks = false;
-    u32 position = bags.begin, bag = 0;
+    State now;
+    clear(now.sum);
+    now.divisor = 0.0f;
+    now.lacks = now.bag = 0;
+    u32 position = bags.begin;
     i64 next_key = position + in_group < bags.stop ? __ldcs(segment.keys + position + in_group) : 0;
 #pragma unroll 1
-    while (__any_sync(FULL_WARP, bag < bags.count)) {
-        const i64 key = next_key;
+    while (__any_sync(FULL_WARP, now.bag < bags.count)) {
         const u32 own = position + in_group, count = position < bags.stop ? min(HPS_COPY, bags.stop - position) : 0;
-        if (own + HPS_COPY < bags.stop) next_key = __ldcs(segment.keys + own + HPS_COPY);
-        const bool counts = own < bags.stop && !(segment.options & PADDED && key == segment.padding_key);
+        const bool counts = own < bags.stop && !(segment.options & PADDED && next_key == segment.padding_key);
         const u32 counted = __ballot_sync(FULL_WARP, counts) >> group_lane;
         __syncwarp();
-        *own_weight = factors[in_group] = counts && segment.weights != nullptr ? __ldcs(segment.weights + own) : 1.0f;
-        __syncwarp();
-        const bool last = position + count >= bags.stop;
-
-        Floats sum_before;
-        if (CHUNKS * UNIT <= 32) {
-            sums_before[threadIdx.x] = sum;
+        found.key[lane] = next_key;
+        if (!HPS_PLAIN) found.weight[lane] = found.factor[lane] = counts && segment.weights != nullptr ? __ldcs(segment.weights + own) : 1.0f;
+        const bool is_last = position + count >= bags.stop;
+        State before;
+        if (sizeof(State) <= 160) {
+            all_before[threadIdx.x] = now;
         } else {
-            sum_before = sum;
+            before = now;
         }
-        const float divisor_before = divisor;
-        const bool lacked_before = lacks;
-        const u32 bag_before = bag;
-        bool refused = false, missed = false;
+        bool refused = false;
+        u32 goods;
 #pragma unroll 1
         for (u32 attempt = 0;; ++attempt) {
             const bool asks = counts && segment.pairs != 0 && !refused;
-            u32 index = home_of(key, segment.pairs), word = 0;
+            found.index[lane] = home_of(found.key[lane], segment.pairs);
+            __syncwarp();
             int slot = -1;
-            find(segment, key, index, asks, slot, word);
-            const bool strayed = asks && slot < 0 && word >> 24;
+            find(segment, found, asks, slot);
+            const bool strayed = asks && slot < 0 && found.word[lane] >> 24;
             if (__any_sync(FULL_WARP, strayed)) {  // a key is not at home, and some key has strayed: look at the neighbour
-                if (strayed) index ^= 1;
-                find(segment, key, index, strayed, slot, word);
+                if (strayed) found.index[lane] ^= 1;
+                __syncwarp();
+                find(segment, found, strayed, slot);
             }
             acquire();
-            const bool copies = slot >= 0 && !(word & 1);
-            bool retry = slot >= 0 && word & 1;  // a writer owns the bucket
-            const u32 row = copies ? index * SLOTS + slot : 0;
-            const u32 goods = __ballot_sync(FULL_WARP, copies) >> group_lane;
+            const bool copies = slot >= 0 && !(found.word[lane] & 1);
+            bool retry = slot >= 0 && !copies;  // a writer owns the bucket
+            found.row[lane] = copies ? found.index[lane] * SLOTS + slot : 0;
+            goods = __ballot_sync(FULL_WARP, copies) >> group_lane;
+            __syncwarp();
 
-            u32 copied = 0, at = 0;  // some bits of every unit that was; keys that are added
-            bag = bag_before;
-            u32 end = bag < bags.count ? bags.ends[bag] : 0;
+            const u32 lacking = counted & ~goods;
+            u32 at = 0;  // keys that are added
+            u32 end = now.bag < bags.count ? bags.end(now.bag, position) : 0;  // of the bag's keys in the chunk
 #pragma unroll 1
             for (u32 from = 0; from == 0 || __any_sync(FULL_WARP, from < count); from += KEYS) {
                 Floats rows[KEYS];
+                const u32 here = goods >> from & ((1u << KEYS) - 1);
                 // Without a condition of their own, the loads are all under way before one is waited for.
-                if (__any_sync(FULL_WARP, goods >> from & bits_below(KEYS))) {
+                if (__any_sync(FULL_WARP, here)) {
+                    const u32* const of = found.row + group_lane + from;
 #pragma unroll
                     for (u32 k = 0; k < KEYS; ++k) {
-                        const u32 of = __shfl_sync(FULL_WARP, row, group_lane + from + k);
+                        const Unit* const row = reinterpret_cast<const Unit*>(lane_rows + static_cast<u64>(of[k]) * row_bytes);
 #pragma unroll
                         for (u32 c = 0; c < CHUNKS; ++c) {
-                            const u32 unit = min(in_group + c * HPS_COPY, units - 1);
-                            rows[k].chunk[c] = load_unit(segment.rows + static_cast<u64>(of) * units + unit);
+                            const u32 unit = min(in_group + c * HPS_COPY, units - 1) - min(in_group, units - 1);
+                            rows[k].chunk[c] = load_unit(row + unit);
                         }
                     }
                 }
-                if (segment.max_norm > 0.0f) {
+                if (!HPS_PLAIN && segment.max_norm > 0.0f) {
 #pragma unroll
                     for (u32 k = 0; k < KEYS; ++k) {
-                        const bool here = goods >> (from + k) & 1;
 #pragma unroll
                         for (u32 c = 0; c < CHUNKS; ++c) {
 #pragma unroll
                             for (u32 i = 0; i < UNIT; ++i) {
-                                if (!here || in_group + c * HPS_COPY >= units) rows[k].chunk[c].value[i] = 0.0f;
+                                if (!(here >> k & 1) || in_group + c * HPS_COPY >= units) rows[k].chunk[c].value[i] = 0.0f;
                             }
                         }
                         const float clipped = weights[from + k] * clip(rows[k], segment.max_norm);
@@ -327,69 +361,62 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
                     __syncwarp();
                 }
                 const u32 until = min(from + KEYS, count);
+                const bool ends = until == count && is_last;
 #pragma unroll 1
-                while (bag < bags.count) {
-                    const u32 to = min(end > position ? end - position : 0, until);
-                    const u32 range = bits_below(to) & ~bits_below(at), adds = (range & goods) >> from & bits_below(KEYS);
-                    if (plain && adds == bits_below(KEYS)) {
+                while (now.bag < bags.count) {
+                    const u32 to = min(end, until), range = bits(at, to - at), adds = (range & goods) >> from;
+                    if (plain && adds == (1u << KEYS) - 1) {
 #pragma unroll
-                        for (u32 k = 0; k < KEYS; ++k) add(sum, 1.0f, rows[k]);
+                        for (u32 k = 0; k < KEYS; ++k) add(now.sum, 1.0f, rows[k]);
                     } else {
 #pragma unroll
                         for (u32 k = 0; k < KEYS; ++k) {
-                            if (adds >> k & 1) add(sum, factors[from + k], rows[k]);
+                            if (adds >> k & 1) add(now.sum, HPS_PLAIN ? 1.0f : factors[from + k], rows[k]);
                         }
                     }
-                    lacks |= (range & counted & ~goods) != 0;
-                    if (combiner != 0 && segment.weights == nullptr) divisor += __popc(range & counted);
-                    if (combiner != 0 && segment.weights != nullptr) {
-                        for (u32 open = range & counted; open; open &= open - 1) {
-                            const float weight = weights[__ffs(open) - 1];
-                            divisor += combiner == SQRTN ? weight * weight : weight;
+                    now.lacks |= range & lacking;
+                    if (combiner != 0) {
+                        if (HPS_PLAIN || segment.weights == nullptr) {
+                            now.divisor += __popc(range & counted);
+                        } else {
+                            for (u32 open = range & counted; open; open &= open - 1) {
+                                const float weight = weights[__ffs(open) - 1];
+                                now.divisor += combiner == SQRTN ? weight * weight : weight;
+                            }
                         }
                     }
                     at = to;
-                    if (end > position + until && !(last && until == count)) break;  // the bag goes on
-                    if (combiner == SQRTN) divisor = sqrtf(divisor);
-                    if (lacks) {
-                        store_whole(segment, bags.first + bag, sum);
-                        if (in_group == 0) segment.divisors[bags.first + bag] = divisor;
-                    } else {
-                        store_divided(segment, bags.first + bag, sum, divisor);
-                    }
-                    clear(sum);
-                    divisor = 0.0f;
-                    lacks = false;
-                    if (++bag < bags.count) end = bags.ends[bag];
-                }
-#pragma unroll
-                for (u32 k = 0; k < KEYS; ++k) {
-#pragma unroll
-                    for (u32 c = 0; c < CHUNKS; ++c) {
-                        if (goods >> (from + k) & 1) copied |= __float_as_uint(rows[k].chunk[c].value[0]);
-                    }
+                    if (end > until && !ends) break;  // the bag goes on
+                    store_bag(segment, bags.first + now.bag, now, combiner);
+                    clear(now.sum);
+                    now.divisor = 0.0f;
+                    now.lacks = 0;
+                    if (++now.bag < bags.count) end = bags.end(now.bag, position);
                 }
                 __syncwarp();
             }
 
-            const u32 late = __any_sync(FULL_WARP, copied & request.zero);  // 0, once all rows are here
+            // 0, once all rows are here: their sum depends on them, and a bag that was written was complete.
+            const u32 late = __any_sync(FULL_WARP, __float_as_uint(now.sum.chunk[0].value[0]) & request.zero);
             acquire();
-            if (copies) {
+            if (own + HPS_COPY < bags.stop) next_key = __ldcs(segment.keys + own + HPS_COPY);  // arrives with what follows
+            if (goods >> in_group & 1) {
+                const u32 index = found.index[lane], own_slot = found.row[lane] - index * SLOTS;
                 uint4* const bucket = segment.buckets + static_cast<u64>(index) * BUCKET_PARTS;
                 const u64 again = load_word(reinterpret_cast<const u64*>(bucket) + late);
-                const i64 key_again = static_cast<i64>(load_word(reinterpret_cast<const u64*>(bucket) + 1 + slot + late));
-                retry = ((again ^ word) & 0xffff) != 0 || key_again != key;
-                const u32 score = score_of(static_cast<u32>(again >> 32), slot);
-                if (score < ENOUGH_SCORE) atomicOr(scores_at(bucket), (score < HIT_SCORE ? HIT_SCORE : TOP_SCORE) << (4 * slot));
+                const i64 key_again = static_cast<i64>(load_word(reinterpret_cast<const u64*>(bucket) + 1 + own_slot + late));
+                retry = ((again ^ found.word[lane]) & 0xffff) != 0 || key_again != found.key[lane];
+                const u32 score = score_of(static_cast<u32>(again >> 32), own_slot);
+                if (score < ENOUGH_SCORE) {
+                    atomicOr(scores_at(bucket), (score < HIT_SCORE ? HIT_SCORE : TOP_SCORE) << (4 * own_slot));
+                }
             }
-            missed = counts && !copies;
             if (!__any_sync(FULL_WARP, retry)) break;
             if (attempt >= HPS_PATIENCE) refused |= retry;
-            sum = CHUNKS * UNIT <= 32 ? sums_before[threadIdx.x] : sum_before;
-            divisor = divisor_before;
-            lacks = lacked_before;
+            now = sizeof(State) <= 160 ? all_before[threadIdx.x] : before;
         }
 
+        const bool missed = counts && !(goods >> in_group & 1);
         const u32 misses = __ballot_sync(FULL_WARP, missed);
         if (misses) {
             u32 to = 0;
@@ -397,9 +424,9 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
                 to = atomicAdd(request.missing_counts + segment.index, __popc(misses));
                 if (to == 0) *request.any_missing = 1;
             }
-            to = __shfl_sync(FULL_WARP, to, 0) + __popc(misses & bits_below(lane));
+            to = __shfl_sync(FULL_WARP, to, 0) + __popc(misses & ((1u << lane) - 1));
             if (missed && to < segment.n) {  // wrong offsets may name a key twice
-                request.missing_keys[segment.missing + to] = key;
+                request.missing_keys[segment.missing + to] = found.key[lane];
                 request.missing_positions[segment.missing + to] = to;
                 request.places[segment.missing + to] = own;
             }

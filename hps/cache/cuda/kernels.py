@@ -179,15 +179,18 @@ def link_kernel(name: str, unit: int, widest: int, segments: int) -> Kernel:
     return Kernel(name, "link", (("UNIT", unit), ("COPY", copy), ("SEGMENTS", one)))
 
 
-def pool_kernel(name: str, unit: int, widest: int, segments: int) -> Kernel:
-    """What pools bags: pool, number, pool_rest; arguments as for `query_kernel`."""
+def pool_kernel(name: str, unit: int, widest: int, segments: int, plain: bool) -> Kernel:
+    """What pools bags: pool, number, pool_rest; arguments as for `query_kernel`.
+
+    Args:
+        plain: no segment has weights or a max_norm.
+    """
     copy = _copy_lanes(unit, widest)
     chunks = 1 << (-(-widest // (unit * copy)) - 1).bit_length()
-    keys = min(copy, max(1, 8 // chunks))
-    one = 1 if segments == 1 else SEGMENTS_AT_ONCE
-    blocks = 6 if name == "pool" and chunks <= 2 else 1
-    sizes = (("UNIT", unit), ("COPY", copy), ("CHUNKS", chunks), ("KEYS", keys), ("MIN_BLOCKS", blocks))
-    return Kernel(name, "pool", (*sizes, ("SEGMENTS", one)))
+    rows = min(copy, max(1, 8 // chunks))  # in flight; more of them or more warps are slower (docs/gpu-cache.md)
+    blocks = 1 if name != "pool" or chunks > 2 else 5 if plain else 4
+    sizes = (("UNIT", unit), ("COPY", copy), ("CHUNKS", chunks), ("KEYS", rows), ("MIN_BLOCKS", blocks), ("PLAIN", int(plain)))
+    return Kernel(name, "pool", (*sizes, ("SEGMENTS", 1 if segments == 1 else SEGMENTS_AT_ONCE)))
 
 
 def pool_groups(unit: int, widest: int) -> int:
@@ -198,9 +201,9 @@ def pool_groups(unit: int, widest: int) -> int:
 def bags_per_group(keys: int, bags: int, total: int) -> int:
     """How many bags a group takes of a segment of so many keys and bags, in a lookup of `total` keys.
 
-    As many as have some 32 keys, since a group takes several at once; fewer where the lookup would not fill the device.
+    As many as have some 64 keys, since a group takes 32 at once; fewer where the lookup would not fill the device.
     """
-    wanted = min(32, max(8, total // 4096))
+    wanted = 64 if total >= 1 << 18 else max(8, total >> 12)
     return min(MOST_BAGS, max(1, wanted * bags // max(keys, 1)))
 
 

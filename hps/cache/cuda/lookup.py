@@ -55,7 +55,7 @@ class LookupKernels:
         self.packed = [table.packed for table in tables]
         self._queries: dict[tuple[int, int, int, bool], int] = {}  # handles, by unit, widest row, segments, link
         self._scatters: dict[int, int] = {}  # handles, by unit
-        self._pools: dict[tuple[str, int, int, int], int] = {}  # handles, by name, unit, widest row, segments
+        self._pools: dict[tuple[str, int, int, int, bool], int] = {}  # handles, by name, unit, widest row, segments, plain
         self._links: dict[tuple[str, int, int, int], int] = {}  # handles, by name, unit, widest row, segments
         self._inserts: dict[tuple[int, int, int], int] = {}  # handles, by unit, widest row, parts
 
@@ -97,12 +97,12 @@ class LookupKernels:
             handle = self._scatters[unit] = self._compiled.handle(kernels.scatter_kernel(unit))
         return handle
 
-    def pool(self, name: str, unit: int, widest: int, segments: int) -> int:
-        """The handle of one of the kernels of `cuda/pool.cu`, which is compiled when the first bags are looked up."""
-        handle = self._pools.get((name, unit, widest, segments))
+    def pool(self, name: str, unit: int, widest: int, segments: int, plain: bool) -> int:
+        """The handle of one of the kernels of `cuda/pool.cu`, which is compiled when the first such bags are looked up."""
+        handle = self._pools.get((name, unit, widest, segments, plain))
         if handle is None:
-            handle = self._compiled.handle(kernels.pool_kernel(name, unit, widest, segments))
-            self._pools[name, unit, widest, segments] = handle
+            handle = self._compiled.handle(kernels.pool_kernel(name, unit, widest, segments, plain))
+            self._pools[name, unit, widest, segments, plain] = handle
         return handle
 
     def link(self, name: str, unit: int, widest: int, segments: int) -> int:

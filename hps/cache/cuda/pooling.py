@@ -200,7 +200,7 @@ class PoolingLookup(CupyLookup):
         asked.sort(key=lambda one: -one[1].n // one[1].pooling.count)  # what takes longest begins first
         for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
             group = asked[start : start + kernels.SEGMENTS_AT_ONCE]
-            unit, widest, segments = self._shape_of_bags([place for _index, place in group])
+            unit, widest, segments, plain = self._shape_of_bags([place for _index, place in group])
             per_block = kernels.pool_groups(unit, widest)
             arguments = self._pool_arguments[segments]
             blocks = 0
@@ -249,14 +249,18 @@ class PoolingLookup(CupyLookup):
             )
             if name == "number":
                 blocks = _NUMBER_BLOCKS * len(group)
-            launch(self.kernels.pool(name, unit, widest, segments), blocks, kernels.QUERY_THREADS, arguments, self.stream)
+            launch(
+                self.kernels.pool(name, unit, widest, segments, plain), blocks, kernels.QUERY_THREADS, arguments, self.stream
+            )
 
-    def _shape_of_bags(self, group: Sequence[PlacedBags]) -> tuple[int, int, int]:
-        """What some segments ask of a kernel: floats that a lane moves at once, the widest row, how many segments."""
+    def _shape_of_bags(self, group: Sequence[PlacedBags]) -> tuple[int, int, int, bool]:
+        """What some segments ask of a kernel: floats that a lane moves at once, the widest row, how many segments, no factors."""
         alignment = widths = widest = 0
+        plain = True
         for place in group:
             dim = self.memory.specs[place.table].dim
             alignment |= place.out | 4 * place.stride
             widths |= dim
             widest = max(widest, dim)
-        return kernels.unit_of(widths, alignment), widest, 1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE
+            plain = plain and not place.weights and not place.pooling.max_norm
+        return kernels.unit_of(widths, alignment), widest, 1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE, plain

@@ -349,7 +349,8 @@ class HPS:
             As `lookup_tables`; InvalidInputError also where offsets, weights, combiner or max_norm are not as `Bags` says.
         """
         deployment = self.model(model_name)
-        session = deployment.session(device_id, {name: bags.keys for name, bags in tables.items()}, out)
+        keys = {name: bags.keys for name, bags in tables.items() if isinstance(bags, Bags)}
+        session = deployment.session(device_id, keys, out)
         segments = pooled_segments(tables, out, deployment.table_index, deployment.tables, on_cuda=session.on_cuda)
         _answer(session, segments, wait)
         return dict(zip(tables, (segment.out for segment in segments), strict=True)) if out is None else out

@@ -5,15 +5,18 @@ float64, and rounded once.
 """
 
 import math
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
-from numba import boolean, float32, float64, int64, njit, void
+from llvmlite import ir
+from numba import boolean, float32, float64, int64, njit, types, void
 
+from hps.numba_atomics import cgutils, intrinsic
 from hps.numba_kernels import kernel, read_only
 from hps.tensors.bags import Pooling
 from hps.types import FloatArray, IndexArray, KeyArray
 
+_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 SUM, MEAN, SQRTN = 0, 1, 2  # of `Combiner`
 KEYS, OFFSETS, WEIGHTS, OUT = (
     read_only(int64[::1]),
@@ -49,20 +52,57 @@ def first_key(bags: BagArrays, bag: int, n: int) -> int:
     return int(bound.py_func(bags[0], bags[1], bag, n))
 
 
+@njit(inline="always")
+def address_of(array: Any) -> int:
+    """The address of an array, as `numba_atomics` takes it."""
+    return int(np.int64(array.ctypes.data))
+
+
 @njit(fastmath={"reassoc", "contract"})
-def add_vector(total: FloatArray, row: FloatArray, weight: float, max_norm: float) -> None:
-    """Add a vector to the total of its bag: clipped, unless `max_norm` is 0, and weighted."""
-    factor = float64(weight)
-    if max_norm > 0.0:
-        squares = 0.0
-        for j in range(row.size):
-            squares += float64(row[j]) * float64(row[j])
-        norm = math.sqrt(squares)
-        if norm > max_norm:
-            factor *= max_norm / (norm + 1e-7)
-    rounded = float32(factor)
-    for j in range(total.size):
-        total[j] += rounded * row[j]
+def _clipped(row: FloatArray, weight: float, max_norm: float) -> float:
+    """The weight of a vector, less if the vector is to be clipped."""
+    squares = 0.0
+    for j in range(row.size):
+        squares += float64(row[j]) * float64(row[j])
+    norm = math.sqrt(squares)
+    return weight * (max_norm / (norm + 1e-7)) if norm > max_norm else weight
+
+
+@intrinsic
+def _add_floats(typing_context: Any, target: Any, source: Any, factor: Any, count: Any) -> Any:
+    """Add `count` floats, each times `factor`; both addresses are 4-byte aligned.
+
+    LLVM's own loop would do 64 at a time, and up to 63 one by one.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        to, origin, factor, count = arguments
+        done = _I64(0)
+        for width in (16, 4, 1):
+            kind = ir.VectorType(_F32, width) if width > 1 else _F32
+            factors = factor
+            if width > 1:
+                first = builder.insert_element(ir.Constant(kind, ir.Undefined), factor, _I32(0))
+                everywhere = ir.Constant(ir.VectorType(_I32, width), [0] * width)
+                factors = builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), everywhere)
+            stop = builder.sub(count, builder.urem(count, _I64(width)))
+            with cgutils.for_range_slice(builder, done, stop, _I64(width), _I64) as (index, _):
+                offset = builder.mul(index, _I64(4))
+                places = [builder.inttoptr(builder.add(at, offset), kind.as_pointer()) for at in (to, origin)]
+                total, term = [builder.load(place, align=4) for place in places]
+                product = builder.fmul(factors, term, flags=("contract",))
+                builder.store(builder.fadd(product, total, flags=("contract",)), places[0], align=4)
+            done = stop
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, types.int64), emit
+
+
+@njit(inline="always")
+def add_vector(total_at: int, row_at: int, row: FloatArray, weight: float, max_norm: float) -> None:
+    """Add a vector to the total of its bag: clipped, unless `max_norm` is 0, and weighted. Both are given by address."""
+    factor = float32(_clipped(row, float64(weight), max_norm) if max_norm > 0.0 else weight)
+    _add_floats(total_at, row_at, factor, row.size)
 
 
 @njit()
@@ -76,9 +116,7 @@ def divide(
     padded: bool,
     padding_key: int,
 ) -> None:
-    """Divide the total of a bag, which has keys [begin, end), as its combiner says."""
-    if combiner == SUM:
-        return
+    """Divide the total of a bag, which has keys [begin, end), as its combiner says; not for sums."""
     divisor = 0.0
     if weights.size == 0 and not padded:
         divisor = float64(end - begin)
@@ -149,6 +187,7 @@ def add_rows(
     The i-th position has row `places[i]`, or i - start. A bag that has no position after `stop` is divided, too.
     """
     n, count = keys.size, out.shape[0]
+    total_at, rows_at, row_bytes = address_of(total), address_of(rows), 4 * rows.shape[1]
     if start >= stop:
         return
     bag, after = 0, count  # the bag of the first position, by bisection: the last one that begins at or before it
@@ -166,9 +205,10 @@ def add_rows(
         total[:] = out[bag, :]
         while i < stop and (positions[i] < end or bag + 1 == count):
             position = positions[i]
-            row = rows[places[i] if places.size else i - start]
-            add_vector(total, row, weights[position] if weights.size else 1.0, max_norm)
+            place = places[i] if places.size else i - start
+            weight = weights[position] if weights.size else 1.0
+            add_vector(total_at, rows_at + place * row_bytes, rows[place], weight, max_norm)
             i += 1
-        if i == positions.size or positions[i] >= end:
+        if combiner != SUM and (i == positions.size or positions[i] >= end):
             divide(total, keys, max(0, bound(offsets, hotness, bag, n)), end, weights, combiner, padded, padding_key)
         out[bag, :] = total

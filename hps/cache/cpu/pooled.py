@@ -19,7 +19,7 @@ from hps.cache.cpu.sets import (
 )
 from hps.numba_atomics import copy_bytes, fetch_add, load_acquire, load_acquire_u16, prefetch
 from hps.numba_kernels import kernel
-from hps.tensors.pooling import KEYS, OFFSETS, OUT, WEIGHTS, add_vector, bound, divide
+from hps.tensors.pooling import KEYS, OFFSETS, OUT, SUM, WEIGHTS, add_vector, bound, divide
 from hps.types import FloatArray, IndexArray, KeyArray
 
 WRONG_OFFSETS = -2
@@ -128,10 +128,11 @@ def query_bags(
         for i in range(size):
             line, slot, at = block_lines[i], block_slots[i], block_positions[i]
             while at >= bag_end and bag + 1 < last:
-                if misses == bag_misses:
+                if combiner != SUM and misses == bag_misses:
                     divide(total, keys, bag_begin, bag_end, weights, combiner, padded, padding_key)
                 copy_bytes(out_at + bag * out_stride, total_at, row_bytes)
-                total[:] = 0.0
+                for j in range(dim):
+                    total[j] = 0.0
                 bag, bag_begin, bag_misses = bag + 1, bag_end, misses
                 bag_end = min(bound(offsets, hotness, bag + 1, n), stop)
             if slot >= 0:
@@ -140,15 +141,16 @@ def query_bags(
                 slot = read(line, keys[at], rows_of(line, base, vectors_at, row_bytes), row_bytes, wraps_at, row_at)
             if slot >= 0:
                 touch(line, slot, epoch)
-                add_vector(total, row, weights[at] if weights.size else 1.0, max_norm)
+                add_vector(total_at, row_at, row, weights[at] if weights.size else 1.0, max_norm)
             else:
                 missing[begin + misses] = at
                 misses += 1
     while bag < last:
-        if misses == bag_misses:
+        if combiner != SUM and misses == bag_misses:
             divide(total, keys, bag_begin, bag_end, weights, combiner, padded, padding_key)
         copy_bytes(out_at + bag * out_stride, total_at, row_bytes)
-        total[:] = 0.0
+        for j in range(dim):
+            total[j] = 0.0
         bag, bag_begin, bag_misses = bag + 1, bag_end, misses
         if bag < last:
             bag_end = min(bound(offsets, hotness, bag + 1, n), stop)

@@ -190,7 +190,7 @@ def _keys_of(keys: Any, on_cuda: bool) -> tuple[Any, int, Sequence[int]]:
     """Adopt keys as `HPS.lookup_tables` does: tensors, sequences, arrays of any integers; and their number and shape."""
     if isinstance(keys, np.ndarray) or not (type(keys) is CAPSULE or hasattr(keys, "__dlpack__")):
         array = as_host_array(keys, "keys", "integers, or as many of them for every bag")
-        flat = as_host_keys(array.reshape(-1))
+        flat = np.require(as_host_keys(array.reshape(-1)), requirements=["ALIGNED"])
         return flat, flat.size, array.shape
     shape = getattr(keys, "shape", None)
     return *adopt_keys(keys, on_cuda), adopt(keys, what="keys").shape if shape is None else shape

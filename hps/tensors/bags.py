@@ -162,7 +162,7 @@ def pooled_segments(
         if not isinstance(bags, Bags):
             raise InvalidInputError(f"looking up bags of table {name!r}: got {type(bags).__name__}, expected hps.Bags")
         keys, n, shape = _keys_of(bags.keys, on_cuda)
-        pooling = _pooling_of(name, bags, n, shape, on_cuda)
+        pooling = pooling_of(name, bags, n, shape, on_cuda)
         if out is None:
             place: Any = np.empty((pooling.count, dim), np.float32)
         elif isinstance(out, Mapping):
@@ -196,7 +196,12 @@ def _keys_of(keys: Any, on_cuda: bool) -> tuple[Any, int, Sequence[int]]:
     return *adopt_keys(keys, on_cuda), adopt(keys, what="keys").shape if shape is None else shape
 
 
-def _pooling_of(name: Any, bags: Bags, n: int, shape: Sequence[int], on_cuda: bool) -> Pooling:
+def pooling_of(name: Any, bags: Bags, n: int, shape: Sequence[int], on_cuda: bool) -> Pooling:
+    """Check the bags of n keys of a table, which have a shape, and adopt their offsets and weights.
+
+    Raises:
+        InvalidDtypeError, InvalidInputError: they are not as `Bags` says.
+    """
     doing = f"looking up bags of table {name!r}"
     try:
         combiner = Combiner[bags.combiner.upper()]

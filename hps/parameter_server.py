@@ -413,7 +413,7 @@ class HPS:
         Args:
             deployment: what `model` gave.
             segments: at most one for each table, with keys (n,) int64, out (n, dim) float32 and, optionally, found (n,)
-                bool: host arrays, C-contiguous.
+                bool: host arrays, C-contiguous. With bags, out is (B, dim), with rows of any stride, and there is no found.
             device_id: as for `lookup_tables`.
 
         Returns:

@@ -56,10 +56,8 @@ class TableBags:
         """
         keys, n = inputs[self.source][self.start : self.stop], self.stop - self.start
         weights = None if self.weights is None else inputs[self.weights][self.start : self.stop]
-        if self.offsets is None:
-            offsets, shape = None, (self.count, n // max(self.count, 1))
-        else:
-            offsets, shape = inputs[self.offsets][self.first : self.first + self.count + 1], (n,)
+        offsets = None if self.offsets is None else inputs[self.offsets][self.first : self.first + self.count + 1]
+        shape = (n,) if self.offsets is not None else (self.count, n // max(self.count, 1))
         return pooling_of(name, Bags(keys, offsets, weights, **self.options), n, shape, on_cuda=False)
 
 

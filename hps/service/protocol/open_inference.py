@@ -410,7 +410,7 @@ def _by_bags(
     ranges, outputs = [], []
     for bags, dim in zip(tables, dims, strict=True):
         name, count = model.tables[bags.table].table_name, bags.count
-        step, strides = (4 * dim, (4 * width, 4)) if concatenated else (4 * dim * count, None)
+        step, strides = (4 * dim, (4 * width, 4)) if concatenated and count else (4 * dim * count, None)
         ranges.append(KeyRange(bags.table, dim, bags.source, bags.start, bags.stop, False, count, step, strides, bags))
         if not concatenated and (binary := header.vectors(name)) is not None:
             outputs.append(OutputTensor(name, "FP32", [count, dim], place, count * dim, binary))

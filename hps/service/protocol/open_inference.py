@@ -196,9 +196,8 @@ class Inference:
             segment = Segment(keys.table, inputs[keys.source][keys.start : keys.stop], out)
             place += keys.step
             if keys.masked:
-                count = keys.rows
-                segment.found = np.ndarray((count,), np.bool_, self._memory, mask_place)
-                mask_place += count
+                segment.found = np.ndarray((keys.rows,), np.bool_, self._memory, mask_place)
+                mask_place += keys.rows
             self.segments.append(segment)
 
     @property

@@ -62,8 +62,8 @@ class TableBags:
 
 
 def ends_of_bags(header: InferenceHeader, inputs: Sequence[np.ndarray], model: ModelTables) -> tuple[int, ...] | None:
-    """How many keys each table has, from `OFFSETS`; None where there are none for `KEYS`."""
-    if "KEYS" not in header.inputs or "OFFSETS" not in header.inputs:
+    """How many keys each table has, from `OFFSETS`; None where there are none for `KEYS`, or a table is called so."""
+    if "KEYS" not in header.inputs or "OFFSETS" not in header.inputs or "KEYS" in model.indices:
         return None
     bags = _bags_of_each(header.inputs["OFFSETS"], model)
     ends = inputs[list(header.inputs).index("OFFSETS")][bags :: bags + 1]
@@ -106,7 +106,7 @@ def read_bags(
 
 
 def _concatenated(header: InferenceHeader, counts: Sequence[int] | None, model: ModelTables) -> Sequence[TableBags]:
-    inputs, places = header.inputs, list(header.inputs)
+    inputs, places = header.inputs, {name: place for place, name in enumerate(header.inputs)}
     if extra := inputs.keys() - {"KEYS", "NUMKEYS", "OFFSETS", "WEIGHTS"}:
         raise InvalidInputError(f"reading 'inputs': got {min(extra)[:120]!r} beside KEYS, expected OFFSETS, WEIGHTS or NUMKEYS")
     keys, offsets, weights = inputs["KEYS"], inputs.get("OFFSETS"), inputs.get("WEIGHTS")
@@ -116,8 +116,7 @@ def _concatenated(header: InferenceHeader, counts: Sequence[int] | None, model: 
     else:
         _check_combiner(header, "KEYS", all("combiner" in _options(header, table.table_name) for table in model.tables))
         bags, counts = _fixed_bags(keys, counts, len(model.tables))
-    if counts is None:
-        raise InvalidInputError("reading 'inputs': got no OFFSETS and no NUMKEYS beside KEYS, expected one of them")
+    counts = counts or ()
     source = ("NUMKEYS", "its sum") if "NUMKEYS" in inputs else ("OFFSETS", "the sum of the last one of each table")
     check_numkeys(counts, keys.count, model, *source)
     _check_weights(weights, keys)
@@ -126,13 +125,13 @@ def _concatenated(header: InferenceHeader, counts: Sequence[int] | None, model: 
         tables.append(
             TableBags(
                 index,
-                places.index("KEYS"),
+                places["KEYS"],
                 start,
                 start + count,
                 bags,
-                None if offsets is None else places.index("OFFSETS"),
+                None if offsets is None else places["OFFSETS"],
                 index * (bags + 1),
-                None if weights is None else places.index("WEIGHTS"),
+                None if weights is None else places["WEIGHTS"],
                 _options(header, table.table_name),
             )
         )
@@ -141,7 +140,7 @@ def _concatenated(header: InferenceHeader, counts: Sequence[int] | None, model: 
 
 
 def _by_table(header: InferenceHeader, model: ModelTables) -> Sequence[TableBags]:
-    inputs, places = header.inputs, list(header.inputs)
+    inputs, places = header.inputs, {name: place for place, name in enumerate(header.inputs)}
     tables = []
     for source, (name, keys) in enumerate(inputs.items()):
         if name not in model.indices:
@@ -172,9 +171,9 @@ def _by_table(header: InferenceHeader, model: ModelTables) -> Sequence[TableBags
                 0,
                 keys.count,
                 bags,
-                None if offsets is None else places.index(offsets.name),
+                None if offsets is None else places[offsets.name],
                 0,
-                None if weights is None else places.index(weights.name),
+                None if weights is None else places[weights.name],
                 options,
             )
         )

@@ -127,13 +127,14 @@ def test_parameters_are_for_all_tables_or_for_one():
     assert decode(CONCATENATED).segments[0].pooling.combiner == Combiner.SUM
 
 
+@pytest.mark.parametrize("keys", ["item", "KEYS"])
 @pytest.mark.parametrize("name", ["item.offsets", "item.weights", "OFFSETS", "WEIGHTS"])
-def test_a_table_may_be_called_as_offsets_or_weights_are(name):
-    model = ModelTables("m", (TableSpec("m", "item", 2, 0.0, 100), TableSpec("m", name, 2, 0.0, 100)))
-    segments = decode({"item": [1, 2], name: [3]}, model).segments
+def test_a_table_may_be_called_as_offsets_or_weights_are(keys, name):
+    model = ModelTables("m", (TableSpec("m", keys, 2, 0.0, 100), TableSpec("m", name, 2, 0.0, 100)))
+    segments = decode({keys: [1, 2], name: [3]}, model).segments
     assert [(segment.keys.tolist(), segment.pooling) for segment in segments] == [([1, 2], None), ([3], None)]
     with pytest.raises(InvalidDtypeError, match="expected INT64"):
-        decode({"item": [1, 2], name: np.array([3], FP32)}, model)
+        decode({keys: [1, 2], name: np.array([3], FP32)}, model)
 
 
 def test_what_a_lookup_of_bags_takes_is_counted():

@@ -39,13 +39,13 @@ def document(directory, persistent):
     return document_of(model, persistent=persistent, service={"max_keys_per_request": 3 * 5 * MOST, "max_held_bytes": 1 << 27})
 
 
-@pytest.fixture(scope="module")
-def configured(tmp_path_factory):
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def configured(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
     for version in (1, 2):
         for table, dim in DIMS.items():
             hps.write_sparse_model(directory / str(version) / table, (np.arange(ROWS), vectors_of(dim, version)))
-    return document(directory, directory / "rocksdb")
+    return document(directory, directory / "rocksdb") | {"device": request.param}
 
 
 @pytest.fixture(scope="module")

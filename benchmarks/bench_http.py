@@ -5,6 +5,8 @@ same parsing and serialising without a check or a thread. All servers run at onc
 turn, round after round. Figures are medians of the rounds, and ratios are ratios of medians. The processor time of the server
 for each request stands beside them, as it suffers less from whatever else the machine does.
 
+Keys in bags, 50 of hotness 20 at dim 128, are asked of the same cache twice: for a vector each, and for a vector a bag.
+
 The load comes from one Python process (`http_load.py`), which takes processor time away from the servers where cores are few.
 """
 
@@ -35,6 +37,7 @@ from hps.models.writer import write_sparse_model
 
 _ROWS, _DIM, _KEYS = 100_000, 32, 1_000
 _ROTATION = 8
+_BAGS, _HOTNESS, _WIDE = 50, 20, 128
 _INFER, _LOOKUP = "/v2/models/m/infer", "/v1/models/m/lookup"
 _START_S = 60.0
 _SECONDS = 1.0  # of load in a round
@@ -84,6 +87,33 @@ def run(report: Report, quick: bool) -> None:
                     for server in servers:
                         samples[server].append(_measure(client, targets[server], requests[form], connections))
                 _add_rows(report, {"form": form, "connections": connections, "batch": _KEYS, "dim": _DIM}, samples)
+            _compare_bags(report, client, targets["wide"], keys, rounds)
+
+
+def _compare_bags(report: Report, client: ProcessPoolExecutor, target: _Target, keys: list[Any], rounds: int) -> None:
+    """Ask for the vectors of keys, and for the sums of bags of them, which must be equal."""
+    requests = {form: _table(keys, parameters) for form, parameters in (("rows", {}), ("bags", {"combiner": "sum"}))}
+    answers = {form: _exchange(target.port, request, request.bodies[0]) for form, request in requests.items()}
+    vectors = {
+        form: np.frombuffer(answer[int(headers["inference-header-content-length"]) :], np.float32)
+        for form, (headers, answer) in answers.items()
+    }
+    expected = vectors["rows"].reshape(_BAGS, _HOTNESS, _WIDE).sum(1)
+    np.testing.assert_allclose(vectors["bags"].reshape(_BAGS, _WIDE), expected, rtol=1e-5, atol=1e-5)
+    samples: dict[str, list[dict[str, float]]] = {form: [] for form in requests}
+    for _ in range(rounds):
+        for form, request in requests.items():
+            samples[form].append(_measure(client, target, request, 4))
+            samples[form][-1]["answer_bytes"] = len(answers[form][1])
+    axes = {"form": "binary", "connections": 4, "batch": _KEYS, "dim": _WIDE, "hotness": _HOTNESS}
+    _add_rows(report, axes, {f"embedding_cache/own/{form}": taken for form, taken in samples.items()})
+
+
+def _table(keys: list[Any], parameters: dict[str, Any]) -> _Request:
+    size = {"binary_data_size": 8 * _KEYS}
+    inputs = [{"name": "item", "shape": [_BAGS, _HOTNESS], "datatype": "INT64", "parameters": size}]
+    text = orjson.dumps({"inputs": inputs, "parameters": {"binary_data_output": True, **parameters}})
+    return _Request(_INFER, [text + part.tobytes() for part in keys], {"Inference-Header-Content-Length": str(len(text))})
 
 
 def _binary(keys: list[Any]) -> _Request:
@@ -122,13 +152,18 @@ def _write_models(directory: Path) -> None:
     write_sparse_model(directory / "item.model", (keys, vectors))
     np.save(directory / "vectors.npy", vectors)
     (directory / "answer.bin").write_bytes(vectors[: _KEYS + 1].tobytes()[: 4 * _DIM * _KEYS + 144])
-    for name, cached in (("cached", True), ("uncached", False)):
+    write_sparse_model(directory / "wide.model", (keys, sample_vectors(keys, _WIDE)))
+    for name, cached, file, dim in (
+        ("cached", True, "item", _DIM),
+        ("uncached", False, "item", _DIM),
+        ("wide", True, "wide", _WIDE),
+    ):
         (directory / name).mkdir()
         model = {
             "model": "m",
-            "sparse_files": [str(directory / "item.model")],
+            "sparse_files": [str(directory / f"{file}.model")],
             "embedding_table_names": ["item"],
-            "embedding_vecsize_per_table": [_DIM],
+            "embedding_vecsize_per_table": [dim],
             "maxnum_catfeature_query_per_table_per_sample": [1],
             "default_value_for_each_table": [0.0],
             "deployed_device_list": [0],
@@ -152,6 +187,7 @@ def _servers(directory: Path) -> Iterator[dict[str, _Target]]:
         "hash_map/own": ("service", directory / "uncached", "own"),
         "embedding_cache/own": ("service", directory / "cached", "own"),
         "embedding_cache/executor": ("service", directory / "cached", "executor"),
+        "wide": ("service", directory / "wide", "own"),
     }
     targets: dict[str, _Target] = {}
     try:
@@ -195,7 +231,7 @@ def _check(targets: dict[str, _Target], requests: dict[str, _Request], keys: lis
     """Check that every server that looks up vectors answers every body with the right ones."""
     for name, target in targets.items():
         for form, request in requests.items():
-            if name == "raw" or (name == "orjson" and form == "binary"):
+            if name in ("raw", "wide") or (name == "orjson" and form == "binary"):
                 continue
             for body, part in zip(request.bodies, keys, strict=True):
                 expected = sample_vectors(part, _DIM)
@@ -238,9 +274,9 @@ def _add_rows(report: Report, axes: dict[str, Any], samples: dict[str, list[dict
     }
     limit = next(iter(medians.values()))["requests_per_s"]
     for server, figures in medians.items():
-        tier, _, hop = server.partition("/")
+        where = dict(zip(("tier", "hop", "answer"), server.split("/"), strict=False))
         report.add(
-            {**axes, "tier": tier, **({"hop": hop} if hop else {})},
+            {**axes, **where},
             {
                 "requests_per_s": figures["requests_per_s"],
                 "ratio_to_limit": figures["requests_per_s"] / limit,
@@ -248,6 +284,7 @@ def _add_rows(report: Report, axes: dict[str, Any], samples: dict[str, list[dict
                 "p50_s": figures["p50_s"],
                 "p99_s": figures["p99_s"],
                 "processor_us_per_request": figures["processor_us_per_request"],
+                **({"answer_bytes": figures["answer_bytes"]} if "answer_bytes" in figures else {}),
             },
         )
 

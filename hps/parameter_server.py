@@ -349,7 +349,8 @@ class HPS:
             As `lookup_tables`; InvalidInputError also where offsets, weights, combiner or max_norm are not as `Bags` says.
         """
         deployment = self.model(model_name)
-        session = deployment.session(device_id, {name: bags.keys for name, bags in tables.items()}, out)
+        keys = {name: bags.keys for name, bags in tables.items() if isinstance(bags, Bags)}
+        session = deployment.session(device_id, keys, out)
         segments = pooled_segments(tables, out, deployment.table_index, deployment.tables, on_cuda=session.on_cuda)
         _answer(session, segments, wait)
         return dict(zip(tables, (segment.out for segment in segments), strict=True)) if out is None else out
@@ -412,7 +413,7 @@ class HPS:
         Args:
             deployment: what `model` gave.
             segments: at most one for each table, with keys (n,) int64, out (n, dim) float32 and, optionally, found (n,)
-                bool: host arrays, C-contiguous.
+                bool: host arrays, C-contiguous. With bags, out is (B, dim), with rows of any stride, and there is no found.
             device_id: as for `lookup_tables`.
 
         Returns:

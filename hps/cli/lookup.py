@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,6 +22,9 @@ def lookup_command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Name of a model in CONFIG.", show_default=False)],
     table: Annotated[str, typer.Argument(metavar="TABLE", help="Name or number of a table.", show_default=False)],
     keys: Annotated[list[str], typer.Argument(metavar="KEY", help="Keys; they may be negative.", show_default=False)],
+    combiner: Annotated[
+        str | None, typer.Option(metavar="HOW", help="Print their sum, mean or sqrtn, too: that of one bag of the keys.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print the vectors of KEYs, and which of them got the default vector because no database has them.
@@ -29,6 +32,7 @@ def lookup_command(
     Answers from the persistent database, which is loaded first if necessary; without one, from the model files. Only one
     process at a time can open a RocksDB: while a server runs, ask the server.
     """
+    pooled: dict[str, FloatArray] = {}
     with console.reported():
         asked = [_key(key) for key in keys]
         with console.progress() as progress:
@@ -36,18 +40,23 @@ def lookup_command(
 
             from hps.configuration.load import load_configuration
             from hps.parameter_server import HPS
+            from hps.tensors.bags import Bags
 
             configuration = _without_caches(load_configuration(config), model)
             tables = configuration.models[0].embedding_table_names
             name = tables[int(table)] if table not in tables and table.isdecimal() and int(table) < len(tables) else table
             try:
                 with HPS(configuration, progress=progress) as server:
-                    vectors, found = server.lookup(np.array(asked, np.int64), model, name, return_found=True)
+                    given = np.array(asked, np.int64)
+                    vectors, found = server.lookup(given, model, name, return_found=True)
+                    if combiner is not None:
+                        bags = {name: Bags(given[None], combiner=combiner)}  # type: ignore[arg-type]  # it is checked
+                        pooled = {combiner: server.lookup_pooled(bags, model)[name][0]}
             except errors.DatabaseLockedError as error:
                 body = shlex.quote(json.dumps({"tables": {name: asked}}))
                 url = f"http://{configuration.service.host}:{configuration.service.port}/v1/models/{model}/lookup"
                 raise errors.DatabaseLockedError(f"{error}\nIf it is a server, ask that: curl -s {url} -d {body}") from error
-        _print_vectors(model, name, asked, vectors, found.tolist(), as_json)
+        _print_vectors(model, name, asked, vectors, found.tolist(), pooled, as_json)
 
 
 def _key(text: str) -> int:
@@ -79,12 +88,28 @@ def _without_caches(configuration: "Configuration", model: str) -> "Configuratio
 
 
 def _print_vectors(
-    model: str, table: str, keys: Sequence[int], vectors: "FloatArray", found: Sequence[bool], as_json: bool
+    model: str,
+    table: str,
+    keys: Sequence[int],
+    vectors: "FloatArray",
+    found: Sequence[bool],
+    pooled: "Mapping[str, FloatArray]",
+    as_json: bool,
 ) -> None:
     if as_json:
-        rows = [[float(str(element)) for element in row] for row in vectors]  # the shortest digits that name the float32
-        typer.echo(json.dumps({"model": model, "table": table, "keys": keys, "vectors": rows, "found": found}))
+        rows = [_floats(row) for row in vectors]
+        bag = {combiner: _floats(row) for combiner, row in pooled.items()}
+        typer.echo(json.dumps({"model": model, "table": table, "keys": keys, "vectors": rows, "found": found, **bag}))
         return
     for key, row, has in zip(keys, vectors, found, strict=True):
-        elements = ", ".join(str(element) for element in row)
-        typer.echo(f"{key}: [{elements}]" + ("" if has else "  (default vector: no database has this key)"))
+        typer.echo(f"{key}: {_listed(row)}" + ("" if has else "  (default vector: no database has this key)"))
+    for combiner, row in pooled.items():
+        typer.echo(f"{combiner}: {_listed(row)}")
+
+
+def _floats(row: "FloatArray") -> list[float]:
+    return [float(str(element)) for element in row]  # the shortest digits that name the float32
+
+
+def _listed(row: "FloatArray") -> str:
+    return f"[{', '.join(str(element) for element in row)}]"

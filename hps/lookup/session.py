@@ -17,11 +17,16 @@ from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.unwaited import UnwaitedLookups
 from hps.metrics import Metrics
+from hps.numba_kernels import compile_kernels
 from hps.open_calls import OpenCalls
+from hps.tensors.bags import Pooling
+from hps.tensors.pooling import add_rows, bag_arrays, counted_positions
 from hps.tensors.segments import Segment
-from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
 _PREFETCH_ROWS = 65_536  # vectors fetched at once, so that their memory is bounded
+_POOLED_BYTES = 8 << 20  # likewise of vectors that are fetched to be pooled
+_AS_THEY_COME: IndexArray = np.empty(0, np.int64)
 
 
 class Session(Protocol):
@@ -373,6 +378,7 @@ class DirectSession:
     """
 
     def __init__(self, tables: Sequence[TableSpec], chain: DatabaseChain, metrics: Metrics) -> None:
+        compile_kernels()
         self.tables = tuple(tables)
         self.cache: EmbeddingCache | None = None
         self.on_cuda = False
@@ -391,6 +397,9 @@ class DirectSession:
         with self._calls:
             for segment in segments:
                 table = self.tables[segment.table]
+                if segment.pooling is not None:
+                    self._pool(table, segment, segment.pooling)
+                    continue
                 found = segment.found
                 if found is None:
                     found = np.zeros(segment.n, np.bool_)
@@ -399,11 +408,36 @@ class DirectSession:
                 absent = found.size - self._chain.fetch(table, segment.keys, segment.out, found)
                 if absent:
                     segment.out[~found] = table.default_value
-                with self._metrics.lock:
-                    counters = self._counters[segment.table]
-                    counters.keys += found.size
-                    counters.defaults += absent
+                self._count(segment.table, found.size, absent)
         self._seconds.observe(time.perf_counter() - start)
+
+    def _pool(self, table: TableSpec, segment: Segment, pooling: Pooling) -> None:
+        """Write the combined vector of each bag, of vectors that are fetched some at a time."""
+        keys, out = segment.keys, segment.out
+        bags = bag_arrays(pooling)
+        out[...] = 0.0
+        positions = np.arange(keys.size)
+        counted = keys
+        if pooling.padding_key is not None:
+            positions = positions[: counted_positions(keys, pooling.padding_key, positions)]
+            counted = keys[positions]
+        absent = 0
+        at_once = min(max(1, _POOLED_BYTES // (4 * table.dim)), positions.size)
+        rows, total = np.empty((at_once, table.dim), np.float32), np.empty(table.dim, np.float32)
+        for start in range(0, positions.size, at_once or 1):
+            stop = min(start + at_once, positions.size)
+            found = np.zeros(stop - start, np.bool_)
+            if missing := found.size - self._chain.fetch(table, counted[start:stop], rows[: found.size], found):
+                absent += missing
+                rows[: found.size][~found] = table.default_value
+            add_rows(rows, _AS_THEY_COME, positions, start, stop, keys, *bags, total, out)
+        self._count(segment.table, positions.size, absent)
+
+    def _count(self, table: int, keys: int, absent: int) -> None:
+        with self._metrics.lock:
+            counters = self._counters[table]
+            counters.keys += keys
+            counters.defaults += absent
 
     def enqueue(self, segments: Sequence[Segment]) -> None:
         """Refuse: there is no device."""

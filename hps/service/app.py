@@ -228,6 +228,9 @@ class Application:
             submitted = time.perf_counter_ns()
             lookup = (_timed_lookup, server, deployment, request.segments, request.device_id)
             request.device_id, began, ended = await self._threads.run(*lookup)
+            if request.scratch_bytes:
+                self.memory.held -= request.scratch_bytes
+                held -= request.scratch_bytes
             resumed = time.perf_counter_ns()
             if (whole := request.binary_answer) is not None:
                 counts.succeeded(started, submitted, began, ended, resumed)

@@ -289,6 +289,8 @@ def _metadata(server: HPS, name: str, version: str | None) -> schemas.ModelMetad
         inputs=[
             schemas.TensorMetadata(name="KEYS", datatype="INT64", shape=[1, -1]),
             schemas.TensorMetadata(name="NUMKEYS", datatype="INT32", shape=[1, len(tables)]),
+            schemas.TensorMetadata(name="OFFSETS", datatype="INT64", shape=[1, -1]),
+            schemas.TensorMetadata(name="WEIGHTS", datatype="FP32", shape=[1, -1]),
         ],
         outputs=[schemas.TensorMetadata(name="OUTPUT0", datatype="FP32", shape=[-1])],
         tables=[

@@ -85,7 +85,7 @@ class ServerMetadata(BaseModel):
 
 
 class TensorMetadata(BaseModel):
-    """An input or output; -1 is a width that the request chooses."""
+    """An input or output; -1 is a width that the request chooses. `config` says which inputs are optional, as in Triton."""
 
     name: str
     datatype: Datatype
@@ -115,14 +115,16 @@ class ModelMetadata(BaseModel):
 
 
 class RequestInput(BaseModel):
-    """Keys: `KEYS` and `NUMKEYS`, or one input a table."""
+    """Keys: `KEYS` and `NUMKEYS`, or one input a table. Of keys in bags also `OFFSETS` and `WEIGHTS`, or `<table>.offsets` and
+    `<table>.weights`.
+    """
 
     name: str
-    datatype: Literal["INT64", "INT32"]
+    datatype: Literal["INT64", "INT32", "FP32"] = Field(description="FP32 of weights alone.")
     shape: list[int]
     parameters: dict[str, Any] | None = Field(default=None, description="`binary_data_size`: its bytes in the binary part.")
     data: list[Any] | None = Field(
-        default=None, description="Integers, flat or nested as the shape says; absent with binary data."
+        default=None, description="Numbers, flat or nested as the shape says; absent with binary data."
     )
 
 
@@ -151,7 +153,8 @@ class InferenceRequest(BaseModel):
     parameters: dict[str, Any] | None = Field(
         default=None,
         description="`binary_data_output`: send all outputs as binary data. `found`: send the found-masks, too. `DeviceID`: "
-        "the device that is to answer; by default the least busy one.",
+        "the device that is to answer; by default the least busy one. `combiner` (`sum`, `mean` or `sqrtn`), `max_norm` and "
+        "`padding_key`: of keys in bags, of all tables; `<table>.combiner` and the like: of one.",
     )
     inputs: list[RequestInput]
     outputs: list[RequestOutput] | None = Field(default=None, description="Which outputs to send; by default all vectors.")
@@ -177,24 +180,35 @@ class InferenceResponse(BaseModel):
     id: str | None = None
     parameters: dict[str, Any] | None = Field(
         default=None,
-        description="For `KEYS` and `NUMKEYS`. `NumSample`: the keys of the request by the most keys of a sample, rounded "
-        "down. `DeviceID`: the device that answered.",
+        description="For `KEYS`. `NumSample`: the keys of the request by the most keys of a sample, rounded down; or the bags "
+        "of a table. `DeviceID`: the device that answered.",
     )
     outputs: list[ResponseOutput]
 
 
 class LookupRequest(BaseModel):
-    """Keys by table."""
+    """Keys by table: one by one, or in bags."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"tables": {"item": [1, 2]}, "found": True}}, extra="forbid")
 
-    tables: dict[str, list[int]]
-    found: bool = Field(default=False, description="Also say which keys a tier had.")
+    tables: dict[str, list[int]] | None = Field(default=None, description="Each key gets a vector.")
+    bags: dict[str, list[list[int]]] | None = Field(default=None, description="In place of `tables`: each list gets a vector.")
+    weights: dict[str, list[list[float]]] | None = Field(default=None, description="Of the keys in bags; 1 where absent.")
+    combiner: str | dict[str, str] | None = Field(
+        default=None, description="`sum` (the default), `mean` or `sqrtn`: of all bags, or by table."
+    )
+    max_norm: float | dict[str, float] | None = Field(
+        default=None, description="Vectors in bags are scaled down to this L2 norm; of all bags, or by table."
+    )
+    padding_key: int | dict[str, int] | None = Field(
+        default=None, description="Is left out of the bags wherever it stands; of all bags, or by table."
+    )
+    found: bool = Field(default=False, description="Also say which keys a tier had; not with bags.")
     device: int | str | None = Field(default=None, description="The device that is to answer; by default the least busy one.")
 
 
 class LookupResponse(BaseModel):
-    """Vectors by table, in the order of the keys."""
+    """Vectors by table, in the order of the keys or bags."""
 
     tables: dict[str, list[list[float | None]]] = Field(description="null is a value that JSON cannot express (NaN, infinity).")
     found: dict[str, list[bool]] | None = Field(

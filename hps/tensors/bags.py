@@ -11,6 +11,8 @@ that equal the padding key are left out, and are not looked up. A bag without ke
 no tier has count with the table's default vector, as in a lookup of rows.
 """
 
+import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Literal
@@ -18,12 +20,14 @@ from typing import Any, Literal
 import numpy as np
 
 from hps.errors import InvalidDtypeError, InvalidInputError
-from hps.tensors.dlpack import adopt
+from hps.tensors.dlpack import CAPSULE, adopt
 from hps.tensors.segments import (
     CUDA_ARRAYS,
     Segment,
     adopt_keys,
     adopt_output,
+    as_host_array,
+    as_host_keys,
     refuse_repeated_tables,
 )
 from hps.types import DeviceArray, TableSpec
@@ -157,8 +161,8 @@ def pooled_segments(
         dim = specs[index].dim
         if not isinstance(bags, Bags):
             raise InvalidInputError(f"looking up bags of table {name!r}: got {type(bags).__name__}, expected hps.Bags")
-        keys, n = adopt_keys(bags.keys, on_cuda)
-        pooling = _pooling_of(name, bags, n, on_cuda)
+        keys, n, shape = _keys_of(bags.keys, on_cuda)
+        pooling = pooling_of(name, bags, n, shape, on_cuda)
         if out is None:
             place: Any = np.empty((pooling.count, dim), np.float32)
         elif isinstance(out, Mapping):
@@ -182,47 +186,71 @@ def pooled_segments(
     return segments
 
 
-def _pooling_of(name: Any, bags: Bags, n: int, on_cuda: bool) -> Pooling:
+def _keys_of(keys: Any, on_cuda: bool) -> tuple[Any, int, Sequence[int]]:
+    """Adopt keys as `HPS.lookup_tables` does: tensors, sequences, arrays of any integers; and their number and shape."""
+    if isinstance(keys, np.ndarray) or not (type(keys) is CAPSULE or hasattr(keys, "__dlpack__")):
+        array = as_host_array(keys, "keys", "integers, or as many of them for every bag")
+        flat = np.require(as_host_keys(array.reshape(-1)), requirements=["ALIGNED"])
+        return flat, flat.size, array.shape
+    shape = getattr(keys, "shape", None)
+    return *adopt_keys(keys, on_cuda), adopt(keys, what="keys").shape if shape is None else shape
+
+
+def pooling_of(name: Any, bags: Bags, n: int, shape: Sequence[int], on_cuda: bool) -> Pooling:
+    """Check the bags of n keys of a table, which have a shape, and adopt their offsets and weights.
+
+    Raises:
+        InvalidDtypeError, InvalidInputError: they are not as `Bags` says.
+    """
     doing = f"looking up bags of table {name!r}"
     try:
         combiner = Combiner[bags.combiner.upper()]
     except (AttributeError, KeyError):
         raise InvalidInputError(f"{doing}: got combiner {bags.combiner!r}, expected 'sum', 'mean' or 'sqrtn'") from None
-    max_norm = 0.0 if bags.max_norm is None else float(bags.max_norm)
-    if bags.max_norm is not None and not max_norm > 0.0:
-        raise InvalidInputError(f"{doing}: got max_norm {bags.max_norm!r}, expected a number above 0, or None")
-    weights, size = _adopted(bags.weights, on_cuda, "weights", (np.float32,))
+    max_norm, padding_key = _checked(doing, bags)
+    weights, size = _adopted(doing, bags.weights, on_cuda, "weights", (np.float32,))
     if weights is not None and size != n:
         raise InvalidInputError(f"{doing}: got {size} weights for {n} keys, expected as many")
     if bags.offsets is None:
-        shape = np.shape(bags.keys) if isinstance(bags.keys, (list, tuple)) else _shape_of(bags.keys)
         if len(shape) != 2:
             raise InvalidInputError(f"{doing}: got keys of shape {tuple(shape)} without offsets, expected (bags, hotness)")
-        return Pooling(int(shape[0]), None, int(shape[1]), weights, combiner, max_norm, bags.padding_key)
-    offsets, size = _adopted(bags.offsets, on_cuda, "offsets", (np.int64, np.int32))
-    count = size - bags.include_last_offset
+        return Pooling(int(shape[0]), None, int(shape[1]), weights, combiner, max_norm, padding_key)
+    offsets, size = _adopted(doing, bags.offsets, on_cuda, "offsets", (np.int64, np.int32))
+    count = size - bool(bags.include_last_offset)
     if count < 0 or (count == 0 and n):
         raise InvalidInputError(f"{doing}: got {size} offsets for {n} keys, expected one for each bag, and n at the end")
     if isinstance(offsets, np.ndarray):
         _check_offsets(doing, offsets, n, bags.include_last_offset)
-    return Pooling(count, offsets, 0, weights, combiner, max_norm, bags.padding_key)
+    return Pooling(count, offsets, 0, weights, combiner, max_norm, padding_key)
+
+
+def _checked(doing: str, bags: Bags) -> tuple[float, int | None]:
+    """max_norm, 0.0 for none, and the padding key of bags."""
+    try:
+        max_norm = 0.0 if bags.max_norm is None else float(bags.max_norm)
+    except (TypeError, ValueError):
+        max_norm = math.nan
+    if bags.max_norm is not None and not max_norm > 0.0:
+        raise InvalidInputError(f"{doing}: got max_norm {bags.max_norm!r}, expected a number above 0, or None")
+    if bags.padding_key is None:
+        return max_norm, None
+    try:
+        return max_norm, int(np.int64(operator.index(bags.padding_key)))
+    except (OverflowError, TypeError):
+        raise InvalidInputError(f"{doing}: got padding_key {bags.padding_key!r}, expected an int64, or None") from None
 
 
 def _check_offsets(doing: str, offsets: np.ndarray, n: int, include_last: bool) -> None:
     last = int(offsets[-1]) if offsets.size else 0
     if offsets.size and (offsets[0] != 0 or np.any(offsets[1:] < offsets[:-1]) or (last != n if include_last else last > n)):
+        given = offsets.tolist() if offsets.size <= 8 else f"{offsets[:4].tolist()}...{offsets[-2:].tolist()}"
         raise InvalidInputError(
-            f"{doing}: got offsets {offsets[:4].tolist()}...{offsets[-2:].tolist()} for {n} keys, expected them to begin with "
-            f"0, never to fall, and to end with {n if include_last else f'at most {n}'}"
+            f"{doing}: got offsets {given} for {n} keys, expected them to begin with 0, never to fall, and to end with "
+            f"{n if include_last else f'at most {n}'}"
         )
 
 
-def _shape_of(tensor: Any) -> Sequence[int]:
-    shape = getattr(tensor, "shape", None)
-    return adopt(tensor, what="keys").shape if shape is None else shape
-
-
-def _adopted(tensor: Any, on_cuda: bool, what: str, dtypes: tuple[type, ...]) -> tuple[Any, int]:
+def _adopted(doing: str, tensor: Any, on_cuda: bool, what: str, dtypes: tuple[type, ...]) -> tuple[Any, int]:
     """Adopt offsets or weights: a contiguous host array, or the tensor that a CUDA cache reads itself; and its size."""
     if tensor is None:
         return None, 0
@@ -230,16 +258,23 @@ def _adopted(tensor: Any, on_cuda: bool, what: str, dtypes: tuple[type, ...]) ->
         return tensor, tensor.size
     if on_cuda and getattr(tensor, "is_cuda", False):
         return tensor, tensor.numel()
-    if not isinstance(tensor, np.ndarray) and hasattr(tensor, "__dlpack__"):
+    expected = " or ".join(np.dtype(dtype).name for dtype in dtypes)
+    if isinstance(tensor, np.ndarray) or not (type(tensor) is CAPSULE or hasattr(tensor, "__dlpack__")):
+        array = as_host_array(tensor, what, expected)
+        if not isinstance(tensor, np.ndarray) and (not array.size or array.dtype.kind in ("iuf" if what == "weights" else "")):
+            array = array.astype(dtypes[0])  # numbers of Python's
+    else:
         view = adopt(tensor, what=what)
-        if on_cuda and not view.on_host:
-            return view, view.size
-        tensor = np.from_dlpack(tensor)
-    array = np.asarray(tensor)
-    if array.size == 0 and array.dtype == np.float64:  # numpy's dtype of []
-        array = array.astype(dtypes[0])
+        if not view.on_host:
+            if on_cuda:
+                return view, view.size
+            raise InvalidInputError(f"{doing}: got {what} on {view.device_name}, expected host memory; copy them to the CPU")
+        if not view.contiguous:
+            raise InvalidInputError(f"{doing}: got {what} with strides {view.strides}, expected them C-contiguous")
+        if view.dtype_name not in expected.split(" or "):
+            raise InvalidDtypeError(f"{doing}: got {what} of dtype {view.dtype_name}, expected {expected}")
+        array = view.host_array((view.size,))
     if array.dtype not in dtypes:
-        expected = " or ".join(np.dtype(dtype).name for dtype in dtypes)
-        raise InvalidDtypeError(f"reading {what}: got dtype {array.dtype}, expected {expected}")
-    array = np.ascontiguousarray(array).reshape(-1)
+        raise InvalidDtypeError(f"{doing}: got {what} of dtype {array.dtype}, expected {expected}")
+    array = np.require(array.reshape(-1), requirements=["C_CONTIGUOUS", "ALIGNED"])
     return array, array.size

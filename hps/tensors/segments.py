@@ -82,7 +82,7 @@ def as_host_keys(keys: Any) -> KeyArray:
         InvalidDtypeError: they are not integers.
         InvalidInputError: they are not one-dimensional, or do not fit 64 bits.
     """
-    array = _as_host_array(keys, "keys", "a sequence of integers")
+    array = as_host_array(keys, "keys", "a sequence of integers")
     if array.ndim != 1:
         raise InvalidInputError(f"reading keys: got shape {array.shape}, expected one dimension; flatten them")
     if array.size == 0 and array.dtype == np.float64:  # numpy's dtype of []
@@ -101,13 +101,18 @@ def as_host_vectors(vectors: Any) -> FloatArray:
         InvalidDtypeError: they are not real numbers.
         InvalidInputError: they are ragged, or cannot be read as an array in host memory (bfloat16, tensors with gradients).
     """
-    array = _as_host_array(vectors, "vectors", "an (n, dim) array of float32 in host memory")
+    array = as_host_array(vectors, "vectors", "an (n, dim) array of float32 in host memory")
     if array.dtype.kind not in "fiu":
         raise InvalidDtypeError(f"reading vectors: got dtype {array.dtype}, expected float32 (or other real numbers)")
     return np.ascontiguousarray(array, np.float32)
 
 
-def _as_host_array(values: Any, what: str, expected: str) -> npt.NDArray[Any]:
+def as_host_array(values: Any, what: str, expected: str) -> npt.NDArray[Any]:
+    """Read a sequence, or nested ones, or an array.
+
+    Raises:
+        InvalidInputError: they are ragged, or no array in host memory.
+    """
     try:
         return np.asarray(values)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
@@ -259,7 +264,8 @@ def check_segment(table: TableSpec, segment: Segment, n: int) -> None:
     if isinstance(keys, np.ndarray):
         _check_array("querying", table, "keys", keys, np.int64, (n,), aligned=False)
     if isinstance(out, np.ndarray):
-        _check_array("querying", table, "out", out, np.float32, (n, table.dim), writable=True)
+        rows, of_rows = (n, out) if segment.pooling is None else (segment.pooling.count, out[:1])  # which may be columns
+        _check_array("querying", table, "out", out, np.float32, (rows, table.dim), writable=True, laid_out=of_rows)
     if isinstance(found, np.ndarray):
         _check_array("querying", table, "found", found, np.bool_, (n,), writable=True)
 
@@ -285,13 +291,15 @@ def _check_array(
     *,
     aligned: bool = True,
     writable: bool = False,
+    laid_out: np.ndarray | None = None,
 ) -> None:
     flags = array.flags
+    contiguous = (array if laid_out is None else laid_out).flags.c_contiguous
     if array.dtype != dtype:
         raise InvalidDtypeError(
             f"{doing} the cached table {table.tag}: {name}: got dtype {array.dtype}, expected {np.dtype(dtype)}"
         )
-    if array.shape != shape or not flags.c_contiguous or (aligned and not flags.aligned) or (writable and not flags.writeable):
+    if array.shape != shape or not contiguous or (aligned and not flags.aligned) or (writable and not flags.writeable):
         state = ("" if flags.aligned else ", not aligned") + ("" if flags.writeable else ", read-only")
         raise InvalidInputError(
             f"{doing} the cached table {table.tag}: {name}: got shape {array.shape}, strides {array.strides}{state}; expected "

@@ -7,18 +7,21 @@ class TestNumpyCache(CacheContract):
         ...
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from hps.cache.base import CacheLookup, EmbeddingCache
 from hps.errors import CapacityError, InvalidDtypeError, InvalidInputError, NotReadyError
+from hps.tensors.bags import Combiner, Pooling
 from hps.tensors.segments import Segment
-from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
+from hps.types import BoolArray, DeviceArray, FloatArray, IndexArray, KeyArray, TableSpec
+from tests.tables.pooling_oracle import Expected, pooled
 
 INT64 = np.iinfo(np.int64)
 AWKWARD_KEYS = np.unique(
@@ -37,6 +40,11 @@ def vectors_of(keys: KeyArray, dim: int, version: int | np.ndarray = 0) -> Float
     vectors = ((words ^ (words >> np.uint64(31))) >> np.uint64(40)).astype(np.float32)
     vectors[:, 0] = versions
     return vectors
+
+
+def small_vectors_of(keys: KeyArray, dim: int) -> FloatArray:
+    """Vectors that encode their key and their position in [-1, 1), to be added up."""
+    return vectors_of(keys, dim + 1)[:, 1:] / np.float32(1 << 23) - np.float32(1.0)
 
 
 def distinct_keys(n: int, seed: int = 1) -> KeyArray:
@@ -125,6 +133,7 @@ class CacheContract:
         segments: Sequence[Segment],
         known: KeyArray,
         lookup: CacheLookup | None = None,
+        vectors_below: Callable[[KeyArray, int], FloatArray] = lambda keys, dim: vectors_of(keys, dim, 1),
     ) -> list[int]:
         """A whole synchronous lookup; the database below holds version 1 of the `known` keys. Returns the misses of each."""
         lookup = lookup or cache.create_lookup()
@@ -134,7 +143,7 @@ class CacheContract:
             buffer = missed.buffer()
             found = np.isin(missed.keys, known)
             half = missed.keys.size // 2
-            vectors = vectors_of(missed.keys, buffer.shape[1], 1)
+            vectors = vectors_below(missed.keys, buffer.shape[1])
             for start, stop in ((0, half), (half, missed.keys.size)):
                 buffer[start:stop][found[start:stop]] = vectors[start:stop][found[start:stop]]
                 missed.stage(start, stop)
@@ -403,6 +412,218 @@ class CacheContract:
         with pytest.raises(InvalidDtypeError, match="int32"):
             cache.erase(0, keys.astype(np.int32))
         assert not self.raw_rows(cache, 0)
+
+    # -- bags ----------------------------------------------------------------------------------------------------------
+
+    def bags(
+        self,
+        cache: EmbeddingCache,
+        table: int,
+        keys: KeyArray,
+        bounds: IndexArray,  # (B + 1,)
+        given: str = "host",
+        *,
+        weights: FloatArray | None = None,
+        combiner: str = "sum",
+        max_norm: float | None = None,
+        padding_key: int | None = None,
+    ) -> Segment:
+        """A segment with bags on the device, its output full of NaN.
+
+        Args:
+            given: offsets on the `host`, on the `device`, as `int32` there, `short` without the last, or by `hotness`.
+        """
+        count, hotness = bounds.size - 1, int(bounds[-1]) // max(1, bounds.size - 1) if given == "hotness" else 0
+        offsets: DeviceArray | None = None if given == "hotness" else bounds
+        if given in ("device", "int32", "short"):
+            asked = bounds[:-1] if given == "short" else bounds
+            offsets = self.to_device(asked.astype(np.int32 if given == "int32" else np.int64))
+        pooling = Pooling(
+            count,
+            offsets,
+            hotness,
+            None if weights is None else self.to_device(weights),
+            Combiner[combiner.upper()],
+            max_norm or 0.0,
+            padding_key,
+        )
+        out = self.to_device(np.full((count, cache.tables[table].dim), np.nan, np.float32))
+        return Segment(table, self.to_device(keys), out, None, keys.size, pooling)
+
+    def check_bags(
+        self, cache: EmbeddingCache, cases: Sequence[dict[str, Any]], known: KeyArray, lookup: CacheLookup | None = None
+    ) -> None:
+        """Look up bags of several tables at once, twice, and compare them with the oracle. Of absent keys they get defaults."""
+        lookup = lookup or cache.create_lookup()
+        for _ in range(2):
+            segments = [self.bags(cache, **case) for case in cases]
+            missing = [self.missing_in_bags(cache, case) for case in cases]
+            assert self.lookup(cache, segments, known, lookup, small_vectors_of) == missing
+            for case, segment in zip(cases, segments, strict=True):
+                self.expected_bags(cache, case, known).check(self.to_host(segment.out))
+
+    def missing_in_bags(self, cache: EmbeddingCache, case: dict[str, Any]) -> int:
+        counted = case["keys"] != case.get("padding_key")
+        return int(np.count_nonzero(counted & ~self.resident(cache, case["keys"], case["table"])))
+
+    def expected_bags(self, cache: EmbeddingCache, case: dict[str, Any], known: KeyArray) -> Expected:
+        keys = case["keys"]
+        vectors = small_vectors_of(keys, cache.tables[case["table"]].dim)
+        vectors[~np.isin(keys, known)] = DEFAULT
+        options = {name: case.get(name) for name in ("weights", "max_norm", "padding_key")}
+        return pooled(vectors, keys, case["bounds"], combiner=case.get("combiner", "sum"), **options)
+
+    def random_bags(self, pool: KeyArray, given: str, seed: int, count: int = 40) -> dict[str, Any]:
+        """Keys with duplicates, bounds and weights; with fixed hotness all bags are of one length, else many are empty."""
+        rng = np.random.default_rng(seed)
+        lengths = np.full(count, 5) if given == "hotness" else rng.choice([0, 0, 1, 2, 9, 33, 70], count)
+        bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        keys = rng.choice(pool, bounds[-1])
+        weights = rng.choice(np.array([-0.5, 0.0, 0.125, 1.0, 3.0], np.float32), bounds[-1])
+        return {"keys": keys, "bounds": bounds, "weights": weights, "given": given}
+
+    @pytest.mark.parametrize("dim", [1, 3, 7, 16, 32, 100, 128, 200, 512, 1000])
+    def test_bags_of_any_width_are_pooled(self, create: Create, dim: int):
+        keys = distinct_keys(200)
+        absent = keys[-20:]
+        for resident, combiner in itertools.product([0, 90, 180], ["sum", "mean", "sqrtn"]):
+            cache = create(spec(dim), 2000)
+            cache.insert(0, keys[:resident], small_vectors_of(keys[:resident], dim))
+            options = itertools.product([None, 0.8], [None, int(keys[3])], [False, True])
+            for seed, (max_norm, padding_key, weighted) in enumerate(options):
+                given = ["host", "device", "int32", "short", "hotness"][(seed + resident) % 5]
+                case = self.random_bags(keys, given, seed)
+                case |= {"combiner": combiner, "max_norm": max_norm, "padding_key": padding_key, "table": 0}
+                case["weights"] = case["weights"] if weighted else None
+                self.check_bags(cache, [case], np.setdiff1d(keys, absent))
+            cache.close()
+
+    @pytest.mark.parametrize("given", ["host", "device", "int32", "short", "hotness"])
+    def test_bags_of_many_tables_are_pooled_at_once(self, create: Create, given: str):
+        dims = [(1, 7, 16, 32, 64, 128, 200)[index % 7] for index in range(40)]
+        cache = create([spec(dim, f"t{index}") for index, dim in enumerate(dims)], [1000] * len(dims))
+        keys, lookup = distinct_keys(100), cache.create_lookup()
+        for index, dim in enumerate(dims):
+            chosen = keys[: index * 2]
+            cache.insert(index, chosen, small_vectors_of(chosen, dim))
+        for some in (1, 33, 40):
+            cases = []
+            for index in range(some):
+                case = self.random_bags(keys, given, index, count=index % 9)
+                case |= {"table": index, "combiner": ("sum", "mean", "sqrtn")[index % 3], "padding_key": int(keys[index])}
+                case |= {"weights": case["weights"] if index % 2 else None, "max_norm": 0.7 if index % 4 == 0 else None}
+                cases.append(case)
+            self.check_bags(cache, cases, keys[:90], lookup)
+
+    @pytest.mark.parametrize("resident", [0, 500, 900])
+    @pytest.mark.parametrize("lengths", [[0, 60_000, 0, 0, 3], [1] * 30_000, [0] * 5000 + [50_000, 1] + [0] * 500, [7] * 9000])
+    def test_bags_are_longer_than_any_block_and_more_than_any_piece(self, create: Create, lengths: list[int], resident: int):
+        cache, keys = create(spec(12), 30_000), distinct_keys(1000)
+        cache.insert(0, keys[:resident], small_vectors_of(keys[:resident], 12))
+        bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        asked = np.random.default_rng(len(lengths)).choice(keys, bounds[-1])
+        case = {"table": 0, "keys": asked, "bounds": bounds, "combiner": "mean", "padding_key": int(keys[0])}
+        self.check_bags(cache, [case], keys[:900])
+
+    def test_bags_without_keys_that_count_are_zeros(self, create: Create):
+        cache, keys = create([spec(5, "a"), spec(6, "b"), spec(7, "c"), spec(8, "d")], [100] * 4), distinct_keys(4)
+        case = {"keys": keys, "bounds": np.array([0, 0, 2, 4, 4])}
+        weights = np.array([1, -1, 0, 0], np.float32)
+        none: dict[str, Any] = {"keys": keys[:0], "table": 2, "combiner": "sqrtn"}
+        segments = [
+            self.bags(cache, 0, **case, combiner="mean", weights=weights),
+            self.bags(cache, 1, keys[[0, 0, 0, 0]], case["bounds"], combiner="sqrtn", padding_key=int(keys[0])),
+            self.bags(cache, **none, bounds=np.zeros(4, np.int64), given="device"),
+            self.bags(cache, 3, keys[:0], np.zeros(1, np.int64)),
+        ]
+        assert self.lookup(cache, segments, keys, vectors_below=small_vectors_of) == [4, 0, 0, 0]
+        assert [self.to_host(segment.out).shape for segment in segments] == [(4, 5), (4, 6), (3, 7), (0, 8)]
+        assert not any(self.to_host(segment.out).any() for segment in segments)
+
+    def test_bags_that_are_answered_without_the_database_get_defaults(self, create: Create):
+        cache, keys = create(spec(6), 1000), distinct_keys(60)
+        cache.insert(0, keys[:40], small_vectors_of(keys[:40], 6))
+        case = {"table": 0, **self.random_bags(keys, "host", 1)}
+        segment, lookup = self.bags(cache, **case), cache.create_lookup()
+        lookup.query([segment])
+        (missed,) = lookup.unique()
+        missed.scatter(np.zeros(missed.keys.size, np.bool_))
+        lookup.finish()
+        self.expected_bags(cache, case, keys[self.resident(cache, keys)]).check(self.to_host(segment.out))
+
+    @pytest.mark.parametrize("n", [10, 20_000])
+    @pytest.mark.parametrize("wrong", ["falls", "begins late", "begins early", "passes the end", "ends early", "huge"])
+    def test_offsets_on_the_device_that_are_wrong_are_refused(self, create: Create, wrong: str, n: int):
+        cache, lookup, keys = create(spec(4), 1000), None, distinct_keys(n)
+        cache.insert(0, keys[:100], small_vectors_of(keys[:100], 4))
+        good = np.linspace(0, n, 9).astype(np.int64)
+        bad = good.copy()
+        place, value = {
+            "falls": (4, good[2]),
+            "begins late": (0, 1),
+            "begins early": (0, -1),
+            "passes the end": (-1, n + 1),
+            "ends early": (-1, n - 1),
+            "huge": (5, INT64.max),
+        }[wrong]
+        bad[place] = value
+        lookup = cache.create_lookup()
+        segment = self.bags(cache, 0, keys, bad, "device")
+        with pytest.raises(InvalidInputError, match="offsets"):
+            self.lookup(cache, [segment], keys, lookup, small_vectors_of)
+        self.check_bags(cache, [{"table": 0, "keys": keys, "bounds": good, "given": "device"}], keys, lookup)
+
+    @pytest.mark.parametrize("dim", [4, 33, 128])
+    def test_no_vector_that_is_pooled_is_torn_or_stale(self, create: Create, dim: int):
+        """Vectors are a version plus a pattern of their key, in small integers: the sum of a bag, less the patterns, is the
+        same in every element, the sum of versions that were current."""
+        capacity, hotness = self.ways, 4
+        keys = distinct_keys(2 * capacity)
+        patterns = vectors_of(keys, dim + 1)[:, 1:] % 1024
+        cache = create(spec(dim), capacity)
+        begun, complete = np.zeros(keys.size, np.int64), np.zeros(keys.size, np.int64)
+        cache.insert(0, keys, patterns)
+        done = threading.Event()
+
+        def write() -> None:
+            rng = np.random.default_rng(1)
+            while not done.is_set():
+                chosen = rng.permutation(keys.size)[:8]
+                begun[chosen] = (complete[chosen] + 1) % 100_000
+                cache.insert(0, keys[chosen], patterns[chosen] + begun[chosen, None].astype(np.float32))
+                complete[chosen] = begun[chosen]
+
+        def read(seed: int) -> None:
+            rng, lookup = np.random.default_rng(seed), cache.create_lookup()
+            for turn in range(self.stress_queries):
+                hot = 1 if turn % 2 else hotness
+                asked = rng.integers(0, keys.size, (500, hot))
+                if turn % 4 == 2:
+                    asked[:] = asked[:, :1]  # bags of one key
+                bounds = np.arange(asked.shape[0] + 1) * asked.shape[1]
+                oldest = complete[asked].sum(1)
+                segment = self.bags(cache, 0, keys[asked].reshape(-1), bounds, "hotness")
+                lookup.query([segment])
+                for missed in lookup.unique():
+                    rows = np.array([np.flatnonzero(keys == key)[0] for key in missed.keys])
+                    missed.buffer()[:] = patterns[rows] + complete[rows, None].astype(np.float32)
+                    missed.stage(0, rows.size)
+                    missed.scatter(np.ones(rows.size, np.bool_))
+                lookup.finish()
+                newest = begun[asked].sum(1)
+                versions = self.to_host(segment.out) - patterns[asked].sum(1)
+                np.testing.assert_array_equal(versions, np.broadcast_to(versions[:, :1], versions.shape))
+                assert (versions[:, 0] >= oldest).all()
+                assert (versions[:, 0] <= newest).all()
+
+        with ThreadPoolExecutor(3) as pool:
+            writing = pool.submit(write)
+            try:
+                for reader in [pool.submit(read, seed) for seed in range(2)]:
+                    reader.result(timeout=300)
+            finally:
+                done.set()
+            writing.result(timeout=60)
 
     # -- capacity and eviction -----------------------------------------------------------------------------------------
 

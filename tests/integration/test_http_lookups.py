@@ -171,6 +171,8 @@ def test_metadata_names_the_triton_shape_and_the_tables(client):
         "inputs": [
             {"name": "KEYS", "datatype": "INT64", "shape": [1, -1]},
             {"name": "NUMKEYS", "datatype": "INT32", "shape": [1, 2]},
+            {"name": "OFFSETS", "datatype": "INT64", "shape": [1, -1]},
+            {"name": "WEIGHTS", "datatype": "FP32", "shape": [1, -1]},
         ],
         "outputs": [{"name": "OUTPUT0", "datatype": "FP32", "shape": [-1]}],
         "tables": [
@@ -265,7 +267,7 @@ def test_triton_reads_health_and_metadata(triton_client):
     assert not triton_client.is_model_ready("nope")
     assert triton_client.get_server_metadata()["extensions"] == EXTENSIONS
     metadata = triton_client.get_model_metadata("ranker")
-    assert [tensor["name"] for tensor in metadata["inputs"]] == ["KEYS", "NUMKEYS"]
+    assert [tensor["name"] for tensor in metadata["inputs"]] == ["KEYS", "NUMKEYS", "OFFSETS", "WEIGHTS"]
     assert [tensor["name"] for tensor in metadata["outputs"]] == ["OUTPUT0"]
 
 

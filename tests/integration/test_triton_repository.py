@@ -108,7 +108,9 @@ def test_what_a_load_generator_of_triton_asks_for(client: triton.InferenceServer
     metadata = client.get_model_metadata("other")
     config = client.get_model_config("other")
     assert config["max_batch_size"] > 0, "the shapes of the metadata begin with the batch"
-    assert [tensor["shape"] for tensor in metadata["inputs"]] == [[1, -1], [1, 1]]
+    assert [tensor["name"] for tensor in metadata["inputs"]] == [tensor["name"] for tensor in config["input"]]
+    optional = {tensor["name"] for tensor in config["input"] if tensor.get("optional")}
+    assert [tensor["shape"] for tensor in metadata["inputs"] if tensor["name"] not in optional] == [[1, -1], [1, 1]]
     assert "statistics" in client.get_server_metadata()["extensions"]
     before = client.get_inference_statistics("other")["model_stats"][0]
     keys, numkeys = triton.InferInput("KEYS", [1, 3], "INT64"), triton.InferInput("NUMKEYS", [1, 1], "INT32")

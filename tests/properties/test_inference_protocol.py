@@ -38,7 +38,8 @@ INT64 = st.integers(-(2**63), 2**63 - 1)
 @st.composite
 def tensors(draw):
     shape = draw(shapes)
-    tensor = {"name": draw(either(st.sampled_from(["user", "item"]))), "datatype": draw(either(st.just("INT64")))}
+    names = ["user", "item", "user", "item", "user.offsets", "item.weights"]
+    tensor = {"name": draw(either(st.sampled_from(names))), "datatype": draw(either(st.just("INT64")))}
     tensor["shape"] = draw(either(st.just(shape)))
     if draw(st.booleans()):
         tensor["parameters"] = draw(either(st.just({"binary_data_size": 8 * int(np.prod(shape))})))
@@ -62,7 +63,13 @@ requests = either(
             "outputs": either(st.lists(outputs, max_size=3)),
             "parameters": either(
                 st.fixed_dictionaries(
-                    {}, optional={"binary_data_output": either(st.booleans()), "found": either(st.booleans())}
+                    {},
+                    optional={
+                        "binary_data_output": either(st.booleans()),
+                        "found": either(st.booleans()),
+                        "combiner": either(st.sampled_from(["sum", "mean", "sqrtn"])),
+                        "user.max_norm": either(st.floats(0, 2)),
+                    },
                 )
             ),
         },
@@ -83,7 +90,8 @@ def check(inference):
     assert keys <= MAX_KEYS
     for segment in inference.segments:
         assert segment.keys.dtype == np.int64
-        assert segment.out.shape == (segment.keys.size, MODEL.tables[segment.table].dim)
+        rows = segment.keys.size if segment.pooling is None else segment.pooling.count
+        assert segment.out.shape == (rows, MODEL.tables[segment.table].dim)
         segment.out[...] = 1.5
         if segment.found is not None:
             segment.found[...] = True
@@ -135,7 +143,14 @@ def valid_requests(draw):
     keys = np.array(draw(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=30)), np.int64)
     first = draw(st.integers(0, keys.size))
     by_table, as_binary = draw(st.booleans()), draw(st.booleans())
-    if by_table:
+    offsets = draw(st.none() | st.lists(st.integers(0, 4), max_size=4))  # bags of at most so many keys, and the rest
+    if offsets is not None:
+        ends = [np.minimum(np.cumsum([0, *offsets, 99]), size) for size in (first, keys.size - first)]
+        if by_table:
+            given_ = [("user", keys[:first]), ("item", keys[first:]), ("user.offsets", ends[0]), ("item.offsets", ends[1])]
+        else:
+            given_ = [("OFFSETS", np.concatenate(ends)), ("KEYS", keys)]
+    elif by_table:
         given_ = [("user", keys[:first]), ("item", keys[first:])]
     else:
         given_ = [("KEYS", keys), ("NUMKEYS", np.array([first, keys.size - first], np.int32))]
@@ -148,7 +163,7 @@ def valid_requests(draw):
         else:
             tensor["data"] = array.tolist()
         inputs.append(tensor)
-    parameters = {"found": draw(st.booleans()), "binary_data_output": draw(st.booleans())}
+    parameters = {"found": draw(st.booleans()) and offsets is None, "binary_data_output": draw(st.booleans())}
     text = orjson.dumps({"inputs": inputs, "parameters": parameters, "id": draw(st.text("ab", max_size=9))})
     return text + binary, len(text) if as_binary else None, keys[:first], keys[first:]
 

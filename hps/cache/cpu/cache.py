@@ -10,11 +10,14 @@ import numpy as np
 from hps.cache.base import CacheLookup, CacheStats, EmbeddingCache, MissedKeys
 from hps.cache.cpu import kernels as numpy_kernels
 from hps.cache.cpu import misses as numpy_misses
+from hps.cache.cpu.pooled import WRONG_OFFSETS, query_bags
 from hps.cache.cpu.sets import EPOCHS_A_CALL, EVICTIONS, INSERTS, LINE_WORDS, RESIDENT, STATE_WORDS, WAYS
 from hps.capacity import available_memory, check_fits
 from hps.errors import DeviceMemoryError, InvalidInputError
 from hps.lifetimes import disown_in_children, refusal
 from hps.numba_kernels import compile_kernels
+from hps.tensors.bags import Pooling
+from hps.tensors.pooling import add_rows, bag_arrays, first_key
 from hps.tensors.segments import Segment, check_rows, check_segment
 from hps.thread_pool import POOL
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
@@ -150,12 +153,13 @@ class NumpyCache(EmbeddingCache):
 class _Scratch:
     """Scratch of one table within a lookup. Grows to the largest lookup that it has served."""
 
-    __slots__ = ("fetched", "inverse", "missing")
+    __slots__ = ("fetched", "inverse", "missing", "unpooled")
 
     def __init__(self, dim: int) -> None:
         self.missing: IndexArray = np.empty(0, np.int64)  # positions of the keys that missed
         self.inverse: IndexArray = np.empty(0, np.int64)  # of each of them: the place of its key among the distinct ones
         self.fetched: FloatArray = np.empty((0, dim), np.float32)
+        self.unpooled = 0  # positions whose vectors are there, to be added to their bags
 
 
 class NumpyLookup(CacheLookup):
@@ -182,8 +186,11 @@ class NumpyLookup(CacheLookup):
                 scratch.missing = np.empty(_grown(segment.n), np.int64)
             if found is None:
                 found = _ALL
+            scratch.unpooled = 0
             try:
-                if segment.n < _SHARED_KEYS:
+                if segment.pooling is not None:
+                    count = _query_bags(table, segment, segment.pooling, scratch.missing)
+                elif segment.n < _SHARED_KEYS:
                     count = numpy_kernels.query(
                         table.lines, table.vectors, table.state, keys, segment.out, found, scratch.missing
                     )
@@ -191,6 +198,11 @@ class NumpyLookup(CacheLookup):
                     count = _query_by_threads(table, keys, segment.out, found, scratch.missing)
             except TypeError:  # numba found no kernel for these dtypes and layouts
                 count = -1
+            if count == WRONG_OFFSETS:
+                raise InvalidInputError(
+                    f"querying the cached table {table.spec.tag}: got offsets that do not begin with 0, fall, or do not end "
+                    f"with {segment.n}, the number of keys"
+                )
             if count < 0:
                 check_segment(table.spec, segment, segment.n)
                 if segment.keys.flags.aligned:
@@ -209,7 +221,11 @@ class NumpyLookup(CacheLookup):
         ]
 
     def finish(self) -> None:
-        """Forget the arrays: the outputs are with the caller."""
+        """Add what was fetched to its bags, and forget the arrays: the outputs are with the caller."""
+        for segment in self._segments:
+            scratch = self._scratches[segment.table]
+            if segment.pooling is not None and scratch.unpooled:
+                _add_fetched(segment, segment.pooling, scratch)
         self._segments = ()
 
     def _distinct(self, segment: Segment, count: int) -> KeyArray:
@@ -295,6 +311,10 @@ class NumpyMissedKeys(MissedKeys):
         segment, scratch = self.segment, self._scratch
         mask = _ALL if segment.found is None else segment.found
         default = self._cache.tables[segment.table].default_value
+        if segment.pooling is not None:
+            self.buffer()[~found] = default
+            scratch.unpooled = self._count
+            return
         missing, inverse, fetched, out = scratch.missing, scratch.inverse, scratch.fetched, segment.out
         if self._count < _SHARED_KEYS:
             numpy_misses.scatter(missing, inverse, self._count, fetched, found, default, out, mask)
@@ -348,11 +368,51 @@ def _query_by_threads(table: HostTable, keys: KeyArray, out: FloatArray, found: 
     return total
 
 
+def _query_bags(table: HostTable, segment: Segment, pooling: Pooling, missing: IndexArray) -> int:
+    """As the kernel `query_bags`; threads share the bags of many keys."""
+    keys, out, n, count = segment.keys, segment.out, segment.n, pooling.count
+    bags = bag_arrays(pooling)
+    if out.shape[0] != count:
+        return -1
+    lines, vectors, state, scratch_shape = table.lines, table.vectors, table.state, (2, table.spec.dim)
+    if n < _SHARED_KEYS or n > EPOCHS_A_CALL * vectors.shape[0]:
+        scratch = np.empty(scratch_shape, np.float32)
+        whole: int = query_bags(lines, vectors, state, keys, *bags, 0, count, scratch, out, missing)
+        return whole
+    counts: dict[int, int] = {}  # by the first bag of a piece
+
+    def part(first: int, last: int) -> None:
+        scratch = np.empty(scratch_shape, np.float32)
+        counts[first] = query_bags(lines, vectors, state, keys, *bags, first, last, scratch, out, missing)
+
+    POOL.run(count, max(1, _PIECE_KEYS * count // n), part)
+    if (worst := min(counts.values())) < 0:
+        return worst
+    total = 0
+    for first, some in sorted(counts.items()):
+        start = first_key(bags, first, n)
+        missing[total : total + some] = missing[start : start + some]
+        total += some
+    return total
+
+
+def _add_fetched(segment: Segment, pooling: Pooling, scratch: _Scratch) -> None:
+    """Add the vectors of missing keys to the totals of their bags; threads share the bags of many keys."""
+    bags, out, missing = bag_arrays(pooling), segment.out, scratch.missing[: scratch.unpooled]
+
+    def part(first: int, last: int) -> None:
+        start, stop = np.searchsorted(missing, [first_key(bags, bag, segment.n) for bag in (first, last)])
+        total = np.empty(out.shape[1], np.float32)
+        add_rows(scratch.fetched, scratch.inverse, missing, start, stop, segment.keys, *bags, total, out)
+
+    POOL.run(out.shape[0], max(1, _PIECE_KEYS * out.shape[0] // missing.size) if missing.size >= _SHARED_KEYS else 0, part)
+
+
 def _with_aligned_keys(segments: Sequence[Segment]) -> list[Segment]:
     return [
         segment
         if segment.keys.flags.aligned
-        else Segment(segment.table, segment.keys.copy(), segment.out, segment.found, segment.n)
+        else Segment(segment.table, segment.keys.copy(), segment.out, segment.found, segment.n, segment.pooling)
         for segment in segments
     ]
 

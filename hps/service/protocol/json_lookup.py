@@ -1,16 +1,34 @@
-"""The lookup for people with curl: `{"tables": {"item": [1, 2]}}`, answered by `{"tables": {"item": [[...], [...]]}}`."""
+"""The lookup for people with curl: `{"tables": {"item": [1, 2]}}`, answered by `{"tables": {"item": [[...], [...]]}}`.
+
+Or with keys in bags: `{"bags": {"item": [[1, 2], []]}, "combiner": "mean"}`, answered in the same way, one vector a bag.
+"""
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from hps.errors import InvalidInputError
+from hps.errors import InvalidDtypeError, InvalidInputError
 from hps.service.protocol.json_size import JSON_MASK_SHARE, JSON_VECTOR_SHARE, write_json
-from hps.service.protocol.request_checks import ModelTables, check_counts, int64_array, kind_of, parse_object, read_device
+from hps.service.protocol.request_checks import (
+    BAG_OPTIONS,
+    ModelTables,
+    check_bag_option,
+    check_counts,
+    float32_array,
+    int64_array,
+    kind_of,
+    parse_object,
+    read_device,
+)
+from hps.tensors.bags import Bags, pooling_of
 from hps.tensors.segments import Segment
+from hps.types import KeyArray
 
 _EXAMPLE = '{"tables": {"<table>": [1, 2, 3]}}'
+_BAGS_EXAMPLE = '{"bags": {"<table>": [[1, 2], [3]]}}'
+_WEIGHTS_EXAMPLE = '{"weights": {"<table>": [[0.5, 2], [1]]}}'
 
 
 class JSONLookup:
@@ -23,7 +41,8 @@ class JSONLookup:
 
     Attributes:
         segments, device_id: as given.
-        held_bytes: the most that vectors, masks and the text of the answer take.
+        held_bytes: the most that vectors, masks and the text of the answer take, and `scratch_bytes`.
+        scratch_bytes: the most that a lookup of bags takes besides, until it ends.
         binary_answer: none; an inference may have one.
     """
 
@@ -33,7 +52,8 @@ class JSONLookup:
         self.segments = segments
         self.device_id = device_id
         self._names = names
-        self.held_bytes = 0
+        self.scratch_bytes = sum(4 * segment.out.shape[1] * segment.n for segment in segments if segment.pooling)
+        self.held_bytes = self.scratch_bytes
         for segment in segments:
             self.held_bytes += JSON_VECTOR_SHARE * segment.out.nbytes
             if segment.found is not None:
@@ -56,26 +76,28 @@ def decode_lookup(body: bytes | bytearray, model: ModelTables, max_keys: int) ->
 
     Args:
         body: JSON: `tables` maps table names to lists of keys; `found` (optional) asks for the found-masks,
-            `device` (optional) names the device that is to answer.
+            `device` (optional) names the device that is to answer. Or `bags` maps table names to lists of lists of keys, and
+            optionally `weights` to numbers in the same lists; `combiner`, `max_norm` and `padding_key` are for all tables, or
+            an object has them by table.
         model: the model that the request names.
         max_keys: of all tables together.
 
     Raises:
         InvalidInputError, InvalidDtypeError: the body is no such request; the message says where, and what was expected.
         UnknownTableError: the model has no such table.
-        TooManyKeysError: more keys than `max_keys` or than a table's `max_keys`.
+        TooManyKeysError: more keys, or bags, than `max_keys` or than a table's `max_keys`.
     """
     request = parse_object(body)
+    if "bags" in request:
+        return _decode_bags(request, model, max_keys)
     if unknown := request.keys() - {"tables", "found", "device"}:
         got = f"got the member {min(unknown)[:120]!r}"
         raise InvalidInputError(f"reading the request: {got}, expected {_EXAMPLE} and, optionally, 'found' and 'device'")
-    tables, with_found = request.get("tables"), request.get("found", False)
+    with_found = request.get("found", False)
     if type(with_found) is not bool:
         raise InvalidInputError(f"reading the request: 'found' is {kind_of(with_found)}, expected true or false")
     device_id = read_device(request.get("device"), "reading the request: 'device'")
-    if type(tables) is not dict or not tables:
-        got = "an object without tables" if tables == {} else kind_of(tables)
-        raise InvalidInputError(f"reading the request: 'tables' is {got}, expected {_EXAMPLE}")
+    tables = _by_table(request.get("tables"), "tables", _EXAMPLE)
     named = []
     for name, values in tables.items():
         index = model.table_index(name, "reading 'tables'")
@@ -92,3 +114,63 @@ def decode_lookup(body: bytes | bytearray, model: ModelTables, max_keys: int) ->
         for index, keys in named
     ]
     return JSONLookup(segments, list(tables), device_id)
+
+
+def _by_table(value: Any, member: str, example: str) -> dict[str, Any]:
+    if type(value) is not dict or not value:
+        got = f"an object without {member}" if value == {} else kind_of(value)
+        raise InvalidInputError(f"reading the request: {member!r} is {got}, expected {example}")
+    return value
+
+
+def _decode_bags(request: dict[str, Any], model: ModelTables, max_keys: int) -> JSONLookup:
+    if unknown := request.keys() - {"bags", "weights", "device", *BAG_OPTIONS}:
+        got, others = f"got the member {min(unknown)[:120]!r} beside 'bags'", ", ".join(BAG_OPTIONS)
+        raise InvalidInputError(
+            f"reading the request: {got}, expected {_BAGS_EXAMPLE} and, optionally, weights, {others}, device"
+        )
+    device_id = read_device(request.get("device"), "reading the request: 'device'")
+    tables = _by_table(request["bags"], "bags", _BAGS_EXAMPLE)
+    weights = _by_table(request["weights"], "weights", _WEIGHTS_EXAMPLE) if "weights" in request else {}
+    for member in ("weights", *BAG_OPTIONS):
+        if type(request.get(member)) is dict and (unknown := request[member].keys() - tables.keys()):
+            raise InvalidInputError(f"reading {member!r}: got table {min(unknown)[:120]!r}, which 'bags' does not have")
+    read = []
+    for name, lists in tables.items():
+        index, what = model.table_index(name, "reading 'bags'"), f"reading the bags of table {name!r}"
+        flat, offsets = _flattened(lists, what)
+        read.append((index, int64_array(flat, what), offsets))
+    check_counts([(model.tables[index], keys.size) for index, keys, _ in read], max_keys)
+    check_counts([(model.tables[index], offsets.size - 1) for index, _, offsets in read], max_keys, "bags")
+    segments = []
+    for name, (index, keys, offsets) in zip(tables, read, strict=True):
+        numbers = None
+        if name in weights:
+            what = f"reading the weights of table {name!r}"
+            flat, ends = _flattened(weights[name], what)
+            numbers = float32_array(flat, what)
+            if not np.array_equal(offsets, ends):
+                raise InvalidInputError(f"{what}: got other lists than the bags have, expected a number for each key")
+        options: dict[str, Any] = {option: _option(request, option, name) for option in BAG_OPTIONS}
+        options = {option: value for option, value in options.items() if value is not None}
+        pooling = pooling_of(name, Bags(keys, offsets, numbers, **options), keys.size, keys.shape, on_cuda=False)
+        out = np.empty((pooling.count, model.tables[index].dim), np.float32)
+        segments.append(Segment(index, keys, out, pooling=pooling))
+    return JSONLookup(segments, list(tables), device_id)
+
+
+def _flattened(lists: Any, what: str) -> tuple[list[Any], KeyArray]:
+    """The elements of lists, and where each list begins, and the last one ends."""
+    if type(lists) is not list or not {list}.issuperset(map(type, lists)):
+        got = "a list of other things" if type(lists) is list else kind_of(lists)
+        raise InvalidDtypeError(f"{what}: got {got}, expected a list of lists, one for each bag")
+    offsets = np.zeros(len(lists) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, lists), np.int64, len(lists)), out=offsets[1:])
+    return list(chain.from_iterable(lists)), offsets
+
+
+def _option(request: dict[str, Any], option: str, table: str) -> Any:
+    value = request.get(option)
+    value = value.get(table) if type(value) is dict else value
+    check_bag_option(option, value, f"reading the request: {option!r}")
+    return value

@@ -8,6 +8,8 @@ A request names its keys in one of two ways:
 - one input a table, named as the table is, INT64 of any shape s. The answer is an FP32 output of the same name and of shape
   s + [dim] and, where requested, `<table>.found` BOOL of shape s.
 
+Keys may be in bags, which are answered with one vector each: `bag_inputs` says how.
+
 The found-mask is requested by the request parameter `"found": true`, or by naming it in `outputs`. The request parameter
 `DeviceID` names the device that is to answer.
 Source: https://github.com/kserve/open-inference-protocol (inference_rest.md) and Triton's extension_binary_data.md.
@@ -23,18 +25,20 @@ import orjson
 
 from hps.errors import InvalidDtypeError, InvalidInputError
 from hps.service.answer_memory import LARGE_BYTES, Bytes
+from hps.service.protocol.bag_inputs import TableBags, ends_of_bags, read_bags
 from hps.service.protocol.json_size import JSON_MASK_SHARE, JSON_VECTOR_SHARE, write_json
 from hps.service.protocol.open_inference_header import (
     CACHED_BYTES,
+    FP32,
     InferenceHeader,
     InputTensor,
     cached_header,
     read_header,
     reading_input,
 )
-from hps.service.protocol.request_checks import ModelTables, check_counts, int64_array
+from hps.service.protocol.request_checks import ModelTables, check_counts, check_numkeys, float32_array, int64_array
 from hps.tensors.segments import Segment
-from hps.types import BoolArray, FloatArray, KeyArray
+from hps.types import BoolArray, FloatArray
 
 _MAX_LENGTH_DIGITS = 12
 _CACHED_LAYOUTS = 256
@@ -54,6 +58,10 @@ class KeyRange:
         source: the position of the input that holds the keys.
         start, stop: where in that input they are.
         masked: whether their found-mask is requested.
+        rows: how many vectors answer them.
+        step: bytes from the first of these to the first of the next table.
+        strides: of the vectors, in bytes; None where they follow each other.
+        bags: that the keys are in; None: every key gets a vector.
     """
 
     table: int
@@ -62,6 +70,10 @@ class KeyRange:
     start: int
     stop: int
     masked: bool
+    rows: int
+    step: int
+    strides: tuple[int, int] | None = None
+    bags: TableBags | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +114,7 @@ class AnswerLayout:
         device_place: where in it the other digits of a device go; 0 where there is none.
         vectors_size, size: bytes of all vectors; and of the memory.
         held_bytes: the most that vectors, masks and the text of the answer take.
+        scratch_bytes: of the vectors of all keys in bags.
     """
 
     def __init__(
@@ -115,7 +128,8 @@ class AnswerLayout:
         self.outputs = tuple(outputs)
         self._members = members
         self._samples = samples
-        self.vectors_size = sum(4 * keys.dim * (keys.stop - keys.start) for keys in ranges)
+        self.vectors_size = sum(4 * keys.dim * keys.rows for keys in ranges)
+        self.scratch_bytes = sum(4 * keys.dim * (keys.stop - keys.start) for keys in ranges if keys.bags)
         masks_size = sum(keys.stop - keys.start for keys in ranges if keys.masked)
         self.text = b""
         self.device_place = 0
@@ -161,28 +175,29 @@ class Inference:
     Attributes:
         device_id: as given; once the lookup has ended, the device that answered.
         segments: what to look up; the lookup writes into the memory of the answer.
-        held_bytes: the most that vectors, masks and the text of the answer take.
+        held_bytes: the most that vectors, masks and the text of the answer take, and `scratch_bytes`.
+        scratch_bytes: the most that the lookup takes besides, until it ends.
     """
 
     def __init__(
-        self, layout: AnswerLayout, inputs: Sequence[KeyArray], device_id: int | None, allocate: Callable[[int], Bytes]
+        self, layout: AnswerLayout, inputs: Sequence[np.ndarray], device_id: int | None, allocate: Callable[[int], Bytes]
     ) -> None:
         self.device_id = device_id
         self._layout = layout
-        self.held_bytes = layout.held_bytes
+        self.scratch_bytes = layout.scratch_bytes
+        self.held_bytes = layout.held_bytes + layout.scratch_bytes
         self._memory = np.empty(layout.size, np.uint8) if layout.size < LARGE_BYTES else allocate(layout.size)
         if layout.text:
             self._memory.data[: len(layout.text)] = layout.text
         self.segments: list[Segment] = []
         place, mask_place = len(layout.text), len(layout.text) + layout.vectors_size
         for keys in layout.ranges:
-            count = keys.stop - keys.start
-            out = np.ndarray((count, keys.dim), np.float32, self._memory, place)
+            out = np.ndarray((keys.rows, keys.dim), np.float32, self._memory, place, keys.strides)
             segment = Segment(keys.table, inputs[keys.source][keys.start : keys.stop], out)
-            place += 4 * count * keys.dim
+            place += keys.step
             if keys.masked:
-                segment.found = np.ndarray((count,), np.bool_, self._memory, mask_place)
-                mask_place += count
+                segment.found = np.ndarray((keys.rows,), np.bool_, self._memory, mask_place)
+                mask_place += keys.rows
             self.segments.append(segment)
 
     @property
@@ -267,9 +282,19 @@ def decode_request(
     if len(body) - len(text) != header.binary_size:
         raise _size_error(header.binary_size, None if header_length is None else len(body) - len(text))
     inputs = [_values(tensor, body, len(text)) for tensor in header.inputs.values()]
-    counts = tuple(inputs[header.numkeys].tolist()) if header.numkeys is not None else None
+    counts = None
+    if header.numkeys is not None:
+        counts = tuple(inputs[header.numkeys].tolist())
+    elif header.bags:
+        counts = ends_of_bags(header, inputs, model)
     layout = (_cached_layout if repeated else _lay_out)(header, counts, model, max_keys)
-    return Inference(layout, inputs, header.device_id, allocate)
+    if not header.bags:
+        return Inference(layout, inputs, header.device_id, allocate)
+    poolings = [keys.bags.pooling(model.tables[keys.table].table_name, inputs) if keys.bags else None for keys in layout.ranges]
+    inference = Inference(layout, inputs, header.device_id, allocate)
+    for segment, pooling in zip(inference.segments, poolings, strict=True):
+        segment.pooling = pooling
+    return inference
 
 
 def _size_error(expected: int, got: int | None) -> InvalidInputError:
@@ -282,25 +307,29 @@ def _size_error(expected: int, got: int | None) -> InvalidInputError:
     return InvalidInputError(f"reading the request: got {got} bytes of binary data, expected {expected}; {hint}")
 
 
-def _values(tensor: InputTensor, body: bytes | bytearray, binary_start: int) -> KeyArray:
-    """The values of an input: (count,) int64, aligned, a copy of its own. The body is long enough."""
+def _values(tensor: InputTensor, body: bytes | bytearray, binary_start: int) -> np.ndarray:
+    """The values of an input: (count,) int64, or float32 of FP32, aligned, a copy of its own. The body is long enough."""
+    kind = np.float32 if tensor.dtype is FP32 else np.int64
     if tensor.start >= 0:
         if not tensor.count:
-            return np.empty(0, np.int64)
+            return np.empty(0, kind)
         # A copy: the JSON part has any length, so the bytes need not be aligned.
-        return np.frombuffer(body, tensor.dtype, tensor.count, binary_start + tensor.start).astype(np.int64)
+        return np.frombuffer(body, tensor.dtype, tensor.count, binary_start + tensor.start).astype(kind)
     what = reading_input(tensor.name)
-    values = int64_array(tensor.data, what)
+    values = (float32_array if tensor.dtype is FP32 else int64_array)(tensor.data, what)
     if values.size != tensor.count:
         raise InvalidInputError(f"{what}: got {values.size} values, expected {tensor.count} for shape {tensor.shape}")
-    if tensor.dtype.itemsize == 4 and values.size and not -(2**31) <= values.min() <= values.max() < 2**31:
+    if tensor.dtype.itemsize == 4 and kind is np.int64 and values.size and not -(2**31) <= values.min() <= values.max() < 2**31:
         raise InvalidDtypeError(f"{what}: a value does not fit INT32; send INT64")
     return values
 
 
 def _lay_out(header: InferenceHeader, counts: tuple[int, ...] | None, model: ModelTables, max_keys: int) -> AnswerLayout:
-    """Find the tables of a request, and lay out its answer. `counts` are the values of NUMKEYS, where it has them."""
-    if counts is None:
+    """Find the tables of a request, and lay out its answer. `counts` are the keys of each table, where an input says so."""
+    bags = read_bags(header, counts, model, max_keys) if header.bags else None
+    if bags is not None:
+        ranges, outputs = _by_bags(header, *bags, model)
+    elif counts is None:
         ranges, outputs = _by_table(header, model, max_keys)
     else:
         ranges, outputs = _by_numkeys(header, counts, model, max_keys)
@@ -312,6 +341,8 @@ def _lay_out(header: InferenceHeader, counts: tuple[int, ...] | None, model: Mod
     if header.request_id is not None:
         members["id"] = header.request_id
     samples = None if counts is None else sum(counts) // model.keys_per_sample
+    if bags is not None:
+        samples = bags[1][0].count if bags[0] else None
     return AnswerLayout(members, ranges, outputs, samples)
 
 
@@ -328,23 +359,15 @@ def _by_numkeys(
     for tensor in header.inputs.values():
         if len(tensor.shape) > 2 or (len(tensor.shape) == 2 and tensor.shape[0] != 1):
             raise InvalidInputError(f"{reading_input(tensor.name)}: got shape {tensor.shape}, expected [N] or [1, N]")
-    if len(counts) != len(model.tables):
-        known = ", ".join(table.table_name for table in model.tables)
-        raise InvalidInputError(
-            f"reading input 'NUMKEYS': got {len(counts)} numbers, expected {len(model.tables)}, one for each table of model "
-            f"{model.name!r}: {known}"
-        )
-    if min(counts) < 0:
-        raise InvalidInputError(f"reading input 'NUMKEYS': got {min(counts)}, expected numbers of at least 0")
     keys = header.inputs["KEYS"].count
-    if sum(counts) != keys:
-        raise InvalidInputError(f"reading input 'NUMKEYS': its sum is {sum(counts)}, expected {keys}, the number of KEYS")
+    check_numkeys(counts, keys, model)
     floats = check_counts(zip(model.tables, counts, strict=True), max_keys)
     vectors_binary, mask_binary = header.vectors("OUTPUT0"), header.mask("FOUND0")
     source = list(header.inputs).index("KEYS")
     ranges, start = [], 0
     for index, (table, count) in enumerate(zip(model.tables, counts, strict=True)):
-        ranges.append(KeyRange(index, table.dim, source, start, start + count, mask_binary is not None))
+        step = 4 * count * table.dim
+        ranges.append(KeyRange(index, table.dim, source, start, start + count, mask_binary is not None, count, step))
         start += count
     outputs = []
     if vectors_binary is not None:
@@ -367,7 +390,7 @@ def _by_table(header: InferenceHeader, model: ModelTables, max_keys: int) -> tup
     for source, (index, tensor) in enumerate(zip(indices, tensors, strict=True)):
         name, dim, count = tensor.name, model.tables[index].dim, tensor.count
         vectors_binary, mask_binary = header.vectors(name), header.mask(f"{name}.found")
-        ranges.append(KeyRange(index, dim, source, 0, count, mask_binary is not None))
+        ranges.append(KeyRange(index, dim, source, 0, count, mask_binary is not None, count, 4 * count * dim))
         if vectors_binary is not None:
             vectors.append(OutputTensor(name, "FP32", [*tensor.shape, dim], floats, count * dim, vectors_binary))
         floats += count * dim
@@ -375,3 +398,22 @@ def _by_table(header: InferenceHeader, model: ModelTables, max_keys: int) -> tup
             masks.append(OutputTensor(f"{name}.found", "BOOL", tensor.shape, keys, count, mask_binary))
             keys += count
     return ranges, vectors + masks
+
+
+def _by_bags(
+    header: InferenceHeader, concatenated: bool, tables: Sequence[TableBags], model: ModelTables
+) -> tuple[Sequence[KeyRange], Sequence[OutputTensor]]:
+    """A vector for each bag: rows of one output, whose columns are those of the tables in turn; or an output a table."""
+    dims = [model.tables[bags.table].dim for bags in tables]
+    width, place = sum(dims), 0
+    ranges, outputs = [], []
+    for bags, dim in zip(tables, dims, strict=True):
+        name, count = model.tables[bags.table].table_name, bags.count
+        step, strides = (4 * dim, (4 * width, 4)) if concatenated and count else (4 * dim * count, None)
+        ranges.append(KeyRange(bags.table, dim, bags.source, bags.start, bags.stop, False, count, step, strides, bags))
+        if not concatenated and (binary := header.vectors(name)) is not None:
+            outputs.append(OutputTensor(name, "FP32", [count, dim], place, count * dim, binary))
+        place += count * dim
+    if concatenated and (binary := header.vectors("OUTPUT0")) is not None:
+        outputs.append(OutputTensor("OUTPUT0", "FP32", [tables[0].count, width], 0, place, binary))
+    return ranges, outputs

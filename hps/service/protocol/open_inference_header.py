@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hps.errors import InvalidDtypeError, InvalidInputError
-from hps.service.protocol.request_checks import kind_of, parse_object, read_device
+from hps.service.protocol.request_checks import BAG_OPTIONS, check_bag_option, kind_of, parse_object, read_device
 
 MAX_RANK = 8
 _CACHED_HEADERS = 256
@@ -23,7 +23,9 @@ CACHED_BYTES = 2048
 
 _Dtype: TypeAlias = "np.dtype[np.signedinteger[Any] | np.floating[Any]]"
 _INTEGERS: dict[str, _Dtype] = {"INT64": np.dtype("<i8"), "INT32": np.dtype("<i4")}
-_FLOATS: dict[str, _Dtype] = {"FP32": np.dtype("<f4")}
+FP32: _Dtype = np.dtype("<f4")
+_FLOATS = {"FP32": FP32}
+_ANY = _INTEGERS | _FLOATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,9 @@ class InferenceHeader:
         binary: whether outputs that `requested` does not name are sent as binary data.
         numkeys: the position of NUMKEYS among the inputs, where KEYS is among them, too; else None.
         device_id: the device that is to answer; None where the request names none.
+        bag_options: what the parameters say of bags: `combiner` and the like, or `<table>.combiner`.
+        bags: whether there are such, or inputs with a name of offsets or weights: unless tables have these names, keys are in
+            bags.
     """
 
     request_id: str | None
@@ -68,6 +73,8 @@ class InferenceHeader:
     binary: bool
     numkeys: int | None
     device_id: int | None
+    bag_options: dict[str, Any]
+    bags: bool
 
     def vectors(self, name: str) -> bool | None:
         """Whether this output of vectors is sent as binary data; None when it is not requested."""
@@ -97,7 +104,9 @@ def read_header(text: bytes) -> InferenceHeader:
     numkeys = list(inputs).index("NUMKEYS") if "NUMKEYS" in inputs and "KEYS" in inputs else None
     requested = _read_outputs(request.get("outputs"), binary)
     device_id = read_device(parameters.get("DeviceID"), "reading 'parameters': 'DeviceID'")
-    return InferenceHeader(request_id, inputs, binary_size, requested, found, binary, numkeys, device_id)
+    options = _bag_options(parameters)
+    bags = bool(options) or any(map(_may_be_of_bags, inputs))
+    return InferenceHeader(request_id, inputs, binary_size, requested, found, binary, numkeys, device_id, options, bags)
 
 
 cached_header = lru_cache(_CACHED_HEADERS)(read_header)
@@ -114,7 +123,7 @@ def read_inputs(given: Any, floats: Container[str] = ()) -> tuple[dict[str, Inpu
 
     Args:
         given: what the JSON part has as `inputs`.
-        floats: names of those that are FP32; the others are integers.
+        floats: names of those that are FP32. Weights may be, whose names tables may have; the others are integers.
 
     Raises:
         InvalidInputError, InvalidDtypeError: they are not inputs.
@@ -129,10 +138,8 @@ def read_inputs(given: Any, floats: Container[str] = ()) -> tuple[dict[str, Inpu
             raise InvalidInputError(f"reading inputs[{len(inputs)}]: expected an object whose 'name' is a string")
         if name in inputs:
             raise InvalidInputError(f"{reading_input(name)}: it is given twice; name each input once")
-        dtype, shape = (
-            _dtype(name, one.get("datatype"), _FLOATS if name in floats else _INTEGERS),
-            _shape(name, one.get("shape")),
-        )
+        expected = _FLOATS if name in floats else _ANY if _may_be_weights(name) else _INTEGERS
+        dtype, shape = _dtype(name, one.get("datatype"), expected), _shape(name, one.get("shape"))
         count = prod(shape)
         size = _binary_size(name, one)
         if size is None:
@@ -152,7 +159,7 @@ def _dtype(name: str, datatype: Any, expected: dict[str, _Dtype]) -> _Dtype:
     if type(datatype) is not str or datatype not in expected:
         got = repr(datatype[:40]) if isinstance(datatype, str) else kind_of(datatype)
         raise InvalidDtypeError(
-            f"{reading_input(name)}: got datatype {got}, expected {'FP32' if expected is _FLOATS else 'INT64 (or INT32)'}"
+            f"{reading_input(name)}: got datatype {got}, expected {'INT64 (or INT32)' if expected is _INTEGERS else 'FP32'}"
         )
     return expected[datatype]
 
@@ -198,6 +205,21 @@ def _flat(name: str, data: Any, shape: list[int]) -> Any:
             )
         data = list(chain.from_iterable(data))
     return data
+
+
+def _may_be_weights(name: str) -> bool:
+    return name == "WEIGHTS" or name.endswith(".weights")
+
+
+def _may_be_of_bags(name: str) -> bool:
+    return name == "OFFSETS" or name.endswith(".offsets") or _may_be_weights(name)
+
+
+def _bag_options(parameters: dict[str, Any]) -> dict[str, Any]:
+    options = {name: value for name, value in parameters.items() if name.rpartition(".")[2] in BAG_OPTIONS}
+    for name, value in options.items():
+        check_bag_option(name.rpartition(".")[2], value, f"reading 'parameters': {name[:120]!r}")
+    return options
 
 
 def _read_outputs(outputs: Any, binary: bool) -> dict[str, bool] | None:

@@ -1,14 +1,17 @@
 """The checks that both kinds of request share: strict JSON values, the tables of the model, the limits on keys."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import orjson
 
 from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError, UnknownTableError
-from hps.types import KeyArray, TableSpec
+from hps.types import FloatArray, KeyArray, TableSpec
+
+BAG_OPTIONS = ("combiner", "max_norm", "padding_key")
+"""What a request may say of the bags of all its tables, or of those of one."""
 
 _MOST_ID_DIGITS = 10
 _KINDS = {bool: "a boolean", float: "a float", str: "a string", list: "a list", dict: "an object", type(None): "null"}
@@ -78,6 +81,42 @@ def int64_array(values: Any, what: str) -> KeyArray:
         raise InvalidDtypeError(f"{what}: got {value} at position {position}, expected signed 64-bit integers") from error
 
 
+def float32_array(values: Any, what: str) -> FloatArray:
+    """Convert a JSON list of numbers to float32, rounded to the nearest; as `int64_array`.
+
+    Raises:
+        InvalidDtypeError: it is not a list, or an element is not a number.
+        InvalidInputError: a number does not fit float32.
+    """
+    if type(values) is not list:
+        raise InvalidDtypeError(f"{what}: got {kind_of(values)}, expected a list of numbers")
+    if not {float, int}.issuperset(map(type, values)):
+        position, value = next((i, value) for i, value in enumerate(values) if type(value) not in (float, int))
+        raise InvalidDtypeError(f"{what}: got {kind_of(value)} at position {position}, expected numbers")
+    with np.errstate(over="ignore"):
+        floats = np.array(values, np.float64).astype(np.float32)
+    if not np.isfinite(floats).all():
+        position = int(np.argmin(np.isfinite(floats)))
+        raise InvalidInputError(f"{what}: got {values[position]!r} at position {position}, which does not fit float32")
+    return floats
+
+
+def check_bag_option(option: str, value: Any, what: str) -> None:
+    """Check the type of one of `BAG_OPTIONS`, or None; `hps.tensors.bags` checks the rest.
+
+    Raises:
+        InvalidInputError: it has another type.
+    """
+    types, expected = {
+        "combiner": ((str,), "a string"),
+        "max_norm": ((int, float), "a number"),
+        "padding_key": ((int,), "a 64-bit integer"),
+    }[option]
+    if value is None or (type(value) in types and not (option == "padding_key" and not -(2**63) <= value < 2**63)):
+        return
+    raise InvalidInputError(f"{what} is {kind_of(value)}, expected {expected}")
+
+
 def kind_of(value: Any) -> str:
     """Describe a JSON value in an error: its kind and, for a number, the value."""
     kind = _KINDS.get(type(value), "an integer")
@@ -133,15 +172,37 @@ class ModelTables:
             ) from None
 
 
-def check_counts(counts: Iterable[tuple[TableSpec, int]], max_keys: int) -> int:
-    """Refuse more keys than the service or a table accepts, before memory is allocated for their vectors.
+def check_numkeys(counts: Sequence[int], keys: int, model: ModelTables, source: str = "NUMKEYS", what: str = "its sum") -> None:
+    """Check how many of the keys belong to each table, where those of all tables are concatenated.
 
     Args:
-        counts: tables, and how many keys the request has for each.
+        source, what: the input that says so, and how the sum of the numbers is called.
+
+    Raises:
+        InvalidInputError: there is not one number for each table, or they do not add up to the keys.
+    """
+    if len(counts) != len(model.tables):
+        known = ", ".join(table.table_name for table in model.tables)
+        raise InvalidInputError(
+            f"reading input {source!r}: got {len(counts)} numbers, expected {len(model.tables)}, one for each table of model "
+            f"{model.name!r}: {known}"
+        )
+    if min(counts) < 0:
+        raise InvalidInputError(f"reading input {source!r}: got {min(counts)}, expected numbers of at least 0")
+    if sum(counts) != keys:
+        raise InvalidInputError(f"reading input {source!r}: {what} is {sum(counts)}, expected {keys}, the number of KEYS")
+
+
+def check_counts(counts: Iterable[tuple[TableSpec, int]], max_keys: int, what: str = "keys") -> int:
+    """Refuse more keys than the service or a table accepts, before memory is allocated for their vectors; or more bags.
+
+    Args:
+        counts: tables, and how many keys (or bags) the request has for each.
         max_keys: of all tables together.
+        what: is counted.
 
     Returns:
-        The number of floats in the vectors of all keys.
+        The number of floats in the vectors of all keys, or of all bags.
 
     Raises:
         TooManyKeysError: names the limit that was exceeded.
@@ -150,14 +211,14 @@ def check_counts(counts: Iterable[tuple[TableSpec, int]], max_keys: int) -> int:
     for table, count in counts:
         if count > table.max_keys:
             raise TooManyKeysError(
-                f"looking up table {table.table_name!r} of model {table.model_name!r}: got {count} keys, expected at most "
+                f"looking up table {table.table_name!r} of model {table.model_name!r}: got {count} {what}, expected at most "
                 f"{table.max_keys} (max_batch_size x maxnum_catfeature_query_per_table_per_sample); send fewer at once"
             )
         total += count
         floats += count * table.dim
     if total > max_keys:
         raise TooManyKeysError(
-            f"reading the request: got {total} keys, expected at most {max_keys} (service.max_keys_per_request); "
+            f"reading the request: got {total} {what}, expected at most {max_keys} (service.max_keys_per_request); "
             "send fewer at once"
         )
     return floats

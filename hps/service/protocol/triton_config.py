@@ -47,6 +47,8 @@ def triton_config(model: ModelConfig, *, on_cuda: bool) -> dict[str, Any]:
         "input": [
             _tensor("KEYS", "TYPE_INT64", -1) | {"format": "FORMAT_NONE"},
             _tensor("NUMKEYS", "TYPE_INT32", len(model.sparse_files)) | {"format": "FORMAT_NONE"},
+            _tensor("OFFSETS", "TYPE_INT64", -1) | {"format": "FORMAT_NONE", "optional": True},  # of keys in bags
+            _tensor("WEIGHTS", "TYPE_FP32", -1) | {"format": "FORMAT_NONE", "optional": True},
         ],
         "output": [_tensor("OUTPUT0", "TYPE_FP32", -1)],
         "instance_group": [group],

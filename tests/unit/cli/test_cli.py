@@ -423,9 +423,19 @@ def test_lookup_prints_json_that_names_each_float32(config: Path) -> None:
     assert answer["vectors"][2] == [0.0] * 4
 
 
+@pytest.mark.parametrize("as_json", [True, False])
+def test_lookup_prints_what_a_bag_of_the_keys_is_answered_with(config: Path, as_json: bool) -> None:
+    result = run("lookup", config, "shop", "user", -1, 5, "--combiner", "mean", *["--json"] * as_json)
+    assert result.exit_code == 0, result.output
+    last = result.stdout.splitlines()[-1]
+    printed = json.loads(last)["mean"] if as_json else json.loads(last.removeprefix("mean: "))
+    np.testing.assert_allclose(printed, sample_vectors(np.array([-1, 5]), 4, 1).mean(0), rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["shop", "item", "1", "--combiner", "max"], "got combiner 'max', expected 'sum', 'mean' or 'sqrtn'"),
         (["shopp", "item", "1"], "model 'shopp': it is not in the configuration, which has: shop"),
         (["shop", "itm", "1"], "'itm'"),
         (["shop", "7", "1"], "'7'"),

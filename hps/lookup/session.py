@@ -20,7 +20,7 @@ from hps.metrics import Metrics
 from hps.numba_kernels import compile_kernels
 from hps.open_calls import OpenCalls
 from hps.tensors.bags import Pooling
-from hps.tensors.pooling import add_rows, bag_arrays, counted_positions
+from hps.tensors.pooling import bag_arrays, counted_positions, pool_rows
 from hps.tensors.segments import Segment
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
@@ -430,7 +430,7 @@ class DirectSession:
             if missing := found.size - self._chain.fetch(table, counted[start:stop], rows[: found.size], found):
                 absent += missing
                 rows[: found.size][~found] = table.default_value
-            add_rows(rows, _AS_THEY_COME, positions, start, stop, keys, *bags, total, out)
+            pool_rows(rows, _AS_THEY_COME, positions, start, stop, keys, *bags, total, out)
         self._count(segment.table, positions.size, absent)
 
     def _count(self, table: int, keys: int, absent: int) -> None:

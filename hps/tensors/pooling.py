@@ -165,7 +165,7 @@ def counted_positions(
     float32[::1],
     OUT,
 )
-def add_rows(
+def pool_rows(
     rows: FloatArray,  # (u, dim) float32
     places: IndexArray,  # (at least stop,) int64, or empty
     positions: IndexArray,  # (p,) int64, ascending

@@ -10,14 +10,14 @@ import numpy as np
 from hps.cache.base import CacheLookup, CacheStats, EmbeddingCache, MissedKeys
 from hps.cache.cpu import kernels as numpy_kernels
 from hps.cache.cpu import misses as numpy_misses
-from hps.cache.cpu.pooled import WRONG_OFFSETS, query_bags
+from hps.cache.cpu.pooling import WRONG_OFFSETS, pool
 from hps.cache.cpu.sets import EPOCHS_A_CALL, EVICTIONS, INSERTS, LINE_WORDS, RESIDENT, STATE_WORDS, WAYS
 from hps.capacity import available_memory, check_fits
 from hps.errors import DeviceMemoryError, InvalidInputError
 from hps.lifetimes import disown_in_children, refusal
 from hps.numba_kernels import compile_kernels
 from hps.tensors.bags import Pooling
-from hps.tensors.pooling import add_rows, bag_arrays, first_key
+from hps.tensors.pooling import bag_arrays, first_key, pool_rows
 from hps.tensors.segments import Segment, check_rows, check_segment
 from hps.thread_pool import POOL
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
@@ -186,9 +186,9 @@ class NumpyLookup(CacheLookup):
                 scratch.missing = np.empty(_grown(segment.n), np.int64)
             if found is None:
                 found = _ALL
-            scratch.unpooled = 0
             try:
                 if segment.pooling is not None:
+                    scratch.unpooled = 0
                     count = _query_bags(table, segment, segment.pooling, scratch.missing)
                 elif segment.n < _SHARED_KEYS:
                     count = numpy_kernels.query(
@@ -222,10 +222,11 @@ class NumpyLookup(CacheLookup):
 
     def finish(self) -> None:
         """Add what was fetched to its bags, and forget the arrays: the outputs are with the caller."""
-        for segment in self._segments:
-            scratch = self._scratches[segment.table]
-            if segment.pooling is not None and scratch.unpooled:
-                _add_fetched(segment, segment.pooling, scratch)
+        if any(self.counts) and self._segments and self._segments[0].pooling is not None:
+            for segment in self._segments:
+                scratch = self._scratches[segment.table]
+                if segment.pooling is not None and scratch.unpooled:
+                    _add_fetched(segment, segment.pooling, scratch)
         self._segments = ()
 
     def _distinct(self, segment: Segment, count: int) -> KeyArray:
@@ -369,7 +370,7 @@ def _query_by_threads(table: HostTable, keys: KeyArray, out: FloatArray, found: 
 
 
 def _query_bags(table: HostTable, segment: Segment, pooling: Pooling, missing: IndexArray) -> int:
-    """As the kernel `query_bags`; threads share the bags of many keys."""
+    """As the kernel `pool`; threads share the bags of many keys."""
     keys, out, n, count = segment.keys, segment.out, segment.n, pooling.count
     bags = bag_arrays(pooling)
     if out.shape[0] != count:
@@ -377,13 +378,13 @@ def _query_bags(table: HostTable, segment: Segment, pooling: Pooling, missing: I
     lines, vectors, state, scratch_shape = table.lines, table.vectors, table.state, (2, table.spec.dim)
     if n < _SHARED_KEYS or n > EPOCHS_A_CALL * vectors.shape[0]:
         scratch = np.empty(scratch_shape, np.float32)
-        whole: int = query_bags(lines, vectors, state, keys, *bags, 0, count, scratch, out, missing)
+        whole: int = pool(lines, vectors, state, keys, *bags, 0, count, scratch, out, missing)
         return whole
     counts: dict[int, int] = {}  # by the first bag of a piece
 
     def part(first: int, last: int) -> None:
         scratch = np.empty(scratch_shape, np.float32)
-        counts[first] = query_bags(lines, vectors, state, keys, *bags, first, last, scratch, out, missing)
+        counts[first] = pool(lines, vectors, state, keys, *bags, first, last, scratch, out, missing)
 
     POOL.run(count, max(1, _PIECE_KEYS * count // n), part)
     if (worst := min(counts.values())) < 0:
@@ -403,7 +404,7 @@ def _add_fetched(segment: Segment, pooling: Pooling, scratch: _Scratch) -> None:
     def part(first: int, last: int) -> None:
         start, stop = np.searchsorted(missing, [first_key(bags, bag, segment.n) for bag in (first, last)])
         total = np.empty(out.shape[1], np.float32)
-        add_rows(scratch.fetched, scratch.inverse, missing, start, stop, segment.keys, *bags, total, out)
+        pool_rows(scratch.fetched, scratch.inverse, missing, start, stop, segment.keys, *bags, total, out)
 
     POOL.run(out.shape[0], max(1, _PIECE_KEYS * out.shape[0] // missing.size) if missing.size >= _SHARED_KEYS else 0, part)
 

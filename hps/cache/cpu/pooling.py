@@ -47,7 +47,7 @@ _PREFETCHED_BYTES = 512
     OUT,
     int64[::1],
 )
-def query_bags(
+def pool(
     lines: IndexArray,  # (sets, 16) int64
     vectors: FloatArray,  # (rows, dim) float32
     state: IndexArray,  # (STATE_WORDS,) int64

@@ -75,9 +75,10 @@ def _one_table(report: Report, place: Path, dim: int, calls: int) -> None:
     from torch.nn.functional import embedding
 
     from hps.models.sample import sample_vectors
-    from hps.torch import LookupLayer
 
     rows = 200_000
+    from hps.torch import LookupLayer
+
     with hps.HPS(_configuration(place, [dim], rows, [1])) as server, torch.no_grad():
         resident = server.model("bench").caches[0].dump(0)
         rng = np.random.default_rng(report.seed)
@@ -177,9 +178,10 @@ def _collection(report: Report, place: Path, calls: int) -> None:
     from torch.nn.functional import embedding_bag
 
     from hps.models.sample import sample_vectors
-    from hps.torch import BagTable, EmbeddingBagCollection
 
     rows, dim, batch, count = 20_000, 32, 1024, len(HOTNESS)
+    from hps.torch import BagTable, EmbeddingBagCollection
+
     with hps.HPS(_configuration(place, [dim] * count, rows, HOTNESS)) as server, torch.no_grad():
         rng = np.random.default_rng(report.seed)
         resident = [server.model("bench").caches[0].dump(t) for t in range(count)]

@@ -421,7 +421,7 @@ def _cached(report: Report, place: Path, rows: int) -> None:
     import hps
 
     start = time.perf_counter()
-    config = configuration(place, [128] * len(HOTNESS), rows, HOTNESS, gpucacheper=0.1)
+    config = configuration(place, [128] * len(HOTNESS), rows, HOTNESS, gpucacheper=0.1, miss_path="link")
     print(f"# files of 26 tables of {rows} rows: {time.perf_counter() - start:.1f} s", flush=True)
     start = time.perf_counter()
     with hps.HPS(config) as server:

@@ -6,7 +6,7 @@ graph of one launch, from its launch until the host knows that it is done. Score
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import cupy
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from cupy_backends.cuda.api import driver, runtime
 
+from benchmarks.gpu_timing import back_to_back, one_call, slots_of_resident_keys
 from benchmarks.harness import Report, time_calls
-from hps.cache.cuda import kernels
 from hps.cache.cuda.cache import CupyCache
 from hps.cache.cuda.lookup import CupyLookup
 from hps.tensors.segments import Segment
@@ -77,43 +77,6 @@ def _table(name: str, dim: int) -> TableSpec:
     return TableSpec("bench", name, dim, 0.0, 1 << 20)
 
 
-def _back_to_back(launches: Sequence[Callable[[], None]], rounds: int = 15) -> float:
-    """Seconds of one of the launches, in a graph of them all; the median of the rounds. They go to the current stream."""
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        graph = _graph(stream, launches)
-        graph.launch(stream)
-        seconds = []
-        for _ in range(rounds):
-            start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-            start.record(stream)
-            graph.launch(stream)
-            stop.record(stream)
-            stop.synchronize()
-            seconds.append(cupy.cuda.get_elapsed_time(start, stop) / 1e3 / len(launches))
-    return float(np.median(seconds))
-
-
-def _one_call(launch: Callable[[], None]) -> float:
-    """Seconds from the launch of a graph of one until the host knows that it is done; the median."""
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        graph = _graph(stream, [launch])
-
-        def call(_i: int) -> None:
-            graph.launch(stream)
-            runtime.streamSynchronize(stream.ptr)
-
-        return time_calls(call, 300).p50_s
-
-
-def _graph(stream: Any, launches: Sequence[Callable[[], None]]) -> Any:
-    stream.begin_capture()
-    for launch in launches:
-        launch()
-    return stream.end_capture()
-
-
 def _kernels(report: Report, rng: np.random.Generator, rows: int, dim: int, quick: bool) -> None:
     """Queries of resident keys and insertions; 6.4 M of 2^23 rows are inserted, so a few are evicted."""
     cache = CupyCache.create([_table("item", dim)], [rows], 0)
@@ -121,7 +84,7 @@ def _kernels(report: Report, rng: np.random.Generator, rows: int, dim: int, quic
     for part in np.array_split(ids, 16):
         keys = cupy.asarray(part)
         cache.insert(0, keys, _vectors(keys, dim))
-    resident, slots = _slots(cache)
+    resident, slots = slots_of_resident_keys(cache, 0)
     order = rng.permutation(resident.size)
     resident, slots = resident[order], slots[order]
     cases = [(1 << 20, 0.0), (1 << 20, _ALPHA), *((1 << power, 0.0) for power in range(10, 20))]
@@ -130,17 +93,6 @@ def _kernels(report: Report, rng: np.random.Generator, rows: int, dim: int, quic
     for n in (4096,) if quick else (1 << 20, 1 << 16):
         _inserts(report, rng, cache, n)
     cache.close()
-
-
-def _slots(cache: CupyCache) -> tuple[KeyArray, np.ndarray]:
-    """Resident keys of table 0, and the rows that they stand in."""
-    table = cache.memory.open[0]  # type: ignore[index]
-    buckets = np.empty((2 * table.pairs, 8), np.int64)
-    runtime.memcpy(buckets.ctypes.data, table.buckets, buckets.nbytes, runtime.memcpyDeviceToHost)
-    filler = np.zeros((2 * table.pairs, 1), np.int64)
-    filler[2 * kernels.zero_pair(table.pairs) :][:2] = kernels.zero_filler(table.pairs)
-    where = np.flatnonzero(buckets[:, 1:] != filler)
-    return buckets[:, 1:].reshape(-1)[where], where.astype(np.uint32)
 
 
 def _queries(
@@ -183,9 +135,9 @@ def _queries(
     gather(places[0], _PLAIN)()
     _check(bool((out == _vectors(keys[0], dim)).all()))
 
-    ours = _back_to_back([query(batch) for batch in keys]), _one_call(query(keys[0]))
-    plain = _back_to_back([gather(batch, _PLAIN) for batch in places]), _one_call(gather(places[0], _PLAIN))
-    tuned = _back_to_back([gather(batch, _TUNED) for batch in places])
+    ours = back_to_back([query(batch) for batch in keys]), one_call(query(keys[0]))
+    plain = back_to_back([gather(batch, _PLAIN) for batch in places]), one_call(gather(places[0], _PLAIN))
+    tuned = back_to_back([gather(batch, _TUNED) for batch in places])
     first, later = _first_touch(cache, query, keys)
     figures = {
         "mkeys_per_s": n / ours[0] / 1e6,
@@ -286,7 +238,7 @@ def _inserts(report: Report, rng: np.random.Generator, cache: CupyCache, n: int)
         vectors = [_vectors(part, dim) for part in keys]
         before = cache.stats(0)
         if kind == "resident":
-            seconds = _back_to_back([insert(*pair) for pair in zip(keys, vectors, strict=True)])
+            seconds = back_to_back([insert(*pair) for pair in zip(keys, vectors, strict=True)])
             lookup.changes._last = cupy.cuda.Event(disable_timing=True)  # the old ones belong to the graph
             lookup.changes._last_returned = cupy.cuda.Event(disable_timing=True)
             lookup.changes.launched = lookup.changes.pending = False

@@ -8,13 +8,9 @@ Each part has a time limit. A part that fails becomes a row with its error, and 
 """
 
 import ctypes
-import faulthandler
-import json
 import os
-import signal
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -28,7 +24,9 @@ import torch
 from numba import njit
 
 import hps
+from benchmarks.gpu_timing import wake
 from benchmarks.harness import Report, time_calls
+from benchmarks.parts import add, part
 from hps.cache.cuda.cache import CupyCache
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.hash_map.layout import U0, row_of, search, vector_of
@@ -46,7 +44,6 @@ from hps.types import FloatArray, KeyArray, TableSpec
 
 _ALPHA = 1.05
 _DEVICE = "cuda"
-_HANG_S = 20  # beyond a part's limit: then nothing but the end of the process helps
 _KERNELS = r"""
 // A group of lanes copies AHEAD rows, all their loads in flight before the first store.
 extern "C" __global__ void __launch_bounds__(256)
@@ -83,51 +80,22 @@ def run(report: Report, quick: bool) -> None:
     tables = [(1 << 17, 128), (1 << 17, 32)] if quick else [(1 << 24, 128), (1 << 24, 32), (1 << 22, 128)]
     for rows, dim in tables:
         about = f"{rows} rows x {dim}"
-        table = _part(report, f"filling {about}", 90, partial(_Table, rows, dim))
+        table = part(report, f"filling {about}", 90, partial(_Table, rows, dim))
         if table is None:
             continue
-        _part(report, f"misses, {about}", 60, partial(_misses, report, table, "link", quick))
+        part(report, f"misses, {about}", 60, partial(_misses, report, table, "link", quick))
         if rows != 1 << 22:
-            _part(report, f"misses, {about}", 45, partial(_misses, report, table, "copy", quick))
+            part(report, f"misses, {about}", 45, partial(_misses, report, table, "copy", quick))
             for path in ("link", "copy"):
-                _part(report, f"mixed, {path}, {about}", 45, partial(_mixed, report, table, path, quick))
-                _part(report, f"4,096 keys, {path}, {about}", 30, partial(_small, report, table, path, quick))
-        _part(report, f"closing {about}", 30, table.close)
+                part(report, f"mixed, {path}, {about}", 45, partial(_mixed, report, table, path, quick))
+                part(report, f"4,096 keys, {path}, {about}", 30, partial(_small, report, table, path, quick))
+        part(report, f"closing {about}", 30, table.close)
     with tempfile.TemporaryDirectory(prefix="hps-misses-", dir=os.environ.get("HPS_BENCH_DIR")) as directory:
         place = Path(directory) / "items"
         rows = 1 << (15 if quick else 20)
-        if _part(report, "writing a model", 60, lambda: write_sparse_model(place, sample_chunks(rows, 128, 1)) or True):
+        if part(report, "writing a model", 60, lambda: write_sparse_model(place, sample_chunks(rows, 128, 1)) or True):
             for path in ("link", "copy"):
-                _part(report, f"HPS, {path}", 45, partial(_server, report, place, rows, path, quick))
-
-
-def _add(report: Report, axes: dict[str, Any], figures: dict[str, Any]) -> None:
-    """Record a row, and print it: whatever happens later, it is not lost."""
-    report.add(axes, figures)
-    print(json.dumps(report.rows[-1]), flush=True)
-
-
-def _part(report: Report, name: str, limit_s: int, call: Callable[[], Any]) -> Any:
-    """Call one part; None where it failed, which is a row then. A device that hangs ends the process, with a traceback."""
-
-    def late(_signal: int, _frame: Any) -> None:
-        raise TimeoutError(f"not done after {limit_s} s")
-
-    start = time.perf_counter()
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(limit_s)
-    faulthandler.dump_traceback_later(limit_s + _HANG_S, exit=True)
-    try:
-        return call()
-    except Exception as error:  # noqa: BLE001 - it becomes a row
-        traceback.print_exc()
-        _add(report, {"work": name}, {"error": f"{type(error).__name__}: {error}"[:500]})
-        return None
-    finally:
-        signal.alarm(0)
-        faulthandler.cancel_dump_traceback_later()
-        signal.signal(signal.SIGALRM, before)
-        print(f"# {name}: {time.perf_counter() - start:.1f} s", flush=True)
+                part(report, f"HPS, {path}", 45, partial(_server, report, place, rows, path, quick))
 
 
 # -- a table, and the caches above it ----------------------------------------------------------------------------------
@@ -252,18 +220,9 @@ def _check(keys: Any, out: Any) -> None:
         raise RuntimeError(f"{count} of {n * dim} floats are wrong: nothing is recorded")
 
 
-def _wake() -> None:
-    """Keep the GPU busy for a moment: an idle one has low clocks."""
-    square = torch.ones(4096, 4096, device=_DEVICE)
-    end = time.perf_counter() + 0.05
-    while time.perf_counter() < end:
-        torch.mm(square, square)
-        torch.cuda.synchronize()
-
-
 def _seconds(call: Callable[[int], Any], calls: int) -> float:
     """Seconds of one of `calls` calls in a row, until the device is done with all of them."""
-    _wake()
+    wake()
     start = time.perf_counter()
     for i in range(calls):
         call(i)
@@ -278,14 +237,14 @@ def _each(call: Callable[[int], Any], calls: int) -> dict[str, float]:
         call(i)
         torch.cuda.synchronize()
 
-    _wake()
+    wake()
     timing = time_calls(waited, calls, warmup=0)
     return {"p50_us": timing.p50_s * 1e6, "p99_us": timing.p99_s * 1e6}
 
 
 def _answers(call: Callable[[int], Any], calls: int) -> dict[str, float]:
     """Median and 99th percentile of calls that wait for their answers; admissions that nobody waits for end between them."""
-    _wake()
+    wake()
     seconds = []
     for i in range(calls):
         start = time.perf_counter()
@@ -391,7 +350,7 @@ def _misses(report: Report, table: _Table, path: str, quick: bool) -> None:
             figures[f"{name}received_bytes_per_key"] = None if received is None else received / (calls * n)
         figures |= _gathered(table, keys[base : base + calls], outs, figures)
         axes = {"work": "misses", "path": path, "keys": n, "dim": table.dim, "rows": table.rows}
-        _add(report, axes, figures)
+        add(report, axes, figures)
         del outs, segments, ask
 
 
@@ -501,7 +460,7 @@ def _mixed(report: Report, table: _Table, path: str, quick: bool) -> None:
             figures[f"{name}received_bytes_per_key"] = None if received is None else received / (calls * n)
         done += 3 * calls // 20 * 20
         axes = {"work": "mixed", "path": path, "keys": n, "dim": table.dim, "rows": table.rows, "alpha": _ALPHA}
-        _add(report, {**axes, "batches_before": after}, figures)
+        add(report, {**axes, "batches_before": after}, figures)
 
 
 # -- small lookups -------------------------------------------------------------------------------------------------------
@@ -544,10 +503,10 @@ def _small(report: Report, table: _Table, path: str, quick: bool) -> None:
         return figures
 
     axes = {"path": path, "keys": n, "dim": table.dim, "rows": table.rows}
-    _add(report, {"work": "session, 10 % missing", **axes}, _ratios(timed(hits), timed(some[: calls + 20])))
+    add(report, {"work": "session, 10 % missing", **axes}, _ratios(timed(hits), timed(some[: calls + 20])))
     if path == "link":
         figures = _replayed(cache.create_lookup(), some[calls + 20 :], outs[0])
-        _add(report, {"work": "replayed graph, 10 % missing", **axes}, figures)
+        add(report, {"work": "replayed graph, 10 % missing", **axes}, figures)
 
 
 def _replayed(lookup: Any, sets: Sequence[Any], out: Any) -> dict[str, float]:
@@ -622,7 +581,7 @@ def _server(report: Report, place: Path, rows: int, path: str, quick: bool) -> N
 
         axes = {"path": path, "keys": n, "dim": dim, "rows": rows}
         of_hits, part = timed(waiting, hits), calls + 20
-        _add(report, {"work": "HPS, 10 % missing", **axes}, _ratios(of_hits, timed(waiting, fresh[:part])))
+        add(report, {"work": "HPS, 10 % missing", **axes}, _ratios(of_hits, timed(waiting, fresh[:part])))
         ways = {
             "HPS without waiting, 10 % missing": partial(timed, unwaited, fresh[part : 2 * part]),
             "HPS captured, 10 % missing": partial(captured, fresh[2 * part :]),
@@ -632,14 +591,14 @@ def _server(report: Report, place: Path, rows: int, path: str, quick: bool) -> N
                 figures: dict[str, Any] = measure()
             except (AttributeError, TypeError, HPSError) as error:
                 figures = {"error": f"not there: {error}"}
-            _add(report, {"work": work, **axes}, figures)
+            add(report, {"work": work, **axes}, figures)
         for kind, keys, place_of in (
             ("CuPy", [cupy.asarray(one) for one in hits], cupy.asarray(out)),
             ("NumPy", [one.cpu().numpy() for one in hits], np.empty((n, dim), np.float32)),
         ):
             figures = _answers(lambda i, keys=keys, to=place_of: server.lookup_fromdlpack(keys[i % 16], to, "bench", 0), calls)
             check(hits[(calls - 1) % 16], place_of if kind == "NumPy" else cupy.asnumpy(place_of))
-            _add(report, {"work": f"HPS, {kind} arrays, all hits", **axes}, figures | {"torch_p50_us": of_hits["p50_us"]})
+            add(report, {"work": f"HPS, {kind} arrays, all hits", **axes}, figures | {"torch_p50_us": of_hits["p50_us"]})
 
 
 def _configuration(place: Path, dim: int, path: str) -> dict[str, Any]:

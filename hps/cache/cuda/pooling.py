@@ -254,7 +254,7 @@ class PoolingLookup(CupyLookup):
             )
 
     def _shape_of_bags(self, group: Sequence[PlacedBags]) -> tuple[int, int, int, bool]:
-        """What some segments ask of a kernel: floats that a lane moves at once, the widest row, how many segments, no factors."""
+        """What some segments ask of a kernel: floats that a lane moves at once, the widest row, how many segments, plain."""
         alignment = widths = widest = 0
         plain = True
         for place in group:

@@ -281,7 +281,7 @@ def _ours(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], out: A
 
     def launch(segments: Any) -> None:
         lookup.begin(segments)
-        lookup.launch_query()
+        lookup.launch_pool("pool")
 
     try:  # what the device does of it; the streams of the tensors are those that work is captured on
         segments = [_pooled(tables, hotness, each, offsets, weights, out) for each in batches]
@@ -362,7 +362,7 @@ def _rows(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], out: A
 
     def launch(asked: Any) -> None:
         lookup.begin(asked)
-        lookup.launch_query()
+        lookup.launch_pool("pool")
 
     rows_s = back_to_back([partial(launch, asked) for asked in segments])
     sums_s = torch_back_to_back([add_up] * 4)

@@ -92,7 +92,7 @@ class PoolingLookup(CupyLookup):
         """Add up what is resident, and find the vectors of the rest. See `CupyLookup.answer`."""
         if not self._bags:
             return super().answer()
-        self._launch_pool("pool", settles=False)
+        self.launch_pool("pool")
         self.synchronise()
         missed, *_, wrong = self.flags.tolist()
         if wrong:
@@ -114,11 +114,11 @@ class PoolingLookup(CupyLookup):
         if not self._bags:
             super().launch_unwaited(captured)
             return
-        self._launch_pool("pool", settles=True)
+        self.launch_pool("pool", settles=True)
         self.place_misses([place.n for place in self._bags])
         self._launch_number()
         self.launch_linked(settles=True)
-        self._launch_pool("pool_rest", settles=True)
+        self.launch_pool("pool_rest", settles=True)
         self.admit(False, captured)
 
     @device_call("delivering outputs")
@@ -127,7 +127,7 @@ class PoolingLookup(CupyLookup):
         if self._bags:
             if self._rest:
                 self._rest = False
-                self._launch_pool("pool_rest", settles=False)
+                self.launch_pool("pool_rest")
                 self.launched()
             self.placed = list(self._bags)
         super().finish()
@@ -186,9 +186,9 @@ class PoolingLookup(CupyLookup):
         """Launch what notes for each key which miss it was."""
         keys = self._bags[-1].missing + self._bags[-1].n
         runtime.memsetAsync(self._entries, _NO_ENTRY, 4 * keys, self.stream)
-        self._launch_pool("number", settles=False)
+        self.launch_pool("number")
 
-    def _launch_pool(self, name: str, settles: bool) -> None:
+    def launch_pool(self, name: str, settles: bool = False) -> None:
         """Launch one of the kernels of `cuda/pool.cu` for all segments.
 
         Args:

@@ -222,7 +222,7 @@ class NumpyLookup(CacheLookup):
 
     def finish(self) -> None:
         """Add what was fetched to its bags, and forget the arrays: the outputs are with the caller."""
-        if any(self.counts) and self._segments and self._segments[0].pooling is not None:
+        if self._segments and self._segments[0].pooling is not None:
             for segment in self._segments:
                 scratch = self._scratches[segment.table]
                 if segment.pooling is not None and scratch.unpooled:

@@ -1,4 +1,4 @@
-"""Layers that answer every bag of keys with one vector: as `torch.nn.EmbeddingBag`, and for many tables as torchrec's collection."""
+"""Layers that answer every bag of keys with one vector, as `torch.nn.EmbeddingBag` and torchrec's `EmbeddingBagCollection`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ class EmbeddingBag(torch.nn.Module):
             HPSError: as `HPS.lookup_pooled`.
         """
         if torch.jit.is_scripting():
-            return torch.ops.hps.lookup_bags(
+            out: Tensor = torch.ops.hps.lookup_bags(
                 [input],
                 [offsets],
                 [per_sample_weights],
@@ -79,6 +79,7 @@ class EmbeddingBag(torch.nn.Module):
                 self.wait,
                 self.training,
             )
+            return out
         else:
             return self._answer(input, offsets, per_sample_weights)
 
@@ -220,8 +221,8 @@ class EmbeddingBagCollection(torch.nn.Module):
 
         if features.variable_stride_per_key():
             raise InvalidInputError(
-                "looking up a KeyedJaggedTensor: got another number of bags for each feature (variable stride), expected as many "
-                "of each"
+                "looking up a KeyedJaggedTensor: got another number of bags for each feature (variable stride), expected as "
+                "many of each"
             )
         known: list[str] = features.keys()
         for name in self.feature_names:

@@ -73,7 +73,7 @@ class LookupLayer(torch.nn.Module):
             HPSError: as `HPS.lookup_fromdlpack`.
         """
         if torch.jit.is_scripting():
-            return torch.ops.hps.lookup(
+            out: Tensor = torch.ops.hps.lookup(
                 keys,
                 self.ps_config_file,
                 self.model_name,
@@ -84,6 +84,7 @@ class LookupLayer(torch.nn.Module):
                 self.wait,
                 self.training,
             )
+            return out
         else:
             return self._answer(keys)
 

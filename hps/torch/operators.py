@@ -4,12 +4,13 @@
     hps::lookup_bags     bags of several features, each a tensor of its own                      (B, sum of dims)
     hps::lookup_jagged   bags of several features that follow each other in one tensor           (B, sum of dims)
 
-An operator's arguments are tensors, strings and numbers only, so that a saved program carries all of them; what is looked up for
-each feature is a string (`Feature`, `as_text`). An operator is functional: it makes its output, and keeps nothing of its inputs.
+An operator's arguments are tensors, strings and numbers only, so that a saved program carries all of them; what is looked up
+for each feature is a string (`Feature`, `as_text`). An operator is functional: it makes its output, and keeps nothing of its
+inputs.
 
-Answers change with every online update, so the operators are tagged `nondeterministic_seeded`: torch then neither evaluates them
-while it compiles (keys may be constants), nor removes or reorders them. Of two lookups of the same keys within one compiled
-graph it may drop one: both answers are then those of one moment of the call.
+Answers change with every online update, so the operators are tagged `nondeterministic_seeded`: torch then does not evaluate
+them while it compiles, even where the keys are constants. Of two lookups of the same keys within one compiled graph it may
+drop one: both answers are then those of one moment of the call.
 """
 
 import json
@@ -31,7 +32,7 @@ from hps.tensors.segments import Segment, tensor_segment
 from hps.torch.servers import server_of
 
 _LIBRARY = torch.library.Library("hps", "DEF")
-_TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.needs_exact_strides)
+_TAGS = (torch.Tag.nondeterministic_seeded,)
 _KEY_DTYPES = (torch.int64, torch.int32)
 _TO_TABLES = "str ps_config_file, str model_name"
 
@@ -121,7 +122,7 @@ def _check_beside(tensor: Tensor | None, what: str, dtypes: tuple[torch.dtype, .
 def _of_one_version(
     ps_config_file: str, model_name: str, features: Sequence[Feature], answer: Callable[[Deployment], Tensor]
 ) -> Tensor:
-    """Answer from the version that serves, whose tables have the widths that the layer says; from the next if it retires first."""
+    """Answer from the version that serves, if its tables are as wide as the layer says; from the next if it retires first."""
     server = server_of(ps_config_file)
     while True:
         deployment = server.model(model_name)
@@ -229,8 +230,8 @@ def _count_of(keys: Tensor, offsets: Tensor | None, include_last_offset: bool, d
         return keys.shape[0]
     if keys.dim() != 1 or offsets.dim() != 1:
         raise InvalidInputError(
-            f"{doing}: got keys of shape {tuple(keys.shape)} and offsets of shape {tuple(offsets.shape)}, expected both to have "
-            "one dimension"
+            f"{doing}: got keys of shape {tuple(keys.shape)} and offsets of shape {tuple(offsets.shape)}, expected one "
+            "dimension of both"
         )
     if include_last_offset and offsets.shape[0] == 0:
         raise InvalidInputError(f"{doing}: got no offsets, expected one for each bag and the number of keys at the end")
@@ -252,7 +253,7 @@ def _check_bags(
     described = _features_of(features)
     if not len(keys) == len(offsets) == len(weights) == len(described.of) or not keys:
         raise InvalidInputError(
-            f"looking up bags of model {model_name!r}: got {len(keys)} keys, {len(offsets)} offsets and {len(weights)} weights, "
+            f"looking up bags of model {model_name!r}: got {len(keys)} keys, {len(offsets)} offsets, {len(weights)} weights, "
             f"expected {len(described.of)} of each, one for each feature"
         )
     counts = []
@@ -381,8 +382,8 @@ def _check_jagged(
         raise InvalidInputError(f"{doing}: got {weights.numel()} weights for {values.numel()} keys, expected as many")
     if (offsets.shape[0] - 1) % feature_count:
         raise InvalidInputError(
-            f"{doing}: got {offsets.shape[0]} offsets for {feature_count} features, expected one for each bag of each and one at "
-            "the end, and as many bags of each"
+            f"{doing}: got {offsets.shape[0]} offsets for {feature_count} features, expected one for each bag, as many bags of "
+            "each feature, and one at the end"
         )
     return (offsets.shape[0] - 1) // feature_count, width
 
@@ -401,7 +402,7 @@ def lookup_jagged(
     training: bool = False,
 ) -> Tensor:
     """What `hps::lookup_jagged` does, for those who call it without the dispatcher."""
-    count, width = _check_jagged(values, offsets, weights, model_name, features, feature_count, training)
+    count, _ = _check_jagged(values, offsets, weights, model_name, features, feature_count, training)
     described = _features_of(features)
     if borders is None:
         if values.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -415,10 +416,7 @@ def lookup_jagged(
             f"looking up bags of model {model_name!r} through a layer: got offsets {list(borders)[:8]} of the features' first "
             f"bags for {values.shape[0]} keys, expected them to begin with 0, never to fall, and to end with {values.shape[0]}"
         )
-    if count:
-        own = offsets.unfold(0, count + 1, count) - offsets[:-1:count].unsqueeze(1)
-    else:
-        own = offsets.expand(feature_count, 1)
+    own = offsets.unfold(0, count + 1, count) - offsets[:-1:count].unsqueeze(1) if count else offsets.expand(feature_count, 1)
     bags = [
         _bags(
             feature,
@@ -450,7 +448,7 @@ def _fake_lookup_jagged(
 
 def define(library: torch.library.Library, schema: str, real: Any, fake: Any) -> None:
     """Make an operator that is opaque to compilers and runs wherever its tensors are."""
-    library.define(schema, tags=_TAGS)
+    library.define(schema, "CONSERVATIVE", tags=_TAGS)  # else TorchScript evaluates it where its keys are constants
     name = schema.partition("(")[0]
     library.impl(name, real, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)

@@ -8,6 +8,8 @@ wants `attach` before.
 import itertools
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from hps.errors import NotReadyError
@@ -24,22 +26,24 @@ class _Opened:
 
     def __init__(self) -> None:
         self.servers: dict[str, HPS] = {}
-        self.lock = threading.Lock()
-        disown_in_children(self)
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def locked(self, doing: str) -> Iterator[None]:
+        if not self._lock.acquire(timeout=_OPENING_TIMEOUT_S):
+            raise NotReadyError(f"{doing}: another thread has been opening a server for {_OPENING_TIMEOUT_S:.0f} s; try again")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def disown(self) -> None:
         for name in [name for name, server in _known.items() if server in self.servers.values()]:
             del _known[name]
-        self.servers, self.lock = {}, threading.Lock()
-        _reset()
+        self.servers, self._lock = {}, threading.Lock()
 
 
-def _reset() -> None:
-    global _opened
-    _opened = _Opened()
-
-
-_opened = _Opened()
+_opened: Final = _Opened()
 
 
 def attach(server: HPS, name: str | None = None) -> str:
@@ -71,32 +75,26 @@ def server_of(place: str) -> HPS:
 
 
 def _open(place: str) -> HPS:
-    opened = _opened
-    if not opened.lock.acquire(timeout=_OPENING_TIMEOUT_S):
-        raise NotReadyError(
-            f"opening {place!r} for layers: another thread has been opening a server for {_OPENING_TIMEOUT_S:.0f} s"
-        )
-    try:
+    with _opened.locked(f"opening {place!r} for a layer"):
         if (server := _known.get(place)) is not None:
             return server
         if not os.path.exists(place):
             raise NotReadyError(
-                f"looking up through a layer: got {place!r}, which is neither a file nor the name of a server that this process "
-                f"has attached ({', '.join(map(repr, _known)) or 'there is none'}); for a name, call hps.torch.attach(server, "
-                f"{place!r}) first"
+                f"looking up through a layer: got {place!r}, which is neither a file nor the name of a server that this "
+                f"process has attached ({', '.join(map(repr, _known)) or 'there is none'}); for a name, call "
+                f"hps.torch.attach(server, {place!r}) first"
             )
         path = os.path.realpath(place)
-        if path not in opened.servers:
-            opened.servers[path] = HPS(path)
-        _known[place] = server = opened.servers[path]
+        if path not in _opened.servers:
+            disown_in_children(_opened)
+            _opened.servers[path] = HPS(path)
+        _known[place] = server = _opened.servers[path]
         return server
-    finally:
-        opened.lock.release()
 
 
 def close() -> None:
-    """Close the servers that paths opened, and forget all names. Attached servers stay open; a path opens anew when asked for."""
-    with _opened.lock:
+    """Close the servers that paths opened, and forget all names. Attached servers stay open; a path opens again when asked."""
+    with _opened.locked("closing the servers of layers"):
         servers = list(_opened.servers.values())
         _opened.servers.clear()
         _known.clear()

@@ -108,9 +108,12 @@ def _refuse_keys(keys: Tensor, model_name: str, table: Any) -> NoReturn:
     )
 
 
-def _check_beside(tensor: Tensor | None, what: str, dtypes: tuple[torch.dtype, ...], keys: Tensor, doing: str) -> None:
-    if tensor is None:
+def _check_beside(
+    tensor: Tensor | None, what: str, dtypes: tuple[torch.dtype, ...], keys: Tensor, model_name: str, table: Any
+) -> None:
+    if tensor is None or (tensor.dtype in dtypes and tensor.device == keys.device):
         return
+    doing = _doing(model_name, table)
     if tensor.dtype not in dtypes:
         raise InvalidDtypeError(f"{doing}: got {what} of {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
     if tensor.device != keys.device:
@@ -222,19 +225,23 @@ def fake_lookup(
     return keys.new_empty((*keys.shape, emb_vec_size), dtype=torch.float32)
 
 
-def _count_of(keys: Tensor, offsets: Tensor | None, include_last_offset: bool, doing: str) -> Any:
+def _count_of(keys: Tensor, offsets: Tensor | None, include_last_offset: bool, model_name: str, table: Any) -> Any:
     """How many bags some keys have."""
     if offsets is None:
         if keys.dim() != 2:
-            raise InvalidInputError(f"{doing}: got keys of shape {tuple(keys.shape)} without offsets, expected (bags, hotness)")
+            raise InvalidInputError(
+                f"{_doing(model_name, table)}: got keys of shape {tuple(keys.shape)} without offsets, expected (bags, hotness)"
+            )
         return keys.shape[0]
     if keys.dim() != 1 or offsets.dim() != 1:
         raise InvalidInputError(
-            f"{doing}: got keys of shape {tuple(keys.shape)} and offsets of shape {tuple(offsets.shape)}, expected one "
+            f"{_doing(model_name, table)}: got keys of shape {tuple(keys.shape)} and offsets of shape {tuple(offsets.shape)}, expected one "
             "dimension of both"
         )
     if include_last_offset and offsets.shape[0] == 0:
-        raise InvalidInputError(f"{doing}: got no offsets, expected one for each bag and the number of keys at the end")
+        raise InvalidInputError(
+            f"{_doing(model_name, table)}: got no offsets, expected one for each bag and the number of keys at the end"
+        )
     return offsets.shape[0] - include_last_offset
 
 
@@ -258,17 +265,16 @@ def _check_bags(
         )
     counts = []
     for feature, its_keys, its_offsets, its_weights in zip(described.of, keys, offsets, weights, strict=True):
-        doing = _doing(model_name, feature.table)
         _check_keys(its_keys, model_name, feature.table)
-        _check_beside(its_keys, "keys of a feature", _KEY_DTYPES, keys[0], doing)
-        _check_beside(its_offsets, "offsets", _KEY_DTYPES, its_keys, doing)
-        _check_beside(its_weights, "weights", (torch.float32,), its_keys, doing)
+        _check_beside(its_keys, "keys of a feature", _KEY_DTYPES, keys[0], model_name, feature.table)
+        _check_beside(its_offsets, "offsets", _KEY_DTYPES, its_keys, model_name, feature.table)
+        _check_beside(its_weights, "weights", (torch.float32,), its_keys, model_name, feature.table)
         if its_weights is not None and its_weights.shape != its_keys.shape:
             raise InvalidInputError(
-                f"{doing}: got weights of shape {tuple(its_weights.shape)} for keys of shape {tuple(its_keys.shape)}, expected "
-                "the same shape"
+                f"{_doing(model_name, feature.table)}: got weights of shape {tuple(its_weights.shape)} for keys of shape "
+                f"{tuple(its_keys.shape)}, expected the same shape"
             )
-        counts.append(_count_of(its_keys, its_offsets, include_last_offset, doing))
+        counts.append(_count_of(its_keys, its_offsets, include_last_offset, model_name, feature.table))
     for feature, count in zip(described.of, counts, strict=True):
         if count != counts[0]:
             raise InvalidInputError(
@@ -310,17 +316,13 @@ def _pooled(
 
     def call(deployment: Deployment, places: Sequence[int]) -> Tensor:
         session = deployment.session(device.index)
-        out = torch.empty((count, sum([features.of[place].dim for place in places])), dtype=torch.float32, device=device)
+        shape = count, sum([features.of[place].dim for place in places])
+        on_host = device.type == "cpu"
+        out: Any = np.empty(shape, np.float32) if on_host else torch.empty(shape, dtype=torch.float32, device=device)
         tables = {features.of[place].table: bags[place] for place in places}
-        segments = pooled_segments(
-            tables,
-            out.numpy() if device.type == "cpu" else out,
-            deployment.table_index,
-            deployment.tables,
-            on_cuda=session.on_cuda,
-        )
+        segments = pooled_segments(tables, out, deployment.table_index, deployment.tables, on_cuda=session.on_cuda)
         _look_up(session, segments, device, wait)
-        return out
+        return torch.from_numpy(out) if on_host else out
 
     def answer(deployment: Deployment) -> Tensor:
         if len(features.calls) == 1:
@@ -376,8 +378,8 @@ def _check_jagged(
     doing = f"looking up bags of model {model_name!r} through a layer"
     if values.dtype not in _KEY_DTYPES:
         raise InvalidDtypeError(f"{doing}: got keys of {values.dtype}, expected torch.int64 (or torch.int32, which is widened)")
-    _check_beside(offsets, "offsets", _KEY_DTYPES, values, doing)
-    _check_beside(weights, "weights", (torch.float32,), values, doing)
+    _check_beside(offsets, "offsets", _KEY_DTYPES, values, model_name, "of a collection")
+    _check_beside(weights, "weights", (torch.float32,), values, model_name, "of a collection")
     if weights is not None and weights.shape != values.shape:
         raise InvalidInputError(f"{doing}: got {weights.numel()} weights for {values.numel()} keys, expected as many")
     if (offsets.shape[0] - 1) % feature_count:

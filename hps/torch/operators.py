@@ -235,8 +235,8 @@ def _count_of(keys: Tensor, offsets: Tensor | None, include_last_offset: bool, m
         return keys.shape[0]
     if keys.dim() != 1 or offsets.dim() != 1:
         raise InvalidInputError(
-            f"{_doing(model_name, table)}: got keys of shape {tuple(keys.shape)} and offsets of shape {tuple(offsets.shape)}, expected one "
-            "dimension of both"
+            f"{_doing(model_name, table)}: got keys of shape {tuple(keys.shape)} and offsets of shape "
+            f"{tuple(offsets.shape)}, expected one dimension of both"
         )
     if include_last_offset and offsets.shape[0] == 0:
         raise InvalidInputError(

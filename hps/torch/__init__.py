@@ -8,11 +8,24 @@
 Importing it imports torch; `import hps` does not. See docs/torch.md.
 """
 
+from hps.torch.conversion import convert as convert
 from hps.torch.embedding_bags import BagTable as BagTable
 from hps.torch.embedding_bags import EmbeddingBag as EmbeddingBag
 from hps.torch.embedding_bags import EmbeddingBagCollection as EmbeddingBagCollection
 from hps.torch.lookup_layer import LookupLayer as LookupLayer
+from hps.torch.saving import SavedModel as SavedModel
+from hps.torch.saving import save as save
 from hps.torch.servers import attach as attach
 from hps.torch.servers import close as close
 
-__all__ = ["BagTable", "EmbeddingBag", "EmbeddingBagCollection", "LookupLayer", "attach", "close"]
+__all__ = [
+    "BagTable",
+    "EmbeddingBag",
+    "EmbeddingBagCollection",
+    "LookupLayer",
+    "SavedModel",
+    "attach",
+    "close",
+    "convert",
+    "save",
+]

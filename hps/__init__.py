@@ -52,6 +52,7 @@ _ERRORS = (
     "CapacityError",
     "NotReadyError",
     "ForkedProcessError",
+    "TrainingModeError",
     "WorkspaceTimeoutError",
     "DatabaseError",
     "DatabaseTimeoutError",

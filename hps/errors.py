@@ -18,6 +18,7 @@
     ├── CapacityError            (MemoryError)        a model does not fit in memory, on disk or on the device
     ├── NotReadyError            (RuntimeError)       still loading, or already closed
     │   └── ForkedProcessError                        opened by the process that this one was forked from
+    ├── TrainingModeError        (RuntimeError)       a layer of torch was called in training mode
     ├── WorkspaceTimeoutError    (TimeoutError)       every lookup workspace stayed busy
     ├── DatabaseError            (RuntimeError)       a volatile or persistent database failed
     │   ├── DatabaseTimeoutError (TimeoutError)
@@ -114,6 +115,10 @@ class NotReadyError(HPSError, RuntimeError):
 
 class ForkedProcessError(NotReadyError):
     """What is used was opened before this process was forked; create `HPS` after the fork."""
+
+
+class TrainingModeError(HPSError, RuntimeError):
+    """A layer of `hps.torch` was called in training mode; its vectors have no gradient."""
 
 
 class WorkspaceTimeoutError(HPSError, TimeoutError):

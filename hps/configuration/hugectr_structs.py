@@ -319,10 +319,6 @@ def _model_document(model: dict[str, Any], tables: dict[str, Any]) -> dict[str, 
                 document[name] = listed
         elif name not in ("device_id", "i64_input_key") and (key not in dense or value not in ("", _MODEL_DEFAULTS[name])):
             document[key] = value
-    values, files = model["default_value_for_each_table"], model["sparse_model_files"]
-    if isinstance(values, list) and isinstance(files, list) and len(values) == 1:
-        # HugeCTR's default is [0.0] for any number of tables; it repeats the first value.
-        document["default_value_for_each_table"] = values * len(files)
     return document
 
 

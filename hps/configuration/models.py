@@ -262,6 +262,8 @@ class ModelConfig(Section):
     def _one_a_table(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
         files = info.data.get("sparse_files")
         text = None
+        if info.field_name == "default_value_for_each_table" and files is not None and type(value) is list and len(value) == 1:
+            value = value * len(files)  # as HugeCTR, which repeats the first value
         if files is not None and isinstance(value, list | tuple) and len(value) != len(files):
             what = _COUNTED[str(info.field_name)]
             text = f"{len(value)} {what}{'' if len(value) == 1 else 's'} for {len(files)} sparse_files"

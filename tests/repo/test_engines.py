@@ -20,7 +20,7 @@ OWNERS = {
     "botocore": "hps/filesystems/s3",
     "hdfs_native": "hps/filesystems/hdfs",
     "google": "hps/filesystems/gcs",
-    "torch": "hps/formats/torch_",
+    "torch": ("hps/formats/torch_", "hps/torch/"),
     "pyarrow": "hps/formats/parquet",
     "safetensors": "hps/formats/safetensors_",
     "ml_dtypes": "hps/formats/safetensors_",

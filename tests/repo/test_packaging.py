@@ -25,7 +25,7 @@ def test_wheel_holds_every_kernel_source(wheel):
 
 
 def test_wheel_holds_every_module_and_the_mark_of_types_and_no_tests(wheel):
-    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "hps").rglob("*.py")}
+    modules = {path.relative_to(ROOT).as_posix() for part in ("hps", "hps_torch") for path in (ROOT / part).rglob("*.py")}
     assert modules | {"hps/py.typed"} <= set(wheel.namelist())
     assert not [name for name in wheel.namelist() if name.startswith(("tests/", "benchmarks/", "cuda/"))]
 

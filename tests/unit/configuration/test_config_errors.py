@@ -47,7 +47,7 @@ MODEL_VALUES = [
     ("embedding_table_names", [], "0 names for 2 sparse_files"),
     ("embedding_table_names", ["user", "user"], '"user" stands at 0 and at 1; expected each once'),
     ("maxnum_catfeature_query_per_table_per_sample", [1], "1 maximum for 2 sparse_files"),
-    ("default_value_for_each_table", [0.0], "1 default value for 2 sparse_files"),
+    ("default_value_for_each_table", [], "0 default values for 2 sparse_files"),
     ("default_value_for_each_table", [0.0] * 3, "3 default values for 2 sparse_files"),
     ("default_value_for_each_table", 0.0, "got 0.0, expected a list"),
     ("deployed_device_list", [], "got an empty list, expected at least one element"),

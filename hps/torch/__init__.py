@@ -1,0 +1,31 @@
+"""Embedding layers for PyTorch, whose vectors come from a parameter server.
+
+    import hps.torch
+
+    bag = hps.torch.EmbeddingBag("ps.json", "ranking", "item", 128, mode="sum")
+    pooled = bag(keys, offsets)  # (B, 128) float32, where the keys are
+
+Importing it imports torch; `import hps` does not. See docs/torch.md.
+"""
+
+from hps.torch.conversion import convert as convert
+from hps.torch.embedding_bags import BagTable as BagTable
+from hps.torch.embedding_bags import EmbeddingBag as EmbeddingBag
+from hps.torch.embedding_bags import EmbeddingBagCollection as EmbeddingBagCollection
+from hps.torch.lookup_layer import LookupLayer as LookupLayer
+from hps.torch.saving import SavedModel as SavedModel
+from hps.torch.saving import save as save
+from hps.torch.servers import attach as attach
+from hps.torch.servers import close as close
+
+__all__ = [
+    "BagTable",
+    "EmbeddingBag",
+    "EmbeddingBagCollection",
+    "LookupLayer",
+    "SavedModel",
+    "attach",
+    "close",
+    "convert",
+    "save",
+]

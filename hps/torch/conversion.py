@@ -1,0 +1,184 @@
+"""Replaces the embeddings of a trained PyTorch module by layers that look up in a parameter server."""
+
+import copy
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hps.configuration.load import load_configuration
+from hps.errors import InvalidInputError
+from hps.models.manifest import within
+from hps.models.sources import ModelSources
+from hps.parameter_server import HPS
+from hps.torch.embedding_bags import BagTable, EmbeddingBag, EmbeddingBagCollection
+from hps.torch.lookup_layer import LookupLayer
+from hps.torch.saving import Embedding, embeddings_of, save, torchrec_class
+from hps.torch.servers import server_of
+
+
+def convert(
+    module: nn.Module,
+    server: HPS | str,
+    model_name: str,
+    *,
+    repository: str | os.PathLike[str] | None = None,
+    version: str | None = None,
+    in_place: bool = False,
+    hotness: int | Mapping[str, int] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    wait: bool = True,
+) -> nn.Module:
+    """Replace the embeddings of a trained module by layers that look the same rows up in a parameter server.
+
+    `nn.Embedding` becomes `LookupLayer`, `nn.EmbeddingBag` becomes `EmbeddingBag`, and torchrec's `EmbeddingBagCollection` and
+    `EmbeddingCollection` become ours, with the same mode, `max_norm`, `padding_idx`, `include_last_offset` and weights. Their
+    inputs and outputs stay as they were, the dtype of outputs included. Three things differ: a key that no table has gets the
+    table's default vector, where torch raises IndexError; outputs have no gradient; layers have no `weight`.
+
+    Args:
+        module: what was trained. Its submodules may be on any device.
+        server: where the rows are looked up; or the path of a `ps.json` or the name of an attached server, as for the layers.
+        model_name: the model in the server.
+        repository: where the weights are saved, as `<repository>/<model_name>/<version>`, a path or URI, which the server's
+            `model_source` says how to reach; they are then deployed. None: the model is deployed already, from what `save`
+            wrote of this module.
+        version, hotness, settings: with `repository`, as for `save`.
+        in_place: replace the embeddings in `module` itself. By default it is left as it is: the result has copies of all its
+            parameters but those of embeddings.
+        wait: as for the layers.
+
+    Returns:
+        The converted module in evaluation mode. Where `module` is an embedding itself, the layer in its place.
+
+    Raises:
+        InvalidInputError: as for `save`; or an embedding that no layer can stand for: mode `max`, a `norm_type` other than 2, a
+            `forward` or hooks of its own; or a table that is deployed with another width.
+        UnknownModelError, UnknownTableError: the model is not deployed, or has no such table.
+        CapacityError: the tables do not fit into the server's tiers.
+        HPSError: as for `save` and `HPS.deploy`. After any error `module` is as it was.
+    """
+    found = embeddings_of(module)
+    for one in found:
+        _check(one)
+    hps = server_of(server) if isinstance(server, str) else server
+    if repository is not None:
+        place = within(os.fspath(repository), model_name)
+        sources = ModelSources(hps.config.model_source)
+        saved = save(module, place, version=version, hotness=hotness, settings=settings, sources=sources)
+        hps.deploy(load_configuration({"models": [saved.entry]}).models[0], saved.version)
+    elif version is not None or hotness is not None or settings is not None:
+        raise InvalidInputError(f"converting to model {model_name!r}: got version, hotness or settings, but no repository")
+    deployed = hps.model(model_name)
+    for one in found:
+        for name, weight in one.tables.items():
+            if (dim := deployed.tables[deployed.table_index(name)].dim) != weight.shape[1]:
+                raise InvalidInputError(
+                    f"converting {one.path}: got vectors of {weight.shape[1]} elements, but table {name!r} of model "
+                    f"{model_name!r} is deployed with {dim}; deploy what was saved of this module"
+                )
+    layers = {one.module: _layer(one, server, model_name, wait) for one in found}
+    if not in_place:
+        converted = copy.deepcopy(module, {id(embedding): layer for embedding, layer in layers.items()})
+        return converted.eval()
+    for path in [path for path, part in module.named_modules(remove_duplicate=False) if part in layers and path]:
+        module.set_submodule(path, layers[module.get_submodule(path)])
+    return layers.get(module, module).eval()
+
+
+class EmbeddingCollection(nn.Module):
+    """torchrec's `EmbeddingCollection`, whose rows are looked up; one lookup for each feature. *Thread-safe.*
+
+    Args:
+        layers: of each table.
+        features: of each output its name, the feature and the number of its layer.
+        need_indices: give the keys as weights of the outputs, as torchrec does.
+    """
+
+    def __init__(self, layers: list[LookupLayer], features: list[tuple[str, str, int]], need_indices: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self._features = features
+        self._need_indices = need_indices
+        self.training = False
+
+    def forward(self, features: Any) -> dict[str, Any]:
+        """Look the keys of a `KeyedJaggedTensor` up: a `JaggedTensor` of rows for each feature."""
+        given = features.to_dict()
+        answer = {}
+        for name, feature, number in self._features:
+            keys = given[feature]
+            answer[name] = type(keys)(
+                values=self.layers[number](keys.values()),
+                lengths=keys.lengths(),
+                weights=keys.values() if self._need_indices else None,
+            )
+        return answer
+
+
+class _Rounded(nn.Module):
+    """A layer whose output has the dtype of the weights that it stands for."""
+
+    def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = layer
+        self.dtype = dtype
+
+    def forward(self, *args: Any, **named: Any) -> torch.Tensor:
+        answer: torch.Tensor = self.layer(*args, **named)
+        return answer.to(self.dtype)
+
+
+def _layer(one: Embedding, server: HPS | str, model_name: str, wait: bool) -> nn.Module:
+    embedding: Any = one.module
+    names = list(one.tables)
+    if isinstance(embedding, torchrec_class("EmbeddingBagCollection")):
+        bags = embedding.embedding_bags.values()
+        tables = [
+            BagTable(name, tuple(config.feature_names), bag.embedding_dim, bag.mode, bag.max_norm, bag.padding_idx)
+            for name, config, bag in zip(names, embedding.embedding_bag_configs(), bags, strict=True)
+        ]
+        return EmbeddingBagCollection(server, model_name, tables, is_weighted=embedding.is_weighted(), wait=wait)
+    if isinstance(embedding, torchrec_class("EmbeddingCollection")):
+        layers = [
+            LookupLayer(server, model_name, name, rows.embedding_dim, max_norm=rows.max_norm, wait=wait)
+            for name, rows in zip(names, embedding.embeddings.values(), strict=True)
+        ]
+        outputs = zip(embedding.embedding_configs(), embedding.embedding_names_by_table(), strict=True)
+        features = [
+            (name, feature, number)
+            for number, (config, given) in enumerate(outputs)
+            for name, feature in zip(given, config.feature_names, strict=True)
+        ]
+        return EmbeddingCollection(layers, features, embedding.need_indices())
+    place = (server, model_name, names[0], embedding.embedding_dim)
+    layer: nn.Module
+    if isinstance(embedding, nn.Embedding):
+        layer = LookupLayer(*place, max_norm=embedding.max_norm, wait=wait)
+    else:
+        layer = EmbeddingBag(
+            *place,
+            mode=embedding.mode,
+            max_norm=embedding.max_norm,
+            padding_idx=embedding.padding_idx,
+            include_last_offset=embedding.include_last_offset,
+            wait=wait,
+        )
+    return layer if embedding.weight.dtype == torch.float32 else _Rounded(layer, embedding.weight.dtype)
+
+
+def _check(one: Embedding) -> None:
+    """Refuse an embedding that answers otherwise than a layer would."""
+    for part in one.module.modules():
+        kind = next((kind for kind in (nn.Embedding, nn.EmbeddingBag) if isinstance(part, kind)), None)
+        own = getattr(part, "mode", None) == "max" and "mode 'max', expected sum or mean"
+        if kind and not own and part.max_norm is not None and part.norm_type != 2:
+            own = f"norm_type {part.norm_type}, expected 2"
+        if kind and type(part).forward is not kind.forward:
+            own = f"a forward of {type(part).__name__}'s own, expected that of {kind.__name__}"
+        if part._forward_hooks or part._forward_pre_hooks:
+            own = "forward hooks, expected none; remove them first"
+        if own:
+            raise InvalidInputError(f"converting {one.path or type(one.module).__name__}: got {own}")

@@ -1,0 +1,264 @@
+"""Layers that answer every bag of keys with one vector, as `torch.nn.EmbeddingBag` and torchrec's `EmbeddingBagCollection`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hps.errors import InvalidInputError
+from hps.parameter_server import HPS
+from hps.torch.lookup_layer import called_directly, place_of
+from hps.torch.operators import Feature, as_text, lookup_bags, lookup_jagged
+
+
+class EmbeddingBag(torch.nn.Module):
+    """Looks up bags of keys of one table, and combines the vectors of each. *Thread-safe*; it has no parameters.
+
+    Vectors are float32, also under autocast, and have no gradient; weights are detached.
+
+    Args:
+        ps_config_file, model_name, table_id, emb_vec_size, wait: as for `LookupLayer`.
+        mode: sum, mean or sqrtn.
+        max_norm: vectors are scaled down to this L2 norm before they are combined; None: they are not.
+        padding_idx: a key that is left out wherever it stands.
+        include_last_offset: offsets end with the number of keys.
+    """
+
+    def __init__(
+        self,
+        ps_config_file: str | HPS,
+        model_name: str,
+        table_id: int | str,
+        emb_vec_size: int,
+        *,
+        mode: str = "mean",
+        max_norm: float | None = None,
+        padding_idx: int | None = None,
+        include_last_offset: bool = False,
+        wait: bool = True,
+    ) -> None:
+        super().__init__()
+        self.ps_config_file: str = place_of(ps_config_file)
+        self.model_name: str = model_name
+        self.table_id = table_id
+        self.emb_vec_size = emb_vec_size
+        self.mode = check_combiner(mode)
+        self.max_norm = max_norm
+        self.padding_idx = padding_idx
+        self.include_last_offset: bool = include_last_offset
+        self.wait: bool = wait
+        self.features: str = as_text([Feature(table_id, emb_vec_size, mode, max_norm, padding_idx)])
+        self.training = False
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:  # noqa: A002
+        """Look up bags.
+
+        Args:
+            input: keys, int64 or int32: (B, hotness), or (n,) with offsets.
+            offsets: (B,) int64 or int32, or (B + 1,) with `include_last_offset`: where each bag begins.
+            per_sample_weights: float32, as `input`; with any mode.
+
+        Returns:
+            (B, emb_vec_size) float32, where the keys are; zeros for an empty bag.
+
+        Raises:
+            TrainingModeError: the layer is in training mode.
+            HPSError: as `HPS.lookup_pooled`.
+        """
+        if torch.jit.is_scripting():
+            out: Tensor = torch.ops.hps.lookup_bags(
+                [input],
+                [offsets],
+                [per_sample_weights],
+                self.ps_config_file,
+                self.model_name,
+                self.features,
+                self.include_last_offset,
+                self.wait,
+                self.training,
+            )
+            return out
+        else:
+            return self._answer(input, offsets, per_sample_weights)
+
+    @torch.jit.unused
+    def _answer(self, keys: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
+        if weights is not None:
+            weights = weights.detach()
+        answer = lookup_bags if called_directly(keys) else torch.ops.hps.lookup_bags
+        out: Tensor = answer(
+            [keys],
+            [offsets],
+            [weights],
+            self.ps_config_file,
+            self.model_name,
+            self.features,
+            self.include_last_offset,
+            self.wait,
+            self.training,
+        )
+        return out
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.ps_config_file!r}, {self.model_name!r}, {self.table_id!r}, {self.emb_vec_size}, mode={self.mode!r}, "
+            f"max_norm={self.max_norm}, padding_idx={self.padding_idx}, include_last_offset={self.include_last_offset}"
+        )
+
+
+@dataclass(frozen=True)
+class BagTable:
+    """A table of an `EmbeddingBagCollection`. *Immutable.*
+
+    Attributes:
+        name: of the table within the model.
+        features: whose keys are of this table; one feature may be of several tables.
+        emb_vec_size: the table's width.
+        pooling: sum, mean or sqrtn.
+        max_norm, padding_idx: as for `EmbeddingBag`.
+    """
+
+    name: str
+    features: Sequence[str]
+    emb_vec_size: int
+    pooling: str = "sum"
+    max_norm: float | None = None
+    padding_idx: int | None = None
+
+
+class EmbeddingBagCollection(torch.nn.Module):
+    """Looks up bags of many features at once, each of its table, as torchrec's `EmbeddingBagCollection`. *Thread-safe.*
+
+    One kernel looks up and combines all of them; features that share a table are looked up in turns. It has no parameters.
+
+    Args:
+        ps_config_file, model_name, wait: as for `LookupLayer`.
+        tables: what is looked up.
+        is_weighted: keys have weights.
+    """
+
+    def __init__(
+        self,
+        ps_config_file: str | HPS,
+        model_name: str,
+        tables: Sequence[BagTable],
+        *,
+        is_weighted: bool = False,
+        wait: bool = True,
+    ) -> None:
+        super().__init__()
+        if not tables:
+            raise InvalidInputError(f"making a collection for model {model_name!r}: got no tables, expected at least one")
+        self.ps_config_file = place_of(ps_config_file)
+        self.model_name = model_name
+        self.tables = tuple(tables)
+        self.is_weighted = is_weighted
+        self.wait = wait
+        self.feature_names = [feature for table in tables for feature in table.features]
+        shared = {name for name in self.feature_names if self.feature_names.count(name) > 1}
+        self.output_names = [
+            f"{feature}@{table.name}" if feature in shared else feature for table in tables for feature in table.features
+        ]
+        self.dims = [table.emb_vec_size for table in tables for _ in table.features]
+        self.features = as_text(
+            [
+                Feature(table.name, table.emb_vec_size, check_combiner(table.pooling), table.max_norm, table.padding_idx)
+                for table in tables
+                for _ in table.features
+            ]
+        )
+        self.training = False
+
+    def forward(self, features: Any) -> Any:
+        """Look up the bags of all features.
+
+        Args:
+            features: a torchrec `KeyedJaggedTensor`; or, by feature, keys (B, hotness), or (keys (n,), offsets (B + 1,)), or
+                (keys, offsets, weights), where offsets may be None.
+
+        Returns:
+            A torchrec `KeyedTensor` of (B, sum of dims), or {feature: (B, dim)}, views of one such tensor; float32, where the
+            keys are. A feature of several tables has a name for each: `feature@table`.
+
+        Raises:
+            TrainingModeError: the layer is in training mode.
+            InvalidInputError: a feature is missing, or has another number of bags than others.
+            HPSError: as `HPS.lookup_pooled`.
+        """
+        if isinstance(features, Mapping):
+            return dict(zip(self.output_names, self._separate(features).split(self.dims, 1), strict=True))
+        return self._jagged(features)
+
+    def _separate(self, features: Mapping[str, Any]) -> Tensor:
+        keys: list[Tensor] = []
+        offsets: list[Tensor | None] = []
+        weights: list[Tensor | None] = []
+        for name in self.feature_names:
+            if name not in features:
+                self._refuse_missing(name, features)
+            given = features[name]
+            its_keys, its_offsets, its_weights = (
+                (*given, None, None)[:3] if isinstance(given, (tuple, list)) else (given, None, None)
+            )
+            if (its_weights is not None) != self.is_weighted:
+                raise InvalidInputError(
+                    f"looking up bags of feature {name!r}: got {'weights' if not self.is_weighted else 'no weights'}, but the "
+                    f"collection has is_weighted={self.is_weighted}"
+                )
+            keys.append(its_keys)
+            offsets.append(its_offsets)
+            weights.append(None if its_weights is None else its_weights.detach())
+        answer = lookup_bags if called_directly(keys[0]) else torch.ops.hps.lookup_bags
+        out: Tensor = answer(
+            keys, offsets, weights, self.ps_config_file, self.model_name, self.features, True, self.wait, self.training
+        )
+        return out
+
+    def _jagged(self, features: Any) -> Any:
+        from torchrec.sparse.jagged_tensor import KeyedTensor
+
+        if features.variable_stride_per_key():
+            raise InvalidInputError(
+                "looking up a KeyedJaggedTensor: got another number of bags for each feature (variable stride), expected as "
+                "many of each"
+            )
+        known: list[str] = features.keys()
+        for name in self.feature_names:
+            if name not in known:
+                self._refuse_missing(name, known)
+        values = features.values()
+        weights = features.weights_or_none() if self.is_weighted else None
+        if self.is_weighted and weights is None:
+            raise InvalidInputError("looking up a KeyedJaggedTensor: got no weights, but the collection has is_weighted=True")
+        answer = lookup_jagged if called_directly(values) else torch.ops.hps.lookup_jagged
+        out: Tensor = answer(
+            values,
+            features.offsets(),
+            None if weights is None else weights.detach(),
+            self.ps_config_file,
+            self.model_name,
+            self.features,
+            [known.index(name) for name in self.feature_names],
+            len(known),
+            features.offset_per_key_or_none(),
+            self.wait,
+            self.training,
+        )
+        return KeyedTensor(keys=self.output_names, length_per_key=self.dims, values=out)
+
+    def _refuse_missing(self, name: str, given: Any) -> None:
+        raise InvalidInputError(
+            f"looking up bags of model {self.model_name!r}: got features {list(given)[:8]}, expected also {name!r}"
+        )
+
+    def extra_repr(self) -> str:
+        lines = [f"{self.ps_config_file!r}, {self.model_name!r}, is_weighted={self.is_weighted}", *map(repr, self.tables)]
+        return "\n".join(lines)
+
+
+def check_combiner(mode: str) -> str:
+    if mode not in ("sum", "mean", "sqrtn"):
+        raise InvalidInputError(f"making a layer of bags: got mode {mode!r}, expected 'sum', 'mean' or 'sqrtn'")
+    return mode

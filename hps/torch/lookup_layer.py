@@ -1,0 +1,114 @@
+"""The layer that answers every key with its vector, as `torch.nn.Embedding` does."""
+
+import torch
+from torch import Tensor
+
+from hps.parameter_server import HPS
+from hps.torch.operators import lookup_rows, refuse_training
+from hps.torch.servers import attach
+
+
+def place_of(server: str | HPS) -> str:
+    """The string under which a layer finds its server."""
+    return attach(server) if isinstance(server, HPS) else str(server)
+
+
+def called_directly(tensor: Tensor) -> bool:
+    """Whether a call needs no dispatcher: nothing compiles, exports, traces or watches it."""
+    return (
+        type(tensor) is Tensor
+        and not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
+        and not torch._C._len_torch_dispatch_stack()
+    )
+
+
+class LookupLayer(torch.nn.Module):
+    """Looks up keys of one table. *Thread-safe*; it has no parameters, and its `state_dict` is empty.
+
+    Vectors are float32, also under autocast, and have no gradient.
+
+    Args:
+        ps_config_file: path of a `ps.json`, opened when it is first looked up in, once a process; a name that
+            `hps.torch.attach` gave; or an `HPS`, which is then attached.
+        model_name: a deployed model.
+        table_id: the table, by id (its place in `sparse_files`) or by name.
+        emb_vec_size: its width.
+        max_norm: vectors whose L2 norm is above it are scaled down to it; None: none is.
+        wait: False leaves a lookup on torch's current stream and returns at once; see `HPS.lookup_fromdlpack`. While that
+            stream is being captured in a CUDA graph, no lookup waits.
+    """
+
+    def __init__(
+        self,
+        ps_config_file: str | HPS,
+        model_name: str,
+        table_id: int | str,
+        emb_vec_size: int,
+        *,
+        max_norm: float | None = None,
+        wait: bool = True,
+    ) -> None:
+        super().__init__()
+        self.ps_config_file: str = place_of(ps_config_file)
+        self.model_name: str = model_name
+        self.table_id: int = table_id if isinstance(table_id, int) else -1
+        self.table_name: str = table_id if isinstance(table_id, str) else ""
+        self.emb_vec_size: int = emb_vec_size
+        self.max_norm: float | None = max_norm
+        self.wait: bool = wait
+        self.training = False
+
+    def forward(self, keys: Tensor) -> Tensor:
+        """Look up keys.
+
+        Args:
+            keys: int64 or int32 of any shape, on the CPU or a CUDA device of the model.
+
+        Returns:
+            (*shape, emb_vec_size) float32, where the keys are; the table's default vector where no tier has a key.
+
+        Raises:
+            TrainingModeError: the layer is in training mode.
+            HPSError: as `HPS.lookup_fromdlpack`.
+        """
+        if torch.jit.is_scripting():
+            out: Tensor = torch.ops.hps.lookup(
+                keys,
+                self.ps_config_file,
+                self.model_name,
+                self.table_id,
+                self.table_name,
+                self.emb_vec_size,
+                self.max_norm,
+                self.wait,
+                self.training,
+            )
+            return out
+        else:
+            return self._answer(keys)
+
+    @torch.jit.unused
+    def _answer(self, keys: Tensor) -> Tensor:
+        if self.max_norm is None and called_directly(keys):
+            if self.training:
+                refuse_training()
+            return lookup_rows(
+                keys, self.ps_config_file, self.model_name, self.table_name or self.table_id, self.emb_vec_size, self.wait
+            )
+        out: Tensor = torch.ops.hps.lookup(
+            keys,
+            self.ps_config_file,
+            self.model_name,
+            self.table_id,
+            self.table_name,
+            self.emb_vec_size,
+            self.max_norm,
+            self.wait,
+            self.training,
+        )
+        return out
+
+    def extra_repr(self) -> str:
+        table = self.table_name or self.table_id
+        return f"{self.ps_config_file!r}, {self.model_name!r}, {table!r}, {self.emb_vec_size}, max_norm={self.max_norm}"

@@ -1,0 +1,479 @@
+"""The operators that layers are made of, as torch's compilers, exporters and TorchScript see them.
+
+    hps::lookup          rows of one table                                                       (*shape of keys, dim)
+    hps::lookup_bags     bags of several features, each a tensor of its own                      (B, sum of dims)
+    hps::lookup_jagged   bags of several features that follow each other in one tensor           (B, sum of dims)
+
+An operator's arguments are tensors, strings and numbers only, so that a saved program carries all of them; what is looked up
+for each feature is a string (`Feature`, `as_text`). An operator is functional: it makes its output, and keeps nothing of its
+inputs.
+
+Answers change with every online update, so the operators are tagged `nondeterministic_seeded`: torch then does not evaluate
+them while it compiles, even where the keys are constants. Of two lookups of the same keys within one compiled graph it may
+drop one: both answers are then those of one moment of the call.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hps.deployment import Deployment
+from hps.errors import InvalidDtypeError, InvalidInputError, NotReadyError, TrainingModeError
+from hps.lookup.session import Session
+from hps.tensors.bags import Bags, pooled_segments
+from hps.tensors.segments import Segment, tensor_segment
+from hps.torch.servers import server_of
+
+_LIBRARY = torch.library.Library("hps", "DEF")
+_TAGS = (torch.Tag.nondeterministic_seeded,)
+_KEY_DTYPES = (torch.int64, torch.int32)
+_TO_TABLES = "str ps_config_file, str model_name"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """The bags of one feature: which table they are of and how they are combined. *Immutable.*
+
+    Attributes:
+        table: id or name.
+        dim: the table's width.
+        combiner: sum, mean or sqrtn.
+    """
+
+    table: int | str
+    dim: int
+    combiner: str = "sum"
+    max_norm: float | None = None
+    padding_key: int | None = None
+
+
+def as_text(features: Sequence[Feature]) -> str:
+    """What the operators take for some features."""
+    return json.dumps([asdict(feature) for feature in features])
+
+
+class _Features:
+    """The features of a lookup. *Immutable.*
+
+    Attributes:
+        of: the features.
+        width: the sum of their dims.
+        calls: their places by call; a call takes at most one feature of a table.
+    """
+
+    def __init__(self, features: Iterable[Feature]) -> None:
+        self.of = tuple(features)
+        self.width = sum(feature.dim for feature in self.of)
+        self.calls: list[list[int]] = []
+        seen: Counter[int | str] = Counter()
+        for place, feature in enumerate(self.of):
+            if seen[feature.table] == len(self.calls):
+                self.calls.append([])
+            self.calls[seen[feature.table]].append(place)
+            seen[feature.table] += 1
+
+
+@lru_cache(maxsize=4096)
+def _features_of(text: str) -> _Features:
+    return _Features(Feature(**one) for one in json.loads(text))
+
+
+def refuse_training() -> None:
+    """Raise the error of a layer that is in training mode."""
+    raise TrainingModeError(
+        "looking up through a layer of hps.torch: got training mode, expected inference: vectors have no gradient; call "
+        ".eval() on the layer, or on the whole model, before it is called, compiled or exported"
+    )
+
+
+def _doing(model_name: str, table: Any) -> str:
+    return f"looking up table {table!r} of model {model_name!r} through a layer"
+
+
+def _check_keys(keys: Tensor, model_name: str, table: Any) -> None:
+    if keys.dtype not in _KEY_DTYPES:
+        _refuse_keys(keys, model_name, table)
+
+
+def _refuse_keys(keys: Tensor, model_name: str, table: Any) -> NoReturn:
+    raise InvalidDtypeError(
+        f"{_doing(model_name, table)}: got keys of {keys.dtype}, expected torch.int64 (or torch.int32, which is widened)"
+    )
+
+
+def _check_beside(
+    tensor: Tensor | None, what: str, dtypes: tuple[torch.dtype, ...], keys: Tensor, model_name: str, table: Any
+) -> None:
+    if tensor is None or (tensor.dtype in dtypes and tensor.device == keys.device):
+        return
+    doing = _doing(model_name, table)
+    if tensor.dtype not in dtypes:
+        raise InvalidDtypeError(f"{doing}: got {what} of {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
+    if tensor.device != keys.device:
+        raise InvalidInputError(
+            f"{doing}: got {what} on {tensor.device} and keys on {keys.device}, expected them on one device"
+        )
+
+
+def _of_one_version(
+    ps_config_file: str, model_name: str, features: Sequence[Feature], answer: Callable[[Deployment], Tensor]
+) -> Tensor:
+    """Answer from the version that serves, if its tables are as wide as the layer says; from the next if it retires first."""
+    server = server_of(ps_config_file)
+    while True:
+        deployment = server.model(model_name)
+        for feature in features:
+            if deployment.tables[deployment.table_index(feature.table)].dim != feature.dim:
+                _refuse_width(deployment, feature.table, feature.dim)
+        try:
+            return answer(deployment)
+        except NotReadyError:
+            if server.model(model_name) is deployment:
+                raise
+
+
+def _refuse_width(deployment: Deployment, table: int | str, dim: int) -> NoReturn:
+    spec = deployment.tables[deployment.table_index(table)]
+    raise InvalidInputError(
+        f"{_doing(spec.model_name, table)}: got emb_vec_size {dim}, expected {spec.dim}, the table's width; give the layer that"
+    )
+
+
+def _look_up(session: Session, segments: Sequence[Segment], device: torch.device, wait: bool) -> None:
+    if wait and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        session.lookup(segments)
+    else:
+        session.enqueue(segments)
+
+
+def lookup_rows(
+    keys: Tensor, ps_config_file: str, model_name: str, table: int | str, emb_vec_size: int, wait: bool = True
+) -> Tensor:
+    """What `hps::lookup` does without max_norm, for those who call it without the dispatcher."""
+    dtype = keys.dtype
+    if dtype not in _KEY_DTYPES:
+        _refuse_keys(keys, model_name, table)
+    if not keys.is_contiguous():
+        keys = keys.contiguous()
+    server = server_of(ps_config_file)
+    while True:  # as _of_one_version, in line: its calls would cost as much as all of this
+        deployment = server.model(model_name)
+        index = deployment.table_index(table)
+        if deployment.tables[index].dim != emb_vec_size:
+            _refuse_width(deployment, table, emb_vec_size)
+        device = keys.device
+        session = deployment.session(device.index)
+        try:
+            if device.type == "cpu" and wait:
+                flat = keys.numpy().reshape(-1)
+                vectors = np.empty((flat.size, emb_vec_size), np.float32)
+                session.lookup([Segment(index, flat if dtype is torch.int64 else flat.astype(np.int64), vectors)])
+                return torch.from_numpy(vectors if keys.dim() == 1 else vectors.reshape(*keys.shape, emb_vec_size))
+            out = torch.empty((*keys.shape, emb_vec_size), dtype=torch.float32, device=device)
+            segment = tensor_segment(index, emb_vec_size, keys, out, on_cuda=session.on_cuda, with_found=False)
+            _look_up(session, [segment], device, wait)
+            return out
+        except NotReadyError:
+            if server.model(model_name) is deployment:
+                raise
+
+
+def _lookup(
+    keys: Tensor,
+    ps_config_file: str,
+    model_name: str,
+    table_id: int,
+    table_name: str,
+    emb_vec_size: int,
+    max_norm: float | None = None,
+    wait: bool = True,
+    training: bool = False,
+) -> Tensor:
+    if training:
+        refuse_training()
+    table = table_name or table_id
+    if max_norm is None:
+        return lookup_rows(keys, ps_config_file, model_name, table, emb_vec_size, wait)
+    _check_keys(keys, model_name, table)
+    feature = Feature(table, emb_vec_size, max_norm=max_norm)
+    bags = [_bags(feature, keys.reshape(-1, 1), None, None)]  # of one key each
+    out = _pooled(ps_config_file, model_name, _Features((feature,)), bags, keys.numel(), keys.device, wait)
+    return out.view(*keys.shape, emb_vec_size)
+
+
+def fake_lookup(
+    keys: Tensor,
+    ps_config_file: str,
+    model_name: str,
+    table_id: int,
+    table_name: str,
+    emb_vec_size: int,
+    max_norm: float | None = None,
+    wait: bool = True,
+    training: bool = False,
+) -> Tensor:
+    if training:
+        refuse_training()
+    _check_keys(keys, model_name, table_name or table_id)
+    return keys.new_empty((*keys.shape, emb_vec_size), dtype=torch.float32)
+
+
+def _count_of(keys: Tensor, offsets: Tensor | None, include_last_offset: bool, model_name: str, table: Any) -> Any:
+    """How many bags some keys have."""
+    if offsets is None:
+        if keys.dim() != 2:
+            raise InvalidInputError(
+                f"{_doing(model_name, table)}: got keys of shape {tuple(keys.shape)} without offsets, expected (bags, hotness)"
+            )
+        return keys.shape[0]
+    if keys.dim() != 1 or offsets.dim() != 1:
+        raise InvalidInputError(
+            f"{_doing(model_name, table)}: got keys of shape {tuple(keys.shape)} and offsets of shape "
+            f"{tuple(offsets.shape)}, expected one dimension of both"
+        )
+    if include_last_offset and offsets.shape[0] == 0:
+        raise InvalidInputError(
+            f"{_doing(model_name, table)}: got no offsets, expected one for each bag and the number of keys at the end"
+        )
+    return offsets.shape[0] - include_last_offset
+
+
+def _check_bags(
+    keys: Sequence[Tensor],
+    offsets: Sequence[Tensor | None],
+    weights: Sequence[Tensor | None],
+    model_name: str,
+    features: str,
+    include_last_offset: bool,
+    training: bool,
+) -> tuple[Any, int]:
+    """Check what can be checked without values. How many bags each feature has, and the sum of dims."""
+    if training:
+        refuse_training()
+    described = _features_of(features)
+    if not len(keys) == len(offsets) == len(weights) == len(described.of) or not keys:
+        raise InvalidInputError(
+            f"looking up bags of model {model_name!r}: got {len(keys)} keys, {len(offsets)} offsets, {len(weights)} weights, "
+            f"expected {len(described.of)} of each, one for each feature"
+        )
+    counts = []
+    for feature, its_keys, its_offsets, its_weights in zip(described.of, keys, offsets, weights, strict=True):
+        _check_keys(its_keys, model_name, feature.table)
+        _check_beside(its_keys, "keys of a feature", _KEY_DTYPES, keys[0], model_name, feature.table)
+        _check_beside(its_offsets, "offsets", _KEY_DTYPES, its_keys, model_name, feature.table)
+        _check_beside(its_weights, "weights", (torch.float32,), its_keys, model_name, feature.table)
+        if its_weights is not None and its_weights.shape != its_keys.shape:
+            raise InvalidInputError(
+                f"{_doing(model_name, feature.table)}: got weights of shape {tuple(its_weights.shape)} for keys of shape "
+                f"{tuple(its_keys.shape)}, expected the same shape"
+            )
+        counts.append(_count_of(its_keys, its_offsets, include_last_offset, model_name, feature.table))
+    for feature, count in zip(described.of, counts, strict=True):
+        if count != counts[0]:
+            raise InvalidInputError(
+                f"{_doing(model_name, feature.table)}: got {count} bags, expected {counts[0]}, as many as of the first feature"
+            )
+    return counts[0], described.width
+
+
+def _bags(
+    feature: Feature, keys: Tensor, offsets: Tensor | None, weights: Tensor | None, include_last_offset: bool = True
+) -> Bags:
+    return Bags(
+        _adopted(keys),
+        None if offsets is None else _adopted(offsets),
+        None if weights is None else _adopted(weights.detach()),
+        combiner=feature.combiner,  # type: ignore[arg-type]
+        max_norm=feature.max_norm,
+        padding_key=feature.padding_key,
+        include_last_offset=include_last_offset,
+    )
+
+
+def _adopted(tensor: Tensor) -> Any:
+    """A tensor as a lookup takes it the quickest."""
+    tensor = tensor.contiguous()
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+
+
+def _pooled(
+    ps_config_file: str,
+    model_name: str,
+    features: "_Features",
+    bags: Sequence[Bags],
+    count: int,
+    device: torch.device,
+    wait: bool,
+) -> Tensor:
+    """Look up bags of all features in one version, the k-th of every table in the k-th call."""
+
+    def call(deployment: Deployment, places: Sequence[int]) -> Tensor:
+        session = deployment.session(device.index)
+        shape = count, sum([features.of[place].dim for place in places])
+        on_host = device.type == "cpu"
+        out: Any = np.empty(shape, np.float32) if on_host else torch.empty(shape, dtype=torch.float32, device=device)
+        tables = {features.of[place].table: bags[place] for place in places}
+        segments = pooled_segments(tables, out, deployment.table_index, deployment.tables, on_cuda=session.on_cuda)
+        _look_up(session, segments, device, wait)
+        return torch.from_numpy(out) if on_host else out
+
+    def answer(deployment: Deployment) -> Tensor:
+        if len(features.calls) == 1:
+            return call(deployment, features.calls[0])
+        columns: dict[int, Tensor] = {}
+        for places in features.calls:
+            part = call(deployment, places)
+            columns.update(zip(places, part.split([features.of[place].dim for place in places], 1), strict=True))
+        return torch.cat([columns[place] for place in range(len(features.of))], 1)
+
+    return _of_one_version(ps_config_file, model_name, features.of, answer)
+
+
+def lookup_bags(
+    keys: Sequence[Tensor],
+    offsets: Sequence[Tensor | None],
+    weights: Sequence[Tensor | None],
+    ps_config_file: str,
+    model_name: str,
+    features: str,
+    include_last_offset: bool,
+    wait: bool = True,
+    training: bool = False,
+) -> Tensor:
+    """What `hps::lookup_bags` does, for those who call it without the dispatcher."""
+    count, _ = _check_bags(keys, offsets, weights, model_name, features, include_last_offset, training)
+    described = _features_of(features)
+    bags = [_bags(*one, include_last_offset) for one in zip(described.of, keys, offsets, weights, strict=True)]
+    return _pooled(ps_config_file, model_name, described, bags, count, keys[0].device, wait)
+
+
+def _fake_lookup_bags(
+    keys: Sequence[Tensor],
+    offsets: Sequence[Tensor | None],
+    weights: Sequence[Tensor | None],
+    ps_config_file: str,
+    model_name: str,
+    features: str,
+    include_last_offset: bool,
+    wait: bool = True,
+    training: bool = False,
+) -> Tensor:
+    count, width = _check_bags(keys, offsets, weights, model_name, features, include_last_offset, training)
+    return keys[0].new_empty((count, width), dtype=torch.float32)
+
+
+def _check_jagged(
+    values: Tensor, offsets: Tensor, weights: Tensor | None, model_name: str, features: str, feature_count: int, training: bool
+) -> tuple[Any, int]:
+    if training:
+        refuse_training()
+    width = _features_of(features).width
+    doing = f"looking up bags of model {model_name!r} through a layer"
+    if values.dtype not in _KEY_DTYPES:
+        raise InvalidDtypeError(f"{doing}: got keys of {values.dtype}, expected torch.int64 (or torch.int32, which is widened)")
+    _check_beside(offsets, "offsets", _KEY_DTYPES, values, model_name, "of a collection")
+    _check_beside(weights, "weights", (torch.float32,), values, model_name, "of a collection")
+    if weights is not None and weights.shape != values.shape:
+        raise InvalidInputError(f"{doing}: got {weights.numel()} weights for {values.numel()} keys, expected as many")
+    if (offsets.shape[0] - 1) % feature_count:
+        raise InvalidInputError(
+            f"{doing}: got {offsets.shape[0]} offsets for {feature_count} features, expected one for each bag, as many bags of "
+            "each feature, and one at the end"
+        )
+    return (offsets.shape[0] - 1) // feature_count, width
+
+
+def lookup_jagged(
+    values: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    ps_config_file: str,
+    model_name: str,
+    features: str,
+    places: Sequence[int],
+    feature_count: int,
+    borders: Sequence[int] | None = None,
+    wait: bool = True,
+    training: bool = False,
+) -> Tensor:
+    """What `hps::lookup_jagged` does, for those who call it without the dispatcher."""
+    count, _ = _check_jagged(values, offsets, weights, model_name, features, feature_count, training)
+    described = _features_of(features)
+    if borders is None:
+        if values.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise InvalidInputError(
+                f"looking up bags of model {model_name!r} through a layer: got keys of unknown counts while a CUDA graph is "
+                "captured, expected their counts on the host; call offset_per_key() of the KeyedJaggedTensor before"
+            )
+        borders = offsets[::count].tolist() if count else [0] * (feature_count + 1)  # the one wait for the device
+    if any(after < before for before, after in zip([0, *borders], [*borders, values.shape[0]], strict=True)) or borders[0]:
+        raise InvalidInputError(
+            f"looking up bags of model {model_name!r} through a layer: got offsets {list(borders)[:8]} of the features' first "
+            f"bags for {values.shape[0]} keys, expected them to begin with 0, never to fall, and to end with {values.shape[0]}"
+        )
+    own = offsets.unfold(0, count + 1, count) - offsets[:-1:count].unsqueeze(1) if count else offsets.expand(feature_count, 1)
+    bags = [
+        _bags(
+            feature,
+            values[borders[place] : borders[place + 1]],
+            own[place],
+            None if weights is None else weights[borders[place] : borders[place + 1]],
+        )
+        for feature, place in zip(described.of, places, strict=True)
+    ]
+    return _pooled(ps_config_file, model_name, described, bags, count, values.device, wait)
+
+
+def _fake_lookup_jagged(
+    values: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    ps_config_file: str,
+    model_name: str,
+    features: str,
+    places: Sequence[int],
+    feature_count: int,
+    borders: Sequence[int] | None = None,
+    wait: bool = True,
+    training: bool = False,
+) -> Tensor:
+    count, width = _check_jagged(values, offsets, weights, model_name, features, feature_count, training)
+    return values.new_empty((count, width), dtype=torch.float32)
+
+
+def define(library: torch.library.Library, schema: str, real: Any, fake: Any) -> None:
+    """Make an operator that is opaque to compilers and runs wherever its tensors are."""
+    library.define(schema, "CONSERVATIVE", tags=_TAGS)  # else TorchScript evaluates it where its keys are constants
+    name = schema.partition("(")[0]
+    library.impl(name, real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
+
+
+define(
+    _LIBRARY,
+    f"lookup(Tensor keys, {_TO_TABLES}, int table_id, str table_name, int emb_vec_size, float? max_norm=None, bool wait=True, "
+    "bool training=False) -> Tensor",
+    _lookup,
+    fake_lookup,
+)
+define(
+    _LIBRARY,
+    f"lookup_bags(Tensor[] keys, Tensor?[] offsets, Tensor?[] weights, {_TO_TABLES}, str features, bool include_last_offset, "
+    "bool wait=True, bool training=False) -> Tensor",
+    lookup_bags,
+    _fake_lookup_bags,
+)
+define(
+    _LIBRARY,
+    f"lookup_jagged(Tensor values, Tensor offsets, Tensor? weights, {_TO_TABLES}, str features, int[] places, "
+    "int feature_count, SymInt[]? borders=None, bool wait=True, bool training=False) -> Tensor",
+    lookup_jagged,
+    _fake_lookup_jagged,
+)

@@ -1,0 +1,294 @@
+"""Saves the embeddings of a PyTorch module as a version of a model, which servers load as any other.
+
+    <uri>/model.json                  the entry of `models`: names, widths, settings
+    <uri>/<version>/version.json      what the version consists of
+    <uri>/<version>/<table>/key, emb_vector
+
+A key is the number of a row, unless the caller names others. `docs/versions.md` says how servers find versions.
+"""
+
+import json
+import os
+import posixpath
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hps.configuration.load import load_configuration
+from hps.errors import InvalidDtypeError, InvalidInputError, ModelFileError, ModelFileNotFoundError
+from hps.filesystems.base import FileSystem
+from hps.models.files import CHUNK_BYTES
+from hps.models.manifest import read_json, within
+from hps.models.repository import MODEL_ENTRY, list_versions
+from hps.models.sources import ModelSources
+from hps.models.writer import write_version
+from hps.types import FloatArray, KeyArray
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_FOREIGN = ("torchrec.distributed.", "torchrec.quant.", "torch.ao.nn.quantized.", "fbgemm_gpu.")
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """An embedding of a module. *Immutable.*
+
+    Attributes:
+        path: of the submodule, as `named_modules` has it; of one that is shared, the first.
+        module: the submodule.
+        tables: the weights of each of its tables, (rows, dim), by the name that the table is saved under.
+    """
+
+    path: str
+    module: nn.Module
+    tables: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """What `save` wrote. *Immutable.*
+
+    Attributes:
+        place: path or URI of the model's directory.
+        version: the number of the version.
+        entry: the entry of `models` that serves it in a `ps.json`.
+        tables: the names of the tables of each submodule, by its path.
+    """
+
+    place: str
+    version: str
+    entry: Mapping[str, Any] = field(repr=False)
+    tables: Mapping[str, tuple[str, ...]] = field(repr=False)
+
+
+def save(
+    module: nn.Module,
+    uri: str | os.PathLike[str],
+    *,
+    version: str | None = None,
+    keys: Mapping[str, torch.Tensor] | None = None,
+    delta_of: str = "",
+    changed: Mapping[str, torch.Tensor] | None = None,
+    hotness: int | Mapping[str, int] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    note: str = "",
+    updates: Mapping[str, Mapping[str, str]] | None = None,
+    sources: ModelSources | None = None,
+) -> SavedModel:
+    """Write every embedding of a module as a table of one version of a model. Readers find all of it, or none.
+
+    Embeddings are `nn.Embedding`, `nn.EmbeddingBag`, and torchrec's `EmbeddingBagCollection` and `EmbeddingCollection` (not
+    sharded, not quantised). A table has the path of its submodule as name, with `_` for what is no letter, digit, `_` or `-`;
+    torchrec's tables have their own names. A submodule in several places is saved once. Weights go to host memory 16 MB at a
+    time; no optimiser may change them meanwhile.
+
+    Args:
+        module: what was trained, on any device; weights float32, or float16 and bfloat16, which are widened.
+        uri: the model's directory, whose last part is the model's name; a path or a URI of any file system that models can be
+            read from. Parents are made.
+        version: its number; by default one above the highest that is there, or 1.
+        keys: by table, (rows,) int64, which differ: the key of each row. Default: the row's number.
+        delta_of: the version of which this one holds the changes alone.
+        changed: with `delta_of`, the numbers of the rows that differ, by table, int64 in any order; a table that is not named
+            has none.
+        hotness: most keys of a sample in a table (`maxnum_catfeature_query_per_table_per_sample`), for all tables or by table;
+            1 unless `model.json` has another value.
+        settings: keys of the entry of `models`, such as `max_batch_size` and `gpucacheper`. What is not given stays as
+            `model.json` has it; a new one has 4,096 samples, half of the rows cached, and no default vector for a key that a
+            table has.
+        note, updates, sources: as for `hps.write_version`.
+
+    Returns:
+        What was written, with the entry of `models`. `model.json` has it, too, so that a `model_repository` finds the model.
+
+    Raises:
+        InvalidInputError: there is no embedding, or one that cannot be saved (sharded, quantised, on the meta device); two
+            tables get one name; keys or numbers of rows do not fit. `InvalidDtypeError`: weights of another dtype.
+        ModelFileError: the version exists, `model.json` has other tables, or files cannot be written.
+        ConfigError: settings or the name of the model are wrong.
+    """
+    sources = sources or ModelSources()
+    filesystem, place = sources.locate(os.fspath(uri))
+    embeddings = embeddings_of(module)
+    weights = {name: weight for one in embeddings for name, weight in one.tables.items()}
+    if (changed is None) is bool(delta_of):
+        raise InvalidInputError(f"saving {place}: got delta_of {delta_of!r} and changed {changed}, expected both or neither")
+    for what, given in (("keys", keys), ("changed", changed), ("hotness", hotness)):
+        if isinstance(given, Mapping) and (unknown := set(given) - set(weights)):
+            raise InvalidInputError(f"saving {place}: got {what} of {min(unknown)!r}, expected of {', '.join(weights)}")
+    rows: dict[str, Iterator[tuple[KeyArray, FloatArray]]] = {}
+    for name, weight in weights.items():
+        own = None if keys is None or name not in keys else _row_keys(f"saving table {name!r}", keys[name], len(weight))
+        numbers = None
+        if changed is not None:
+            numbers = changed.get(name, torch.empty(0, dtype=torch.int64))
+            numbers = _row_numbers(f"saving table {name!r}", numbers, len(weight))
+        rows[name] = _chunks(weight, own, numbers)
+    written = read_json(filesystem, within(place, MODEL_ENTRY))
+    entry = _entry(place, weights, written or {}, hotness, settings or {})
+    if version is None:
+        try:
+            there = list_versions(place, sources, manifest_required=False)
+        except ModelFileNotFoundError:
+            there = {}
+        version = str(1 + max(map(int, there), default=0))
+    write_version(within(place, version), rows, delta_of=delta_of, note=note, updates=updates, sources=sources)
+    if entry != written:
+        _write_json(filesystem, within(place, MODEL_ENTRY), entry)
+    return SavedModel(place, version, entry | {"version_path": place}, {one.path: tuple(one.tables) for one in embeddings})
+
+
+def embeddings_of(module: nn.Module) -> list[Embedding]:
+    """Find the embeddings of a module, each once, in the order of `named_modules`.
+
+    Raises:
+        InvalidInputError: as for `save`; also where there is none.
+    """
+    found = list(_walk("", module, set()))
+    owners: dict[str, str] = {}
+    for one in found:
+        for name, weight in one.tables.items():
+            if name in owners:
+                raise InvalidInputError(
+                    f"saving the embeddings of a {type(module).__name__}: got {one.path!r} and {owners[name]!r}, which would "
+                    f"both be table {name!r}; rename one of them"
+                )
+            owners[name] = one.path
+            _check_weight(one.path or type(module).__name__, weight)
+    if not found:
+        raise InvalidInputError(
+            f"saving the embeddings of a {type(module).__name__}: it has none, expected nn.Embedding, nn.EmbeddingBag, or "
+            "torchrec's EmbeddingBagCollection or EmbeddingCollection"
+        )
+    return found
+
+
+def torchrec_class(name: str) -> Any:
+    """A class of torchrec's collections; none, if torchrec was not imported: then no module is an instance of it."""
+    return getattr(sys.modules.get("torchrec.modules.embedding_modules"), name, ())
+
+
+def _walk(path: str, module: Any, seen: set[nn.Module]) -> Iterator[Embedding]:
+    if module in seen:
+        return
+    seen.add(module)
+    kind = type(module)
+    home = f"{kind.__module__}.{kind.__qualname__}"
+    if home.startswith(_FOREIGN) and "Embedding" in kind.__name__:
+        raise InvalidInputError(
+            f"saving {path or 'a module'}: got {home}, which is sharded or quantised; expected nn.Embedding, nn.EmbeddingBag "
+            "or torchrec's unsharded collections: load its state_dict into those first"
+        )
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        yield Embedding(path, module, {_table_name(path or kind.__name__): module.weight})
+    elif isinstance(module, torchrec_class("EmbeddingBagCollection")):
+        yield Embedding(path, module, {_table_name(name): one.weight for name, one in module.embedding_bags.items()})
+    elif isinstance(module, torchrec_class("EmbeddingCollection")):
+        yield Embedding(path, module, {_table_name(name): one.weight for name, one in module.embeddings.items()})
+    else:
+        for name, child in module.named_children():
+            yield from _walk(f"{path}.{name}" if path else name, child, seen)
+
+
+def _check_weight(path: str, weight: torch.Tensor) -> None:
+    if type(weight) not in (torch.Tensor, nn.Parameter):
+        raise InvalidInputError(
+            f"saving {path}: got weights of type {type(weight).__name__}, expected torch.Tensor; gather them"
+        )
+    if weight.is_meta:
+        raise InvalidInputError(f"saving {path}: got weights on the meta device, which have no values; load them first")
+    if weight.dtype not in _DTYPES:
+        raise InvalidDtypeError(f"saving {path}: got weights {weight.dtype}, expected float32, float16 or bfloat16")
+
+
+def _table_name(path: str) -> str:
+    return re.sub("[^a-zA-Z0-9_-]", "_", path)
+
+
+def _row_keys(doing: str, keys: torch.Tensor, rows: int) -> torch.Tensor:
+    if keys.dtype != torch.int64 or keys.shape != (rows,):
+        raise InvalidInputError(f"{doing}: got keys {keys.dtype} of shape {tuple(keys.shape)}, expected int64 ({rows},)")
+    if (distinct := torch.unique(keys).numel()) != rows:
+        raise InvalidInputError(f"{doing}: got {distinct} distinct keys for {rows} rows, expected that they differ")
+    return keys.detach().cpu().contiguous()
+
+
+def _row_numbers(doing: str, numbers: torch.Tensor, rows: int) -> torch.Tensor:
+    if numbers.dtype != torch.int64:
+        raise InvalidDtypeError(f"{doing}: got numbers of rows {numbers.dtype}, expected int64")
+    numbers = torch.unique(numbers.detach().cpu())  # ascending
+    if numbers.numel() and not 0 <= int(numbers[0]) <= int(numbers[-1]) < rows:
+        raise InvalidInputError(f"{doing}: got rows {int(numbers[0])} to {int(numbers[-1])}, expected some of 0 to {rows - 1}")
+    return numbers
+
+
+def _chunks(
+    weight: torch.Tensor,
+    keys: torch.Tensor | None,
+    numbers: torch.Tensor | None,  # of the rows, ascending; None: all
+) -> Iterator[tuple[KeyArray, FloatArray]]:
+    count = len(weight) if numbers is None else len(numbers)
+    step = max(1, CHUNK_BYTES // (8 + 4 * weight.shape[1]))
+    with torch.no_grad():
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            if numbers is None:
+                chosen, block = torch.arange(start, stop), weight[start:stop]
+            else:
+                chosen = numbers[start:stop]
+                block = weight.index_select(0, chosen.to(weight.device))
+            own = chosen if keys is None else keys[chosen]
+            yield own.numpy(), block.detach().to("cpu", torch.float32).contiguous().numpy()
+
+
+def _entry(
+    place: str,
+    weights: Mapping[str, torch.Tensor],
+    written: Mapping[str, Any],
+    hotness: int | Mapping[str, int] | None,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The entry of `models`: new, or what `model.json` has, with what the caller wants otherwise."""
+    count = len(weights)
+    tables = {
+        "sparse_files": list(weights),
+        "embedding_table_names": list(weights),
+        "embedding_vecsize_per_table": [weight.shape[1] for weight in weights.values()],
+    }
+    for what, ours in tables.items():
+        if (theirs := written.get(what, ours)) != ours:
+            raise ModelFileError(
+                f"saving {place}: its {MODEL_ENTRY} has {what} {theirs}, the module has {ours}; all versions of a model "
+                "have the same tables: save to another directory"
+            )
+    defaults = {
+        "maxnum_catfeature_query_per_table_per_sample": [1] * count,
+        "default_value_for_each_table": [0.0] * count,
+        "deployed_device_list": [0],
+        "max_batch_size": 4096,
+        "gpucacheper": 0.5,
+        "hit_rate_threshold": 1.1,
+    }
+    entry = {"model": posixpath.basename(place.rstrip("/")), **tables, **defaults, **written}
+    if hotness is not None:
+        most = entry["maxnum_catfeature_query_per_table_per_sample"]
+        by_name = hotness if isinstance(hotness, Mapping) else dict.fromkeys(weights, hotness)
+        entry["maxnum_catfeature_query_per_table_per_sample"] = [
+            by_name.get(name, before) for name, before in zip(weights, most, strict=True)
+        ]
+    entry |= settings
+    load_configuration({"models": [entry]})
+    return entry
+
+
+def _write_json(filesystem: FileSystem, path: str, content: Mapping[str, Any]) -> None:
+    writer = filesystem.create(path)
+    try:
+        writer.write(memoryview(json.dumps(content, indent=2).encode() + b"\n"))
+        writer.commit()
+    finally:
+        writer.abort()

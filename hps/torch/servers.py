@@ -1,0 +1,102 @@
+"""The parameter servers that layers look up in: process-wide, by the path of their configuration or by a name.
+
+A layer, an exported program or a scripted module holds only a string. A path is opened when it is first looked up in, once in a
+process, and stays open until `close` or the exit of the process. A name stands for a server that the process made itself, and
+wants `attach` before.
+"""
+
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from hps.errors import NotReadyError
+from hps.lifetimes import disown_in_children
+from hps.parameter_server import HPS
+
+_OPENING_TIMEOUT_S = 3600.0  # loading a large model takes its time
+_known: Final[dict[str, HPS]] = {}  # by every string that was asked for
+_names = itertools.count(1)
+
+
+class _Opened:
+    """The servers that paths opened, by the files' real paths. *Thread-safe.* A forked child opens its own."""
+
+    def __init__(self) -> None:
+        self.servers: dict[str, HPS] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def locked(self, doing: str) -> Iterator[None]:
+        if not self._lock.acquire(timeout=_OPENING_TIMEOUT_S):
+            raise NotReadyError(f"{doing}: another thread has been opening a server for {_OPENING_TIMEOUT_S:.0f} s; try again")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def disown(self) -> None:
+        for name in [name for name, server in _known.items() if server in self.servers.values()]:
+            del _known[name]
+        self.servers, self._lock = {}, threading.Lock()
+
+
+_opened: Final = _Opened()
+
+
+def attach(server: HPS, name: str | None = None) -> str:
+    """Let layers of this process find a server under a name.
+
+    Args:
+        server: stays its owner's, who closes it.
+        name: any string; what it stood for before, it stands for no longer. None: the one that the server has, or a new one.
+
+    Returns:
+        The name, which layers take in place of a path.
+    """
+    if name is None:
+        found = [known for known, one in list(_known.items()) if one is server]
+        name = found[0] if found else f"attached-{next(_names)}"
+    _known[name] = server
+    return name
+
+
+def server_of(place: str) -> HPS:
+    """The server of a path or name. A path that is not open yet is opened, which takes as long as loading its models.
+
+    Raises:
+        NotReadyError: there is neither such a file nor such a name; or another thread has not finished opening it.
+        HPSError: the server cannot be opened; the next call tries again.
+    """
+    server = _known.get(place)
+    return server if server is not None else _open(place)
+
+
+def _open(place: str) -> HPS:
+    with _opened.locked(f"opening {place!r} for a layer"):
+        if (server := _known.get(place)) is not None:
+            return server
+        if not os.path.exists(place):
+            raise NotReadyError(
+                f"looking up through a layer: got {place!r}, which is neither a file nor the name of a server that this "
+                f"process has attached ({', '.join(map(repr, _known)) or 'there is none'}); for a name, call "
+                f"hps.torch.attach(server, {place!r}) first"
+            )
+        path = os.path.realpath(place)
+        if path not in _opened.servers:
+            disown_in_children(_opened)
+            _opened.servers[path] = HPS(path)
+        _known[place] = server = _opened.servers[path]
+        return server
+
+
+def close() -> None:
+    """Close the servers that paths opened, and forget all names. Attached servers stay open; a path opens again when asked."""
+    with _opened.locked("closing the servers of layers"):
+        servers = list(_opened.servers.values())
+        _opened.servers.clear()
+        _known.clear()
+    for server in servers:
+        server.close()

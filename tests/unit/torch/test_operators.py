@@ -1,0 +1,43 @@
+"""The operators as torch's own checks see them."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import hps_torch
+from hps.torch import attach
+from hps.torch.operators import Feature, as_text
+from tests.unit.torch.conftest import Served
+
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def calls(name: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    keys, offsets = torch.arange(6), torch.tensor([0, 2, 6])
+    both = as_text([Feature("user", 8, "mean"), Feature("item", 5)])
+    return {
+        "rows": (torch.ops.hps.lookup, (keys.view(2, 3), name, "m", -1, "user", 8)),
+        "clipped rows": (torch.ops.hps.lookup, (keys.int(), name, "m", 1, "", 5, 0.5)),
+        "bags": (
+            torch.ops.hps.lookup_bags,
+            ([keys, keys.view(2, 3)], [offsets, None], [torch.ones(6), None], name, "m", both, True),
+        ),
+        "jagged": (torch.ops.hps.lookup_jagged, (keys, torch.tensor([0, 1, 2, 2, 6]), None, name, "m", both, [1, 0], 2)),
+        "hugectr": (torch.ops.hps_torch.hps_embedding_lookup, (keys, name, "m", 1, 5)),
+    }
+
+
+@pytest.mark.parametrize("which", list(calls("")))
+@pytest.mark.filterwarnings("ignore")
+def test_torch_accepts_the_operator(served: Served, which: str) -> None:
+    operator, arguments = calls(attach(served.server))[which]
+    torch.library.opcheck(operator.default, arguments, test_utils=CHECKS)
+
+
+def test_code_for_hugectrs_plugin_runs_with_its_import(served: Served) -> None:
+    keys = torch.tensor([[1, 2], [3, 400]], dtype=torch.int32)
+    layer = hps_torch.LookupLayer(served.path, "m", 1, 5)
+    torch.testing.assert_close(layer(keys), served.rows(keys, "item"), rtol=0, atol=0)
+    direct = torch.ops.hps_torch.hps_embedding_lookup(keys, served.path, "m", 1, 5)
+    torch.testing.assert_close(direct, served.rows(keys, "item"), rtol=0, atol=0)

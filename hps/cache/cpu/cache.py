@@ -209,7 +209,9 @@ class NumpyLookup(CacheLookup):
                     raise InvalidInputError(f"querying the cached table {table.spec.tag}: expected NumPy arrays")
                 return self.query(_with_aligned_keys(segments))
             counts.append(count)
-        self._segments, self.counts = segments, counts
+        self._segments, self.counts, self.padding = segments, counts, ()
+        if segments and segments[0].pooling is not None:
+            self.padding = _paddings(segments)
         return sum(counts)
 
     def unique(self) -> Sequence["NumpyMissedKeys"]:
@@ -367,6 +369,17 @@ def _query_by_threads(table: HostTable, keys: KeyArray, out: FloatArray, found: 
         np.add(missing[start : start + count], start, out=missing[total : total + count])
         total += count
     return total
+
+
+def _paddings(segments: Sequence[Segment]) -> Sequence[int]:
+    """How many keys of each segment are its padding key; nothing where no segment has one."""
+    paddings = [None if segment.pooling is None else segment.pooling.padding_key for segment in segments]
+    if paddings.count(None) == len(paddings):
+        return ()
+    return [
+        0 if padding is None else np.count_nonzero(segment.keys == padding)
+        for segment, padding in zip(segments, paddings, strict=True)
+    ]
 
 
 def _query_bags(table: HostTable, segment: Segment, pooling: Pooling, missing: IndexArray) -> int:

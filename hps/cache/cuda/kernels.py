@@ -59,8 +59,8 @@ LINKED_TAIL = struct.Struct("<22Q6I")
 # keys, offsets, weights, out, divisors, buckets, rows, padding_key, unread, n, bags, pairs, units, out_units, first_block,
 # missing, index, hotness, bags_per_group, max_norm, options
 POOL_SEGMENT = struct.Struct("<QQQQQQQqQ10IfI")
-# missing_keys, missing_positions, places, entries, missing_counts, any_missing, wrong_offsets, segment_count, 0
-POOL_TAIL = struct.Struct("<7QII")
+# missing_keys, missing_positions, places, entries, missing_counts, padding_counts, any_missing, wrong_offsets, segment_count, 0
+POOL_TAIL = struct.Struct("<8QII")
 PART_TAIL = struct.Struct("<QQQQQQII")  # keys, vectors, chosen, count, epochs, epoch, n, first_block; after a TABLE
 PART_BYTES = TABLE.size + PART_TAIL.size
 INSERT_TAIL = struct.Struct("<QII")  # finished, part_count, mode

@@ -59,13 +59,15 @@ class PoolingLookup(CupyLookup):
             segments: Arguments(segments * kernels.POOL_SEGMENT.size + kernels.POOL_TAIL.size)
             for segments in (1, kernels.SEGMENTS_AT_ONCE)
         }
+        self._paddings = DeviceBuffer()  # how many keys of each segment were left out
+        self._padding_counts = self._paddings.reserve(4 * len(self.memory.specs))
         self._bag_lists = DeviceBuffer()
         self._scratch = DeviceBuffer()
         self._places = self._entries = self._divisors = 0
 
     def begin(self, segments: Sequence[Segment], captured: bool = False) -> None:
         """Find the tensors of all segments, and order the lookup after their producers, and after the last one."""
-        self._bags, self._rest = [], False
+        self._bags, self._rest, self.padding = [], False, ()
         if not segments or segments[0].pooling is None:
             super().begin(segments, captured)
             return
@@ -92,8 +94,13 @@ class PoolingLookup(CupyLookup):
         """Add up what is resident, and find the vectors of the rest. See `CupyLookup.answer`."""
         if not self._bags:
             return super().answer()
+        padded = any([place.options & kernels.PADDED for place in self._bags])
+        if padded:
+            runtime.memsetAsync(self._padding_counts, 0, 4 * len(self._bags), self.stream)
         self.launch_pool("pool")
         self.synchronise()
+        if padded:
+            self.padding = self._counts_at(self._padding_counts)
         missed, *_, wrong = self.flags.tolist()
         if wrong:
             self.clear()
@@ -103,11 +110,15 @@ class PoolingLookup(CupyLookup):
             )
         if not missed:
             return [0] * len(self._bags)
-        counts = np.empty(len(self._bags), np.uint32)
-        copy_to_host(counts, self.missing_counts, self.stream)
-        self.place_misses(counts.tolist())
+        self.place_misses(self._counts_at(self.missing_counts))
         self._launch_number()
         return self.answer_misses(self.find_layouts(), inline=False, running=False)
+
+    def _counts_at(self, address: int) -> list[int]:
+        counts = np.empty(len(self._bags), np.uint32)
+        copy_to_host(counts, address, self.stream)
+        found: list[int] = counts.tolist()
+        return found
 
     def launch_unwaited(self, captured: bool) -> None:
         """Launch a lookup that nobody waits for. See `CupyLookup.launch_unwaited`."""
@@ -242,6 +253,7 @@ class PoolingLookup(CupyLookup):
                 self._places,
                 self._entries,
                 self.missing_counts,
+                self._padding_counts,
                 self.flags_at,
                 self.flags_at + 12,
                 len(group),

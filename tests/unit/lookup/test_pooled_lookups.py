@@ -191,3 +191,15 @@ def test_above_the_threshold_missing_keys_count_with_the_default_and_are_fetched
         expected[0] += DEFAULT - VECTORS["a"][4]
         np.testing.assert_array_equal(server.lookup_pooled(bags, "m")["a"], expected)
         wait()
+
+
+def test_padding_makes_no_hits_that_would_leave_missing_keys_for_later(files: list[Path]) -> None:
+    keys = np.full((1, 10), -1)
+    keys[0, 0] = 4
+    with open_server(files, hit_rate_threshold=0.5) as server:
+        server.model("m").sessions[0].cache.erase(0, keys[0, :1])
+        counters = server.metrics.table("m", "a")
+        before = counters.keys, counters.hits[0], counters.misses[0]
+        got = server.lookup_pooled({"a": hps.Bags(keys, padding_key=-1)}, "m")["a"]
+        np.testing.assert_array_equal(got, VECTORS["a"][[4]])
+        assert (counters.keys - before[0], counters.hits[0] - before[1], counters.misses[0] - before[2]) == (1, 0, 1)

@@ -14,13 +14,8 @@ def place_of(server: str | HPS) -> str:
 
 
 def called_directly(tensor: Tensor) -> bool:
-    """Whether a call needs no dispatcher: nothing compiles, exports, traces or watches it."""
-    return (
-        type(tensor) is Tensor
-        and not torch.compiler.is_compiling()
-        and torch._C._get_tracing_state() is None
-        and not torch._C._len_torch_dispatch_stack()
-    )
+    """Whether a call needs no dispatcher: nothing compiles, exports or traces it."""
+    return type(tensor) is Tensor and not torch.compiler.is_compiling() and not torch.jit.is_tracing()
 
 
 class LookupLayer(torch.nn.Module):

@@ -377,7 +377,7 @@ def _paddings(segments: Sequence[Segment]) -> Sequence[int]:
     if paddings.count(None) == len(paddings):
         return ()
     return [
-        0 if padding is None else np.count_nonzero(segment.keys == padding)
+        0 if padding is None else int(np.count_nonzero(segment.keys == padding))
         for segment, padding in zip(segments, paddings, strict=True)
     ]
 

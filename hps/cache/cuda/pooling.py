@@ -94,7 +94,7 @@ class PoolingLookup(CupyLookup):
         """Add up what is resident, and find the vectors of the rest. See `CupyLookup.answer`."""
         if not self._bags:
             return super().answer()
-        padded = any([place.options & kernels.PADDED for place in self._bags])
+        padded = any(place.options & kernels.PADDED for place in self._bags)
         if padded:
             runtime.memsetAsync(self._padding_counts, 0, 4 * len(self._bags), self.stream)
         self.launch_pool("pool")

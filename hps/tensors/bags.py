@@ -33,12 +33,18 @@ from hps.tensors.segments import (
 from hps.types import DeviceArray, TableSpec
 
 
+_EXPECTED = {"offsets": "int64 or int32", "weights": "float32"}
+
+
 class Combiner(IntEnum):
     """How the vectors of a bag become one; `cuda/pool.cu` knows these numbers."""
 
     SUM = 0
     MEAN = 1
     SQRTN = 2
+
+
+_COMBINERS = {combiner.name.lower(): combiner for combiner in Combiner}
 
 
 class Bags:
@@ -203,10 +209,9 @@ def pooling_of(name: Any, bags: Bags, n: int, shape: Sequence[int], on_cuda: boo
         InvalidDtypeError, InvalidInputError: they are not as `Bags` says.
     """
     doing = f"looking up bags of table {name!r}"
-    try:
-        combiner = Combiner[bags.combiner.upper()]
-    except (AttributeError, KeyError):
-        raise InvalidInputError(f"{doing}: got combiner {bags.combiner!r}, expected 'sum', 'mean' or 'sqrtn'") from None
+    combiner = _COMBINERS.get(bags.combiner) if isinstance(bags.combiner, str) else None
+    if combiner is None:
+        raise InvalidInputError(f"{doing}: got combiner {bags.combiner!r}, expected 'sum', 'mean' or 'sqrtn'")
     max_norm, padding_key = _checked(doing, bags)
     weights, size = _adopted(doing, bags.weights, on_cuda, "weights", (np.float32,))
     if weights is not None and size != n:
@@ -258,7 +263,7 @@ def _adopted(doing: str, tensor: Any, on_cuda: bool, what: str, dtypes: tuple[ty
         return tensor, tensor.size
     if on_cuda and getattr(tensor, "is_cuda", False):
         return tensor, tensor.numel()
-    expected = " or ".join(np.dtype(dtype).name for dtype in dtypes)
+    expected = _EXPECTED[what]
     if isinstance(tensor, np.ndarray) or not (type(tensor) is CAPSULE or hasattr(tensor, "__dlpack__")):
         array = as_host_array(tensor, what, expected)
         if not isinstance(tensor, np.ndarray) and (not array.size or array.dtype.kind in ("iuf" if what == "weights" else "")):

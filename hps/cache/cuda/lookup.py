@@ -443,9 +443,10 @@ class CupyLookup(CacheLookup):
             attached = attached or layout is not None
         return attached
 
-    def link_of(self, table: int) -> AttachedTable | None:
-        """The attached table that the current lookup keeps to."""
-        return self._links[table]
+    def unread_of(self, table: int) -> int:
+        """The address of the counter of keys that nobody could read, of a table that the current lookup keeps attached."""
+        link = self._links[table]
+        return 0 if link is None else link.unread_at
 
     def launch_query(self, link: bool = False, settles: bool = False) -> None:
         """Launch the queries of all segments: one kernel for every SEGMENTS_AT_ONCE of them.

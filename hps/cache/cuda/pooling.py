@@ -205,34 +205,35 @@ class PoolingLookup(CupyLookup):
         Args:
             settles: nobody waits: count wrong offsets in the links.
         """
-        geometry, pack = self.kernels.geometry, kernels.POOL_SEGMENT.pack_into
+        geometry, pack, divisors = self.kernels.geometry, kernels.POOL_SEGMENT.pack_into, self._divisors
         total = sum([place.n for place in self._bags])
-        asked = [(index, place) for index, place in enumerate(self._bags) if place.pooling.count]
-        asked.sort(key=lambda one: -one[1].n // one[1].pooling.count)  # what takes longest begins first
+        asked = [(index, place, place.pooling) for index, place in enumerate(self._bags) if place.pooling.count]
+        asked.sort(key=lambda one: -one[1].n // one[2].count)  # what takes longest begins first
         for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
             group = asked[start : start + kernels.SEGMENTS_AT_ONCE]
-            unit, widest, segments, plain = self._shape_of_bags([place for _index, place in group])
+            unit, widest, segments, plain = self._shape_of_bags([place for _index, place, _pooling in group])
             per_block = kernels.pool_groups(unit, widest)
             arguments = self._pool_arguments[segments]
-            blocks = 0
-            for nth, (index, place) in enumerate(group):
+            buffer = arguments.bytes
+            offset = blocks = 0
+            for index, place, pooling in group:
                 dim, buckets, rows, pairs = geometry[place.table]
-                pooling, link = place.pooling, self.link_of(place.table)
-                bags = kernels.bags_per_group(place.n, pooling.count, total)
+                n, count, padding_key = place.n, pooling.count, pooling.padding_key
+                bags = kernels.bags_per_group(n, count, total)
                 pack(
-                    arguments.bytes,
-                    nth * kernels.POOL_SEGMENT.size,
+                    buffer,
+                    offset,
                     place.keys,
                     place.offsets,
                     place.weights,
                     place.out,
-                    self._divisors + 4 * place.first_bag,
+                    divisors + 4 * place.first_bag,
                     buckets,
                     rows if name == "pool" else place.rows,
-                    pooling.padding_key or 0,
-                    link.unread_at if settles and link is not None else 0,
-                    place.n,
-                    pooling.count,
+                    0 if padding_key is None else padding_key,
+                    self.unread_of(place.table) if settles else 0,
+                    n,
+                    count,
                     pairs,
                     dim // unit,
                     place.stride // unit,
@@ -244,7 +245,8 @@ class PoolingLookup(CupyLookup):
                     pooling.max_norm,
                     place.options,
                 )
-                blocks += -(-pooling.count // (bags * per_block))
+                offset += kernels.POOL_SEGMENT.size
+                blocks += -(-count // (bags * per_block))
             arguments.pack(
                 kernels.POOL_TAIL,
                 segments * kernels.POOL_SEGMENT.size,

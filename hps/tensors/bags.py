@@ -32,7 +32,6 @@ from hps.tensors.segments import (
 )
 from hps.types import DeviceArray, TableSpec
 
-
 _EXPECTED = {"offsets": "int64 or int32", "weights": "float32"}
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hps.parameter_server import HPS
-from hps.torch.operators import lookup_rows, refuse_training
+from hps.torch.operators import lookup_rows
 from hps.torch.servers import attach
 
 
@@ -67,30 +67,10 @@ class LookupLayer(torch.nn.Module):
             TrainingModeError: the layer is in training mode.
             HPSError: as `HPS.lookup_fromdlpack`.
         """
-        if torch.jit.is_scripting():
-            out: Tensor = torch.ops.hps.lookup(
-                keys,
-                self.ps_config_file,
-                self.model_name,
-                self.table_id,
-                self.table_name,
-                self.emb_vec_size,
-                self.max_norm,
-                self.wait,
-                self.training,
-            )
-            return out
-        else:
-            return self._answer(keys)
-
-    @torch.jit.unused
-    def _answer(self, keys: Tensor) -> Tensor:
-        if self.max_norm is None and called_directly(keys):
-            if self.training:
-                refuse_training()
-            return lookup_rows(
-                keys, self.ps_config_file, self.model_name, self.table_name or self.table_id, self.emb_vec_size, self.wait
-            )
+        if not torch.jit.is_scripting():
+            if self.max_norm is None and not self.training and called_directly(keys):
+                table = self.table_name or self.table_id
+                return lookup_rows(keys, self.ps_config_file, self.model_name, table, self.emb_vec_size, self.wait)
         out: Tensor = torch.ops.hps.lookup(
             keys,
             self.ps_config_file,

@@ -1,5 +1,7 @@
 """The layer that answers every key with its vector, as `torch.nn.Embedding` does."""
 
+import operator
+
 import torch
 from torch import Tensor
 
@@ -47,7 +49,7 @@ class LookupLayer(torch.nn.Module):
         super().__init__()
         self.ps_config_file: str = place_of(ps_config_file)
         self.model_name: str = model_name
-        self.table_id: int = table_id if isinstance(table_id, int) else -1
+        self.table_id: int = -1 if isinstance(table_id, str) else operator.index(table_id)
         self.table_name: str = table_id if isinstance(table_id, str) else ""
         self.emb_vec_size: int = emb_vec_size
         self.max_norm: float | None = max_norm

@@ -1,19 +1,22 @@
-"""Writes `docs/python-api.md` from the docstrings of everything in `hps.__all__`: `python docs/python_api.py`."""
+"""Writes `docs/python-api.md` from the docstrings of all that `hps` and `hps.torch` export: `python docs/python_api.py`."""
 
 import inspect
 import re
 from enum import Enum
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import hps
+import hps.torch
 
 PAGE = Path(__file__).parent / "python-api.md"
 _HEAD = """# Python API
 
-Everything that `import hps` offers, from the docstrings (`make docs` writes this page; a test compares it with them). Names
-that are not on this page may change without notice.
+Everything that `import hps` and `import hps.torch` offer, from the docstrings (`make docs` writes this page; a test compares
+it with them). Names that are not on this page may change without notice.
 """
+_TORCH = "Layers for PyTorch ([torch.md](torch.md)); wants `pip install 'hps-server[torch]'`."
 _SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises):")
 _ENTRY = re.compile(r"([\w*]+(?:, [\w*]+)*): (.*)", re.DOTALL)
 
@@ -82,8 +85,8 @@ def _members(cls: type) -> list[tuple[str, Any]]:
     ]
 
 
-def _entry(name: str) -> list[str]:
-    thing = getattr(hps, name)
+def _entry(name: str, module: ModuleType = hps) -> list[str]:
+    thing = getattr(module, name)
     if isinstance(thing, type) and issubclass(thing, Enum):
         return [f"### `{name}`", markdown(inspect.getdoc(thing) or ""), ", ".join(f"`{member.name}`" for member in thing)]
     lines = [*_heading("###", name, thing), markdown(inspect.getdoc(thing) or "")]
@@ -103,7 +106,9 @@ def page() -> str:
     """Return the whole page."""
     errors = {name for name in hps.__all__ if isinstance(thing := getattr(hps, name), type) and issubclass(thing, Exception)}
     names = ["HPS", *(name for name in hps.__all__ if name != "HPS" and name not in errors)]
-    lines = [_HEAD.strip(), *(line for name in names for line in _entry(name)), "## Errors"]
+    lines = [_HEAD.strip(), *(line for name in names for line in _entry(name)), "## `hps.torch`", _TORCH]
+    lines += [line for name in hps.torch.__all__ for line in _entry(name, hps.torch)]
+    lines.append("## Errors")
     lines.append("\n".join(_error_line(getattr(hps, name)) for name in hps.__all__ if name in errors))
     return "\n\n".join(line for line in lines if line) + "\n"
 

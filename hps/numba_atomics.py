@@ -15,8 +15,9 @@ width, or of what a function names. Whoever passes an address keeps the array al
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
+import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils as _typed_cgutils
 from numba.extending import intrinsic as _typed_intrinsic
 
@@ -29,6 +30,12 @@ _BYTES = _I8.as_pointer()
 _LINE = ir.VectorType(_I64, 8)
 REGISTER_LINES: Final = 8
 """Most 64-byte lines of a vector that `copy_if_unchanged` holds in registers (AVX-512 and SVE hosts have as many)."""
+
+
+@njit(inline="always")
+def address_of(array: Any) -> int:
+    """The address of an array."""
+    return int(np.int64(array.ctypes.data))
 
 
 class _VolatileLoad(ir.instructions.LoadInstr):  # type: ignore[misc]

@@ -11,7 +11,7 @@ import numpy as np
 from llvmlite import ir
 from numba import boolean, float32, float64, int64, njit, types, void
 
-from hps.numba_atomics import cgutils, intrinsic
+from hps.numba_atomics import address_of, cgutils, intrinsic
 from hps.numba_kernels import kernel, read_only
 from hps.tensors.bags import Pooling
 from hps.types import FloatArray, IndexArray, KeyArray
@@ -50,12 +50,6 @@ def bound(offsets: IndexArray, hotness: int, bag: int, n: int) -> int:
 def first_key(bags: BagArrays, bag: int, n: int) -> int:
     """As the part of kernels `bound`."""
     return int(bound.py_func(bags[0], bags[1], bag, n))
-
-
-@njit(inline="always")
-def address_of(array: Any) -> int:
-    """The address of an array, as `numba_atomics` takes it."""
-    return int(np.int64(array.ctypes.data))
 
 
 @njit(fastmath={"reassoc", "contract"})

@@ -1,5 +1,6 @@
 """Layers that answer every bag of keys with one vector, as `torch.nn.EmbeddingBag` and torchrec's `EmbeddingBagCollection`."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,14 +43,14 @@ class EmbeddingBag(torch.nn.Module):
         super().__init__()
         self.ps_config_file: str = place_of(ps_config_file)
         self.model_name: str = model_name
-        self.table_id = table_id
+        self.table_id = table_id if isinstance(table_id, str) else operator.index(table_id)
         self.emb_vec_size = emb_vec_size
         self.mode = check_combiner(mode)
         self.max_norm = max_norm
         self.padding_idx = padding_idx
         self.include_last_offset: bool = include_last_offset
         self.wait: bool = wait
-        self.features: str = as_text([Feature(table_id, emb_vec_size, mode, max_norm, padding_idx)])
+        self.features: str = as_text([Feature(self.table_id, emb_vec_size, mode, max_norm, padding_idx)])
         self.training = False
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:  # noqa: A002

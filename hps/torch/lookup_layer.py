@@ -1,10 +1,12 @@
 """The layer that answers every key with its vector, as `torch.nn.Embedding` does."""
 
+import operator
+
 import torch
 from torch import Tensor
 
 from hps.parameter_server import HPS
-from hps.torch.operators import lookup_rows, refuse_training
+from hps.torch.operators import lookup_rows
 from hps.torch.servers import attach
 
 
@@ -47,7 +49,7 @@ class LookupLayer(torch.nn.Module):
         super().__init__()
         self.ps_config_file: str = place_of(ps_config_file)
         self.model_name: str = model_name
-        self.table_id: int = table_id if isinstance(table_id, int) else -1
+        self.table_id: int = -1 if isinstance(table_id, str) else operator.index(table_id)
         self.table_name: str = table_id if isinstance(table_id, str) else ""
         self.emb_vec_size: int = emb_vec_size
         self.max_norm: float | None = max_norm
@@ -67,30 +69,10 @@ class LookupLayer(torch.nn.Module):
             TrainingModeError: the layer is in training mode.
             HPSError: as `HPS.lookup_fromdlpack`.
         """
-        if torch.jit.is_scripting():
-            out: Tensor = torch.ops.hps.lookup(
-                keys,
-                self.ps_config_file,
-                self.model_name,
-                self.table_id,
-                self.table_name,
-                self.emb_vec_size,
-                self.max_norm,
-                self.wait,
-                self.training,
-            )
-            return out
-        else:
-            return self._answer(keys)
-
-    @torch.jit.unused
-    def _answer(self, keys: Tensor) -> Tensor:
-        if self.max_norm is None and called_directly(keys):
-            if self.training:
-                refuse_training()
-            return lookup_rows(
-                keys, self.ps_config_file, self.model_name, self.table_name or self.table_id, self.emb_vec_size, self.wait
-            )
+        if not torch.jit.is_scripting():
+            if self.max_norm is None and not self.training and called_directly(keys):
+                table = self.table_name or self.table_id
+                return lookup_rows(keys, self.ps_config_file, self.model_name, table, self.emb_vec_size, self.wait)
         out: Tensor = torch.ops.hps.lookup(
             keys,
             self.ps_config_file,

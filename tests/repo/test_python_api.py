@@ -3,7 +3,10 @@
 import runpy
 from pathlib import Path
 
+import pytest
+
 import hps
+import hps.torch
 
 GENERATOR = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "python_api.py"))
 
@@ -12,10 +15,13 @@ def test_the_page_is_that_of_the_docstrings():
     assert GENERATOR["PAGE"].read_text() == GENERATOR["page"](), "run make docs"
 
 
-def test_the_page_has_every_exported_name():
+@pytest.mark.parametrize("module", [hps, hps.torch], ids=lambda module: module.__name__)
+def test_the_page_has_every_exported_name(module):
     page = GENERATOR["PAGE"].read_text()
-    assert [name for name in hps.__all__ if f"### `{name}" not in page and f"- `{name}` (" not in page] == []
+    assert [name for name in module.__all__ if f"### `{name}" not in page and f"- `{name}` (" not in page] == []
 
 
-def test_every_exported_name_has_a_docstring_of_its_own():
-    assert [name for name in hps.__all__ if "__doc__" not in vars(getattr(hps, name)) and not getattr(hps, name).__doc__] == []
+@pytest.mark.parametrize("module", [hps, hps.torch], ids=lambda module: module.__name__)
+def test_every_exported_name_has_a_docstring_of_its_own(module):
+    things = {name: getattr(module, name) for name in module.__all__}
+    assert [name for name, thing in things.items() if "__doc__" not in vars(thing) and not thing.__doc__] == []

@@ -15,7 +15,6 @@ from hps.cache.cpu.sets import (
     RESIDENT,
     WAYS,
     WRAPS,
-    address_of,
     epoch_at,
     find,
     give_back_changed,
@@ -30,6 +29,7 @@ from hps.cache.cpu.sets import (
     victim,
 )
 from hps.numba_atomics import (
+    address_of,
     copy_bytes,
     fetch_add,
     load_acquire,

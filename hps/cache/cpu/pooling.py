@@ -8,7 +8,6 @@ from hps.cache.cpu.sets import (
     EPOCHS_A_CALL,
     WAYS,
     WRAPS,
-    address_of,
     epoch_at,
     find,
     line_of,
@@ -17,7 +16,7 @@ from hps.cache.cpu.sets import (
     touch,
     unchanged,
 )
-from hps.numba_atomics import copy_bytes, fetch_add, load_acquire, load_acquire_u16, prefetch
+from hps.numba_atomics import address_of, copy_bytes, fetch_add, load_acquire, load_acquire_u16, prefetch
 from hps.numba_kernels import kernel
 from hps.tensors.pooling import KEYS, OFFSETS, OUT, SUM, WEIGHTS, add_vector, bound, divide
 from hps.types import FloatArray, IndexArray, KeyArray

@@ -31,8 +31,6 @@ outrank it, and a key that has only missed does not evict them. Ages count modul
 future was written by a thread that saw a newer epoch.
 """
 
-from typing import Any
-
 import numpy as np
 from numba import njit
 
@@ -69,12 +67,6 @@ STATE_WORDS = 24
 
 _EPOCHS = 255
 _AHEAD = 31
-
-
-@njit(inline="always")
-def address_of(array: Any) -> int:
-    """The address of an array, as `numba_atomics` takes it."""
-    return int(np.int64(array.ctypes.data))
 
 
 @njit(inline="always")

@@ -12,6 +12,7 @@ import hps
 from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError, UnknownTableError
 from hps.lookup import session as sessions
 from tests.servers.running_service import document_of, model_of, wait_until
+from tests.tables.pooling_oracle import pooled
 
 ROWS, DIMS, DEFAULT = 100, {"a": 3, "b": 5}, 0.5
 KEYS = np.array([4, 2, 2, 7, 1, 9])
@@ -168,12 +169,7 @@ def test_vectors_of_long_bags_are_fetched_some_at_a_time(files: list[Path], monk
         got = server.lookup_pooled({"a": hps.Bags(keys, offsets, combiner="mean", padding_key=-1)}, "m")["a"]
         counters = server.metrics.table("m", "a")
     vectors = np.where(keys[:, None] < 0, np.float32(DEFAULT), VECTORS["a"][keys])
-    parts = [
-        part[keys[start:stop] != -1]
-        for start, stop, part in zip(offsets[:-1], offsets[1:], np.split(vectors, offsets[1:-1]), strict=True)
-    ]
-    expected = [part.astype(np.float64).mean(0) if len(part) else np.zeros(3) for part in parts]
-    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    pooled(vectors, keys, offsets, combiner="mean", padding_key=-1).check(got)
     assert (counters.keys, counters.defaults) == (np.count_nonzero(keys != -1), np.count_nonzero(keys == -2))
 
 

@@ -11,7 +11,7 @@ import torch
 
 import hps
 from hps.configuration.load import load_configuration
-from hps.torch import LookupLayer, attach
+from hps.torch import EmbeddingBag, LookupLayer, attach
 from tests.servers.running_service import document_of, model_of
 from tests.unit.torch.conftest import DIMS, ROWS, Served
 
@@ -61,6 +61,14 @@ def test_rows_are_clipped_to_max_norm(served: Served, way: Way) -> None:
     layer = LookupLayer(served.server, "m", "user", DIMS["user"], max_norm=1.5)
     expected = torch.nn.functional.embedding(keys, served.tables["user"].clone(), max_norm=1.5)
     torch.testing.assert_close(way(layer, (keys,))(keys), expected)
+
+
+@pytest.mark.parametrize("table", [1, np.int64(1), "item"])
+def test_a_table_is_named_or_numbered(served: Served, table: Any) -> None:
+    keys = torch.arange(6).view(2, 3)
+    expected = served.rows(keys, "item")
+    torch.testing.assert_close(LookupLayer(served.server, "m", table, DIMS["item"])(keys), expected, rtol=0, atol=0)
+    torch.testing.assert_close(EmbeddingBag(served.server, "m", table, DIMS["item"])(keys), expected.mean(1))
 
 
 class Constant(torch.nn.Module):

@@ -168,17 +168,23 @@ def lookup_rows(
         index = deployment.table_index(table)
         if deployment.tables[index].dim != emb_vec_size:
             _refuse_width(deployment, table, emb_vec_size)
-        device = keys.device
-        session = deployment.session(device.index)
+        on_cuda = keys.is_cuda
+        session = deployment.session(keys.get_device() if on_cuda else None)
         try:
-            if device.type == "cpu" and wait:
+            if wait and not on_cuda:
                 flat = keys.numpy().reshape(-1)
                 vectors = np.empty((flat.size, emb_vec_size), np.float32)
                 session.lookup([Segment(index, flat if dtype is torch.int64 else flat.astype(np.int64), vectors)])
                 return torch.from_numpy(vectors if keys.dim() == 1 else vectors.reshape(*keys.shape, emb_vec_size))
-            out = torch.empty((*keys.shape, emb_vec_size), dtype=torch.float32, device=device)
-            segment = tensor_segment(index, emb_vec_size, keys, out, on_cuda=session.on_cuda, with_found=False)
-            _look_up(session, [segment], device, wait)
+            out = keys.new_empty((*keys.shape, emb_vec_size), dtype=torch.float32)
+            if on_cuda and session.on_cuda:  # the cache reads torch's tensors by itself
+                segment = Segment(index, keys, out, None, keys.numel())
+            else:
+                segment = tensor_segment(index, emb_vec_size, keys, out, on_cuda=session.on_cuda, with_found=False)
+            if wait and not (on_cuda and torch.cuda.is_current_stream_capturing()):
+                session.lookup([segment])
+            else:
+                session.enqueue([segment])
             return out
         except NotReadyError:
             if server.model(model_name) is deployment:

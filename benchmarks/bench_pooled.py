@@ -1,9 +1,9 @@
 """Pooled lookups on a GPU: bags of resident keys against a plain gather-and-sum of known rows, and of misses from the hash map.
 
 Beside ours stand, in the same run: the best of several plain kernels that add up the same rows of the same memory, their
-places known (`benchmarks/pooled_anchor.py`); torch's `embedding_bag` over whole tables, one call a table; and a lookup of rows
-whose bags torch adds up. The bags are those of MLPerf's DLRM-DCNv2: 26 tables of 1 to 100 keys a sample. Figures are of one
-launch within a CUDA graph of many, each with other keys, unless they say otherwise. Every answer is checked against float64.
+places known (`benchmarks/pooled_anchor.py`), and torch's `embedding_bag` over whole tables, one call a table. The bags are those
+of MLPerf's DLRM-DCNv2: 26 tables of 1 to 100 keys a sample. Figures are of one launch within a CUDA graph of many, each with other
+keys, unless they say otherwise. Every answer is checked against float64.
 
 Each part has a time limit. A part that fails becomes a row with its error, and the others go on.
 """
@@ -180,12 +180,12 @@ def _case(report: Report, tables: _Tables, hotness: Sequence[int], batch: int, a
             if "one_call_s" in found:
                 ratio["one_call_of_anchor"] = anchor["one_call_s"] / found["one_call_s"]
             add(report, axes | {"bags": kind}, rates(found["seconds"]) | ratio | found)
-    for name, measure in (("torch embedding_bag", _torch_bags), ("rows, added up by torch", _rows)):
-        call = partial(measure, tables, hotness, batches, out, check)
-        found = part(report, f"{name}, batch {batch}, dim {tables.dim}", 30, call)
-        if found is not None:
-            ratio = {"of_anchor": anchor["seconds"] / found["seconds"]}
-            add(report, axes | {"bags": name}, rates(found["seconds"]) | ratio | found)
+    name = "torch embedding_bag"
+    call = partial(_torch_bags, tables, hotness, batches, out, check)
+    found = part(report, f"{name}, batch {batch}, dim {tables.dim}", 30, call)
+    if found is not None:
+        ratio = {"of_anchor": anchor["seconds"] / found["seconds"]}
+        add(report, axes | {"bags": name}, rates(found["seconds"]) | ratio | found)
 
 
 _Check = Callable[..., None]
@@ -327,49 +327,6 @@ def _torch_bags(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], 
     except Exception as error:  # noqa: BLE001 - the calls' time stands for it
         print(f"# in a graph: {type(error).__name__}: {error}; the time of calls stands for it", flush=True)
         return {"seconds": calls.p50_s, "in_a_graph": f"{type(error).__name__}: {error}"[:200]} | figures
-
-
-def _rows(tables: _Tables, hotness: Sequence[int], batches: list[_Batch], out: Any, check: _Check) -> dict[str, Any]:
-    """A lookup of rows, whose bags torch adds up: each in a graph of its own, whose times are added."""
-    import cupy
-    import torch
-
-    from benchmarks.gpu_timing import back_to_back, torch_back_to_back
-    from hps.tensors.segments import concatenated_segments
-
-    batch, dim = len(out), tables.dim
-    counts = [batch * hot for hot in hotness]
-    vectors = cupy.empty((sum(counts), dim), cupy.float32)
-    lookup = tables.cache.create_lookup()
-    segments = [
-        concatenated_segments(each.all_keys, counts, vectors, tables.specs, on_cuda=True, with_found=False)[0]
-        for each in batches
-    ]
-    result, rows = torch.from_dlpack(out), torch.from_dlpack(vectors)
-    spans = batches[0].spans
-
-    def add_up() -> None:
-        for table, (hot, span) in enumerate(zip(hotness, spans, strict=True)):
-            torch.sum(rows[span].view(batch, hot, dim), 1, out=result[:, table * dim : (table + 1) * dim])
-
-    if lookup.query(segments[0]):
-        raise RuntimeError("keys are missing: nothing is recorded")
-    lookup.finish()
-    cupy.cuda.Device().synchronize()
-    add_up()
-    torch.cuda.synchronize()
-    check("rows", batches[0])
-
-    def launch(asked: Any) -> None:
-        lookup.begin(asked)
-        lookup.launch_pool("pool")
-
-    rows_s = back_to_back([partial(launch, asked) for asked in segments])
-    sums_s = torch_back_to_back([add_up] * 4)
-    return {"seconds": rows_s + sums_s, "rows_s": rows_s, "sums_s": sums_s}
-
-
-# -- with misses ---------------------------------------------------------------------------------------------------------
 
 
 def configuration(place: Path, dims: Sequence[int], rows: int, hotness: Sequence[int], **model: Any) -> dict[str, Any]:

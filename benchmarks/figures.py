@@ -7,7 +7,7 @@ A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`; `
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -357,6 +357,37 @@ def misses_small() -> list[str]:
     return _table(("p50 of 4,096 keys, us", "none missing: link", "copy", "10 % missing: link", "copy"), *rows)
 
 
+def pooled() -> list[str]:
+    """Bags of resident keys, beside a plain kernel that adds up the same rows, and torch."""
+    rows = []
+    for tables, dim, batch in ((26, 128, 4096), (26, 64, 4096), (26, 32, 4096), (26, 128, 256), (1, 128, 4096)):
+        for alpha in (1.05, 0.0):
+            case = partial(figures, "pooled", tables=tables, dim=dim, batch=batch, alpha=alpha)
+            ours, whole = (case(bags=bags) for bags in ("offsets", "torch embedding_bag"))
+            ratios = (f"{row['of_anchor']:.2f}" for row in (ours, whole))
+            name = f"{tables} x {batch:,}, dim {dim}, {f'alpha {alpha}' if alpha else 'uniform'}"
+            rows.append((name, _round(ours["mkeys_per_s"]), *ratios))
+    head = (
+        "tables x bags, dim, keys",
+        "M keys/s",
+        "of a plain kernel",
+        "torch `embedding_bag` of it",
+    )
+    return _table(head, *rows)
+
+
+def layers() -> list[str]:
+    """What the layers add to the calls beneath them."""
+    rows = []
+    for work, name in (("4,096 keys", "lookup"), ("26 features", "pooled lookup")):
+        found = [row for row in _rows("layers") if row["axes"]["work"] == work and "error" not in row["figures"]]
+        for row in found:
+            axes, measured = row["axes"], row["figures"]
+            times = (_round(measured[f"{one}_p50_us"]) for one in ("layer", "lookup"))
+            rows.append((f"{name}, dim {axes['dim']}, {axes['how']}", *times, f"{measured['layer_more_us']:.1f}"))
+    return _table(("p50, us", "the layer", "the call beneath it", "more"), *rows)
+
+
 def updates() -> list[str]:
     """Online updates from either log."""
     logs = ("kafka", "redis_stream")
@@ -393,6 +424,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "misses": misses,
     "misses-mixed": misses_mixed,
     "misses-small": misses_small,
+    "pooled": pooled,
+    "layers": layers,
     "updates": updates,
 }
 

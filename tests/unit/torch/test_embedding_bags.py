@@ -296,8 +296,8 @@ def test_jagged_tensors_that_do_not_fit_are_refused(served: Served, torchrec: An
     with pytest.raises(hps.InvalidInputError, match="never to fall"):
         collection(falling)
     five = torch.ones(5, dtype=torch.int64)
-    with pytest.raises(hps.InvalidDtypeError, match="bags of model 'm' through a layer: got keys of torch.float32"):
+    with pytest.raises(hps.InvalidDtypeError, match=r"bags of model 'm' through a layer: got keys of torch.float32"):
         collection(torchrec.KeyedJaggedTensor(FEATURES, torch.zeros(5), lengths=five))
     half = torchrec.KeyedJaggedTensor(FEATURES, five, five.half(), lengths=five)
-    with pytest.raises(hps.InvalidDtypeError, match="bags of model 'm' through a layer: got weights of torch.float16"):
+    with pytest.raises(hps.InvalidDtypeError, match=r"bags of model 'm' through a layer: got weights of torch.float16"):
         EmbeddingBagCollection(served.server, "m", TABLES, is_weighted=True)(half)

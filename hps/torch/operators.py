@@ -94,7 +94,9 @@ def refuse_training() -> None:
 
 
 def _doing(model_name: str, table: Any) -> str:
-    return f"looking up table {table!r} of model {model_name!r} through a layer"
+    """What a call does, for its errors. `table` None: it looks up bags of all features."""
+    what = "bags" if table is None else f"table {table!r}"
+    return f"looking up {what} of model {model_name!r} through a layer"
 
 
 def _check_keys(keys: Tensor, model_name: str, table: Any) -> None:
@@ -381,14 +383,13 @@ def _check_jagged(
     if training:
         refuse_training()
     width = _features_of(features).width
-    doing = f"looking up bags of model {model_name!r} through a layer"
-    if values.dtype not in _KEY_DTYPES:
-        raise InvalidDtypeError(f"{doing}: got keys of {values.dtype}, expected torch.int64 (or torch.int32, which is widened)")
-    _check_beside(offsets, "offsets", _KEY_DTYPES, values, model_name, "of a collection")
-    _check_beside(weights, "weights", (torch.float32,), values, model_name, "of a collection")
+    doing = _doing(model_name, None)
+    _check_keys(values, model_name, None)
+    _check_beside(offsets, "offsets", _KEY_DTYPES, values, model_name, None)
+    _check_beside(weights, "weights", (torch.float32,), values, model_name, None)
     if weights is not None and weights.shape != values.shape:
         raise InvalidInputError(f"{doing}: got {weights.numel()} weights for {values.numel()} keys, expected as many")
-    if (offsets.shape[0] - 1) % feature_count:
+    if offsets.shape[0] == 0 or (offsets.shape[0] - 1) % feature_count:
         raise InvalidInputError(
             f"{doing}: got {offsets.shape[0]} offsets for {feature_count} features, expected one for each bag, as many bags of "
             "each feature, and one at the end"
@@ -415,14 +416,14 @@ def lookup_jagged(
     if borders is None:
         if values.is_cuda and torch.cuda.is_current_stream_capturing():
             raise InvalidInputError(
-                f"looking up bags of model {model_name!r} through a layer: got keys of unknown counts while a CUDA graph is "
-                "captured, expected their counts on the host; call offset_per_key() of the KeyedJaggedTensor before"
+                f"{_doing(model_name, None)}: got keys of unknown counts while a CUDA graph is captured, expected their "
+                "counts on the host; call offset_per_key() of the KeyedJaggedTensor before"
             )
         borders = offsets[::count].tolist() if count else [0] * (feature_count + 1)  # the one wait for the device
     if any(after < before for before, after in zip([0, *borders], [*borders, values.shape[0]], strict=True)) or borders[0]:
         raise InvalidInputError(
-            f"looking up bags of model {model_name!r} through a layer: got offsets {list(borders)[:8]} of the features' first "
-            f"bags for {values.shape[0]} keys, expected them to begin with 0, never to fall, and to end with {values.shape[0]}"
+            f"{_doing(model_name, None)}: got offsets {list(borders)[:8]} of the features' first bags for {values.shape[0]} "
+            f"keys, expected them to begin with 0, never to fall, and to end with {values.shape[0]}"
         )
     own = offsets.unfold(0, count + 1, count) - offsets[:-1:count].unsqueeze(1) if count else offsets.expand(feature_count, 1)
     bags = [

@@ -295,3 +295,9 @@ def test_jagged_tensors_that_do_not_fit_are_refused(served: Served, torchrec: An
     falling = torchrec.KeyedJaggedTensor(FEATURES, torch.zeros(4, dtype=torch.int64), offsets=torch.tensor([0, 3, 1, 4, 4, 4]))
     with pytest.raises(hps.InvalidInputError, match="never to fall"):
         collection(falling)
+    five = torch.ones(5, dtype=torch.int64)
+    with pytest.raises(hps.InvalidDtypeError, match=r"bags of model 'm' through a layer: got keys of torch.float32"):
+        collection(torchrec.KeyedJaggedTensor(FEATURES, torch.zeros(5), lengths=five))
+    half = torchrec.KeyedJaggedTensor(FEATURES, five, five.half(), lengths=five)
+    with pytest.raises(hps.InvalidDtypeError, match=r"bags of model 'm' through a layer: got weights of torch.float16"):
+        EmbeddingBagCollection(served.server, "m", TABLES, is_weighted=True)(half)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+import hps
 import hps_torch
 from hps.torch import attach
 from hps.torch.operators import Feature, as_text
@@ -33,6 +34,27 @@ def calls(name: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 def test_torch_accepts_the_operator(served: Served, which: str) -> None:
     operator, arguments = calls(attach(served.server))[which]
     torch.library.opcheck(operator.default, arguments, test_utils=CHECKS)
+
+
+KEYS, NONE = torch.arange(6), torch.empty(0, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("operator", "tensors", "more", "message"),
+    [
+        ("lookup_bags", ([KEYS], [NONE], [None]), (True,), "got no offsets"),
+        ("lookup_bags", ([KEYS], [None, None], [None]), (True,), "got 1 keys, 2 offsets, 1 weights, expected 1 of each"),
+        ("lookup_bags", ([], [], []), (True,), "got 0 keys"),
+        ("lookup_jagged", (KEYS, NONE, None), ([0], 1), "got 0 offsets for 1 features"),
+        ("lookup_jagged", (KEYS, torch.tensor([0, 6]), None), ([0], 2), "got 2 offsets for 2 features"),
+        ("lookup_jagged", (KEYS, torch.tensor([0, 6]), torch.ones(5)), ([0], 1), "got 5 weights for 6 keys"),
+    ],
+)
+def test_a_bad_call_of_an_operator_says_what_is_wrong(
+    served: Served, operator: str, tensors: Any, more: Any, message: str
+) -> None:
+    with pytest.raises(hps.InvalidInputError, match=message):
+        getattr(torch.ops.hps, operator)(*tensors, attach(served.server), "m", as_text([Feature("user", 8)]), *more)
 
 
 def test_code_for_hugectrs_plugin_runs_with_its_import(served: Served) -> None:

@@ -1,9 +1,9 @@
 """Pooled lookups on a GPU: bags of resident keys against a plain gather-and-sum of known rows, and of misses from the hash map.
 
 Beside ours stand, in the same run: the best of several plain kernels that add up the same rows of the same memory, their
-places known (`benchmarks/pooled_anchor.py`), and torch's `embedding_bag` over whole tables, one call a table. The bags are those
-of MLPerf's DLRM-DCNv2: 26 tables of 1 to 100 keys a sample. Figures are of one launch within a CUDA graph of many, each with other
-keys, unless they say otherwise. Every answer is checked against float64.
+places known (`benchmarks/pooled_anchor.py`), and torch's `embedding_bag` over whole tables, one call a table. The bags are
+those of MLPerf's DLRM-DCNv2: 26 tables of 1 to 100 keys a sample. Figures are of one launch within a CUDA graph of many, each
+with other keys, unless they say otherwise. Every answer is checked against float64.
 
 Each part has a time limit. A part that fails becomes a row with its error, and the others go on.
 """

@@ -408,7 +408,10 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
             }
 
             // 0, once all rows are here: their sum depends on them, and a bag that was written was complete.
-            const u32 late = __any_sync(FULL_WARP, __float_as_uint(now.sum.chunk[0].value[0]) & request.zero);
+            u32 summed = 0;
+#pragma unroll
+            for (u32 c = 0; c < CHUNKS; ++c) summed |= __float_as_uint(now.sum.chunk[c].value[0]);
+            const u32 late = __any_sync(FULL_WARP, summed & request.zero);
             acquire();
             if (own + HPS_COPY < bags.stop) next_key = __ldcs(segment.keys + own + HPS_COPY);  // arrives with what follows
             if (goods >> in_group & 1) {

@@ -3,8 +3,8 @@
 // ARRAYS      For each segment: keys (n,) int64, in, 8-byte aligned. offsets (bags,) or (bags + 1,) int64 or int32, in: where
 //             bags begin; or null: each has `hotness` keys. weights (n,) float32 or null, in. out (bags, dim) float32, out, rows
 //             out_units units apart, aligned to HPS_UNIT floats. divisors (bags,) float32, out: of bags that lack vectors. buckets
-//             and rows of its table, in; scores of the buckets, in/out (embedding_cache.cuh). missing_keys int64, missing_positions and
-//             places uint32, out: from the segment's `missing` on, one entry a miss, in any order: its key, its number among them
+//             and rows of its table, in; scores of the buckets, in/out (embedding_cache.cuh). missing_keys int64, missing_positions
+//             and places uint32, out: from the segment's `missing` on, one entry a miss, in any order: its key, its number among them
 //             and its position among the keys. missing_counts (segments,) uint32, in/out: must be 0 before, the number of misses
 //             after. padding_counts, likewise, of keys that were left out. any_missing and wrong_offsets uint32 in mapped host
 //             memory, out: become 1 if a key of any segment misses, or if offsets do not begin with 0, fall, or miss the end;
@@ -212,15 +212,18 @@ __device__ __forceinline__ void store_divided(const PoolSegment& segment, u32 ba
 // What a group has added up of a bag, and which one that is.
 struct State {
     Floats sum;
+#if HPS_PLAIN
     float divisor;
+#else
+    double divisor;  // weights of both signs may cancel
+#endif
     u32 lacks;  // not 0: some vectors
     u32 bag;
 };
 
 // Write a bag's vector, or, where it lacks some, what it has of it.
 __device__ __forceinline__ void store_bag(const PoolSegment& segment, u32 bag, const State& state, u32 combiner) {
-    float divisor = state.divisor;
-    if (combiner == SQRTN) divisor = sqrtf(divisor);
+    const float divisor = static_cast<float>(combiner == SQRTN ? sqrt(state.divisor) : state.divisor);
     if (!state.lacks) {
         store_divided(segment, bag, state.sum, divisor);
         return;
@@ -291,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
 
     State now;
     clear(now.sum);
-    now.divisor = 0.0f;
+    now.divisor = 0;
     now.lacks = now.bag = 0;
     u32 position = bags.begin;
     i64 next_key = position + in_group < bags.stop ? __ldcs(segment.keys + position + in_group) : 0;
@@ -391,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
                             now.divisor += __popc(range & counted);
                         } else {
                             for (u32 open = range & counted; open; open &= open - 1) {
-                                const float weight = weights[__ffs(open) - 1];
+                                const double weight = weights[__ffs(open) - 1];
                                 now.divisor += combiner == SQRTN ? weight * weight : weight;
                             }
                         }
@@ -400,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(HPS_THREADS, HPS_MIN_BLOCKS) pool(c
                     if (end > until && !ends) break;  // the bag goes on
                     store_bag(segment, bags.first + now.bag, now, combiner);
                     clear(now.sum);
-                    now.divisor = 0.0f;
+                    now.divisor = 0;
                     now.lacks = 0;
                     if (++now.bag < bags.count) end = bags.end(now.bag, position);
                 }

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple
 
 from hps.cache.base import CacheLookup, EmbeddingCache, StreamCapture, UnwaitedCounts
 from hps.errors import DatabaseError, InvalidInputError, NotReadyError
@@ -15,27 +15,39 @@ from hps.types import TableSpec
 _ASK_INTERVAL_S = 0.1  # between two calls that ask what became of earlier lookups: it takes 20 us a table
 
 
+class _Need(NamedTuple):
+    """What a lookup needs room for.
+
+    Attributes:
+        kind: its tables; and, of a pooled lookup, -1 without and -2 with weights or a max_norm.
+        keys: of all tables.
+        floats: of the vectors of all keys.
+        bags: of all tables.
+    """
+
+    kind: tuple[int, ...]
+    keys: int
+    floats: int
+    bags: int
+
+
 class _Workspace:
-    """A lookup, and what it was prepared for: by the tables of a lookup, how many keys, and floats of their vectors."""
+    """A lookup, and what it was prepared for: by the kind of a lookup, the most that it has room for."""
 
     def __init__(self, lookup: CacheLookup) -> None:
         self.lookup = lookup
-        self._room: dict[tuple[int, ...], tuple[int, int]] = {}
+        self._room: dict[tuple[int, ...], _Need] = {}
 
-    def has_room(self, tables: tuple[int, ...], keys: int, floats: int) -> bool:
+    def has_room(self, need: _Need) -> bool:
         """Whether such a lookup can be captured."""
-        most_keys, most_floats = self._room.get(tables, (-1, -1))
-        return keys <= most_keys and floats <= most_floats
+        most = self._room.get(need.kind)
+        return most is not None and need.keys <= most.keys and need.floats <= most.floats and need.bags <= most.bags
 
-    def prepare(self, segments: Sequence[Segment], tables: tuple[int, ...], keys: int, floats: int) -> None:
+    def prepare(self, segments: Sequence[Segment], need: _Need) -> None:
         """Look up, and make room for such lookups."""
         self.lookup.prepare(segments)
-        most_keys, most_floats = self._room.get(tables, (0, 0))
-        self._room[tables] = (max(keys, most_keys), max(floats, most_floats))
-
-
-_Need: TypeAlias = tuple[tuple[int, ...], int, int]
-"""Tables (of a pooled lookup, and the bags of each, as numbers below 0), keys, and floats of their vectors."""
+        most = self._room.get(need.kind, need)
+        self._room[need.kind] = _Need(need.kind, *(max(pair) for pair in zip(most[1:], need[1:], strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +137,12 @@ class UnwaitedLookups:
             NotReadyError: they are closed.
         """
         self._used = True
-        pooled = [-1 - segment.pooling.count for segment in segments if segment.pooling is not None]
-        need = (
-            tuple([segment.table for segment in segments] + pooled),
-            sum([segment.n for segment in segments]),
-            sum([segment.n * self._dims[segment.table] for segment in segments]),
-        )
+        need = self._need_of(segments)
         if (capture := self._cache.capture_of(segments)) is not None:
             self._workspace_of(capture, need).lookup.enqueue(segments, captured=True)
             return
         workspace = self._standing_by
-        if workspace is None or not workspace.has_room(*need):
+        if workspace is None or not workspace.has_room(need):
             self._stand_by(segments, need)
         else:
             lookup = take()
@@ -190,11 +197,11 @@ class UnwaitedLookups:
                 workspace = standing_by
             else:
                 workspace = None
-            if workspace is None or not workspace.has_room(*need):
+            if workspace is None or not workspace.has_room(need):
                 raise InvalidInputError(
-                    f"capturing a lookup of model {self._tables[0].model_name!r}: got {need[1]} keys, expected no more than in "
-                    "a lookup of the same tables with wait=False that ran before, since a capture cannot allocate memory; run "
-                    "once, outside of the capture, what it is to capture, and capture it on one stream"
+                    f"capturing a lookup of model {self._tables[0].model_name!r}: got {need.keys} keys, expected no more "
+                    "than in a lookup of the same tables with wait=False that ran before, since a capture cannot allocate "
+                    "memory; run once, outside of the capture, what it is to capture, and capture it on one stream"
                 )
             if captured is None:
                 self._captured[capture.key] = _Captured(workspace, capture.watch())
@@ -207,13 +214,23 @@ class UnwaitedLookups:
             self._refuse_if_closed()
             self._reclaim()
             workspace = self._standing_by or _Workspace(self._cache.create_lookup())
-            workspace.prepare(segments, *need)
+            workspace.prepare(segments, need)
             self._standing_by = workspace
 
     def _reclaim(self) -> None:
         """Take back the workspaces of graphs that are gone."""
         for key in [key for key, captured in self._captured.items() if captured.gone()]:
             self._standing_by = self._captured.pop(key).workspace
+
+    def _need_of(self, segments: Sequence[Segment]) -> _Need:
+        kind = [segment.table for segment in segments]
+        bags = 0
+        poolings = [segment.pooling for segment in segments if segment.pooling is not None]
+        if poolings:
+            kind.append(-2 if any(one.weights is not None or one.max_norm for one in poolings) else -1)
+            bags = sum([one.count for one in poolings])
+        floats = sum([segment.n * self._dims[segment.table] for segment in segments])
+        return _Need(tuple(kind), sum([segment.n for segment in segments]), floats, bags)
 
     def _doing(self, index: int) -> str:
         table = self._tables[index]

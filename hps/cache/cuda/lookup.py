@@ -659,7 +659,9 @@ class CupyLookup(CacheLookup):
     def _reserve_staged(self, rows: Sequence[int]) -> None:
         """Find room for so many rows of each segment that are to be admitted."""
         sizes = [-(-4 * count * self._dims[place.table] // 256) * 256 for count, place in zip(rows, self.placed, strict=True)]
-        start = self._staged.reserve(sum(sizes))
+        # As much for every split of the keys over the tables, since a capture must not allocate.
+        floats, tables = sum([place.n * self._dims[place.table] for place in self.placed]), len(self.placed)
+        start = self._staged.reserve(max(sum(sizes), min(4 * floats, _STAGED_BYTES * tables) + 256 * tables))
         self._staged_at = []
         for size in sizes:
             self._staged_at.append(start)

@@ -149,7 +149,8 @@ class PoolingLookup(CupyLookup):
             -(-4 * count * self.memory.specs[place.table].dim // _ALIGNMENT) * _ALIGNMENT
             for count, place in zip(counts, self._bags, strict=True)
         ]
-        start = self._scratch.reserve(sum(sizes))
+        floats = sum([count * self.memory.specs[place.table].dim for count, place in zip(counts, self._bags, strict=True)])
+        start = self._scratch.reserve(4 * floats + _ALIGNMENT * len(sizes))  # for every split: a capture must not allocate
         self.placed = []
         for place, count, size in zip(self._bags, counts, sizes, strict=True):
             rows = PlacedSegment(place.segment, place.missing)

@@ -58,7 +58,8 @@ def attach(server: HPS, name: str | None = None) -> str:
     """
     if name is None:
         found = [known for known, one in list(_known.items()) if one is server]
-        name = found[0] if found else f"attached-{next(_names)}"
+        fresh = (name for number in _names if (name := f"attached-{number}") not in _known)
+        name = found[0] if found else next(fresh)
     _known[name] = server
     return name
 

@@ -50,6 +50,18 @@ def test_a_server_keeps_its_name_and_a_name_takes_another_server(served: Served,
         assert (layer(torch.tensor([1])) == 7).all()
 
 
+def test_a_new_name_is_none_that_stands_for_a_server_already(served: Served, tmp_path: Path) -> None:
+    number = int(attach(served.server).rpartition("-")[2])
+    close()  # as in a process that restores a program which was made in another one
+    (tmp_path / "other").mkdir()
+    document, _ = configuration(tmp_path / "other")
+    with hps.HPS(document) as other:
+        other.insert([1], [[7.0] * 8], "m", "user")
+        restored = LookupLayer(attach(other, f"attached-{number + 1}"), "m", "user", 8)
+        LookupLayer(served.server, "m", "user", 8)
+        assert (restored(torch.tensor([1])) == 7).all()
+
+
 def test_a_path_that_cannot_be_opened_is_tried_again(served: Served, tmp_path: Path) -> None:
     path = tmp_path / "late.json"
     path.write_text("{")

@@ -136,7 +136,7 @@ class EmbeddingBagCollection(torch.nn.Module):
 
     Args:
         ps_config_file, model_name, wait: as for `LookupLayer`.
-        tables: what is looked up.
+        tables: what is looked up; a feature once a table.
         is_weighted: keys have weights.
     """
 
@@ -162,6 +162,11 @@ class EmbeddingBagCollection(torch.nn.Module):
         self.output_names = [
             f"{feature}@{table.name}" if feature in shared else feature for table in tables for feature in table.features
         ]
+        if repeated := {name for name in self.output_names if self.output_names.count(name) > 1}:
+            raise InvalidInputError(
+                f"making a collection for model {model_name!r}: got {min(repeated)!r} as the name of several outputs, expected "
+                "that they differ; name a feature once a table, and make a further collection for another pooling of it"
+            )
         self.dims = [table.emb_vec_size for table in tables for _ in table.features]
         self.features = as_text(
             [

@@ -162,6 +162,12 @@ def test_an_unknown_mode_is_refused(served: Served) -> None:
         EmbeddingBag(served.server, "m", "user", 8, mode="max")
 
 
+def test_outputs_of_one_name_are_refused(served: Served) -> None:
+    tables = [BagTable("user", ("u",), 8, pooling) for pooling in ("sum", "mean")]
+    with pytest.raises(hps.InvalidInputError, match="got 'u@user' as the name of several outputs"):
+        EmbeddingBagCollection(served.server, "m", tables)
+
+
 TABLES = [
     BagTable("user", ("u", "friend", "shared"), 8),
     BagTable("item", ("i", "shared"), 5, "mean", max_norm=1.5, padding_idx=3),

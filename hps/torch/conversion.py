@@ -119,7 +119,7 @@ class EmbeddingCollection(nn.Module):
 
 
 class _Rounded(nn.Module):
-    """A layer whose output has the dtype of the weights that it stands for."""
+    """A layer whose output, and per-sample weights, have the dtype of the weights that it stands for."""
 
     def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -127,8 +127,12 @@ class _Rounded(nn.Module):
         self.dtype = dtype
 
     def forward(self, *args: Any, **named: Any) -> torch.Tensor:
-        answer: torch.Tensor = self.layer(*args, **named)
+        answer: torch.Tensor = self.layer(*map(_widened, args), **{name: _widened(given) for name, given in named.items()})
         return answer.to(self.dtype)
+
+
+def _widened(given: Any) -> Any:
+    return given.float() if isinstance(given, torch.Tensor) and given.is_floating_point() else given
 
 
 def _layer(one: Embedding, server: HPS | str, model_name: str, wait: bool) -> nn.Module:
@@ -171,12 +175,14 @@ def _layer(one: Embedding, server: HPS | str, model_name: str, wait: bool) -> nn
 
 def _check(one: Embedding) -> None:
     """Refuse an embedding that answers otherwise than a layer would."""
+    collections = [torchrec_class("EmbeddingBagCollection"), torchrec_class("EmbeddingCollection")]
+    kinds: list[Any] = [nn.Embedding, nn.EmbeddingBag, *collections]
     for part in one.module.modules():
-        kind = next((kind for kind in (nn.Embedding, nn.EmbeddingBag) if isinstance(part, kind)), None)
+        kind = next((kind for kind in kinds if isinstance(part, kind)), None)
         own = getattr(part, "mode", None) == "max" and "mode 'max', expected sum or mean"
-        if kind and not own and part.max_norm is not None and part.norm_type != 2:
+        if kind and not own and getattr(part, "max_norm", None) is not None and part.norm_type != 2:
             own = f"norm_type {part.norm_type}, expected 2"
-        if kind and type(part).forward is not kind.forward:
+        if kind and getattr(part.forward, "__func__", None) is not kind.forward:  # of its class, or the object's
             own = f"a forward of {type(part).__name__}'s own, expected that of {kind.__name__}"
         if part._forward_hooks or part._forward_pre_hooks:
             own = "forward hooks, expected none; remove them first"

@@ -74,6 +74,16 @@ def test_bags_are_pooled_as_before(tmp_path: Path, server: HPS, seed: int, argum
     assert_within_an_ulp_a_term(converted(fixed), bag(fixed), positive(fixed), 4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_of_keys_have_the_dtype_that_they_had(tmp_path: Path, server: HPS, dtype: torch.dtype) -> None:
+    bag = nn.EmbeddingBag(ROWS, DIM, mode="sum", dtype=dtype)
+    converted = convert(bag, server, "shop", repository=tmp_path, hotness=5)
+    keys, weights = torch.arange(10).view(2, 5), torch.rand(2, 5).to(dtype)
+    expected = torch.einsum("bh,bhd->bd", weights.float(), bag.weight.detach().float()[keys]).to(dtype)
+    for answer in (converted(keys, None, weights), converted(keys, per_sample_weights=weights)):
+        torch.testing.assert_close(answer, expected)
+
+
 class Net(nn.Module):
     """Embeddings of each kind, in lists and dicts, one of them at two places."""
 
@@ -212,12 +222,33 @@ def hooked() -> nn.Module:
     return module
 
 
+def patched() -> nn.Module:
+    module: Any = nn.Embedding(ROWS, DIM)
+    module.forward = lambda keys: 2 * nn.Embedding.forward(module, keys)
+    return module
+
+
+def derived_collection() -> nn.Module:
+    torchrec, _ = collections()
+
+    class Doubled(torchrec.EmbeddingBagCollection):
+        def forward(self, features: Any) -> Any:
+            answer = super().forward(features)
+            return torchrec.KeyedTensor(answer.keys(), answer.length_per_key(), 2 * answer.values())
+
+    return Doubled(
+        tables=[torchrec.EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=ROWS, feature_names=["viewed"])]
+    )
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
     [
         (lambda: nn.EmbeddingBag(ROWS, DIM, mode="max"), "mode 'max', expected sum or mean"),
         (lambda: nn.Embedding(ROWS, DIM, max_norm=1, norm_type=1), "norm_type 1, expected 2"),
         (lambda: Scaled(ROWS, DIM), "a forward of Scaled's own"),
+        (patched, "a forward of Embedding's own"),
+        (derived_collection, "a forward of Doubled's own"),
         (hooked, "forward hooks"),
         (lambda: nn.Embedding(ROWS, DIM, device="meta"), "meta device"),
     ],

@@ -1,4 +1,6 @@
 import json
+import sys
+from collections.abc import Iterator
 
 import numpy as np
 import orjson
@@ -369,6 +371,16 @@ def test_the_size_of_parsed_json_is_bounded_by_its_marks():
         parsed_bytes(keys, 76_666)
 
 
+@pytest.fixture
+def recursion_limit() -> Iterator[None]:
+    """That of an interpreter which has just begun: torch's compilers raise it for the whole process."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(limit)
+
+
+@pytest.mark.usefixtures("recursion_limit")
 @pytest.mark.parametrize(
     ("body", "error", "says"),
     [

@@ -137,16 +137,7 @@ def _graphs(
     }
     graphs = {}
     for name, forward in forwards.items():
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                forward()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            results[name] = forward()
+        graphs[name], results[name] = _captured(forward)
         for asked in sets:
             keys.copy_(asked)
             results[name].fill_(torch.nan)
@@ -221,7 +212,7 @@ def _collection(report: Report, place: Path, calls: int) -> None:
         forwards = {"layer": lambda: unwaited(features), "lookup": lambda: bare(False), "embedding_bags": theirs}
         graphs = {}
         for name, forward in forwards.items():
-            graph = part(report, f"capturing {name} of 26 features", 30, partial(_captured, forward, check))
+            graph = part(report, f"capturing {name} of 26 features", 30, partial(_checked, forward, check))
             if graph is not None:
                 graphs[name] = graph
         figures = _of_calls(_in_turn({name: lambda _i, graph=graph: graph.replay() for name, graph in graphs.items()}, calls))
@@ -232,7 +223,8 @@ def _collection(report: Report, place: Path, calls: int) -> None:
             graph.reset()
 
 
-def _captured(forward: Callable[[], Any], check: Callable[[Any], None]) -> Any:
+def _captured(forward: Callable[[], Any]) -> tuple[Any, Any]:
+    """A graph of a call that ran before, and what it writes to."""
     import torch
 
     side = torch.cuda.Stream()
@@ -245,6 +237,11 @@ def _captured(forward: Callable[[], Any], check: Callable[[Any], None]) -> Any:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = forward()
+    return graph, found
+
+
+def _checked(forward: Callable[[], Any], check: Callable[[Any], None]) -> Any:
+    graph, found = _captured(forward)
     graph.replay()
     check(found)
     return graph

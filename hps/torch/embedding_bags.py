@@ -68,29 +68,24 @@ class EmbeddingBag(torch.nn.Module):
             TrainingModeError: the layer is in training mode.
             HPSError: as `HPS.lookup_pooled`.
         """
-        if torch.jit.is_scripting():
-            out: Tensor = torch.ops.hps.lookup_bags(
-                [input],
-                [offsets],
-                [per_sample_weights],
-                self.ps_config_file,
-                self.model_name,
-                self.features,
-                self.include_last_offset,
-                self.wait,
-                self.training,
-            )
-            return out
-        else:
-            return self._answer(input, offsets, per_sample_weights)
-
-    @torch.jit.unused
-    def _answer(self, keys: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
+        weights = per_sample_weights
         if weights is not None:
             weights = weights.detach()
-        answer = lookup_bags if called_directly(keys) else torch.ops.hps.lookup_bags
-        out: Tensor = answer(
-            [keys],
+        if not torch.jit.is_scripting():  # noqa: SIM102 - TorchScript leaves out what is below a bare question
+            if called_directly(input):
+                return lookup_bags(
+                    [input],
+                    [offsets],
+                    [weights],
+                    self.ps_config_file,
+                    self.model_name,
+                    self.features,
+                    self.include_last_offset,
+                    self.wait,
+                    self.training,
+                )
+        out: Tensor = torch.ops.hps.lookup_bags(
+            [input],
             [offsets],
             [weights],
             self.ps_config_file,

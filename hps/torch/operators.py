@@ -148,8 +148,8 @@ def _refuse_width(deployment: Deployment, table: int | str, dim: int) -> NoRetur
     )
 
 
-def _look_up(session: Session, segments: Sequence[Segment], device: torch.device, wait: bool) -> None:
-    if wait and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+def _look_up(session: Session, segments: Sequence[Segment], on_cuda: bool, wait: bool) -> None:
+    if wait and not (on_cuda and torch.cuda.is_current_stream_capturing()):
         session.lookup(segments)
     else:
         session.enqueue(segments)
@@ -183,10 +183,7 @@ def lookup_rows(
                 segment = Segment(index, keys, out, None, keys.numel())
             else:
                 segment = tensor_segment(index, emb_vec_size, keys, out, on_cuda=session.on_cuda, with_found=False)
-            if wait and not (on_cuda and torch.cuda.is_current_stream_capturing()):
-                session.lookup([segment])
-            else:
-                session.enqueue([segment])
+            _look_up(session, [segment], on_cuda, wait)
             return out
         except NotReadyError:
             if server.model(model_name) is deployment:
@@ -329,7 +326,7 @@ def _pooled(
         out: Any = np.empty(shape, np.float32) if on_host else torch.empty(shape, dtype=torch.float32, device=device)
         tables = {features.of[place].table: bags[place] for place in places}
         segments = pooled_segments(tables, out, deployment.table_index, deployment.tables, on_cuda=session.on_cuda)
-        _look_up(session, segments, device, wait)
+        _look_up(session, segments, not on_host, wait)
         return torch.from_numpy(out) if on_host else out
 
     def answer(deployment: Deployment) -> Tensor:

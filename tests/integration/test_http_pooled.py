@@ -10,7 +10,7 @@ from tritonclient.utils import InferenceServerException
 
 import hps
 from hps.service.protocol.open_inference import Inference
-from tests.servers.running_service import document_of, model_of, running_service
+from tests.servers.running_service import document_of, model_of, running_service, wait_until
 
 ROWS, MOST = 400, 1000
 DIMS = {"user": 4, "item": 7, "word": 128}
@@ -236,7 +236,8 @@ def test_wrong_bags_are_refused_and_the_service_goes_on(service, client, inputs,
         1,
         7,
     )
-    assert service.app.memory.held == 0
+    # The rest of a body that is too large may still arrive, and is thrown away.
+    wait_until(lambda: service.app.memory.held == 0, "nothing is held any more")
 
 
 @pytest.mark.parametrize("empty", [{"shape": [10**15, 0], "data": []}, {"shape": [1, 10**15], "data": [1]}])

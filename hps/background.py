@@ -33,6 +33,7 @@ class BackgroundQueue:
         self._threads = [threading.Thread(target=self._run, name=f"hps-{name}-{i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
             thread.start()
+        metrics.show_queue(name, self.waiting)
         close_at_exit(self, BackgroundQueue.abandon)
         disown_in_children(self)
 
@@ -44,10 +45,13 @@ class BackgroundQueue:
             except queue.Full:
                 pass
             else:
-                self._metrics.background_batches.labels(self._name).set(self._jobs.qsize())
                 return True
         self._metrics.background_dropped.labels(self._name).inc()
         return False
+
+    def waiting(self) -> int:
+        """How many jobs wait."""
+        return self._jobs.qsize()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until every queued job has run; False when that takes longer than `timeout_s`."""
@@ -70,6 +74,7 @@ class BackgroundQueue:
             self._jobs.put_nowait(None)
         for thread in self._threads:
             thread.join(timeout_s)
+        self._discard()
 
     def end_with(self, owner: object) -> None:
         """Let the threads end when the owner is collected; the jobs that are queued keep theirs alive."""
@@ -124,4 +129,3 @@ class BackgroundQueue:
             finally:
                 del job  # what it refers to may be collected while this thread waits for the next
                 self._jobs.task_done()
-                self._metrics.background_batches.labels(self._name).set(self._jobs.qsize())

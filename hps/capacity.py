@@ -51,6 +51,11 @@ def available_memory(root: Path = Path("/")) -> tuple[int, str]:
     return min(bounds, default=(sys.maxsize, ""))
 
 
+def machine_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory that the machine has; 0 where the system does not say."""
+    return _numbers(root / "proc/meminfo").get("MemTotal", 0) * 1024
+
+
 def _control_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
     """The directories of this process' control groups of memory up to their root; and names of files and fields there.
 

@@ -551,7 +551,7 @@ def _cached_sessions(
                 continue
             cache = cache_class.create(tables, capacities, device_id)
             paths = _miss_paths(config, cache, chain, metrics)
-            own = replace(settings, unwaitable=paths.unwaitable)
+            own = replace(settings, unwaitable=paths.unwaitable, miss_paths=tuple(paths.paths))
             sessions[device_id] = CachedSession(tables, cache, chain, coalescer, own, metrics)
             for index in range(len(tables)):
                 warm.fill(cache, index, fraction)

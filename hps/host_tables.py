@@ -48,6 +48,11 @@ class HostLayout:
 class HostTable(ABC):
     """A table that devices may read in place. *Thread-safe.*"""
 
+    @property
+    @abstractmethod
+    def pinned_bytes(self) -> int:
+        """Bytes of memory that are pinned now."""
+
     @abstractmethod
     def pin(self, pinner: Pinner, progress: Callable[[int, int], None] | None = None) -> None:
         """Pin all memory of the table, in pieces, and from now on what it grows by. Pinning it again changes nothing.

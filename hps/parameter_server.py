@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, wraps
+from time import perf_counter_ns
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, cast, overload
 
@@ -29,6 +30,8 @@ from hps.metrics import Metrics
 from hps.models.catalog import ModelCatalog
 from hps.models.deltas import HeldTable
 from hps.progress import Progress
+from hps.statistics import ServerStatistics
+from hps.survey import Survey
 from hps.tensors.bags import Bags, pooled_segments
 from hps.tensors.segments import (
     Segment,
@@ -104,6 +107,7 @@ class HPS:
         POOL.limit_to(self.config.fetch_threads)
         self._updates = LiveUpdates(self.config, self.metrics)
         self._chain, self._targets = open_databases(self.config, self.metrics)
+        self._survey = Survey(self._live, self.metrics, self._updates.status)
         self.catalog = ModelCatalog(self.config, self._targets.sources)
         self._watch = CatalogWatch(self.catalog, self._live)
         disown_in_children(self)
@@ -192,12 +196,13 @@ class HPS:
             WorkspaceTimeoutError: too many lookups at once.
             DatabaseError: keys are missing and the database that holds everything did not answer.
         """
+        began = perf_counter_ns()
         deployment = self.model(model_name)
         index = deployment.table_index(table_id)
         flat = as_host_keys(keys)
         vectors: FloatArray = np.empty((flat.size, deployment.tables[index].dim), np.float32)
         found = np.empty(flat.size, np.bool_) if return_found else None
-        deployment.session(device_id).lookup([Segment(index, flat, vectors, found)])
+        deployment.session(device_id).lookup([Segment(index, flat, vectors, found)], began)
         return vectors if found is None else (vectors, found)
 
     @_on_the_next_version
@@ -228,10 +233,11 @@ class HPS:
         Raises:
             As `lookup`; also InvalidInputError when a table is named twice (by id and by name).
         """
+        began = perf_counter_ns()
         deployment = self.model(model_name)
         session = deployment.session(device_id, tables, out)
         segments = _named(deployment, session, tables, out, return_found)
-        _answer(session, segments, wait)
+        _answer(session, segments, wait, began)
         vectors = dict(zip(tables, (segment.out for segment in segments), strict=True)) if out is None else dict(out)
         if return_found:
             return vectors, dict(zip(tables, (segment.found for segment in segments), strict=True))
@@ -273,12 +279,13 @@ class HPS:
             DatabaseError: as `lookup`; with `wait=False`, a lookup before gave keys the default vector since nobody could read
                 theirs.
         """
+        began = perf_counter_ns()
         deployment = self.model(model_name)
         index = deployment.table_index(table_id)
         session = deployment.session(device_id)
         dim = deployment.tables[index].dim
         segment = tensor_segment(index, dim, keys, out_tensor, on_cuda=session.on_cuda, with_found=return_found)
-        _answer(session, [segment], wait)
+        _answer(session, [segment], wait, began)
         return segment.found
 
     @_on_the_next_version
@@ -312,12 +319,13 @@ class HPS:
         Raises:
             As `lookup_fromdlpack`; InvalidInputError also when the counts do not fit the model or the keys.
         """
+        began = perf_counter_ns()
         deployment = self.model(model_name)
         session = deployment.session(device_id, keys, out_tensor)
         segments, found = concatenated_segments(
             keys, counts, out_tensor, deployment.tables, on_cuda=session.on_cuda, with_found=return_found
         )
-        _answer(session, segments, wait)
+        _answer(session, segments, wait, began)
         return found
 
     @_on_the_next_version
@@ -348,11 +356,12 @@ class HPS:
         Raises:
             As `lookup_tables`; InvalidInputError also where offsets, weights, combiner or max_norm are not as `Bags` says.
         """
+        began = perf_counter_ns()
         deployment = self.model(model_name)
         keys = {name: bags.keys for name, bags in tables.items() if isinstance(bags, Bags)}
         session = deployment.session(device_id, keys, out)
         segments = pooled_segments(tables, out, deployment.table_index, deployment.tables, on_cuda=session.on_cuda)
-        _answer(session, segments, wait)
+        _answer(session, segments, wait, began)
         return dict(zip(tables, (segment.out for segment in segments), strict=True)) if out is None else out
 
     @_on_the_next_version
@@ -422,12 +431,13 @@ class HPS:
         Raises:
             As `lookup_tables`; NotReadyError when it was retired, and another version may serve by now.
         """
+        began = perf_counter_ns()
         refuse_repeated_tables(segments, deployment.tables)
         if device_id is None:
             device_id = deployment.one_device
             if device_id is None:
                 device_id = deployment.choose_device()
-        deployment.session(device_id).lookup(segments)
+        deployment.session(device_id).lookup(segments, began)
         return device_id
 
     def insert(
@@ -801,6 +811,21 @@ class HPS:
         """
         return self._updates.status()
 
+    def stats(self) -> ServerStatistics:
+        """What the server holds and has done: sizes, hit rates and times by model, table and tier; devices and queues.
+
+        Waits for no database and no device. What they must be asked for is asked in the background, at most every 15 s and only
+        while somebody calls this: it is None in the first answer, and later ones say how old it is.
+
+        Raises:
+            NotReadyError: the server is closed.
+            ForkedProcessError: it was made before this process was forked.
+        """
+        self._reopen()
+        if self._closed:
+            raise refusal(self, "the parameter server")
+        return self._survey.statistics()
+
     def drain(self, timeout_s: float = 10.0) -> bool:
         """Wait until background insertions and promotions are done; False when the timeout comes first."""
         return all([*(deployment.drain(timeout_s) for deployment in self._live.all()), self._chain.drain(timeout_s)])
@@ -817,6 +842,7 @@ class HPS:
                 return
             deployments = self._live.close(timeout_s)
             self._closed = True
+            self._survey.close()
             for deployment in deployments:
                 deployment.close()
             self._updates.close()
@@ -850,6 +876,7 @@ class HPS:
                 deployments[name] = replace(deployment, sessions=sessions, chain=chain, ends=[])
             self._chain = chain
             self._live = LiveModels(deployments)
+            self._survey = Survey(self._live, self.metrics, self._updates.status)
             self._watch = CatalogWatch(self.catalog, self._live)
             self._closed, self._reopenable = False, {}
             disown_in_children(self)
@@ -876,9 +903,9 @@ def _named(
     )
 
 
-def _answer(session: Session, segments: Sequence[Segment], wait: bool) -> None:
+def _answer(session: Session, segments: Sequence[Segment], wait: bool, began_ns: int) -> None:
     if wait:
-        session.lookup(segments)
+        session.lookup(segments, began_ns)
         return
     if any(segment.found is not None for segment in segments):
         raise InvalidInputError("looking up without waiting: got return_found, whose mask is in host memory; expected none")

@@ -6,12 +6,15 @@
 
 A trace follows the calls of its own thread. What a lookup leaves to other threads (deferred insertion) is not in it. Where no
 trace was asked for, a stage costs one look at a thread-local variable.
+
+The times of stages are always added up (`hps_lookup_stage_seconds`): a lookup that misses keys has a dict for them in
+`current.stages`, to which the tiers that it asks add theirs with `ended`.
 """
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter_ns
+from types import TracebackType
 from typing import Final, NamedTuple
 
 STAGES: Final = ("adopt", "wait", "query", "unique", "volatile_db", "persistent_db", "coalesced", "scatter", "insert", "finish")
@@ -20,7 +23,10 @@ wait for keys that another lookup fetches."""
 
 
 class Span(NamedTuple):
-    """One stage of a lookup. Times are nanoseconds of `time.perf_counter_ns`. `table` is empty where it is of all tables."""
+    """One stage of a lookup. Times are nanoseconds of `time.perf_counter_ns`. `table` is empty where it is of all tables.
+
+    `keys` are those that the stage was given: with duplicates in the stages before `unique`, distinct ones after it.
+    """
 
     stage: str
     table: str
@@ -40,6 +46,10 @@ class TableAnswers:
     linked: int = 0
     defaults: int = 0
     deferred: int = 0
+
+    def add(self, tier: str, hits: int) -> None:
+        """Count keys that a tier of `metrics.TIERS` answered."""
+        setattr(self, tier, getattr(self, tier) + hits)
 
 
 @dataclass(slots=True)
@@ -64,18 +74,36 @@ class LookupTrace:
 
 class _Current(threading.local):
     trace: LookupTrace | None = None
+    stages: dict[str, int] | None = None
 
 
 current: Final = _Current()
-"""`current.trace` is the trace of this thread, if there is one."""
+"""Of this thread: `trace`, if one was asked for, and `stages`, nanoseconds by stage of a lookup that asks the tiers now."""
 
 
-@contextmanager
-def traced() -> Iterator[LookupTrace]:
-    """Trace the lookups of this thread. Traces do not nest: the inner one takes what it sees from the outer one."""
-    before, trace = current.trace, LookupTrace()
-    current.trace = trace
-    try:
-        yield trace
-    finally:
-        current.trace = before
+def ended(stage: str, table: str, began_ns: int, keys: int) -> int:
+    """Note that a stage of this thread's lookup ends now, if one is under way; returns the time."""
+    now = perf_counter_ns()
+    stages = current.stages
+    if stages is not None:
+        stages[stage] = stages.get(stage, 0) + now - began_ns
+        if (trace := current.trace) is not None:
+            trace.spans.append(Span(stage, table, began_ns, now, keys))
+    return now
+
+
+class traced:
+    """Trace the lookups of this thread while in the block: `with traced() as trace:`. *One per thread.*
+
+    Traces do not nest: the inner one takes what it sees from the outer one.
+    """
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> LookupTrace:
+        self._before = current.trace
+        current.trace = trace = LookupTrace()
+        return trace
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        current.trace = self._before

@@ -51,6 +51,15 @@ class CacheStats:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of a device, by its driver: of the CPU, that of the machine and what this process may still take."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class UnwaitedCounts:
     """What became of the keys, duplicates counted, of lookups that were only enqueued, since construction.
 
@@ -340,6 +349,14 @@ class EmbeddingCache(ABC):
     @abstractmethod
     def stats(self, table: int) -> CacheStats:
         """Counters of a table."""
+
+    def device_memory(self) -> DeviceMemory:
+        """Memory of the device that the cache is on. It may wait for the device.
+
+        Raises:
+            DeviceError: the device does not say.
+        """
+        return DeviceMemory("", 0, 0)
 
     @abstractmethod
     def close(self) -> None:

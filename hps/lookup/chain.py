@@ -2,9 +2,9 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from time import perf_counter_ns
 from typing import TypeAlias
 
 import numpy as np
@@ -17,6 +17,7 @@ from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.lookup.fences import TableFence
 from hps.metrics import TIERS, Metrics
 from hps.thread_pool import POOL
+from hps.tracing import current, ended
 from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
@@ -34,6 +35,11 @@ class _Access:
         self._available = metrics.tier_available.labels(tier, operation)
         self._errors = metrics.tier_errors.labels(tier, operation)
         self._available.set(1)
+
+    @property
+    def available(self) -> bool:
+        """Whether calls are made, and not only now and then one that tries."""
+        return not self._breaker.is_open
 
     def attempt(self, call: Callable[[], object]) -> DatabaseError | None:
         """Make a call unless the breaker is open; report the outcome to the breaker, the metrics and the caller."""
@@ -71,7 +77,6 @@ class _Tier:
         self.index = TIERS.index(name)
         self._reads = _Access(f"reads of {name} ({database.kind})", name, "read", metrics, breaker())
         self._writes = _Access(f"writes to {name} ({database.kind})", name, "write", metrics, breaker())
-        self._seconds = metrics.fetch_seconds.labels(name)
 
     def fetch(
         self,
@@ -105,10 +110,7 @@ class _Tier:
                 self.database.open_table(table.tag, table.dim)
                 self.database.fetch(table.tag, keys, out, found)
 
-        start = time.perf_counter()
-        error = self._reads.attempt(call)
-        self._seconds.observe(time.perf_counter() - start)
-        return error
+        return self._reads.attempt(call)
 
     def _share(
         self, tag: str, keys: KeyArray, out: FloatArray, found: BoolArray, least_rows: int, fetched: Landed | None
@@ -119,6 +121,11 @@ class _Tier:
             fetch(tag, keys[start:stop], out[start:stop], found[start:stop])
 
         POOL.run(keys.size, least_rows, part, fetched)
+
+    @property
+    def available(self) -> bool:
+        """Whether it is read."""
+        return self._reads.available
 
     def attempt(self, write: Callable[[], object]) -> DatabaseError | None:
         """Make a call that writes, unless the breaker of writes is open; an error is counted and returned."""
@@ -213,6 +220,11 @@ class DatabaseChain:
     def databases(self) -> list[Database]:
         """The databases, in the order in which they are asked."""
         return [tier.database for tier in self._tiers]
+
+    def tiers(self, table: TableSpec) -> list[tuple[str, Database, bool]]:
+        """The name of each tier, its database, and whether a table is read there now."""
+        hidden = self._volatile if table.tag in self._quarantined else None
+        return [(tier.name, tier.database, tier.available and tier is not hidden) for tier in self._tiers]
 
     @property
     def quarantined(self) -> list[str]:
@@ -310,11 +322,13 @@ class DatabaseChain:
             known = found.copy() if tier is self._persistent and self._promotions else None
             if final:
                 final.for_certain = last
+            began = perf_counter_ns()
             error = tier.fetch(
                 table, keys, out, found, missing=before, open_lost=not last, fetched=final.fetched if final else None
             )
+            spent = ended(tier.name, table.table_name, began, before) - began
             after = keys.size - int(np.count_nonzero(found))
-            self._count(table, tier, hits=before - after, misses=0 if error else after)
+            self._count(table, tier, before - after, 0 if error else after, spent)
             if error and last and after:
                 raise error
             if known is not None and after < before:
@@ -544,8 +558,12 @@ class DatabaseChain:
 
         self._promotions.submit(job)
 
-    def _count(self, table: TableSpec, tier: _Tier, hits: int, misses: int) -> None:
+    def _count(self, table: TableSpec, tier: _Tier, hits: int, misses: int, spent_ns: int) -> None:
         counters = self.metrics.table(table.model_name, table.table_name)
+        times = self.metrics.fetch_times(table.model_name, tier.name)
         with self.metrics.lock:
+            times.add(spent_ns)
             counters.hits[tier.index] += hits
             counters.misses[tier.index] += misses
+        if current.stages is not None and (trace := current.trace) is not None:
+            trace.of(table.table_name).add(tier.name, hits)

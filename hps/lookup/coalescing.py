@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter_ns
 
 import numpy as np
 from numba import int64, void
@@ -12,6 +13,7 @@ from hps.lookup.chain import Landed
 from hps.lookup.fences import TableFence
 from hps.metrics import Metrics
 from hps.numba_kernels import compile_kernels, kernel, read_only
+from hps.tracing import ended
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
 Fetch = Callable[[TableSpec, KeyArray, FloatArray, BoolArray, Landed | None], int]
@@ -172,7 +174,9 @@ class FetchCoalescer:
 
     def _follow(self, table: TableSpec, join: _Join, keys: KeyArray, out: FloatArray, found: BoolArray) -> None:
         flight = join.flight
+        began = perf_counter_ns()
         landed = flight.landed is not None and flight.landed.wait(self._timeout_s)
+        ended("coalesced", table.table_name, began, join.here.size)
         if landed and flight.vectors is not None and flight.found is not None:
             out[join.here] = flight.vectors[join.there]
             found[join.here] = flight.found[join.there]

@@ -5,6 +5,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
+from time import perf_counter_ns
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +24,7 @@ from hps.open_calls import OpenCalls
 from hps.tensors.bags import Pooling
 from hps.tensors.pooling import bag_arrays, counted_positions, pool_rows
 from hps.tensors.segments import Segment
+from hps.tracing import LookupTrace, Span, current, ended
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
 _PREFETCH_ROWS = 65_536  # vectors fetched at once, so that their memory is bounded
@@ -48,11 +51,20 @@ class Session(Protocol):
     def busy(self) -> int:
         """Keys of the lookups that run or wait for a workspace; 0 where the model has no other session to choose."""
 
-    def lookup(self, segments: Sequence[Segment]) -> None:
+    @property
+    def workspaces(self) -> tuple[int, int]:
+        """How many lookups may run at once, and how many do; (0, 0) where that is not bounded."""
+
+    @property
+    def miss_paths(self) -> Sequence[str]:
+        """By table, what answers a miss of the cache that host memory has: `link` or `copy`; empty without a cache."""
+
+    def lookup(self, segments: Sequence[Segment], began_ns: int = 0) -> None:
         """Write the vector of every key to its row of `out`, and `found` where it is given.
 
         Args:
             segments: at most one for each table, made by `hps.tensors.segments`.
+            began_ns: when the caller began to make them, by `time.perf_counter_ns`; 0: now.
 
         Raises:
             TooManyKeysError: a segment has more keys than the table's `max_keys`.
@@ -117,6 +129,7 @@ class SessionSettings:
         insert_queue_length: batches of missing keys that may wait for background insertion.
         one_of_several: the model has sessions on other devices, too, among which a lookup may choose.
         unwaitable: by table, why a lookup cannot be left to the device alone; empty where every table can.
+        miss_paths: by table, see `Session.miss_paths`.
     """
 
     hit_rate_threshold: float = 0.9
@@ -125,6 +138,7 @@ class SessionSettings:
     insert_queue_length: int = 64
     one_of_several: bool = False
     unwaitable: Mapping[int, str] = field(default_factory=dict)
+    miss_paths: Sequence[str] = ()
 
 
 class RecordedLookup:
@@ -175,13 +189,16 @@ class CachedSession:
         self._chain = chain
         self._coalescer = coalescer
         self._threshold = settings.hit_rate_threshold
+        self.miss_paths = settings.miss_paths
         self._metrics = metrics
         self._max_keys = [table.max_keys for table in self.tables]
         model = self.tables[0].model_name
         self._counters = [metrics.table(table.model_name, table.table_name) for table in self.tables]
         self._device = metrics.device(model, cache.device_id if self.on_cuda else None)
         self._under_way: dict[int, int] | None = {} if settings.one_of_several else None  # keys of each thread's lookup
-        self._seconds = metrics.lookup_seconds.labels(model)
+        of_model = metrics.lookup_times(model)
+        self._stages = of_model.stages
+        self._times = [of_model.whole, *(of_model.stages[stage] for stage in ("adopt", "wait", "query", "finish"))]
         self._lookups = _LookupPool(
             cache.create_lookup,
             settings.workspaces,
@@ -200,37 +217,62 @@ class CachedSession:
         """Keys of the lookups that run or wait. See `Session.busy`."""
         return sum(self._under_way.values()) if self._under_way else 0
 
-    def lookup(self, segments: Sequence[Segment]) -> None:
+    @property
+    def workspaces(self) -> tuple[int, int]:
+        """How many lookups may run at once, and how many do."""
+        return self._lookups.size, self._lookups.busy
+
+    def lookup(self, segments: Sequence[Segment], began_ns: int = 0) -> None:
         """Write the vector of every key to its row of `out`. See `Session.lookup`."""
-        start = time.perf_counter()
+        start = perf_counter_ns()
         _refuse_too_many_keys(self.tables, self._max_keys, segments)
         under_way = self._under_way
         if under_way is not None:  # single operations of a dict are atomic: this needs no lock, and drifts never
             under_way[threading.get_ident()] = sum([segment.n for segment in segments])
+        stages: dict[str, int] | None = None
         try:
             lookup = self._lookups.take()
             try:
+                taken = perf_counter_ns()
                 missing = lookup.query(segments)
+                queried = answered = perf_counter_ns()
                 counts = lookup.counts if missing else None
                 linked, absent, padding = lookup.linked, lookup.absent, lookup.padding
                 if counts:
+                    current.stages = stages = {}
                     self._answer_misses(lookup, segments, counts)
+                    answered = perf_counter_ns()
                 lookup.finish()
             finally:
+                current.stages = None
                 self._lookups.give_back(lookup)
         finally:
             if under_way is not None:
                 del under_way[threading.get_ident()]
-        self._count(segments, counts, padding)
+        end = perf_counter_ns()
+        began = began_ns or start
+        times = (end - began, start - began, taken - start, queried - taken, end - answered)
+        self._count(segments, counts, padding, times, stages)
         if linked or absent:
             self._count_linked(segments, linked, absent)
-        self._seconds.observe(time.perf_counter() - start)
+        if (trace := current.trace) is not None:
+            n = sum([segment.n for segment in segments])
+            spans = (("adopt", began, start), ("wait", start, taken), ("query", taken, queried), ("finish", answered, end))
+            trace.spans += [Span(stage, "", first, last, n) for stage, first, last in spans]
+            if counts:
+                trace.spans.sort(key=attrgetter("ended_ns"))
+            self._trace(trace, segments, counts, linked, absent, padding)
 
     def enqueue(self, segments: Sequence[Segment]) -> None:
         """Leave a lookup on the stream of its tensors. See `Session.enqueue`."""
         _refuse_too_many_keys(self.tables, self._max_keys, segments)
         self._unwaited.check(segments)
+        began = perf_counter_ns()
         self._enqueue(segments)
+        if (trace := current.trace) is not None:  # the device has yet to do it: what answered is not known here
+            trace.spans.append(Span("query", "", began, perf_counter_ns(), sum([segment.n for segment in segments])))
+            for segment in segments:
+                trace.of(self.tables[segment.table].table_name).keys += segment.n
 
     def _enqueue(self, segments: Sequence[Segment]) -> None:
         self._unwaited.enqueue(segments, self._lookups.take, self._lookups.give_back)
@@ -277,9 +319,14 @@ class CachedSession:
             for segment, missing, left_out in zip(segments, counts, padding, strict=True)
             if missing and 1.0 - missing / (segment.n - left_out) >= self._threshold
         }
-        for missed in lookup.unique():
+        began = perf_counter_ns()
+        every = lookup.unique()
+        ended("unique", "", began, sum(counts))
+        for missed in every:
             if missed.segment.table in deferred:
+                began = perf_counter_ns()
                 missed.scatter(np.zeros(missed.keys.size, np.bool_))
+                ended("scatter", self.tables[missed.segment.table].table_name, began, missed.keys.size)
                 self._insert_later(missed.segment.table, missed.keys)
             else:
                 self._fetch_now(missed)
@@ -288,6 +335,10 @@ class CachedSession:
                 for segment, missing in zip(segments, counts, strict=True):
                     if segment.table in deferred:
                         self._counters[segment.table].deferred += missing
+            if (trace := current.trace) is not None:
+                for segment, missing in zip(segments, counts, strict=True):
+                    if segment.table in deferred:
+                        trace.of(self.tables[segment.table].table_name).deferred += missing
 
     def _fetch_now(self, missed: MissedKeys) -> None:
         table, keys = self.tables[missed.segment.table], missed.keys
@@ -296,11 +347,16 @@ class CachedSession:
         buffer = missed.buffer()
         found = np.zeros(keys.size, np.bool_)
         self._coalescer.fetch(table, fence, keys, buffer, found, missed.stage)
+        began = perf_counter_ns()
         missed.scatter(found)
+        began = ended("scatter", table.table_name, began, keys.size)
         with fence.filling(token) as allowed:
             if allowed:
                 missed.insert(found)
-        self._count_defaults(missed.segment.table, found)
+        ended("insert", table.table_name, began, keys.size)
+        defaults = self._count_defaults(missed.segment.table, found)
+        if (trace := current.trace) is not None:
+            trace.of(table.table_name).defaults += defaults
 
     def _insert_later(self, table_index: int, keys: KeyArray) -> None:
         """Queue the insertion of keys that no queued insertion has already."""
@@ -336,10 +392,27 @@ class CachedSession:
             pending = self._pending[table_index]
             self._pending[table_index] = pending[~_contained(keys, pending)]
 
-    def _count(self, segments: Sequence[Segment], missing_counts: Sequence[int] | None, padding: Sequence[int]) -> None:
-        """Count the keys of a lookup. `missing_counts` is None where no key was missing: that is quicker for many tables."""
+    def _count(
+        self,
+        segments: Sequence[Segment],
+        missing_counts: Sequence[int] | None,
+        padding: Sequence[int],
+        times: tuple[int, ...],
+        stages: Mapping[str, int] | None,
+    ) -> None:
+        """Count the keys of a lookup. `missing_counts` is None where no key was missing: that is quicker for many tables.
+
+        Args:
+            times: nanoseconds, in the order of `_times`.
+            stages: of what follows the query, where keys were missing.
+        """
         every = self._counters
         with self._metrics.lock:
+            for spent, ns in zip(self._times, times, strict=True):
+                spent.add(ns)
+            if stages is not None:
+                for stage, ns in stages.items():
+                    self._stages[stage].add(ns)
             self._device.lookups += 1
             for segment in segments:
                 counters, n = every[segment.table], segment.n
@@ -364,11 +437,32 @@ class CachedSession:
                 counters.misses[0] += found + lacking
                 counters.count_linked(found, lacking)
 
-    def _count_defaults(self, table_index: int, found: BoolArray) -> None:
+    def _count_defaults(self, table_index: int, found: BoolArray) -> int:
         absent = found.size - int(np.count_nonzero(found))
         if absent:
             with self._metrics.lock:
                 self._counters[table_index].defaults += absent
+        return absent
+
+    def _trace(
+        self,
+        trace: LookupTrace,
+        segments: Sequence[Segment],
+        counts: Sequence[int] | None,
+        linked: Sequence[int],
+        absent: Sequence[int],
+        padding: Sequence[int],
+    ) -> None:
+        """Note what the embedding cache and the device answered; the tiers below have noted theirs."""
+        for i, segment in enumerate(segments):
+            answers = trace.of(self.tables[segment.table].table_name)
+            n = segment.n - (padding[i] if padding else 0)
+            by_device, by_default = linked[i] if linked else 0, absent[i] if absent else 0
+            answers.keys += n
+            answers.embedding_cache += n - (counts[i] if counts else 0) - by_device - by_default
+            answers.linked += by_device
+            answers.volatile_db += by_device
+            answers.defaults += by_default
 
 
 class DirectSession:
@@ -388,36 +482,65 @@ class DirectSession:
         self.cache: EmbeddingCache | None = None
         self.on_cuda = False
         self.busy = 0
+        self.workspaces = (0, 0)
+        self.miss_paths: Sequence[str] = ()
         self._chain = chain
         self._metrics = metrics
         self._max_keys = [table.max_keys for table in self.tables]
         self._counters = [metrics.table(table.model_name, table.table_name) for table in self.tables]
-        self._seconds = metrics.lookup_seconds.labels(self.tables[0].model_name)
+        self._times = metrics.lookup_times(self.tables[0].model_name)
         self._calls = OpenCalls(f"the deployment of model {self.tables[0].model_name!r}")
 
-    def lookup(self, segments: Sequence[Segment]) -> None:
+    def lookup(self, segments: Sequence[Segment], began_ns: int = 0) -> None:
         """Write the vector of every key to its row of `out`. See `Session.lookup`."""
-        start = time.perf_counter()
+        start = perf_counter_ns()
         _refuse_too_many_keys(self.tables, self._max_keys, segments)
-        with self._calls:
-            for segment in segments:
-                table = self.tables[segment.table]
-                if segment.pooling is not None:
-                    self._pool(table, segment, segment.pooling)
-                    continue
-                found = segment.found
-                if found is None:
-                    found = np.zeros(segment.n, np.bool_)
-                else:
-                    found[...] = False
-                absent = found.size - self._chain.fetch(table, segment.keys, segment.out, found)
-                if absent:
-                    segment.out[~found] = table.default_value
-                self._count(segment.table, found.size, absent)
-        self._seconds.observe(time.perf_counter() - start)
+        stages: dict[str, int] = {"adopt": start - (began_ns or start)}
+        counts = []
+        current.stages = stages
+        try:
+            with self._calls:
+                for segment in segments:
+                    table = self.tables[segment.table]
+                    if segment.pooling is not None:
+                        counts.append(self._pool(table, segment, segment.pooling))
+                        continue
+                    found = segment.found
+                    if found is None:
+                        found = np.zeros(segment.n, np.bool_)
+                    else:
+                        found[...] = False
+                    absent = found.size - self._chain.fetch(table, segment.keys, segment.out, found)
+                    if absent:
+                        began = perf_counter_ns()
+                        segment.out[~found] = table.default_value
+                        ended("scatter", table.table_name, began, absent)
+                    counts.append((found.size, absent))
+        finally:
+            current.stages = None
+        end = perf_counter_ns()
+        with self._metrics.lock:
+            for segment, (keys, absent) in zip(segments, counts, strict=True):
+                counters = self._counters[segment.table]
+                counters.keys += keys
+                counters.defaults += absent
+            self._times.whole.add(end - (began_ns or start))
+            for stage, ns in stages.items():
+                self._times.stages[stage].add(ns)
+        if (trace := current.trace) is not None:
+            trace.spans.append(Span("adopt", "", began_ns or start, start, sum([keys for keys, _ in counts])))
+            trace.spans.sort(key=attrgetter("ended_ns"))
+            for segment, (keys, absent) in zip(segments, counts, strict=True):
+                answers = trace.of(self.tables[segment.table].table_name)
+                answers.keys += keys
+                answers.defaults += absent
 
-    def _pool(self, table: TableSpec, segment: Segment, pooling: Pooling) -> None:
-        """Write the combined vector of each bag, of vectors that are fetched some at a time."""
+    def _pool(self, table: TableSpec, segment: Segment, pooling: Pooling) -> tuple[int, int]:
+        """Write the combined vector of each bag, of vectors that are fetched some at a time.
+
+        Returns:
+            How many keys there were, and how many of them no tier has.
+        """
         keys, out = segment.keys, segment.out
         bags = bag_arrays(pooling)
         out[...] = 0.0
@@ -435,14 +558,10 @@ class DirectSession:
             if missing := found.size - self._chain.fetch(table, counted[start:stop], rows[: found.size], found):
                 absent += missing
                 rows[: found.size][~found] = table.default_value
+            began = perf_counter_ns()
             pool_rows(rows, _AS_THEY_COME, positions, start, stop, keys, *bags, total, out)
-        self._count(segment.table, positions.size, absent)
-
-    def _count(self, table: int, keys: int, absent: int) -> None:
-        with self._metrics.lock:
-            counters = self._counters[table]
-            counters.keys += keys
-            counters.defaults += absent
+            ended("scatter", table.table_name, began, found.size)
+        return positions.size, absent
 
     def enqueue(self, segments: Sequence[Segment]) -> None:
         """Refuse: there is no device."""
@@ -485,6 +604,9 @@ class DirectSession:
 class _LookupPool:
     """Bounds how many lookups run at once. *Thread-safe.* A lookup that waits for its turn ends with an error, never in a spin.
 
+    Attributes:
+        size: how many may run at once.
+
     Args:
         create: allocates a lookup; called `size` times now, so that no call has to.
         size: how many may run at once.
@@ -494,7 +616,7 @@ class _LookupPool:
     """
 
     def __init__(self, create: Callable[[], CacheLookup], size: int, timeout_s: float, owner: str, timeouts: Counter) -> None:
-        self._size = size
+        self.size = size
         self._timeout_s = timeout_s
         self._owner = owner
         self._timeouts = timeouts
@@ -502,6 +624,11 @@ class _LookupPool:
         self._free: queue.SimpleQueue[CacheLookup | None] = queue.SimpleQueue()  # None: it is closed
         for _ in range(size):
             self._free.put(create())
+
+    @property
+    def busy(self) -> int:
+        """How many lookups run, roughly."""
+        return 0 if self._closed else max(0, self.size - self._free.qsize())
 
     def take(self) -> CacheLookup:
         """Take a lookup, which the caller must give back.
@@ -521,7 +648,7 @@ class _LookupPool:
                 raise NotReadyError(f"{self._owner}: was undeployed") from None
             self._timeouts.inc()
             raise WorkspaceTimeoutError(
-                f"{self._owner}: all {self._size} lookup workspaces stayed busy for {self._timeout_s:g} s; "
+                f"{self._owner}: all {self.size} lookup workspaces stayed busy for {self._timeout_s:g} s; "
                 "raise num_of_worker_buffer_in_pool or send fewer lookups at once"
             ) from None
 
@@ -533,12 +660,12 @@ class _LookupPool:
         """Take all lookups away for good; False when some were still running after `timeout_s`, and may be asked again."""
         self._closed = True
         deadline = time.monotonic() + timeout_s
-        while self._size:
+        while self.size:
             try:
                 self._free.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 return False
-            self._size -= 1
+            self.size -= 1
         self._free.put(None)
         return True
 

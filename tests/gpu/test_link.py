@@ -332,6 +332,10 @@ class Guarded(HostTable):
         self.left_bytes = limit_bytes
         self._pinner: Pinner
 
+    @property
+    def pinned_bytes(self) -> int:
+        return self._inner.pinned_bytes
+
     def pin(self, pinner: Pinner, progress: Callable[[int, int], None] | None = None) -> None:
         self._pinner = pinner
         self._inner.pin(_Limited(self), progress)

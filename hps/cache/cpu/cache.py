@@ -1,18 +1,19 @@
 """The embedding cache in host memory: it serves where there is no GPU, and is the CuPy cache's twin."""
 
 import os
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import numpy as np
 
-from hps.cache.base import CacheLookup, CacheStats, EmbeddingCache, MissedKeys
+from hps.cache.base import CacheLookup, CacheStats, DeviceMemory, EmbeddingCache, MissedKeys
 from hps.cache.cpu import kernels as numpy_kernels
 from hps.cache.cpu import misses as numpy_misses
 from hps.cache.cpu.pooling import WRONG_OFFSETS, pool
 from hps.cache.cpu.sets import EPOCHS_A_CALL, EVICTIONS, INSERTS, LINE_WORDS, RESIDENT, STATE_WORDS, WAYS
-from hps.capacity import available_memory, check_fits
+from hps.capacity import available_memory, check_fits, machine_memory
 from hps.errors import DeviceMemoryError, InvalidInputError
 from hps.lifetimes import disown_in_children, refusal
 from hps.numba_kernels import compile_kernels
@@ -123,6 +124,10 @@ class NumpyCache(EmbeddingCache):
             evictions=int(own.state[EVICTIONS]),
             size_bytes=own.lines.nbytes + own.vectors.nbytes + own.state.nbytes,
         )
+
+    def device_memory(self) -> DeviceMemory:
+        """Memory of the machine, and what this process may still take of it."""
+        return DeviceMemory(platform.processor() or platform.machine(), machine_memory(), available_memory()[0])
 
     def close(self) -> None:
         """Release the memory; running calls keep it until they return. Closing twice changes nothing."""

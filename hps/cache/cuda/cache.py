@@ -4,6 +4,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, ClassVar, Self
 
 import cupy
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from cupy_backends.cuda.api import runtime
 
-from hps.cache.base import CacheStats, EmbeddingCache, UnwaitedCounts
+from hps.cache.base import CacheStats, DeviceMemory, EmbeddingCache, UnwaitedCounts
 from hps.cache.cuda import kernels
 from hps.cache.cuda.device import CUDA_ERRORS, compile_all, on_device
 from hps.cache.cuda.graphs import CupyCapture, CupyGraph, capture_of, record
@@ -179,6 +180,12 @@ class CupyCache(EmbeddingCache):
         admitted, evicted, erased = self._changes.counters(own) if own.pairs else (0, 0, 0)
         return CacheStats(own.capacity_rows, admitted - evicted - erased, admitted, evicted, own.size_bytes)
 
+    @device_call("asking for the memory")
+    def device_memory(self) -> DeviceMemory:
+        """Memory of the device, by its driver: of all processes."""
+        free_bytes, total_bytes = runtime.memGetInfo()
+        return DeviceMemory(_device_name(self.device_id), total_bytes, free_bytes)
+
     def close(self) -> None:
         """Release the memory once the running calls have returned. Closing twice changes nothing."""
         if self.memory.open is None:
@@ -220,3 +227,8 @@ class CupyCache(EmbeddingCache):
         vectors_at = reader.output(vectors, n, table.spec.dim)
         if table.pairs and n:
             self._changes.insert_on_device(table, keys_at, vectors_at, n, mode, reader.streams)
+
+
+@cache
+def _device_name(device_id: int) -> str:
+    return str(runtime.getDeviceProperties(device_id)["name"].decode())

@@ -73,6 +73,10 @@ class TableInPlace(HostTable):
         self._closed = False
         self._watchers: dict[object, Callable[[HostLayout | None], None]] = {}
 
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(pages.whole_bytes for pages in self._pins)
+
     def pin(self, pinner: Pinner, progress: Callable[[int, int], None] | None = None) -> None:
         """Do what `HostTable.pin` says; writers wait only for what the table grows by meanwhile."""
         if not self._pinning.acquire(timeout=_PIN_TIMEOUT_S):

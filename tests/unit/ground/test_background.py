@@ -29,6 +29,23 @@ def test_full_queue_refuses_a_job_and_counts_it():
     jobs.close()
 
 
+def test_batches_that_wait_in_several_queues_of_a_kind_add_up():
+    metrics = Metrics()
+    gate = threading.Event()
+    queues = [BackgroundQueue("work", 10, 1, metrics) for _ in range(2)]
+    for jobs in queues:
+        started = threading.Event()
+        jobs.submit(lambda started=started: started.set() or gate.wait(10))
+        assert started.wait(10)
+        jobs.submit(lambda: None)
+    assert metrics.registry.get_sample_value("hps_background_batches", {"work": "work"}) == 2
+    assert metrics.queues() == {"work": 2}
+    gate.set()
+    for jobs in queues:
+        jobs.close()
+    assert metrics.queues() == {"work": 0}
+
+
 def test_failing_job_is_counted_and_the_next_one_runs():
     metrics = Metrics()
     done = []

@@ -87,7 +87,7 @@ def test_many_rows_are_fetched_in_pieces_that_count_as_one_call(host):
     assert host.volatile.calls["fetch"] > 4
     assert host.persistent.calls["fetch"] > 4
     for tier in ("volatile_db", "persistent_db"):
-        assert host.value("hps_fetch_seconds_count", tier=tier) == 1
+        assert host.value("hps_fetch_seconds_count", model=TABLE.model_name, tier=tier) == 1
     counters = host.metrics.table("model", "table")
     assert counters.hits == [0, ROWS // 2, ROWS // 2]
     assert counters.misses == [0, ROWS // 2, 0]

@@ -1,0 +1,136 @@
+"""`HPS.stats`: what a parameter server holds, without waiting for anybody."""
+
+import threading
+from dataclasses import asdict
+
+import numpy as np
+import orjson
+import pytest
+
+import hps
+from hps.errors import DatabaseError
+from hps.survey import Survey
+from tests.fakes.clock import Clock
+from tests.servers.running_service import document_of, model_of, wait_until
+
+ROWS, DIM = 1000, 4
+
+
+@pytest.fixture
+def files(tmp_path):
+    keys = np.arange(ROWS)
+    hps.write_sparse_model(tmp_path / "t", (keys, np.repeat(keys.astype(np.float32)[:, None], DIM, axis=1)))
+    return tmp_path / "t"
+
+
+@pytest.fixture
+def server(files, tmp_path):
+    model = model_of("m", [files] * 2, {"a": DIM, "b": DIM}, gpucacheper=0.5, hit_rate_threshold=1.1)
+    with hps.HPS(document_of(model, persistent=tmp_path / "rocks")) as server:
+        yield server
+
+
+def tiers_of(server, table=0):
+    return {tier.tier: tier for tier in server.stats().models[0].tables[table].tiers}
+
+
+def measured(server):
+    server.stats()
+    wait_until(lambda: server.stats().devices[0].memory_bytes, "all have answered", 10)
+    return server.stats()
+
+
+def test_sizes_and_counts_are_those_of_the_tiers(server):
+    server.lookup(np.arange(300), "m", "a")
+    server.lookup(np.r_[np.arange(300), -1], "m", "a")
+    stats = measured(server)
+    [model] = stats.models
+    assert (model.name, model.version, model.versions) == ("m", "1", (("1", "serving"),))
+    assert model.lookups.count == 2
+    assert model.stages["query"].count == 2
+    assert (model.workspaces, model.busy_workspaces) == (1, 0)
+    table = model.tables[0]
+    assert (table.name, table.dim, table.rows, table.keys, table.defaults) == ("a", DIM, ROWS, 601, 1)
+    cache, volatile, persistent = table.tiers
+    assert (cache.kind, cache.device, cache.rows, cache.inserts, cache.evictions) == ("cpu", "cpu", 300, 300, 0)
+    assert cache.capacity_rows >= ROWS / 2
+    assert cache.vector_bytes == 4 * DIM * cache.capacity_rows
+    assert (cache.hits, cache.misses) == (300, 301)
+    assert (volatile.kind, volatile.rows, volatile.hits, volatile.capacity_rows) == ("hash_map", ROWS, 300, None)
+    assert (persistent.kind, persistent.rows, persistent.hits, persistent.misses) == ("rocks_db", ROWS, 0, 1)
+    assert all(tier.available for tier in table.tiers)
+    [device] = stats.devices
+    assert device.device == "cpu"
+    assert device.memory_bytes >= device.free_bytes > 0
+    assert device.cache_bytes == sum(t.tiers[0].vector_bytes + t.tiers[0].overhead_bytes for t in model.tables)
+    assert stats.memory_bytes > 0
+    assert stats.queues == {"insertion": 0}
+    assert orjson.loads(orjson.dumps(asdict(stats)))["models"][0]["tables"][1]["name"] == "b"
+
+
+def test_a_database_that_does_not_answer_holds_nobody_up(server):
+    gate, database = threading.Event(), server.model("m").chain.databases[1]
+    stats, calls = database.stats, []
+
+    def slow(tag):
+        calls.append(tag)
+        assert gate.wait(30)
+        return stats(tag)
+
+    database.stats = slow
+    for _ in range(20):
+        assert tiers_of(server)["persistent_db"].rows is None
+    wait_until(lambda: calls, "the database is asked", 10)
+    assert tiers_of(server)["volatile_db"].rows == ROWS  # nor does it keep others from being asked
+    assert len(calls) == 1
+    gate.set()
+    assert measured(server)
+
+
+def test_it_asks_every_15_seconds_while_somebody_asks_it_and_keeps_what_it_knew(server):
+    clock, database, asked = Clock(), server.model("m").chain.databases[1], []
+    survey = Survey(server._live, server.metrics, list, clock)
+
+    def persistent():
+        return survey.statistics().models[0].tables[0].tiers[2]
+
+    stats = database.stats
+    database.stats = lambda tag: asked.append(tag) or stats(tag)
+    persistent()
+    wait_until(lambda: survey.statistics().devices[0].memory_bytes, "all have answered", 10)
+    clock.now += 14
+    assert persistent().age_s == 14
+    assert len(asked) == 2  # each table once
+
+    def fail(tag):
+        asked.append(tag)
+        raise DatabaseError("down")
+
+    database.stats = fail
+    clock.now += 2
+    wait_until(lambda: persistent() and len(asked) == 4, "it is asked again", 10)
+    survey.close()
+    assert (persistent().rows, persistent().age_s) == (ROWS, 16)
+    clock.now += 100
+    persistent()
+    assert len(asked) == 4  # closed
+
+
+def test_a_tier_that_fails_is_not_available(server, monkeypatch):
+    def down(*_):
+        raise DatabaseError("down")
+
+    assert tiers_of(server)["volatile_db"].available
+    monkeypatch.setattr(server.model("m").chain.databases[0], "fetch", down)
+    for key in range(3):
+        server.lookup([key], "m", "b")
+    assert not tiers_of(server)["volatile_db"].available
+    assert tiers_of(server)["persistent_db"].available
+
+
+def test_a_closed_server_says_so(files):
+    server = hps.HPS(document_of(model_of("m", [files], {"a": DIM})))
+    server.stats()
+    server.close()
+    with pytest.raises(hps.NotReadyError):
+        server.stats()

@@ -1,0 +1,102 @@
+"""What a trace says of a lookup, and the times of its stages that are always kept."""
+
+import threading
+
+import numpy as np
+import pytest
+
+import hps
+from hps.tracing import STAGES, traced
+from tests.servers.running_service import document_of, model_of
+
+ROWS, DIM = 100, 4
+RESIDENT, ABSENT = 0.5, -7
+
+
+@pytest.fixture
+def files(tmp_path):
+    keys = np.arange(ROWS)
+    hps.write_sparse_model(tmp_path / "t", (keys, np.repeat(keys.astype(np.float32)[:, None], DIM, axis=1)))
+    return tmp_path / "t"
+
+
+@pytest.fixture(params=["cached", "direct", "deferred"])
+def kind(request):
+    return request.param
+
+
+def served(files, kind, **tiers):
+    changes = {
+        "cached": {"gpucacheper": 1.0, "hit_rate_threshold": 1.1},
+        "direct": {"gpucache": False},
+        "deferred": {"gpucacheper": 1.0, "hit_rate_threshold": 0.0},
+    }[kind]
+    model = model_of("m", [files] * 2, {"a": DIM, "b": DIM}, **changes)
+    return hps.HPS(document_of(model, device="cpu", **tiers))
+
+
+def test_a_trace_names_the_stages_and_who_answered(files, kind):
+    with served(files, kind) as server:
+        with traced() as trace:
+            server.lookup_tables({"a": [1, 2, 2, ABSENT], "b": [3]}, "m")
+        stages = [span.stage for span in trace.spans]
+        assert set(stages) <= set(STAGES)
+        assert {"adopt", "volatile_db" if kind != "deferred" else "scatter"} <= set(stages)
+        assert stages.count("unique") == (0 if kind == "direct" else 1)
+        assert {span.table for span in trace.spans} == {"", "a", "b"}
+        assert all(span.began_ns <= span.ended_ns for span in trace.spans)
+        ends = [span.ended_ns for span in trace.spans]
+        assert ends == sorted(ends)
+        a = trace.tables["a"]
+        assert (a.keys, a.embedding_cache) == (4, 0)
+        if kind == "deferred":
+            assert (a.deferred, a.volatile_db, a.defaults) == (4, 0, 0)
+        else:
+            assert (a.deferred, a.volatile_db) == (0, 3 if kind == "direct" else 2)
+            assert a.defaults == 1
+        assert trace.tables["b"].keys == 1
+
+
+def test_a_trace_of_resident_keys_has_the_four_stages_of_a_hit(files):
+    with served(files, "cached") as server:
+        server.lookup([1, 2], "m", "a")
+        with traced() as trace:
+            server.lookup([1, 2, 1], "m", "a")
+        assert [(span.stage, span.keys) for span in trace.spans] == [(one, 3) for one in ("adopt", "wait", "query", "finish")]
+        assert trace.tables["a"].embedding_cache == 3
+
+
+def test_a_trace_is_of_its_thread_and_its_block(files, kind):
+    with served(files, kind) as server:
+        with traced() as trace:
+            other = threading.Thread(target=server.lookup, args=([1, 2], "m", "a"))
+            other.start()
+            other.join()
+            server.prefetch([5, 6], "m", "b")
+        server.lookup([3], "m", "a")
+        assert not trace.spans
+        assert not trace.tables
+
+
+def test_stages_are_timed_without_a_trace(files, kind):
+    with served(files, kind) as server:
+        value = server.metrics.registry.get_sample_value
+        for _ in range(3):
+            server.lookup([1, 2, ABSENT], "m", "a")
+        assert server.drain(10)
+        assert value("hps_lookup_seconds_count", {"model": "m"}) == 3
+        assert value("hps_lookup_stage_seconds_count", {"model": "m", "stage": "adopt"}) == 3
+        if kind != "deferred":
+            stage = {"model": "m", "stage": "volatile_db"}
+            assert value("hps_lookup_stage_seconds_count", stage) == 3
+        total = sum(value("hps_lookup_stage_seconds_sum", {"model": "m", "stage": one}) or 0 for one in STAGES)
+        assert 0 < total <= value("hps_lookup_seconds_sum", {"model": "m"})
+
+
+def test_a_lookup_that_fails_leaves_nothing_behind(files, kind):
+    with served(files, kind) as server:
+        with traced() as trace, pytest.raises(hps.UnknownTableError):
+            server.lookup([1], "m", "c")
+        with traced() as trace:
+            server.prefetch([5], "m", "b")
+        assert not trace.spans

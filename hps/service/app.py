@@ -27,6 +27,7 @@ from hps.service.held_memory import SMALL_BYTES, HeldMemory
 from hps.service.http_answer import BINARY, JSON, HTTPAnswer, RequestError, error_answer
 from hps.service.http_metrics import DISCONNECTED, HTTPMetrics, InferenceCounts, InferenceStatistics
 from hps.service.lifecycle import Lifecycle
+from hps.service.logs import RecentProblems
 from hps.service.lookup_threads import LookupThreads
 from hps.service.model_changes import ModelChanges
 from hps.service.protocol.json_lookup import JSONLookup, decode_lookup
@@ -80,6 +81,7 @@ class Application:
         lifecycle: as given.
         authorization: who may do what.
         memory: what is held for clients.
+        problems: the warnings and errors of the process since the service was started.
         closed: whether it was stopped, and nothing of it runs any more.
     """
 
@@ -87,6 +89,7 @@ class Application:
         settings = lifecycle.configuration.service
         self.lifecycle = lifecycle
         self.closed = False
+        self.problems = RecentProblems()
         self.authorization = Authorization(settings)
         self._models: dict[LookupTarget, tuple[ModelTables, InferenceCounts]] = {}
         self._statistics = InferenceStatistics()
@@ -305,10 +308,12 @@ class Application:
 
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        logging.getLogger().addHandler(self.problems)
         self.lifecycle.start()
         try:
             yield
         finally:
+            logging.getLogger().removeHandler(self.problems)
             self.lifecycle.refuse()
             idle = True
             for threads in (self._threads, self._rows, self._reports):

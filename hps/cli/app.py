@@ -22,6 +22,7 @@ from hps.cli import (
     lookup,
     publish,
     serve,
+    top,
     updates,
 )
 
@@ -45,6 +46,7 @@ app.command("check-config", epilog=check_config.EXAMPLE)(check_config.check_conf
 app.command("check-database", epilog=check_database.EXAMPLE)(check_database.check_database_command)
 app.command("publish", epilog=publish.EXAMPLE)(publish.publish_command)
 app.add_typer(updates.updates, name="updates")
+app.command("top", epilog=top.EXAMPLE)(top.top_command)
 app.command("create-model", epilog=create_model.EXAMPLE)(create_model.create_model_command)
 for _name, _command in (
     ("models", live_models.models_command),

@@ -3,13 +3,13 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 import typer
 
 from hps import errors
 from hps.cli import console
-from hps.cli.running_server import LOCAL, Model, NoWait, RunningServer, Token, TokenFile, Url
+from hps.cli.running_server import LOCAL, Model, NoWait, RunningServer, ServerUrl, Token, TokenFile, Url
 from hps.progress import count_text, size_text
 
 EXAMPLES = {
@@ -22,9 +22,6 @@ EXAMPLES = {
 }
 _TIERS = ("embedding_cache", "volatile_db", "persistent_db")
 _WIDTH = 160  # where the output is no terminal
-
-
-ServerUrl: TypeAlias = Annotated[str, typer.Argument(metavar="URL", envvar="HPS_URL", help="Of the server.")]
 
 
 def models_command(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hps.progress import Progress
 
 Url: TypeAlias = Annotated[str, typer.Option("--url", envvar="HPS_URL", help="Of the server.")]
+ServerUrl: TypeAlias = Annotated[str, typer.Argument(metavar="URL", envvar="HPS_URL", help="Of the server.")]
 Token: TypeAlias = Annotated[
     str,
     typer.Option(
@@ -66,6 +67,10 @@ class RunningServer:
     def models(self) -> dict[str, Any]:
         """What GET /v1/models answers."""
         return self._ask("GET", "/v1/models", None)
+
+    def stats(self) -> dict[str, Any]:
+        """What GET /v1/stats answers."""
+        return self._ask("GET", "/v1/stats", None)
 
     def updates(self) -> dict[str, Any]:
         """What GET /v1/updates answers."""

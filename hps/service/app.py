@@ -37,6 +37,7 @@ from hps.service.protocol.request_checks import ModelTables
 from hps.service.request_body import BodyReader, ClientDisconnected
 from hps.service.row_routes import RowRoutes, RowTarget, row_target
 from hps.service.schemas import INFER, INFER_VERSION, LOOKUP
+from hps.service.status_routes import OPEN_PATHS, status_routes
 from hps.tensors.segments import Segment
 
 _log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ CLOSE_TIMEOUT_S = 10.0
 _MOST_TARGETS = 256
 _MOST_REPORTS = 16  # that wait for the one before
 _LINGER_S = 1.0  # for a client that writes its whole body before it reads our error
-_OPEN_PATHS = frozenset({"/v2/health/live", "/v2/health/ready"})
+_OPEN_PATHS = frozenset({"/v2/health/live", "/v2/health/ready"}) | OPEN_PATHS
 
 
 class LookupTarget(NamedTuple):
@@ -104,7 +105,10 @@ class Application:
             held_bytes=lambda: self.memory.held,
             ready=lambda: self.lifecycle.settled,
         )
-        routers = [admin_routes(lifecycle, ModelChanges(lifecycle.end_when_stopping), self._reports, ERRORS)]
+        routers = [
+            admin_routes(lifecycle, ModelChanges(lifecycle.end_when_stopping), self._reports, ERRORS),
+            status_routes(lifecycle, self._metrics, self.problems, self._held, ERRORS),
+        ]
         self._control = control_app(lifecycle, self._metrics, self._statistics, self._lifespan, self._error_answer, routers)
         self.configure(settings)
 
@@ -131,6 +135,9 @@ class Application:
         finally:
             route = getattr(scope.get("route"), "path", "unknown") if target is None else target.route
             self._metrics.count(route, status, time.perf_counter() - started)
+
+    def _held(self) -> dict[str, Any]:
+        return {"pending": self._threads.pending, "held_bytes": self.memory.held}
 
     def openapi(self) -> dict[str, Any]:
         """The OpenAPI document of all routes."""

@@ -116,6 +116,7 @@ def control_app(
         version=__version__,
         description="Vectors of embedding tables by int64 keys: Open Inference Protocol v2, and JSON for curl.",
         lifespan=lifespan,
+        docs_url=None,  # ours, which works offline, is in status_routes
         redoc_url=None,
         exception_handlers=dict.fromkeys((HPSError, HTTPException, RequestValidationError, Exception), answer_error),
     )

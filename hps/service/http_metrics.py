@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from prometheus_client import ProcessCollector
@@ -12,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from hps.deployment import Deployment
+from hps.statistics import Latency
 
 _BUCKETS = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 DISCONNECTED = 499
@@ -57,6 +59,17 @@ class HTTPMetrics(Collector):
             times = self._routes[route] = _RouteTimes()
         times.buckets[bisect_left(_BUCKETS, seconds)] += 1
         times.seconds += seconds
+
+    def requests(self) -> list[dict[str, Any]]:
+        """By route: how many requests were answered with which status, and their times as `statistics.Latency` has them."""
+        found: dict[str, dict[str, Any]] = {}
+        for route, times in self._routes.items():
+            below = list(accumulate(times.buckets))
+            latency = Latency(below[-1], times.seconds, tuple(zip(_BUCKETS, below, strict=False)))
+            found[route] = {"route": route, "statuses": {}, "latency": latency}
+        for (route, status), count in self._counts.items():
+            found[route]["statuses"][str(status)] = count
+        return list(found.values())
 
     def collect(self) -> Iterable[Metric]:
         """Yield the counts in Prometheus' form."""

@@ -1,0 +1,218 @@
+"""`hps top`: what a running server does now, on a terminal; the same figures as its page."""
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hps import errors
+from hps.cli import console
+from hps.cli.running_server import LOCAL, RunningServer, ServerUrl, Token, TokenFile
+from hps.progress import count_text, size_text, time_text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+EXAMPLE = "Example: `hps top http://127.0.0.1:8000`"
+_TIERS = {"embedding_cache": "cache", "volatile_db": "volatile", "persistent_db": "persistent"}
+_WIDTH = 150  # where the output is no terminal
+_PROBLEMS = 8
+_LOST_S = 60.0  # a server that does not answer for so long is not waited for any more
+
+_Answer = Mapping[str, Any]
+
+
+def top_command(
+    url: ServerUrl = LOCAL,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look twice, print, and leave. So it is in a pipe.")] = False,
+    token: Token = "",
+    token_file: TokenFile = None,
+) -> None:
+    """Show the throughput, latencies, hit rates, memory and problems of a running server until Ctrl-C.
+
+    The figures are of the time between two looks. The server's bearer token is enough.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    with console.reported():
+        server = RunningServer(url, token, token_file)
+        screen = Console(highlight=False)
+        before, at = server.stats(), time.monotonic()
+        if once or not screen.is_terminal:
+            screen.width = max(screen.width, _WIDTH)
+            time.sleep(interval)
+            now = server.stats()
+            screen.print(_shown(url, now, before, time.monotonic() - at))
+            return
+        with Live(console=screen, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval)
+                try:
+                    now = server.stats()
+                except errors.NotReadyError as error:  # it is being started again, or the network is away
+                    if time.monotonic() - at > _LOST_S:
+                        raise
+                    live.update(f"{error}\nthe last answer is {time.monotonic() - at:.0f} s old", refresh=True)
+                    continue
+                if _started(now) != _started(before):
+                    before = now
+                live.update(_shown(url, now, before, time.monotonic() - at), refresh=True)
+                before, at = now, time.monotonic()
+
+
+def _started(answer: _Answer) -> object:
+    return answer["server"] and answer["server"]["started"]
+
+
+def _shown(url: str, now: _Answer, before: _Answer, seconds: float) -> "RenderableType":
+    from rich.console import Group
+    from rich.text import Text
+
+    server, service = now["server"], now["service"]
+    ready = Text("ready", "bold green") if service["ready"] else Text(f"not ready: {service['reason']}", "bold red")
+    parts: list[RenderableType] = [Text.assemble((url, "bold"), "  ", ready)]
+    if server:
+        up = time_text(time.time() - server["started"])
+        parts.append(
+            Text(
+                f"hps {server['version']}, up {up}, resident {size_text(server['memory_bytes'])}, {service['pending']} lookups pending"
+            )
+        )
+        parts.append(_models(now, before, seconds))
+        parts += [_tables(model, _named(before, model["name"]), seconds) for model in server["models"]]
+        for device in server["devices"]:
+            name = "CPU" if device["device"] == "cpu" else f"GPU {device['device']}"
+            free = (
+                f", free {size_text(device['free_bytes'])} of {size_text(device['memory_bytes'])}"
+                if device["memory_bytes"]
+                else ""
+            )
+            parts.append(Text(f"{name} {device['name']}: caches {size_text(device['cache_bytes'])}{free}"))
+        work = [f"{name} {length}" for name, length in server["queues"].items()]
+        work += [
+            f"updates of {name} {'?' if lag is None else f'{lag:.1f} s'} behind" for name, lag in server["updates"].items()
+        ]
+        parts.append(Text("background: " + (", ".join(work) or "nothing")))
+    for model in now["models"]:
+        if reason := model.get("reason"):
+            parts.append(Text(f"{model['name']} is {model['state']}, {model['percent']} %: {reason}", "yellow"))
+    for problem in now["problems"][:_PROBLEMS]:
+        times = f" ({problem['count']} times)" if problem["count"] > 1 else ""
+        when = time.strftime("%H:%M:%S", time.localtime(problem["time_s"]))
+        parts.append(
+            Text(f"{when} {problem['level']}{times}: {problem['text']}", "yellow" if problem["level"] == "warning" else "red")
+        )
+    return Group(*parts)
+
+
+def _models(now: _Answer, before: _Answer, seconds: float) -> "Table":
+    shown = _table("model", "version", "lookups/s", "p50", "p95", "p99", "workspaces", "most time in")
+    for model in now["server"]["models"]:
+        was = _named(before, model["name"])
+        spent = {
+            stage: one["total_s"] - was["stages"].get(stage, {"total_s": 0.0})["total_s"]
+            for stage, one in model["stages"].items()
+        }
+        whole = sum(spent.values())
+        most = sorted(spent, key=lambda stage: -spent[stage])[:3] if whole > 0 else []
+        shown.add_row(
+            model["name"],
+            model["version"],
+            count_text((model["lookups"]["count"] - was["lookups"]["count"]) / seconds),
+            *(_time(quantile(model["lookups"], was["lookups"], share)) for share in (0.5, 0.95, 0.99)),
+            f"{model['busy_workspaces']} of {model['workspaces']}",
+            ", ".join(f"{_TIERS.get(stage, stage)} {spent[stage] / whole:.0%}" for stage in most),
+        )
+    return shown
+
+
+def _tables(model: _Answer, before: _Answer, seconds: float) -> "Table":
+    shown = _table(
+        model["name"], "dim", "rows", "keys/s", *(f"hits: {name}" for name in _TIERS.values()), "unknown", "cached rows",
+        "evicted/s", *(f"size: {name}" for name in _TIERS.values()),
+    )  # fmt: skip
+    earlier = {table["name"]: table for table in before["tables"]}
+    for table in model["tables"]:
+        was = earlier.get(table["name"], table)
+        keys = table["keys"] - was["keys"]
+        cache = [tier for tier in table["tiers"] if tier["tier"] == "embedding_cache"]
+        evicted = _sum(table, "embedding_cache", "evictions") - _sum(was, "embedding_cache", "evictions")
+        known = [one for one in cache if one["rows"] is not None]
+        shown.add_row(
+            table["name"],
+            str(table["dim"]),
+            count_text(table["rows"]),
+            count_text(keys / seconds),
+            *(_hit_rate(table, was, tier) for tier in _TIERS),
+            _share(table["defaults"] - was["defaults"], keys),
+            f"{count_text(known[0]['rows'])} of {count_text(known[0]['capacity_rows'])}" if known else "",
+            count_text(evicted / seconds) if cache else "",
+            *(_size(table, tier) for tier in _TIERS),
+        )
+    return shown
+
+
+def quantile(now: _Answer, before: _Answer, share: float) -> float | None:
+    """Seconds below which that share of what was counted between two histograms lies; None where nothing was.
+
+    Linear within a bucket, as Prometheus' `histogram_quantile`; the highest bound for what lies above it.
+    """
+    wanted = share * (now["count"] - before["count"])
+    low = below = 0.0
+    if wanted <= 0:
+        return None
+    for (bound, count), (_, earlier) in zip(now["buckets"], before["buckets"], strict=True):
+        up_to = count - earlier
+        if up_to >= wanted:
+            return float(low + (bound - low) * (wanted - below) / (up_to - below))
+        low, below = bound, up_to
+    return low
+
+
+def _named(answer: _Answer, name: str) -> _Answer:
+    """A model as it was; as if nothing had happened, where it was not there."""
+    nothing = {"lookups": {"count": 0, "buckets": []}, "stages": {}, "tables": []}
+    models = answer["server"]["models"] if answer["server"] else []
+    found: _Answer = next((one for one in models if one["name"] == name), nothing)
+    return found
+
+
+def _sum(table: _Answer, tier: str, what: str) -> int:
+    return sum(one[what] or 0 for one in table["tiers"] if one["tier"] == tier)
+
+
+def _hit_rate(table: _Answer, was: _Answer, tier: str) -> str:
+    if all(one["tier"] != tier for one in table["tiers"]):
+        return ""
+    hits = _sum(table, tier, "hits") - _sum(was, tier, "hits")
+    return _share(hits, hits + _sum(table, tier, "misses") - _sum(was, tier, "misses"))
+
+
+def _size(table: _Answer, tier: str) -> str:
+    found = [one for one in table["tiers"] if one["tier"] == tier]
+    if any(not one["available"] for one in found):
+        return "not read"
+    if not found or any(one["vector_bytes"] is None for one in found):
+        return "-" if found else ""
+    return size_text(sum(one["vector_bytes"] + (one["overhead_bytes"] or 0) for one in found))
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole > 0 else "-"
+
+
+def _time(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
+
+
+def _table(first: str, *others: str) -> "Table":
+    from rich.table import Table
+
+    made = Table(first, box=None, pad_edge=False)
+    for name in others:
+        made.add_column(name, justify="right", no_wrap=True)
+    return made

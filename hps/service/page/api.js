@@ -1,0 +1,65 @@
+// The page at `/docs`: the routes of openapi.json with their fields and a curl line each.
+
+import { $, Refused, ask, h, hasToken, wantToken } from "./dom.js";
+
+const METHODS = ["get", "post", "put", "delete"];
+
+async function load() {
+  try {
+    show(await ask("openapi.json"));
+  } catch (error) {
+    $("notice").textContent = error instanceof Refused && error.status === 401 && !hasToken() ? "" : `The description cannot be read: ${error.message}`;
+    $("notice").hidden = !$("notice").textContent;
+    if (error instanceof Refused && error.status === 401) wantToken(() => { $("notice").hidden = true; load(); });
+  }
+}
+
+function show(api) {
+  const resolve = (schema) => (schema?.$ref ? api.components.schemas[schema.$ref.split("/").at(-1)] : schema);
+  const groups = new Map();
+  for (const [path, methods] of Object.entries(api.paths)) {
+    for (const method of METHODS.filter((one) => methods[one])) {
+      const group = methods[method].tags?.[0] ?? "other";
+      groups.set(group, [...(groups.get(group) ?? []), [method, path, methods[method]]]);
+    }
+  }
+  $("about").textContent = `HTTP API · ${api.info.version}`;
+  $("main").replaceChildren(h("p", {}, api.info.description), ...[...groups].map(([name, routes]) =>
+    h("section", {}, h("h2", {}, name), ...routes.map((route) => operation(resolve, ...route)))));
+}
+
+function operation(resolve, method, path, it) {
+  const body = resolve(it.requestBody?.content?.["application/json"]?.schema);
+  const answers = Object.entries(it.responses).map(([status, answer]) => [status, answer.description, resolve(answer.content?.["application/json"]?.schema)]);
+  return h("details.card", {},
+    h("summary", {}, h("code", {}, `${method.toUpperCase()} ${path}`), ` ${it.summary ?? ""}`),
+    it.description ? h("p", {}, it.description) : null,
+    h("pre", {}, h("code", {}, curl(method, path, body))),
+    it.parameters?.length ? fields("Parameter", it.parameters.map((one) => [one.name, one.required, resolve(one.schema), one.description])) : null,
+    body?.properties ? fields("Request", listed(body)) : null,
+    fields("Answer", answers.map(([status, text]) => [status, true, null, text])),
+    ...answers.filter(([status, , schema]) => status < 300 && schema?.properties).map(([, , schema]) => fields("Field of the answer", listed(schema))));
+}
+
+const listed = (schema) => Object.entries(schema.properties).map(([name, one]) => [name, schema.required?.includes(name), one, one.description]);
+
+function kind(schema) {
+  if (!schema) return "";
+  if (schema.$ref) return schema.$ref.split("/").at(-1);
+  if (schema.anyOf) return schema.anyOf.map(kind).filter((one) => one !== "null").join(" or ");
+  if (schema.type === "array") return `list of ${kind(schema.items)}`;
+  return schema.enum ? schema.enum.join(" | ") : schema.type ?? "";
+}
+
+function fields(title, rows) {
+  return h("div.scroll", { tabIndex: 0 }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, title), h("th.text", {}, "type"), h("th.text", {}, "meaning"))),
+    h("tbody", {}, ...rows.map(([name, required, schema, text]) => h("tr", {}, h("td", {}, h("code", {}, name), required ? "" : " (optional)"),
+      h("td.text", {}, kind(schema)), h("td.text", {}, text ?? ""))))));
+}
+
+function curl(method, path, body) {
+  const data = body?.example ? ` -d '${JSON.stringify(body.example)}'` : "";
+  return `curl -s${method === "get" || data ? "" : ` -X ${method.toUpperCase()}`} ${location.origin}${path}${data}`;
+}
+
+load();

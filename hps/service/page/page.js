@@ -1,0 +1,313 @@
+// The page at `/`: asks GET /v1/stats once a second while it is visible, and shows what has changed.
+
+import { $, Refused, ask, h, hasToken, wantToken } from "./dom.js";
+import { TIERS, bytes, count, modelIn, overview, percent, quantile, tableFigures, time } from "./figures.js";
+
+const PERIOD_MS = 1000, WINDOW_S = 10, HISTORY_S = 300, ANSWER_MS = 5000;
+const OWN = /^\/(v1\/stats|page\/.*|docs|openapi.json)?$/; // the routes of this page
+const samples = []; // {at: seconds, answer}, of the last WINDOW_S and one before
+const history = []; // {at, ...overview}, of the last HISTORY_S
+let timer = 0, asking = false;
+
+async function poll() {
+  clearTimeout(timer);
+  if (asking) return;
+  asking = true;
+  let again = true;
+  try {
+    const answer = await ask("v1/stats", AbortSignal.timeout(ANSWER_MS));
+    take(answer);
+    say("");
+  } catch (error) {
+    again = fail(error);
+  } finally {
+    asking = false;
+  }
+  if (again && !document.hidden) timer = setTimeout(poll, PERIOD_MS);
+}
+
+function fail(error) {
+  document.body.classList.add("old");
+  state("no answer", "bad");
+  const last = samples.at(-1);
+  const old = last ? ` The figures below are ${time(performance.now() / 1000 - last.at)} old.` : "";
+  if (error instanceof Refused && error.status === 401) {
+    state("locked", "fair");
+    say(hasToken() ? "The server does not take this token." : "");
+    $("main").hidden = true;
+    wantToken(() => { $("main").hidden = false; poll(); });
+    return false;
+  }
+  say(error instanceof Refused ? `The server answers with an error: ${error.message}.${old}` : `The server does not answer.${old}`);
+  return true;
+}
+
+function say(text) {
+  if ($("notice").textContent !== text) $("notice").textContent = text;
+  $("notice").hidden = !text;
+}
+
+function state(text, kind) {
+  if ($("state").textContent !== text) $("state").textContent = text;
+  $("state").className = `badge ${kind}`;
+}
+
+function take(answer) {
+  const at = performance.now() / 1000;
+  if (samples.length && answer.server?.started !== samples[0].answer.server?.started) { // another process answers
+    samples.length = 0;
+    history.length = 0;
+  }
+  if (samples.length) {
+    const before = samples.at(-1);
+    history.push({ at, ...overview(answer, before.answer, at - before.at) });
+    while (history[0].at < at - HISTORY_S) history.shift();
+  }
+  samples.push({ at, answer });
+  while (samples.length > 2 && samples[1].at <= at - WINDOW_S) samples.shift();
+  document.body.classList.remove("old");
+  const before = samples[0].answer, seconds = Math.max(at - samples[0].at, 1e-9);
+  state(answer.service.ready ? "ready" : "not ready", answer.service.ready ? "good" : "bad");
+  $("about").textContent = answer.server
+    ? `${location.host} · ${answer.server.version} · up ${time(Date.now() / 1000 - answer.server.started)}` : location.host;
+  $("tiles").replaceChildren(...tiles(overview(answer, before, seconds)));
+  $("models").replaceChildren(...models(answer, before, seconds));
+  $("devices").replaceChildren(...devices(answer));
+  $("work").replaceChildren(work(answer));
+  $("http").replaceChildren(http(answer, before, seconds));
+  $("problems").replaceChildren(problems(answer));
+  offer(answer);
+}
+
+// -- charts and bars ------------------------------------------------------------------------------------------------------
+
+function svg(tag, attributes) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  return made;
+}
+
+function chart(names, show, most) {
+  const now = performance.now() / 1000;
+  const span = history.length ? Math.min(HISTORY_S, Math.max(60, now - history[0].at)) : 60;
+  const values = history.flatMap((one) => names.map((name) => one[name])).filter((value) => value !== null);
+  const top = most ?? Math.max(1e-12, ...values);
+  const drawn = svg("svg", { class: "chart", viewBox: "0 0 300 50", preserveAspectRatio: "none", "aria-hidden": "true" });
+  drawn.append(svg("line", { x1: 0, y1: 49.5, x2: 300, y2: 49.5 }));
+  for (const name of names) {
+    let path = "", drawing = false;
+    for (const one of history) {
+      if (one[name] === null) { drawing = false; continue; }
+      path += `${drawing ? "L" : "M"}${(300 * (1 - (now - one.at) / span)).toFixed(1)} ${(49 - 47 * one[name] / top).toFixed(1)}`;
+      drawing = true;
+    }
+    drawn.append(svg("path", { d: path || "M0 0" }));
+  }
+  return [drawn, h("div.axis", {}, h("span", {}, `${time(span)} ago`), h("span", {}, values.length ? `top ${show(top)}` : ""), h("span", {}, "now"))];
+}
+
+// A bar of parts, each [name, share of the whole, text], and their names.
+function bar(parts, label) {
+  const shown = parts.filter(([, share]) => share > 0);
+  const line = h("div.bar", { role: "img", ariaLabel: label ?? shown.map(([name, , text]) => `${name} ${text}`).join(", ") });
+  for (const [, share] of shown) {
+    const part = h("i");
+    part.style.width = `${Math.min(100, 100 * share)}%`;
+    line.append(part);
+  }
+  return line;
+}
+
+function tiles(figures) {
+  const tile = (id, name, value, more, drawn) =>
+    h("div.card.tile", { id }, h("span.name", {}, name), h("b", {}, value), h("div.more", {}, more), ...drawn);
+  return [
+    tile("tile-keys", "Keys a second", count(figures.keys), "requested, duplicates included", chart(["keys"], count)),
+    tile("tile-lookups", "Lookups a second", count(figures.lookups), "", chart(["lookups"], count)),
+    tile("tile-latency", "Lookup latency, p99", time(figures.p99), `p50 ${time(figures.p50)} · p95 ${time(figures.p95)}`,
+      chart(["p99", "p95", "p50"], time)),
+    tile("tile-hits", "Hit rate of the cache", percent(figures.hitRate), "of the keys of the last 10 s", chart(["hitRate"], percent, 1)),
+  ];
+}
+
+// -- sections -------------------------------------------------------------------------------------------------------------
+
+const cell = (text, kind) => h(kind ? `td.${kind}` : "td", {}, text);
+const table = (heads, rows) => h("div.scroll", { tabIndex: 0 }, h("table", {},
+  h("thead", {}, h("tr", {}, ...heads.map((text) => h("th", { scope: "col" }, text)))),
+  h("tbody", {}, ...rows)));
+
+function models(answer, before, seconds) {
+  if (!answer.models.length) return [h("p.soft", {}, "No model is configured.")];
+  return answer.models.map((status) => {
+    const one = modelIn(answer, status.name), earlier = modelIn(before, status.name);
+    const same = one && earlier && one.since === earlier.since ? earlier : null;
+    const kind = { ready: "good", failed: "bad" }[status.state] ?? "fair";
+    const head = h("div.head", {}, h("h3", {}, status.name), h(`span.badge.${kind}`, {}, status.state === "loading" ? `loading, ${status.percent} %` : status.state));
+    const card = h("div.card.model", {}, head);
+    card.dataset.model = status.name;
+    if (one) {
+      head.append(h("span.soft", {}, `version ${one.version}, for ${time(Date.now() / 1000 - one.since)}`));
+      const others = one.versions.filter(([version]) => version !== one.version);
+      if (others.length) head.append(h("span.soft", {}, others.map(([version, is]) => `${version} ${is}`).join(", ")));
+      head.append(h("span.soft", {}, `workspaces ${one.busy_workspaces} of ${one.workspaces} busy`));
+    }
+    if (status.reason) card.append(h("p", {}, status.reason));
+    if (status.state === "loading" || status.state === "waiting" || status.state === "failed") card.append(...loads(status));
+    if (one) card.append(...stages(one, same), tables(one, same, seconds));
+    return card;
+  });
+}
+
+function loads(status) {
+  return status.tables.map((one) => {
+    const share = one.state === "done" ? 1 : one.rows ? one.rows_done / one.rows : 0;
+    const left = one.seconds_left == null ? "" : `, ${time(one.seconds_left)} left`;
+    const text = one.rows == null ? one.state : `${one.state}, ${count(one.rows_done)} of ${count(one.rows)} rows${left}`;
+    const row = h("div.load", {}, h("div.keys", {}, h("span", {}, one.name), h("span", {}, text)), bar([[one.name, share, text]]));
+    row.dataset.percent = (100 * share).toFixed(1);
+    return row;
+  });
+}
+
+function stages(one, before) {
+  const spent = Object.entries(one.stages).map(([name, now]) => [name, now.total_s - (before?.stages[name]?.total_s ?? 0)]);
+  const whole = spent.reduce((sum, [, s]) => sum + s, 0);
+  const lookups = one.lookups.count - (before?.lookups.count ?? 0);
+  if (whole <= 0 || lookups <= 0) return [];
+  const parts = spent.filter(([, s]) => s > 0).sort((a, b) => b[1] - a[1]).slice(0, 6)
+    .map(([name, s]) => [TIERS[name] ?? name, s / whole, `${percent(s / whole)}, ${time(s / lookups)} a lookup`]);
+  const latency = [0.5, 0.99].map((share) => time(quantile(one.lookups, before?.lookups, share)));
+  return [
+    h("div.keys", {}, h("span", {}, `p50 ${latency[0]}, p99 ${latency[1]}; the time goes to`), ...parts.map(([name, , text]) => h("span", {}, `${name} ${text}`))),
+    bar(parts),
+  ];
+}
+
+function tables(one, before, seconds) {
+  const sizes = (table, tier) => {
+    const found = table.tiers.filter((t) => t.tier === tier);
+    if (!found.length) return "";
+    if (found.some((t) => !t.available)) return "not read";
+    return found.some((t) => t.vector_bytes === null) ? "–" : bytes(found.reduce((n, t) => n + t.vector_bytes + (t.overhead_bytes ?? 0), 0));
+  };
+  const rows = one.tables.map((table) => {
+    const f = tableFigures(table, before?.tables.find((t) => t.name === table.name) ?? null, seconds);
+    const cache = table.tiers.find((t) => t.tier === "embedding_cache");
+    const filled = cache?.capacity_rows ? `${count(cache.rows)} of ${count(cache.capacity_rows)}` : "";
+    const row = h("tr", {}, cell(table.name), cell(count(table.dim)), cell(count(table.rows)), cell(count(f.keysPerS)),
+      ...Object.keys(TIERS).map((tier) => cell(table.tiers.some((t) => t.tier === tier) ? percent(f.rates[tier]) : "")),
+      cell(percent(f.defaults)), cell(filled), cell(cache ? count(f.evictionsPerS) : ""),
+      ...Object.keys(TIERS).map((tier) => cell(sizes(table, tier))));
+    row.dataset.table = table.name;
+    return row;
+  });
+  return table(["table", "dim", "rows", "keys/s", "hits: cache", "volatile", "persistent", "unknown", "cached rows", "evicted/s",
+    "size: cache", "volatile", "persistent"], rows);
+}
+
+function devices(answer) {
+  if (!answer.server) return [];
+  const cards = answer.server.devices.map((one) => {
+    const all = one.memory_bytes || 1, used = one.memory_bytes - one.free_bytes;
+    const parts = [["caches", one.cache_bytes / all, bytes(one.cache_bytes)], ["other", Math.max(0, used - one.cache_bytes) / all, bytes(Math.max(0, used - one.cache_bytes))]];
+    return h("div.card", {},
+      h("div.head", {}, h("h3", {}, one.device === "cpu" ? "CPU" : `GPU ${one.device}`), h("span.soft", {}, one.name)),
+      one.memory_bytes ? bar(parts) : "",
+      h("div.keys", {}, h("span", {}, `caches ${bytes(one.cache_bytes)}`),
+        one.memory_bytes ? h("span", {}, `free ${bytes(one.free_bytes)} of ${bytes(one.memory_bytes)}`) : null,
+        one.pinned_bytes ? h("span", {}, `pinned ${bytes(one.pinned_bytes)}`) : null,
+        one.workspace_bytes ? h("span", {}, `workspaces ${bytes(one.workspace_bytes)}`) : null));
+  });
+  return [...cards, h("div.card", {}, h("div.head", {}, h("h3", {}, "Process"), h("span.soft", {}, `resident ${bytes(answer.server.memory_bytes)}`)))];
+}
+
+function work(answer) {
+  if (!answer.server) return h("p.soft", {}, "Nothing runs yet.");
+  const rows = Object.entries(answer.server.queues).map(([name, n]) => h("tr", {}, cell(name), cell(`${count(n)} batches wait`)));
+  rows.push(...Object.entries(answer.server.updates).map(([name, lag]) => h("tr", {}, cell(`updates of ${name}`), cell(lag === null ? "lag unknown" : `${time(lag)} behind`))));
+  rows.push(h("tr", {}, cell("lookups over HTTP"), cell(`${count(answer.service.pending)} run or wait`)));
+  rows.push(h("tr", {}, cell("held for clients"), cell(bytes(answer.service.held_bytes))));
+  return h("div.card", {}, table(["work", "now"], rows));
+}
+
+function http(answer, before, seconds) {
+  const earlier = new Map(before.service.requests.map((one) => [one.route, one]));
+  const rows = answer.service.requests.filter((one) => !OWN.test(one.route)).map((one) => {
+    const was = earlier.get(one.route), since = (status) => (one.statuses[status] - (was?.statuses[status] ?? 0)) / seconds;
+    const failing = Object.keys(one.statuses).filter((status) => status >= 400 && since(status) > 0).map((status) => `${status}: ${since(status).toFixed(1)}/s`);
+    const rate = Object.keys(one.statuses).reduce((sum, status) => sum + since(status), 0);
+    return h("tr", {}, cell(one.route), cell(count(rate)), cell(time(quantile(one.latency, was?.latency, 0.5))),
+      cell(time(quantile(one.latency, was?.latency, 0.99))), cell(failing.join(", ") || "none", "text"));
+  });
+  return rows.length ? h("div.card", {}, table(["route", "requests/s", "p50", "p99", "errors"], rows)) : h("p.soft", {}, "No request but this page's so far.");
+}
+
+function problems(answer) {
+  if (!answer.problems.length) return h("p.soft", {}, "None since the start.");
+  return h("div.card", {}, h("div.scroll", { tabIndex: 0 }, h("table", {}, h("tbody", {}, ...answer.problems.map((one) => h("tr", {},
+    cell(new Date(1000 * one.time_s).toLocaleTimeString()), h(`td.${one.level === "warning" ? "fair" : "bad"}`, {}, one.level),
+    cell(one.count > 1 ? `${one.count} times` : ""), cell(one.text, "text")))))));
+}
+
+// -- the box that looks keys up -------------------------------------------------------------------------------------------
+
+function fill(select, names) {
+  if (names.join("\n") === [...select.options].map((one) => one.value).join("\n")) return;
+  const chosen = select.value;
+  select.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
+  if (names.includes(chosen)) select.value = chosen;
+}
+
+function offer(answer) {
+  const known = answer.server?.models ?? [];
+  fill($("find-model"), known.map((one) => one.name));
+  fill($("find-table"), (known.find((one) => one.name === $("find-model").value) ?? { tables: [] }).tables.map((one) => one.name));
+}
+
+function int64(text) { // JavaScript's numbers end at 2^53
+  try {
+    const key = BigInt(text.trim());
+    return text.trim() && BigInt.asIntN(64, key) === key ? key : null;
+  } catch {
+    return null;
+  }
+}
+
+async function find(event) {
+  event.preventDefault();
+  const key = int64($("find-key").value);
+  const shown = $("found");
+  if (key === null) return shown.replaceChildren(h("p.bad", {}, "A key is an integer of 64 bits."));
+  const [model, table] = [$("find-model").value, $("find-table").value].map(encodeURIComponent);
+  try {
+    const row = await ask(`v1/models/${model}/tables/${table}/rows/${key}`, AbortSignal.timeout(ANSWER_MS));
+    shown.replaceChildren(answered(row, key));
+  } catch (error) {
+    shown.replaceChildren(h("p.bad", {}, error instanceof Refused ? error.message : "The server does not answer."));
+  }
+}
+
+function answered(row, key) {
+  const where = row.found ? `answered by the ${{ embedding_cache: "embedding cache", volatile_db: "volatile database", persistent_db: "persistent database" }[row.tier]}`
+    : "in no tier: this is the default vector";
+  const written = row.written_at ? `written ${new Date(row.written_at).toLocaleString()}` : row.found ? "when it was written is not known" : "";
+  const most = Math.max(1e-30, ...row.vector.map((value) => Math.abs(value ?? 0)));
+  const drawn = h("div.vector", { role: "img", ariaLabel: `vector of ${row.vector.length} values` });
+  for (const value of row.vector.slice(0, 256)) {
+    const part = h("i");
+    const tall = (20 * (value ?? 0)) / most;
+    part.style.height = `${Math.max(1, Math.abs(tall))}px`;
+    part.style.transform = `translateY(${-tall / 2}px)`;
+    drawn.append(part);
+  }
+  const numbers = row.vector.map((value) => (value === null ? "NaN or inf" : String(Math.fround(value) === value ? value : Number(value.toPrecision(9)))));
+  return h("div.card", {}, h("div.head", {}, h("h3", {}, `${key} in ${row.model}.${row.table}`), h(`span.badge.${row.found ? "good" : "fair"}`, {}, where), h("span.soft", {}, [written, `version ${row.version}`].filter(Boolean).join(" · "))),
+    drawn, h("p.numbers", {}, numbers.slice(0, 8).join("  ")),
+    numbers.length > 8 ? h("details", {}, h("summary", {}, `all ${numbers.length} values`), h("p.numbers", {}, numbers.join("  "))) : null);
+}
+
+$("find").addEventListener("submit", find);
+$("find-model").addEventListener("change", () => samples.length && offer(samples.at(-1).answer));
+document.addEventListener("visibilitychange", () => document.hidden || poll());
+poll();

@@ -1,0 +1,16 @@
+"""How the tests start a browser: Debian's Chromium, headless, which asks nobody for anything by itself."""
+
+from typing import Any, Final
+
+CHROMIUM: Final[dict[str, Any]] = {
+    "executable_path": "/usr/bin/chromium",
+    "args": [
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+    ],
+}

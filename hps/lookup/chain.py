@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import TypeAlias
 
@@ -27,40 +28,41 @@ Landed: TypeAlias = Callable[[int, int], object]
 
 
 class _Access:
-    """Reads or writes of one database: a breaker of their own, and their metrics. *Thread-safe.*"""
+    """Reads or writes of one database: a breaker of their own, for all models, and their metrics. *Thread-safe.*"""
 
     def __init__(self, what: str, tier: str, operation: str, metrics: Metrics, breaker: CircuitBreaker) -> None:
         self._what = what
+        self._where = (tier, operation)
         self._breaker = breaker
-        self._available = metrics.tier_available.labels(tier, operation)
-        self._errors = metrics.tier_errors.labels(tier, operation)
-        self._available.set(1)
+        self._errors = metrics.tier_errors
 
     @property
     def available(self) -> bool:
         """Whether calls are made, and not only now and then one that tries."""
         return not self._breaker.is_open
 
-    def attempt(self, call: Callable[[], object]) -> DatabaseError | None:
+    def show(self, model: str) -> None:
+        """Show the errors of a model, also while there are none: so that the first one is an increase."""
+        self._errors.labels(model, *self._where)
+
+    def attempt(self, call: Callable[[], object], model: str) -> DatabaseError | None:
         """Make a call unless the breaker is open; report the outcome to the breaker, the metrics and the caller."""
         if not self._breaker.allow():
             return DatabaseError(f"{self._what} are not tried for a moment: they failed several times")
         try:
             call()
         except UnknownTableError as error:  # dropped under us, by healing or by another process
-            return self._failed(DatabaseError(str(error)))
+            return self._failed(DatabaseError(str(error)), model)
         except DatabaseError as error:
-            return self._failed(error)
+            return self._failed(error, model)
         if self._breaker.is_open:
             _log.info("%s succeed again", self._what)
         self._breaker.succeeded()
-        self._available.set(1)
         return None
 
-    def _failed(self, error: DatabaseError) -> DatabaseError:
+    def _failed(self, error: DatabaseError, model: str) -> DatabaseError:
         self._breaker.failed()
-        self._errors.inc()
-        self._available.set(not self._breaker.is_open)
+        self._errors.labels(model, *self._where).inc()
         _log.warning("%s: %s", self._what, error)
         return error
 
@@ -75,8 +77,8 @@ class _Tier:
         self.database = database
         self.name = name
         self.index = TIERS.index(name)
-        self._reads = _Access(f"reads of {name} ({database.kind})", name, "read", metrics, breaker())
-        self._writes = _Access(f"writes to {name} ({database.kind})", name, "write", metrics, breaker())
+        self.reads = _Access(f"reads of {name} ({database.kind})", name, "read", metrics, breaker())
+        self.writes = _Access(f"writes to {name} ({database.kind})", name, "write", metrics, breaker())
 
     def fetch(
         self,
@@ -110,7 +112,7 @@ class _Tier:
                 self.database.open_table(table.tag, table.dim)
                 self.database.fetch(table.tag, keys, out, found)
 
-        return self._reads.attempt(call)
+        return self.reads.attempt(call, table.model_name)
 
     def _share(
         self, tag: str, keys: KeyArray, out: FloatArray, found: BoolArray, least_rows: int, fetched: Landed | None
@@ -122,14 +124,25 @@ class _Tier:
 
         POOL.run(keys.size, least_rows, part, fetched)
 
-    @property
-    def available(self) -> bool:
-        """Whether it is read."""
-        return self._reads.available
+    def attempt(self, table: TableSpec, write: Callable[[], object]) -> DatabaseError | None:
+        """Make a call that writes a table, unless the breaker of writes is open; an error is counted and returned."""
+        return self.writes.attempt(write, table.model_name)
 
-    def attempt(self, write: Callable[[], object]) -> DatabaseError | None:
-        """Make a call that writes, unless the breaker of writes is open; an error is counted and returned."""
-        return self._writes.attempt(write)
+
+@dataclass(frozen=True, slots=True)
+class TierState:
+    """A tier as a table has it. *Immutable.*
+
+    Attributes:
+        name: as in `metrics.TIERS`.
+        database: shared by all tables of the chain.
+        read, written: whether that is done now, and not left out after failures of any table.
+    """
+
+    name: str
+    database: Database
+    read: bool
+    written: bool
 
 
 class _Final:
@@ -221,10 +234,13 @@ class DatabaseChain:
         """The databases, in the order in which they are asked."""
         return [tier.database for tier in self._tiers]
 
-    def tiers(self, table: TableSpec) -> list[tuple[str, Database, bool]]:
-        """The name of each tier, its database, and whether a table is read there now."""
-        hidden = self._volatile if table.tag in self._quarantined else None
-        return [(tier.name, tier.database, tier.available and tier is not hidden) for tier in self._tiers]
+    def tiers(self, table: TableSpec | None = None) -> list[TierState]:
+        """The tiers as a table has them, or all tables, in the order in which they are asked."""
+        hidden = self._volatile if table is not None and table.tag in self._quarantined else None
+        return [
+            TierState(tier.name, tier.database, tier.reads.available and tier is not hidden, tier.writes.available)
+            for tier in self._tiers
+        ]
 
     @property
     def quarantined(self) -> list[str]:
@@ -236,6 +252,10 @@ class DatabaseChain:
         self._fences.setdefault(table.tag, TableFence())
         for tier in self._tiers:
             tier.database.open_table(table.tag, table.dim)
+            tier.reads.show(table.model_name)
+            tier.writes.show(table.model_name)
+        for counter in (self.metrics.promoted, self.metrics.coalesced_keys):
+            counter.labels(table.model_name, table.table_name)  # seen while they are 0, too
 
     def release_table(self, table: TableSpec, *, everywhere: bool = False) -> None:
         """Drop a table that no deployed model uses, and what was to be promoted into it.
@@ -476,12 +496,12 @@ class DatabaseChain:
             failure: DatabaseError | None = None
             if self._tiers:
                 authoritative = self._tiers[-1]
-                failure = authoritative.attempt(lambda: write(authoritative.database))
+                failure = authoritative.attempt(table, lambda: write(authoritative.database))
             if self._volatile and self._persistent:
                 upper = self._volatile.database
                 # After a failure nobody knows which vectors are below, so those above must go.
                 if table.tag not in self._quarantined and self._volatile.attempt(
-                    lambda: upper.delete(table.tag, keys) if failure else write(upper)
+                    table, lambda: upper.delete(table.tag, keys) if failure else write(upper)
                 ):
                     self._quarantine(table)
                 if table.tag in self._quarantined:
@@ -503,7 +523,7 @@ class DatabaseChain:
         if self._persistent and table.tag not in self._doubted:
             database = self._persistent.database
             if isinstance(database, PersistentDatabase) and (
-                error := self._persistent.attempt(lambda: database.renew_writer_token(table.tag))
+                error := self._persistent.attempt(table, lambda: database.renew_writer_token(table.tag))
             ):
                 return error
             self._doubted.add(table.tag)
@@ -524,7 +544,7 @@ class DatabaseChain:
         try:
             fence = self._fences[table.tag]
             with fence.filling(fence.token()) as allowed:  # a modification waits, so that it is either dropped or written
-                if not allowed or self._volatile.attempt(empty):
+                if not allowed or self._volatile.attempt(table, empty):
                     return False
                 # Nor has a promotion failed meanwhile: none runs into a table that is quarantined.
                 self._doubted.discard(table.tag)
@@ -551,8 +571,8 @@ class DatabaseChain:
             with fence.filling(token) as allowed:  # of the table that was fetched from: its tag may be another's by now
                 if not allowed or table.tag in self._quarantined:
                     return
-                if volatile.attempt(promote) is None:
-                    self.metrics.promoted.inc(counts[-1])
+                if volatile.attempt(table, promote) is None:
+                    self.metrics.promoted.labels(table.model_name, table.table_name).inc(counts[-1])
                 elif counts:
                     self._quarantine(table)
 

@@ -180,7 +180,7 @@ class FetchCoalescer:
         if landed and flight.vectors is not None and flight.found is not None:
             out[join.here] = flight.vectors[join.there]
             found[join.here] = flight.found[join.there]
-            self._joined.inc(join.here.size)
+            self._joined.labels(table.model_name, table.table_name).inc(join.here.size)
         else:
             self._fetch_rows(table, join.here, keys, out, found)
 

@@ -243,6 +243,9 @@ class CacheContract:
         known = missed.keys % 3 != 0
         missed.buffer()[:] = vectors_of(missed.keys, 5, 1)
         missed.stage(0, missed.keys.size)
+        assert missed.absent(known) == np.count_nonzero(~was_resident[asked] & (keys[asked] % 3 == 0))
+        assert missed.absent(np.ones_like(known)) == 0
+        assert missed.absent(np.zeros_like(known)) == np.count_nonzero(~was_resident[asked])
         missed.scatter(known)
         missed.insert(known)
         lookup.finish()

@@ -239,6 +239,9 @@ class LeftKeys(MissedKeys):
     def stage(self, start, stop):
         pass
 
+    def absent(self, found):
+        return int(np.isin(self.segment.keys[self._positions], self.keys[~found]).sum())
+
     def scatter(self, found):
         segment, positions = self.segment, self._positions
         self._vectors[~found] = self._cache.tables[segment.table].default_value

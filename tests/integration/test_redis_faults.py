@@ -95,7 +95,7 @@ class Traffic:
     def redis_errors(self):
         """Calls of Redis that failed so far."""
         errors = self.chain.metrics.tier_errors
-        return sum(errors.labels("volatile_db", operation)._value.get() for operation in ("read", "write"))
+        return sum(errors.labels("shop", "volatile_db", operation)._value.get() for operation in ("read", "write"))
 
     def wait_for_redis(self):
         """Wait until Redis answers, and not only the database below."""

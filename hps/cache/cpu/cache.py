@@ -334,6 +334,10 @@ class NumpyMissedKeys(MissedKeys):
 
         POOL.run(self._count, _PIECE_KEYS, part)
 
+    def absent(self, found: BoolArray) -> int:
+        """How many missing positions have a key that is not `found`. See `MissedKeys.absent`."""
+        return self._count - int(np.count_nonzero(found[self._scratch.inverse[: self._count]]))
+
     def insert(self, found: BoolArray) -> None:
         """Insert the fetched vectors whose `found` is True. See `MissedKeys.insert`."""
         table = self._cache.open_tables()[self.segment.table]

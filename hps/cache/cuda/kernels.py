@@ -6,11 +6,14 @@ Imports no CuPy: `device.py` passes the function that compiles. Each file of `cu
 import re
 import struct
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+
+from hps.metrics import COMPILATIONS
 
 SLOTS = 7
 """Slots of a bucket."""
@@ -121,7 +124,9 @@ class KernelCache:
             with compiling:
                 handle = self._handles.get(kernel)
                 if handle is None:
+                    began = time.monotonic()
                     handle = self._handles[kernel] = self._compile(kernel.code, kernel.name)
+                    COMPILATIONS.add("cuda", 1, time.monotonic() - began)
         return handle
 
 

@@ -857,6 +857,19 @@ class CupyMissedKeys(MissedKeys):
         launch(lookup.kernels.scatter(unit), blocks, kernels.THREADS, lookup.scatter_arguments, lookup.stream)
         lookup.launched()
 
+    @device_call("counting absent keys")
+    def absent(self, found: BoolArray) -> int:
+        """How many missing positions have a key that is not `found`. See `MissedKeys.absent`.
+
+        The host knows that where each key occurs once, or none is found; else it reads of which key each position is.
+        """
+        distinct = found.size - int(np.count_nonzero(found))
+        if distinct in (0, found.size) or found.size == self._misses:
+            return self._misses if distinct == found.size else distinct
+        keys_at = np.empty(self._misses, np.uint32)
+        copy_to_host(keys_at, self._lookup.rows + 4 * self._place.missing, self._lookup.stream)
+        return self._misses - int(np.count_nonzero(found[keys_at]))
+
     @device_call("inserting fetched vectors")
     def insert(self, found: BoolArray) -> None:
         """Insert the fetched vectors whose `found` is True. See `MissedKeys.insert`."""

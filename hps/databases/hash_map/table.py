@@ -65,6 +65,7 @@ class HashMapTable:
         self._buckets = Buckets.empty(tag, self._slabs, initial_buckets)
         self._partition_rows: npt.NDArray[np.int64] = np.zeros(overflow.partitions if overflow else 0, np.int64)
         self._random: npt.NDArray[np.uint64] = np.zeros(2, np.uint64)
+        self._evictions = 0
         self._writer = threading.Lock()
         self._outgrown: Buckets | None = None
         self.in_place = TableInPlace(tag, self)
@@ -178,7 +179,7 @@ class HashMapTable:
         rows = self.rows
         vector_bytes = rows * self._slabs.vector_bytes
         held = self._buckets.size_bytes + self._slabs.committed_bytes() + self._partition_rows.nbytes
-        return TableStats(rows, vector_bytes, held - vector_bytes, self.capacity_rows)
+        return TableStats(rows, vector_bytes, held - vector_bytes, self.capacity_rows, self._evictions)
 
     def further_bytes(self, rows: int) -> int:
         """Bytes that the table would take beside those that it has, to hold `rows` in all, or as many as it may."""
@@ -220,6 +221,7 @@ class HashMapTable:
         """Add or replace a batch, as the writer."""
         kept = _EVERYTHING
         if self._overflow:
+            before = self.rows
             kept = self._overflow.make_room(
                 self._buckets.layout,
                 self._slabs.counters,
@@ -229,6 +231,7 @@ class HashMapTable:
                 keys,
                 self._slabs.capacity_rows,
             )
+            self._evictions += before - self.rows
         position = 0
         while True:
             position, state, segment = insert(

@@ -66,6 +66,7 @@ class Overflow:
         self._nodes = nodes
         self._changed = threading.Condition()
         self._resolving: set[Partition] = set()
+        self._evicted: dict[Partition, int] = {}
 
     @property
     def notes_uses(self) -> bool:
@@ -99,12 +100,18 @@ class Overflow:
                     return
                 surplus = rows - self._target_rows
                 # Notes of uses may be missing, of another policy, or of rows long gone, so that they settle nothing.
-                if not self.notes_uses or attempt > 1 or self._evict_by_use(partition, rows, surplus) == 0:
-                    self._evict_random(partition, surplus)
+                removed = self._evict_by_use(partition, rows, surplus) if self.notes_uses and attempt <= 1 else 0
+                if removed == 0:
+                    removed = self._evict_random(partition, surplus)
+                self._evicted[partition] = self._evicted.get(partition, 0) + removed  # by this thread alone
         raise DatabaseError(
             f"redis: {partition.values!r}: got {rows} rows after {_ATTEMPTS} evictions, expected at most {self.margin}; "
             "others insert faster than it evicts, or the server is older than Redis 6.2"
         )
+
+    def evicted(self, partition: Partition) -> int:
+        """How many rows of a partition were evicted here since the start."""
+        return self._evicted.get(partition, 0)
 
     @staticmethod
     def _send(
@@ -121,12 +128,14 @@ class Overflow:
         self._nodes.run(requests)
         return sum(request.reply for request in requests)
 
-    def _evict_random(self, partition: Partition, surplus: int) -> None:
-        while surplus > 0:
-            removed = self._trim(partition, self._pick(partition, surplus))
+    def _evict_random(self, partition: Partition, surplus: int) -> int:
+        evicted = 0
+        while evicted < surplus:
+            removed = self._trim(partition, self._pick(partition, surplus - evicted))
             if removed == 0:
-                return
-            surplus -= removed
+                break
+            evicted += removed
+        return evicted
 
     def _pick(self, partition: Partition, count: int) -> KeyArray:
         """Random keys of a partition, each once."""

@@ -240,7 +240,8 @@ class RedisTable:
         self._nodes.run(sizes)
         overhead = max(0, sum(size.reply or 0 for size in sizes) - vector_bytes)
         capacity = min(UNBOUNDED_ROWS, self._overflow.margin * len(self.layout.partitions))
-        return TableStats(rows, vector_bytes, overhead, capacity)
+        evictions = sum(self._overflow.evicted(partition) for partition in self.layout.partitions)
+        return TableStats(rows, vector_bytes, overhead, capacity, evictions)
 
     def _usable(self, deadline: float | None) -> list[bytes] | None:
         """The marks, or None if the table is not to be used and a database below has its rows.

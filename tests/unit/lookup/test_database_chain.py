@@ -54,7 +54,7 @@ class Host:
         return out, found
 
     def metric(self, name, tier, operation):
-        return self.metrics.registry.get_sample_value(name, {"tier": tier, "operation": operation})
+        return self.metrics.registry.get_sample_value(name, {"model": TABLE.model_name, "tier": tier, "operation": operation})
 
     def resident(self, database):
         keys = np.sort(np.concatenate([np.empty(0, np.int64), *(keys for keys, _ in database.inner.scan(TABLE.tag, 100))]))
@@ -167,7 +167,8 @@ def test_writes_that_all_fail_do_not_stop_reads_and_are_probed_until_they_succee
 
     def metrics():
         operations = ("read", "write")
-        return [host.metric("hps_tier_available", "persistent_db", operation) for operation in operations] + [
+        state = host.chain.tiers()[-1]
+        return [state.read, state.written] + [
             host.metric("hps_tier_errors_total", "persistent_db", operation) for operation in operations
         ]
 

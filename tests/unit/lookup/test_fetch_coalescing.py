@@ -91,7 +91,7 @@ def test_lookup_whose_keys_are_all_under_way_fetches_nothing(source, coalescer):
     first.check()
     second.check()
     assert source.asked == [[2, 3, 4]]
-    assert coalescer._joined._value.get() == 2
+    assert coalescer._joined.labels(TABLE.model_name, TABLE.table_name)._value.get() == 2
 
 
 def test_lookup_fetches_for_itself_when_the_one_it_joined_fails(source, coalescer):

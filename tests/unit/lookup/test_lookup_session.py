@@ -283,7 +283,7 @@ def test_two_sessions_fetch_a_key_that_both_miss_once(serve):
         for answer in answers:
             served.check(answer.result(10))
     assert sorted(fetched_keys(served.database).tolist()) == [1, 2, 3]
-    assert served.metrics.registry.get_sample_value("hps_coalesced_keys_total") == 1
+    assert served.metrics.registry.get_sample_value("hps_coalesced_keys_total", {"model": "model", "table": "a"}) == 1
     other.close(10)
 
 
@@ -315,10 +315,16 @@ def test_lookup_without_a_cache_asks_for_every_key_whatever_the_mask_held(serve)
 
 
 @pytest.mark.parametrize("kind", ["now", "later", "direct"])
-def test_keys_that_no_tier_has_are_counted_as_defaults_once_a_lookup(serve, kind):
+def test_keys_that_no_tier_has_are_counted_as_defaults_as_often_as_they_are_asked_for(serve, kind):
     served = serve(hit_rate_threshold=0.0 if kind == "later" else 1.1)
     session = DirectSession(TABLES, served.chain, served.metrics) if kind == "direct" else served.session
+    a, b = (served.metrics.table("model", name) for name in ("a", "b"))
     for _ in range(2):
-        served.lookup({0: [1, 98, 99], 1: [2]}, session)
+        served.lookup({0: [1, 98, 99, 98], 1: [2]}, session)
         assert session.drain(10)
-    assert [served.metrics.table("model", name).defaults for name in ("a", "b")] == [4, 0]
+    # Keys that are fetched later count as often as the missing keys of the lookup did: 4 positions of 3 keys, then 3 of 2.
+    assert (a.defaults, b.defaults) == (6, 0)
+    before = a.keys - a.defaults
+    served.lookup({0: [99] * 100}, session)
+    assert session.drain(10)
+    assert a.keys - a.defaults == before  # the alert's ratio, of this lookup: 1

@@ -109,7 +109,7 @@ def test_failed_piece_is_one_failure_to_the_breaker_and_the_tier_below_answers(h
         out, found = host.fetch(host.keys)
         assert found.all()
         np.testing.assert_array_equal(out, vectors_of(host.keys, 4))
-        assert host.value("hps_tier_errors_total", tier="volatile_db", operation="read") == failures
+        assert host.value("hps_tier_errors_total", model=TABLE.model_name, tier="volatile_db", operation="read") == failures
         assert host.breakers[0].is_open == (failures == 2)
 
 

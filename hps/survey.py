@@ -309,7 +309,8 @@ def _sizes(stats: ServerStatistics) -> Iterator[Metric]:
     }
     for device in stats.devices:
         for name, family in devices.items():
-            family.add_metric([device.device], getattr(device, name))
+            if device.memory_bytes or name not in ("memory_bytes", "free_bytes"):  # else it has not been asked yet
+                family.add_metric([device.device], getattr(device, name))
     yield from devices.values()
 
 

@@ -94,6 +94,7 @@ class ServiceConfig(Section):
     model_control_mode: ControlMode = "none"
     load_models: ListOf[Annotated[str, Field(min_length=1)]] = ()
     repository_poll_s: Timeout = 15.0
+    triton_metrics: Flag = False
 
     @field_validator("admin_token")
     @classmethod

@@ -178,7 +178,8 @@ def control_app(
     async def prometheus_metrics(request: Request) -> Response:
         """Counters of lookups, tiers and requests, for Prometheus."""
         registry, server = CollectorRegistry(), lifecycle.opened
-        for collector in (metrics, lifecycle.states, *([server.metrics.registry] if server else [])):
+        of_triton = [statistics] if lifecycle.configuration.service.triton_metrics else []
+        for collector in (metrics, lifecycle.states, *of_triton, *([server.metrics.registry] if server else [])):
             registry.register(collector)
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(registry), headers={"content-type": content_type})

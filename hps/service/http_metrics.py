@@ -128,7 +128,7 @@ class InferenceCounts:
         self.failure_ns += self.last_ns - started
 
 
-class InferenceStatistics:
+class InferenceStatistics(Collector):
     """The counts of every version in service. They go with it. *One per event loop.*"""
 
     def __init__(self) -> None:
@@ -140,3 +140,33 @@ class InferenceStatistics:
         if counts is None:
             counts = self._counts[deployment] = InferenceCounts()
         return counts
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the counts under the names that Triton has for them, which do not end as counters of Prometheus do."""
+        versions: dict[tuple[str, str], list[InferenceCounts]] = {}
+        for deployment, counts in self._counts.items():
+            versions.setdefault((deployment.config.model, deployment.version), []).append(counts)
+        for name, text, value in _TRITON:
+            family = Metric(f"nv_inference_{name}", text, "untyped")
+            for (model, version), of_version in versions.items():
+                labels = {"model": model, "version": version}
+                family.add_sample(family.name, labels, sum(value(one) for one in of_version))
+            yield family
+
+
+_TRITON: tuple[tuple[str, str, Callable[[InferenceCounts], int]], ...] = (
+    ("request_success", "Requests that were answered.", lambda one: one.successes),
+    ("request_failure", "Requests that failed.", lambda one: one.failures),
+    ("count", "Requests that were answered; a lookup is one inference.", lambda one: one.successes),
+    ("exec_count", "Lookups.", lambda one: one.successes),
+    (
+        "request_duration_us",
+        "Time of requests that were answered.",
+        lambda one: (one.input_ns + one.queue_ns + one.infer_ns + one.output_ns) // 1000,
+    ),
+    ("queue_duration_us", "Time of waiting for a thread, and for the event loop.", lambda one: one.queue_ns // 1000),
+    ("compute_input_duration_us", "Time of reading requests.", lambda one: one.input_ns // 1000),
+    ("compute_infer_duration_us", "Time of lookups.", lambda one: one.infer_ns // 1000),
+    ("compute_output_duration_us", "Time of writing answers.", lambda one: one.output_ns // 1000),
+)
+"""Names after `nv_inference_` of Triton's docs/user_guide/metrics.md. There is no cache of answers, so no `nv_cache_*`."""

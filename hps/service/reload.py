@@ -22,6 +22,7 @@ CHANGEABLE = frozenset(
         "refuse_nan",
         "repository_poll_s",
         "request_timeout_s",
+        "triton_metrics",
     }
 )
 """Keys of `service` whose values a running service takes over."""

@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from hps.models.writer import write_sparse_model as write_sparse_model
     from hps.models.writer import write_version as write_version
     from hps.parameter_server import HPS as HPS
+    from hps.statistics import DeviceStatistics as DeviceStatistics
+    from hps.statistics import Latency as Latency
+    from hps.statistics import ModelStatistics as ModelStatistics
+    from hps.statistics import ServerStatistics as ServerStatistics
+    from hps.statistics import TableStatistics as TableStatistics
+    from hps.statistics import TierStatistics as TierStatistics
     from hps.tensors.bags import Bags as Bags
     from hps.updates.publisher import Publisher as Publisher
     from hps.updates.publisher import open_publisher as open_publisher
@@ -65,6 +71,14 @@ _ERRORS = (
     "DeviceError",
     "DeviceMemoryError",
 )
+_STATISTICS = (
+    "ServerStatistics",
+    "ModelStatistics",
+    "TableStatistics",
+    "TierStatistics",
+    "DeviceStatistics",
+    "Latency",
+)
 _HOME = {
     "HPS": "hps.parameter_server",
     "Bags": "hps.tensors.bags",
@@ -85,6 +99,7 @@ _HOME = {
     "write_version": "hps.models.writer",
     "Publisher": "hps.updates.publisher",
     "open_publisher": "hps.updates.publisher",
+    **dict.fromkeys(_STATISTICS, "hps.statistics"),
     **dict.fromkeys(_ERRORS, "hps.errors"),
 }
 __version__ = "0.1.0"

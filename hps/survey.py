@@ -1,5 +1,6 @@
 """Finds out what a parameter server holds, for `HPS.stats`: what is in this process at once, what needs I/O later."""
 
+import logging
 import os
 import platform
 import threading
@@ -25,6 +26,7 @@ from hps.metrics import TIERS, Metrics, TableCounters
 from hps.statistics import DeviceStatistics, ModelStatistics, ServerStatistics, TableStatistics, TierStatistics
 from hps.updates.metrics import TableStatus
 
+_log = logging.getLogger(__name__)
 _MEASURED_EVERY_S = 15.0
 _CLOSE_WAIT_S = 10.0
 _Known = TypeVar("_Known")
@@ -144,6 +146,8 @@ class Survey(Collector):
     def _run(self) -> None:
         try:
             self.measure()
+        except Exception:  # noqa: BLE001 - logged with its traceback; it is asked again
+            _log.exception("asking databases and devices for their sizes")
         finally:
             with self._lock:
                 self._round = None

@@ -116,6 +116,18 @@ def test_it_asks_every_15_seconds_while_somebody_asks_it_and_keeps_what_it_knew(
     assert len(asked) == 4  # closed
 
 
+def test_a_database_with_a_defect_is_logged_and_asked_again(server, caplog):
+    clock, database = Clock(), server.model("m").chain.databases[1]
+    survey, stats = Survey(server._live, server.metrics, list, clock), database.stats
+    database.stats = lambda tag: [][0]
+    survey.statistics()
+    wait_until(lambda: "asking databases" in caplog.text, "it is logged", 10)
+    database.stats = stats
+    clock.now += 16
+    survey.statistics()
+    wait_until(lambda: survey.statistics().devices[0].memory_bytes, "it is asked again", 10)
+
+
 def test_a_tier_that_fails_is_not_available(server, monkeypatch):
     def down(*_):
         raise DatabaseError("down")

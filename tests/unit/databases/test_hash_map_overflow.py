@@ -70,6 +70,7 @@ def test_evict_oldest_goes_by_the_last_fetch_or_insertion(clock):
     clock.now += 1
     insert(database, keys[100:])
     assert held(database) == {*keys[:30].tolist(), *keys[81:].tolist()}
+    assert database.stats(TAG).evictions == 51
 
 
 def test_evict_least_used_goes_by_the_number_of_accesses():

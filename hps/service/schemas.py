@@ -20,6 +20,7 @@ class ErrorAnswer(BaseModel):
     """Why a request was not served."""
 
     error: str = Field(description="What was being done, what was got, what was expected.")
+    request_id: str = Field(description="As in the header `X-Request-Id` of the answer, and in the log.")
 
 
 class Live(BaseModel):

@@ -62,7 +62,7 @@ class JSONLookup:
             if segment.found is not None:
                 self.held_bytes += JSON_MASK_SHARE * segment.found.nbytes
 
-    def encode(self, report: LookupReport | None) -> tuple[Iterable[bytes], Sequence[memoryview]]:
+    def encode(self, report: LookupReport | None = None) -> tuple[Iterable[bytes], Sequence[memoryview]]:
         """Write the vectors and, where requested, the found-masks and the report, in pieces; the second part is empty.
 
         A value that JSON cannot express (NaN, infinities) is null.

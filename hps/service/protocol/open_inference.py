@@ -224,7 +224,7 @@ class Inference:
             body[place : place + _ID_DIGITS] = _digits(self.device_id)
         return body, len(layout.text)
 
-    def encode(self, report: LookupReport | None) -> tuple[Iterable[bytes], Sequence[memoryview]]:
+    def encode(self, report: LookupReport | None = None) -> tuple[Iterable[bytes], Sequence[memoryview]]:
         """Make the body of another answer, once the lookup has written vectors and masks.
 
         A value that JSON cannot express (NaN, infinities) is null; binary outputs carry it.

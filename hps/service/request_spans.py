@@ -91,8 +91,8 @@ class RequestSpans:
         if str(resource.attributes.get(SERVICE_NAME, "unknown_service")).startswith("unknown_service"):
             resource = resource.merge(Resource({SERVICE_NAME: "hps"}))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._exporter = OTLPSpanExporter(base if base.endswith(_PATH) else base + _PATH)
-        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        exporter = OTLPSpanExporter(base if base.endswith(_PATH) else base + _PATH)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("hps", __version__)
         self.disabled = isinstance(self._tracer, NoOpTracer)
         self._kinds, self._within, self._extract = SpanKind, set_span_in_context, TraceContextTextMapPropagator().extract
@@ -135,7 +135,6 @@ class RequestSpans:
         closing.join(_CLOSE_S)
         if closing.is_alive():
             _log.warning("the last traces were not taken by the OTLP endpoint within %g s, and are lost", _CLOSE_S)
-            self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
 
 def spans_of(configuration: Configuration) -> RequestSpans | None:

@@ -257,18 +257,18 @@ class Application:
             self.memory.take(held, "answering the request")
         try:
             served.version = deployment.version
-            served.keys = sum([segment.n for segment in request.segments])
             submitted = time.perf_counter_ns()
-            trace = request.wants_report or self._requests.wants_trace(served)
-            lookup = (_traced_lookup if trace else _timed_lookup, server, deployment, request.segments, request.device_id)
-            request.device_id, began, ended, served.trace = await self._threads.run(*lookup)
+            look_up = _traced_lookup if served.traced or request.wants_report else _timed_lookup
+            lookup = (look_up, server, deployment, request.segments, request.device_id)
+            request.device_id, began, ended, trace = await self._threads.run(*lookup)
             if request.scratch_bytes:
                 self.memory.held -= request.scratch_bytes
                 held -= request.scratch_bytes
             resumed = time.perf_counter_ns()
-            served.lookup_ns = resumed - started
-            if served.trace is not None:
-                served.report = report_of(served.trace, began - submitted, ended - began)
+            if trace is not None:
+                served.trace, served.lookup_ns = trace, resumed - started
+                served.keys = sum([segment.n for segment in request.segments])
+                served.report = report_of(trace, began - submitted, ended - began)
             if (whole := request.binary_answer) is not None:
                 counts.succeeded(started, submitted, began, ended, resumed)
                 length = (b"inference-header-content-length", str(whole[1]).encode())
@@ -407,7 +407,7 @@ async def _send(answer: HTTPAnswer, request_id: bytes, send: Send, unread: Recei
         unread: has the rest of the request's body, where that was not read: the connection then closes, a moment later.
     """
     size = sum(map(len, answer.chunks))
-    headers = [*answer.headers, (b"content-length", str(size).encode()), (b"x-request-id", request_id)]
+    headers = [*answer.headers, (b"content-length", b"%d" % size), (b"x-request-id", request_id)]
     if unread is not None:
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})

@@ -33,7 +33,7 @@ _TRACEPARENT = re.compile(  # https://www.w3.org/TR/trace-context/#traceparent-h
     rb"(?!ff|00-.{52}-)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?"
 ).fullmatch
 _MADE = secrets.token_hex(8).encode()  # ids of one process begin with it
-_numbers = count(secrets.randbits(48))
+_next_number = count(secrets.randbits(48)).__next__
 
 
 def request_id(headers: Mapping[bytes, bytes]) -> bytes | None:
@@ -47,48 +47,39 @@ def request_id(headers: Mapping[bytes, bytes]) -> bytes | None:
     return None
 
 
+def _level_of(scope: Scope) -> int:
+    return logging.DEBUG if scope["path"] in _POLLED else logging.INFO
+
+
 class Served:
     """What is known of one request. *Used by its event loop alone.*
 
     Attributes:
         id: of the request: printable ASCII, at most 64 characters.
         logged: whether it has an access line for sure.
+        traced: whether its lookup is to be traced, whatever its client asks for.
         span: of OpenTelemetry; None where it has none.
         bytes_in, bytes_out: of the bodies.
         model, version: that it names, or that answered.
-        keys: that were looked up; None if it was no lookup.
+        keys: that were looked up; known where it is traced.
         lookup_ns: from the body to the vectors.
         trace: of its lookup, where that was traced.
         report: of that.
         error: that it was answered with.
     """
 
-    __slots__ = (
-        "bytes_in",
-        "bytes_out",
-        "error",
-        "id",
-        "keys",
-        "logged",
-        "lookup_ns",
-        "model",
-        "report",
-        "span",
-        "trace",
-        "version",
-    )
+    bytes_in = bytes_out = lookup_ns = 0  # of the class, so that a request pays for what it sets
+    logged = traced = False
+    span: RequestSpan | None = None
+    model: str | None = None
+    version: str | None = None
+    keys: int | None = None
+    trace: LookupTrace | None = None
+    report: LookupReport | None = None
+    error: Exception | None = None
 
-    def __init__(self, name: bytes, *, logged: bool, span: RequestSpan | None) -> None:
+    def __init__(self, name: bytes) -> None:
         self.id = name
-        self.logged = logged
-        self.span = span
-        self.bytes_in = self.bytes_out = self.lookup_ns = 0
-        self.model: str | None = None
-        self.version: str | None = None
-        self.keys: int | None = None
-        self.trace: LookupTrace | None = None
-        self.report: LookupReport | None = None
-        self.error: Exception | None = None
 
 
 class RequestLog:
@@ -111,42 +102,39 @@ class RequestLog:
         self._lines.per_s = self._failed.per_s = settings.access_log_per_s
         self._slow_ms = settings.slow_lookup_ms
         self._slow_ns = settings.slow_lookup_ms * 1e6
+        self._watching = self._spans is not None or settings.access_log_per_s > 0 or settings.slow_lookup_ms > 0
 
     def begin(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Served:
         """Name a request, and decide what will be said of it."""
-        name = request_id(headers)
-        logged, span = False, None
-        if self._spans is not None or self._lines.per_s:
-            polled = scope["path"] in _POLLED
-            level = logging.DEBUG if polled else logging.INFO
-            logged = self._lines.per_s > 0 and _access.isEnabledFor(level) and self._lines.take()
-            if self._spans is not None and not polled:
-                span = self._spans.begin(scope, headers)
-                name = name or span.trace_id
-        served = scope[SERVED] = Served(name or b"%s%016x" % (_MADE, next(_numbers)), logged=logged, span=span)
+        name = request_id(headers) if b"x-request-id" in headers or b"traceparent" in headers else None
+        served = scope[SERVED] = Served(name or _MADE + _next_number().to_bytes(8).hex().encode())
+        if self._watching:
+            served.traced = self._slow_ns > 0
+            if self._lines.per_s and self._lines.take() and _access.isEnabledFor(_level_of(scope)):
+                served.logged = served.traced = True
+            if self._spans is not None and scope["path"] not in _POLLED:
+                served.span = span = self._spans.begin(scope, headers)
+                served.traced |= span.sampled
+                served.id = name or span.trace_id
         return served
-
-    def wants_trace(self, served: Served) -> bool:
-        """Whether the lookup of a request is to be traced, whatever its client asks for."""
-        return served.logged or self._slow_ns > 0 or (served.span is not None and served.span.sampled)
 
     def end(self, served: Served, scope: Scope, route: str, status: int, seconds: float) -> None:
         """Log a request that is answered."""
+        if served.error is not None and status >= 500:
+            self._say_failed(served, status, served.error)
+        if not self._watching:
+            return
         if served.span is not None and served.span.sampled:
             self._end_span(served.span, served, scope, route, status)
         if 0 < self._slow_ns < served.lookup_ns:
             self._say_slow(served)
-        error = served.error
-        if status >= 500 and served.keys is not None and isinstance(error, HPSError) and not isinstance(error, NotReadyError):
-            self._say_failed(served, status, error)
-        if not self._lines.per_s:
-            return
-        level = logging.DEBUG if scope["path"] in _POLLED else logging.INFO
-        if not _access.isEnabledFor(level):
-            return
-        if not served.logged and (status < 400 or not self._failed.take()):
+        if served.logged or (status >= 400 and self._failed.take()):
+            if _access.isEnabledFor(_level_of(scope)):
+                self._say(served, scope, route, status, seconds)
+        elif scope["path"] not in _POLLED:
             self._left_out += 1
-            return
+
+    def _say(self, served: Served, scope: Scope, route: str, status: int, seconds: float) -> None:
         left_out, self._left_out = self._left_out, 0
         client, report = scope.get("client"), served.report
         more: dict[str, Any] = fields(
@@ -164,12 +152,12 @@ class RequestLog:
             keys=served.keys,
             hit_rate=report and report.hit_rate,
             client=client and client[0],
-            error=error and str(error)[:_MOST_TEXT],
+            error=served.error and str(served.error)[:_MOST_TEXT],
             left_out=left_out or None,
         )
         if report is not None and _access.isEnabledFor(logging.DEBUG):
             more["fields"] |= report.flat()
-        _access.log(level, "request", extra=more)
+        _access.log(_level_of(scope), "request", extra=more)
 
     def _end_span(self, span: RequestSpan, served: Served, scope: Scope, route: str, status: int) -> None:
         client, report = scope.get("client"), served.report
@@ -210,6 +198,8 @@ class RequestLog:
         _log.warning("a lookup of model %s took longer than %s", served.model, limit, extra=more)
 
     def _say_failed(self, served: Served, status: int, error: Exception) -> None:
+        if served.model is None or not isinstance(error, HPSError) or isinstance(error, NotReadyError):
+            return  # of no lookup, or logged already, or said by the readiness
         if not self._problems.take():
             self._problems_left_out += 1
             return

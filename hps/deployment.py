@@ -436,6 +436,8 @@ def deploy(
     loads = [TableLoad(table, source, targets, progress) for table, source in zip(tables, version.sources, strict=True)]
     rows = tuple(load.rows for load in loads)
     _check_room(config, tables, rows, targets, None if _is_direct(config, cache_class) else cache_class)
+    what = f"deploying model {config.model!r}, version {config.version}"
+    _log.debug("%s: its %d tables of %d rows fit; loading them", what, len(tables), sum(rows))
     try:
         reports = []
         for table, load in zip(tables, loads, strict=True):
@@ -445,7 +447,9 @@ def deploy(
         starts = tuple(one.log_start if follows(table) else None for table, one in zip(tables, version.sources, strict=True))
         positions = _log_positions(chain, tables, starts)
         build = _session_builder(config, tables, rows, cache_class, chain, metrics)
+        _log.debug("%s: its tables are loaded; building and warming its caches", what)
         sessions = build(_FromFiles(tables, reports, chain))
+        _log.debug("%s: its caches are warm; it takes over", what)
         renew = partial(build, _FromDatabases(tables, chain))
         return Deployment(
             config, tables, sessions, chain, rows, fingerprints, renew, log_starts=starts, log_positions=positions

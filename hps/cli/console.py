@@ -132,25 +132,21 @@ class _ConsoleHandler(logging.Handler):
 
 
 @contextmanager
-def progress(service_level: str | None = None) -> "Iterator[Progress]":
+def progress(level: str | None = None, lines: logging.Formatter | None = None) -> "Iterator[Progress]":
     """Set up logging and show progress: as bars on a terminal, elsewhere as log lines among all others.
 
     Args:
-        service_level: the log level of a service, whose lines always have their time and logger. Any other command logs
-            warnings on a terminal, and elsewhere what it does and when.
+        level: log this and worse. By default, warnings on a terminal, and elsewhere what a command does and when.
+        lines: writes the lines; those of a service have the same form on a terminal.
     """
     console = Console(stderr=True)
-    if service_level:
-        level, line = service_level.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    elif console.is_terminal:
-        level, line = "WARNING", "%(levelname)s %(message)s"
-    else:
-        level, line = "INFO", "%(asctime)s %(levelname)s %(message)s"
+    handler = _ConsoleHandler(console) if console.is_terminal else logging.StreamHandler()
+    text = "%(levelname)s %(message)s" if console.is_terminal else "%(asctime)s %(levelname)s %(message)s"
+    handler.setFormatter(lines or logging.Formatter(text))
+    logging.basicConfig(level=(level or ("warning" if console.is_terminal else "info")).upper(), handlers=[handler])
     if not console.is_terminal:
-        logging.basicConfig(level=level, format=line)
         yield LogProgress()
         return
-    logging.basicConfig(level=level, format=line, handlers=[_ConsoleHandler(console)])
     bars = _Bars(console)
     try:
         yield bars

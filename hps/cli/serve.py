@@ -17,6 +17,10 @@ def serve_command(
         Literal["critical", "error", "warning", "info", "debug"] | None,
         typer.Option(case_sensitive=False, help="Log this and worse, whatever CONFIG says."),
     ] = None,
+    log_format: Annotated[
+        Literal["text", "json"] | None,
+        typer.Option(case_sensitive=False, help="Write log lines as text or as JSON, whatever CONFIG says."),
+    ] = None,
     force: console.Force = False,
 ) -> None:
     """Load the models of CONFIG and answer lookups over HTTP until Ctrl-C.
@@ -29,12 +33,16 @@ def serve_command(
     again: what may change while the server runs does, and the log says what did not.
     """
     with console.reported():
-        with console.progress(log_level or "info") as progress:  # logging is set up, also for what the configuration says
-            from hps.configuration.load import load_configuration
+        from hps.configuration.load import read_configuration
+        from hps.service.logs import formatter_of
 
-            configuration = load_configuration(config)
+        configuration, _ = read_configuration(config)  # its notices are logged when it is used: it says itself how
+        service = configuration.service
+        with console.progress(log_level or service.log_level, formatter_of(log_format or service.log_format)) as progress:
             from hps.service.server import serve
 
-            closed = serve(configuration, host, port, progress, force=force, path=config, log_level=log_level)
+            closed = serve(
+                configuration, host, port, progress, force=force, path=config, log_level=log_level, log_format=log_format
+            )
         if not closed:
             console.leave(1)

@@ -52,15 +52,17 @@ _SECRETS = {
     ("volatile_db", "password"): "HPS_REDIS_PASSWORD",
     ("update_source", "password"): "HPS_UPDATE_PASSWORD",
 }
+_OTLP = "OTEL_EXPORTER_OTLP_ENDPOINT"  # as all that is instrumented with OpenTelemetry
 
 
 def load_configuration(source: Source) -> Configuration:
-    """Read and check a configuration, and log what its reader should know.
+    """Read and check a configuration, and log what its reader should know: where logging is not set up yet, once it is used.
 
     Where the environment variables `HPS_BEARER_TOKEN`, `HPS_ADMIN_TOKEN`, `HPS_REDIS_PASSWORD` and `HPS_UPDATE_PASSWORD` are
     set and not empty, they replace `service.bearer_token`, `service.admin_token`, `volatile_db.password` and
     `update_source.password`. Keys that have no effect and settings that are not implemented are logged by the logger
-    `hps.configuration.load`: set up logging before you call this.
+    `hps.configuration.load`; where nothing handles its lines yet, those of a `Configuration` are logged again when it is given
+    to `HPS` or another reader and something does.
 
     Args:
         source: path of a `ps.json`; its content as a mapping; a `ParameterServerConfig`; or a `Configuration`, which is
@@ -69,16 +71,24 @@ def load_configuration(source: Source) -> Configuration:
     Raises:
         ConfigError: there is no such file, it is not JSON, or anything in it is wrong; one report of all problems.
     """
+    handled = _log.hasHandlers()
     if isinstance(source, Configuration):
-        return source
-    configuration, notices = read_configuration(source)
-    for level, text in notices:
-        _log.log(level, "%s", text)
+        configuration = source
+    else:
+        configuration, _ = read_configuration(source)
+    if handled or configuration is not source:  # without handlers, logging writes warnings on standard error
+        for level, text in configuration.unheard:
+            _log.log(level, "%s", text)
+    if handled:
+        configuration.unheard.clear()
     return configuration
 
 
 def read_configuration(source: Source) -> tuple[Configuration, list[tuple[int, str]]]:
-    """Do as `load_configuration` does, but return what that logs: the level and the text of each notice."""
+    """Do as `load_configuration` does, but return what that logs: the level and the text of each notice.
+
+    They are logged when the configuration is used.
+    """
     problems: list[str] = []
     path: Callable[[Location], str] = path_of
     document: Any = source
@@ -105,7 +115,8 @@ def read_configuration(source: Source) -> tuple[Configuration, list[tuple[int, s
         problems += problems_of(error, _KEYS, PYTHON_NAMES, lambda location: origins.get(location) or path(location))
     if problems:
         raise ConfigError(name, problems)
-    return configuration, [(level, f"{name}: {text}") for level, text in _written(notices)]
+    configuration.unheard.extend((level, f"{name}: {text}") for level, text in _written(notices))
+    return configuration, list(configuration.unheard)
 
 
 def override_model(name: str, model: ModelConfig | None, changes: Mapping[str, Any]) -> ModelConfig:
@@ -124,7 +135,7 @@ def override_model(name: str, model: ModelConfig | None, changes: Mapping[str, A
 
 
 def _take_secrets(content: dict[str, Any]) -> dict[Location, str]:
-    """Put secrets of the environment into a document; return, for each, what a report calls its place."""
+    """Put secrets of the environment, and where traces go, into a document; return, for each, what a report calls its place."""
     origins: dict[Location, str] = {}
     for (section, key), variable in _SECRETS.items():
         secret = os.environ.get(variable)
@@ -133,6 +144,10 @@ def _take_secrets(content: dict[str, Any]) -> dict[Location, str]:
         if secret and isinstance(content.get(section), dict):
             content[section][key] = secret
             origins[section, key] = f"environment variable {variable}"
+    endpoint = os.environ.get(_OTLP)
+    if endpoint and isinstance(service := content.setdefault("service", {}), dict) and "otlp_endpoint" not in service:
+        service["otlp_endpoint"] = endpoint
+        origins["service", "otlp_endpoint"] = f"environment variable {_OTLP}"
     return origins
 
 

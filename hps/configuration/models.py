@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    PrivateAttr,
     SkipValidation,
     TypeAdapter,
     ValidationInfo,
@@ -68,6 +69,7 @@ LogLevel: TypeAlias = Annotated[
     Literal["critical", "error", "warning", "info", "debug"],
     choice("critical", "error", "warning", "info", "debug"),
 ]
+LogFormat: TypeAlias = Annotated[Literal["text", "json"], choice("text", "json")]
 
 
 class ServiceConfig(Section):
@@ -91,6 +93,10 @@ class ServiceConfig(Section):
     keep_alive_s: Timeout = 75.0
     drain_s: Seconds = 5.0
     log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
+    access_log_per_s: Annotated[Whole, Field(ge=0)] = 10
+    slow_lookup_ms: Annotated[Real, Field(ge=0)] = 0.0
+    otlp_endpoint: str = ""
     model_control_mode: ControlMode = "none"
     load_models: ListOf[Annotated[str, Field(min_length=1)]] = ()
     repository_poll_s: Timeout = 15.0
@@ -116,6 +122,13 @@ class ServiceConfig(Section):
     def _only_explicit(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         if value and info.data.get("model_control_mode", "explicit") != "explicit":
             raise problem("got models to load at the start, expected none unless model_control_mode is explicit")
+        return value
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _check_endpoint(cls, value: str) -> str:
+        if value and not value.startswith(("http://", "https://")):
+            raise problem(f"got {value!r}, expected the URL of an OTLP/HTTP receiver, such as http://127.0.0.1:4318")
         return value
 
 
@@ -355,6 +368,15 @@ def _repeated(values: Sequence[Any]) -> str | None:
     return None
 
 
+class _Unheard(list[tuple[int, str]]):
+    """Notices that nobody has logged: what is said of a configuration, and no part of it."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Unheard)
+
+    __hash__ = None
+
+
 class Configuration(Section):
     """A whole configuration, checked. *Immutable.* Made by `load_configuration`."""
 
@@ -371,6 +393,12 @@ class Configuration(Section):
     service: ServiceConfig = Field(default_factory=ServiceConfig)
     model_repository: str = ""
     models: Annotated[ListOf[ModelConfig], Field(validate_default=True)] = ()
+    _unheard: _Unheard = PrivateAttr(default_factory=_Unheard)
+
+    @property
+    def unheard(self) -> list[tuple[int, str]]:
+        """The level and the text of each notice that nobody has logged."""
+        return self._unheard
 
     @field_validator("update_source")
     @classmethod

@@ -176,8 +176,11 @@ class Refresher:
             if not isinstance(error, NotReadyError):
                 metrics.refresh_failures.labels(model).inc()
             raise
+        seconds = time.perf_counter() - began
+        rows = ", ".join(f"{table} {one.updated} updated, {one.erased} erased" for table, one in reports.items())
+        _log.debug("refreshed model %r in %.2f s: %s", model, seconds, rows)
         metrics.refreshes.labels(model).inc()
-        metrics.refresh_seconds.labels(model).set(time.perf_counter() - began)
+        metrics.refresh_seconds.labels(model).set(seconds)
         metrics.refresh_succeeded_at.labels(model).set_to_current_time()
         return reports
 

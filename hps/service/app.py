@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
@@ -27,7 +27,8 @@ from hps.service.held_memory import SMALL_BYTES, HeldMemory
 from hps.service.http_answer import BINARY, JSON, HTTPAnswer, RequestError, error_answer
 from hps.service.http_metrics import DISCONNECTED, HTTPMetrics, InferenceCounts, InferenceStatistics
 from hps.service.lifecycle import Lifecycle
-from hps.service.logs import RecentProblems
+from hps.service.logs import RecentProblems, fields
+from hps.service.lookup_report import report_of
 from hps.service.lookup_threads import LookupThreads
 from hps.service.model_changes import ModelChanges
 from hps.service.protocol.json_lookup import JSONLookup, decode_lookup
@@ -35,10 +36,13 @@ from hps.service.protocol.json_size import SMALL_JSON_BYTES, parsed_bytes
 from hps.service.protocol.open_inference import Inference, decode_request, parse_header_length
 from hps.service.protocol.request_checks import ModelTables
 from hps.service.request_body import BodyReader, ClientDisconnected
+from hps.service.request_log import SERVED, RequestLog, Served
+from hps.service.request_spans import spans_of
 from hps.service.row_routes import RowRoutes, RowTarget, row_target
 from hps.service.schemas import INFER, INFER_VERSION, LOOKUP
 from hps.service.status_routes import OPEN_PATHS, status_routes
 from hps.tensors.segments import Segment
+from hps.tracing import LookupTrace, traced
 
 _log = logging.getLogger(__name__)
 
@@ -110,11 +114,14 @@ class Application:
             status_routes(lifecycle, self._metrics, self.problems, self._held, ERRORS),
         ]
         self._control = control_app(lifecycle, self._metrics, self._statistics, self._lifespan, self._error_answer, routers)
+        self._spans = spans_of(lifecycle.configuration)
+        self._requests = RequestLog(settings, self._spans)
         self.configure(settings)
 
     def configure(self, settings: ServiceConfig) -> None:
         """Use the tokens and limits of these settings, for requests that come from now on."""
         self.authorization.configure(settings)
+        self._requests.configure(settings)
         self._max_keys = settings.max_keys_per_request
         self.memory.limit_to(settings.max_held_bytes)
         self._threads.limit_to(settings.request_timeout_s)
@@ -130,11 +137,15 @@ class Application:
         started = time.perf_counter()
         target = lookup_target(scope["path"]) or row_target(scope["path"])
         status = DISCONNECTED
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        served = self._requests.begin(scope, headers)
         try:
-            status = await self._serve(target, scope, receive, send)
+            status = await self._serve(target, scope, headers, served, receive, send)
         finally:
             route = getattr(scope.get("route"), "path", "unknown") if target is None else target.route
-            self._metrics.count(route, status, time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self._metrics.count(route, status, seconds)
+            self._requests.end(served, scope, route, status, seconds)
 
     def _held(self) -> dict[str, Any]:
         return {"pending": self._threads.pending, "held_bytes": self.memory.held}
@@ -143,12 +154,20 @@ class Application:
         """The OpenAPI document of all routes."""
         return self._control.openapi()
 
-    async def _serve(self, target: LookupTarget | RowTarget | None, scope: Scope, receive: Receive, send: Send) -> int:
+    async def _serve(
+        self,
+        target: LookupTarget | RowTarget | None,
+        scope: Scope,
+        headers: Mapping[bytes, bytes],
+        served: Served,
+        receive: Receive,
+        send: Send,
+    ) -> int:
         """Serve one request: a lookup, rows, or without a target what FastAPI has. Returns the status of the answer."""
-        headers: dict[bytes, bytes] = dict(scope["headers"])
         body: bytes | bytearray | None = None
         try:
             if isinstance(target, LookupTarget):
+                served.model, served.version = target.model_name, target.version
                 if self.authorization.guarded:
                     self.authorization.check_lookup(headers)
                 if scope["method"] != "POST":
@@ -159,14 +178,15 @@ class Application:
                 who = self._admit(scope, headers)
                 rows = self._rows.read(target, scope, who) if target else None
             body = await self._bodies.read(headers, receive)
+            served.bytes_in = len(body)
             if b"content-encoding" in headers:
                 body = await self._bodies.decompress(headers, body)
             if isinstance(target, LookupTarget):
-                answer = await self._look_up(server, target, headers, body)
+                answer = await self._look_up(server, target, headers, body, served)
             elif rows is not None:
                 answer = await self._rows.answer(rows, headers, body)
             else:
-                return await self._serve_control(scope, who, _replayed(body, receive), send)
+                return await self._serve_control(scope, who, served, _replayed(body, receive), send)
         except ClientDisconnected:
             return DISCONNECTED
         except Exception as error:  # noqa: BLE001 - logged where it is unexpected; the client gets an answer
@@ -177,20 +197,20 @@ class Application:
         unread = receive if body is None else None
         body = None  # a client may take long to read
         try:
-            await _send(answer, send, unread)
+            served.bytes_out = await _send(answer, served.id, send, unread)
         finally:
             self.memory.held -= answer.held
         return answer.status
 
     async def _look_up(
-        self, server: HPS, target: LookupTarget, headers: Mapping[bytes, bytes], body: bytes | bytearray
+        self, server: HPS, target: LookupTarget, headers: Mapping[bytes, bytes], body: bytes | bytearray, served: Served
     ) -> HTTPAnswer:
         """Answer a lookup, by the next version where the one that it began with was retired before it was asked."""
         while True:
             deployment = server.model(target.model_name, target.version)
             started = time.perf_counter_ns()
             try:
-                return await self._look_up_in(deployment, server, target, headers, body, started)
+                return await self._look_up_in(deployment, server, target, headers, body, served, started)
             except Exception as error:
                 if isinstance(error, NotReadyError) and server.model(target.model_name, target.version) is not deployment:
                     continue
@@ -204,6 +224,7 @@ class Application:
         target: LookupTarget,
         headers: Mapping[bytes, bytes],
         body: bytes | bytearray,
+        served: Served,
         started: int,
     ) -> HTTPAnswer:
         """Look up what the body asks for. The memory of the answer is held once its size is known, and stays so.
@@ -235,18 +256,24 @@ class Application:
         else:
             self.memory.take(held, "answering the request")
         try:
+            served.version = deployment.version
             submitted = time.perf_counter_ns()
-            lookup = (_timed_lookup, server, deployment, request.segments, request.device_id)
-            request.device_id, began, ended = await self._threads.run(*lookup)
+            look_up = _traced_lookup if served.traced or request.wants_report else _timed_lookup
+            lookup = (look_up, server, deployment, request.segments, request.device_id)
+            request.device_id, began, ended, trace = await self._threads.run(*lookup)
             if request.scratch_bytes:
                 self.memory.held -= request.scratch_bytes
                 held -= request.scratch_bytes
             resumed = time.perf_counter_ns()
+            if trace is not None:
+                served.trace, served.lookup_ns = trace, resumed - started
+                served.keys = sum([segment.n for segment in request.segments])
+                served.report = report_of(trace, began - submitted, ended - began)
             if (whole := request.binary_answer) is not None:
                 counts.succeeded(started, submitted, began, ended, resumed)
                 length = (b"inference-header-content-length", str(whole[1]).encode())
                 return HTTPAnswer(200, [BINARY, length], whole[:1], held)
-            text, binary = request.encode()
+            text, binary = request.encode(served.report)
             chunks: list[bytes | memoryview] = []
             for piece in text:
                 if chunks:
@@ -275,7 +302,7 @@ class Application:
         finally:
             self.memory.held -= size
 
-    async def _serve_control(self, scope: Scope, who: str, receive: Receive, send: Send) -> int:
+    async def _serve_control(self, scope: Scope, who: str, served: Served, receive: Receive, send: Send) -> int:
         """Serve a request by FastAPI, and log it if it changes something: then `who` sent it."""
         status = DISCONNECTED
 
@@ -283,6 +310,9 @@ class Application:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", served.id)]
+            else:
+                served.bytes_out += len(message.get("body", b""))
             await send(message)
 
         change = scope[CHANGE] = Change(who, printable(f"{scope['method']} {scope['path']}"))
@@ -303,15 +333,19 @@ class Application:
         return ""
 
     def _error_answer(self, error: Exception, scope: Scope) -> HTTPAnswer:
+        served: Served = scope[SERVED]
+        served.error = error
+        request_id = served.id.decode()
         change = scope.get(CHANGE)
         if change is not None:
             change.error = str(error)
         if isinstance(error, DeviceError) and not isinstance(error, DeviceMemoryError) and not (change and change.who):
-            _log.error("the device failed: %s", error)
+            _log.error("the device failed: %s", error, extra=fields(request_id=request_id))
             self.lifecycle.fail(f"the device failed; restart the service: {error}")
         elif not isinstance(error, HPSError | MemoryError):
-            _log.error("serving %s %s failed unexpectedly", scope["method"], scope["path"][:300], exc_info=error)
-        return error_answer(error)
+            what = printable(f"{scope['method']} {scope['path']}")
+            _log.error("serving %s failed unexpectedly", what, exc_info=error, extra=fields(request_id=request_id))
+        return error_answer(error, request_id)
 
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
@@ -320,7 +354,6 @@ class Application:
         try:
             yield
         finally:
-            logging.getLogger().removeHandler(self.problems)
             self.lifecycle.refuse()
             idle = True
             for threads in (self._threads, self._rows, self._reports):
@@ -328,19 +361,30 @@ class Application:
                     idle = False
                     _log.error("lookups or writes were still running after %g s", CLOSE_TIMEOUT_S)
             self._rows.flush_log()
+            if self._spans is not None:
+                await asyncio.to_thread(self._spans.close)
             started = time.monotonic()
             if closed := await asyncio.to_thread(self.lifecycle.close, CLOSE_TIMEOUT_S):
                 _log.info("the databases are closed after %.1f s", time.monotonic() - started)
             else:
                 _log.error("the parameter server was not closed within %g s", CLOSE_TIMEOUT_S)
             self.closed = idle and closed
+            logging.getLogger().removeHandler(self.problems)
 
 
-def _timed_lookup(server: HPS, deployment: Deployment, segments: list[Segment], device_id: int | None) -> tuple[int, int, int]:
+_Looked: TypeAlias = tuple[int, int, int, LookupTrace | None]
+
+
+def _timed_lookup(server: HPS, deployment: Deployment, segments: list[Segment], device_id: int | None) -> _Looked:
     """Do as `HPS.lookup_segments`, and say when it began and ended, too, in nanoseconds of `time.perf_counter_ns`."""
     began = time.perf_counter_ns()
     device = server.lookup_segments(deployment, segments, device_id)
-    return device, began, time.perf_counter_ns()
+    return device, began, time.perf_counter_ns(), None
+
+
+def _traced_lookup(server: HPS, deployment: Deployment, segments: list[Segment], device_id: int | None) -> _Looked:
+    with traced() as trace:
+        return *_timed_lookup(server, deployment, segments, device_id)[:3], trace
 
 
 def _replayed(body: bytes | bytearray, receive: Receive) -> Receive:
@@ -353,13 +397,17 @@ def _replayed(body: bytes | bytearray, receive: Receive) -> Receive:
     return replay
 
 
-async def _send(answer: HTTPAnswer, send: Send, unread: Receive | None = None) -> None:
-    """Send an answer. Its pieces must not change until the client has read them.
+async def _send(answer: HTTPAnswer, request_id: bytes, send: Send, unread: Receive | None = None) -> int:
+    """Send an answer, and return the length of its body. Its pieces must not change until the client has read them.
 
     Args:
+        answer: to send.
+        request_id: of its request.
+        send: of its request.
         unread: has the rest of the request's body, where that was not read: the connection then closes, a moment later.
     """
-    headers = [*answer.headers, (b"content-length", str(sum(map(len, answer.chunks))).encode())]
+    size = sum(map(len, answer.chunks))
+    headers = [*answer.headers, (b"content-length", b"%d" % size), (b"x-request-id", request_id)]
     if unread is not None:
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
@@ -372,3 +420,4 @@ async def _send(answer: HTTPAnswer, send: Send, unread: Receive | None = None) -
                 while (await unread()).get("more_body", False):
                     pass
         await send({"type": "http.response.body"})
+    return size

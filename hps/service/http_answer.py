@@ -84,8 +84,8 @@ def status_of(error: BaseException) -> int:
     return next((STATUS_OF_ERROR[kind] for kind in type(error).__mro__ if kind in STATUS_OF_ERROR), 500)
 
 
-def error_answer(error: BaseException) -> HTTPAnswer:
-    """The answer to a request that raised `error`: its status, and `{"error": message}` as the protocol has it."""
+def error_answer(error: BaseException, request_id: str) -> HTTPAnswer:
+    """The answer to a request that raised `error`: its status, and `{"error": message}` as the protocol has it, with the id."""
     status, headers = status_of(error), [JSON]
     if isinstance(error, RequestError):
         headers += error.headers
@@ -97,4 +97,4 @@ def error_answer(error: BaseException) -> HTTPAnswer:
         message = "not enough memory for the answer; send fewer keys at once"
     else:
         message = "internal error; the log of the service has the details"
-    return HTTPAnswer(status, headers, (orjson.dumps({"error": message}),))
+    return HTTPAnswer(status, headers, (orjson.dumps({"error": message, "request_id": request_id}),))

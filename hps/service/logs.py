@@ -1,12 +1,114 @@
-"""What the service says of itself: the problems of late, kept for whoever asks over HTTP."""
+"""Log lines as text or as JSON, one a record; and the problems of late, kept for whoever asks over HTTP.
 
+A record may carry fields, `logger.info("...", extra=fields(status=200))`: members of a JSON line, `status=200` behind a text.
+"""
+
+import json
 import logging
+import re
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Literal, TypeAlias
+
+LogFormat: TypeAlias = Literal["text", "json"]
 
 _MOST_TEXT: Final = 1000  # characters of a problem
+_PLAIN: Final = re.compile(r"[A-Za-z0-9._:/{}+*-]+")
+
+
+def fields(**values: Any) -> dict[str, Any]:
+    """What `extra` of a logging call takes, for values that are not None to be fields of the line: strings and numbers."""
+    return {"fields": {name: value for name, value in values.items() if value is not None}}
+
+
+def escaped(text: str) -> str:
+    """Text in one line: what does not print (line ends, terminals' controls, marks that turn text around) is escaped."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+
+
+class TextLines(logging.Formatter):
+    """A line a record: time, level, logger, message, fields. Lines of an exception follow, indented. *Thread-safe.*"""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line of a record, without its exception."""
+        line = escaped(super().formatMessage(record))
+        for name, value in _fields_of(record).items():
+            text = str(value)
+            line += f" {name}={text if _PLAIN.fullmatch(text) else json.dumps(escaped(text), ensure_ascii=False)}"
+        return line
+
+    def formatException(self, ei: Any) -> str:
+        """The lines of an exception, none of which can be taken for the line of a record."""
+        return "\n".join(f"    {escaped(line)}" for line in super().formatException(ei).splitlines())
+
+
+class JSONLines(logging.Formatter):
+    """A JSON object a record, in one line of ASCII: time, level, logger, message, fields, exception. *Thread-safe.*"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of a record. Its own members win over fields of the same names."""
+        seconds, fraction = divmod(record.created, 1)
+        line = {
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{int(fraction * 1000):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line = {**line, **_fields_of(record), **line}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def _fields_of(record: logging.LogRecord) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = getattr(record, "fields", {})
+    return found
+
+
+def formatter_of(log_format: LogFormat) -> logging.Formatter:
+    """What writes lines of a format."""
+    return JSONLines() if log_format == "json" else TextLines()
+
+
+def use(log_format: LogFormat | None, level: str | None) -> None:
+    """Log at this level and worse from now on, and in this format where `formatter_of` made what writes the lines now.
+
+    None leaves either as it is.
+    """
+    root = logging.getLogger()
+    if level is not None:
+        root.setLevel(level.upper())
+    for handler in root.handlers:
+        if log_format is not None and isinstance(handler.formatter, TextLines | JSONLines):
+            handler.setFormatter(formatter_of(log_format))
+
+
+class LineRate:
+    """Lets so many lines pass in each second. *One per event loop.*
+
+    Attributes:
+        per_s: how many.
+    """
+
+    def __init__(self, per_s: int) -> None:
+        self.per_s = per_s
+        self._second = self._passed = 0
+
+    def take(self) -> bool:
+        """Whether a line may be written now; it counts."""
+        second = int(time.monotonic())
+        if second != self._second:
+            self._second, self._passed = second, 0
+        self._passed += 1
+        return self._passed <= self.per_s
 
 
 @dataclass(frozen=True, slots=True)

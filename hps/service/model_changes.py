@@ -12,7 +12,7 @@ from itertools import count
 from hps.errors import ConflictError, HPSError
 from hps.progress import LogProgress, TableProgress
 from hps.service.change_log import Change
-from hps.service.http_answer import RequestError, error_answer
+from hps.service.http_answer import RequestError, status_of
 from hps.types import split_tag
 
 _log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class ModelChange:
         try:
             self.version = call(self)
         except BaseException as error:  # noqa: BLE001 - the end of a thread: who waits for it raises the error
-            self.error, status = error, error_answer(error).status
+            self.error, status = error, status_of(error)
             self.change.error = str(error) if isinstance(error, HPSError | MemoryError) else "internal error"
             if status == 500:
                 _log.error("%s failed unexpectedly", self.change.what, exc_info=error)

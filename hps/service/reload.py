@@ -8,11 +8,13 @@ from hps.configuration.tiers import Section
 
 CHANGEABLE = frozenset(
     {
+        "access_log_per_s",
         "admin_token",
         "answer_timeout_s",
         "bearer_token",
         "drain_s",
         "keep_alive_s",
+        "log_format",
         "log_level",
         "max_body_bytes",
         "max_connections",
@@ -22,6 +24,7 @@ CHANGEABLE = frozenset(
         "refuse_nan",
         "repository_poll_s",
         "request_timeout_s",
+        "slow_lookup_ms",
         "triton_metrics",
     }
 )

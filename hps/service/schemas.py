@@ -20,6 +20,7 @@ class ErrorAnswer(BaseModel):
     """Why a request was not served."""
 
     error: str = Field(description="What was being done, what was got, what was expected.")
+    request_id: str = Field(description="As in the header `X-Request-Id` of the answer, and in the log.")
 
 
 class Live(BaseModel):
@@ -154,7 +155,8 @@ class InferenceRequest(BaseModel):
         default=None,
         description="`binary_data_output`: send all outputs as binary data. `found`: send the found-masks, too. `DeviceID`: "
         "the device that is to answer; by default the least busy one. `combiner` (`sum`, `mean` or `sqrtn`), `max_norm` and "
-        "`padding_key`: of keys in bags, of all tables; `<table>.combiner` and the like: of one.",
+        "`padding_key`: of keys in bags, of all tables; `<table>.combiner` and the like: of one. "
+        "`report`: the answer's parameters say which tiers answered, and how long the stages took.",
     )
     inputs: list[RequestInput]
     outputs: list[RequestOutput] | None = Field(default=None, description="Which outputs to send; by default all vectors.")
@@ -205,6 +207,29 @@ class LookupRequest(BaseModel):
     )
     found: bool = Field(default=False, description="Also say which keys a tier had; not with bags.")
     device: int | str | None = Field(default=None, description="The device that is to answer; by default the least busy one.")
+    report: bool = Field(default=False, description="Also say which tiers answered, and how long the stages took.")
+
+
+class TableReport(BaseModel):
+    """How the keys of one table were answered."""
+
+    keys: int
+    embedding_cache: int
+    volatile_db: int
+    persistent_db: int
+    linked: int = Field(description="Read by the device from host memory.")
+    defaults: int = Field(description="That no tier has.")
+    deferred: int = Field(description="Answered by default vectors, and fetched afterwards.")
+
+
+class LookupReport(BaseModel):
+    """How one request was answered."""
+
+    hit_rate: float | None = Field(description="The share of all keys that embedding caches answered; null without keys.")
+    tables: dict[str, TableReport]
+    us: dict[str, float] = Field(
+        description="Microseconds of each stage; `queue`, the wait for a thread; and `lookup`, from its begin to its end."
+    )
 
 
 class LookupResponse(BaseModel):
@@ -214,6 +239,7 @@ class LookupResponse(BaseModel):
     found: dict[str, list[bool]] | None = Field(
         default=None, description="Where requested: false for keys that got the default vector."
     )
+    report: LookupReport | None = Field(default=None, description="Where requested.")
 
 
 class RowsRequest(BaseModel):

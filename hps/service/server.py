@@ -24,6 +24,7 @@ from hps.service.app import CLOSE_TIMEOUT_S, Application
 from hps.service.authorization import is_loopback
 from hps.service.connection import Connection, Connections, OnceAMinute
 from hps.service.lifecycle import Lifecycle
+from hps.service.logs import LogFormat, use
 from hps.service.reload import compare
 
 _log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ def serve(
     force: bool = False,
     path: str | os.PathLike[str] | None = None,
     log_level: str | None = None,
+    log_format: LogFormat | None = None,
 ) -> bool:
     """Serve a configuration over HTTP until SIGTERM or SIGINT. Blocks; to be called in the main thread.
 
@@ -54,6 +56,7 @@ def serve(
         force: load the models' files even where a database holds them already; its online updates are lost.
         path: where the configuration was read from: SIGHUP has it read again.
         log_level: in place of the configured one.
+        log_format: in place of the configured one, where handlers of `hps serve` write the lines.
 
     Returns:
         Whether everything was closed. If not, a thread waits for a source or a database that does not answer, and the
@@ -64,7 +67,7 @@ def serve(
         HPSError: the databases could not be opened, or no model could be loaded.
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    logging.getLogger().setLevel((log_level or configuration.service.log_level).upper())
+    use(log_format or configuration.service.log_format, log_level or configuration.service.log_level)
     with listen(host or configuration.service.host, configuration.service.port if port is None else port) as listener:
         app = Application(Lifecycle(configuration, progress=progress, force=force))
         server = Server(app, listener)
@@ -72,8 +75,9 @@ def serve(
             signal.SIGTERM: partial(server.stop, "SIGTERM", drain=True),
             signal.SIGINT: partial(server.stop, "SIGINT", force=True),
         }
+        given = {"log_level": log_level, "log_format": log_format}
         if path is not None:
-            actions[signal.SIGHUP] = partial(server.reload, path, () if log_level is None else ("log_level",))
+            actions[signal.SIGHUP] = partial(server.reload, path, [key for key, value in given.items() if value is not None])
         before = {number: signal.signal(number, lambda number, _: actions[number]()) for number in actions}
         try:
             server.run()
@@ -266,8 +270,7 @@ class Server:
         changes = compare(lifecycle.configuration, wanted, failed, kept)
         lifecycle.configuration = changes.configuration
         settings = self._settings
-        if "log_level" not in kept:
-            logging.getLogger().setLevel(settings.log_level.upper())
+        use(*(None if key in kept else getattr(settings, key) for key in ("log_format", "log_level")))
         self._app.configure(settings)
         self._connections.limit_to(settings.max_connections, settings.keep_alive_s)
         for line in changes.made:

@@ -260,7 +260,10 @@ def test_busy_connections_are_not_closed_for_new_ones(victim):
 
 
 def test_bad_requests_do_not_fill_the_log(victim):
-    lines = victim.log.count("\n")
+    def lines():  # the rate of access lines has a bound of its own
+        return sum(" hps.access: " not in line for line in victim.log.splitlines())
+
+    before = lines()
     for start in (
         b"\x16\x03\x01\r\n\r\n",
         head()[:-2] + b"a:\r\n" * 200,
@@ -272,4 +275,4 @@ def test_bad_requests_do_not_fill_the_log(victim):
                 connection.sendall(start)
                 drop_errors(lambda connection=connection: connection.recv(1000))
     victim.check()
-    assert victim.log.count("\n") - lines <= 5
+    assert lines() - before <= 5

@@ -109,7 +109,7 @@ def test_a_body_that_does_not_come_is_408_also_where_none_is_taken(fake, path):
         connection.sendall(head(path, Content_Length=100) + b"half")
         status, answer = read_answer(connection)
         assert status == 408
-        assert answer == {"error": "the request body did not arrive within 0.2 s (service.request_timeout_s)"}
+        assert answer["error"] == "the request body did not arrive within 0.2 s (service.request_timeout_s)"
         assert closes(connection)
         assert is_idle(service)
         assert service.client.post(PATH, content=LOOKUP).status_code == 200
@@ -298,7 +298,7 @@ def test_a_lookup_that_takes_too_long_is_504_and_its_thread_comes_back(fake, hel
     with running_service(document(request_timeout_s=0.2, lookup_threads=1), fake) as service:
         response = service.client.post(PATH, content=LOOKUP)
         assert response.status_code == 504
-        assert response.json() == {"error": "the lookup did not end within 0.2 s (service.request_timeout_s)"}
+        assert response.json()["error"] == "the lookup did not end within 0.2 s (service.request_timeout_s)"
         assert service.app._threads.pending == 1
         assert service.client.get("/v2/health/live").status_code == 200
         held.release.set()
@@ -360,7 +360,7 @@ def test_a_bug_is_500_without_a_stack_trace_and_logged_with_one(fake, path, capl
     with running_service(document(), fake) as service:
         response = service.client.post(path, content=body)
         assert response.status_code == 500
-        assert response.json() == {"error": "internal error; the log of the service has the details"}
+        assert response.json()["error"] == "internal error; the log of the service has the details"
         assert "ZeroDivisionError: secret detail" in caplog.text
         fake.on_lookup = lambda: None
         assert service.client.post(path, content=body).status_code == 200
@@ -371,7 +371,7 @@ def test_a_bug_of_a_control_route_is_500_without_a_stack_trace(fake, caplog):
     with running_service(document(), fake) as service:
         response = service.client.get("/v2/models/m")
         assert response.status_code == 500
-        assert response.json() == {"error": "internal error; the log of the service has the details"}
+        assert response.json()["error"] == "internal error; the log of the service has the details"
         wait_until(lambda: "ZeroDivisionError" in caplog.text, "the bug is logged")  # after it is answered
 
 

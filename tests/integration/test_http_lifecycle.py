@@ -304,6 +304,33 @@ def test_a_wrong_configuration_changes_nothing(edit):
     assert client.post("/v1/models/m/lookup", json={"tables": {"item": [1]}}).status_code == 200
 
 
+def test_lines_are_json_from_the_first_one_on_and_notices_are_among_them(document, serve):
+    document["service"] |= {"log_format": "json", "keep_alive_s": "70"}
+    document["model_source"] = {"timeout_s": "9"}
+    process, log = serve(document)
+    said(log, "ready; try")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(EXIT_S) == 0
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    notices = [line for line in lines if line["logger"] == "hps.configuration.load"]
+    assert [line["level"] for line in notices] == ["info"]
+    assert "model_source.timeout_s, service.keep_alive_s" in notices[0]["message"]
+    assert "listening on" in lines[0]["message"]
+    assert all(line.keys() >= {"time", "level", "logger", "message"} for line in lines)
+
+
+def test_the_format_changes_while_it_serves_unless_the_command_line_says_it(edit):
+    edit, client = edit
+    said = edit(
+        lambda document: document["service"].update(log_format="json", access_log_per_s=3),
+        '"changed: service.log_format is json',
+    )
+    client.get("/v2", headers={"X-Request-Id": "abc"})
+    assert all(json.loads(line) for line in said.splitlines())
+    said = edit(lambda document: document["service"].update(log_format="text"), "INFO .*log_format is text, was json")
+    assert '"request_id": "abc"' not in said
+
+
 def test_the_log_level_of_the_command_line_stays(document, serve, tmp_path):
     document["service"]["log_level"] = "error"
     process, log = serve(document, 0, "--log-level", "info")

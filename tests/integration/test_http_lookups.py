@@ -140,7 +140,8 @@ def test_a_connection_serves_one_request_after_another(service):
 def test_a_wrong_request_gets_its_status_and_an_error_that_says_why(client, method, path, content, headers, status, says):
     response = client.request(method, path, content=content, headers=headers)
     assert response.status_code == status
-    assert list(response.json()) == ["error"]
+    assert list(response.json()) == ["error", "request_id"]
+    assert response.json()["request_id"] == response.headers["x-request-id"]
     assert says in response.json()["error"]
     if status == 405:
         assert response.headers["allow"] in says

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hps.errors import InvalidDtypeError, InvalidInputError
+from hps.service.lookup_report import LookupReport
 from hps.service.protocol.json_size import JSON_MASK_SHARE, JSON_VECTOR_SHARE, write_json
 from hps.service.protocol.request_checks import (
     BAG_OPTIONS,
@@ -38,9 +39,10 @@ class JSONLookup:
         segments: what to look up.
         names: of their tables.
         device_id: the device that the request names.
+        wants_report: whether the answer says how it came about.
 
     Attributes:
-        segments, device_id: as given.
+        segments, device_id, wants_report: as given.
         held_bytes: the most that vectors, masks and the text of the answer take, and `scratch_bytes`.
         scratch_bytes: the most that a lookup of bags takes besides, until it ends.
         binary_answer: none; an inference may have one.
@@ -48,9 +50,10 @@ class JSONLookup:
 
     binary_answer = None
 
-    def __init__(self, segments: list[Segment], names: list[str], device_id: int | None) -> None:
+    def __init__(self, segments: list[Segment], names: list[str], device_id: int | None, *, wants_report: bool) -> None:
         self.segments = segments
         self.device_id = device_id
+        self.wants_report = wants_report
         self._names = names
         self.scratch_bytes = sum(4 * segment.out.shape[1] * segment.n for segment in segments if segment.pooling)
         self.held_bytes = self.scratch_bytes
@@ -59,8 +62,8 @@ class JSONLookup:
             if segment.found is not None:
                 self.held_bytes += JSON_MASK_SHARE * segment.found.nbytes
 
-    def encode(self) -> tuple[Iterable[bytes], Sequence[memoryview]]:
-        """Write the vectors and, where requested, the found-masks, in pieces; the second part of the answer is empty.
+    def encode(self, report: LookupReport | None = None) -> tuple[Iterable[bytes], Sequence[memoryview]]:
+        """Write the vectors and, where requested, the found-masks and the report, in pieces; the second part is empty.
 
         A value that JSON cannot express (NaN, infinities) is null.
         """
@@ -68,6 +71,8 @@ class JSONLookup:
         answer: dict[str, Any] = {"tables": {name: one.out for name, one in zip(names, segments, strict=True)}}
         if segments[0].found is not None:
             answer["found"] = {name: one.found for name, one in zip(names, segments, strict=True)}
+        if self.wants_report and report is not None:
+            answer["report"] = report.nested()
         return write_json(answer, self.held_bytes), ()
 
 
@@ -76,9 +81,9 @@ def decode_lookup(body: bytes | bytearray, model: ModelTables, max_keys: int) ->
 
     Args:
         body: JSON: `tables` maps table names to lists of keys; `found` (optional) asks for the found-masks,
-            `device` (optional) names the device that is to answer. Or `bags` maps table names to lists of lists of keys, and
-            optionally `weights` to numbers in the same lists; `combiner`, `max_norm` and `padding_key` are for all tables, or
-            an object has them by table.
+            `device` (optional) names the device that is to answer, `report` (optional) asks how it did. Or `bags` maps table
+            names to lists of lists of keys, and optionally `weights` to numbers in the same lists; `combiner`, `max_norm` and
+            `padding_key` are for all tables, or an object has them by table.
         model: the model that the request names.
         max_keys: of all tables together.
 
@@ -90,12 +95,10 @@ def decode_lookup(body: bytes | bytearray, model: ModelTables, max_keys: int) ->
     request = parse_object(body)
     if "bags" in request:
         return _decode_bags(request, model, max_keys)
-    if unknown := request.keys() - {"tables", "found", "device"}:
+    if unknown := request.keys() - {"tables", "found", "device", "report"}:
         got = f"got the member {min(unknown)[:120]!r}"
-        raise InvalidInputError(f"reading the request: {got}, expected {_EXAMPLE} and, optionally, 'found' and 'device'")
-    with_found = request.get("found", False)
-    if type(with_found) is not bool:
-        raise InvalidInputError(f"reading the request: 'found' is {kind_of(with_found)}, expected true or false")
+        raise InvalidInputError(f"reading the request: {got}, expected {_EXAMPLE} and, optionally, found, device, report")
+    with_found = _flag(request, "found")
     device_id = read_device(request.get("device"), "reading the request: 'device'")
     tables = _by_table(request.get("tables"), "tables", _EXAMPLE)
     named = []
@@ -113,7 +116,14 @@ def decode_lookup(body: bytes | bytearray, model: ModelTables, max_keys: int) ->
         )
         for index, keys in named
     ]
-    return JSONLookup(segments, list(tables), device_id)
+    return JSONLookup(segments, list(tables), device_id, wants_report=_flag(request, "report"))
+
+
+def _flag(request: dict[str, Any], member: str) -> bool:
+    value = request.get(member, False)
+    if type(value) is not bool:
+        raise InvalidInputError(f"reading the request: {member!r} is {kind_of(value)}, expected true or false")
+    return value
 
 
 def _by_table(value: Any, member: str, example: str) -> dict[str, Any]:
@@ -124,10 +134,10 @@ def _by_table(value: Any, member: str, example: str) -> dict[str, Any]:
 
 
 def _decode_bags(request: dict[str, Any], model: ModelTables, max_keys: int) -> JSONLookup:
-    if unknown := request.keys() - {"bags", "weights", "device", *BAG_OPTIONS}:
+    if unknown := request.keys() - {"bags", "weights", "device", "report", *BAG_OPTIONS}:
         got, others = f"got the member {min(unknown)[:120]!r} beside 'bags'", ", ".join(BAG_OPTIONS)
         raise InvalidInputError(
-            f"reading the request: {got}, expected {_BAGS_EXAMPLE} and, optionally, weights, {others}, device"
+            f"reading the request: {got}, expected {_BAGS_EXAMPLE} and, optionally, weights, {others}, device, report"
         )
     device_id = read_device(request.get("device"), "reading the request: 'device'")
     tables = _by_table(request["bags"], "bags", _BAGS_EXAMPLE)
@@ -156,7 +166,7 @@ def _decode_bags(request: dict[str, Any], model: ModelTables, max_keys: int) -> 
         pooling = pooling_of(name, Bags(keys, offsets, numbers, **options), keys.size, keys.shape, on_cuda=False)
         out = np.empty((pooling.count, model.tables[index].dim), np.float32)
         segments.append(Segment(index, keys, out, pooling=pooling))
-    return JSONLookup(segments, list(tables), device_id)
+    return JSONLookup(segments, list(tables), device_id, wants_report=_flag(request, "report"))
 
 
 def _flattened(lists: Any, what: str) -> tuple[list[Any], KeyArray]:

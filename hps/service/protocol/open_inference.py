@@ -10,14 +10,16 @@ A request names its keys in one of two ways:
 
 Keys may be in bags, which are answered with one vector each: `bag_inputs` says how.
 
+The request parameter `"report": true` asks how the answer came about: numbers among its parameters.
 The found-mask is requested by the request parameter `"found": true`, or by naming it in `outputs`. The request parameter
 `DeviceID` names the device that is to answer.
 Source: https://github.com/kserve/open-inference-protocol (inference_rest.md) and Triton's extension_binary_data.md.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ import orjson
 
 from hps.errors import InvalidDtypeError, InvalidInputError
 from hps.service.answer_memory import LARGE_BYTES, Bytes
+from hps.service.lookup_report import LookupReport, Number
 from hps.service.protocol.bag_inputs import TableBags, ends_of_bags, read_bags
 from hps.service.protocol.json_size import JSON_MASK_SHARE, JSON_VECTOR_SHARE, write_json
 from hps.service.protocol.open_inference_header import (
@@ -107,9 +110,10 @@ class AnswerLayout:
         ranges: what is looked up, in the order of its vectors and masks.
         outputs: what is answered, vectors before masks.
         samples: the parameter `NumSample`; None where the answer has no parameters.
+        wants_report: whether the answer says how it came about.
 
     Attributes:
-        ranges, outputs: as given.
+        ranges, outputs, wants_report: as given.
         text: the JSON part, with device 0; empty where it is not written in advance.
         device_place: where in it the other digits of a device go; 0 where there is none.
         vectors_size, size: bytes of all vectors; and of the memory.
@@ -123,9 +127,12 @@ class AnswerLayout:
         ranges: Sequence[KeyRange],
         outputs: Sequence[OutputTensor],
         samples: int | None = None,
+        *,
+        wants_report: bool = False,
     ) -> None:
         self.ranges = tuple(ranges)
         self.outputs = tuple(outputs)
+        self.wants_report = wants_report
         self._members = members
         self._samples = samples
         self.vectors_size = sum(4 * keys.dim * keys.rows for keys in ranges)
@@ -134,7 +141,7 @@ class AnswerLayout:
         self.text = b""
         self.device_place = 0
         sent = sum(output.size_bytes for output in outputs)
-        if all(output.binary for output in outputs) and sent == self.vectors_size + masks_size:
+        if not wants_report and all(output.binary for output in outputs) and sent == self.vectors_size + masks_size:
             text = orjson.dumps(self.describe([None] * len(self.outputs), _LONGEST_ID))
             if samples is not None:
                 self.device_place = text.index(_DEVICE) + len(_DEVICE)
@@ -144,12 +151,15 @@ class AnswerLayout:
         shares = JSON_VECTOR_SHARE * self.vectors_size + JSON_MASK_SHARE * masks_size
         self.held_bytes = self.size if self.text else shares
 
-    def describe(self, values: Sequence[FloatArray | BoolArray | None], device: int) -> dict[str, Any]:
+    def describe(
+        self, values: Sequence[FloatArray | BoolArray | None], device: int, report: Mapping[str, Number] = MappingProxyType({})
+    ) -> dict[str, Any]:
         """What the JSON part says.
 
         Args:
             values: the elements of each output, used where it is not binary.
             device: that answered.
+            report: further parameters.
         """
         outputs: list[dict[str, Any]] = []
         for output, data in zip(self.outputs, values, strict=True):
@@ -159,7 +169,8 @@ class AnswerLayout:
             else:
                 tensor["data"] = data
             outputs.append(tensor)
-        parameters = {} if self._samples is None else {"parameters": {"NumSample": self._samples, "DeviceID": device}}
+        own = {} if self._samples is None else {"NumSample": self._samples, "DeviceID": device}
+        parameters = {"parameters": {**report, **own}} if own or report else {}
         return {**self._members, **parameters, "outputs": outputs}
 
 
@@ -174,6 +185,7 @@ class Inference:
 
     Attributes:
         device_id: as given; once the lookup has ended, the device that answered.
+        wants_report: whether the answer says how it came about.
         segments: what to look up; the lookup writes into the memory of the answer.
         held_bytes: the most that vectors, masks and the text of the answer take, and `scratch_bytes`.
         scratch_bytes: the most that the lookup takes besides, until it ends.
@@ -184,6 +196,7 @@ class Inference:
     ) -> None:
         self.device_id = device_id
         self._layout = layout
+        self.wants_report = layout.wants_report
         self.scratch_bytes = layout.scratch_bytes
         self.held_bytes = layout.held_bytes + layout.scratch_bytes
         self._memory = np.empty(layout.size, np.uint8) if layout.size < LARGE_BYTES else allocate(layout.size)
@@ -211,10 +224,13 @@ class Inference:
             body[place : place + _ID_DIGITS] = _digits(self.device_id)
         return body, len(layout.text)
 
-    def encode(self) -> tuple[Iterable[bytes], Sequence[memoryview]]:
+    def encode(self, report: LookupReport | None = None) -> tuple[Iterable[bytes], Sequence[memoryview]]:
         """Make the body of another answer, once the lookup has written vectors and masks.
 
         A value that JSON cannot express (NaN, infinities) is null; binary outputs carry it.
+
+        Args:
+            report: how the lookup went, if that is known.
 
         Returns:
             Its JSON part in pieces, and its binary outputs, which are views of what the lookup wrote.
@@ -227,7 +243,8 @@ class Inference:
             for output in layout.outputs
         ]
         binary = [data.view(np.uint8).data for data, output in zip(values, layout.outputs, strict=True) if output.binary]
-        return write_json(layout.describe(values, self.device_id or 0), layout.held_bytes), binary
+        numbers = report.flat() if report is not None and self.wants_report else {}
+        return write_json(layout.describe(values, self.device_id or 0, numbers), layout.held_bytes), binary
 
 
 def _digits(device: int) -> bytes:
@@ -343,7 +360,7 @@ def _lay_out(header: InferenceHeader, counts: tuple[int, ...] | None, model: Mod
     samples = None if counts is None else sum(counts) // model.keys_per_sample
     if bags is not None:
         samples = bags[1][0].count if bags[0] else None
-    return AnswerLayout(members, ranges, outputs, samples)
+    return AnswerLayout(members, ranges, outputs, samples, wants_report=header.report)
 
 
 _cached_layout = lru_cache(_CACHED_LAYOUTS)(_lay_out)

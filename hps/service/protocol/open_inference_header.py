@@ -56,6 +56,7 @@ class InferenceHeader:
         inputs: by name, in the order of the request.
         binary_size: bytes of binary data that the inputs have together.
         requested: by output name, whether it is sent as binary data; None where the request names no outputs.
+        report: whether the answer says how it came about.
         found: whether found-masks that `requested` does not name are requested, too.
         binary: whether outputs that `requested` does not name are sent as binary data.
         numkeys: the position of NUMKEYS among the inputs, where KEYS is among them, too; else None.
@@ -69,6 +70,7 @@ class InferenceHeader:
     inputs: dict[str, InputTensor]
     binary_size: int
     requested: dict[str, bool] | None
+    report: bool
     found: bool
     binary: bool
     numkeys: int | None
@@ -100,13 +102,14 @@ def read_header(text: bytes) -> InferenceHeader:
     parameters = _parameters(request, "reading the request")
     binary = _flag(parameters, "binary_data_output", "reading 'parameters'", default=False)
     found = _flag(parameters, "found", "reading 'parameters'", default=False)
+    report = _flag(parameters, "report", "reading 'parameters'", default=False)
     inputs, binary_size = read_inputs(request.get("inputs"))
     numkeys = list(inputs).index("NUMKEYS") if "NUMKEYS" in inputs and "KEYS" in inputs else None
     requested = _read_outputs(request.get("outputs"), binary)
     device_id = read_device(parameters.get("DeviceID"), "reading 'parameters': 'DeviceID'")
     options = _bag_options(parameters)
     bags = bool(options) or any(map(_may_be_of_bags, inputs))
-    return InferenceHeader(request_id, inputs, binary_size, requested, found, binary, numkeys, device_id, options, bags)
+    return InferenceHeader(request_id, inputs, binary_size, requested, report, found, binary, numkeys, device_id, options, bags)
 
 
 cached_header = lru_cache(_CACHED_HEADERS)(read_header)

@@ -49,6 +49,28 @@ def test_returns_a_configuration_as_it_is(monkeypatch: pytest.MonkeyPatch) -> No
     assert configuration.service.bearer_token == ""
 
 
+def test_notices_that_nobody_heard_are_logged_when_the_configuration_is_used(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hps")
+    document = {"models": [{**MODEL, "max_batch_size": "7"}]}
+    configuration, _ = read_configuration(document)  # as where logging is not set up
+    assert not caplog.records
+    for _ in range(2):
+        assert load_configuration(configuration) is configuration
+        assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "models[].max_batch_size" in caplog.text
+    assert configuration == read_configuration(document)[0]
+
+
+@pytest.mark.parametrize("given", [None, "http://127.0.0.1:1"])
+def test_traces_go_where_the_environment_says_unless_the_file_does(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:2")
+    service = load(service={"otlp_endpoint": given}) if given else load()
+    assert service.service.otlp_endpoint == (given or "http://127.0.0.1:2")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4317")
+    with pytest.raises(ConfigError, match=r"OTEL_EXPORTER_OTLP_ENDPOINT: .*expected the URL of an OTLP/HTTP receiver"):
+        load()
+
+
 def test_takes_any_mapping_and_numpy_values_and_leaves_them_alone() -> None:
     document = {"models": ({**MODEL, "embedding_vecsize_per_table": np.array([16, 32]), "max_batch_size": np.int64(7)},)}
     before = copy.deepcopy(document)

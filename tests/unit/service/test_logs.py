@@ -1,11 +1,13 @@
 """What the service says of itself."""
 
+import json
 import logging
 import threading
 
 import pytest
 
-from hps.service.logs import Problem, RecentProblems
+from hps.service.logs import JSONLines, LineRate, Problem, RecentProblems, TextLines, fields, formatter_of, use
+from hps.service.request_log import request_id
 
 
 @pytest.fixture
@@ -60,3 +62,96 @@ def test_problems_of_many_threads_are_all_counted(problems):
     for thread in threads:
         thread.join()
     assert [(one.text, one.count) for one in handler.entries()] == [("same", 800)]
+
+
+def record(text, *arguments, raised=None, **more):
+    made = logging.LogRecord("hps.x", logging.WARNING, __file__, 1, text, arguments, raised and (type(raised), raised, None))
+    made.__dict__ |= fields(**more)
+    return made
+
+
+FORGED = "a\n2026-01-01 00:00:00,000 ERROR hps: all is lost\r\x1b[2J\u2028\u202e"
+
+
+@pytest.mark.parametrize("lines", [TextLines(), JSONLines()])
+@pytest.mark.parametrize("place", ["message", "field", "exception"])
+def test_clients_strings_cannot_forge_a_line(lines, place):
+    text = lines.format(
+        record(
+            "got %s",
+            FORGED if place == "message" else "",
+            raised=ValueError(FORGED) if place == "exception" else None,
+            path=FORGED if place == "field" else None,
+        )
+    )
+    assert "all is lost" in text
+    assert all(line.isprintable() for line in text.split("\n"))
+    rest = text.split("\n")[1:]
+    if place == "exception" and isinstance(lines, TextLines):
+        assert all(line.startswith("    ") for line in rest)
+    else:
+        assert not rest
+
+
+def test_a_json_line_has_its_own_members_and_the_fields():
+    line = json.loads(JSONLines().format(record("%d rows", 3, status=200, hit_rate=0.5, level="mine", absent=None)))
+    assert line.pop("time").endswith("Z")
+    expected = {"level": "warning", "logger": "hps.x", "message": "3 rows", "status": 200, "hit_rate": 0.5}
+    assert line == expected
+    failed = json.loads(JSONLines().format(record("failed", raised=ValueError("broken"))))
+    assert failed["exception"] == "ValueError: broken"
+
+
+def test_a_text_line_quotes_fields_that_could_be_taken_for_others():
+    line = TextLines().format(record("request", route="/v2/models/{model}/infer", status=200, model="a b=1", error='say "x"'))
+    assert line.endswith(r' hps.x: request route=/v2/models/{model}/infer status=200 model="a b=1" error="say \"x\""')
+
+
+def test_format_and_level_change_where_the_service_writes_the_lines(monkeypatch):
+    ours, theirs, root = logging.StreamHandler(), logging.StreamHandler(), logging.RootLogger(logging.INFO)
+    ours.setFormatter(formatter_of("text"))
+    theirs.setFormatter(logging.Formatter())
+    root.handlers = [ours, theirs]
+    monkeypatch.setattr(logging, "getLogger", lambda: root)
+    use("json", "debug")
+    assert [type(one.formatter) for one in root.handlers] == [JSONLines, logging.Formatter]
+    assert root.level == logging.DEBUG
+    use(None, None)
+    assert [type(one.formatter) for one in root.handlers] == [JSONLines, logging.Formatter]
+
+
+def test_lines_pass_at_their_rate(monkeypatch):
+    seconds = iter([5.0, 5.1, 5.9, 6.0, 6.5, 6.9])
+    monkeypatch.setattr("time.monotonic", lambda: next(seconds))
+    rate = LineRate(2)
+    assert [rate.take() for _ in range(6)] == [True, True, False, True, True, False]
+
+
+TRACE = b"4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT = b"00-" + TRACE + b"-00f067aa0ba902b7-01"
+
+
+@pytest.mark.parametrize(
+    ("given", "parent", "expected"),
+    [
+        (b"abc-1.2_3", None, b"abc-1.2_3"),
+        (b"abc", PARENT, b"abc"),
+        (None, PARENT, TRACE),
+        (None, b"cc" + PARENT[2:] + b"-more", TRACE),
+        (b"x" * 64, None, b"x" * 64),
+        (b"x" * 65, PARENT, TRACE),
+        (b"a b", PARENT, TRACE),
+        (b"", None, None),
+        (b"a\n", None, None),
+        (b"\xe9", None, None),
+        (None, PARENT + b"-more", None),
+        (None, b"ff" + PARENT[2:], None),
+        (None, b"00-" + b"0" * 32 + PARENT[35:], None),
+        (None, PARENT[:36] + b"0" * 16 + b"-01", None),
+        (None, PARENT.upper(), None),
+        (None, PARENT[:-1], None),
+    ],
+)
+def test_a_request_is_named_as_its_client_says_if_that_is_a_name(given, parent, expected):
+    headers = {b"x-request-id": given, b"traceparent": parent}
+    assert request_id({name: value for name, value in headers.items() if value is not None}) == expected

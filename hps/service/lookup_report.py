@@ -1,0 +1,55 @@
+"""How one request was answered, in numbers, from the trace of its lookup: for answers, log lines and spans."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hps.tracing import LookupTrace
+
+Number = int | float
+
+
+@dataclass(frozen=True, slots=True)
+class LookupReport:
+    """How a request was answered. *Immutable.*
+
+    Attributes:
+        hit_rate: the share of all keys that embedding caches answered; None without keys.
+        tables: by table, how many keys it was asked for and what answered them: the attributes of `tracing.TableAnswers`.
+        us: microseconds of each stage, those of all tables together, in the order in which they began; `queue`, the wait for a
+            thread; and `lookup`, from its begin to its end.
+    """
+
+    hit_rate: float | None
+    tables: Mapping[str, Mapping[str, int]]
+    us: Mapping[str, float]
+
+    def nested(self) -> dict[str, Any]:
+        """As the member `report` of JSON."""
+        return {"hit_rate": self.hit_rate, "tables": self.tables, "us": self.us}
+
+    def flat(self) -> dict[str, Number]:
+        """As parameters of the Open Inference Protocol, which are numbers: `hit_rate`, `<table>.keys`, `us.query`, ..."""
+        rate = {} if self.hit_rate is None else {"hit_rate": self.hit_rate}
+        counts = {f"{table}.{name}": count for table, answers in self.tables.items() for name, count in answers.items()}
+        return {**rate, **counts, **{f"us.{stage}": spent for stage, spent in self.us.items()}}
+
+
+def report_of(trace: LookupTrace, queue_ns: int, lookup_ns: int) -> LookupReport:
+    """Count what a trace holds.
+
+    Args:
+        trace: of the lookup.
+        queue_ns: that it waited for a thread.
+        lookup_ns: that it took.
+    """
+    keys = sum(table.keys for table in trace.tables.values())
+    hits = sum(table.embedding_cache for table in trace.tables.values())
+    spent = {"queue": queue_ns, "lookup": lookup_ns}
+    for span in sorted(trace.spans, key=lambda span: span.began_ns):
+        spent[span.stage] = spent.get(span.stage, 0) + span.ended_ns - span.began_ns
+    return LookupReport(
+        round(hits / keys, 4) if keys else None,
+        {name: asdict(table) for name, table in trace.tables.items()},
+        {stage: ns / 1000 for stage, ns in spent.items()},
+    )

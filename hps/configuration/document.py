@@ -5,6 +5,7 @@ A report has one line a problem: the path of the key, what was got and what was 
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
@@ -154,7 +155,7 @@ def problems_of(
     """Turn what pydantic found into lines.
 
     Args:
-        keys: the known keys of each object of the configuration, by the object's own key (`""`: the top level).
+        keys: the known keys of each object of the configuration, by the keys that lead there (`""`: the top level).
         other_names: keys by the names that they have in HugeCTR's structs.
         path: writes a location.
     """
@@ -174,21 +175,106 @@ def problems_of(
         else:
             allowed = _KINDS.get(kind)
             text = f"got {got}, expected {allowed.format(**context)}" if allowed else f"got {got}: {detail['msg']}"
+            text += _written_as(kind, location, value)
         lines.append(f"{path(location)}: {text}")
     return lines
 
 
+def _written_as(kind: str, location: Location, value: Any) -> str:
+    """How to write what a value of the wrong kind says; empty if that is not clear."""
+    key = next((step for step in reversed(location) if isinstance(step, str)), "")
+    if kind == "model_type" and len(location) == 1 and (value in (None, False) or isinstance(value, str)):
+        return f"; write {json.dumps({'type': value or 'disabled'})}" if key.endswith(("_db", "_source")) else ""
+    if kind == "bool_type":
+        meant = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
+        word = meant.get(str(value).lower())
+        return f"; write {word}" if word else ""
+    if kind == "less_than_equal" and isinstance(value, int | float) and 5 <= value <= 100 and _SHARE.search(key):
+        return f"; it is a share, so write {value / 100:g} for {value:g} %"
+    quantity = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(%|[a-zA-Z]+)\s*", value) if isinstance(value, str) else None
+    if kind not in ("int_type", "float_type") or quantity is None:
+        return ""
+    kinds = (("_bytes", _BYTES), ("_ms", {unit: 1000 * scale for unit, scale in _SECONDS.items()}), ("_s", _SECONDS))
+    units = next((units for end, units in kinds if key.endswith(end)), {"%": 0.01})
+    scale = units.get(quantity[2] if units is _BYTES or quantity[2] == "%" else quantity[2].lower())
+    return "" if scale is None else f"; write {float(quantity[1]) * scale:.15g}"
+
+
+_SHARE = re.compile("share|rate$|target$|per$|percentage|jitter|threshold")
+_SECONDS = {"ms": 0.001, "s": 1, "sec": 1, "seconds": 1, "m": 60, "min": 60, "minutes": 60, "h": 3600}
+_BYTES = {
+    unit + end: factor**power for power, unit in enumerate("kMGT", 1) for end, factor in (("", 1024), ("B", 1000), ("iB", 1024))
+} | {"K": 1024, "KB": 1000, "KiB": 1024, "B": 1}
+
+
 def _unknown_key(location: Location, keys: Mapping[str, Collection[str]], other_names: Mapping[str, str]) -> str:
     """The problem of a key that its object does not know."""
-    key = str(location[-1])
-    section = str(location[0]) if len(location) > 1 else ""
+    key, section = str(location[-1]), ".".join(step for step in location[:-1] if isinstance(step, str))
     here = keys[section]
-    if other_names.get(key) in here:
-        return f"unknown key; it is called {other_names[key]} here"
-    near = get_close_matches(key, here, n=1)
+    word = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[\s-]", "_", key).lower()  # maxBatchSize, max-batch-size
+    if (name := other_names.get(key) or _MEANT_KEYS.get(section, {}).get(word)) in here:
+        return f"unknown key; it is called {name} here"
+    near = get_close_matches(word, here, n=1)
+    sure = get_close_matches(word, here, n=1, cutoff=0.9)
+    homes = [_home(name) for name in keys if key in keys[name]]
+    if homes and not sure:
+        mean = f"; did you mean {near[0]}?" if near else ""
+        return f"unknown key here; it belongs in {' or '.join(homes)}{mean}"
     if near and near[0] != key:
         return f"unknown key; did you mean {near[0]}?"
-    homes = [f"an entry of {name}" if name == "models" else name or "the top level" for name in keys if key in keys[name]]
-    if homes:
-        return f"unknown key here; it belongs in {' or '.join(homes)}"
+    for name, known in sorted(keys.items(), key=lambda one: other_names.get(key) not in one[1]):
+        if elsewhere := {other_names.get(key, "")} & set(known) or get_close_matches(word, known, n=1, cutoff=0.8):
+            return f"unknown key here; did you mean {next(iter(elsewhere))} in {_home(name)}?"
     return f"unknown key; known are: {', '.join(sorted(here))}"
+
+
+def _home(section: str) -> str:
+    """What a report calls the object of a section."""
+    entries = {"": "the top level", "models": "an entry of models", "models.versions": "an entry of a model's versions"}
+    return entries.get(section, section)
+
+
+_MEANT_KEYS = {
+    "": {
+        "databases": "volatile_db",
+        "persistent": "persistent_db",
+        "volatile": "volatile_db",
+        "http": "service",
+        "server": "service",
+    },
+    "volatile_db": {
+        **dict.fromkeys(("host", "hosts", "url", "endpoint", "nodes", "addresses", "port"), "address"),
+        **dict.fromkeys(("user", "username", "login"), "user_name"),
+        **dict.fromkeys(("capacity", "max_rows", "capacity_rows", "max_size"), "overflow_margin"),
+        **dict.fromkeys(("backend", "kind", "engine"), "type"),
+        **dict.fromkeys(("eviction_policy", "policy"), "overflow_policy"),
+        **{"tls": "enable_tls", "ssl": "enable_tls", "connections": "num_node_connections", "partitions": "num_partitions"},
+    },
+    "persistent_db": {
+        **dict.fromkeys(("dir", "directory", "db_path", "location", "data_dir"), "path"),
+        **dict.fromkeys(("threads", "num_of_threads"), "num_threads"),
+        **{"readonly": "read_only", "kind": "type", "engine": "type"},
+    },
+    "update_source": {
+        **dict.fromkeys(("bootstrap_servers", "servers", "broker", "hosts"), "brokers"),
+        **{"host": "address", "url": "address", "group_id": "group", "offset": "begin", "backend": "type", "kind": "type"},
+    },
+    "service": {
+        **dict.fromkeys(("address", "bind", "listen"), "host"),
+        **dict.fromkeys(("threads", "workers", "num_threads"), "lookup_threads"),
+        **dict.fromkeys(("token", "api_key", "auth_token"), "bearer_token"),
+        **{"loglevel": "log_level", "verbosity": "log_level", "timeout": "request_timeout_s", "http_port": "port"},
+    },
+    "models": {
+        **dict.fromkeys(("dim", "dims", "embedding_dim", "embedding_size", "widths", "vecsize"), "embedding_vecsize_per_table"),
+        **dict.fromkeys(("files", "path", "paths", "model_path", "sparse_file", "directory"), "sparse_files"),
+        **dict.fromkeys(("devices", "gpus", "device_ids", "device_id", "device_list"), "deployed_device_list"),
+        **dict.fromkeys(("cache_size", "cache_ratio", "cache_percentage", "gpu_cache_size"), "gpucacheper"),
+        **dict.fromkeys(("tables", "table_names", "names"), "embedding_table_names"),
+        **dict.fromkeys(("default", "default_value", "defaults"), "default_value_for_each_table"),
+        **dict.fromkeys(("cache_type", "type"), "embedding_cache_type"),
+        **{"name": "model", "batch_size": "max_batch_size", "cache": "gpucache", "gpu_cache": "gpucache"},
+    },
+    "models.versions": {"files": "sparse_files", "path": "sparse_files", "number": "version", "base": "delta_of"},
+}
+"""What people call a key, by its section: words that look like another key, or like none."""

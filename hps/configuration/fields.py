@@ -1,5 +1,6 @@
 """Kinds of configuration values: what each accepts, and which of HugeCTR's other spellings it reads."""
 
+import json
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -112,7 +113,8 @@ def _as_tuple(value: Any) -> Any:
     # pydantic would also accept iterators, and sets, which have no order.
     if isinstance(value, list | tuple):
         return tuple(value)
-    raise expected("a list")
+    single = isinstance(value, str | int | float) and not isinstance(value, bool)
+    raise expected(f"a list; write [{shown(value)}]" if single else "a list")
 
 
 def _as_full_tuple(value: Any) -> Any:
@@ -166,7 +168,16 @@ def check_addresses(value: str) -> str:
     for address in re.split("[,;]", value):
         found = re.fullmatch(r"(?:\[[0-9a-fA-F:.]+\]|[^\s:\[\]]+)(?::([0-9]{1,5}))?", address.strip())
         if found is None or not 0 < int(found[1] or 1) < 65536:
-            raise expected("host[:port], several of them separated by commas")
+            bare = re.search(r"://(?:[^@/]*@)?([^/@\s]+)", address)
+            hint = f"; write {bare[1]}" if bare else ""
+            raise expected(f"host[:port], several of them separated by commas{hint}")
+    return value
+
+
+def check_host(value: str) -> str:
+    """A name or an address of this machine, without a port."""
+    if "/" in value or re.fullmatch(r"[^:]*:[0-9]+", value):
+        raise expected("a name or an address alone; write the port as service.port")
     return value
 
 
@@ -199,7 +210,13 @@ Endpoint: TypeAlias = Annotated[
 Expression: TypeAlias = Annotated[str, AfterValidator(_expression)]
 
 
-def choice(*rows: str, refused: Mapping[str, str] | None = None, kind: str = "", section: str | None = None) -> BeforeValidator:
+def choice(
+    *rows: str,
+    refused: Mapping[str, str] | None = None,
+    meant: Mapping[str, str] | None = None,
+    kind: str = "",
+    section: str | None = None,
+) -> BeforeValidator:
     """Turn any spelling of an enum value into the canonical one.
 
     As in HugeCTR's Triton backend, case does not matter, and blanks and hyphens stand for underscores.
@@ -207,12 +224,14 @@ def choice(*rows: str, refused: Mapping[str, str] | None = None, kind: str = "",
     Args:
         rows: the spellings of each value, separated by `|`, the canonical one first.
         refused: known values that cannot be used here, each with the reason and the cure.
+        meant: by value, words that people write for it, separated by blanks. They are refused, and the report names the value.
         kind: of the registry, if any: names that other packages register there are accepted, too, if what they name can be
             imported.
         section: of the configuration where this stands; a database of another package must belong there.
     """
     canonical = {spelling: row.split("|")[0] for row in rows for spelling in row.split("|")}
     refused = refused or {}
+    intended = {word: name for name, written in (meant or {}).items() for word in written.split()}
     allowed = [name for row in rows if (name := row.split("|")[0]) not in refused]
 
     def read(value: Any) -> Any:
@@ -226,9 +245,7 @@ def choice(*rows: str, refused: Mapping[str, str] | None = None, kind: str = "",
             if kind and registry.is_registered(kind, word):
                 return of_other_package(word)
         others = registry.other_names(kind) if kind else []
-        spellings = canonical | {name: name for name in others}
-        near = get_close_matches(value.lower(), spellings, n=1) if isinstance(value, str) else []
-        hint = f"; did you mean {spellings[near[0]]}?" if near else ""
+        hint = _hint(value, canonical | {name: name for name in others}, intended)
         raise problem(f"got {shown(value)}, expected one of: {', '.join([*allowed, *others])}{hint}")
 
     def of_other_package(name: str) -> str:
@@ -241,3 +258,22 @@ def choice(*rows: str, refused: Mapping[str, str] | None = None, kind: str = "",
         return name
 
     return BeforeValidator(read)
+
+
+def _hint(value: Any, spellings: Mapping[str, str], intended: Mapping[str, str]) -> str:
+    """Which of the values was probably meant: what people call it comes before what only looks alike."""
+    if value is None or isinstance(value, bool):
+        word = json.dumps(value)
+        return f'; did you mean "{spellings[word]}", in quotes?' if word in spellings else _asked(intended.get(word))
+    if not isinstance(value, str):
+        return ""
+    *_, last = re.split(r"\.|::", value.strip())  # DatabaseType_t.hash_map, DatabaseType_t::RedisCluster
+    word = re.sub(r"[\s-]", "_", last.lower())
+    first = re.split(r"[:/]", word)[0]  # cuda:0, redis://host:6379
+    exact = (names.get(one) for one in (word, first) for names in (spellings, intended))
+    near = get_close_matches(word, [*spellings, *intended], n=1)
+    return _asked(next(filter(None, exact), None) or next((spellings.get(one) or intended[one] for one in near), None))
+
+
+def _asked(name: str | None) -> str:
+    return f"; did you mean {name}?" if name else ""

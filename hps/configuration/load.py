@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from hps.configuration.document import Location, path_of, plain, problems_of, read_json, shown
 from hps.configuration.fields import Notices
 from hps.configuration.hugectr_structs import PYTHON_NAMES, ParameterServerConfig, document_of, python_path
-from hps.configuration.models import Configuration, ModelConfig, ServiceConfig
+from hps.configuration.models import Configuration, ModelConfig, ServiceConfig, VersionConfig
 from hps.configuration.tiers import ModelSourceConfig, PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
 from hps.errors import ConfigError
 
@@ -44,6 +44,7 @@ _SECTIONS: dict[str, type[Section]] = {
     "update_source": UpdateSourceConfig,
     "service": ServiceConfig,
     "models": ModelConfig,
+    "models.versions": VersionConfig,
 }
 _KEYS = {name: section.model_fields.keys() for name, section in _SECTIONS.items()}
 _SECRETS = {

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -43,6 +44,7 @@ from hps.configuration.fields import (
     Token,
     Version,
     Whole,
+    check_host,
     choice,
     expected,
     notices_of,
@@ -58,16 +60,75 @@ FIRST_VERSION: Final = "1"
 
 CacheType: TypeAlias = Annotated[
     Literal["dynamic", "static", "uvm", "stochastic"],
-    choice("dynamic", "static", "uvm", "stochastic"),
+    choice(
+        "dynamic",
+        "static",
+        "uvm",
+        "stochastic",
+        meant={
+            "dynamic": "lru lfu cache default gpu device true",
+            "static": "full all whole resident preload fixed false",
+            "uvm": "unified managed host hybrid uva unified_memory",
+        },
+    ),
 ]
-MissPath: TypeAlias = Annotated[Literal["auto", "link", "copy"], choice("auto", "link", "copy")]
-ControlMode: TypeAlias = Annotated[Literal["none", "explicit", "poll"], choice("none", "explicit", "poll")]
-DeviceChoice: TypeAlias = Annotated[str, choice("auto", *IMPLEMENTATIONS["cache"], kind="cache")]
+MissPath: TypeAlias = Annotated[
+    Literal["auto", "link", "copy"],
+    choice(
+        "auto",
+        "link",
+        "copy",
+        meant={
+            "auto": "default true",
+            "link": "direct pinned zero_copy in_place uva uvm mapped gpu device",
+            "copy": "host cpu staged fetch sync none off false",
+        },
+    ),
+]
+ControlMode: TypeAlias = Annotated[
+    Literal["none", "explicit", "poll"],
+    choice(
+        "none",
+        "explicit",
+        "poll",
+        meant={
+            "none": "null off disabled false static",
+            "explicit": "manual api client on_demand true",
+            "poll": "polling watch auto automatic",
+        },
+    ),
+]
+DeviceChoice: TypeAlias = Annotated[
+    str,
+    choice(
+        "auto",
+        *IMPLEMENTATIONS["cache"],
+        meant={
+            "auto": "any default null true automatic",
+            "cuda": "gpu gpus nvidia cupy cuda0 gpu0 device h100 h200 a100",
+            "cpu": "host numpy ram none false",
+        },
+        kind="cache",
+    ),
+]
 
 
 LogLevel: TypeAlias = Annotated[
     Literal["critical", "error", "warning", "info", "debug"],
-    choice("critical", "error", "warning", "info", "debug"),
+    choice(
+        "critical",
+        "error",
+        "warning",
+        "info",
+        "debug",
+        meant={
+            "critical": "fatal emergency alert quiet off none",
+            "error": "err errors",
+            "warning": "warn warnings",
+            "info": "information notice normal default",
+            "debug": "trace verbose all notset",
+        },
+    ),
 ]
 LogFormat: TypeAlias = Annotated[Literal["text", "json"], choice("text", "json")]
 
@@ -77,7 +138,7 @@ class ServiceConfig(Section):
 
     model_config = ConfigDict(title="service")
 
-    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    host: Annotated[str, Field(min_length=1), AfterValidator(check_host)] = "127.0.0.1"
     port: Annotated[Whole, Field(ge=0, le=65535)] = 8000
     bearer_token: Token = ""
     admin_token: Token = ""

@@ -44,6 +44,16 @@ from hps.registry import IMPLEMENTATIONS
 _MULTI_PROCESS = "multi_process_hash_map|multi_process_hashmap|multi_process_hash|multi_process_map"
 _NO_SHARED_MEMORY = "it is not implemented; use redis_cluster to share vectors between processes, otherwise hash_map"
 
+_OFF = "null off no false nothing empty"
+_MEANT = {
+    "volatile_db": {
+        "disabled": _OFF,
+        "hash_map": "memory ram dram cpu host local dict lru cache unordered_map in_memory true",
+        "redis_cluster": "redis_standalone redis_single redis_sentinel valkey keydb dragonfly elasticache",
+    },
+    "persistent_db": {"disabled": _OFF, "rocks_db": "disk ssd nvme leveldb lmdb file files local rocksdict true"},
+}
+
 
 def _spelling(section: str) -> BeforeValidator:
     """Any spelling of a database type that the registry, or an installed package, has for this section."""
@@ -55,7 +65,8 @@ def _spelling(section: str) -> BeforeValidator:
         for name, one in ours.items()
         if one.section != section
     }
-    return choice(*rows, refused=refused | {"multi_process_hash_map": _NO_SHARED_MEMORY}, kind="database", section=section)
+    refused["multi_process_hash_map"] = _NO_SHARED_MEMORY
+    return choice(*rows, refused=refused, meant=_MEANT[section], kind="database", section=section)
 
 
 VolatileDbType: TypeAlias = Annotated[str, _spelling("volatile_db")]
@@ -88,13 +99,27 @@ def _used_when(key: str, value: str | bool, check: Callable[[str], str]) -> Afte
 TlsFile: TypeAlias = Annotated[str, _used_when("enable_tls", True, check_place)]
 OverflowPolicy: TypeAlias = Annotated[
     Literal["evict_random", "evict_least_used", "evict_oldest"],
-    choice("evict_random|random", "evict_least_used|least_used", "evict_oldest|oldest"),
+    choice(
+        "evict_random|random",
+        "evict_least_used|least_used",
+        "evict_oldest|oldest",
+        meant={
+            "evict_random": "rand any none",
+            "evict_least_used": "lfu least_frequently_used evict_least_frequently_used evict_lfu",
+            "evict_oldest": "lru least_recently_used evict_least_recently_used evict_lru fifo ttl age",
+        },
+    ),
 ]
 UpdateSourceType: TypeAlias = Annotated[
     str,
     choice(
         "null|none",
         *("|".join((name, *one.spellings)) for name, one in IMPLEMENTATIONS["update_log"].items()),
+        meant={
+            "null": "off no false disabled disable empty",
+            "kafka_message_queue": "kafka_queue redpanda confluent msk broker message_queue",
+            "redis_stream": "redis redis_cluster stream streams valkey",
+        },
         kind="update_log",
     ),
 ]
@@ -247,7 +272,14 @@ class UpdateSourceConfig(Section):
     tls_client_key: TlsFile = ""
     tls_server_name_identification: str = ""
     group: str = ""
-    begin: Annotated[Literal["earliest", "latest"], choice("earliest", "latest")] = "earliest"
+    begin: Annotated[
+        Literal["earliest", "latest"],
+        choice(
+            "earliest",
+            "latest",
+            meant={"earliest": "beginning begin start oldest smallest first 0", "latest": "now end newest largest last new $"},
+        ),
+    ] = "earliest"
     read_ahead_bytes: Bytes = 64 << 20
     max_message_bytes: Bytes = 64 << 20
     device_share: Annotated[Real, Field(gt=0, le=1)] = 1.0

@@ -37,10 +37,10 @@ MODEL_VALUES = [
     ("model", "a" * 121, f'got "{"a" * 60}"... (121 characters), expected 1 to 120 of the characters a-z A-Z 0-9 _ -'),
     ("model", None, "got null, expected a string"),
     ("sparse_files", [], "got an empty list, expected at least one element"),
-    ("sparse_files", "models/user", 'got "models/user", expected a list'),
+    ("sparse_files", "models/user", 'got "models/user", expected a list; write ["models/user"]'),
     ("sparse_files", {"a": 1}, "got an object, expected a list"),
     ("sparse_files", {"models/user"}, "got a Python set, expected a list"),
-    ("embedding_vecsize_per_table", 16, "got 16, expected a list"),
+    ("embedding_vecsize_per_table", 16, "got 16, expected a list; write [16]"),
     ("embedding_vecsize_per_table", [16, 32, 64], "3 widths for 2 sparse_files"),
     ("embedding_vecsize_per_table", [16], "1 width for 2 sparse_files"),
     ("embedding_table_names", ["user"], "1 name for 2 sparse_files"),
@@ -49,10 +49,10 @@ MODEL_VALUES = [
     ("maxnum_catfeature_query_per_table_per_sample", [1], "1 maximum for 2 sparse_files"),
     ("default_value_for_each_table", [], "0 default values for 2 sparse_files"),
     ("default_value_for_each_table", [0.0] * 3, "3 default values for 2 sparse_files"),
-    ("default_value_for_each_table", 0.0, "got 0.0, expected a list"),
+    ("default_value_for_each_table", 0.0, "got 0.0, expected a list; write [0.0]"),
     ("deployed_device_list", [], "got an empty list, expected at least one element"),
     ("deployed_device_list", [1, 0, 1], "1 stands at 0 and at 2; expected each once"),
-    ("deployed_device_list", 0, "got 0, expected a list"),
+    ("deployed_device_list", 0, "got 0, expected a list; write [0]"),
     ("max_batch_size", 0, "got 0, expected at least 1"),
     ("max_batch_size", 2**31, "got 2147483648, expected at most 2147483647"),
     # Python does not print that many digits.
@@ -69,9 +69,9 @@ MODEL_VALUES = [
     ("hit_rate_threshold", float("inf"), "got inf, expected a finite number"),
     ("hit_rate_threshold", "high", 'got "high", expected a number'),
     ("hit_rate_threshold", 10**400, "got a number of 1329 bits, expected a number"),
-    ("gpucache", 1, "got 1, expected true or false"),
-    ("gpucache", "yes", 'got "yes", expected true or false'),
-    ("cache_refresh_percentage_per_iteration", 10, "got 10, expected at most 1"),
+    ("gpucache", 1, "got 1, expected true or false; write true"),
+    ("gpucache", "yes", 'got "yes", expected true or false; write true'),
+    ("cache_refresh_percentage_per_iteration", 10, "got 10, expected at most 1; it is a share, so write 0.1 for 10 %"),
     ("num_of_worker_buffer_in_pool", 257, "got 257, expected at most 256"),
     ("workspace_timeout_s", 0, "got 0, expected more than 0"),
     ("insert_queue_length", 0, "got 0, expected at least 1"),
@@ -88,10 +88,10 @@ MODEL_VALUES = [
     ),
 ]
 TOP_VALUES = [
-    ("device", "gpu", 'got "gpu", expected one of: auto, cuda, cpu; did you mean cpu?'),
+    ("device", "gpu", 'got "gpu", expected one of: auto, cuda, cpu; did you mean cuda?'),
     ("supportlonglong", 64, "got 64, expected true or false"),
     ("volatile_db", [], "got an empty list, expected an object"),
-    ("volatile_db", None, "got null, expected an object"),
+    ("volatile_db", None, 'got null, expected an object; write {"type": "disabled"}'),
     ("models", [], "got none, expected at least one model, or a model_repository"),
     ("models", {}, "got an object, expected a list"),
     (
@@ -125,7 +125,7 @@ TOP_VALUES = [
         "evict_eldest",
         'got "evict_eldest", expected one of: evict_random, evict_least_used, evict_oldest; did you mean evict_oldest?',
     ),
-    ("volatile_db.overflow_resolution_target", 80, "got 80, expected at most 1"),
+    ("volatile_db.overflow_resolution_target", 80, "got 80, expected at most 1; it is a share, so write 0.8 for 80 %"),
     ("volatile_db.update_filters", ["("], "not a regular expression: missing ), unterminated subpattern at position 0"),
     ("volatile_db.max_get_batch_size", "x", 'got "x", expected a whole number'),
     ("persistent_db.type", "hash_map", 'got "hash_map": this type belongs in volatile_db; expected one of: disabled, rocks_db'),
@@ -152,13 +152,17 @@ TOP_VALUES = [
         "minio:9000",
         'got "minio:9000", expected https://host or http://host, optionally with a port, or an empty string',
     ),
-    ("update_source.type", None, "got null, expected one of: null, kafka_message_queue, redis_stream"),
+    (
+        "update_source.type",
+        None,
+        'got null, expected one of: null, kafka_message_queue, redis_stream; did you mean "null", in quotes?',
+    ),
     ("update_source.metadata_refresh_interval_ms", 9, "got 9, expected at least 10"),
     ("update_source.receive_buffer_size", 1023, "got 1023, expected at least 1024"),
     ("update_source.poll_timeout_ms", 0, "got 0, expected at least 1"),
     ("update_source.max_batch_size", 0, "got 0, expected at least 1"),
     ("update_source.max_commit_interval", 0, "got 0, expected at least 1"),
-    ("update_source.begin", "now", 'got "now", expected one of: earliest, latest'),
+    ("update_source.begin", "now", 'got "now", expected one of: earliest, latest; did you mean latest?'),
     ("update_source.device_share", 0, "got 0, expected more than 0"),
     ("update_source.ready_lag_s", -1, "got -1, expected at least 0"),
     ("service.port", 65536, "got 65536, expected at most 65535"),
@@ -190,6 +194,93 @@ def test_a_wrong_value_elsewhere_is_one_problem(key: str, value: Any, text: str)
     place, _, rest = problem.partition(": ")
     assert place.startswith(key) or key == "persistent_db.backend"
     assert rest == text
+
+
+MEANT = [
+    ("device", "GPU", "cuda"),
+    ("device", "cuda:0", "cuda"),
+    ("device", "gpu:1", "cuda"),
+    ("device", "host", "cpu"),
+    ("device", "cudda", "cuda"),
+    ("volatile_db.type", "RAM", "hash_map"),
+    ("volatile_db.type", "DatabaseType_t::RedisClusters", "redis_cluster"),
+    ("volatile_db.type", "DatabaseType_t.hash_map", "hash_map"),
+    ("volatile_db.type", "redis://r1:6379", "redis_cluster"),
+    ("volatile_db.type", "lru", "hash_map"),
+    ("volatile_db.type", "off", "disabled"),
+    ("volatile_db.type", False, "disabled"),
+    ("volatile_db.overflow_policy", "LRU", "evict_oldest"),
+    ("volatile_db.overflow_policy", "lfu", "evict_least_used"),
+    ("persistent_db.type", "disk", "rocks_db"),
+    ("persistent_db.type", None, "disabled"),
+    ("update_source.type", "redis", "redis_stream"),
+    ("update_source.type", "off", "null"),
+    ("update_source.begin", "newest", "latest"),
+    ("service.log_level", "warn", "warning"),
+    ("service.log_level", "trace", "debug"),
+    ("service.model_control_mode", "manual", "explicit"),
+    ("models.embedding_cache_type", "unified", "uvm"),
+    ("models.miss_path", "zero-copy", "link"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "word"), MEANT)
+def test_a_word_for_another_value_names_that_value(key: str, value: Any, word: str) -> None:
+    section, _, name = key.partition(".")
+    source = document({name: value}) if section == "models" else document(**{section: {name: value} if name else value})
+    assert [problem for problem in problems(source) if problem.endswith(f"; did you mean {word}?")]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("service.max_body_bytes", "64MB", "64000000"),
+        ("service.max_body_bytes", "1 GiB", "1073741824"),
+        ("service.request_timeout_s", "500ms", "0.5"),
+        ("service.drain_s", "1m", "60"),
+        ("update_source.poll_timeout_ms", "2s", "2000"),
+        ("models.gpucacheper", "20%", "0.2"),
+        ("models.gpucache", "no", "false"),
+        ("volatile_db", "redis", '{"type": "redis"}'),
+        ("volatile_db", False, '{"type": "disabled"}'),
+        ("models.deployed_device_list", 3, "[3]"),
+        ("update_source.brokers", "kafka://u:p@k1:9092", "k1:9092"),
+        ("service.host", "localhost:8000", "the port as service.port"),
+    ],
+)
+def test_a_value_in_another_form_says_how_to_write_it(key: str, value: Any, text: str) -> None:
+    section, _, name = key.partition(".")
+    base = {"type": "kafka"} if section == "update_source" else {}
+    source = document({name: value}) if section == "models" else document(**{section: {**base, name: value} if name else value})
+    [problem] = problems(source)
+    assert problem.endswith(f"; write {text}")
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (document(gpu_cache_per=1), "gpu_cache_per: unknown key here; did you mean gpucacheper in an entry of models?"),
+        (
+            document(cache_size_percentage=1),
+            "cache_size_percentage: unknown key here; did you mean gpucacheper in an entry of ",
+        ),
+        (document({"dims": [1]}), "models[0].dims: unknown key; it is called embedding_vecsize_per_table here"),
+        (document({"maxBatchSize": 1}), "models[0].maxBatchSize: unknown key; did you mean max_batch_size?"),
+        (document(volatile_db={"url": "r1"}), "volatile_db.url: unknown key; it is called address here"),
+        (document(service={"gpucacheper": 1}), "service.gpucacheper: unknown key here; it belongs in an entry of models"),
+        (
+            document({"versions": [{"version": 2, "sparse_files": ["a", "b"], "delta": "1"}]}),
+            "models[0].versions[0].delta: unknown key; did you mean delta_of?",
+        ),
+        (
+            document({"versions": [{"version": 2, "sparse_files": ["a", "b"], "keep_versions": 1}]}),
+            "models[0].versions[0].keep_versions: unknown key here; it belongs in an entry of models; did you mean version?",
+        ),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_one_wherever_it_belongs(source: dict[str, Any], text: str) -> None:
+    [problem] = problems(source)
+    assert problem.startswith(text)
 
 
 # Other documents, each with its problem.

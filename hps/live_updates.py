@@ -56,7 +56,7 @@ class LiveUpdates:
 
         A filter matches anything in the topic, or, as in HugeCTR's samples, the whole name of the model.
         """
-        names = ((re.search(one, _topic(table)), re.fullmatch(one, table.model_name)) for one in self._filters)
+        names = ((re.search(one, topic_of(table)), re.fullmatch(one, table.model_name)) for one in self._filters)
         return self._log_class is not None and any(map(any, names))
 
     def start(self, deployment: Deployment) -> UpdateFeed | None:
@@ -133,7 +133,7 @@ class LiveUpdates:
         followed = []
         for index, (table, start) in enumerate(zip(deployment.tables, deployment.log_starts, strict=True)):
             if start is not None:
-                topic = _topic(table)
+                topic = topic_of(table)
                 positions = {key if "/" in key else f"{topic}/{key}": position for key, position in start.items()}
                 followed.append(FollowedTable(index, table.table_name, topic, table.dim, self._key_bytes, positions))
         return followed
@@ -148,7 +148,8 @@ class LiveUpdates:
         return "hps.volatile" if isinstance(authority, SharedDatabase) else f"hps.volatile.{socket.gethostname()}"
 
 
-def _topic(table: TableSpec) -> str:
+def topic_of(table: TableSpec) -> str:
+    """The topic of a table in a log of updates."""
     return f"{TOPIC_PREFIX}{table.model_name}.{table.table_name}"
 
 

@@ -1,8 +1,11 @@
-"""`hps check-config`: report everything that is wrong with a configuration and its model files, or print what it serves."""
+"""`hps check-config`: report everything that is wrong with a configuration and what it names, or print what it serves."""
 
+import json
 import logging
+import tempfile
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -11,27 +14,56 @@ from hps.cli import console
 
 if TYPE_CHECKING:
     from hps.configuration.load import Configuration, ModelConfig
+    from hps.configuration.usable_part import UsablePart
+    from hps.findings import Finding
     from hps.models.deltas import TableSource
     from hps.models.sources import ModelSources
     from hps.types import TableSpec
 
-EXAMPLE = "Example: `hps check-config configs/minimal.json`"
+EXAMPLE = "Example: `hps check-config configs/minimal.json --connect`"
 _CHECKED_AT_ONCE = 16  # tables; checking one takes a few requests to where its files are
+_UNBOUNDED = 2**64 - 1
 
 
 def check_config_command(
     config: console.ConfigPath,
     files: Annotated[bool, typer.Option(help="Check the sizes of the model files, too.")] = True,
+    connect: Annotated[
+        bool,
+        typer.Option(
+            "--connect",
+            help="Ask databases, the log of updates, object stores, devices and the port, too, whether they are there and may "
+            "be used; nothing is written anywhere.",
+        ),
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.1, metavar="SECONDS", help="With --connect: for each of them; all at a time.")
+    ] = 10.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")] = False,
 ) -> None:
-    """Check CONFIG and the model files it names, and print what would be served. All problems are reported at once."""
-    with console.reported():
-        from hps.configuration.load import read_configuration
+    """Check CONFIG and the model files it names, and print what would be served. All problems are reported at once.
 
-        configuration, notices = read_configuration(config)
-        for level, text in notices:
-            typer.echo(f"{'warning' if level >= logging.WARNING else 'note'}: {text}")
-        rows = _check_files(config, configuration) if files else _configured(configuration)
-        _print_summary(config, configuration, rows)
+    Exit codes: 0 good, 2 something is wrong, 1 something could not be reached.
+    """
+    with console.reported():
+        report = _checked(config, files, timeout if connect else 0.0)
+        code = 2 if report.of("wrong") else 1 if report.of("unreachable") else 0
+        if as_json:
+            typer.echo(json.dumps(_as_json(config, report, code), indent=2))
+            raise typer.Exit(code)
+        for one in report.findings:
+            if one.level in ("note", "warning"):
+                typer.echo(f"{one.level}: {one.text}")
+        if report.whole and not report.of("wrong"):
+            _print_summary(report.whole, report)
+        for one in report.reached:
+            typer.echo(f"{one.level}: {one.where}: {one.text}")
+        problems = [f"{one.where}: {one.text}" for one in report.findings if one.level in ("wrong", "unreachable")]
+        if problems:
+            typer.echo(f"error: {errors.ConfigError(str(config), problems)}", err=True)
+        if code:
+            raise typer.Exit(code)
+        typer.echo(f"{config}: good")
 
 
 class _Row(NamedTuple):
@@ -39,54 +71,161 @@ class _Row(NamedTuple):
     table: "TableSpec"
     place: int
     rows: int | None
+    size_bytes: int = 0
 
 
-def _configured(configuration: "Configuration") -> list[_Row]:
-    """The tables that CONFIG itself names."""
-    return [_Row(model, table, i, None) for model in configuration.models for i, table in enumerate(model.tables)]
+@dataclass
+class _Report:
+    """What was found. *One thread.*
+
+    Attributes:
+        whole: the configuration; None if keys or values of it are wrong.
+        rows: its tables.
+        findings: of the document and the files.
+        reached: of everything else that it names.
+        updates: where updates come from, for people; empty where there are none.
+    """
+
+    whole: "Configuration | None"
+    rows: list[_Row] = field(default_factory=list)
+    findings: list["Finding"] = field(default_factory=list)
+    reached: list["Finding"] = field(default_factory=list)
+    updates: str = ""
+
+    def of(self, level: str) -> list["Finding"]:
+        return [one for one in (*self.findings, *self.reached) if one.level == level]
 
 
-def _check_files(path: Path, configuration: "Configuration") -> list[_Row]:
-    """Every table to be served, or one report of what is wrong with the files."""
+def _checked(path: Path, files: bool, reach_s: float) -> _Report:
+    from hps.configuration.load import read_configuration
+    from hps.configuration.usable_part import UsablePart
+    from hps.findings import Finding
+    from hps.models.sources import ModelSources
+
+    report = _Report(None)
+    part: UsablePart | None
+    try:
+        report.whole, notices = read_configuration(path)
+        places = {model.model: f"models[{i}]" for i, model in enumerate(report.whole.models)}
+        part = UsablePart(report.whole, places, frozenset())
+        levels = (("warning" if level >= logging.WARNING else "note", text) for level, text in notices)
+        report.findings += [Finding(level, "", text) for level, text in levels]  # type: ignore[arg-type]
+        report.findings += [
+            Finding("warning", where, f"{path}: {where}: {text}") for where, text in _doubts(report.whole).items()
+        ]
+    except errors.ConfigError as error:
+        split = (problem.partition(": ") for problem in error.problems)
+        report.findings += [Finding("wrong", where, text) for where, _, text in split]
+        part = _usable_part(path)
+    if part is None:
+        return report
+    sources = ModelSources(part.configuration.model_source)
+    if files:
+        _check_files(part, sources, report)
+    elif report.whole:
+        report.rows = [_Row(one, table, i, None) for one in report.whole.models for i, table in enumerate(one.tables)]
+    if report.whole and report.whole.update_source.type != "null":
+        try:
+            report.updates = _updates(report.whole, [row.table for row in report.rows])
+        except errors.ConfigError as error:
+            report.findings += [Finding("wrong", error.source, problem) for problem in error.problems]
+    if reach_s:
+        from hps.reachability import reach
+
+        tables = {row.table: (row.rows or 0, row.size_bytes) for row in report.rows}
+        report.reached = reach(part.configuration, tables, sources, reach_s)
+    return report
+
+
+def _usable_part(path: Path) -> "UsablePart | None":
+    from hps.configuration.usable_part import usable_part
+
+    try:
+        return usable_part(path)
+    except errors.ConfigError:
+        return None  # it is no document at all, as is reported already
+
+
+def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -> None:
+    """Add every table of the configuration, and what is wrong with the files."""
     from concurrent.futures import ThreadPoolExecutor
 
     from hps.models.catalog import ModelCatalog
-    from hps.models.sources import ModelSources
 
-    sources = ModelSources(configuration.model_source)
+    configuration, places = part.configuration, part.places
     catalog = ModelCatalog(configuration, sources)
-    places = {model.model: f"models[{i}]" for i, model in enumerate(configuration.models)}
-    rows, problems = [], []
     with ThreadPoolExecutor(_CHECKED_AT_ONCE) as pool:  # so that a dead host costs one timeout, not one a table
         checks = []
         for name in catalog.names:
             try:
                 versions = [catalog.version(name, version) for version in catalog.to_serve(name)]
             except (errors.ModelFileError, errors.UnknownVersionError) as error:
-                problems.append(f"{places.get(name, name)}: {error}")
+                report.findings.append(_file_problem(places.get(name, name), error))
                 continue
+            wrong_width = name in part.widthless
             checks += [
-                (j, version.config, table, pool.submit(_check_table, table, source, configuration, sources))
+                (j, version.config, table, pool.submit(_check_table, table, source, configuration, sources, wrong_width))
                 for version in versions
                 for j, (table, source) in enumerate(zip(version.config.tables, version.sources, strict=True))
             ]
-        problems += [f"{name}: {error}" for name, error in catalog.problems.items()]
+        report.findings += [_file_problem(name, error) for name, error in catalog.problems.items()]
         for j, model, table, check in checks:
             try:
-                rows.append(_Row(model, table, j, check.result()))
+                report.rows.append(_Row(model, table, j, *check.result()))
             except errors.ModelFileError as error:
-                problems.append(f"{places.get(model.model, model.model)}.sparse_files[{j}]: {error}")
-    if problems:
-        raise errors.ConfigError(str(path), problems)
-    return rows
+                where = f"{places.get(model.model, model.model)}.sparse_files[{j}]"
+                report.findings.append(_file_problem(where, error))
 
 
-def _check_table(table: "TableSpec", source: "TableSource", configuration: "Configuration", sources: "ModelSources") -> int:
+def _file_problem(where: str, error: errors.HPSError) -> "Finding":
+    from hps.findings import Finding
+
+    return Finding("unreachable" if isinstance(error, errors.ModelSourceError) else "wrong", where, str(error))
+
+
+def _check_table(
+    table: "TableSpec",
+    source: "TableSource",
+    configuration: "Configuration",
+    sources: "ModelSources",
+    wrong_width: bool,
+) -> tuple[int, int]:
+    """Rows and bytes of a table's files."""
     from hps.models.deltas import open_table_files
+    from hps.models.files import stored_shape
 
+    if wrong_width:
+        rows, dim = stored_shape(source.place, sources)
+        return rows, rows * (8 + 4 * dim)
     files = open_table_files(source, table.dim, int32_keys=not configuration.supportlonglong, sources=sources)
     files.verify()
-    return files.rows
+    return files.rows, files.rows * (8 + 4 * table.dim)
+
+
+def _doubts(configuration: "Configuration") -> dict[str, str]:
+    """What is allowed and hardly meant."""
+    found: dict[str, str] = {}
+    volatile, persistent = configuration.volatile_db, configuration.persistent_db
+    for i, model in enumerate(configuration.models):
+        if model.gpucache and model.gpucacheper == 0 and model.embedding_cache_type == "dynamic":
+            found[f"models[{i}].gpucacheper"] = "0, so nothing is ever cached; give it a share, or set gpucache to false"
+        if model.gpucache and model.hit_rate_threshold <= 0:
+            text = "0 or less, so every key that is not cached yet gets the default vector; above 1 none that a table has does"
+            found[f"models[{i}].hit_rate_threshold"] = text
+    if persistent.type == "disabled" and volatile.type != "disabled":
+        lost = "without a persistent_db rows get the default vector that"
+        if volatile.overflow_margin < _UNBOUNDED:
+            found["volatile_db.overflow_margin"] = f"{lost} are evicted; configure one, or leave this out"
+        if volatile.initial_cache_rate < 1:
+            found["volatile_db.initial_cache_rate"] = f"{lost} are not loaded; configure one, or set it to 1"
+    if volatile.type == "redis_cluster" and "num_partitions" not in volatile.model_fields_set:
+        text = f"{volatile.num_partitions} on this machine; write it down, since every process must have the same number"
+        found["volatile_db.num_partitions"] = text
+    if persistent.type == "rocks_db" and "path" not in persistent.model_fields_set:
+        found["persistent_db.path"] = (
+            f"{persistent.path}, in {tempfile.gettempdir()}, which systems empty; write a path that stays"
+        )
+    return found
 
 
 def _updates(configuration: "Configuration", tables: "list[TableSpec]") -> str:
@@ -103,16 +242,17 @@ def _updates(configuration: "Configuration", tables: "list[TableSpec]") -> str:
     return f"update_source {source.type}{where}, followed by {names}"
 
 
-def _print_summary(path: Path, configuration: "Configuration", rows: list[_Row]) -> None:
+def _print_summary(configuration: "Configuration", report: _Report) -> None:
     from rich.console import Console
     from rich.table import Table
 
     summary = Table("model", "version", "table", "id", box=None, pad_edge=False)
     for column in ("rows", "dim", "MB", "cached rows"):
         summary.add_column(column, justify="right")
-    for model, table, place, count in rows:
+    for model, table, place, count, size_bytes in report.rows:
         share = model.gpucacheper if model.gpucache else 0.0
-        figures = (f"{count:,}", f"{count * table.dim * 4 / 1e6:,.1f}", f"{share * count:,.0f}") if count else ("?",) * 3
+        vectors = size_bytes - 8 * (count or 0)
+        figures = (f"{count:,}", f"{vectors / 1e6:,.1f}", f"{share * count:,.0f}") if count else ("?",) * 3
         summary.add_row(model.model, model.version, table.table_name, str(place), figures[0], str(table.dim), *figures[1:])
     screen = Console(highlight=False)
     screen.width = max(screen.width, 120)  # a terminal wraps long lines; in a pipe they must not be cut
@@ -122,7 +262,24 @@ def _print_summary(path: Path, configuration: "Configuration", rows: list[_Row])
     typer.echo(
         f"device {configuration.device}, volatile_db {configuration.volatile_db.type}, persistent_db {persistent.type}{where}"
     )
-    if configuration.update_source.type != "null":
-        typer.echo(_updates(configuration, [row.table for row in rows]))
+    if report.updates:
+        typer.echo(report.updates)
     typer.echo(f"serves on http://{service.host}:{service.port}")
-    typer.echo(f"{path}: good")
+
+
+def _as_json(path: Path, report: _Report, code: int) -> dict[str, Any]:
+    tables = [
+        {
+            "model": row.model.model,
+            "version": row.model.version,
+            "table": row.table.table_name,
+            "id": row.place,
+            "rows": row.rows,
+            "dim": row.table.dim,
+            "size_bytes": row.size_bytes,
+        }
+        for row in report.rows
+        if report.whole
+    ]
+    findings = [asdict(one) for one in (*report.findings, *report.reached)]
+    return {"config": str(path), "good": code == 0, "exit_code": code, "findings": findings, "tables": tables}

@@ -7,7 +7,7 @@ loaded.
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from pydantic import ValidationError
 
@@ -85,10 +85,27 @@ def load_configuration(source: Source) -> Configuration:
     return configuration
 
 
-def read_configuration(source: Source) -> tuple[Configuration, list[tuple[int, str]]]:
-    """Do as `load_configuration` does, but return what that logs: the level and the text of each notice.
+class Document(NamedTuple):
+    """A configuration that was read and is not checked yet. *One per thread.*
 
-    They are logged when the configuration is used.
+    Attributes:
+        name: what a report calls it.
+        content: plain dicts, lists and scalars, with the secrets of the environment.
+        problems: that were found on the way.
+        path: writes a location as its author would.
+    """
+
+    name: str
+    content: dict[str, Any]
+    problems: list[str]
+    path: Callable[[Location], str]
+
+
+def document_of_source(source: Source) -> Document:
+    """Read a configuration without checking it.
+
+    Raises:
+        ConfigError: it cannot be read as an object.
     """
     problems: list[str] = []
     path: Callable[[Location], str] = path_of
@@ -109,11 +126,20 @@ def read_configuration(source: Source) -> tuple[Configuration, list[tuple[int, s
         expected = "an object with the key models" if isinstance(source, str | os.PathLike) else _SOURCES
         raise ConfigError(name, [f"top level: got {shown(content)}, expected {expected}"])
     origins = _take_secrets(content)
+    return Document(name, content, problems, lambda location: origins.get(location) or path(location))
+
+
+def read_configuration(source: Source) -> tuple[Configuration, list[tuple[int, str]]]:
+    """Do as `load_configuration` does, but return what that logs: the level and the text of each notice.
+
+    They are logged when the configuration is used.
+    """
+    name, content, problems, path = document_of_source(source)
     notices = Notices()
     try:
         configuration = Configuration.model_validate(content, context=notices)
     except ValidationError as error:
-        problems += problems_of(error, _KEYS, PYTHON_NAMES, lambda location: origins.get(location) or path(location))
+        problems += problems_of(error, _KEYS, PYTHON_NAMES, path)
     if problems:
         raise ConfigError(name, problems)
     configuration.unheard.extend((level, f"{name}: {text}") for level, text in _written(notices))

@@ -17,8 +17,9 @@ from typing import Any, ClassVar, Final, Self
 import numpy as np
 
 from hps.errors import DatabaseError
+from hps.findings import Finding
 from hps.host_tables import HostTable
-from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
 UNBOUNDED_ROWS: Final = 2**64 - 1
 """The capacity of a table that never evicts; HugeCTR's default `overflow_margin`."""
@@ -173,6 +174,18 @@ class Database(ABC):
         Raises:
             DatabaseError: the engine cannot be reached or opened (`DatabaseLockedError`, `DatabaseCorruptError`).
         """
+
+    @classmethod
+    def probe(cls, config: Any, tables: Mapping[TableSpec, int]) -> list[Finding]:
+        """Find out whether the database that `config` describes could be opened and filled. Nothing is written there.
+
+        Args:
+            tables: that are to be in it, and the bytes of their files.
+
+        Returns:
+            What was found; nothing where there is nothing to look at.
+        """
+        return []
 
     @abstractmethod
     def open_table(self, tag: str, dim: int) -> None:

@@ -237,6 +237,29 @@ def open_sparse_model(
     return SparseModel(place, rows, dim, fingerprint, int32_keys, filesystem, versions, (crc32s[0], crc32s[1]))
 
 
+def stored_shape(path_or_uri: str | os.PathLike[str], sources: ModelSources | None = None) -> tuple[int, int]:
+    """How many rows a table's files have, and how many float32 elements a vector of them.
+
+    Raises:
+        ModelFileNotFoundError: the directory or one of the two files does not exist.
+        ModelFileError: the files fit no dimension.
+    """
+    filesystem, place = (sources or ModelSources()).locate(os.fspath(path_or_uri))
+    paths = [f"{place.rstrip('/')}/{name}" for name in ("key", "emb_vector")]
+    try:
+        key_bytes, vector_bytes = (filesystem.status(path).size_bytes for path in paths)
+    except ModelFileNotFoundError as error:
+        raise _missing(filesystem, place, error) from error
+    rows, rest = divmod(key_bytes, _KEY_BYTES)
+    dim, more = divmod(vector_bytes, max(rows, 1) * 4)
+    if rest or more or not rows or not dim:
+        raise ModelFileError(
+            f"opening sparse model {place}: got {key_bytes} bytes of keys and {vector_bytes} of vectors, expected 8 a key and "
+            "4 x the dimension a vector; one file is cut short, or they belong to different models"
+        )
+    return rows, dim
+
+
 def joint_fingerprint(fingerprints: Iterable[str]) -> str:
     """Identify the files of several tables by the fingerprint of each, in the order of the tables."""
     return hashlib.blake2b("".join(fingerprints).encode(), digest_size=16).hexdigest()

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Self
 
+from hps.findings import Finding
+
 TOPIC_PREFIX: Final = "hps_et."
 """HugeCTR's: the topic of a table is this, the model, a dot and the table."""
 
@@ -73,6 +75,15 @@ class UpdateLog(ABC):
         Raises:
             ConfigError: the settings contradict each other, or the client refuses them.
         """
+
+    @classmethod
+    def probe(cls, config: Any, topics: Sequence[str], timeout_s: float) -> list[Finding]:
+        """Find out whether the log can be reached and has these topics. Nothing is written there.
+
+        Returns:
+            What was found; nothing where this kind of log cannot be asked.
+        """
+        return []
 
     @abstractmethod
     def follow(self, topics: Sequence[str], after: Mapping[Partition, str], begin: str) -> None:
@@ -198,3 +209,11 @@ class UpdateLogWriter(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give up what is under way and release connections."""
+
+
+def missing_topics(topics: Sequence[str], there: Sequence[str], where: str) -> list[Finding]:
+    """What a `probe` says of topics, given those that exist."""
+    missing = [topic for topic in topics if topic not in there]
+    if missing:
+        return [Finding("warning", where, f"no topic {', '.join(missing)} yet; it is waited for, and made by who publishes")]
+    return [Finding("good", where, f"{len(topics)} of {len(topics)} topics are there")]

@@ -21,8 +21,9 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, Topi
 from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
 
 from hps.errors import ConfigError, UpdateLogError
+from hps.findings import Finding
 from hps.lifetimes import close_at_exit, disown_in_children, refusal
-from hps.updates.base import Message, Partition, UpdateLog, UpdateLogWriter
+from hps.updates.base import Message, Partition, UpdateLog, UpdateLogWriter, missing_topics
 
 _log = logging.getLogger(__name__)
 _ANSWER_S: Final = 3.0  # for a request of the survey, whose result then comes; a close waits for one
@@ -149,6 +150,18 @@ class KafkaLog(UpdateLog):
             "fetch.queue.backoff.ms": 10,
         }
         return cls(_settings(config, own), config.metadata_refresh_interval_ms / 1000)
+
+    @classmethod
+    def probe(cls, config: Any, topics: Sequence[str], timeout_s: float) -> list[Finding]:
+        where = "update_source.brokers"
+        try:
+            cluster = _client(AdminClient, _settings(config, {})).list_topics(timeout=timeout_s)
+        except ConfigError as error:
+            return [Finding("wrong", "update_source", problem) for problem in error.problems]
+        except KafkaException as error:
+            return [Finding("unreachable", where, f"{config.brokers}: {error.args[0].str()}; see that a broker runs there")]
+        found = Finding("good", where, f"{config.brokers}: {len(cluster.brokers)} brokers answer")
+        return [found, *missing_topics(topics, list(cluster.topics), where)]
 
     def follow(self, topics: Sequence[str], after: Mapping[Partition, str], begin: str) -> None:
         self._topics, self._after, self._begin = tuple(topics), dict(after), begin

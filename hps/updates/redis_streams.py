@@ -40,7 +40,8 @@ from redis.retry import Retry
 
 from hps.configuration.tiers import UpdateSourceConfig
 from hps.errors import ConfigError, UpdateLogError
-from hps.updates.base import Message, Partition, UpdateLog, UpdateLogWriter
+from hps.findings import Finding
+from hps.updates.base import Message, Partition, UpdateLog, UpdateLogWriter, missing_topics
 
 _Client: TypeAlias = "Redis | RedisCluster"
 
@@ -247,6 +248,19 @@ class RedisStreamLog(UpdateLog):
     @classmethod
     def from_config(cls, config: UpdateSourceConfig, group: str) -> Self:
         return cls(config, group)
+
+    @classmethod
+    def probe(cls, config: UpdateSourceConfig, topics: Sequence[str], timeout_s: float) -> list[Finding]:
+        where = "update_source.address"
+        try:
+            with closing(_connect(_checked(config), timeout_s)) as server:
+                there = [topic for topic in topics if server.exists(topic, _key(Partition(topic, 0)))]
+        except ConfigError as error:
+            return [Finding("wrong", error.source, problem) for problem in error.problems]
+        except _AWAY as error:
+            wrong = re.search("NOAUTH|WRONGPASS|NOPERM|Authentication|no permissions|invalid username", str(error))
+            return [Finding("wrong" if wrong else "unreachable", where, str(error))]
+        return [Finding("good", where, f"{config.address}: Redis answers"), *missing_topics(topics, there, where)]
 
     def follow(self, topics: Sequence[str], after: Mapping[Partition, str], begin: str) -> None:
         self.after, self.begin = dict(after), begin

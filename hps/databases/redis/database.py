@@ -24,14 +24,16 @@ from hps.databases.redis.layout import RedisLayout
 from hps.databases.redis.load_leases import LoadLeases
 from hps.databases.redis.nodes import RedisNodes, parse_addresses
 from hps.databases.redis.overflow import Overflow, Policy
+from hps.databases.redis.probing import probe
 from hps.databases.redis.room import check_room
 from hps.databases.redis.table import RedisTable
 from hps.databases.redis.users import TableUsers
 from hps.errors import DatabaseError, UnknownTableError
+from hps.findings import Finding
 from hps.input_checks import check_fetch, check_keys, check_positive, check_rows
 from hps.metrics import Metrics
 from hps.numba_kernels import compile_kernels
-from hps.types import BoolArray, FloatArray, KeyArray
+from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
 _USES_PAUSE_S: Final = 1.0  # after noting them failed
@@ -139,6 +141,10 @@ class RedisDatabase(SharedDatabase):
             overflow_policy=config.overflow_policy,
             overflow_resolution_target=config.overflow_resolution_target,
         )
+
+    @classmethod
+    def probe(cls, config: Any, tables: Mapping[TableSpec, int]) -> list[Finding]:
+        return probe(config, tables)
 
     @property
     def clustered(self) -> bool:

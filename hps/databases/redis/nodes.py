@@ -135,6 +135,11 @@ class RedisNodes:
         return self._cluster is not None
 
     @property
+    def served_slots(self) -> int:
+        """Hash slots of the cluster that a node serves; 0 without one."""
+        return len(self._cluster.slots_cache) if self._cluster else 0
+
+    @property
     def open_connections(self) -> int:
         """Connections to all nodes, in use or idle."""
         return sum(connection.is_connected for connection in self._connections())
@@ -170,6 +175,11 @@ class RedisNodes:
         """Host and port of the node that serves a slot, as far as is known."""
         name: str = (self._node_of(self._cluster, slot) if self._cluster else self._server).name
         return name
+
+    def client(self, slot: int) -> Redis:
+        """redis-py's client of the node that serves a slot."""
+        client: Redis = (self._node_of(self._cluster, slot) if self._cluster else self._server).redis_connection
+        return client
 
     def keys(self, pattern: bytes) -> Iterator[bytes]:
         """Yield the keys of all nodes that match, some perhaps twice; raises as `run` does."""

@@ -38,6 +38,7 @@ from hps.databases.rocks_db import directory
 from hps.databases.rocks_db.engine import DEFAULT, TIMES, Engine, database_error
 from hps.databases.rocks_db.inspection import inspect, oldest_needed_log
 from hps.databases.rocks_db.load_records import LoadRecords
+from hps.databases.rocks_db.probing import probe
 from hps.databases.rocks_db.table import RocksTable, width_of
 from hps.databases.rocks_db.write_ahead_log import CheckedLogs, check_logs, damaged, logs_in
 from hps.errors import (
@@ -48,10 +49,11 @@ from hps.errors import (
     TableWidthError,
     UnknownTableError,
 )
+from hps.findings import Finding
 from hps.input_checks import check_positive
 from hps.lifetimes import disown_in_children
 from hps.open_calls import OpenCalls
-from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
 
@@ -154,6 +156,10 @@ class RocksDatabase(PersistentDatabase):
             read_only=config.read_only,
             max_batch_size=config.max_batch_size,
         )
+
+    @classmethod
+    def probe(cls, config: Any, tables: Mapping[TableSpec, int]) -> list[Finding]:
+        return probe(config, tables)
 
     @classmethod
     def inspect(cls, path: Path) -> DatabaseReport:

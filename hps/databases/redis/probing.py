@@ -1,0 +1,141 @@
+"""What a Redis says of itself before anything is served from it, and whether our user may do what we need. Nothing is written.
+
+Rights are asked for by queueing the commands after MULTI: Redis checks a command when it queues it. EXEC never follows, so
+none is run.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from typing import Any, Final
+
+from redis import Redis, exceptions
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS
+
+from hps.databases.redis.connections import tls_context
+from hps.databases.redis.layout import RedisLayout
+from hps.databases.redis.nodes import RedisNodes, parse_addresses
+from hps.errors import ConfigError, DatabaseError
+from hps.findings import Finding
+from hps.types import TableSpec
+
+_WHERE: Final = "volatile_db"
+_TIMEOUT_S: Final = 5.0
+_REFUSALS: Final = ("password", "user_name", "certificate", "TLS failed", "may not do this")
+"""Words of errors that no repetition cures."""
+
+
+def probe(config: Any, tables: Mapping[TableSpec, int]) -> list[Finding]:
+    """Look at the Redis of a `VolatileDbConfig`; see `Database.probe`."""
+    try:
+        tls = None
+        if config.enable_tls:
+            tls = tls_context(config.tls_ca_certificate, config.tls_client_certificate, config.tls_client_key)
+        nodes = RedisNodes(
+            parse_addresses(config.address),
+            user_name=config.user_name,
+            password=config.password,
+            tls=tls,
+            tls_server_name=config.tls_server_name_identification,
+            connections=1,
+            connect_timeout_s=_TIMEOUT_S,
+            read_timeout_s=_TIMEOUT_S,
+            timeout_s=_TIMEOUT_S,
+        )
+    except ConfigError as error:
+        return [Finding("wrong", f"{_WHERE}.{problem.partition(':')[0]}", problem) for problem in error.problems]
+    except DatabaseError as error:
+        return [Finding(_level(error), f"{_WHERE}.address", str(error))]
+    with closing(nodes):
+        found = [_state(nodes, config.address)]
+        try:
+            layouts = [RedisLayout.of(spec.tag, spec.dim, config.num_partitions) for spec in tables]
+            for layout in layouts[:1]:
+                found += _rights(nodes, layout, config.user_name)
+            if not any(one.level == "wrong" for one in found):
+                found += [one for layout in layouts for one in _table(nodes, layout)]
+        except (DatabaseError, exceptions.RedisError) as error:
+            found.append(Finding(_level(error), f"{_WHERE}.address", str(error)))
+    return found
+
+
+def _level(error: Exception) -> Any:
+    return "wrong" if any(word in str(error) for word in _REFUSALS) else "unreachable"
+
+
+def _state(nodes: RedisNodes, address: str) -> Finding:
+    facts = nodes.facts
+    what = f"Redis {facts.get('redis_version', '?')} at {address}"
+    if nodes.clustered:
+        missing = REDIS_CLUSTER_HASH_SLOTS - nodes.served_slots
+        if missing:
+            return Finding("unreachable", f"{_WHERE}.address", f"{what}: {missing} hash slots have no node; see CLUSTER INFO")
+        return Finding("good", f"{_WHERE}.address", f"{what}: a whole cluster")
+    if facts.get("role") == "slave":
+        return Finding("wrong", f"{_WHERE}.address", f"{what} is a replica; give the address of the primary")
+    return Finding("good", f"{_WHERE}.address", f"{what}: a server")
+
+
+def _table(nodes: RedisNodes, layout: RedisLayout) -> list[Finding]:
+    """What is there of a table, where it is not what the configuration says."""
+    held = nodes.ask(layout.slot, "HMGET", layout.about, "dim", "num_partitions")
+    here = (layout.dim, len(layout.partitions))
+    names = ("embedding_vecsize_per_table", "num_partitions")
+    return [
+        Finding(
+            "wrong", f"{_WHERE}.address", f"table {layout.tag} has {name} {int(got)} there, and {wanted} in the configuration"
+        )
+        for name, got, wanted in zip(names, held, here, strict=True)
+        if got and int(got) != wanted
+    ]
+
+
+def _rights(nodes: RedisNodes, layout: RedisLayout, user: str) -> list[Finding]:
+    """Whether the commands that a lookup, a load and an update need are taken, at the node of the table's first partition."""
+    partition = layout.partitions[0]
+    values, mark = partition.values, partition.mark
+    reading: list[tuple[Any, ...]] = [("GET", mark), ("HMGET", values, "f"), ("HGET", values, "f"), ("HGETALL", values)]
+    reading += [
+        ("HLEN", values),
+        ("HSCAN", values, 0),
+        ("HRANDFIELD", values),
+        ("SCAN", 0),
+        ("TIME",),
+        ("MEMORY", "USAGE", values),
+    ]
+    writing: list[tuple[Any, ...]] = [("SET", mark, "v"), ("HSET", values, "f", "v"), ("HSETNX", values, "f", "v")]
+    writing += [("HDEL", values, "f"), ("HINCRBY", values, "f", 1), ("DEL", mark), ("UNLINK", values), ("PEXPIRE", mark, 1)]
+    writing += [("EVAL", "return 1", 1, values)]
+    try:
+        answers = _queued(nodes.client(partition.slot), [*reading, *writing])
+    except exceptions.NoPermissionError:
+        return [Finding("wrong", f"{_WHERE}.user_name", f"the user {user} may not MULTI; grant +multi +exec +discard +watch")]
+    denied = [name for name, error in answers.items() if isinstance(error, exceptions.NoPermissionError)]
+    refused = {str(error): name for name, error in answers.items() if error and name not in denied}
+    found = [Finding("wrong", f"{_WHERE}.address", f"{word} is refused: {text}") for text, word in refused.items()]
+    if denied:
+        grants = " ".join("+" + name.lower().replace(" ", "|") for name in denied)
+        text = f"the user {user} may not {', '.join(denied)} keys of {layout.tag}; grant ~hps_et{{* {grants}"
+        found.append(Finding("wrong", f"{_WHERE}.user_name", text))
+    elif not refused:
+        found.append(Finding("good", f"{_WHERE}.user_name", f"the user {user or 'default'} may read and write hps_et{{*"))
+    return found
+
+
+def _queued(client: Redis, commands: Sequence[tuple[Any, ...]]) -> dict[str, exceptions.ResponseError | None]:
+    """What Redis says to each command when it is asked to run it later, which it then is not; None where it would."""
+    connection = client.connection_pool.get_connection()
+    answers: dict[str, exceptions.ResponseError | None] = {}
+    try:
+        connection.send_command("MULTI")
+        connection.read_response()  # raises where it is refused: what followed would be run
+        for words in commands:
+            name = " ".join(words[:2]) if words[0] == "MEMORY" else str(words[0])
+            connection.send_command(*words)
+            try:
+                answers[name] = None if connection.read_response() == b"QUEUED" else exceptions.ResponseError("not queued")
+            except exceptions.ResponseError as error:
+                answers[name] = error
+        return answers
+    finally:
+        connection.disconnect()  # as DISCARD does
+        client.connection_pool.release(connection)

@@ -1,6 +1,6 @@
-"""The command line: `hps serve | load | lookup | check-config | check-database | create-model | import | publish`, one module a
-command; `hps updates`, a group; and `hps models | deploy | undeploy | rollback | refresh`, which ask a running server and share
-one.
+"""The command line: `hps init | serve | load | lookup | check-config | check-database | create-model | import | publish`, one
+module a command; `hps updates`, a group; and `hps models | deploy | undeploy | rollback | refresh`, which ask a running server
+and share one.
 
 Exit codes: 0 done; 2 the configuration, the model files or the arguments are wrong; 1 something failed while running (a
 database, a device); 130 stopped by Ctrl-C. An error is one message on standard error. Commands import what they work with
@@ -17,6 +17,7 @@ from hps.cli import (
     check_database,
     create_model,
     import_tables,
+    init,
     live_models,
     load,
     lookup,
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 app.command("serve", epilog=serve.EXAMPLE)(serve.serve_command)
 app.command("load", epilog=load.EXAMPLE)(load.load_command)
+app.command("init", epilog=init.EXAMPLE)(init.init_command)
 app.command("import", epilog=import_tables.EXAMPLE)(import_tables.import_command)
 app.command(
     "lookup",
@@ -65,7 +67,7 @@ def main() -> None:
 
 
 @app.callback(
-    epilog="First steps: `hps create-model models/sample/item.model --rows 50000 --dim 32`, name it in a ps.json, "
+    epilog="First steps: `hps create-model models/sample/item.model --rows 50000 --dim 32`, `hps init models/sample`, "
     "`hps check-config ps.json`, `hps serve ps.json`.",
     invoke_without_command=True,
 )

@@ -3,7 +3,7 @@
 import json
 import logging
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -54,11 +54,11 @@ def check_config_command(
         for one in report.findings:
             if one.level in ("note", "warning"):
                 typer.echo(f"{one.level}: {one.text}")
-        if report.whole and not report.of("wrong"):
+        problems = [f"{one.where}: {one.text}" for one in report.findings if one.level in ("wrong", "unreachable")]
+        if report.whole and not problems:
             _print_summary(report.whole, report)
         for one in report.reached:
             typer.echo(f"{one.level}: {one.where}: {one.text}")
-        problems = [f"{one.where}: {one.text}" for one in report.findings if one.level in ("wrong", "unreachable")]
         if problems:
             typer.echo(f"error: {errors.ConfigError(str(config), problems)}", err=True)
         if code:
@@ -150,6 +150,7 @@ def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -
     """Add every table of the configuration, and what is wrong with the files."""
     from concurrent.futures import ThreadPoolExecutor
 
+    from hps.findings import Finding
     from hps.models.catalog import ModelCatalog
 
     configuration, places = part.configuration, part.places
@@ -171,10 +172,15 @@ def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -
         report.findings += [_file_problem(name, error) for name, error in catalog.problems.items()]
         for j, model, table, check in checks:
             try:
-                report.rows.append(_Row(model, table, j, *check.result()))
+                dim, rows = check.result()
+                report.rows.append(_Row(model, replace(table, dim=dim), j, rows, rows * (8 + 4 * dim)))
             except errors.ModelFileError as error:
                 where = f"{places.get(model.model, model.model)}.sparse_files[{j}]"
                 report.findings.append(_file_problem(where, error))
+        for name in (name for name in places if name in part.widthless):
+            fitting = [row.table.dim for row in report.rows if row.model.model == name]
+            where, text = f"{places[name]}.embedding_vecsize_per_table", f"the files fit {fitting}"
+            report.findings.append(Finding("wrong", where, text))
 
 
 def _file_problem(where: str, error: errors.HPSError) -> "Finding":
@@ -190,16 +196,15 @@ def _check_table(
     sources: "ModelSources",
     wrong_width: bool,
 ) -> tuple[int, int]:
-    """Rows and bytes of a table's files."""
+    """Width and rows of a table's files."""
     from hps.models.deltas import open_table_files
     from hps.models.files import stored_shape
 
     if wrong_width:
-        rows, dim = stored_shape(source.place, sources)
-        return rows, rows * (8 + 4 * dim)
+        return stored_shape(source.place, sources)
     files = open_table_files(source, table.dim, int32_keys=not configuration.supportlonglong, sources=sources)
     files.verify()
-    return files.rows, files.rows * (8 + 4 * table.dim)
+    return table.dim, files.rows
 
 
 def _doubts(configuration: "Configuration") -> dict[str, str]:

@@ -179,6 +179,8 @@ class Database(ABC):
     def probe(cls, config: Any, tables: Mapping[TableSpec, int]) -> list[Finding]:
         """Find out whether the database that `config` describes could be opened and filled. Nothing is written there.
 
+        Not for a process that has it open.
+
         Args:
             tables: that are to be in it, and the bytes of their files.
 

@@ -238,7 +238,7 @@ def open_sparse_model(
 
 
 def stored_shape(path_or_uri: str | os.PathLike[str], sources: ModelSources | None = None) -> tuple[int, int]:
-    """How many rows a table's files have, and how many float32 elements a vector of them.
+    """How many float32 elements a vector of a table's files has, and how many rows there are.
 
     Raises:
         ModelFileNotFoundError: the directory or one of the two files does not exist.
@@ -257,7 +257,7 @@ def stored_shape(path_or_uri: str | os.PathLike[str], sources: ModelSources | No
             f"opening sparse model {place}: got {key_bytes} bytes of keys and {vector_bytes} of vectors, expected 8 a key and "
             "4 x the dimension a vector; one file is cut short, or they belong to different models"
         )
-    return rows, dim
+    return dim, rows
 
 
 def joint_fingerprint(fingerprints: Iterable[str]) -> str:

@@ -268,7 +268,7 @@ def _chosen(
         held = [info.name for info in whole.arrays.arrays() if keys is None or not _match(keys, info.name)]
         first_key = first_key if keys else first_key or 0
     chosen: dict[str, tuple[_Source, Selection]] = {}
-    for name in sorted(held, key=_natural):
+    for name in sorted(held, key=natural):
         match = (whole is None and _match(tables, os.path.splitext(name)[0])) or _match(tables, name)
         if not match:
             continue
@@ -289,7 +289,7 @@ def _match(pattern: str, name: str) -> re.Match[str] | None:
     return re.fullmatch("(.*)".join(re.escape(part) for part in pattern.split("*")), name, re.DOTALL)
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def natural(name: str) -> list[tuple[int, str]]:
     """A sort key that compares numbers within names by their value."""
     parts = re.split(r"(\d+)", name)
     return [(int(part) if i % 2 else 0, part) for i, part in enumerate(parts)]

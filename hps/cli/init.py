@@ -1,0 +1,335 @@
+"""`hps init`: from model files, a checkpoint or HugeCTR's files to a ps.json that is checked, with the reason of every line."""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+
+import typer
+
+from hps import errors
+from hps.cli import console
+from hps.progress import size_text
+
+if TYPE_CHECKING:
+    from hps.models.discovery import Discovery, FoundModel
+
+EXAMPLE = "Example: `hps init models/ --persistent rocks_db && hps serve ps.json`"
+_ROW_BYTES = 24  # of a row of the hash map beside its vector, at most
+_PARTITIONS = 16
+_Line: TypeAlias = tuple[str, str]  # of the ps.json, and why it stands there
+
+
+@dataclass
+class _Choices:
+    """What the user chose; None where nothing. *One thread.*"""
+
+    volatile: str | None
+    persistent: str | None
+    device: str
+    redis: str | None
+    path: str | None
+    gpucacheper: float | None
+
+
+def init_command(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A directory, or URI, of model files; a checkpoint as `hps import` reads it; or HugeCTR's ps.json.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="The configuration to write.")] = Path(
+        "ps.json"
+    ),
+    volatile: Annotated[
+        Literal["hash_map", "redis_cluster", "disabled"] | None,
+        typer.Option(help="The tier in memory; else hash_map, or redis_cluster with --redis."),
+    ] = None,
+    persistent: Annotated[
+        Literal["rocks_db", "disabled"] | None,
+        typer.Option(help="The tier on disk; else rocks_db if the vectors would take more than half of the free memory."),
+    ] = None,
+    path: Annotated[
+        str | None, typer.Option(metavar="DIR", help="With rocks_db; else rocksdb beside the configuration.")
+    ] = None,
+    device: Annotated[Literal["auto", "cuda", "cpu"], typer.Option(help="Where embedding caches are.")] = "auto",
+    redis: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The server, or nodes of the cluster.")] = None,
+    gpucacheper: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Share of the rows that the embedding cache holds; else 0.5.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model's name, where there is one model; else by its directory.")
+    ] = None,
+    tables: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="Of a checkpoint, the arrays that are tables, as `hps import --tables`."),
+    ] = None,
+    explain: Annotated[bool, typer.Option(help="Print every line with its reason.")] = True,
+    ask: Annotated[bool, typer.Option("--ask", help="Ask on the terminal for what no option says.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the configuration, and imported tables, that are there.")
+    ] = False,
+) -> None:
+    """Write a ps.json for the models in SOURCE, and say why each line stands there.
+
+    A directory is one model with its tables, or holds models; directories named by numbers are versions. Widths are read from
+    the files' sizes. A checkpoint is imported to a directory beside the configuration.
+    """
+    with console.reported():
+        from hps.configuration.load import load_configuration
+
+        if output.exists() and not force:
+            raise errors.InvalidInputError(f"writing {output}: it exists; choose another --output, or replace it with --force")
+        choices = _Choices(volatile, persistent, device, redis, path, gpucacheper)
+        if ask:
+            _ask(choices)
+        found = _found(source, output, tables, model, force)
+        content, reasons = _configuration(source, found, choices, output)
+        load_configuration(content)
+        lines = _lines(content, reasons)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text("\n".join(line for line, _ in lines) + "\n")
+    if explain:
+        width = min(80, max(len(line) for line, _ in lines))
+        for line, reason in lines:
+            typer.echo(f"{line:{width}}  {reason}".rstrip())
+    typer.echo(f"{output}: written; next: `hps check-config {output} --connect`, `hps plan {output}`, `hps serve {output}`")
+
+
+def _ask(choices: _Choices) -> None:
+    if not sys.stdin.isatty():
+        raise errors.InvalidInputError("asking: there is no terminal, expected the options instead of --ask")
+    import click
+
+    def choose(text: str, names: list[str]) -> str:
+        answer: str = typer.prompt(text, type=click.Choice(names), default=names[0])
+        return answer
+
+    if choices.volatile is None:
+        choices.volatile = choose("The tier in memory (volatile_db)", ["hash_map", "redis_cluster", "disabled"])
+    if choices.volatile == "redis_cluster" and choices.redis is None:
+        choices.redis = typer.prompt("Redis, HOST:PORT", default="127.0.0.1:6379")
+    if choices.persistent is None:
+        choices.persistent = choose("The tier on disk (persistent_db)", ["rocks_db", "disabled"])
+    if choices.gpucacheper is None:
+        choices.gpucacheper = typer.prompt("Share of the rows in the embedding cache", type=click.FloatRange(0, 1), default=0.5)
+
+
+# What there is.
+
+
+def _found(source: str, output: Path, tables: str | None, model: str | None, force: bool) -> "Discovery":
+    """The models of a source; a checkpoint is imported first."""
+    from dataclasses import replace
+
+    from hps.models.discovery import Discovery, discover, entries_of, relocated
+
+    listed = source if source.endswith(".json") else os.path.join(source, "ps.json")
+    if entries := entries_of(listed) if Path(listed).resolve() != output.resolve() or source == listed else []:
+        return Discovery(tuple(relocated(os.path.dirname(os.path.abspath(listed)), entry) for entry in entries))
+    if source.endswith(".json"):
+        raise errors.InvalidInputError(
+            f"reading {source}: it has no models with sparse_files, expected a ps.json, or a directory"
+        )
+    found = discover(_imported(source, output, tables, force) or source)
+    if model is not None:
+        if len(found.models) != 1:
+            names = ", ".join(one.name for one in found.models) or "a repository"
+            raise errors.InvalidInputError(f"naming the model {model!r}: got {names}, expected one model")
+        found = Discovery((replace(found.models[0], name=model),))
+    return found
+
+
+def _imported(source: str, output: Path, tables: str | None, force: bool) -> str | None:
+    """The directory that a checkpoint was imported to; None if the source is none."""
+    from hps.models.discovery import name_of
+    from hps.models.importing import FORMATS, import_model, import_tables, list_arrays
+
+    is_checkpoint = os.path.isfile(source) or (
+        os.path.isdir(source) and any(os.path.splitext(name)[1].lower() in FORMATS for name in os.listdir(source))
+    )
+    if not is_checkpoint:
+        return None
+    stem = name_of(os.path.splitext(os.path.basename(os.path.abspath(source)))[0])
+    destination = str(output.absolute().parent / stem)
+    with console.progress() as progress:
+        if tables is None:
+            held = {info.name: info for info in list_arrays(source)}
+            wide = [name for name, info in held.items() if len(info.shape) == 2 and "float" in info.dtype]
+            named = [name for name in wide if "emb" in name.lower()] or wide
+            if len(named) < 2 or "vectors" in held or os.path.isdir(source):  # one table, perhaps with keys
+                place = f"{destination}/{stem}.model"
+                import_model(source, place, overwrite=force, progress=progress)
+                return destination
+            tables = _pattern(named, list(held), source)
+        import_tables(source, destination, tables, write_config=output, overwrite=force, progress=progress)
+    return destination
+
+
+def _pattern(names: list[str], others: list[str], source: str) -> str:
+    """What `--tables` must be to mean these arrays and no other: what they have in common, cut between words."""
+    prefix = _common(names)
+    suffix = _common([name[len(prefix) :][::-1] for name in names])[::-1]
+    meant = [name for name in others if name.startswith(prefix) and name.endswith(suffix)]
+    if len(meant) > len(names):
+        listed = ", ".join(others[:12])
+        raise errors.InvalidInputError(
+            f"importing {source}: got the arrays {listed}, expected --tables 'PATTERN' of those to serve"
+        )
+    return f"{prefix}*{suffix}"
+
+
+def _common(names: list[str]) -> str:
+    """What names begin with, up to a separator; without one, up to a number."""
+    begun = os.path.commonprefix(names)  # noqa: RUF071 - of characters
+    return re.sub(r"(?<=[^a-zA-Z0-9])[a-zA-Z0-9]+$" if re.search("[^a-zA-Z0-9]", begun) else "[0-9]+$", "", begun)
+
+
+# What is written, and why.
+
+
+def _configuration(
+    source: str, found: "Discovery", choices: _Choices, output: Path
+) -> tuple[dict[str, Any], dict[tuple[str | int, ...], str]]:
+    """The content of the ps.json, and the reasons by where they stand in it."""
+    content: dict[str, Any] = {"supportlonglong": True, "device": choices.device}
+    reasons: dict[tuple[str | int, ...], str] = {
+        ("supportlonglong",): "keys are 64-bit integers, as in the files",
+        ("device",): {
+            "auto": "the GPU if there is one, else the processor",
+            "cuda": "the GPU, or the server does not start",
+            "cpu": "the processor: the NumPy cache",
+        }[choices.device],
+    }
+    _tiers(content, reasons, found, choices, output)
+    if found.repository:
+        content["model_repository"] = source if ":" in source else os.path.abspath(source)
+        reasons["model_repository",] = "its models describe themselves (model.json)"
+        return content, reasons
+    content["models"] = []
+    for i, model in enumerate(found.models):
+        entry, why = _entry(model, choices)
+        content["models"].append(entry)
+        reasons |= {("models", i, key): text for key, text in why.items()}
+    return content, reasons
+
+
+def _tiers(
+    content: dict[str, Any], reasons: dict[tuple[str | int, ...], str], found: "Discovery", choices: _Choices, output: Path
+) -> None:
+    from hps.capacity import available_memory
+
+    shapes = [table for model in found.models for table in model.tables]
+    needed = sum(table.rows * (4 * table.dim + _ROW_BYTES) for table in shapes)
+    half = available_memory()[0] // 2
+    fits = needed <= half
+    size = f"{size_text(needed)} of rows, and half of the free memory is {size_text(half)}"
+    kind = choices.volatile or ("redis_cluster" if choices.redis else "hash_map")
+    stays = choices.persistent or ("disabled" if fits and kind != "disabled" else "rocks_db")
+    if kind == stays == "disabled":
+        raise errors.InvalidInputError("choosing the tiers: both are disabled, expected --volatile or --persistent with a type")
+    volatile: dict[str, Any] = {"type": kind}
+    kinds = {"hash_map": "in this process' memory", "redis_cluster": "shared by all servers", "disabled": "no tier in memory"}
+    words = {"type": kinds[kind]}
+    if kind == "redis_cluster":
+        volatile |= {"address": choices.redis or "127.0.0.1:6379", "num_partitions": _PARTITIONS}
+        words |= {
+            "address": "a server, or nodes of a cluster; the password comes from HPS_REDIS_PASSWORD",
+            "num_partitions": "hashes a table is cut into; the same in every server, for ever",
+        }
+    elif kind == "hash_map" and not fits and stays == "rocks_db":
+        each = sum(4 * table.dim + _ROW_BYTES for table in shapes)
+        volatile |= {"num_partitions": _PARTITIONS, "overflow_margin": max(1, half // max(each, 1) // _PARTITIONS)}
+        volatile |= {"overflow_policy": "evict_oldest", "cache_missed_embeddings": True}
+        words |= {
+            "num_partitions": "parts of a table, for overflow_margin",
+            "overflow_margin": f"most rows of a part: {size}",
+            "overflow_policy": "rows that were not used for long make room",
+            "cache_missed_embeddings": "rows that were fetched from disk stay in memory",
+        }
+    content["volatile_db"] = volatile
+    reasons |= {("volatile_db", key): text for key, text in words.items()}
+    persistent: dict[str, Any] = {"type": stays}
+    on_disk = "holds every row, and restarts load nothing"
+    reasons["persistent_db", "type"] = on_disk if stays == "rocks_db" else "no tier on disk"
+    if choices.persistent is None and shapes:
+        reasons["persistent_db", "type"] += f": {size}"
+    if stays == "rocks_db":
+        persistent["path"] = os.path.abspath(choices.path) if choices.path else str(output.absolute().parent / "rocksdb")
+        reasons["persistent_db", "path"] = "one process writes there; on a disk that keeps it"
+    content["persistent_db"] = persistent
+
+
+def _entry(model: "FoundModel", choices: _Choices) -> tuple[dict[str, Any], dict[str, str]]:
+    """An entry of `models`, and why each key has its value."""
+    from hps.configuration.load import ModelConfig
+
+    known: Mapping[str, Any] = model.entry
+    count = len(model.tables)
+    relative = bool(model.version_path)
+    rows = ", ".join(f"{table.rows:,}" for table in model.tables)
+    entry: dict[str, Any] = {"model": model.name}
+    why = {"model": "the name in requests; by its directory" if not known else "as in the ps.json that was found"}
+    if relative:
+        entry["version_path"] = model.version_path
+        why["version_path"] = f"versions {', '.join(model.versions)}; the latest is served"
+    fixed: dict[str, tuple[Any, str]] = {
+        "sparse_files": (
+            [table.place for table in model.tables],
+            "directories with key and emb_vector" + (", in each version" if relative else ""),
+        ),
+        "embedding_table_names": ([table.name for table in model.tables], f"the names in requests; rows: {rows}"),
+        "embedding_vecsize_per_table": (
+            [table.dim for table in model.tables],
+            "floats a vector: emb_vector's bytes / 4 / the number of keys",
+        ),
+    }
+    chosen: dict[str, tuple[Any, str]] = {
+        "max_batch_size": (4096, "samples of one lookup"),
+        "maxnum_catfeature_query_per_table_per_sample": (
+            [1] * count,
+            "keys of a sample, a table; times max_batch_size most keys of a lookup: raise it if yours have more",
+        ),
+        "default_value_for_each_table": ([0.0] * count, "the vector of a key that no table has"),
+        "deployed_device_list": ([0], "GPUs that each hold a cache"),
+        "gpucacheper": (0.5, "share of the rows in the embedding cache; `hps plan` says what another would give"),
+        "hit_rate_threshold": (1.1, "above 1: no key that a table has ever gets the default vector"),
+    }
+    for key, (value, reason) in fixed.items():
+        entry[key], why[key] = value, reason
+    for key, (value, reason) in chosen.items():
+        given = choices.gpucacheper if key == "gpucacheper" else None
+        entry[key] = given if given is not None else known.get(key, value)
+        why[key] = reason if key not in known or given is not None else f"{reason} (as before)"
+    kept = ModelConfig.model_fields.keys() - ModelConfig.ignored_keys() - entry.keys() - {"versions", "version_path"}
+    for key in (key for key in known if key in kept):
+        entry[key], why[key] = known[key], "as before"
+    return entry, why
+
+
+def _lines(content: dict[str, Any], reasons: Mapping[tuple[str | int, ...], str]) -> list[_Line]:
+    """Write JSON, one key a line, each with its reason."""
+    lines: list[_Line] = []
+
+    def write(value: Any, place: tuple[str | int, ...], start: str, end: str, indent: str) -> None:
+        objects = isinstance(value, dict) or (isinstance(value, list) and value and isinstance(value[0], dict))
+        if not objects:
+            lines.append((f"{indent}{start}{json.dumps(value, ensure_ascii=False)}{end}", reasons.get(place, "")))
+            return
+        opening, closing = ("{", "}") if isinstance(value, dict) else ("[", "]")
+        lines.append((f"{indent}{start}{opening}", reasons.get(place, "")))
+        items: list[tuple[str | int, Any]] = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+        for key, inner in items:
+            comma = "" if key == items[-1][0] else ","
+            write(inner, (*place, key), f"{json.dumps(key)}: " if isinstance(key, str) else "", comma, indent + "  ")
+        lines.append((f"{indent}{closing}{end}", ""))
+
+    write(content, (), "", "", "")
+    return lines

@@ -123,7 +123,7 @@ def _device(configuration: Configuration, tables: Mapping[TableSpec, tuple[int, 
         return [Finding("warning", "device", f"auto is cpu here ({reason}); write cpu, or see to the GPU")]
     if reason or cache is None:
         return [Finding("wrong", "device", f"{device} cannot be used: {reason}; write auto or cpu, or see to it")]
-    return _room(configuration, tables, cache) or [Finding("good", "device", f"{cache.kind} can be used")]
+    return _room(configuration, tables, cache) or [Finding("good", "device", f"{cache.device} can be used")]
 
 
 def _room(

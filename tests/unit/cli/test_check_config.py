@@ -1,0 +1,283 @@
+"""`hps check-config`: everything at once, also what is right beside what is wrong, and with --connect what is there."""
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from hps.cli.app import app
+from hps.models.writer import write_sparse_model
+from tests.servers.child_processes import ChildProcesses
+from tests.servers.redis_server import RedisClusterServers, RedisServer, free_ports
+from tests.servers.running_service import document_of, model_of, wait_until
+from tests.servers.s3_server import S3Server, know_only_moto
+
+DIMS = {"user": 4, "item": 8}
+RIGHTS = (
+    "+@connection +info +cluster|slots +scan +get +set +del +watch +multi +exec +hget +hset +hsetnx +hmget +hgetall "
+    "+hlen +hscan +hdel +hrandfield +hincrby +unlink +eval +pexpire +time +memory|usage"
+)  # as docs/redis.md says
+
+
+def run(*arguments: object, **environment: str) -> Result:
+    result = CliRunner().invoke(app, ["check-config", *map(str, arguments)], env={"COLUMNS": "200", **environment})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def findings(path: Path, *arguments: object) -> tuple[int, dict[str, list[tuple[str, str]]]]:
+    """The exit code, and levels and texts by where they belong."""
+    result = run(path, "--json", *arguments)
+    report = json.loads(result.stdout)
+    assert report["exit_code"] == result.exit_code
+    assert report["good"] == (result.exit_code == 0)
+    found: dict[str, list[tuple[str, str]]] = {}
+    for one in report["findings"]:
+        found.setdefault(one["where"], []).append((one["level"], one["text"]))
+    return result.exit_code, found
+
+
+@pytest.fixture
+def content(tmp_path: Path) -> dict[str, Any]:
+    for name, dim in DIMS.items():
+        write_sparse_model(tmp_path / name, (np.arange(10), np.ones((10, dim), np.float32)))
+    content = document_of(model_of("shop", [tmp_path / name for name in DIMS], DIMS))
+    return content | {"service": {"port": free_ports(1)[0]}}
+
+
+def written(tmp_path: Path, content: dict[str, Any]) -> Path:
+    path = tmp_path / "ps.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+# -- keys and files together -------------------------------------------------------------------------------------------
+
+
+def test_wrong_keys_do_not_hide_what_is_wrong_with_files(tmp_path: Path, content: dict[str, Any]) -> None:
+    [model] = content["models"]
+    (tmp_path / "item" / "key").unlink()
+    unnamed = {key: value for key, value in model.items() if key not in ("model", "default_value_for_each_table")}
+    content["models"] = [
+        {**model, "gpucachepr": 1, "max_batch_size": 0},
+        {**unnamed, "embedding_vecsize_per_table": [4, 9], "sparse_files": [str(tmp_path / "user")] * 2},
+        {**model, "model": "third", "sparse_files": "user"},  # its files cannot be told
+    ]
+    content["device"] = "gpu"
+    content["volatile_db"] = "redis"
+    content["service"] |= {"model_control_mode": "explicit", "load_models": ["gone"]}
+    code, found = findings(written(tmp_path, content))
+    assert code == 2
+    assert {where: len(texts) for where, texts in found.items()} == {
+        "device": 1,
+        "volatile_db": 1,
+        "models[0].gpucachepr": 1,
+        "models[0].max_batch_size": 1,
+        "models[1].model": 1,
+        "models[1].default_value_for_each_table": 1,
+        "models[2].sparse_files": 1,
+        "models[0].sparse_files[1]": 1,
+        "models[1].sparse_files[1]": 1,
+    }
+    assert "key not found" in found["models[0].sparse_files[1]"][0][1]
+    assert "the files fit embedding_vecsize_per_table 4" in found["models[1].sparse_files[1]"][0][1]
+
+
+def test_too_few_widths_are_read_from_the_files(tmp_path: Path, content: dict[str, Any]) -> None:
+    content["models"][0]["embedding_vecsize_per_table"] = [4]
+    code, found = findings(written(tmp_path, content))
+    assert code == 2
+    texts = [text for _, text in found["models[0].embedding_vecsize_per_table"]]
+    assert texts == ["1 width for 2 sparse_files", "the files fit [4, 8]"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"models": {"gpucacheper": 0}}, "models[0].gpucacheper"),
+        ({"models": {"hit_rate_threshold": 0}}, "models[0].hit_rate_threshold"),
+        ({"volatile_db": {"overflow_margin": 100}}, "volatile_db.overflow_margin"),
+        ({"volatile_db": {"initial_cache_rate": 0.5}}, "volatile_db.initial_cache_rate"),
+        ({"volatile_db": {"type": "redis"}}, "volatile_db.num_partitions"),
+        ({"persistent_db": {"type": "rocks_db"}}, "persistent_db.path"),
+    ],
+)
+def test_what_is_allowed_and_hardly_meant_is_a_warning(
+    tmp_path: Path, content: dict[str, Any], changes: dict[str, Any], where: str
+) -> None:
+    code, found = findings(written(tmp_path, content))
+    assert (code, found) == (0, {})
+    for section, keys in changes.items():
+        (content["models"][0] if section == "models" else content.setdefault(section, {})).update(keys)
+    code, found = findings(written(tmp_path, content))
+    assert (code, list(found)) == (0, [where])
+    assert found[where][0][0] == "warning"
+
+
+def test_a_file_that_is_no_json_is_reported_as_json(tmp_path: Path) -> None:
+    path = tmp_path / "ps.json"
+    path.write_text("{")
+    assert findings(path)[0] == 2
+
+
+# -- --connect ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_can_be_used_is_good_and_nothing_is_made(tmp_path: Path, content: dict[str, Any]) -> None:
+    content["persistent_db"] = {"type": "rocks_db", "path": str(tmp_path / "a" / "rocksdb")}
+    code, found = findings(written(tmp_path, content), "--connect")
+    assert code == 0
+    assert [level for texts in found.values() for level, _ in texts] == ["good"] * 3
+    assert set(found) == {"persistent_db.path", "device", "service.port"}
+    assert not (tmp_path / "a").exists()
+    text = run(tmp_path / "ps.json", "--connect").stdout
+    assert re.search(r"^good: persistent_db.path: .* would be made; 640 B to load, .* free$", text, re.MULTILINE)
+
+
+def test_what_a_running_server_holds_cannot_be_used(tmp_path: Path, content: dict[str, Any], children: ChildProcesses) -> None:
+    content["persistent_db"] = {"type": "rocks_db", "path": str(tmp_path / "rocksdb")}
+    path = written(tmp_path, content)
+    process = children.hps("serve", path)
+    assert process.stderr
+    assert any("curl" in line for line in process.stderr)
+    code, found = findings(path, "--connect")
+    assert code == 1
+    assert found["service.port"][0][0] == found["persistent_db.path"][0][0] == "unreachable"
+    assert f"holds 2 of 2 tables; process {process.pid} has it open" in found["persistent_db.path"][0][1]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "text"),
+    [
+        ("file", {}, "is no directory"),
+        ("file/below", {}, "is no directory"),
+        ("gone", {"read_only": True}, "no database is there"),
+        ("damaged", {}, "the file CURRENT is missing"),
+    ],
+)
+def test_a_path_that_cannot_be_a_database_is_wrong(
+    tmp_path: Path, content: dict[str, Any], name: str, settings: dict[str, Any], text: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "000001.sst").write_text("")
+    content["persistent_db"] = {"type": "rocks_db", "path": str(tmp_path / name), **settings}
+    code, found = findings(written(tmp_path, content), "--connect")
+    assert code == 2
+    [(level, got)] = found["persistent_db.path"]
+    assert (level, text in got) == ("wrong", True)
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a server that accepts and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_each_waits_its_own_time_and_hides_no_other(tmp_path: Path, content: dict[str, Any], silent: str) -> None:
+    content["volatile_db"] = {"type": "redis", "address": silent, "num_partitions": 2}
+    content["update_source"] = {"type": "kafka", "brokers": silent}
+    code, found = findings(written(tmp_path, content), "--connect", "--timeout", 1)
+    assert code == 1
+    assert {where: texts[0][0] for where, texts in found.items()} == {
+        "volatile_db": "unreachable",
+        "update_source.brokers": "unreachable",
+        "device": "good",
+        "service.port": "good",
+    }
+
+
+def test_topics_are_looked_for(tmp_path: Path, content: dict[str, Any]) -> None:
+    pytest.importorskip("confluent_kafka")
+    from tests.servers.kafka_mock import KafkaMock
+
+    with KafkaMock() as kafka:
+        kafka.create("hps_et.shop.item", 1)
+        content["update_source"] = {"type": "kafka", "brokers": kafka.address}
+        code, found = findings(written(tmp_path, content), "--connect")
+    assert code == 0
+    (_, brokers), (level, topics) = found["update_source.brokers"]
+    assert (level, "3 brokers answer" in brokers) == ("warning", True)
+    assert topics.startswith("no topic hps_et.shop.user yet")
+
+
+@pytest.mark.redis
+def test_redis_is_asked_for_rights_and_layout_and_holds_nothing_afterwards(tmp_path: Path, content: dict[str, Any]) -> None:
+    (tmp_path / "redis").mkdir()
+    with RedisServer(tmp_path / "redis") as server, server.client() as client:
+        client.execute_command("ACL", "SETUSER", "full", "on", ">pw", "~hps_et{*", *RIGHTS.split())
+        client.execute_command("ACL", "SETUSER", "reader", "on", ">pw", "~hps_et{*", *RIGHTS.replace("+hset ", "").split())
+        client.execute_command("ACL", "SETUSER", "nobody", "on", ">pw", "~hps_et{*", *RIGHTS.replace("+multi", "").split())
+        client.execute_command("ACL", "SETUSER", "elsewhere", "on", ">pw", "~other*", *RIGHTS.split())
+
+        def checked(user: str, password: str = "pw") -> tuple[int, dict[str, list[tuple[str, str]]]]:
+            source = {"type": "redis_stream", "address": server.address}
+            tier = {"type": "redis", "address": server.address, "user_name": user, "password": password, "num_partitions": 2}
+            return findings(written(tmp_path, content | {"volatile_db": tier, "update_source": source}), "--connect")
+
+        code, found = checked("full")
+        assert (code, found["volatile_db.user_name"][0][0]) == (0, "good")
+        assert [level for level, _ in found["update_source.address"]] == ["good", "warning"]
+        client.set("hps_et.shop.user", 1)
+        client.set("hps_et.shop.item", 1)
+        assert [level for level, _ in checked("full")[1]["update_source.address"]] == ["good", "good"]
+        assert set(client.keys()) == {b"hps_et.shop.user", b"hps_et.shop.item"}
+        for user, password, where, text in (
+            ("reader", "pw", "user_name", "may not HSET keys of hps_et.shop.user; grant ~hps_et{* +hset"),
+            ("nobody", "pw", "user_name", "may not MULTI"),
+            ("elsewhere", "pw", "user_name", "may not GET, HMGET"),
+            ("full", "no", "address", "user_name or password is wrong"),
+        ):
+            code, found = checked(user, password)
+            assert (code, found[f"volatile_db.{where}"][-1][0]) == (2, "wrong")
+            assert text in found[f"volatile_db.{where}"][-1][1]
+        assert set(client.keys()) == {b"hps_et.shop.user", b"hps_et.shop.item"}
+        client.hset("hps_et{hps_et.shop.item}m", mapping={"dim": 8, "num_partitions": 7})
+        code, found = checked("full")
+        assert code == 2
+        assert "hps_et.shop.item has num_partitions 7 there, and 2" in found["volatile_db.address"][-1][1]
+
+
+@pytest.mark.redis
+def test_a_cluster_that_is_not_whole_cannot_be_used(tmp_path: Path, content: dict[str, Any]) -> None:
+    (tmp_path / "redis").mkdir()
+    with RedisClusterServers(tmp_path / "redis") as cluster:
+        content["volatile_db"] = {"type": "redis", "address": cluster.address, "num_partitions": 2}
+        path = written(tmp_path, content)
+        code, found = findings(path, "--connect")
+        assert code == 0
+        assert found["volatile_db.address"][0][1].endswith("a whole cluster")
+        server = cluster.owner(0)
+        with server.client() as client:
+            client.execute_command("CLUSTER", "DELSLOTS", 0)
+        content["volatile_db"]["address"] = server.address
+        path = written(tmp_path, content)
+        wait_until(lambda: findings(path, "--connect")[0] == 1, "the slot to be missed")
+
+
+@pytest.mark.s3
+def test_an_object_store_that_refuses_the_listing_is_reported(
+    tmp_path: Path, content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = S3Server()
+    with ExitStack() as stack:
+        stack.callback(store.start().kill)
+        know_only_moto(monkeypatch)
+        place = f"s3://{store.new_bucket()}/shop/user"
+        store.put(f"{place}/key", np.arange(3).tobytes())
+        store.put(f"{place}/emb_vector", np.ones((3, 4), np.float32).tobytes())
+        content["models"] = [model_of("shop", [place], {"user": 4})]
+        content["model_source"] = {"s3_endpoint_url": store.url, "max_attempts": 1}
+        code, found = findings(written(tmp_path, content), "--connect")
+        assert (code, found[place.rpartition("/")[0]]) == (0, [("good", "may be listed; it holds 1 entries")])
+        store.kill()
+        code, found = findings(written(tmp_path, content), "--connect", "--no-files")
+        assert (code, found[place.rpartition("/")[0]][0][0]) == (1, "unreachable")

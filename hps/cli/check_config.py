@@ -150,7 +150,6 @@ def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -
     """Add every table of the configuration, and what is wrong with the files."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from hps.findings import Finding
     from hps.models.catalog import ModelCatalog
 
     configuration, places = part.configuration, part.places
@@ -178,9 +177,12 @@ def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -
                 where = f"{places.get(model.model, model.model)}.sparse_files[{j}]"
                 report.findings.append(_file_problem(where, error))
         for name in (name for name in places if name in part.widthless):
+            where = f"{places[name]}.embedding_vecsize_per_table"
             fitting = [row.table.dim for row in report.rows if row.model.model == name]
-            where, text = f"{places[name]}.embedding_vecsize_per_table", f"the files fit {fitting}"
-            report.findings.append(Finding("wrong", where, text))
+            report.findings = [
+                replace(one, text=f"{one.text}; the files fit {fitting}") if one.where == where else one
+                for one in report.findings
+            ]
 
 
 def _file_problem(where: str, error: errors.HPSError) -> "Finding":

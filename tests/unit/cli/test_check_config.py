@@ -95,7 +95,7 @@ def test_too_few_widths_are_read_from_the_files(tmp_path: Path, content: dict[st
     code, found = findings(written(tmp_path, content))
     assert code == 2
     texts = [text for _, text in found["models[0].embedding_vecsize_per_table"]]
-    assert texts == ["1 width for 2 sparse_files", "the files fit [4, 8]"]
+    assert texts == ["1 width for 2 sparse_files; the files fit [4, 8]"]
 
 
 @pytest.mark.parametrize(

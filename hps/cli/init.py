@@ -5,8 +5,9 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
@@ -106,20 +107,18 @@ def init_command(
 def _ask(choices: _Choices) -> None:
     if not sys.stdin.isatty():
         raise errors.InvalidInputError("asking: there is no terminal, expected the options instead of --ask")
-    import click
-
-    def choose(text: str, names: list[str]) -> str:
-        answer: str = typer.prompt(text, type=click.Choice(names), default=names[0])
-        return answer
+    from rich.prompt import FloatPrompt, Prompt
 
     if choices.volatile is None:
-        choices.volatile = choose("The tier in memory (volatile_db)", ["hash_map", "redis_cluster", "disabled"])
+        kinds = ["hash_map", "redis_cluster", "disabled"]
+        choices.volatile = Prompt.ask("The tier in memory (volatile_db)", choices=kinds, default=kinds[0])
     if choices.volatile == "redis_cluster" and choices.redis is None:
-        choices.redis = typer.prompt("Redis, HOST:PORT", default="127.0.0.1:6379")
+        choices.redis = Prompt.ask("Redis, HOST:PORT", default="127.0.0.1:6379")
     if choices.persistent is None:
-        choices.persistent = choose("The tier on disk (persistent_db)", ["rocks_db", "disabled"])
+        kinds = ["rocks_db", "disabled"]
+        choices.persistent = Prompt.ask("The tier on disk (persistent_db)", choices=kinds, default=kinds[0])
     if choices.gpucacheper is None:
-        choices.gpucacheper = typer.prompt("Share of the rows in the embedding cache", type=click.FloatRange(0, 1), default=0.5)
+        choices.gpucacheper = FloatPrompt.ask("Share of the rows in the embedding cache, 0 to 1", default=0.5)
 
 
 # What there is.
@@ -127,24 +126,26 @@ def _ask(choices: _Choices) -> None:
 
 def _found(source: str, output: Path, tables: str | None, model: str | None, force: bool) -> "Discovery":
     """The models of a source; a checkpoint is imported first."""
-    from dataclasses import replace
-
     from hps.models.discovery import Discovery, discover, entries_of, relocated
 
     listed = source if source.endswith(".json") else os.path.join(source, "ps.json")
-    if entries := entries_of(listed) if Path(listed).resolve() != output.resolve() or source == listed else []:
-        return Discovery(tuple(relocated(os.path.dirname(os.path.abspath(listed)), entry) for entry in entries))
-    if source.endswith(".json"):
+    is_ours = listed != source and Path(listed).resolve() == output.resolve()
+    entries = [] if is_ours else entries_of(listed)
+    if listed == source and not entries:
         raise errors.InvalidInputError(
             f"reading {source}: it has no models with sparse_files, expected a ps.json, or a directory"
         )
-    found = discover(_imported(source, output, tables, force) or source)
-    if model is not None:
-        if len(found.models) != 1:
-            names = ", ".join(one.name for one in found.models) or "a repository"
-            raise errors.InvalidInputError(f"naming the model {model!r}: got {names}, expected one model")
-        found = Discovery((replace(found.models[0], name=model),))
-    return found
+    if entries:
+        place = os.path.dirname(os.path.abspath(listed))
+        found = Discovery(tuple(relocated(place, entry) for entry in entries))
+    else:
+        found = discover(_imported(source, output, tables, force) or source)
+    if model is None:
+        return found
+    if len(found.models) != 1:
+        names = ", ".join(one.name for one in found.models) or "a repository"
+        raise errors.InvalidInputError(f"naming the model {model!r}: got {names}, expected one model")
+    return Discovery((replace(found.models[0], name=model),))
 
 
 def _imported(source: str, output: Path, tables: str | None, force: bool) -> str | None:
@@ -169,7 +170,9 @@ def _imported(source: str, output: Path, tables: str | None, force: bool) -> str
                 import_model(source, place, overwrite=force, progress=progress)
                 return destination
             tables = _pattern(named, list(held), source)
-        import_tables(source, destination, tables, write_config=output, overwrite=force, progress=progress)
+        with TemporaryDirectory() as unused:
+            config = os.path.join(unused, "ps.json")
+            import_tables(source, destination, tables, write_config=config, overwrite=force, progress=progress)
     return destination
 
 

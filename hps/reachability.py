@@ -134,7 +134,8 @@ def _room(
     for i, model in enumerate(configuration.models):
         own = {table: rows for table, (rows, _) in tables.items() if table.model_name == model.model and rows}
         share = 1.0 if model.embedding_cache_type == "static" else model.gpucacheper
-        for device_id in model.deployed_device_list if model.gpucache and own else ():
+        devices = model.deployed_device_list[: 1 if cache.device == "cpu" else None] if model.gpucache and own else ()
+        for device_id in devices:
             try:
                 cache.check_room(list(own), [int(share * rows) for rows in own.values()], device_id)
             except HPSError as error:

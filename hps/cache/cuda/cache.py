@@ -73,18 +73,23 @@ class CupyCache(EmbeddingCache):
     @classmethod
     def check_room(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> None:
         """Refuse what does not fit the device; see `EmbeddingCache.check_room`."""
+        cls._check_device(tables, device_id)
         with on_device(device_id):
             check_room(tables, capacity_rows, device_id)
 
     @classmethod
     def create(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> Self:
         """Allocate a cache for all tables of a model, and compile its kernels. See `EmbeddingCache.create`."""
+        cls._check_device(tables, device_id)
+        return cls(tables, capacity_rows, device_id)
+
+    @classmethod
+    def _check_device(cls, tables: Sequence[TableSpec], device_id: int) -> None:
         reason = cls.unavailable_reason()
         if reason is None and not 0 <= device_id < runtime.getDeviceCount():
             reason = f"got CUDA device {device_id}, expected one of 0 to {runtime.getDeviceCount() - 1}"
         if reason is not None:
             raise DeviceError(f"creating the embedding cache of model {tables[0].model_name!r}: {reason}")
-        return cls(tables, capacity_rows, device_id)
 
     @device_call("creating a lookup")
     def create_lookup(self) -> PoolingLookup:

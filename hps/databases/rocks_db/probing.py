@@ -44,7 +44,7 @@ def probe(config: Any, tables: Mapping[TableSpec, int]) -> list[Finding]:
         return [Finding("unreachable", _WHERE, what)]
     needed = sum(size for spec, size in tables.items() if spec.tag not in held) if config.initialize_after_startup else 0
     free = shutil.disk_usage(place).free
-    room = f"{size_text(needed)} to load, {size_text(free)} free"
+    room = f"{size_text(needed)} to load, {size_text(free)} free" if needed else f"{size_text(free)} free"
     if needed > free:
         return [Finding("wrong", _WHERE, f"{state}; {room}: free some, or give a path on a larger disk")]
     return [Finding("good", _WHERE, f"{state}; {room}")]

@@ -281,3 +281,13 @@ def test_an_object_store_that_refuses_the_listing_is_reported(
         store.kill()
         code, found = findings(written(tmp_path, content), "--connect", "--no-files")
         assert (code, found[place.rpartition("/")[0]][0][0]) == (1, "unreachable")
+
+
+@pytest.mark.gpu
+def test_a_device_that_is_not_there_is_wrong(tmp_path: Path, content: dict[str, Any]) -> None:
+    content["device"] = "cuda"
+    content["models"][0]["deployed_device_list"] = [0, 99]
+    code, found = findings(written(tmp_path, content), "--connect", "--timeout", 60)
+    assert code == 2
+    [(level, text)] = found["models[0].deployed_device_list"]
+    assert (level, "got CUDA device 99" in text) == ("wrong", True)

@@ -154,6 +154,11 @@ def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -
 
     configuration, places = part.configuration, part.places
     catalog = ModelCatalog(configuration, sources)
+    try:
+        catalog.scan()
+    except errors.ModelFileError as error:
+        report.findings.append(_file_problem("model_repository", error))
+        catalog = ModelCatalog(configuration.model_copy(update={"model_repository": ""}), sources)
     with ThreadPoolExecutor(_CHECKED_AT_ONCE) as pool:  # so that a dead host costs one timeout, not one a table
         checks = []
         for name in catalog.names:

@@ -196,15 +196,17 @@ def _written_as(kind: str, location: Location, value: Any) -> str:
         return ""
     kinds = (("_bytes", _BYTES), ("_ms", {unit: 1000 * scale for unit, scale in _SECONDS.items()}), ("_s", _SECONDS))
     units = next((units for end, units in kinds if key.endswith(end)), {"%": 0.01})
-    scale = units.get(quantity[2] if units is _BYTES or quantity[2] == "%" else quantity[2].lower())
+    scale = units.get(quantity[2].lower())
     return "" if scale is None else f"; write {float(quantity[1]) * scale:.15g}"
 
 
 _SHARE = re.compile("share|rate$|target$|per$|percentage|jitter|threshold")
 _SECONDS = {"ms": 0.001, "s": 1, "sec": 1, "seconds": 1, "m": 60, "min": 60, "minutes": 60, "h": 3600}
 _BYTES = {
-    unit + end: factor**power for power, unit in enumerate("kMGT", 1) for end, factor in (("", 1024), ("B", 1000), ("iB", 1024))
-} | {"K": 1024, "KB": 1000, "KiB": 1024, "B": 1}
+    f"{unit}{end}": factor**power
+    for power, unit in enumerate(("", "k", "m", "g", "t"))
+    for end, factor in (("", 1024), ("b", 1000), ("ib", 1024))
+}
 
 
 def _unknown_key(location: Location, keys: Mapping[str, Collection[str]], other_names: Mapping[str, str]) -> str:

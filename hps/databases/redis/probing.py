@@ -93,20 +93,13 @@ def _rights(nodes: RedisNodes, layout: RedisLayout, user: str) -> list[Finding]:
     """Whether the commands that a lookup, a load and an update need are taken, at the node of the table's first partition."""
     partition = layout.partitions[0]
     values, mark = partition.values, partition.mark
-    reading: list[tuple[Any, ...]] = [("GET", mark), ("HMGET", values, "f"), ("HGET", values, "f"), ("HGETALL", values)]
-    reading += [
-        ("HLEN", values),
-        ("HSCAN", values, 0),
-        ("HRANDFIELD", values),
-        ("SCAN", 0),
-        ("TIME",),
-        ("MEMORY", "USAGE", values),
-    ]
-    writing: list[tuple[Any, ...]] = [("SET", mark, "v"), ("HSET", values, "f", "v"), ("HSETNX", values, "f", "v")]
-    writing += [("HDEL", values, "f"), ("HINCRBY", values, "f", 1), ("DEL", mark), ("UNLINK", values), ("PEXPIRE", mark, 1)]
-    writing += [("EVAL", "return 1", 1, values)]
+    commands: list[tuple[Any, ...]] = [("GET", mark), ("HMGET", values, "f"), ("HGET", values, "f"), ("HGETALL", values)]
+    commands += [("HLEN", values), ("HSCAN", values, 0), ("HRANDFIELD", values), ("SCAN", 0), ("TIME",)]
+    commands += [("MEMORY", "USAGE", values), ("SET", mark, "v"), ("HSET", values, "f", "v"), ("HSETNX", values, "f", "v")]
+    commands += [("HDEL", values, "f"), ("HINCRBY", values, "f", 1), ("DEL", mark), ("UNLINK", values), ("PEXPIRE", mark, 1)]
+    commands += [("EVAL", "return 1", 1, values)]
     try:
-        answers = _queued(nodes.client(partition.slot), [*reading, *writing])
+        answers = _queued(nodes.client(partition.slot), commands)
     except exceptions.NoPermissionError:
         return [Finding("wrong", f"{_WHERE}.user_name", f"the user {user} may not MULTI; grant +multi +exec +discard +watch")]
     denied = [name for name, error in answers.items() if isinstance(error, exceptions.NoPermissionError)]

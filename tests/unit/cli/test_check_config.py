@@ -90,6 +90,12 @@ def test_wrong_keys_do_not_hide_what_is_wrong_with_files(tmp_path: Path, content
     assert "the files fit embedding_vecsize_per_table 4" in found["models[1].sparse_files[1]"][0][1]
 
 
+def test_a_repository_that_is_not_there_hides_nothing(tmp_path: Path, content: dict[str, Any]) -> None:
+    (tmp_path / "item" / "key").unlink()
+    code, found = findings(written(tmp_path, content | {"model_repository": str(tmp_path / "gone"), "device": "gpu"}))
+    assert (code, set(found)) == (2, {"device", "model_repository", "models[0].sparse_files[1]"})
+
+
 def test_too_few_widths_are_read_from_the_files(tmp_path: Path, content: dict[str, Any]) -> None:
     content["models"][0]["embedding_vecsize_per_table"] = [4]
     code, found = findings(written(tmp_path, content))

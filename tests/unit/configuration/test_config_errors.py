@@ -236,6 +236,7 @@ def test_a_word_for_another_value_names_that_value(key: str, value: Any, word: s
     [
         ("service.max_body_bytes", "64MB", "64000000"),
         ("service.max_body_bytes", "1 GiB", "1073741824"),
+        ("service.max_body_bytes", "8k", "8192"),
         ("service.request_timeout_s", "500ms", "0.5"),
         ("service.drain_s", "1m", "60"),
         ("update_source.poll_timeout_ms", "2s", "2000"),

@@ -245,7 +245,11 @@ def choice(
             if kind and registry.is_registered(kind, word):
                 return of_other_package(word)
         others = registry.other_names(kind) if kind else []
-        hint = _hint(value, canonical | {name: name for name in others}, intended)
+        name = _meant(value, canonical | {name: name for name in others}, intended)
+        if name in refused:
+            raise problem(f'got {shown(value)}, which looks like "{name}": {refused[name]}')
+        quoted = f'"{name}", in quotes' if not isinstance(value, str) and name in ("null", "none") else name
+        hint = f"; did you mean {quoted}?" if name else ""
         raise problem(f"got {shown(value)}, expected one of: {', '.join([*allowed, *others])}{hint}")
 
     def of_other_package(name: str) -> str:
@@ -260,20 +264,13 @@ def choice(
     return BeforeValidator(read)
 
 
-def _hint(value: Any, spellings: Mapping[str, str], intended: Mapping[str, str]) -> str:
-    """Which of the values was probably meant: what people call it comes before what only looks alike."""
-    if value is None or isinstance(value, bool):
-        word = json.dumps(value)
-        return f'; did you mean "{spellings[word]}", in quotes?' if word in spellings else _asked(intended.get(word))
+def _meant(value: Any, spellings: Mapping[str, str], intended: Mapping[str, str]) -> str:
+    """Which of the values was probably meant, if any: what people call it comes before what only looks alike."""
     if not isinstance(value, str):
-        return ""
+        word = json.dumps(value) if value is None or isinstance(value, bool) else ""
+        return spellings.get(word) or intended.get(word, "")
     *_, last = re.split(r"\.|::", value.strip())  # DatabaseType_t.hash_map, DatabaseType_t::RedisCluster
     word = re.sub(r"[\s-]", "_", last.lower())
-    first = re.split(r"[:/]", word)[0]  # cuda:0, redis://host:6379
-    exact = (names.get(one) for one in (word, first) for names in (spellings, intended))
+    exact = [word, re.split(r"[:/]", word)[0]]  # cuda:0, redis://host:6379
     near = get_close_matches(word, [*spellings, *intended], n=1)
-    return _asked(next(filter(None, exact), None) or next((spellings.get(one) or intended[one] for one in near), None))
-
-
-def _asked(name: str | None) -> str:
-    return f"; did you mean {name}?" if name else ""
+    return next((spellings.get(one) or intended[one] for one in (*exact, *near) if one in spellings or one in intended), "")

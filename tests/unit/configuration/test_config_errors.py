@@ -106,6 +106,11 @@ TOP_VALUES = [
         "redis_cluster",
     ),
     (
+        "persistent_db.type",
+        "hash_mapp",
+        'got "hash_mapp", which looks like "hash_map": this type belongs in volatile_db; expected one of: disabled, rocks_db',
+    ),
+    (
         "volatile_db.type",
         "multi_process_map",
         'got "multi_process_hash_map": it is not implemented; use redis_cluster to share vectors between processes, '

@@ -130,7 +130,10 @@ LogLevel: TypeAlias = Annotated[
         },
     ),
 ]
-LogFormat: TypeAlias = Annotated[Literal["text", "json"], choice("text", "json")]
+LogFormat: TypeAlias = Annotated[
+    Literal["text", "json"],
+    choice("text", "json", meant={"text": "plain console human default none", "json": "structured jsonl ndjson logfmt"}),
+]
 
 
 class ServiceConfig(Section):

@@ -28,7 +28,6 @@ from hps.service.http_answer import BINARY, JSON, HTTPAnswer, RequestError, erro
 from hps.service.http_metrics import DISCONNECTED, HTTPMetrics, InferenceCounts, InferenceStatistics
 from hps.service.lifecycle import Lifecycle
 from hps.service.logs import RecentProblems, fields
-from hps.service.lookup_report import report_of
 from hps.service.lookup_threads import LookupThreads
 from hps.service.model_changes import ModelChanges
 from hps.service.protocol.json_lookup import JSONLookup, decode_lookup
@@ -268,12 +267,12 @@ class Application:
             if trace is not None:
                 served.trace, served.lookup_ns = trace, resumed - started
                 served.keys = sum([segment.n for segment in request.segments])
-                served.report = report_of(trace, began - submitted, ended - began)
+                served.queue_ns, served.infer_ns = began - submitted, ended - began
             if (whole := request.binary_answer) is not None:
                 counts.succeeded(started, submitted, began, ended, resumed)
                 length = (b"inference-header-content-length", str(whole[1]).encode())
                 return HTTPAnswer(200, [BINARY, length], whole[:1], held)
-            text, binary = request.encode(served.report)
+            text, binary = request.encode(served.report if request.wants_report else None)
             chunks: list[bytes | memoryview] = []
             for piece in text:
                 if chunks:
@@ -315,7 +314,7 @@ class Application:
                 served.bytes_out += len(message.get("body", b""))
             await send(message)
 
-        change = scope[CHANGE] = Change(who, printable(f"{scope['method']} {scope['path']}"))
+        change = scope[CHANGE] = Change(who, printable(f"{scope['method']} {scope['path']}"), served.id.decode())
         try:
             with suppress(Exception):  # FastAPI raises again what it has answered
                 await self._control(scope, receive, send_and_note)

@@ -15,7 +15,7 @@ from starlette.types import Scope
 from hps.configuration.load import ServiceConfig
 from hps.errors import HPSError, NotReadyError
 from hps.service.logs import LineRate, escaped, fields
-from hps.service.lookup_report import LookupReport
+from hps.service.lookup_report import LookupReport, report_of
 from hps.service.request_spans import RequestSpan, RequestSpans
 from hps.tracing import LookupTrace
 
@@ -64,22 +64,26 @@ class Served:
         keys: that were looked up; known where it is traced.
         lookup_ns: from the body to the vectors.
         trace: of its lookup, where that was traced.
-        report: of that.
+        queue_ns, infer_ns: that its lookup waited for a thread, and took.
         error: that it was answered with.
     """
 
-    bytes_in = bytes_out = lookup_ns = 0  # of the class, so that a request pays for what it sets
+    bytes_in = bytes_out = lookup_ns = queue_ns = infer_ns = 0  # of the class, so that a request pays for what it sets
     logged = traced = False
     span: RequestSpan | None = None
     model: str | None = None
     version: str | None = None
     keys: int | None = None
     trace: LookupTrace | None = None
-    report: LookupReport | None = None
     error: Exception | None = None
 
     def __init__(self, name: bytes) -> None:
         self.id = name
+
+    @property
+    def report(self) -> LookupReport | None:
+        """What the trace says; None where there is none."""
+        return report_of(self.trace, self.queue_ns, self.infer_ns) if self.trace is not None else None
 
 
 class RequestLog:

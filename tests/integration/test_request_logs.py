@@ -139,6 +139,18 @@ def test_every_answer_has_the_id_of_its_request(serve, method, path, content, st
     assert all(len(one) == 32 for one in ids[2:])
 
 
+def test_a_change_and_a_bug_are_logged_with_the_id(serve, caplog):
+    fake = FakeParameterServer("m", [TableSpec("m", "item", 3, 0.0, 1000)])
+    fake.on_lookup = lambda: 1 // 0
+    with serve(server=fake) as (client, lines):
+        named = {"X-Request-Id": "abc"}
+        assert client.post(LOOKUP, content=b'{"tables": {"item": [1]}}', headers=named).status_code == 500
+        client.post("/v1/models/m/refresh", headers=named)
+        said = [lines(f"hps.service.{one}")[0] for one in ("app", "change_log")]
+    assert [one.fields for one in said] == [{"request_id": "abc"}] * 2
+    assert said[0].exc_info[0] is ZeroDivisionError
+
+
 def test_tritons_client_reads_errors_that_have_an_id(serve):
     with serve() as (client, _), triton.InferenceServerClient(client.base_url.netloc.decode()) as other:
         keys = triton.InferInput("nope", [1], "INT64")

@@ -6,6 +6,7 @@ Lines are bounded a second, so that neither clients nor a broken tier fill a dis
 import logging
 import re
 import secrets
+import time
 from collections.abc import Mapping
 from itertools import count
 from typing import Any, Final
@@ -14,7 +15,7 @@ from starlette.types import Scope
 
 from hps.configuration.load import ServiceConfig
 from hps.errors import HPSError, NotReadyError
-from hps.service.logs import LineRate, escaped, fields
+from hps.service.logs import escaped, fields
 from hps.service.lookup_report import LookupReport, report_of
 from hps.service.request_spans import RequestSpan, RequestSpans
 from hps.tracing import LookupTrace
@@ -84,6 +85,26 @@ class Served:
     def report(self) -> LookupReport | None:
         """What the trace says; None where there is none."""
         return report_of(self.trace, self.queue_ns, self.infer_ns) if self.trace is not None else None
+
+
+class LineRate:
+    """Lets so many lines pass in each second. *One per event loop.*
+
+    Attributes:
+        per_s: how many.
+    """
+
+    def __init__(self, per_s: int) -> None:
+        self.per_s = per_s
+        self._second = self._passed = 0
+
+    def take(self) -> bool:
+        """Whether a line may be written now; it counts."""
+        second = int(time.monotonic())
+        if second != self._second:
+            self._second, self._passed = second, 0
+        self._passed += 1
+        return self._passed <= self.per_s
 
 
 class RequestLog:

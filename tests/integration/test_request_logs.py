@@ -82,7 +82,7 @@ def test_each_request_has_an_access_line(serve):
 
 
 def test_access_lines_are_bounded_and_count_those_left_out(serve, monkeypatch):
-    monkeypatch.setattr("hps.service.logs.LineRate.take", take_every(5))
+    monkeypatch.setattr("hps.service.request_log.LineRate.take", take_every(5))
     with serve() as (client, lines):
         for _ in range(6):
             client.get("/v2")

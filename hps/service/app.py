@@ -35,7 +35,7 @@ from hps.service.protocol.json_size import SMALL_JSON_BYTES, parsed_bytes
 from hps.service.protocol.open_inference import Inference, decode_request, parse_header_length
 from hps.service.protocol.request_checks import ModelTables
 from hps.service.request_body import BodyReader, ClientDisconnected
-from hps.service.request_log import SERVED, RequestLog, Served
+from hps.service.request_log import SERVED, RequestLog, Served, made_id, request_id
 from hps.service.request_spans import spans_of
 from hps.service.row_routes import RowRoutes, RowTarget, row_target
 from hps.service.schemas import INFER, INFER_VERSION, LOOKUP
@@ -137,14 +137,19 @@ class Application:
         target = lookup_target(scope["path"]) or row_target(scope["path"])
         status = DISCONNECTED
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        served = self._requests.begin(scope, headers)
+        served = scope[SERVED] = Served()
+        named = request_id(headers) if b"x-request-id" in headers or b"traceparent" in headers else None
+        served.id = named or made_id()
+        if self._requests.watching:
+            self._requests.begin(served, scope, headers)
         try:
             status = await self._serve(target, scope, headers, served, receive, send)
         finally:
             route = getattr(scope.get("route"), "path", "unknown") if target is None else target.route
             seconds = time.perf_counter() - started
             self._metrics.count(route, status, seconds)
-            self._requests.end(served, scope, route, status, seconds)
+            if self._requests.watching or served.error is not None:
+                self._requests.end(served, scope, route, status, seconds)
 
     def _held(self) -> dict[str, Any]:
         return {"pending": self._threads.pending, "held_bytes": self.memory.held}

@@ -28,7 +28,6 @@ from hps.service.http_answer import BINARY, JSON, HTTPAnswer, RequestError, erro
 from hps.service.http_metrics import DISCONNECTED, HTTPMetrics, InferenceCounts, InferenceStatistics
 from hps.service.lifecycle import Lifecycle
 from hps.service.logs import RecentProblems, fields
-from hps.service.lookup_report import report_of
 from hps.service.lookup_threads import LookupThreads
 from hps.service.model_changes import ModelChanges
 from hps.service.protocol.json_lookup import JSONLookup, decode_lookup
@@ -36,7 +35,7 @@ from hps.service.protocol.json_size import SMALL_JSON_BYTES, parsed_bytes
 from hps.service.protocol.open_inference import Inference, decode_request, parse_header_length
 from hps.service.protocol.request_checks import ModelTables
 from hps.service.request_body import BodyReader, ClientDisconnected
-from hps.service.request_log import SERVED, RequestLog, Served
+from hps.service.request_log import SERVED, RequestLog, Served, made_id, request_id
 from hps.service.request_spans import spans_of
 from hps.service.row_routes import RowRoutes, RowTarget, row_target
 from hps.service.schemas import INFER, INFER_VERSION, LOOKUP
@@ -138,14 +137,19 @@ class Application:
         target = lookup_target(scope["path"]) or row_target(scope["path"])
         status = DISCONNECTED
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        served = self._requests.begin(scope, headers)
+        served = scope[SERVED] = Served()
+        named = request_id(headers) if b"x-request-id" in headers or b"traceparent" in headers else None
+        served.id = named or made_id()
+        if self._requests.watching:
+            self._requests.begin(served, scope, headers)
         try:
             status = await self._serve(target, scope, headers, served, receive, send)
         finally:
             route = getattr(scope.get("route"), "path", "unknown") if target is None else target.route
             seconds = time.perf_counter() - started
             self._metrics.count(route, status, seconds)
-            self._requests.end(served, scope, route, status, seconds)
+            if self._requests.watching or served.error is not None:
+                self._requests.end(served, scope, route, status, seconds)
 
     def _held(self) -> dict[str, Any]:
         return {"pending": self._threads.pending, "held_bytes": self.memory.held}
@@ -268,12 +272,12 @@ class Application:
             if trace is not None:
                 served.trace, served.lookup_ns = trace, resumed - started
                 served.keys = sum([segment.n for segment in request.segments])
-                served.report = report_of(trace, began - submitted, ended - began)
+                served.queue_ns, served.infer_ns = began - submitted, ended - began
             if (whole := request.binary_answer) is not None:
                 counts.succeeded(started, submitted, began, ended, resumed)
                 length = (b"inference-header-content-length", str(whole[1]).encode())
                 return HTTPAnswer(200, [BINARY, length], whole[:1], held)
-            text, binary = request.encode(served.report)
+            text, binary = request.encode(served.report if request.wants_report else None)
             chunks: list[bytes | memoryview] = []
             for piece in text:
                 if chunks:
@@ -315,7 +319,7 @@ class Application:
                 served.bytes_out += len(message.get("body", b""))
             await send(message)
 
-        change = scope[CHANGE] = Change(who, printable(f"{scope['method']} {scope['path']}"))
+        change = scope[CHANGE] = Change(who, printable(f"{scope['method']} {scope['path']}"), served.id.decode())
         try:
             with suppress(Exception):  # FastAPI raises again what it has answered
                 await self._control(scope, receive, send_and_note)

@@ -5,6 +5,8 @@ import logging
 import time
 from dataclasses import dataclass, field
 
+from hps.service.logs import fields
+
 _log = logging.getLogger(__name__)
 _PAUSE_S = 60.0
 _MOST_WRITERS = 256
@@ -22,6 +24,7 @@ class Change:
     Attributes:
         who: the client, and by what right.
         what: is changed.
+        request_id: of the request.
         error: why it failed; empty if it has not.
         kept: somebody else ends it, after the request.
         started, ended: by the monotonic clock.
@@ -29,6 +32,7 @@ class Change:
 
     who: str
     what: str
+    request_id: str
     error: str = ""
     kept: bool = False
     started: float = field(default_factory=time.monotonic)
@@ -44,7 +48,8 @@ class Change:
         self.ended = time.monotonic()
         level = logging.WARNING if self.error else logging.INFO
         ended = f"{outcome}: {self.error}" if self.error else outcome
-        _log.log(level, "%s, by %s: %s after %.1f s", self.what, self.who, printable(ended), self.seconds)
+        more = fields(request_id=self.request_id)
+        _log.log(level, "%s, by %s: %s after %.1f s", self.what, self.who, printable(ended), self.seconds, extra=more)
 
 
 @dataclass(slots=True)

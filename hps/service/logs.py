@@ -91,26 +91,6 @@ def use(log_format: LogFormat | None, level: str | None) -> None:
             handler.setFormatter(formatter_of(log_format))
 
 
-class LineRate:
-    """Lets so many lines pass in each second. *One per event loop.*
-
-    Attributes:
-        per_s: how many.
-    """
-
-    def __init__(self, per_s: int) -> None:
-        self.per_s = per_s
-        self._second = self._passed = 0
-
-    def take(self) -> bool:
-        """Whether a line may be written now; it counts."""
-        second = int(time.monotonic())
-        if second != self._second:
-            self._second, self._passed = second, 0
-        self._passed += 1
-        return self._passed <= self.per_s
-
-
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A warning or an error. *Immutable.*

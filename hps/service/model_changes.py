@@ -13,6 +13,7 @@ from hps.errors import ConflictError, HPSError
 from hps.progress import LogProgress, TableProgress
 from hps.service.change_log import Change
 from hps.service.http_answer import RequestError, status_of
+from hps.service.logs import fields
 from hps.types import split_tag
 
 _log = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ class ModelChange:
             self.error, status = error, status_of(error)
             self.change.error = str(error) if isinstance(error, HPSError | MemoryError) else "internal error"
             if status == 500:
-                _log.error("%s failed unexpectedly", self.change.what, exc_info=error)
+                more = fields(request_id=self.change.request_id)
+                _log.error("%s failed unexpectedly", self.change.what, exc_info=error, extra=more)
         self.change.end("done" if self.error is None else f"failed ({status})")
         self.status = status  # the last one: whoever sees it sees the others
 

@@ -6,6 +6,7 @@ Lines are bounded a second, so that neither clients nor a broken tier fill a dis
 import logging
 import re
 import secrets
+import time
 from collections.abc import Mapping
 from itertools import count
 from typing import Any, Final
@@ -14,8 +15,8 @@ from starlette.types import Scope
 
 from hps.configuration.load import ServiceConfig
 from hps.errors import HPSError, NotReadyError
-from hps.service.logs import LineRate, escaped, fields
-from hps.service.lookup_report import LookupReport
+from hps.service.logs import escaped, fields
+from hps.service.lookup_report import LookupReport, report_of
 from hps.service.request_spans import RequestSpan, RequestSpans
 from hps.tracing import LookupTrace
 
@@ -32,8 +33,9 @@ _GIVEN = re.compile(rb"[A-Za-z0-9._-]{1,64}").fullmatch
 _TRACEPARENT = re.compile(  # https://www.w3.org/TR/trace-context/#traceparent-header
     rb"(?!ff|00-.{52}-)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?"
 ).fullmatch
-_MADE = secrets.token_hex(8).encode()  # ids of one process begin with it
-_next_number = count(secrets.randbits(48)).__next__
+
+made_id: Final = map((secrets.token_hex(8).encode() + b"%016x").__mod__, count(secrets.randbits(48))).__next__
+"""Makes the id of a request whose client gave none: 32 hexadecimal digits, as of a trace; the first half is the process's."""
 
 
 def request_id(headers: Mapping[bytes, bytes]) -> bytes | None:
@@ -64,22 +66,45 @@ class Served:
         keys: that were looked up; known where it is traced.
         lookup_ns: from the body to the vectors.
         trace: of its lookup, where that was traced.
-        report: of that.
+        queue_ns, infer_ns: that its lookup waited for a thread, and took.
         error: that it was answered with.
     """
 
-    bytes_in = bytes_out = lookup_ns = 0  # of the class, so that a request pays for what it sets
+    bytes_in = bytes_out = lookup_ns = queue_ns = infer_ns = 0  # of the class, so that a request pays for what it sets
     logged = traced = False
     span: RequestSpan | None = None
     model: str | None = None
     version: str | None = None
     keys: int | None = None
     trace: LookupTrace | None = None
-    report: LookupReport | None = None
     error: Exception | None = None
 
-    def __init__(self, name: bytes) -> None:
-        self.id = name
+    id: bytes
+
+    @property
+    def report(self) -> LookupReport | None:
+        """What the trace says; None where there is none."""
+        return report_of(self.trace, self.queue_ns, self.infer_ns) if self.trace is not None else None
+
+
+class LineRate:
+    """Lets so many lines pass in each second. *One per event loop.*
+
+    Attributes:
+        per_s: how many.
+    """
+
+    def __init__(self, per_s: int) -> None:
+        self.per_s = per_s
+        self._second = self._passed = 0
+
+    def take(self) -> bool:
+        """Whether a line may be written now; it counts."""
+        second = int(time.monotonic())
+        if second != self._second:
+            self._second, self._passed = second, 0
+        self._passed += 1
+        return self._passed <= self.per_s
 
 
 class RequestLog:
@@ -88,6 +113,9 @@ class RequestLog:
     Args:
         settings: the limits, until `configure` changes them.
         spans: where each request gets a span; None where nobody collects them.
+
+    Attributes:
+        watching: whether more is to be said than that requests failed.
     """
 
     def __init__(self, settings: ServiceConfig, spans: RequestSpans | None) -> None:
@@ -102,27 +130,24 @@ class RequestLog:
         self._lines.per_s = self._failed.per_s = settings.access_log_per_s
         self._slow_ms = settings.slow_lookup_ms
         self._slow_ns = settings.slow_lookup_ms * 1e6
-        self._watching = self._spans is not None or settings.access_log_per_s > 0 or settings.slow_lookup_ms > 0
+        self.watching = self._spans is not None or settings.access_log_per_s > 0 or settings.slow_lookup_ms > 0
 
-    def begin(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Served:
-        """Name a request, and decide what will be said of it."""
-        name = request_id(headers) if b"x-request-id" in headers or b"traceparent" in headers else None
-        served = scope[SERVED] = Served(name or _MADE + _next_number().to_bytes(8).hex().encode())
-        if self._watching:
-            served.traced = self._slow_ns > 0
-            if self._lines.per_s and self._lines.take() and _access.isEnabledFor(_level_of(scope)):
-                served.logged = served.traced = True
-            if self._spans is not None and scope["path"] not in _POLLED:
-                served.span = span = self._spans.begin(scope, headers)
-                served.traced |= span.sampled
-                served.id = name or span.trace_id
-        return served
+    def begin(self, served: Served, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+        """Decide what will be said of a request; to be called while `watching`."""
+        served.traced = self._slow_ns > 0
+        if self._lines.per_s and self._lines.take() and _access.isEnabledFor(_level_of(scope)):
+            served.logged = served.traced = True
+        if self._spans is not None and scope["path"] not in _POLLED:
+            served.span = span = self._spans.begin(scope, headers)
+            served.traced |= span.sampled
+            if request_id(headers) is None:
+                served.id = span.trace_id
 
     def end(self, served: Served, scope: Scope, route: str, status: int, seconds: float) -> None:
-        """Log a request that is answered."""
+        """Log a request that is answered; to be called while `watching`, or where it failed."""
         if served.error is not None and status >= 500:
             self._say_failed(served, status, served.error)
-        if not self._watching:
+        if not self.watching:
             return
         if served.span is not None and served.span.sampled:
             self._end_span(served.span, served, scope, route, status)

@@ -82,7 +82,7 @@ def test_each_request_has_an_access_line(serve):
 
 
 def test_access_lines_are_bounded_and_count_those_left_out(serve, monkeypatch):
-    monkeypatch.setattr("hps.service.logs.LineRate.take", take_every(5))
+    monkeypatch.setattr("hps.service.request_log.LineRate.take", take_every(5))
     with serve() as (client, lines):
         for _ in range(6):
             client.get("/v2")
@@ -137,6 +137,18 @@ def test_every_answer_has_the_id_of_its_request(serve, method, path, content, st
                 assert answer.json()["request_id"] == ids[-1]
     assert len({*ids[2:], "<script>"}) == 3
     assert all(len(one) == 32 for one in ids[2:])
+
+
+def test_a_change_and_a_bug_are_logged_with_the_id(serve, caplog):
+    fake = FakeParameterServer("m", [TableSpec("m", "item", 3, 0.0, 1000)])
+    fake.on_lookup = lambda: 1 // 0
+    with serve(server=fake) as (client, lines):
+        named = {"X-Request-Id": "abc"}
+        assert client.post(LOOKUP, content=b'{"tables": {"item": [1]}}', headers=named).status_code == 500
+        client.post("/v1/models/m/refresh", headers=named)
+        said = [lines(f"hps.service.{one}")[0] for one in ("app", "change_log")]
+    assert [one.fields for one in said] == [{"request_id": "abc"}] * 2
+    assert said[0].exc_info[0] is ZeroDivisionError
 
 
 def test_tritons_client_reads_errors_that_have_an_id(serve):

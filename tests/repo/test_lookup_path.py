@@ -101,7 +101,8 @@ def test_a_lookup_over_http_crosses_few_files(files: Path, called: Called) -> No
     text = orjson.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}})
     length = {"Inference-Header-Content-Length": str(len(text))}
     threading.setprofile(called.note)
-    with running_service(document_of(model_of("m", [files], {"item": DIM}, **CHANGES))) as service:
+    unlogged = {"access_log_per_s": 0}  # as most requests of a busy service are
+    with running_service(document_of(model_of("m", [files], {"item": DIM}, **CHANGES), service=unlogged)) as service:
         for called.on in (False, False, True):
             response = service.client.post("/v2/models/m/infer", content=text + np.arange(10).tobytes(), headers=length)
         called.on = False

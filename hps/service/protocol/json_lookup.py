@@ -71,7 +71,7 @@ class JSONLookup:
         answer: dict[str, Any] = {"tables": {name: one.out for name, one in zip(names, segments, strict=True)}}
         if segments[0].found is not None:
             answer["found"] = {name: one.found for name, one in zip(names, segments, strict=True)}
-        if self.wants_report and report is not None:
+        if report is not None:
             answer["report"] = report.nested()
         return write_json(answer, self.held_bytes), ()
 

@@ -230,7 +230,7 @@ class Inference:
         A value that JSON cannot express (NaN, infinities) is null; binary outputs carry it.
 
         Args:
-            report: how the lookup went, if that is known.
+            report: how the lookup went, if the answer is to say that.
 
         Returns:
             Its JSON part in pieces, and its binary outputs, which are views of what the lookup wrote.
@@ -243,7 +243,7 @@ class Inference:
             for output in layout.outputs
         ]
         binary = [data.view(np.uint8).data for data, output in zip(values, layout.outputs, strict=True) if output.binary]
-        numbers = report.flat() if report is not None and self.wants_report else {}
+        numbers = {} if report is None else report.flat()
         return write_json(layout.describe(values, self.device_id or 0, numbers), layout.held_bytes), binary
 
 

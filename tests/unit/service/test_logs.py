@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from hps.service.logs import JSONLines, LineRate, Problem, RecentProblems, TextLines, fields, formatter_of, use
-from hps.service.request_log import request_id
+from hps.service.logs import JSONLines, Problem, RecentProblems, TextLines, fields, formatter_of, use
+from hps.service.request_log import LineRate, request_id
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Prometheus metrics of lookups and tiers, counted per batch, never per key."""
 
 import threading
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -9,6 +10,7 @@ from itertools import accumulate
 from typing import Final
 from weakref import WeakMethod
 
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -19,8 +21,7 @@ from hps.tracing import STAGES
 _STAGE_BUCKETS = (1e-6, 2.5e-6, 5e-6, 1e-5)
 _LOOKUP_BUCKETS = (2.5e-5, 5e-5, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.5, 1.0, 5.0)
 _BOUNDS = (*_STAGE_BUCKETS, *_LOOKUP_BUCKETS)
-BOUNDS_NS = tuple(round(bound * 1e9) for bound in _BOUNDS)
-"""Upper bounds of the buckets of `Times`."""
+_BOUNDS_NS = tuple(round(bound * 1e9) for bound in _BOUNDS)
 TIERS = ("embedding_cache", "volatile_db", "persistent_db")
 
 
@@ -105,7 +106,7 @@ class DeviceCounters:
 class Times:
     """How often something took how long. Change it only while holding `Metrics.lock`.
 
-    A histogram of prometheus-client takes a lock and walks through its buckets: 1 us for each time, this takes 0.15 us.
+    A histogram of prometheus-client takes a lock and walks through its buckets: 1.2 us for each time, this takes 0.4 us.
 
     Attributes:
         buckets: how many took at most each bound and more than the one before; the last: more than all bounds.
@@ -117,7 +118,7 @@ class Times:
 
     def add(self, ns: int) -> None:
         """Count one."""
-        self.buckets[bisect_left(BOUNDS_NS, ns)] += 1
+        self.buckets[bisect_left(_BOUNDS_NS, ns)] += 1
         self.total_ns += ns
 
     def latency(self) -> Latency:
@@ -127,18 +128,39 @@ class Times:
 
 
 class LookupTimes:
-    """Times of one model's lookups since the start. Change them only while holding `Metrics.lock`.
+    """Times of one model's lookups since the start. Change and read them only while holding `Metrics.lock`.
+
+    The times that every lookup has are kept as they come, and sorted into buckets a few hundred at once: to add five times to
+    their buckets takes 2 us, to keep them 0.1 us.
 
     Attributes:
         whole: from the call to the answer.
         stages: one time for each lookup that had the stage: that of all tables together.
+        recent: times that `fold` will add: nanoseconds of the whole, and of the stages `OF_EVERY_LOOKUP`, lookup by lookup.
     """
 
-    __slots__ = ("stages", "whole")
+    OF_EVERY_LOOKUP: Final = ("adopt", "wait", "query", "finish")
+    MOST_RECENT: Final = 256 * (1 + len(OF_EVERY_LOOKUP))
+
+    __slots__ = ("_of_every_lookup", "recent", "stages", "whole")
 
     def __init__(self) -> None:
         self.whole = Times()
         self.stages = {stage: Times() for stage in STAGES}
+        self._of_every_lookup = [self.whole, *(self.stages[stage] for stage in self.OF_EVERY_LOOKUP)]
+        self.recent = array("q")
+
+    def fold(self) -> None:
+        """Add the recent times; to be called before the others are read, and when there are `MOST_RECENT`."""
+        kinds = len(self._of_every_lookup)
+        times = np.array(self.recent, np.int64).reshape(-1, kinds)
+        del self.recent[:]
+        size = len(_BOUNDS) + 1
+        places = np.searchsorted(_BOUNDS_NS, times) + size * np.arange(kinds)
+        counts = np.bincount(places.ravel(), minlength=kinds * size).reshape(kinds, size)
+        for one, new, total_ns in zip(self._of_every_lookup, counts.tolist(), times.sum(axis=0).tolist(), strict=True):
+            one.buckets = [have + more for have, more in zip(one.buckets, new, strict=True)]
+            one.total_ns += total_ns
 
 
 class Metrics:
@@ -296,6 +318,7 @@ class Metrics:
         self._settle()
         with self.lock:
             for model, times in self._lookups.items():
+                times.fold()
                 _add(whole, [model], times.whole)
                 for stage, one in times.stages.items():
                     if any(one.buckets):

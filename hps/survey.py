@@ -172,6 +172,7 @@ class Survey(Collector):
         counters = [self._metrics.table(table.model_name, table.table_name) for table in deployment.tables]
         times = self._metrics.lookup_times(name)
         with self._metrics.lock:
+            times.fold()
             lookups = times.whole.latency()
             stages = {stage: one.latency() for stage, one in times.stages.items() if any(one.buckets)}
         workspaces = [session.workspaces for session in dict.fromkeys(deployment.sessions.values())]

@@ -3,7 +3,6 @@
 import queue
 import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -19,7 +18,7 @@ from hps.errors import InvalidInputError, NotReadyError, TooManyKeysError, Works
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.unwaited import UnwaitedLookups
-from hps.metrics import BOUNDS_NS, Metrics
+from hps.metrics import LookupTimes, Metrics
 from hps.numba_kernels import compile_kernels
 from hps.open_calls import OpenCalls
 from hps.tensors.bags import Pooling
@@ -197,9 +196,8 @@ class CachedSession:
         self._counters = [metrics.table(table.model_name, table.table_name) for table in self.tables]
         self._device = metrics.device(model, cache.device_id if self.on_cuda else None)
         self._under_way: dict[int, int] | None = {} if settings.one_of_several else None  # keys of each thread's lookup
-        of_model = metrics.lookup_times(model)
-        self._stages = of_model.stages
-        self._times = [of_model.whole, *(of_model.stages[stage] for stage in ("adopt", "wait", "query", "finish"))]
+        self._times = metrics.lookup_times(model)
+        self._recent = self._times.recent
         self._lookups = _LookupPool(
             cache.create_lookup,
             settings.workspaces,
@@ -411,17 +409,17 @@ class CachedSession:
         """Count the keys of a lookup. `missing_counts` is None where no key was missing: that is quicker for many tables.
 
         Args:
-            times: nanoseconds, in the order of `_times`.
+            times: nanoseconds, as `LookupTimes.recent` has them.
             stages: of what follows the query, where keys were missing.
         """
         every = self._counters
         with self._metrics.lock:
-            for spent, ns in zip(self._times, times, strict=True):  # as `Times.add`, without five calls
-                spent.buckets[bisect_left(BOUNDS_NS, ns)] += 1
-                spent.total_ns += ns
+            self._recent.extend(times)
+            if len(self._recent) >= LookupTimes.MOST_RECENT:
+                self._times.fold()
             if stages is not None:
                 for stage, ns in stages.items():
-                    self._stages[stage].add(ns)
+                    self._times.stages[stage].add(ns)
             self._device.lookups += 1
             for segment in segments:
                 counters, n = every[segment.table], segment.n

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 import hps
+from hps.metrics import LookupTimes, Times
 from hps.tracing import STAGES, traced
 from tests.servers.running_service import document_of, model_of
 
 ROWS, DIM = 100, 4
-RESIDENT, ABSENT = 0.5, -7
+ABSENT = -7
+LOOKUPS = 600  # more than times that are kept as they came
 
 
 @pytest.fixture
@@ -78,17 +80,29 @@ def test_a_trace_is_of_its_thread_and_its_block(files, kind):
         assert not trace.tables
 
 
+def test_kept_times_are_counted_where_times_are_that_are_counted_at_once():
+    one, kept = Times(), LookupTimes()
+    for ns in (0, 1, 1000, 1001, 24_999, 25_000, 25_001, 5_000_000_000, 5_000_000_001, 2**40):
+        one.add(ns)
+        kept.recent.extend((0, 0, 0, 0, ns))
+    kept.fold()
+    kept.fold()  # of nothing
+    assert kept.stages["finish"] == one
+    assert kept.whole.buckets[0] == 10
+
+
 def test_stages_are_timed_without_a_trace(files, kind):
     with served(files, kind) as server:
         value = server.metrics.registry.get_sample_value
-        for _ in range(3):
+        for _ in range(LOOKUPS):
             server.lookup([1, 2, ABSENT], "m", "a")
         assert server.drain(10)
-        assert value("hps_lookup_seconds_count", {"model": "m"}) == 3
-        assert value("hps_lookup_stage_seconds_count", {"model": "m", "stage": "adopt"}) == 3
+        assert value("hps_lookup_seconds_count", {"model": "m"}) == LOOKUPS
+        assert value("hps_lookup_seconds_bucket", {"model": "m", "le": "+Inf"}) == LOOKUPS
+        assert value("hps_lookup_stage_seconds_count", {"model": "m", "stage": "adopt"}) == LOOKUPS
         if kind != "deferred":
             stage = {"model": "m", "stage": "volatile_db"}
-            assert value("hps_lookup_stage_seconds_count", stage) == 3
+            assert value("hps_lookup_stage_seconds_count", stage) == LOOKUPS
         total = sum(value("hps_lookup_stage_seconds_sum", {"model": "m", "stage": one}) or 0 for one in STAGES)
         assert 0 < total <= value("hps_lookup_seconds_sum", {"model": "m"})
 

@@ -13,18 +13,27 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+PICTURED = {  # the results that each picture of docs/measured.md shows
+    "gpu-cache": ["gpu_cache"],
+    "gpu-lookups": ["gpu_lookup"],
+    "misses": ["misses"],
+    "pooled": ["pooled"],
+    "http": ["http"],
+    "updates": ["updates"],
+    "host-tiers": ["numpy_cache", "hash_map", "redis", "rocks_db"],
+}
 _BLOCK = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
 @cache
-def _rows(benchmark: str) -> list[dict[str, Any]]:
+def result_rows(benchmark: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads((RESULTS / f"{benchmark}.json").read_text())["rows"]
     return rows
 
 
 def figures(benchmark: str, **axes: Any) -> dict[str, Any]:
     """Return the figures of the one row of a result that has these axes (or figures); fail if none or several have."""
-    found = [row["figures"] for row in _rows(benchmark) if axes.items() <= {**row["figures"], **row["axes"]}.items()]
+    found = [row["figures"] for row in result_rows(benchmark) if axes.items() <= {**row["figures"], **row["axes"]}.items()]
     if len(found) != 1:
         raise LookupError(f"{benchmark}.json: {len(found)} rows have the axes {axes}, expected 1")
     return found[0]
@@ -243,7 +252,7 @@ def query_order() -> list[str]:
 
 def gpu_refresh() -> list[str]:
     """Every measurement of lookups beside a refresh, in the order in which they were taken."""
-    rows = [(row["axes"], row["figures"]) for row in _rows("refresh") if "loop" in row["axes"]]
+    rows = [(row["axes"], row["figures"]) for row in result_rows("refresh") if "loop" in row["axes"]]
     head = ("tensors, lookups", "share", "p99 idle, us", "beside a refresh, us", "ratio of each round", "10 M rows take, s")
     return _table(
         head,
@@ -279,8 +288,8 @@ def admission() -> list[str]:
         (f"2^24 rows, steady, alpha 1.05, after {batches.split()[-1]}", {"rows": 1 << 24, "batches": batches})
         for batches in ("150 to 200", "450 to 600", "1100 to 1200")
     ]
-    measured = {row["axes"]["policy"] for row in _rows("admission") if row["axes"]["rows"] == 1 << 24}
-    policies = list(dict.fromkeys(row["axes"]["policy"] for row in _rows("admission")))
+    measured = {row["axes"]["policy"] for row in result_rows("admission") if row["axes"]["rows"] == 1 << 24}
+    policies = list(dict.fromkeys(row["axes"]["policy"] for row in result_rows("admission")))
     rows = []
     for name, axes in [*((name, {"rows": 1 << 22} | axes) for name, axes in small), *large]:
         asked = [policy if axes["rows"] == 1 << 22 or policy in measured else None for policy in policies]
@@ -292,7 +301,7 @@ def admission() -> list[str]:
 
 def _misses(work: str, path: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Axes and figures of one kind of work of `misses.json`, without what failed."""
-    rows = [(row["axes"], row["figures"]) for row in _rows("misses") if "error" not in row["figures"]]
+    rows = [(row["axes"], row["figures"]) for row in result_rows("misses") if "error" not in row["figures"]]
     return [(axes, found) for axes, found in rows if (axes["work"], axes["path"]) == (work, path)]
 
 
@@ -380,7 +389,7 @@ def layers() -> list[str]:
     """What the layers add to the calls beneath them."""
     rows = []
     for work, name in (("4,096 keys", "lookup"), ("26 features", "pooled lookup")):
-        found = [row for row in _rows("layers") if row["axes"]["work"] == work and "error" not in row["figures"]]
+        found = [row for row in result_rows("layers") if row["axes"]["work"] == work and "error" not in row["figures"]]
         for row in found:
             axes, measured = row["axes"], row["figures"]
             times = (_round(measured[f"{one}_p50_us"]) for one in ("layer", "lookup"))
@@ -411,7 +420,22 @@ def updates() -> list[str]:
     return _table(("dim 32, two cores for everything (`python -m benchmarks updates`)", "Kafka", "Redis Streams"), *rows)
 
 
+def machines() -> list[str]:
+    """Where, when and by which command the pictures' figures were measured."""
+    rows = []
+    for picture, names in PICTURED.items():
+        for name in names:
+            result = json.loads((RESULTS / f"{name}.json").read_text())
+            machine = result["machine"]
+            place = f"{machine['processor']}, {machine['cores']} cores"
+            gpu = result["about"].get("gpu")
+            taken = f"{result['taken_at'][:10]}, {machine['commit'][:7]}"
+            rows.append((picture, f"`python -m benchmarks {name}`", f"{gpu}; {place}" if gpu else place, taken))
+    return _table(("picture", "command", "machine", "taken on, commit"), *rows)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
+    "machines": machines,
     "readme-gpu": readme_gpu,
     "readme-host": readme_host,
     "model-sources": model_sources,

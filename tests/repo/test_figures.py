@@ -1,10 +1,13 @@
 """The documentation's figures are those of `benchmarks/results/`."""
 
+import io
 import json
+import re
 
 import pytest
 
-from benchmarks.figures import RESULTS, ROOT, TABLES, pages, written
+from benchmarks.draw import DRAWINGS, PICTURES, digest, draw
+from benchmarks.figures import PICTURED, RESULTS, ROOT, TABLES, pages, written
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
@@ -23,3 +26,32 @@ def test_a_result_has_one_row_a_line(path):
     lines = path.read_text().splitlines()
     rows = lines[lines.index('  "rows": [') + 1 : -2]
     assert [json.loads(line.rstrip(",")) for line in rows] == json.loads(path.read_text())["rows"]
+
+
+def test_every_picture_is_drawn_shown_and_traced_to_its_results():
+    assert set(DRAWINGS) == {path.stem for path in PICTURES.iterdir()} == set(PICTURED)
+    page = (ROOT / "docs" / "measured.md").read_text()
+    assert [name for name in DRAWINGS if f"(pictures/{name}.svg)" not in page] == []
+    assert sum(path.stat().st_size for path in PICTURES.iterdir()) < 500_000
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_a_picture_shows_the_results(name):
+    shown = re.search(r"shows (\w+)", (PICTURES / f"{name}.svg").read_text())
+    assert shown
+    assert shown[1] == digest(DRAWINGS[name]()), "run python -m benchmarks.draw"
+
+
+def test_a_picture_is_the_same_each_time():
+    first, second = io.StringIO(), io.StringIO()
+    draw("http", first)
+    draw("http", second)
+    assert first.getvalue() == second.getvalue()
+
+
+def test_another_figure_makes_another_picture(monkeypatch):
+    before = digest(DRAWINGS["http"]())
+    measured = json.loads((RESULTS / "http.json").read_text())["rows"]
+    measured[1]["figures"]["requests_per_s"] *= 1.01
+    monkeypatch.setattr("benchmarks.figures.result_rows", lambda benchmark: measured)
+    assert digest(DRAWINGS["http"]()) != before

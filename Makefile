@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 CONFIG ?= configs/minimal.json
 
-.PHONY: help install dev sample serve test test-gpu mutants check lint types imports format soak bench docs wheel clean
+.PHONY: help install dev sample serve test test-gpu mutants check lint types imports format soak bench docs site wheel clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -70,12 +70,16 @@ soak: dev        ## 64 good and bad clients, updates and chaos, every answer jud
 bench: dev       ## benchmarks of the host tiers and HTTP: make bench NAMES="hash_map http"
 	$(BIN)/python -m benchmarks $(NAMES)
 
-docs: dev        ## write the pages that are made from docstrings and results
+docs: dev        ## write the pages and pictures that are made from docstrings and results
 	$(BIN)/python docs/python_api.py
 	$(BIN)/python -m benchmarks.figures
+	$(BIN)/python -m benchmarks.draw
+
+site: dev        ## build the documentation into site/, which needs nothing from elsewhere
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 wheel: dev       ## build the wheel into dist/
 	$(BIN)/python -m build --wheel
 
 clean:           ## remove what the targets made, but for models and data
-	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,96 @@
+"""The site of the documentation: built strictly, whole, and without anything from elsewhere."""
+
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from docs.site_hooks import http_routes
+
+ROOT = Path(__file__).parents[2]
+FETCHED = {("script", "src"), ("link", "href"), ("img", "src"), ("source", "src"), ("iframe", "src"), ("object", "data")}
+LINKS_ONLY = {"canonical", "author", "next", "prev"}
+NUMBERS = {"type": "array", "items": {"type": "integer"}}
+
+
+def build(directory: Path, *options: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory), *options]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("site")
+    built = build(directory)
+    assert built.returncode == 0, built.stderr  # links, anchors, and pages that the navigation lacks
+    return directory
+
+
+class _Fetched(HTMLParser):
+    """What a browser asks for when it shows a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag == "link" and values.get("rel") in LINKS_ONLY:
+            return
+        self.addresses += [value for name, value in attrs if value and (tag, name) in FETCHED]
+
+
+def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        parser = _Fetched()
+        parser.feed(page.read_text())
+        assert parser.addresses, page
+        outside = [one for one in parser.addresses if re.match(r"(?:https?:)?//", one)]
+        assert outside == [], page.name
+        assert 'class="mermaid"' not in page.read_text(), "the theme would fetch mermaid from a CDN"
+    for sheet in site.rglob("*.css"):
+        assert re.findall(r"url\([\"']?(?:https?:)?//[^)]*\)|@import", sheet.read_text()) == [], sheet.name
+
+
+def test_every_page_is_built_and_found(site: Path) -> None:
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    assert pages <= {path.stem for path in site.glob("*.html")}
+    index = (site / "search" / "search_index.json").read_text()
+    assert [page for page in pages if f'"{page}.html' not in index and page != "index"] == []
+
+
+def test_the_page_of_routes_has_every_route_and_schema(site: Path) -> None:
+    page = (site / "http-routes.html").read_text()
+    assert "<code>POST /v1/models/{model}/lookup</code>" in page
+    assert 'href="#lookuprequest"' in page
+    assert 'id="lookuprequest"' in page
+
+
+def test_a_route_is_told_whole() -> None:
+    document = {
+        "paths": {
+            "/a/{b}": {
+                "get": {
+                    "tags": ["things"],
+                    "summary": "Get a thing",
+                    "parameters": [{"name": "b", "in": "path", "required": True, "schema": {"type": "string"}}],
+                    "responses": {
+                        "200": {"description": "It | that.", "content": {"application/json": {"schema": {"$ref": "#/x/Thing"}}}}
+                    },
+                }
+            }
+        },
+        "components": {
+            "schemas": {"Thing": {"properties": {"n": {"type": "array", "items": {"type": "integer"}}}, "required": ["n"]}}
+        },
+    }
+    page = http_routes(document)
+    assert "### `GET /a/{b}`" in page
+    assert "| `b` | path | string | required |" in page
+    assert "| 200 | `application/json` [Thing](#thing) | It \\| that. |" in page
+    assert "| `n` | array of integer | required |" in page

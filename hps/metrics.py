@@ -4,7 +4,7 @@ import threading
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final
@@ -14,7 +14,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from hps.errors import HPSError
+from hps.errors import HPSError, UnknownModelError
 from hps.statistics import Latency
 from hps.tracing import STAGES
 
@@ -223,6 +223,9 @@ class Metrics:
             ["model", "table", "path"],
             registry=registry,
         )
+        self.model_changes = Counter(
+            "hps_model_changes", "Changes of a model, by how they ended.", ["model", "change", "outcome"], registry=registry
+        )
         self.refreshes = Counter("hps_refreshes", "Whole refreshes of a model's caches.", ["model"], registry=registry)
         self.refresh_failures = Counter(
             "hps_failed_refreshes", "Refreshes that a database or a device ended.", ["model"], registry=registry
@@ -284,6 +287,19 @@ class Metrics:
             if settle := one():
                 with suppress(HPSError):  # a device failed
                     settle()
+
+    @contextmanager
+    def changing(self, model: str, change: str) -> Iterator[None]:
+        """Count a change of a model by how it ends; of no model or version that nobody knows."""
+        try:
+            yield
+        except UnknownModelError:
+            raise
+        except Exception:
+            self.model_changes.labels(model, change, "failed").inc()
+            raise
+        self.model_changes.labels(model, change, "failed").inc(0)  # so that the first one shows as an increase
+        self.model_changes.labels(model, change, "done").inc()
 
     def hit_rates(self, model: str) -> dict[str, float]:
         """By tier, the share of the keys that it was asked for and had, of all tables of a model; without tiers not asked."""

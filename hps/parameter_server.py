@@ -540,7 +540,7 @@ class HPS:
         self._reopen()
         if self._closed:
             raise refusal(self, "the parameter server")
-        with self._live.changing(name, "deploying"):
+        with self._live.changing(name, "deploying"), self.metrics.changing(name, "deploy"):
             known = isinstance(model, str) or name in self.catalog.names
             before = None if isinstance(model, str) else self.catalog.add(model)
             served = False
@@ -696,7 +696,7 @@ class HPS:
         self._reopen()
         if self._closed:
             raise refusal(self, "the parameter server")
-        with self._live.changing(model_name, "rolling back"):
+        with self._live.changing(model_name, "rolling back"), self.metrics.changing(model_name, "rollback"):
             serving = self.model(model_name)
             kept = self._live.kept(model_name)
             if kept:
@@ -737,7 +737,7 @@ class HPS:
             ConflictError: the version is the only one, or another change of the model is under way.
         """
         self.model(model_name)
-        with self._live.changing(model_name, "undeploying"):
+        with self._live.changing(model_name, "undeploying"), self.metrics.changing(model_name, "undeploy"):
             for deployment in self._live.withdraw(model_name, version):
                 self._live.retire(model_name, deployment, "release")
             if version is None:

@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hps.configuration.load import ServiceConfig
 from hps.deployment import Deployment
-from hps.errors import DeviceError, DeviceMemoryError, HPSError, NotReadyError
+from hps.errors import DeviceError, DeviceMemoryError, HPSError, NotReadyError, WorkspaceTimeoutError
 from hps.parameter_server import HPS
 from hps.service.admin_routes import CHANGE, admin_routes
 from hps.service.answer_memory import AnswerMemory
@@ -24,7 +24,7 @@ from hps.service.authorization import Authorization, is_change
 from hps.service.change_log import Change, printable
 from hps.service.control_routes import ERRORS, control_app
 from hps.service.held_memory import SMALL_BYTES, HeldMemory
-from hps.service.http_answer import BINARY, JSON, HTTPAnswer, RequestError, error_answer
+from hps.service.http_answer import BINARY, JSON, HTTPAnswer, OverloadedError, RequestError, error_answer
 from hps.service.http_metrics import DISCONNECTED, HTTPMetrics, InferenceCounts, InferenceStatistics
 from hps.service.lifecycle import Lifecycle
 from hps.service.logs import RecentProblems, fields
@@ -34,6 +34,7 @@ from hps.service.protocol.json_lookup import JSONLookup, decode_lookup
 from hps.service.protocol.json_size import SMALL_JSON_BYTES, parsed_bytes
 from hps.service.protocol.open_inference import Inference, decode_request, parse_header_length
 from hps.service.protocol.request_checks import ModelTables
+from hps.service.refusals import Refusals
 from hps.service.request_body import BodyReader, ClientDisconnected
 from hps.service.request_log import SERVED, RequestLog, Served, made_id, request_id
 from hps.service.request_spans import spans_of
@@ -86,6 +87,7 @@ class Application:
         authorization: who may do what.
         memory: what is held for clients.
         problems: the warnings and errors of the process since the service was started.
+        refusals: what was refused.
         closed: whether it was stopped, and nothing of it runs any more.
     """
 
@@ -98,6 +100,8 @@ class Application:
         self._models: dict[LookupTarget, tuple[ModelTables, InferenceCounts]] = {}
         self._statistics = InferenceStatistics()
         self.memory = HeldMemory(settings.max_held_bytes)
+        self.refusals = Refusals()
+        self._device_failed = False
         self._answers = AnswerMemory(settings.max_held_bytes)
         self._threads = LookupThreads(settings.lookup_threads, settings.request_timeout_s)
         self._bodies = BodyReader(settings.max_body_bytes, settings.request_timeout_s, self._threads, self.memory)
@@ -107,6 +111,8 @@ class Application:
             pending=lambda: self._threads.pending,
             held_bytes=lambda: self.memory.held,
             ready=lambda: self.lifecycle.settled,
+            device_failed=lambda: self._device_failed,
+            refusals=self.refusals,
         )
         routers = [
             admin_routes(lifecycle, ModelChanges(lifecycle.end_when_stopping), self._reports, ERRORS),
@@ -343,8 +349,15 @@ class Application:
         change = scope.get(CHANGE)
         if change is not None:
             change.error = str(error)
+        if isinstance(error, OverloadedError | WorkspaceTimeoutError):
+            self.refusals.refuse(getattr(error, "reason", "workspaces"), error, request_id)
+        elif isinstance(error, RequestError) and error.status in (401, 403):
+            client = scope["client"][0] if scope.get("client") else "an unknown address"
+            what = printable(f"{scope['method']} {scope['path']}")
+            self.refusals.deny(error.status, client, f"{what}: {error}", request_id)
         if isinstance(error, DeviceError) and not isinstance(error, DeviceMemoryError) and not (change and change.who):
             _log.error("the device failed: %s", error, extra=fields(request_id=request_id))
+            self._device_failed = True
             self.lifecycle.fail(f"the device failed; restart the service: {error}")
         elif not isinstance(error, HPSError | MemoryError):
             what = printable(f"{scope['method']} {scope['path']}")

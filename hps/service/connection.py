@@ -15,6 +15,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from hps.service.held_memory import HeldMemory
+from hps.service.refusals import OnceAMinute, Refusals
 
 MAX_HEADER_BYTES = 65_536
 MAX_HEADERS = 128
@@ -25,37 +26,11 @@ _PARSED_BYTES = 16_384  # at once: bounds the objects that are made before limit
 _PIPELINED_REQUEST_BYTES = 4096  # about what a request's objects take that has few headers
 _LEAST_PROGRESS_BYTES = 65_536  # of an answer, or an eighth of what is unread, within the time for it
 _FIRST_REQUEST_S = 0.5  # from the opening of a connection, while the service stops
-_LOG_PAUSE_S = 60.0
 _TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     b'content-length: 62\r\n\r\n{"error":"too many connections; send the request again later"}'
 )
 _log = logging.getLogger(__name__)
-
-
-class OnceAMinute(logging.Filter):
-    """Lets each message below ERROR pass once a minute, with the number of those in between. *Thread-safe* as logging is.
-
-    Clients cause these messages, as many as they like.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._passed: dict[object, tuple[float, int]] = {}  # by its format: when it passed, how often it did not since
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to log the record."""
-        if record.levelno >= logging.ERROR:
-            return True
-        since, dropped = self._passed.get(record.msg, (float("-inf"), 0))
-        now = time.monotonic()
-        if now - since < _LOG_PAUSE_S:
-            self._passed[record.msg] = (since, dropped + 1)
-            return False
-        self._passed[record.msg] = (now, 0)
-        if dropped:
-            record.msg = f"{record.msg} ({dropped} more since the last such line)"
-        return True
 
 
 _log.addFilter(OnceAMinute())
@@ -66,17 +41,19 @@ class Connections:
 
     Args:
         memory: where they count what they hold.
+        refusals: where they count whom they turn away.
         max_connections: beyond them, the one that has been idle for longest is closed for a new one.
         keep_alive_s: how long one may wait for a further request.
 
     Attributes:
-        memory, max_connections: as given.
+        memory, refusals, max_connections: as given.
         leaving: whether the service stops, and clients are told with each answer to connect anew.
         order: all of them; those that have been idle for longest come first, to half a second.
     """
 
-    def __init__(self, memory: HeldMemory, max_connections: int, keep_alive_s: float) -> None:
+    def __init__(self, memory: HeldMemory, refusals: Refusals, max_connections: int, keep_alive_s: float) -> None:
         self.memory = memory
+        self.refusals = refusals
         self.leaving = False
         self.order: dict[Connection, None] = {}
         self.limit_to(max_connections, keep_alive_s)
@@ -175,6 +152,7 @@ class Connection(HttpToolsProtocol):
             _log.warning("there are %s; closing the longest idle ones for others", limit)
             longest_idle = shared.longest_idle()
             if longest_idle is None:
+                shared.refusals.refuse("connections", limit)
                 self._ended = True
                 transport.write(_TOO_MANY)
                 transport.close()
@@ -307,9 +285,24 @@ class Connection(HttpToolsProtocol):
             self._hold(len(self.cycle.body))  # the application has taken, and counts, the rest
         if not unread or not self._unread or self._progressed or unread <= self._unread - self._least_progress:
             self._unread, self._unread_since, self._progressed = unread, now, False
-        stalled = self._header_since is not None and now - self._header_since > header_timeout_s
-        if stalled or now - self._unread_since > answer_timeout_s:
-            self.transport.abort()
+        if self._header_since is not None and now - self._header_since > header_timeout_s:
+            if self._header_bytes:
+                self._abort("headers", f"they did not arrive within {header_timeout_s:g} s (service.request_timeout_s)")
+            else:
+                self.transport.abort()  # nobody has begun a request
+        elif now - self._unread_since > answer_timeout_s:
+            self._abort("answer", f"{unread} bytes wait, no progress in {answer_timeout_s:g} s (service.answer_timeout_s)")
+
+    def _abort(self, reason: str, what: str) -> None:
+        client = self.client[0] if self.client else "an unknown address"
+        self._shared.refusals.abort(reason, client, what)
+        self.transport.abort()
+
+    def _within_memory(self) -> bool:
+        held, limit = self._memory.held, self._memory.limit
+        if held > limit:
+            self._abort("memory", f"{held} bytes are held, expected at most {limit} (service.max_held_bytes)")
+        return held <= limit
 
     @property
     def _least_progress(self) -> int:
@@ -333,9 +326,7 @@ class Connection(HttpToolsProtocol):
         self._header_bytes += received
         if not self._in_body and self._header_since is None:
             self._header_since = time.monotonic()
-        if self._memory.held > self._memory.limit:
-            self.transport.abort()
-        elif self._header_bytes > MAX_HEADER_BYTES or len(self.headers) > MAX_HEADERS:
+        if self._within_memory() and (self._header_bytes > MAX_HEADER_BYTES or len(self.headers) > MAX_HEADERS):
             _log.warning("closing a connection with headers or trailers of more than %d bytes or %d lines", *_MOST_HEADERS)
             self.send_400_response("The headers are too long.")
 
@@ -357,8 +348,7 @@ class Connection(HttpToolsProtocol):
         self._hold(self._held + len(data))
         self.flow.pause_reading()
         self.flow.unparsed = True
-        if self._memory.held > self._memory.limit:
-            self.transport.abort()
+        self._within_memory()
 
     def _hold(self, size: int) -> None:
         self._memory.held += size - self._held

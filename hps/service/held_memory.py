@@ -1,6 +1,6 @@
 """The one budget for all memory that clients can make the service hold."""
 
-from hps.service.http_answer import RequestError
+from hps.service.http_answer import OverloadedError, RequestError
 
 SMALL_BYTES = 65_536
 """What is no larger may use all of the budget, anything else three quarters: small requests go on being answered."""
@@ -33,7 +33,8 @@ class HeldMemory:
         """Hold this many bytes more, and return their number; the caller subtracts it from `held` in the end.
 
         Raises:
-            RequestError: 413, they would not fit if nothing else was held; 503, they do not fit now.
+            RequestError: 413, they would not fit if nothing else was held.
+            OverloadedError: they do not fit now.
         """
         limit = self.limit if size <= SMALL_BYTES else self.large_limit
         if size > limit:
@@ -44,7 +45,7 @@ class HeldMemory:
         self.held += size
         return size
 
-    def full(self, what: str, limit: int) -> RequestError:
+    def full(self, what: str, limit: int) -> OverloadedError:
         """The error of a request for which there is no memory now."""
         held = f"other requests hold {self.held} bytes, expected at most {limit} (from service.max_held_bytes)"
-        return RequestError(503, f"{what}: {held}; send the request again later")
+        return OverloadedError("memory", f"{what}: {held}; send the request again later")

@@ -65,6 +65,18 @@ class RequestError(HPSError):
         self.headers = headers
 
 
+class OverloadedError(RequestError):
+    """A request is refused with 503 because a limit is reached now.
+
+    Attributes:
+        reason: the limit, one of `refusals.REFUSED`.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(503, message)
+        self.reason = reason
+
+
 class HTTPAnswer(NamedTuple):
     """An answer: its status, its headers without Content-Length, and its body in pieces, which are sent uncopied.
 

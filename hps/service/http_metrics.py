@@ -38,16 +38,27 @@ class HTTPMetrics(Collector):
         pending: returns how many lookups run or wait now.
         held_bytes: returns how many bytes of memory are held for clients now.
         ready: returns whether lookups of every model are answered now, except of those that cannot be loaded.
+        device_failed: returns whether a device has failed.
+        refusals: are shown, too.
     """
 
-    def __init__(self, pending: Callable[[], float], held_bytes: Callable[[], float], ready: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        pending: Callable[[], float],
+        held_bytes: Callable[[], float],
+        ready: Callable[[], float],
+        device_failed: Callable[[], float],
+        refusals: Collector,
+    ) -> None:
         self._counts: dict[tuple[str, int], int] = {}
         self._routes: dict[str, _RouteTimes] = {}
         self._gauges = (
             ("hps_http_lookups_pending", "Lookups that run or wait for a thread.", pending),
             ("hps_http_held_bytes", "Bytes of memory that are held for clients.", held_bytes),
             ("hps_ready", "1 while lookups are answered, ignoring models that cannot be loaded.", ready),
+            ("hps_device_failed", "1 after a device has failed: no lookup is answered until a restart.", device_failed),
         )
+        self._refusals = refusals
         self._process = ProcessCollector(registry=None)
 
     def count(self, route: str, status: int, seconds: float) -> None:
@@ -84,6 +95,7 @@ class HTTPMetrics(Collector):
             seconds.add_metric([route], below, times.seconds)
         yield from (requests, seconds)
         yield from (GaugeMetricFamily(name, text, value()) for name, text, value in self._gauges)
+        yield from self._refusals.collect()
         yield from self._process.collect()
 
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hps.service.http_answer import RequestError
+from hps.service.http_answer import OverloadedError, RequestError
 
 _T = TypeVar("_T")
 
@@ -82,13 +82,12 @@ class LookupThreads:
         """Run `function(*arguments)` on a thread, and return or raise what it does.
 
         Raises:
-            RequestError: 503, too many calls wait already; or 504, it did not end in time. Its thread then runs on until
-                the call ends.
+            OverloadedError: too many calls wait already.
+            RequestError: 504, it did not end in time. Its thread then runs on until the call ends.
         """
         if self.pending >= self._limit:
-            raise RequestError(
-                503, f"{self.pending} {self._what}s run or wait, expected at most {self._limit}; send the request again later"
-            )
+            limit = f"expected at most {self._limit}; send the request again later"
+            raise OverloadedError("threads", f"{self.pending} {self._what}s run or wait, {limit}")
         loop = asyncio.get_running_loop()
         call = _Call(function, arguments, loop.create_future(), time.monotonic())
         self.pending += 1

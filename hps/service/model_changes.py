@@ -12,7 +12,7 @@ from itertools import count
 from hps.errors import ConflictError, HPSError
 from hps.progress import LogProgress, TableProgress
 from hps.service.change_log import Change
-from hps.service.http_answer import RequestError, status_of
+from hps.service.http_answer import OverloadedError, status_of
 from hps.service.logs import fields
 from hps.types import split_tag
 
@@ -108,7 +108,7 @@ class ModelChanges:
 
         Raises:
             ConflictError: another change of the model is under way.
-            RequestError: 503, too many changes of other models are.
+            OverloadedError: too many changes of other models are.
             HPSError: what the change raised, if `wait`.
         """
         under_way = [one for one in self.latest.values() if one.status is None]
@@ -116,7 +116,8 @@ class ModelChanges:
             what = others or "changing"
             raise ConflictError(f"changing model {model!r}: {what} it is under way; try again when that has ended")
         if len(under_way) >= MOST_AT_ONCE:
-            raise RequestError(503, f"changing model {model!r}: {MOST_AT_ONCE} models are being changed; try again later")
+            what = f"{MOST_AT_ONCE} models are being changed; try again later"
+            raise OverloadedError("changes", f"changing model {model!r}: {what}")
         one = ModelChange(next(self._numbers), model, change, self._proceed)
         while len(self.latest) >= _MOST_REMEMBERED:
             del self.latest[next(name for name, old in self.latest.items() if old.status is not None)]

@@ -22,9 +22,10 @@ from hps.errors import ConfigError
 from hps.progress import Progress
 from hps.service.app import CLOSE_TIMEOUT_S, Application
 from hps.service.authorization import is_loopback
-from hps.service.connection import Connection, Connections, OnceAMinute
+from hps.service.connection import Connection, Connections
 from hps.service.lifecycle import Lifecycle
 from hps.service.logs import LogFormat, use
+from hps.service.refusals import OnceAMinute
 from hps.service.reload import compare
 
 _log = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ class Server:
         self._app = app
         self._listener = listener
         settings = self._settings
-        self._connections = Connections(app.memory, settings.max_connections, settings.keep_alive_s)
+        self._connections = Connections(app.memory, app.refusals, settings.max_connections, settings.keep_alive_s)
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 app,

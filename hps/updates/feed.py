@@ -37,6 +37,8 @@ REPLACEMENT_WAIT_S: Final = 30.0
 _CONSIDERATE_ROWS = 8192  # of a batch; a feed that cannot keep up in small pieces gets larger ones, and then hurries
 _LONGEST_POLL_S = 0.5  # a feed ends as soon as that
 _LONGEST_BACKOFF_S = 5.0
+_LATE_S = 60.0  # which the log mentions
+_LATE_SAID_AGAIN_S = 60.0
 _LOST_SHOWN_S = 3600.0  # for so long a status speaks of messages that are gone
 
 
@@ -111,6 +113,7 @@ class UpdateFeed:
         self._uncommitted = 0  # messages
         self._orphaned_at: float | None = None  # since when the target has been out of service
         self._problem = ""  # of the whole feed
+        self._look_at = 0.0  # when to look for tables that are late
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -219,6 +222,8 @@ class UpdateFeed:
             self._work(table)
         if not messages:
             self._note_quiet()
+        if self._clock() >= self._look_at:
+            self._say_late()
         if self._uncommitted >= (self._settings.max_commit_interval if messages else 1):
             self._commit()
 
@@ -404,6 +409,15 @@ class UpdateFeed:
         for table in self._tables.values():
             if self._behind(table, behind) == 0:
                 table.quiet_at = now
+
+    def _say_late(self) -> None:
+        """Log which tables are late; the next time in a minute."""
+        late = [one for one in self.status() if (one.lag_s or 0.0) > _LATE_S]
+        self._look_at = self._clock() + (_LATE_SAID_AGAIN_S if late else 1.0)
+        for one in late:
+            behind = "" if one.behind is None else f", {one.behind} messages behind"
+            text = "updates of model %r, table %r are late: lag %.0f s%s; %.0f rows are applied a second%s"
+            _log.warning(text, one.model, one.table, one.lag_s, behind, one.rows_per_s, one.problem and f"; {one.problem}")
 
     def _behind(self, table: "_Table", behind: Mapping[Partition, int | None]) -> int | None:
         counts = [count for partition, count in behind.items() if partition.topic == table.followed.topic]

@@ -1,5 +1,6 @@
 """One table of the hash map: how callers take turns to write to it, and how it grows."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ _BACKOFF_S: Final = 50e-6
 _STAMPS_A_SECOND: Final = 16
 _STAMP_LIMIT: Final = 2**32 - 1
 _EVERYTHING: Final = np.empty(0, np.bool_)
+_SAY_AGAIN_S: Final = 60.0
+_log = logging.getLogger(__name__)
 
 
 class HashMapTable:
@@ -65,7 +68,8 @@ class HashMapTable:
         self._buckets = Buckets.empty(tag, self._slabs, initial_buckets)
         self._partition_rows: npt.NDArray[np.int64] = np.zeros(overflow.partitions if overflow else 0, np.int64)
         self._random: npt.NDArray[np.uint64] = np.zeros(2, np.uint64)
-        self._evictions = 0
+        self._evictions = self._evictions_said = 0
+        self._say_at = 0.0
         self._writer = threading.Lock()
         self._outgrown: Buckets | None = None
         self.in_place = TableInPlace(tag, self)
@@ -110,6 +114,8 @@ class HashMapTable:
                 if start == 0:
                     self._check_row_numbers(keys)
                 self._enter(keys[batch], vectors[batch])
+            if self._evictions > self._evictions_said and time.monotonic() >= self._say_at:
+                self._say_evictions()
 
     def delete(self, keys: KeyArray) -> int:
         """Do what `Database.delete` says."""
@@ -204,6 +210,17 @@ class HashMapTable:
             yield
         finally:
             self._writer.release()
+
+    def _say_evictions(self) -> None:
+        evicted, self._evictions_said = self._evictions - self._evictions_said, self._evictions
+        self._say_at = time.monotonic() + _SAY_AGAIN_S
+        _log.info(
+            "hash map: table %r is full, %d rows were evicted for others since the last such line; its partitions hold at most "
+            "%d rows (volatile_db.num_partitions x overflow_margin)",
+            self._tag,
+            evicted,
+            self.capacity_rows,
+        )
 
     def _check_row_numbers(self, keys: KeyArray) -> None:
         if self.rows + keys.size > MAX_ROWS:

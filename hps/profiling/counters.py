@@ -19,7 +19,7 @@ class StageTimes:
 
     Attributes:
         count: lookups that had it, of those that were timed.
-        share: of the time of whole lookups.
+        share: of the time of whole lookups, or of HTTP requests where these are counted.
         mean_us, p50_us, p99_us: of those that had it.
     """
 
@@ -91,7 +91,8 @@ class Counters:
 
         Quantiles are those of the histograms' buckets: between two bounds they are interpolated.
         """
-        whole = self._since(before, "hps_lookup_seconds_sum")
+        whole = sum(self._since(before, "hps_http_request_seconds_sum", route=route) for route in _INFER)
+        whole = whole or self._since(before, "hps_lookup_seconds_sum")
         found = {
             HTTP: self._times(before, "hps_http_request_seconds", whole, [{"route": route} for route in _INFER]),
             LOOKUP: self._times(before, "hps_lookup_seconds", whole, [{}]),

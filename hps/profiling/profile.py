@@ -131,7 +131,7 @@ class Bounds:
             if most is not None and not 0 < got <= most:
                 found.append(f"{name[:-3]} is {got:.3f} ms, expected at most {most:g} ms")
         if self.min_keys_per_s is not None and row.keys_per_s < self.min_keys_per_s:
-            found.append(f"{row.keys_per_s:,.0f} keys/s, expected at least {self.min_keys_per_s:,.0f}")
+            found.append(f"the throughput is {row.keys_per_s:,.0f} keys/s, expected at least {self.min_keys_per_s:,.0f}")
         if self.min_hit_rate is not None:
             tier = row.tiers.get(_HIT_RATE_TIER)
             if tier is None:

@@ -230,12 +230,13 @@ class HttpLoad:
             while free and due <= now < drained and due < end:
                 connection = free.popleft()
                 ready_ns = max(due, idle_since[id(connection)]) if rate else now
+                parts = self._request(self._number)
                 began = clock()
                 connection.begin(self._number, due if rate else began)
                 result.lateness.add(began - ready_ns)
                 under_way.add(connection)
                 try:
-                    if not connection.send(self._request(self._number)):
+                    if not connection.send(parts):
                         selector.modify(connection.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)  # type: ignore[arg-type]
                 except OSError:
                     fail(connection, "connection lost")

@@ -20,9 +20,11 @@ Parts: TypeAlias = Sequence[bytes | memoryview]
 MOST_CONNECTIONS = 500
 """Of one generator: beyond 1,024 files, no wait of Python's is exact to microseconds."""
 
+DRAIN_S = 5.0
+"""After the end, what was due may still be sent and answered for so long."""
+
 _CONNECT_S = 1.0
 _AGAIN_S = 0.1
-_DRAIN_S = 5.0
 _ANSWER_BYTES = 1 << 18
 
 
@@ -200,7 +202,7 @@ class HttpLoad:
         broken = deque(one for one in self._connections if one.socket is None)
         start = clock()
         end = start + int(seconds * 1e9)
-        drained = end + int(_DRAIN_S * 1e9)
+        drained = end + int(DRAIN_S * 1e9)
         sent, idle_since = 0, dict.fromkeys(map(id, self._connections), start)
         under_way: set[_Connection] = set()
         period_ns = 1e9 / rate if rate else 0.0

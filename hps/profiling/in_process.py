@@ -13,6 +13,7 @@ from hps.errors import HPSError, InvalidInputError, MissingDependencyError, Unkn
 from hps.models.files import open_sparse_model
 from hps.models.sources import ModelSources
 from hps.parameter_server import HPS
+from hps.profiling import http_load
 from hps.profiling.counters import LOOKUP, Counters, StageTimes
 from hps.profiling.http_load import LoadResult
 from hps.profiling.keys import MOST_ROWS, KeyPool
@@ -198,7 +199,7 @@ class InProcess:
         try:
             ready.wait()
             end = clock[0] + int(seconds * 1e9)
-            last = end + 5_000_000_000
+            last = end + int(http_load.DRAIN_S * 1e9)
             left, own_ns = time.perf_counter_ns(), 0
             while (due := clock[0] + int(next(places) * 1e9 / rate) if rate else time.perf_counter_ns()) < end:
                 number = next(numbers)

@@ -1,12 +1,15 @@
 """`hps profile`: its figures are those of the server that it measured, and every failure has its exit code."""
 
 import json
+from itertools import count
 
 import numpy as np
 import pytest
 
+from hps.errors import DatabaseTimeoutError
 from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
+from hps.parameter_server import HPS
 from tests.servers.running_service import document_of, model_of, running_service, samples
 from tests.servers.timed_server import Answer, timed_server
 from tests.unit.cli.test_cli import run
@@ -98,6 +101,27 @@ def test_ways_of_asking_in_process(config, tmp_path, options):
     assert row["failures"] == {}
     if "--rate" in options:
         assert row["lookups"] == 30
+
+
+def test_a_rate_that_cannot_be_held_in_process(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("hps.profiling.http_load.DRAIN_S", 0.1)
+    (row,) = profiled(tmp_path, config, *QUICK, "--rate", "300000", code=1)["rows"]
+    assert row["failures"]["no answer"] > 0
+    assert row["lookups"] + row["failures"]["no answer"] == 90_000
+    assert row["latency"]["max_ms"] >= 100  # what waited until the end, and longer
+
+
+def test_failed_lookups_in_process_are_counted_apart(config, tmp_path, monkeypatch):
+    answer, numbers = HPS.lookup_tables, count()
+
+    def sometimes(self, *arguments, **options):
+        if next(numbers) % 4 == 3:
+            raise DatabaseTimeoutError("fetching: the database did not answer in time")
+        return answer(self, *arguments, **options)
+
+    monkeypatch.setattr(HPS, "lookup_tables", sometimes)
+    (row,) = profiled(tmp_path, config, *QUICK, "--max-failures", "0.5")["rows"]
+    assert row["failures"] == {"DatabaseTimeoutError": (row["lookups"] + 1 + row["failures"]["DatabaseTimeoutError"]) // 4}
 
 
 @pytest.mark.parametrize(

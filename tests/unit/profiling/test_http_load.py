@@ -45,7 +45,7 @@ def test_a_stall_counts_for_all_that_were_due_meanwhile():
 
 
 def test_what_has_no_answer_at_the_end_is_a_failure_and_a_time(monkeypatch):
-    monkeypatch.setattr("hps.profiling.http_load._DRAIN_S", 0.1)
+    monkeypatch.setattr("hps.profiling.http_load.DRAIN_S", 0.1)
     with timed_server(lambda number: Answer(service_s=0.05)) as server:
         result = load(server, 1).run(0.5, 100.0)
     assert result.failures["no answer"] >= 50 - 0.7 / 0.05

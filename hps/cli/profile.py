@@ -23,10 +23,7 @@ if TYPE_CHECKING:
     from hps.profiling.service import Service
     from hps.types import KeyArray
 
-EXAMPLE = (
-    "Examples: `hps profile ps.json --batch 1000 --batch 10000`, "
-    "`hps profile http://127.0.0.1:8000 --rate 2000 --rate 4000 --p99-ms 5 --picture rates.svg`"
-)
+EXAMPLE = "Example: `hps profile http://127.0.0.1:8000 --rate 2000 --rate 4000 --p99-ms 5 --picture rates.svg`"
 _STAGE_TEXTS = {"http": "HTTP request", "lookup": "whole lookup", "outside": "outside of stages"}
 
 
@@ -93,15 +90,14 @@ def profile_command(
     the time goes. Exit code 1 says that a bound is missed or that more lookups failed than `--max-failures`.
     """
     with console.reported(), ExitStack() as stack:
+        from hps.profiling.in_process import InProcess
         from hps.profiling.keys import Workload
         from hps.profiling.profile import Bounds, Profile
+        from hps.profiling.service import Service
 
         workload = Workload(distribution.value, alpha, hot_key_percentage, hot_key_coverage, seed)
         batches, rates = batch or [1000], [*(rate or ())] or [None]
         _check(batches, rates, bags, json_file, picture)
-        from hps.profiling.in_process import InProcess
-        from hps.profiling.service import Service
-
         asked: Service | InProcess
         if "://" not in target:
             asked = InProcess(_opened(Path(target), stack), model, table or (), bags, device, on_device)
@@ -123,9 +119,8 @@ def profile_command(
         )
         bounds = Bounds(p50_ms, p99_ms, min_keys_per_s, min_hit_rate, max_failures)
         screen = _screen()
-        screen.print(
-            f"{target}: model {asked.model}, tables {', '.join(asked.tables)}; {profile.about['workload']}", markup=False
-        )
+        said = f"{target}: model {asked.model}, tables {', '.join(asked.tables)}; {profile.about['workload']}"
+        screen.print(said, markup=False, soft_wrap=True)
         for size in batches:
             if check:
                 asked.check(drawn, size)
@@ -236,7 +231,7 @@ def _print_row(screen: "Console", row: "Row") -> None:
         screen.print(stages)
     lines = [f"{name}: {one.hit_rate:.2%} of {one.asked:,} keys" for name, one in row.tiers.items()]
     if lines:
-        screen.print(f"hit rates: {'; '.join(lines)}; in no tier: {row.default_keys:,}")
+        screen.print(f"hit rates: {'; '.join(lines)}; in no tier: {row.default_keys:,}", soft_wrap=True)
     for what, count in row.failures.items():
         screen.print(f"failed: {count:,} x {what}", markup=False)
     if row.failures:

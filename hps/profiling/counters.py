@@ -56,19 +56,13 @@ class Counters:
         self._tables = list(tables)
         self._values: dict[tuple[str, ...], float] = {}
         for family in families:
-            if not family.name.startswith(
-                ("hps_hits", "hps_misses", "hps_lookup", "hps_default", "hps_http_request_s", "hps_load_rows")
-            ):
+            if not family.name.startswith(("hps_hits", "hps_misses", "hps_lookup", "hps_default", "hps_http_request_s")):
                 continue
             for sample in family.samples:
                 labels: Mapping[str, str] = sample.labels
                 if labels.get("model", model) == model:
                     where = (labels.get(name, "") for name in ("table", "tier", "stage", "route", "le"))
                     self._values[sample.name, *where] = sample.value
-
-    def rows(self, table: str) -> int:
-        """Rows of a table in the files that were loaded last; 0 where that is not known."""
-        return int(self._get("hps_load_rows", table=table))
 
     def tiers_since(self, before: "Counters") -> dict[str, TierKeys]:
         """By tier, what it was asked for since then; tiers that were not asked are left out."""

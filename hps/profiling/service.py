@@ -96,8 +96,10 @@ class Service:
 
     def known_keys(self) -> dict[str, tuple[int, None]]:
         """How many keys each table has in its model files, 0 where the server does not say; which ones it never says."""
-        counters = self._counters()
-        return {table: (counters.rows(table), None) for table in self.tables}
+        answer = self._request("GET", "/v1/stats", b"", {})
+        models = json.loads(answer.data)["server"]["models"] if answer.status == 200 else []
+        rows = {table["name"]: table["rows"] for one in models if one["name"] == self.model for table in one["tables"]}
+        return {table: (rows.get(table, 0), None) for table in self.tables}
 
     def measure(
         self, keys: dict[str, KeyArray], batch: int, connections: int, seconds: float, rate: float | None, warm_up_s: float

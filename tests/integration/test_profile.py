@@ -175,6 +175,13 @@ def test_servers_that_cannot_be_asked(service, url, options, code, problem):
     assert problem in result.output
 
 
+def test_a_server_that_does_not_say_its_rows_is_asked_for_no_keys():
+    with timed_server() as server:
+        result = run("profile", server.url, *QUICK)
+    assert result.exit_code == 2
+    assert "give --rows, or recorded --keys" in result.output
+
+
 def test_against_a_server_that_does_nothing_it_measures_itself(tmp_path):
     answer = Answer(body=b"{}" + bytes(50 * 4 * 4))
     with timed_server(lambda number: answer) as server:

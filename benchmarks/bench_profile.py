@@ -18,10 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bench_writes import server
+from benchmarks.bench_writes import server, write_model
 from benchmarks.harness import Report
-from hps.models.sample import sample_vectors
-from hps.models.writer import write_sparse_model
 from hps.parameter_server import HPS
 from hps.profiling.in_process import InProcess
 from hps.profiling.service import Service
@@ -52,8 +50,10 @@ def run(report: Report, quick: bool) -> None:
     rounds, seconds = (1, 1.0) if quick else (11, 1.0)
     report.about |= {"rounds": rounds, "seconds": seconds, "load_average_before": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory(prefix="hps-bench-profile-") as name:
-        directory = Path(name)
-        _write(directory)
+        directory = Path(name) / "m"
+        write_model(directory)
+        metadata = {"tables": [{"name": "item", "dim": _DIM}]}
+        (directory / "metadata.json").write_text(json.dumps(metadata))
         for target in ("echo", "paced", "service"):
             with server(target, directory) as (port, _):
                 for batch, connections in _LOADS[target]:
@@ -143,27 +143,3 @@ def _plain_loop(parameter_server: HPS, batches: Any, seconds: float) -> float:
         parameter_server.lookup_tables({"item": batches[done % len(batches)]}, "m")
         done += 1
     return done / (time.perf_counter() - start)
-
-
-def _write(directory: Path) -> None:
-    """Write a model that is all in the cache, its configuration, and what the plain application answers."""
-    keys = np.arange(_ROWS)
-    write_sparse_model(directory / "item.model", (keys, sample_vectors(keys, _DIM)))
-    model = {
-        "model": "m",
-        "sparse_files": [str(directory / "item.model")],
-        "embedding_table_names": ["item"],
-        "embedding_vecsize_per_table": [_DIM],
-        "maxnum_catfeature_query_per_table_per_sample": [1],
-        "default_value_for_each_table": [0.0],
-        "deployed_device_list": [0],
-        "max_batch_size": 1000,
-        "gpucacheper": 1.0,
-        "hit_rate_threshold": 1.1,
-        "cache_refresh_percentage_per_iteration": 1.0,
-        "num_of_worker_buffer_in_pool": 8,
-    }
-    document = {"supportlonglong": True, "device": "cpu", "volatile_db": {"type": "hash_map"}, "models": [model]}
-    (directory / "ps.json").write_text(json.dumps(document))
-    tables = [{"name": "item", "dim": _DIM, "max_keys": 1000}]
-    (directory / "metadata.json").write_text(json.dumps({"models": ["m"], "tables": tables}))

@@ -46,7 +46,7 @@ def run(report: Report, quick: bool) -> None:
     ):
         for tiers in ("embedding_cache/hash_map/rocks_db",):
             directory = Path(name) / tiers.replace("/", "-")
-            _write_model(directory)
+            write_model(directory)
             with server("service", directory) as (target, _), server("raw", directory) as (other, _):
                 cases = {
                     "idle": (0, target),
@@ -142,7 +142,7 @@ def _head(path: str, header_length: int, length: int) -> bytes:
     return f"{lines}Content-Length: {length}\r\n\r\n".encode()
 
 
-def _write_model(directory: Path) -> None:
+def write_model(directory: Path) -> None:
     """Write a model whose vectors are of generation 0, and its configuration."""
     directory.mkdir()
     keys = np.arange(_ROWS)

@@ -145,20 +145,29 @@ class InProcess:
         """One lookup, ready to be called."""
         server, model, device_id = self._server, self.model, self._device_id
         if self._cupy is not None:
-            asked = {table: self._cupy.asarray(some) for table, some in asked.items()}
-            out = {table: self._cupy.empty((some.size, self._specs[table].dim), np.float32) for table, some in asked.items()}
-            stream = self._cupy.cuda.get_current_stream()
-
-            def on_device() -> None:
-                server.lookup_tables(asked, model, device_id, out=out)
-                stream.synchronize()
-
-            if not self._hotness:
-                return on_device
+            return self._call_on_device(self._cupy, asked)
         if self._hotness:
             bags = {table: Bags(some.reshape(-1, self._hotness)) for table, some in asked.items()}
             return lambda: server.lookup_pooled(bags, model, device_id)
         return lambda: server.lookup_tables(asked, model, device_id)
+
+    def _call_on_device(self, cupy: Any, asked: dict[str, KeyArray]) -> Callable[[], object]:
+        """One lookup with keys and vectors on the GPU; it ends when the vectors are there."""
+        server, model, hotness, device = self._server, self.model, self._hotness, cupy.cuda.Device(self._device_id or 0)
+        with device:
+            keys = {table: cupy.asarray(some) for table, some in asked.items()}
+            out = {table: cupy.empty((some.size, self._specs[table].dim), np.float32) for table, some in keys.items()}
+
+        def call() -> None:
+            with device:
+                if hotness:
+                    bags = {table: Bags(some.reshape(-1, hotness)) for table, some in keys.items()}
+                    server.lookup_pooled(bags, model, self._device_id)
+                else:
+                    server.lookup_tables(keys, model, self._device_id, out=out)
+                cupy.cuda.get_current_stream().synchronize()
+
+        return call
 
     def _run(
         self, pool: KeyPool, concurrency: int, seconds: float, rate: float | None, numbers: "count[int]"

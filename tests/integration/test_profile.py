@@ -1,6 +1,7 @@
 """`hps profile`: its figures are those of the server that it measured, and every failure has its exit code."""
 
 import json
+from importlib.util import find_spec
 from itertools import count
 
 import numpy as np
@@ -122,6 +123,22 @@ def test_failed_lookups_in_process_are_counted_apart(config, tmp_path, monkeypat
     monkeypatch.setattr(HPS, "lookup_tables", sometimes)
     (row,) = profiled(tmp_path, config, *QUICK, "--max-failures", "0.5")["rows"]
     assert row["failures"] == {"DatabaseTimeoutError": (row["lookups"] + 1 + row["failures"]["DatabaseTimeoutError"]) // 4}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [(), ("--bags", "10"), ("--on-device",), ("--on-device", "--bags", "10")])
+def test_on_a_gpu(config, tmp_path, options):
+    config.write_text(config.read_text().replace('"device": "cpu"', '"device": "cuda"'))
+    (row,) = profiled(tmp_path, config, *QUICK, "--check", *options)["rows"]
+    assert row["failures"] == {}
+    assert row["tiers"]["embedding_cache"]["asked"] == row["lookups"] * 50 * len(TABLES)
+
+
+@pytest.mark.skipif(find_spec("cupy") is not None, reason="CuPy is installed")
+def test_keys_on_the_gpu_need_cupy(config):
+    result = run("profile", config, *QUICK, "--on-device")
+    assert result.exit_code == 2
+    assert "hps-server[cuda12]" in result.output
 
 
 @pytest.mark.parametrize(

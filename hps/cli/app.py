@@ -1,6 +1,6 @@
-"""The command line: `hps init | serve | load | lookup | profile | check-config | check-database | create-model | import | publish`,
-one module a command; `hps updates`, a group; and `hps models | deploy | undeploy | rollback | refresh`, which ask a running
-server and share one.
+"""The command line: `hps init | serve | load | lookup | profile | check-config | check-database | create-model | import |
+publish`, one module a command; `hps updates`, a group; and `hps models | deploy | undeploy | rollback | refresh`, which ask a
+running server and share one.
 
 Exit codes: 0 done; 2 the configuration, the model files or the arguments are wrong; 1 something failed while running (a
 database, a device); 130 stopped by Ctrl-C. An error is one message on standard error. Commands import what they work with

@@ -20,6 +20,7 @@ from numba import njit
 
 from benchmarks.harness import Report
 from hps.hashing import mix, scale
+from hps.workloads import power_law_ranks
 
 EVERY, CHANCE, IDLE, SECOND, SKETCH, CHOSEN = range(6)
 POLICIES = {
@@ -76,9 +77,8 @@ def _compare(report: Report, traffic: str, alpha: float, rows: int, batches: int
 
 
 def _batches(rng: np.random.Generator, traffic: str, alpha: float, rows: int, batch: int, batches: int) -> Iterator[_Keys]:
-    """The keys of `harness.power_law_keys`, whose permutation the traffic changes."""
+    """The keys of `hps.workloads.power_law_keys`, whose permutation the traffic changes."""
     ids = np.random.default_rng(31337).permutation(rows).astype(np.int32)
-    g = 1.0 - alpha
     share, every = (float(traffic.split()[1]), 1) if traffic.startswith("drift") else (0.3, 200)
     for nth in range(batches):
         if nth and nth % every == 0 and traffic in _SHIFTING:
@@ -87,8 +87,7 @@ def _batches(rng: np.random.Generator, traffic: str, alpha: float, rows: int, ba
         if traffic == "scan" and nth % 4 == 3:
             yield ((nth // 4 * batch + np.arange(batch)) % rows).astype(np.int32)
             continue
-        ranks = ((rng.random(batch) * (float(rows) ** g - 1.0) + 1.0) ** (1.0 / g)).astype(np.int64)
-        yield ids[np.minimum(ranks, rows - 1)]
+        yield ids[power_law_ranks(rng, batch, rows, alpha)]
 
 
 @njit

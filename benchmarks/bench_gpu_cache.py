@@ -20,6 +20,7 @@ from hps.cache.cuda.cache import CupyCache
 from hps.cache.cuda.lookup import CupyLookup
 from hps.tensors.segments import Segment
 from hps.types import FloatArray, KeyArray, TableSpec
+from hps.workloads import power_law_ranks
 
 _ALPHA = 1.05
 _GATHER = r"""
@@ -101,7 +102,7 @@ def _queries(
     resident, slots = known
     dim, table = cache.tables[0].dim, cache.memory.open[0]  # type: ignore[index]
     batches = max(8, min(256, (1 << 24) // n))
-    picks = [_ranks(rng, n, resident.size, alpha) for _ in range(batches)]
+    picks = [power_law_ranks(rng, n, resident.size, alpha) for _ in range(batches)]
     keys, places = [cupy.asarray(resident[pick]) for pick in picks], [cupy.asarray(slots[pick]) for pick in picks]
     out = cupy.empty((n, dim), cupy.float32)
     lookup = cache.create_lookup()
@@ -152,14 +153,6 @@ def _queries(
         "first_touch_of_later": later / first,
     }
     report.add({"work": "query", "dim": dim, "batch": n, "alpha": alpha, "resident": resident.size}, figures)
-
-
-def _ranks(rng: np.random.Generator, n: int, rows: int, alpha: float) -> np.ndarray:
-    """Ranks by popularity; what stands at a rank is shuffled already. See `harness.power_law_keys`."""
-    if alpha == 0:
-        return rng.integers(0, rows, n)
-    g = 1.0 - alpha
-    return np.minimum(((rng.random(n) * (float(rows) ** g - 1.0) + 1.0) ** (1.0 / g)).astype(np.int64), rows - 1)
 
 
 _compiled: dict[tuple[int, str], tuple[int, int, Any]] = {}

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 import hps
-from benchmarks.harness import Report, power_law_keys, time_calls
+from benchmarks.harness import Report, time_calls
 from hps.models.sample import sample_chunks, sample_vectors
 from hps.models.writer import write_sparse_model
+from hps.workloads import power_law_keys
 
 SEED = 1
 

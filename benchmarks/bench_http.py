@@ -7,7 +7,8 @@ for each request stands beside them, as it suffers less from whatever else the m
 
 Keys in bags, 50 of hotness 20 at dim 128, are asked of the same cache twice: for a vector each, and for a vector a bag.
 
-The load comes from one Python process (`http_load.py`), which takes processor time away from the servers where cores are few.
+The load comes from one Python process (`hps.profiling.http_load`), which takes processor time away from the servers where cores
+are few.
 """
 
 import json
@@ -31,9 +32,9 @@ import numpy as np
 import orjson
 
 from benchmarks.harness import Report
-from benchmarks.http_load import load
 from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
+from hps.profiling.http_load import HttpLoad
 
 _ROWS, _DIM, _KEYS = 100_000, 32, 1_000
 _ROTATION = 8
@@ -259,11 +260,22 @@ def _exchange(port: int, request: _Request, body: bytes) -> tuple[dict[str, str]
 
 def _measure(client: ProcessPoolExecutor, target: _Target, request: _Request, connections: int) -> dict[str, float]:
     before = _processor_s(target.process.pid)
-    sample = client.submit(load, target.port, request.path, request.headers, request.bodies, connections, _SECONDS).result(
-        _SECONDS + 30
-    )
+    sample = client.submit(_load, target.port, request, connections).result(_SECONDS + 30)
     sample["processor_us_per_request"] = 1e6 * (_processor_s(target.process.pid) - before) / sample["requests"]
     return sample
+
+
+def _load(port: int, request: _Request, connections: int) -> dict[str, float]:
+    """Load a server for some seconds, rotating the bodies; in a process of its own."""
+    lines = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+    start = f"POST {request.path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{lines}"
+    requests = [f"{start}Content-Length: {len(body)}\r\n\r\n".encode() + body for body in request.bodies]
+    load = HttpLoad(("127.0.0.1", port), connections, lambda number: (requests[number % len(requests)],), lambda *_: "")
+    result = load.run(_SECONDS)
+    if result.failures:
+        raise RuntimeError(f"loading {request.path}: {dict(result.failures)}")
+    p50_s, p99_s = result.times.quantiles_s((0.5, 0.99))
+    return {"requests": len(result.times), "requests_per_s": result.in_time / _SECONDS, "p50_s": p50_s, "p99_s": p99_s}
 
 
 def _add_rows(report: Report, axes: dict[str, Any], samples: dict[str, list[dict[str, float]]]) -> None:

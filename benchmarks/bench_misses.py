@@ -394,7 +394,7 @@ def _gathered(table: _Table, keys: Any, outs: Any, ours: dict[str, Any]) -> dict
 
 
 def _traffic(table: _Table, n: int, batches: int, random: Any) -> list[Any]:
-    """Batches of n keys whose popularity falls with rank; see `harness.power_law_keys`."""
+    """Batches of n keys whose popularity falls with rank; see `hps.workloads`."""
     g = 1.0 - _ALPHA
     found = []
     for _ in range(batches):

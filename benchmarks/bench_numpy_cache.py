@@ -14,7 +14,7 @@ import torch
 from numba import njit
 from torch.utils.dlpack import to_dlpack
 
-from benchmarks.harness import Report, power_law_keys, time_calls
+from benchmarks.harness import Report, time_calls
 from hps.cache.cpu.cache import NumpyCache
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.hashing import mix, scale
@@ -26,6 +26,7 @@ from hps.tensors.dlpack import as_keys, as_output
 from hps.tensors.segments import Segment
 from hps.thread_pool import POOL, available_threads
 from hps.types import FloatArray, KeyArray, TableSpec
+from hps.workloads import power_law_keys
 
 _ALPHA = 1.05
 _ROTATION = 8

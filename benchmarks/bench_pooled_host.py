@@ -8,7 +8,8 @@ import numpy as np
 
 import hps
 from benchmarks.bench_pooled import HOTNESS, check_sums, configuration
-from benchmarks.harness import Report, power_law_keys, time_calls
+from benchmarks.harness import Report, time_calls
+from hps.workloads import power_law_keys
 
 _ALPHA = 1.05
 

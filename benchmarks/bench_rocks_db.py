@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 import rocksdict
 
-from benchmarks.harness import Report, power_law_keys
+from benchmarks.harness import Report
 from hps.databases.base import LoadRecord
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.models.table_load import LoadFeed
+from hps.workloads import power_law_keys
 
 TAG = "hps_et.bench.item"
 CHUNK_BYTES = 16 << 20  # of a model file's chunk

@@ -27,8 +27,8 @@ import numpy as np
 import orjson
 
 from benchmarks.harness import Report
-from benchmarks.open_loop import OpenLoop
 from hps.models.writer import write_sparse_model
+from hps.profiling.http_load import HttpLoad, LoadResult
 
 _ROWS, _DIM, _KEYS = 100_000, 32, 256
 _LOOKUPS_PER_S, _ROWS_PER_S = 250, 50_000
@@ -46,7 +46,7 @@ def run(report: Report, quick: bool) -> None:
     ):
         for tiers in ("embedding_cache/hash_map/rocks_db",):
             directory = Path(name) / tiers.replace("/", "-")
-            _write_model(directory)
+            write_model(directory)
             with server("service", directory) as (target, _), server("raw", directory) as (other, _):
                 cases = {
                     "idle": (0, target),
@@ -78,22 +78,23 @@ def read(directory: Path, port: int, seconds: float, seed: int) -> dict[str, Any
     head = _head("/v2/models/m/infer", len(text), len(text) + 8 * _KEYS)
     asked: dict[int, Any] = {}
 
-    def request(number: int) -> bytes:
+    def request(number: int) -> tuple[bytes]:
         keys = rng.integers(0, _ROWS, _KEYS)
         asked[number] = (keys, acknowledged[keys])
-        return head + text + keys.tobytes()
+        return (head + text + keys.tobytes(),)
 
-    def check(number: int, answer: memoryview) -> None:
+    def check(number: int, _: bytes, answer: memoryview) -> str:
         keys, least = asked.pop(number)
         vectors = np.frombuffer(answer[len(answer) - 4 * _DIM * _KEYS :], np.float32).reshape(_KEYS, _DIM)
         if not (
             np.array_equal(vectors[:, 0], keys) and (vectors[:, 1:] == vectors[:, 1:2]).all() and (vectors[:, 1] >= least).all()
         ):
             raise AssertionError("a lookup got a vector that is torn, foreign or older than an acknowledged write")
+        return ""
 
-    with OpenLoop(port, _LOOKUP_CONNECTIONS, _LOOKUPS_PER_S, request, check) as loop:
-        loop.run(_WARM_S)
-        return {"times": loop.run(seconds)}
+    load = HttpLoad(("127.0.0.1", port), _LOOKUP_CONNECTIONS, request, check)
+    _run(load, _WARM_S, _LOOKUPS_PER_S)
+    return {"times": _run(load, seconds, _LOOKUPS_PER_S).times}
 
 
 def write(directory: Path, port: int, seconds: float, batch: int, counted: bool) -> dict[str, Any]:
@@ -108,23 +109,32 @@ def write(directory: Path, port: int, seconds: float, batch: int, counted: bool)
     keys = np.random.default_rng(batch).permutation(_ROWS).reshape(-1, batch)
     sent: dict[int, tuple[Any, int]] = {}
 
-    def request(number: int) -> bytes:
+    def request(number: int) -> tuple[bytes]:
         place = number % len(keys)
         generation = int(acknowledged[keys[place]].max()) + 1
         sent[number] = (keys[place], generation)
         vectors = np.full((batch, _DIM), generation, np.float32)
         vectors[:, 0] = keys[place]
-        return head + text + keys[place].tobytes() + vectors.tobytes()
+        return (head + text + keys[place].tobytes() + vectors.tobytes(),)
 
-    def check(number: int, _: memoryview) -> None:
+    def check(number: int, *_: object) -> str:
         part, generation = sent.pop(number)
         if counted:
             acknowledged[part] = generation
+        return ""
 
-    with OpenLoop(port, _WRITE_CONNECTIONS, _ROWS_PER_S / batch, request, check) as loop:
-        loop.run(_WARM_S / 2)
-        times = loop.run(seconds + _WARM_S / 2)
+    load = HttpLoad(("127.0.0.1", port), _WRITE_CONNECTIONS, request, check)
+    _run(load, _WARM_S / 2, _ROWS_PER_S / batch)
+    times = _run(load, seconds + _WARM_S / 2, _ROWS_PER_S / batch).times
     return {"write_times": times, "rows_per_s": len(times) * batch / (seconds + _WARM_S / 2)}
+
+
+def _run(load: HttpLoad, seconds: float, rate: float) -> LoadResult:
+    """Send requests at a fixed rate; all must be answered."""
+    result = load.run(seconds, rate)
+    if result.failures:
+        raise RuntimeError(f"at {rate:g} requests a second: {dict(result.failures)}")
+    return result
 
 
 def _head(path: str, header_length: int, length: int) -> bytes:
@@ -132,7 +142,7 @@ def _head(path: str, header_length: int, length: int) -> bytes:
     return f"{lines}Content-Length: {length}\r\n\r\n".encode()
 
 
-def _write_model(directory: Path) -> None:
+def write_model(directory: Path) -> None:
     """Write a model whose vectors are of generation 0, and its configuration."""
     directory.mkdir()
     keys = np.arange(_ROWS)
@@ -204,4 +214,4 @@ def add_rows(report: Report, axes: dict[str, Any], samples: dict[str, list[dict[
 
 
 def _quantile(taken: list[dict[str, Any]], figure: str, share: float) -> float:
-    return float(np.median([np.quantile(one[figure], share) for one in taken]))
+    return float(np.median([one[figure].quantiles_s([share])[0] for one in taken]))

@@ -1,4 +1,4 @@
-"""What every benchmark shares: keys, timing, the record of machine and versions, and the results file.
+"""What every benchmark shares: timing, the record of machine and versions, and the results file.
 
 A benchmark is `benchmarks/bench_<name>.py` with a function `run(report, quick)`. It checks the answers of what it times
 before it adds a figure, names its axes, and measures its limit (a plain gather, a raw socket) or peer in the same run, so
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
@@ -35,25 +34,6 @@ _PACKAGES = (
     "cupy-cuda13x",
     "torch",
 )
-
-
-def power_law_keys(
-    rng: np.random.Generator,
-    n: int,
-    rows: int,
-    alpha: float,
-) -> npt.NDArray[np.int64]:  # (n,)
-    """Draw ids in [0, rows) whose popularity falls with rank as rank^-alpha; alpha 0 is uniform.
-
-    u uniform in [0, 1); rank = floor((u (N^g - 1) + 1)^(1/g)) with g = 1 - alpha, on [1, N); rank to id by a fixed
-    permutation (seed 31337). This is the generator of the benchmarks of NVIDIA's NVE and HugeCTR.
-    """
-    if alpha == 0:
-        return rng.integers(0, rows, n, dtype=np.int64)
-    g = 1.0 - alpha
-    ranks = (rng.random(n) * (float(rows) ** g - 1.0) + 1.0) ** (1.0 / g)
-    permutation = np.random.default_rng(31337).permutation(rows).astype(np.int64, copy=False)
-    return permutation[np.minimum(ranks.astype(np.int64), rows - 1)]
 
 
 @dataclass(frozen=True)

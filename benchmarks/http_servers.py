@@ -1,6 +1,8 @@
 """The servers that `bench_http` measures, each a process: the service, its limits, and the service with another hop.
 
 python -m benchmarks.http_servers raw PORT DIRECTORY          raw ASGI: reads the request, returns DIRECTORY/answer.bin
+python -m benchmarks.http_servers echo PORT DIRECTORY         raw ASGI: a model's metadata, and zeros for its vectors
+python -m benchmarks.http_servers paced PORT DIRECTORY        the same, each 5 ms after it was asked
 python -m benchmarks.http_servers orjson PORT DIRECTORY       raw ASGI: orjson in, numpy take, orjson out, no checks
 python -m benchmarks.http_servers service PORT DIRECTORY HOP  the service of DIRECTORY/ps.json; HOP: own threads, or executor
 """
@@ -9,6 +11,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +35,8 @@ async def _read(receive: Receive) -> bytes:
     return body
 
 
-async def _answer(send: Send, content_type: bytes, body: bytes) -> None:
-    headers = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
+async def _answer(send: Send, content_type: bytes, body: bytes, *more: tuple[bytes, bytes]) -> None:
+    headers = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *more]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
@@ -45,6 +48,28 @@ def raw(directory: Path) -> ASGIApp:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await _read(receive)
         await _answer(send, b"application/octet-stream", answer)
+
+    return app
+
+
+def echo(directory: Path, delay_s: float = 0.0) -> ASGIApp:
+    """What load generators are measured with: DIRECTORY/metadata.json, and zeros for the vectors of all tables' keys."""
+    metadata = (directory / "metadata.json").read_bytes()
+    dims = sum(table["dim"] for table in orjson.loads(metadata)["tables"])
+    answers: dict[int, bytes] = {}
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        body = await _read(receive)
+        if scope["method"] == "GET":
+            await _answer(send, b"application/json", metadata)
+            return
+        if delay_s:
+            await asyncio.sleep(delay_s)
+        size = len(body)
+        if (answer := answers.get(size)) is None:
+            text = int(dict(scope["headers"])[b"inference-header-content-length"])
+            answer = answers[size] = b"{}" + bytes((size - text) // 8 * 4 * dims)
+        await _answer(send, b"application/octet-stream", answer, (b"inference-header-content-length", b"2"))
 
     return app
 
@@ -89,7 +114,7 @@ def main(kind: str, port: str, directory: str, hop: str = "own") -> None:
         Server(app, listen("127.0.0.1", int(port))).run()
         return
     uvicorn.run(
-        {"raw": raw, "orjson": bare_orjson}[kind](Path(directory)),
+        {"raw": raw, "echo": echo, "paced": partial(echo, delay_s=5e-3), "orjson": bare_orjson}[kind](Path(directory)),
         port=int(port),
         loop="uvloop",
         http="httptools",

@@ -10,7 +10,7 @@ OWNERS = {
     "rocksdict": "hps/databases/rocks_db/",
     "redis": ("hps/databases/redis/", "hps/updates/redis_streams"),
     "hiredis": "hps/databases/redis/",
-    "cupy": "hps/cache/cuda/",
+    "cupy": ("hps/cache/cuda/", "hps/profiling/in_process"),  # a profile makes tensors as its callers do
     "fastapi": "hps/service/",
     "starlette": "hps/service/",
     "uvicorn": "hps/service/",

@@ -35,7 +35,8 @@ from tests.servers.running_service import document_of, model_of
 from tests.tables.sparse_models import chunks_of
 
 CHANGES = ["models", "deploy", "undeploy", "rollback", "refresh"]
-COMMANDS = ["init", "serve", "load", "import", "lookup", "check-config", "check-database", "create-model", "publish", *CHANGES]
+COMMANDS = ["init", "serve", "load", "import", "lookup", "profile", "check-config", "check-database", "create-model", "publish"]
+COMMANDS += CHANGES
 TABLES = {"user": (300, 4, 1), "item": (500, 8, 2)}  # rows, dim, seed
 
 

@@ -1,0 +1,240 @@
+"""`hps profile`: how quick lookups are, in process or of a running server, and where their time goes."""
+
+import json
+from contextlib import ExitStack
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hps import errors
+from hps.cli import console
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from hps.parameter_server import HPS
+    from hps.profiling.in_process import InProcess
+    from hps.profiling.keys import Workload
+    from hps.profiling.profile import Profile, Row
+    from hps.profiling.service import Service
+    from hps.types import KeyArray
+
+EXAMPLE = "Example: `hps profile http://127.0.0.1:8000 --rate 2000 --rate 4000 --p99-ms 5 --picture rates.svg`"
+_STAGE_TEXTS = {"http": "HTTP request", "lookup": "whole lookup", "outside": "outside of stages"}
+
+
+class Distribution(StrEnum):
+    """How popular keys are."""
+
+    POWER_LAW = "power-law"
+    HOT_KEYS = "hot-keys"
+    UNIFORM = "uniform"
+
+
+def profile_command(
+    target: Annotated[
+        str, typer.Argument(metavar="CONFIG|URL", help="A ps.json, or the URL of a running server.", show_default=False)
+    ],
+    model: Annotated[str, typer.Option(help="Its name; needed where there are several.", show_default=False)] = "",
+    table: Annotated[list[str] | None, typer.Option(help="Ask this table; may be given again. By default all.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Keys of each table in a lookup; again for another row.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Threads; of a server, connections.")] = 4,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Lookups a second, whatever the answers take: times count from when each is due. Again for another row. By "
+            "default each begins when the one before it ends."
+        ),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.01, help="For each row.")] = 10.0,
+    warmup: Annotated[float, typer.Option(min=0.0, help="Seconds before each row that do not count.")] = 2.0,
+    distribution: Annotated[Distribution, typer.Option(help="The popularity of keys.")] = Distribution.POWER_LAW,
+    alpha: Annotated[float, typer.Option(min=0.0, help="Of the power law.")] = 0.99,
+    hot_key_percentage: Annotated[float, typer.Option(min=0.0, max=1.0, help="This share of the keys is hot, and")] = 0.2,
+    hot_key_coverage: Annotated[float, typer.Option(min=0.0, max=1.0, help="gets this share of the requests.")] = 0.8,
+    rows: Annotated[
+        int, typer.Option(min=0, help="Draw keys 0 to ROWS - 1. By default those of the model files; of a server, as many.")
+    ] = 0,
+    keys: Annotated[
+        Path | None,
+        typer.Option(help="Recorded keys, of `hps serve --record-trace`, or a .npy of int64; in place of drawn ones."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of drawn keys.")] = 1,
+    bags: Annotated[int, typer.Option(min=0, help="Keys of a bag: ask for sums of bags in place of vectors.")] = 0,
+    device: Annotated[int | None, typer.Option(help="In process: whose embedding cache to ask.", show_default=False)] = None,
+    on_device: Annotated[bool, typer.Option("--on-device", help="In process: keys and vectors are on the GPU.")] = False,
+    processes: Annotated[int, typer.Option(min=1, help="Of a server: processes that make the load.")] = 1,
+    token: Annotated[
+        str, typer.Option(envvar=["HPS_BEARER_TOKEN", "HPS_ADMIN_TOKEN"], show_default=False, help="Of the server.")
+    ] = "",
+    check: Annotated[bool, typer.Option("--check", help="First look some keys up twice, and compare their vectors.")] = False,
+    p50_ms: Annotated[float | None, typer.Option("--p50-ms", help="A bound of p50.", show_default=False)] = None,
+    p99_ms: Annotated[float | None, typer.Option("--p99-ms", help="A bound of p99.", show_default=False)] = None,
+    min_keys_per_s: Annotated[float | None, typer.Option(help="A bound of the throughput.", show_default=False)] = None,
+    min_hit_rate: Annotated[
+        float | None, typer.Option(help="A bound of the embedding cache's hit rate, 0 to 1.", show_default=False)
+    ] = None,
+    max_failures: Annotated[float, typer.Option(min=0.0, max=1.0, help="The share of lookups that may fail.")] = 0.0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures to this file.", show_default=False)
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw them into this .svg or .png.", show_default=False)] = None,
+) -> None:
+    """Measure how quick lookups are, where their time goes, and which tier answers.
+
+    CONFIG is opened in this process, without HTTP. A URL is a server that runs; its own counters, of all clients, say where
+    the time goes. Exit code 1 says that a bound is missed or that more lookups failed than `--max-failures`.
+    """
+    with console.reported(), ExitStack() as stack:
+        from hps.profiling.in_process import InProcess
+        from hps.profiling.keys import Workload
+        from hps.profiling.profile import Bounds, Profile
+        from hps.profiling.service import Service
+
+        workload = Workload(distribution.value, alpha, hot_key_percentage, hot_key_coverage, seed)
+        batches, rates = batch or [1000], [*(rate or ())] or [None]
+        _check(batches, rates, bags, json_file, picture)
+        asked: Service | InProcess
+        if "://" not in target:
+            asked = InProcess(_opened(Path(target), stack), model, table or (), bags, device, on_device)
+        elif device is None and not on_device:
+            asked = Service(target, token, model, table or (), bags, processes)
+        else:
+            raise errors.InvalidInputError("profiling a server: --device and --on-device are for a CONFIG")
+        drawn = _keys(asked, workload, keys, rows)
+        profile = Profile(
+            target,
+            {
+                "model": asked.model,
+                "tables": asked.tables,
+                "workload": f"keys of {keys}" if keys else workload.text,
+                "bags": bags,
+                "concurrency": concurrency,
+                "warm_up_s": warmup,
+            },
+        )
+        bounds = Bounds(p50_ms, p99_ms, min_keys_per_s, min_hit_rate, max_failures)
+        screen = _screen()
+        said = f"{target}: model {asked.model}, tables {', '.join(asked.tables)}; {profile.about['workload']}"
+        screen.print(said, markup=False, soft_wrap=True)
+        for size in batches:
+            if check:
+                asked.check(drawn, size)
+            for per_s in rates:
+                profile.add(asked.measure(drawn, size, concurrency, seconds, per_s, warmup), bounds)
+        _print(screen, profile)
+        if json_file is not None:
+            try:
+                json_file.write_text(json.dumps(profile.as_dict(), indent=2) + "\n")
+            except OSError as error:
+                raise errors.InvalidInputError(f"writing {json_file}: {error}") from error
+        if picture is not None:
+            from hps.profiling.pictures import draw
+
+            draw(profile, picture)
+    if profile.missed:
+        for text in profile.missed:
+            typer.echo(f"missed: {text}", err=True)
+        raise typer.Exit(1)
+
+
+def _check(
+    batches: "Sequence[int]", rates: "Sequence[float | None]", bags: int, json_file: Path | None, picture: Path | None
+) -> None:
+    """Refuse before anything is loaded what cannot be measured."""
+    if wrong := [size for size in batches if size < 1 or (bags and size % bags)]:
+        expected = f"multiples of --bags {bags}" if bags else "at least 1"
+        raise errors.InvalidInputError(f"reading --batch: got {wrong}, expected {expected}")
+    if wrong_rates := [rate for rate in rates if rate is not None and not 0 < rate < 1e7]:
+        raise errors.InvalidInputError(f"reading --rate: got {wrong_rates}, expected lookups a second")
+    for file in (json_file, picture):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise errors.InvalidInputError(f"writing {file}: its directory does not exist")
+    if picture is not None and picture.suffix not in (".svg", ".png"):
+        raise errors.InvalidInputError(f"drawing {picture}: expected a .svg or .png file")
+
+
+def _opened(path: Path, stack: ExitStack) -> "HPS":
+    """The parameter server of a configuration, until the command ends."""
+    from hps.configuration.load import load_configuration
+    from hps.parameter_server import HPS
+
+    progress = stack.enter_context(console.progress())
+    return stack.enter_context(HPS(load_configuration(path), progress=progress))
+
+
+def _keys(asked: "Service | InProcess", workload: "Workload", keys: Path | None, rows: int) -> "dict[str, KeyArray]":
+    """What each table is asked."""
+    if keys is not None:
+        from hps.profiling.keys import recorded_keys
+
+        return recorded_keys(keys, asked.model, asked.tables)
+    if rows:
+        return {table: workload.draw(rows, place) for place, table in enumerate(asked.tables)}
+    known = asked.known_keys()
+    if unknown := [table for table, (count, _) in known.items() if not count]:
+        raise errors.InvalidInputError(
+            f"drawing keys of {', '.join(unknown)}: it is not known how many there are; give --rows, or recorded --keys"
+        )
+    return {table: workload.draw(count, place, ids) for place, (table, (count, ids)) in enumerate(known.items())}
+
+
+def _screen() -> "Console":
+    """Where tables go: as wide as they are where nobody looks at a terminal."""
+    from rich.console import Console
+
+    screen = Console(highlight=False)
+    return screen if screen.is_terminal else Console(highlight=False, width=200)
+
+
+def _print(screen: "Console", profile: "Profile") -> None:
+    from rich.table import Table
+
+    wholes = Table(title="Lookups")
+    for head in ("keys", "rate/s", "lookups/s", "keys/s", "p50 ms", "p95 ms", "p99 ms", "p99.9 ms", "max ms", "failed"):
+        wholes.add_column(head, justify="right")
+    for row in profile.rows:
+        times = row.latency
+        shown = (times.p50_ms, times.p95_ms, times.p99_ms, times.p999_ms, times.max_ms)
+        rate = f"{row.rate:,.10g}" if row.rate else "closed"
+        failed = sum(row.failures.values())
+        wholes.add_row(
+            f"{row.batch:,} x {row.tables}",
+            rate,
+            f"{row.lookups_per_s:,.0f}",
+            f"{row.keys_per_s:,.0f}",
+            *(f"{ms:.3f}" for ms in shown),
+            f"{failed:,}",
+        )
+    screen.print(wholes)
+    for row in profile.rows:
+        _print_row(screen, row)
+
+
+def _print_row(screen: "Console", row: "Row") -> None:
+    """Where the time of one row went, and which tier answered."""
+    from rich.table import Table
+
+    title = f"{row.batch:,} keys" + (f" at {row.rate:,.10g}/s" if row.rate else "")
+    if row.stages:
+        stages = Table(title=f"Stages, {title}")
+        stages.add_column("stage")
+        for head in ("lookups", "of the time", "mean us", "p50 us", "p99 us"):
+            stages.add_column(head, justify="right")
+        for name, times in row.stages.items():
+            figures = (f"{times.mean_us:,.1f}", f"{times.p50_us:,.1f}", f"{times.p99_us:,.1f}")
+            stages.add_row(_STAGE_TEXTS.get(name, name), f"{times.count:,}", f"{times.share:.1%}", *figures)
+        screen.print(stages)
+    lines = [f"{name}: {one.hit_rate:.2%} of {one.asked:,} keys" for name, one in row.tiers.items()]
+    if lines:
+        screen.print(f"hit rates: {'; '.join(lines)}; in no tier: {row.default_keys:,}", soft_wrap=True)
+    for what, count in row.failures.items():
+        screen.print(f"failed: {count:,} x {what}", markup=False)
+    if row.failures:
+        screen.print(f"failed lookups took {row.failed.p50_ms:.3f} ms (p50), {row.failed.max_ms:.3f} ms at most")
+    late = f"; lookups began {row.lateness.p99_ms:.3f} ms late (p99)" if row.rate else ""
+    screen.print(f"the client's own work: {row.generator_busy:.2f} of a processor{late}")

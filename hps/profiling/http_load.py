@@ -1,0 +1,320 @@
+"""A load generator for HTTP/1.1: one thread, a few connections, and requests one after the other or at a fixed rate.
+
+At a fixed rate, the time of a request counts from the moment that it is due, whatever the answers before it take. So a server
+that stands still for a second shows as many slow answers as were due in that second (no coordinated omission).
+"""
+
+import selectors
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from hps import errors
+from hps.profiling.times import Times
+
+Parts: TypeAlias = Sequence[bytes | memoryview]
+MOST_CONNECTIONS = 500
+"""Of one generator: beyond 1,024 files, no wait of Python's is exact to microseconds."""
+
+DRAIN_S = 5.0
+"""After the end, what was due may still be sent and answered for so long."""
+
+_CONNECT_S = 1.0
+_AGAIN_S = 0.1
+_ANSWER_BYTES = 1 << 18
+
+
+@dataclass
+class LoadResult:
+    """What a load brought. *One thread.*
+
+    Attributes:
+        times: of requests that were answered rightly.
+        failed: of those that were not, until that was known.
+        failures: how many of those there are, by what happened. A request at a fixed rate that was due and had no answer at the
+            end is one (`no answer`); what it had waited by then counts among `times`, too, lest a stall look quick.
+        lateness: how much later than it could have been sent each request was sent, by the generator's own fault.
+        in_time: right answers that came before the end.
+        seconds: for how long requests were due.
+        busy_s: processor time that the generator took.
+    """
+
+    times: Times = field(default_factory=Times)
+    failed: Times = field(default_factory=Times)
+    failures: Counter[str] = field(default_factory=Counter)
+    lateness: Times = field(default_factory=Times)
+    in_time: int = 0
+    seconds: float = 0.0
+    busy_s: float = 0.0
+
+    def merge(self, others: "Sequence[LoadResult]") -> "LoadResult":
+        """Add the results of generators that ran at the same time. Returns itself."""
+        for name in ("times", "failed", "lateness"):
+            getattr(self, name).merge([getattr(one, name) for one in others])
+        for one in others:
+            self.failures += one.failures
+            self.in_time += one.in_time
+            self.seconds = max(self.seconds, one.seconds)
+            self.busy_s += one.busy_s
+        return self
+
+
+class _Connection:
+    """One connection with at most one request under way. After an error it is made anew."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._address = address
+        self._buffer = memoryview(bytearray(_ANSWER_BYTES))
+        self._unsent = memoryview(b"")
+        self.socket: socket.socket | None = None
+        self.closed_at_ns = 0
+
+    def connect(self) -> socket.socket:
+        self.socket = socket.create_connection(self._address, _CONNECT_S)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket.setblocking(False)
+        return self.socket
+
+    def begin(self, number: int, began_ns: int) -> None:
+        self.number, self.began_ns = number, began_ns
+        self.head, self._have, self._expected = b"", 0, 0
+
+    def send(self, parts: Parts) -> bool:
+        """Send what the socket takes. Returns whether that is all."""
+        size, sent = sum(map(len, parts)), 0
+        with suppress(BlockingIOError):
+            sent = self._open().sendmsg(parts)
+        if sent < size:
+            self._unsent = memoryview(b"".join(parts))[sent:]
+        return sent == size
+
+    def send_on(self) -> bool:
+        with suppress(BlockingIOError):
+            self._unsent = self._unsent[self._open().send(self._unsent) :]
+        return not self._unsent
+
+    def receive(self) -> bool:
+        """Read what is there. Returns whether the answer is complete."""
+        try:
+            count = self._open().recv_into(self._buffer[self._have :])
+        except BlockingIOError:
+            return False
+        if not count:
+            raise ConnectionError("the server closed a connection")
+        self._have += count
+        if not self.head:
+            end = bytes(self._buffer[: min(self._have, 1 << 14)]).find(b"\r\n\r\n") + 4
+            if end < 4:
+                return False
+            self.head = bytes(self._buffer[:end]).lower()
+            self._expected = end + number_of(self.head, b"content-length")
+            if self._expected > len(self._buffer):
+                self._buffer = memoryview(bytearray(self._buffer[: self._have]) + bytearray(self._expected - self._have))
+        return self._have >= self._expected
+
+    @property
+    def status(self) -> int:
+        return int(self.head[9:12])
+
+    @property
+    def body(self) -> memoryview:
+        return self._buffer[len(self.head) : self._expected]
+
+    def close(self) -> None:
+        if self.socket is not None:
+            self.socket.close()
+        self.socket, self._unsent = None, memoryview(b"")
+
+    def _open(self) -> socket.socket:
+        if self.socket is None:
+            raise ConnectionError("not connected")
+        return self.socket
+
+
+def number_of(head: bytes, name: bytes) -> int:
+    """The value of a header that is a number, of a head in lower case."""
+    _, found, rest = head.partition(b"\r\n" + name + b":")
+    if not found:
+        raise ConnectionError(f"an answer without {name.decode()}")
+    return int(rest.partition(b"\r\n")[0])
+
+
+class HttpLoad:
+    """Loads one server. *One thread.*
+
+    Args:
+        address: host and port.
+        connections: beyond as many requests under way, one that is due waits.
+        request: makes the request of a number, counted from 0, at the moment that it is sent; its parts are bytes.
+        check: gets the number, the head in lower case and the body of each answer with status 200; returns what is wrong with
+            it, or nothing. The body is read only, and only during the call.
+
+    Raises:
+        InvalidInputError: more connections than one generator can have.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        connections: int,
+        request: Callable[[int], Parts],
+        check: Callable[[int, bytes, memoryview], str],
+    ) -> None:
+        if not 0 < connections <= MOST_CONNECTIONS:
+            raise errors.InvalidInputError(
+                f"loading a server: got {connections} connections, expected 1 to {MOST_CONNECTIONS} of each process"
+            )
+        self._request = request
+        self._check = check
+        self._number = 0
+        self._connections = [_Connection(address) for _ in range(connections)]
+
+    def run(self, seconds: float, rate: float | None = None, first: int | None = None) -> LoadResult:
+        """Load the server for a while; numbers of requests go on from one run to the next.
+
+        Args:
+            rate: requests a second; None: each connection sends the next one when the one before is answered.
+            first: the number of the first request.
+        """
+        if first is not None:
+            self._number = first
+        result = LoadResult(seconds=seconds)
+        began_cpu = time.process_time()
+        # Only select() waits for microseconds; epoll for milliseconds, which a closed loop does not mind.
+        with selectors.SelectSelector() if rate else selectors.DefaultSelector() as selector:
+            try:
+                self._loop(selector, result, seconds, rate)
+            finally:
+                for connection in self._connections:
+                    connection.close()
+        result.busy_s = time.process_time() - began_cpu
+        return result
+
+    def _loop(self, selector: selectors.BaseSelector, result: LoadResult, seconds: float, rate: float | None) -> None:
+        clock = time.perf_counter_ns
+        for connection in self._connections:
+            self._connect(selector, connection, result)
+        free = deque(one for one in self._connections if one.socket is not None)
+        broken = deque(one for one in self._connections if one.socket is None)
+        start = clock()
+        end = start + int(seconds * 1e9)
+        drained = end + int(DRAIN_S * 1e9)
+        sent, idle_since = 0, dict.fromkeys(map(id, self._connections), start)
+        under_way: set[_Connection] = set()
+        period_ns = 1e9 / rate if rate else 0.0
+        due = start
+
+        def fail(connection: _Connection, what: str) -> None:
+            if connection in under_way:
+                under_way.remove(connection)
+                result.failures[what] += 1
+                result.failed.add(clock() - connection.began_ns)
+            self._disconnect(selector, connection)
+            if connection not in broken:
+                broken.append(connection)
+            with suppress(ValueError):
+                free.remove(connection)
+
+        while True:
+            now = clock()
+            while broken and broken[0].closed_at_ns + _AGAIN_S * 1e9 <= now < end:
+                connection = broken.popleft()
+                if self._connect(selector, connection, result):
+                    free.append(connection)
+                    idle_since[id(connection)] = now
+                else:
+                    broken.append(connection)
+                    break
+            while free and due <= now < drained and due < end:
+                connection = free.popleft()
+                ready_ns = max(due, idle_since[id(connection)]) if rate else now
+                parts = self._request(self._number)
+                began = clock()
+                connection.begin(self._number, due if rate else began)
+                result.lateness.add(began - ready_ns)
+                under_way.add(connection)
+                try:
+                    if not connection.send(parts):
+                        selector.modify(connection.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)  # type: ignore[arg-type]
+                except OSError:
+                    fail(connection, "connection lost")
+                self._number += 1
+                sent += 1
+                due = start + int(sent * period_ns) if rate else clock()
+                now = clock()
+            if (due >= end and not under_way) or now >= drained or (broken and not under_way and not free and now >= end):
+                break
+            wait_ns = 1e9 * _AGAIN_S if broken else 1e9
+            if due < end and free:
+                wait_ns = due - now
+            for key, events in selector.select(max(0.0, min(wait_ns, drained - now) / 1e9)):
+                connection = key.data
+                try:
+                    if events & selectors.EVENT_WRITE and connection.send_on():
+                        selector.modify(connection.socket, selectors.EVENT_READ, connection)
+                    if not (events & selectors.EVENT_READ and connection.receive()):
+                        continue
+                    self._answered(connection, result, clock(), end)
+                except OSError:
+                    fail(connection, "connection lost")
+                    continue
+                under_way.discard(connection)
+                if b"\r\nconnection: close" in connection.head:
+                    fail(connection, "")
+                    connection.closed_at_ns = 0
+                else:
+                    free.append(connection)
+                    idle_since[id(connection)] = clock()
+            if not rate:
+                due = clock()
+        self._count_unanswered(result, under_way, start, end, period_ns, sent if rate else None)
+
+    def _answered(self, connection: _Connection, result: LoadResult, now: int, end: int) -> None:
+        """Count one answer."""
+        if connection.status == 200:
+            wrong = self._check(connection.number, connection.head, connection.body)
+        else:
+            wrong = f"status {connection.status}"
+        took = now - connection.began_ns
+        if wrong:
+            result.failures[wrong] += 1
+            result.failed.add(took)
+            return
+        result.times.add(took)
+        result.in_time += now <= end
+
+    def _count_unanswered(
+        self, result: LoadResult, under_way: set[_Connection], start: int, end: int, period_ns: float, sent: int | None
+    ) -> None:
+        """Count what was due and has no answer, with the time that it has waited so far."""
+        now = time.perf_counter_ns()
+        began = [connection.began_ns for connection in under_way]
+        if sent is not None:
+            began += [start + int(number * period_ns) for number in range(sent, int((end - start) / period_ns))]
+        result.failures["no answer"] += len(began)
+        for one in began:
+            result.times.add(now - one)
+            result.failed.add(now - one)
+        result.failures += Counter()  # leaves out what is 0
+
+    @staticmethod
+    def _connect(selector: selectors.BaseSelector, connection: _Connection, result: LoadResult) -> bool:
+        try:
+            selector.register(connection.connect(), selectors.EVENT_READ, connection)
+        except OSError:
+            connection.close()
+            connection.closed_at_ns = time.perf_counter_ns()
+            result.failures["no connection"] += 1
+            return False
+        return True
+
+    @staticmethod
+    def _disconnect(selector: selectors.BaseSelector, connection: _Connection) -> None:
+        if connection.socket is not None:
+            selector.unregister(connection.socket)
+            connection.close()
+        connection.closed_at_ns = time.perf_counter_ns()

@@ -1,0 +1,280 @@
+"""Threads that look keys up in an `HPS` of this process, with the stages of one lookup in eight."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from hps.errors import HPSError, InvalidInputError, MissingDependencyError, UnknownModelError
+from hps.models.files import open_sparse_model
+from hps.models.sources import ModelSources
+from hps.parameter_server import HPS
+from hps.profiling import http_load
+from hps.profiling.counters import LOOKUP, Counters, StageTimes
+from hps.profiling.http_load import LoadResult
+from hps.profiling.keys import MOST_ROWS, KeyPool
+from hps.profiling.profile import Row
+from hps.profiling.times import Times
+from hps.tensors.bags import Bags
+from hps.tracing import STAGES, traced
+from hps.types import KeyArray
+
+TRACED_OF = 8
+_OUTSIDE = "outside"
+
+
+@dataclass
+class _Measured:
+    """What one thread measured. *One thread.*"""
+
+    result: LoadResult = field(default_factory=LoadResult)
+    stages: dict[str, Times] = field(default_factory=lambda: {stage: Times() for stage in (LOOKUP, *STAGES, _OUTSIDE)})
+    error: BaseException | None = None
+
+
+class InProcess:
+    """One model of an `HPS`, for profiles. *One thread.*
+
+    Args:
+        server: has the model.
+        model: its name; empty: the only one.
+        tables: those that are asked; empty: all.
+        hotness: keys of a bag; 0: every key gets a vector.
+        device_id: whose embedding cache is asked; None: of the least busy device.
+        on_device: keys and vectors are in the memory of the GPU.
+
+    Raises:
+        UnknownModelError, UnknownTableError: there is no such model or table, or there are several models and none was named.
+        MissingDependencyError: CuPy is needed.
+    """
+
+    def __init__(
+        self,
+        server: HPS,
+        model: str = "",
+        tables: Sequence[str] = (),
+        hotness: int = 0,
+        device_id: int | None = None,
+        on_device: bool = False,
+    ) -> None:
+        if not model and len(server.models) != 1:
+            raise UnknownModelError(f"profiling: the configuration has the models {server.models}; --model chooses one")
+        self._server, self.model = server, model or server.models[0]
+        self._deployment = server.model(self.model)
+        self.tables = list(tables) or [table.table_name for table in self._deployment.tables]
+        self._specs = {name: self._deployment.tables[self._deployment.table_index(name)] for name in self.tables}
+        self._device_id, self._hotness = device_id, hotness
+        self._cupy = _cupy() if on_device else None
+
+    def known_keys(self) -> dict[str, tuple[int, KeyArray | None]]:
+        """How many keys the model files of each table have, and which: (rows,) int64; None where a version changes another.
+
+        Raises:
+            ModelFileError: they cannot be read.
+        """
+        version = self._server.catalog.version(self.model, self._deployment.version)
+        sources, found = ModelSources(self._server.config.model_source), {}
+        for name, spec in self._specs.items():
+            index = self._deployment.table_index(name)
+            source, ids = version.sources[index], None
+            rows = self._deployment.rows[index]
+            if source.base is None and rows <= MOST_ROWS:
+                files = open_sparse_model(source.place, spec.dim, sources=sources)
+                ids = np.empty(files.rows, np.int64)
+                files.read_keys(0, ids)
+                rows = files.rows
+            found[name] = (rows, ids)
+        return found
+
+    def measure(
+        self, keys: dict[str, KeyArray], batch: int, concurrency: int, seconds: float, rate: float | None, warm_up_s: float
+    ) -> Row:
+        """Look keys up on some threads for a while.
+
+        Args:
+            keys: (n,) int64 by table.
+            batch: keys of each table in a lookup.
+
+        Raises:
+            InvalidInputError: a lookup has more keys than the model is configured for.
+        """
+        pool = KeyPool(keys, batch)
+        self._call(pool.take(0))()  # wrong input is an error here, and not a failure of every lookup
+        numbers = count()
+        if warm_up_s:
+            self._run(pool, concurrency, warm_up_s, rate, numbers)
+        before = self._counters()
+        measured = self._run(pool, concurrency, seconds, rate, numbers)
+        after = self._counters()
+        result = LoadResult().merge([one.result for one in measured])
+        stages = {stage: Times().merge([one.stages[stage] for one in measured]) for stage in measured[0].stages}
+        return Row.of(
+            result,
+            batch=batch,
+            tables=len(self.tables),
+            concurrency=concurrency,
+            rate=rate,
+            stages={stage: _stage(times, stages[LOOKUP]) for stage, times in stages.items() if len(times)},
+            tiers=after.tiers_since(before),
+            default_keys=after.defaults_since(before),
+        )
+
+    def check(self, keys: dict[str, KeyArray], batch: int, lookups: int = 20) -> None:
+        """Look the same keys up twice, the second time backwards and table by table, and compare all vectors bit for bit.
+
+        Raises:
+            HPSError: they differ. Where rows are written meanwhile, that is no fault.
+        """
+        pool = KeyPool(keys, batch)
+        for number in range(lookups):
+            asked = pool.take(number)
+            answers = self._server.lookup_tables(asked, self.model, self._device_id)
+            for table, some in asked.items():
+                again = self._server.lookup_tables({table: some[::-1].copy()}, self.model, self._device_id)[table]
+                if answers[table].tobytes() != again[::-1].tobytes():
+                    raise HPSError(f"checking the vectors of {self.model}.{table}: two lookups of the same keys differ")
+
+    def _counters(self) -> Counters:
+        return Counters(self._server.metrics.registry.collect(), self.model, self.tables)
+
+    def _call(self, asked: dict[str, Any]) -> Callable[[], object]:
+        """One lookup, ready to be called."""
+        server, model, device_id = self._server, self.model, self._device_id
+        if self._cupy is not None:
+            return self._call_on_device(self._cupy, asked)
+        if self._hotness:
+            bags = {table: Bags(some.reshape(-1, self._hotness)) for table, some in asked.items()}
+            return lambda: server.lookup_pooled(bags, model, device_id)
+        return lambda: server.lookup_tables(asked, model, device_id)
+
+    def _call_on_device(self, cupy: Any, asked: dict[str, KeyArray]) -> Callable[[], object]:
+        """One lookup with keys and vectors on the GPU; it ends when the vectors are there."""
+        server, model, hotness, device = self._server, self.model, self._hotness, cupy.cuda.Device(self._device_id or 0)
+        with device:
+            keys = {table: cupy.asarray(some) for table, some in asked.items()}
+            out = {table: cupy.empty((some.size, self._specs[table].dim), np.float32) for table, some in keys.items()}
+
+        def call() -> None:
+            with device:
+                if hotness:
+                    bags = {table: Bags(some.reshape(-1, hotness)) for table, some in keys.items()}
+                    server.lookup_pooled(bags, model, self._device_id)
+                else:
+                    server.lookup_tables(keys, model, self._device_id, out=out)
+                cupy.cuda.get_current_stream().synchronize()
+
+        return call
+
+    def _run(
+        self, pool: KeyPool, concurrency: int, seconds: float, rate: float | None, numbers: "count[int]"
+    ) -> list[_Measured]:
+        measured = [_Measured() for _ in range(concurrency)]
+        ready = threading.Barrier(concurrency + 1)
+        places = count()  # of lookups on the schedule
+        clock: list[int] = []  # when it begins
+        threads = [
+            threading.Thread(target=self._drive, args=(one, pool, ready, clock, places, numbers, seconds, rate), daemon=True)
+            for one in measured
+        ]
+        for thread in threads:
+            thread.start()
+        clock.append(time.perf_counter_ns() + 1_000_000)
+        ready.wait()
+        for thread in threads:
+            thread.join()
+        for one in measured:
+            if one.error is not None:
+                raise one.error
+        return measured
+
+    def _drive(
+        self,
+        measured: _Measured,
+        pool: KeyPool,
+        ready: threading.Barrier,
+        clock: list[int],
+        places: "count[int]",
+        numbers: "count[int]",
+        seconds: float,
+        rate: float | None,
+    ) -> None:
+        """Look keys up, one lookup after the other, until the end; a thread."""
+        result = measured.result
+        result.seconds = seconds
+        try:
+            ready.wait()
+            end = clock[0] + int(seconds * 1e9)
+            last = end + int(http_load.DRAIN_S * 1e9)
+            left, own_ns = time.perf_counter_ns(), 0
+            while (due := clock[0] + int(next(places) * 1e9 / rate) if rate else time.perf_counter_ns()) < end:
+                number = next(numbers)
+                call = self._call(pool.take(number))
+                now = idle = time.perf_counter_ns()
+                own_ns += idle - left
+                left = idle
+                if now > last:  # the server does not hold the rate: what is left has waited as long by now
+                    result.failures["no answer"] += 1
+                    result.failed.add(now - due)
+                    result.times.add(now - due)
+                    continue
+                while now < due:
+                    time.sleep((due - now) / 1e9)
+                    now = time.perf_counter_ns()
+                began = due if rate else now
+                if rate:
+                    result.lateness.add(now - max(due, idle))
+                try:
+                    if number % TRACED_OF:
+                        call()
+                        ended = time.perf_counter_ns()
+                    else:
+                        ended = self._trace(call, measured.stages)
+                except InvalidInputError:
+                    raise
+                except HPSError as error:
+                    result.failures[type(error).__name__] += 1
+                    left = time.perf_counter_ns()
+                    result.failed.add(left - began)
+                    continue
+                left = ended
+                result.times.add(ended - began)
+                result.in_time += ended <= end
+            result.busy_s = own_ns / 1e9
+        except BaseException as error:  # noqa: BLE001 - raised again on the thread that waits
+            measured.error = error
+
+    @staticmethod
+    def _trace(call: Callable[[], object], stages: dict[str, Times]) -> int:
+        """Make a call and add the times of its stages. Returns when it ended."""
+        with traced() as trace:
+            began = time.perf_counter_ns()
+            call()
+            ended = time.perf_counter_ns()
+        spent: dict[str, int] = {}
+        for span in trace.spans:
+            spent[span.stage] = spent.get(span.stage, 0) + span.ended_ns - span.began_ns
+        for stage, ns in spent.items():
+            stages[stage].add(ns)
+        stages[LOOKUP].add(ended - began)
+        stages[_OUTSIDE].add(max(0, ended - began - sum(spent.values())))
+        return ended
+
+
+def _stage(times: Times, whole: Times) -> StageTimes:
+    p50, p99 = times.quantiles_s((0.5, 0.99))
+    mean = times.total_s / len(times)
+    return StageTimes(len(times), times.total_s / whole.total_s if whole.total_s else 0.0, 1e6 * mean, 1e6 * p50, 1e6 * p99)
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise MissingDependencyError(
+            "keys on the device: CuPy is needed and not installed; pip install 'hps-server[cuda12]'"
+        ) from error
+    return cupy

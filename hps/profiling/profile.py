@@ -1,0 +1,171 @@
+"""The figures of a profile, one row a batch size and rate, and the bounds that they must keep."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hps.profiling.counters import StageTimes, TierKeys
+from hps.profiling.http_load import LoadResult
+from hps.profiling.times import Times
+
+_CURVE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9995, 0.9999, 0.99999)
+_HIT_RATE_TIER = "embedding_cache"
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Quantiles of times, in milliseconds. *Immutable.*"""
+
+    mean_ms: float
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+    p999_ms: float
+    max_ms: float
+
+    @classmethod
+    def of(cls, times: Times) -> "Latencies":
+        """Of the times that were counted; zeros where there are none."""
+        mean_s = times.total_s / max(1, len(times))
+        return cls(*(round(1e3 * s, 6) for s in (mean_s, *times.quantiles_s((0.5, 0.95, 0.99, 0.999)), times.largest_s)))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measurement. *Immutable.*
+
+    Attributes:
+        batch: keys of each table in a lookup.
+        tables: how many tables a lookup asks.
+        concurrency: threads, or connections.
+        rate: lookups a second that were due; None: each began when the one before had ended.
+        seconds: for how long.
+        lookups: those that were answered rightly.
+        lookups_per_s, keys_per_s: of those that were answered before the end.
+        latency: of right answers, and of what was due and had none at the end.
+        failures: by what happened. `no answer`: it was due, and had none at the end.
+        failed: the latency of those.
+        stages: by name.
+        tiers: by name.
+        default_keys: keys that no tier had.
+        generator_busy: processors that clients took; near the number of their processes they are what was measured.
+        lateness: how late lookups began by the fault of the client.
+        curve: share of the lookups and the milliseconds that they took at most.
+    """
+
+    batch: int
+    tables: int
+    concurrency: int
+    rate: float | None
+    seconds: float
+    lookups: int
+    lookups_per_s: float
+    keys_per_s: float
+    latency: Latencies
+    failures: dict[str, int]
+    failed: Latencies
+    stages: dict[str, StageTimes]
+    tiers: dict[str, TierKeys]
+    default_keys: int
+    generator_busy: float
+    lateness: Latencies
+    curve: tuple[tuple[float, float], ...]
+
+    @property
+    def failure_share(self) -> float:
+        """Of all lookups, those that failed."""
+        failed = sum(self.failures.values())
+        answered = self.lookups
+        return failed / (answered + failed) if failed else 0.0
+
+    @classmethod
+    def of(
+        cls,
+        result: LoadResult,
+        *,
+        batch: int,
+        tables: int,
+        concurrency: int,
+        rate: float | None,
+        stages: dict[str, StageTimes],
+        tiers: dict[str, TierKeys],
+        default_keys: int,
+    ) -> "Row":
+        """Of what a load brought, and what the server counted meanwhile."""
+        per_s = result.in_time / result.seconds
+        return cls(
+            batch,
+            tables,
+            concurrency,
+            rate,
+            result.seconds,
+            len(result.times) - result.failures["no answer"],
+            per_s,
+            per_s * batch * tables,
+            Latencies.of(result.times),
+            dict(result.failures),
+            Latencies.of(result.failed),
+            stages,
+            tiers,
+            default_keys,
+            result.busy_s / result.seconds,
+            Latencies.of(result.lateness),
+            tuple((share, round(1e3 * s, 6)) for share, s in zip(_CURVE, result.times.quantiles_s(_CURVE), strict=True)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What every row must keep; None and 0 hold nothing. *Immutable.*"""
+
+    p50_ms: float | None = None
+    p99_ms: float | None = None
+    min_keys_per_s: float | None = None
+    min_hit_rate: float | None = None
+    max_failure_share: float = 0.0
+
+    def missed(self, row: Row) -> list[str]:
+        """Say what a row misses, one sentence each."""
+        found = []
+        for name in ("p50_ms", "p99_ms"):
+            most, got = getattr(self, name), getattr(row.latency, name)
+            if most is not None and not 0 < got <= most:
+                found.append(f"{name[:-3]} is {got:.3f} ms, expected at most {most:g} ms")
+        if self.min_keys_per_s is not None and row.keys_per_s < self.min_keys_per_s:
+            found.append(f"the throughput is {row.keys_per_s:,.0f} keys/s, expected at least {self.min_keys_per_s:,.0f}")
+        if self.min_hit_rate is not None:
+            tier = row.tiers.get(_HIT_RATE_TIER)
+            if tier is None:
+                found.append("no embedding cache was asked, so there is no hit rate")
+            elif tier.hit_rate < self.min_hit_rate:
+                found.append(f"the hit rate is {tier.hit_rate:.4f}, expected at least {self.min_hit_rate:g}")
+        if row.failure_share > self.max_failure_share:
+            listed = ", ".join(f"{count:,} x {what}" for what, count in row.failures.items())
+            found.append(f"{row.failure_share:.2%} failed ({listed}), expected at most {self.max_failure_share:.2%}")
+        return found
+
+
+@dataclass
+class Profile:
+    """All rows of one run of `hps profile`. *One thread.*
+
+    Attributes:
+        target: what was measured.
+        about: model, tables, workload and the like.
+        rows: the measurements.
+        missed: the bounds that were missed, each with its row's number.
+    """
+
+    target: str
+    about: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+
+    def add(self, row: Row, bounds: Bounds) -> None:
+        """Take a row, and hold it against its bounds."""
+        self.rows.append(row)
+        where = f"batch {row.batch:,}" + (f" at {row.rate:,.10g}/s" if row.rate else "")
+        self.missed += [f"{where}: {text}" for text in bounds.missed(row)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)

@@ -1,0 +1,280 @@
+"""A running service under load, by the Open Inference Protocol with binary tensors."""
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from threading import BrokenBarrierError
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import numpy as np
+import numpy.typing as npt
+import urllib3
+from prometheus_client.parser import text_string_to_metric_families
+
+from hps import errors
+from hps.profiling.counters import Counters
+from hps.profiling.http_load import HttpLoad, LoadResult, Parts, number_of
+from hps.profiling.keys import KeyPool
+from hps.profiling.profile import Row
+from hps.types import KeyArray
+
+_ANSWER_S = 30.0
+_START_S = 60.0
+_WRONG_INPUT = frozenset({400, 401, 403, 404, 413})
+_barrier: Any = None  # of a client process
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """The requests of one batch size. *Immutable*, and picklable.
+
+    Attributes:
+        address: host and port of the server.
+        head, text: what is the same in all: the HTTP head with its empty line, and the JSON part.
+        keys: (n,) int64 by table.
+        batch: keys of each table.
+        answer_bytes: of the binary part of an answer.
+    """
+
+    address: tuple[str, int]
+    head: bytes
+    text: bytes
+    keys: dict[str, KeyArray]
+    batch: int
+    answer_bytes: int
+
+    def pool(self) -> Callable[[int], Parts]:
+        """What makes the request of a number."""
+        pool, start = KeyPool(self.keys, self.batch), self.head + self.text
+        return lambda number: (start, *(memoryview(some.data).cast("B") for some in pool.take(number).values()))
+
+    def check(self, number: int, head: bytes, body: memoryview) -> str:
+        """Say what is wrong with the size of an answer, or nothing."""
+        got = len(body) - number_of(head, b"inference-header-content-length")
+        return "" if got == self.answer_bytes else f"{got} bytes of vectors"
+
+
+class Service:
+    """One model of a running server, for profiles. *One thread.*
+
+    Args:
+        url: of the server.
+        token: its bearer token, or its admin token; empty for none.
+        model: its name; empty: the only one.
+        tables: those that are asked; empty: all.
+        hotness: keys of a bag; 0: every key gets a vector.
+        processes: that make the load; 1 is this one.
+
+    Raises:
+        InvalidInputError: it is no such URL, the token is wrong, or the model has no such table.
+        UnknownModelError: the server has no such model, or several and none was named.
+        NotReadyError: nobody answers there.
+    """
+
+    def __init__(
+        self, url: str, token: str = "", model: str = "", tables: Sequence[str] = (), hotness: int = 0, processes: int = 1
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
+            raise errors.InvalidInputError(
+                f"profiling a server: got {url!r}, expected for instance http://127.0.0.1:8000; where TLS is before it, "
+                "profile the server behind"
+            )
+        self._url = url.rstrip("/")
+        self._address = (parts.hostname, parts.port or 80)
+        self._token, self._hotness, self._processes = token, hotness, processes
+        self._http = urllib3.PoolManager(retries=False, timeout=_ANSWER_S)
+        self.model = model or self._only_model()
+        dims = {one["name"]: one["dim"] for one in self._ask(f"/v2/models/{quote(self.model, safe='')}")["tables"]}
+        if unknown := [name for name in tables if name not in dims]:
+            raise errors.InvalidInputError(f"profiling model {self.model!r}: got tables {unknown}, expected of {list(dims)}")
+        self.tables = list(tables or dims)
+        self._dims = dims
+
+    def known_keys(self) -> dict[str, tuple[int, None]]:
+        """How many keys each table has in its model files, 0 where the server does not say; which ones it never says."""
+        answer = self._request("GET", "/v1/stats", b"", {})
+        models = json.loads(answer.data)["server"]["models"] if answer.status == 200 else []
+        rows = {table["name"]: table["rows"] for one in models if one["name"] == self.model for table in one["tables"]}
+        return {table: (rows.get(table, 0), None) for table in self.tables}
+
+    def measure(
+        self, keys: dict[str, KeyArray], batch: int, connections: int, seconds: float, rate: float | None, warm_up_s: float
+    ) -> Row:
+        """Load the server for a while.
+
+        Args:
+            keys: (n,) int64 by table.
+            batch: keys of each table in a lookup.
+            connections: of all processes together.
+            rate: lookups a second, of all of them.
+
+        Raises:
+            InvalidInputError: the server refuses such a lookup.
+            NotReadyError: it went away before the load began.
+        """
+        requests = self._requests(keys, batch)
+        self._lookup(requests, KeyPool(keys, batch).take(0), refused_only=True)
+        before: list[Counters] = []
+
+        def run(run_s: float) -> LoadResult:
+            before[:] = [self._counters()]
+            if self._processes == 1:
+                return _load(requests, connections, run_s, rate, 0)
+            return self._run_processes(requests, connections, run_s, rate)
+
+        if warm_up_s:
+            run(warm_up_s)
+        result = run(seconds)
+        try:
+            after = self._counters()
+        except errors.NotReadyError:
+            after = before[0]  # it has gone away meanwhile, which the failures say
+        return Row.of(
+            result,
+            batch=batch,
+            tables=len(self.tables),
+            concurrency=connections,
+            rate=rate,
+            stages=after.stages_since(before[0]),
+            tiers=after.tiers_since(before[0]),
+            default_keys=after.defaults_since(before[0]),
+        )
+
+    def check(self, keys: dict[str, KeyArray], batch: int, lookups: int = 20) -> None:
+        """Look the same keys up twice, the second time backwards, and compare all vectors: bit for bit, sums of bags nearly so.
+
+        Raises:
+            HPSError: they differ. Where rows are written meanwhile, that is no fault.
+        """
+        requests, pool = self._requests(keys, batch), KeyPool(keys, batch)
+        for number in range(lookups):
+            asked = pool.take(number)
+            shape = (-1, self._hotness or 1)  # bags stay whole
+            backwards = {table: some.reshape(shape)[::-1].reshape(-1) for table, some in asked.items()}
+            answers, again = (self._lookup(requests, one) for one in (asked, backwards))
+            if not all(_same(answers[table], again[table][::-1], bool(self._hotness)) for table in asked):
+                raise errors.HPSError(f"checking the vectors of {self.model}: two lookups of the same keys differ")
+
+    def _requests(self, keys: dict[str, KeyArray], batch: int) -> Requests:
+        shape = [batch // self._hotness, self._hotness] if self._hotness else [batch]
+        size = {"binary_data_size": 8 * batch}
+        inputs = [{"name": name, "shape": shape, "datatype": "INT64", "parameters": size} for name in self.tables]
+        parameters = {"binary_data_output": True, **({"combiner": "sum"} if self._hotness else {})}
+        text = json.dumps({"inputs": inputs, "parameters": parameters}, separators=(",", ":")).encode()
+        lines = [
+            f"POST /v2/models/{quote(self.model, safe='')}/infer HTTP/1.1",
+            f"Host: {self._address[0]}:{self._address[1]}",
+            f"Inference-Header-Content-Length: {len(text)}",
+            f"Content-Length: {len(text) + 8 * batch * len(self.tables)}",
+            *([f"Authorization: Bearer {self._token}"] if self._token else []),
+        ]
+        answer_bytes = 4 * shape[0] * sum(self._dims[table] for table in self.tables)
+        pools = {table: keys[table] for table in self.tables}
+        return Requests(self._address, ("\r\n".join(lines) + "\r\n\r\n").encode(), text, pools, batch, answer_bytes)
+
+    def _lookup(self, requests: Requests, asked: dict[str, KeyArray], refused_only: bool = False) -> dict[str, Any]:
+        """Look up once: int32, the bits of the vectors, (rows, dim) by table."""
+        body = requests.text + b"".join(some.tobytes() for some in asked.values())
+        headers = {"Inference-Header-Content-Length": str(len(requests.text))}
+        answer = self._request("POST", f"/v2/models/{quote(self.model, safe='')}/infer", body, headers)
+        if answer.status in _WRONG_INPUT or (answer.status != 200 and not refused_only):
+            raise _refusal(answer.status, answer.data)
+        if refused_only:
+            return {}
+        values = np.frombuffer(answer.data[int(answer.headers["Inference-Header-Content-Length"]) :], np.int32)
+        found, start = {}, 0
+        for table in self.tables:
+            dim = self._dims[table]
+            stop = start + requests.answer_bytes // 4 * dim // sum(self._dims[one] for one in self.tables)
+            found[table] = values[start:stop].reshape(-1, dim)
+            start = stop
+        return found
+
+    def _run_processes(self, requests: Requests, connections: int, seconds: float, rate: float | None) -> LoadResult:
+        each, more = divmod(connections, self._processes)
+        shares = [each + (place < more) for place in range(self._processes)]
+        context = get_context("spawn")
+        barrier = context.Barrier(len(shares))
+        with ProcessPoolExecutor(len(shares), context, initializer=_share, initargs=(barrier,)) as clients:
+            rates = [rate * share / sum(shares) if rate else None for share in shares]
+            waiting = [
+                clients.submit(_load, requests, share, seconds, one, place << 32)
+                for place, (share, one) in enumerate(zip(shares, rates, strict=True))
+            ]
+            results = [one.result(seconds + 2 * _START_S) for one in waiting]
+        return results[0].merge(results[1:])
+
+    def _only_model(self) -> str:
+        models = self._ask("/v2").get("models", [])
+        if len(models) != 1:
+            raise errors.UnknownModelError(f"profiling {self._url}: it serves {models or 'no model'}; --model chooses one")
+        return str(models[0])
+
+    def _counters(self) -> Counters:
+        answer = self._request("GET", "/metrics", b"", {})
+        text = answer.data.decode() if answer.status == 200 else ""  # what serves the same protocol need not have them
+        try:
+            return Counters(list(text_string_to_metric_families(text)), self.model, self.tables)
+        except ValueError:
+            return Counters([], self.model, self.tables)
+
+    def _ask(self, path: str) -> dict[str, Any]:
+        answer = self._request("GET", path, b"", {})
+        if answer.status == 404:
+            raise errors.UnknownModelError(_message(answer.data))
+        if answer.status != 200:
+            raise _refusal(answer.status, answer.data)
+        try:
+            found: dict[str, Any] = json.loads(answer.data)
+        except ValueError as error:
+            raise errors.InvalidInputError(
+                f"asking {self._url}{path}: got no JSON, expected a server of `hps serve`"
+            ) from error
+        return found
+
+    def _request(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
+        token = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        try:
+            return self._http.request(method, self._url + path, body=body or None, headers={**headers, **token}, redirect=False)
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise errors.NotReadyError(f"asking {self._url}: {error}; is the server running there?") from error
+
+
+def _same(vectors: npt.NDArray[np.int32], again: npt.NDArray[np.int32], summed: bool) -> bool:
+    """Whether these are the bits of the same vectors; sums depend on the order in which vectors of a bag arrive."""
+    if summed:
+        return np.allclose(vectors.view(np.float32), again.view(np.float32), rtol=1e-4, atol=1e-5, equal_nan=True)
+    return np.array_equal(vectors, again)
+
+
+def _share(barrier: Any) -> None:
+    global _barrier
+    _barrier = barrier
+
+
+def _load(requests: Requests, connections: int, seconds: float, rate: float | None, first: int) -> LoadResult:
+    """Load the server from this process; if it is one of several, when all are ready."""
+    load = HttpLoad(requests.address, connections, requests.pool(), requests.check)
+    if _barrier is not None:
+        try:
+            _barrier.wait(_START_S)
+        except BrokenBarrierError as error:
+            raise errors.HPSError(f"loading a server: not all processes were ready within {_START_S:g} s") from error
+    return load.run(seconds, rate, first)
+
+
+def _message(data: bytes) -> str:
+    try:
+        found = json.loads(data)
+        return str(found["error"])
+    except (ValueError, TypeError, KeyError):
+        return data[:300].decode(errors="replace")
+
+
+def _refusal(status: int, data: bytes) -> errors.HPSError:
+    text = f"profiling a server: it answers {status}: {_message(data)}"
+    return errors.InvalidInputError(text) if status in _WRONG_INPUT else errors.HPSError(text)

@@ -1,0 +1,98 @@
+"""The figures of a profile: what servers counted, and bounds."""
+
+import json
+import re
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from hps.errors import InvalidInputError
+from hps.profiling.counters import Counters, TierKeys
+from hps.profiling.http_load import LoadResult
+from hps.profiling.pictures import draw
+from hps.profiling.profile import Bounds, Profile, Row
+
+
+def row(milliseconds=(1, 2, 3), tiers=None, failures=(), rate=None):
+    result = LoadResult(seconds=2.0, in_time=len(milliseconds))
+    for one in milliseconds:
+        result.times.add(one * 1_000_000)
+    result.failures.update(failures)
+    return Row.of(result, batch=10, tables=2, concurrency=1, rate=rate, stages={}, tiers=tiers or {}, default_keys=0)
+
+
+def test_throughput_and_latency_of_a_row():
+    one = row()
+    assert (one.lookups, one.lookups_per_s, one.keys_per_s) == (3, 1.5, 30)
+    times = one.latency
+    assert (times.mean_ms, times.p50_ms, times.p99_ms, times.max_ms) == pytest.approx((2, 2, 3, 3), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "of", "missed"),
+    [
+        (Bounds(), {}, ""),
+        (
+            Bounds(p50_ms=2.01, p99_ms=3.01, min_keys_per_s=30, min_hit_rate=0.5),
+            {"tiers": {"embedding_cache": TierKeys(0.5, 9)}},
+            "",
+        ),
+        (Bounds(p50_ms=1.9), {}, "p50 is 2.0"),
+        (Bounds(p99_ms=2.9), {}, "p99 is 3.0"),
+        (Bounds(p99_ms=2.9), {"milliseconds": ()}, "p99 is 0.000"),
+        (Bounds(min_keys_per_s=31), {}, "30 keys/s"),
+        (Bounds(min_hit_rate=0.6), {"tiers": {"embedding_cache": TierKeys(0.5, 9)}}, "hit rate is 0.5"),
+        (Bounds(min_hit_rate=0.6), {}, "no hit rate"),
+        (Bounds(), {"failures": ["status 503"]}, "25.00% failed .1 x status 503."),
+        (Bounds(max_failure_share=0.25), {"failures": ["status 503"]}, ""),
+    ],
+)
+def test_bounds(bounds, of, missed):
+    profile = Profile("ps.json", {})
+    profile.add(row(**of), bounds)
+    assert len(profile.missed) == bool(missed)
+    if missed:
+        assert re.search(missed, profile.missed[0])
+    assert json.loads(json.dumps(profile.as_dict()))["rows"][0]["batch"] == 10
+
+
+def test_counters_are_those_of_the_model_its_tables_and_the_time_between():
+    registry = CollectorRegistry()
+    hits = Counter("hps_hits", "x", ["model", "table", "tier"], registry=registry)
+    misses = Counter("hps_misses", "x", ["model", "table", "tier"], registry=registry)
+    whole = Histogram("hps_lookup_seconds", "x", ["model"], buckets=(0.1, 0.2, 0.4), registry=registry)
+    stage = Histogram("hps_lookup_stage_seconds", "x", ["model", "stage"], buckets=(0.1, 0.2, 0.4), registry=registry)
+
+    def count(model, table):
+        hits.labels(model, table, "embedding_cache").inc(30)
+        misses.labels(model, table, "embedding_cache").inc(10)
+        for _ in range(10):
+            whole.labels(model).observe(0.3)
+            stage.labels(model, "query").observe(0.15)
+
+    def counters():
+        return Counters(registry.collect(), "m", ["item"])
+
+    count("m", "item")
+    before = counters()
+    for where in (("m", "item"), ("m", "other"), ("n", "item")):
+        count(*where)
+    after = counters()
+    assert after.tiers_since(before) == {"embedding_cache": TierKeys(0.75, 40)}
+    stages = after.stages_since(before)
+    assert list(stages) == ["lookup", "query"]
+    assert (stages["query"].count, stages["query"].share) == (20, pytest.approx(0.5))  # stages are of the model, not of a table
+    assert stages["query"].mean_us == pytest.approx(150_000)
+    assert stages["query"].p50_us == pytest.approx(150_000)  # half way between its bounds
+    assert stages["query"].p99_us == pytest.approx(199_000)
+
+
+@pytest.mark.parametrize("rates", [(None,), (100.0, 200.0)])
+def test_pictures(tmp_path, rates):
+    profile = Profile("ps.json", {"model": "m", "workload": "uniform"})
+    for rate in rates:
+        profile.add(row(rate=rate), Bounds())
+    draw(profile, tmp_path / "a.svg")
+    assert ("at a fixed rate" if rates[0] else "share of the lookups") in (tmp_path / "a.svg").read_text()  # in a comment
+    with pytest.raises(InvalidInputError, match="drawing"):
+        draw(profile, tmp_path / "missing" / "a.svg")

@@ -434,6 +434,26 @@ def machines() -> list[str]:
     return _table(("picture", "command", "machine", "taken on, commit"), *rows)
 
 
+def planning() -> list[str]:
+    """Predicted and measured hit rates."""
+    rows, shares = [], (0.01, 0.05, 0.1, 0.2, 0.5)
+    devices = dict.fromkeys(row["axes"]["device"] for row in _rows("plan"))
+    for device in devices:
+        for keys in ("power law 0.99", "power law 1.2", "shifting"):
+            found = [figures("plan", work="hit rate", device=device, keys=keys, cache_share=share) for share in shares]
+            rows.append((f"{device}, {keys}", *(f"{one['predicted']:.3f} / {one['measured']:.3f}" for one in found)))
+    return _table(("cache, of the rows", *(f"{share * 100:g} %" for share in shares)), *rows)
+
+
+def planning_cost() -> list[str]:
+    """What a recording costs lookups."""
+    rows = []
+    for tables in (1, 26):
+        one = figures("plan", work="recording", tables=tables, rate=0.01)
+        rows.append((f"{tables} x 1,000 keys, resident", *(f"{one[name]:.0f} us" for name in ("lookup_us", "recorded_us"))))
+    return _table(("p50 in process, at a rate of 0.01", "without", "recorded"), *rows)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "machines": machines,
     "readme-gpu": readme_gpu,
@@ -451,6 +471,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "pooled": pooled,
     "layers": layers,
     "updates": updates,
+    "planning": planning,
+    "planning-cost": planning_cost,
 }
 
 

@@ -1,12 +1,41 @@
-"""How much memory this process may still take, and the refusal of what does not fit."""
+"""How much memory this process may still take, what things need, and the refusal of what does not fit."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from hps.errors import CapacityError
 
 _V1_UNBOUNDED = 1 << 60  # version 1 has no word for it and names a number near 2^63
+
+Place: TypeAlias = Literal["gpu", "pinned", "ram", "disk", "redis"]
+"""Where memory is taken. What is pinned is of the machine's memory, too, and counted once: here, if a device reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Memory that something takes. *Immutable.*
+
+    Attributes:
+        place: where.
+        what: takes it, in words.
+        size_bytes: how much.
+        table: the name of the table; empty where it belongs to none.
+        passing: it is taken only while tables are loaded.
+    """
+
+    place: Place
+    what: str
+    size_bytes: int
+    table: str = ""
+    passing: bool = False
+
+
+def by_what(needs: Iterable[Need]) -> dict[str, int]:
+    """Bytes by what needs them, as `check_fits` takes them."""
+    return {need.what: need.size_bytes for need in needs}
 
 
 def check_fits(doing: str, needs: Mapping[str, int], free_bytes: int, place: str, cure: str) -> None:

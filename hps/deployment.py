@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 DRAIN_S = 10.0
 """How long a deployment that is closed waits for its lookups; they go on afterwards, and keep their tables."""
 
-_RESIDENT = ("static", "uvm")
+RESIDENT = ("static", "uvm")
 """Kinds of caches above a hash map of their own, which holds every row."""
 _STATIC_LOAD = 0.7
 """How full a static cache on a GPU is. Sets are then rarely too small for their keys; the few vectors that find no place are
@@ -429,13 +429,13 @@ def deploy(
         DatabaseError, DeviceError: a tier failed.
     """
     config, tables = version.config, tuple(tables)
-    if config.embedding_cache_type in _RESIDENT:
+    if config.embedding_cache_type in RESIDENT:
         chain, targets = _resident(targets, metrics)
     elif config.embedding_cache_type == "stochastic":  # HugeCTR: such a model does not fill the databases
         targets = replace(targets, load=(), keep=())
     loads = [TableLoad(table, source, targets, progress) for table, source in zip(tables, version.sources, strict=True)]
     rows = tuple(load.rows for load in loads)
-    _check_room(config, tables, rows, targets, None if _is_direct(config, cache_class) else cache_class)
+    _check_room(config, tables, rows, targets, None if is_direct(config, cache_class) else cache_class)
     what = f"deploying model {config.model!r}, version {config.version}"
     _log.debug("%s: its %d tables of %d rows fit; loading them", what, len(tables), sum(rows))
     try:
@@ -513,14 +513,14 @@ def _session_builder(
     metrics: Metrics,
 ) -> "Callable[[_FromFiles | _FromDatabases], dict[int, Session]]":
     """What makes the sessions of a version, given what warms their caches."""
-    if _is_direct(config, cache_class):
+    if is_direct(config, cache_class):
         return lambda _: dict.fromkeys(config.deployed_device_list, DirectSession(tables, chain, metrics))
     return partial(_cached_sessions, config, tables, rows, cache_class, chain, metrics)
 
 
-def _is_direct(config: ModelConfig, cache_class: type[EmbeddingCache]) -> bool:
+def is_direct(config: ModelConfig, cache_class: type[EmbeddingCache]) -> bool:
     """Whether the databases answer without a cache: on the CPU, where they are as fast."""
-    return cache_class.device == "cpu" and (config.embedding_cache_type in _RESIDENT or not config.gpucache)
+    return cache_class.device == "cpu" and (config.embedding_cache_type in RESIDENT or not config.gpucache)
 
 
 def _cached_sessions(
@@ -546,7 +546,7 @@ def _cached_sessions(
         fraction = 1.0
     if not config.gpucache:
         fraction = 0.0
-    capacities = _capacities(config, rows)
+    capacities = cache_capacities(config, rows)
     sessions: dict[int, Session] = {}
     try:
         for device_id in config.deployed_device_list:
@@ -571,7 +571,7 @@ def _miss_paths(config: ModelConfig, cache: EmbeddingCache, chain: DatabaseChain
     if not config.gpucache:  # a table would be pinned for a device that keeps none of it
         return MissPaths(unwaitable=dict.fromkeys(range(len(cache.tables)), "gpucache is false"))
     try:
-        paths = choose_paths(cache, chain, config.miss_path, untimed=config.embedding_cache_type in _RESIDENT)
+        paths = choose_paths(cache, chain, config.miss_path, untimed=config.embedding_cache_type in RESIDENT)
     except BaseException:
         cache.close()
         raise
@@ -623,7 +623,7 @@ def _warmed_in_part(table: TableSpec, model: WarmUpSource, rows: int, chain: Dat
     return repeats is not None
 
 
-def _capacities(config: ModelConfig, rows: Sequence[int]) -> list[int]:
+def cache_capacities(config: ModelConfig, rows: Sequence[int]) -> list[int]:
     """Rows that the cache of a device holds, by table."""
     share = 1 / _STATIC_LOAD if config.embedding_cache_type == "static" else config.gpucacheper
     return [math.ceil(share * count) if config.gpucache else 0 for count in rows]
@@ -646,7 +646,7 @@ def _check_room(
         database.check_room([(one.tag, one.dim, math.ceil(share * count)) for one, count in zip(tables, rows, strict=True)])
     if cache_class:
         for device_id in config.deployed_device_list[: 1 if cache_class.device == "cpu" else None]:
-            cache_class.check_room(tables, _capacities(config, rows), device_id)
+            cache_class.check_room(tables, cache_capacities(config, rows), device_id)
 
 
 def _resident(targets: LoadTargets, metrics: Metrics) -> tuple[DatabaseChain, LoadTargets]:

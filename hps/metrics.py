@@ -226,6 +226,12 @@ class Metrics:
         self.model_changes = Counter(
             "hps_model_changes", "Changes of a model, by how they ended.", ["model", "change", "outcome"], registry=registry
         )
+        self.trace_keys = Counter(
+            "hps_trace_keys",
+            "Keys of a recording: recorded; or dropped, since its thread was too slow, unread on a device, lost with the file.",
+            ["outcome"],
+            registry=registry,
+        )
         self.refreshes = Counter("hps_refreshes", "Whole refreshes of a model's caches.", ["model"], registry=registry)
         self.refresh_failures = Counter(
             "hps_failed_refreshes", "Refreshes that a database or a device ended.", ["model"], registry=registry

@@ -21,6 +21,7 @@ from hps.configuration.models import FIRST_VERSION
 from hps.databases.base import PersistentDatabase, SharedDatabase
 from hps.deployment import Deployment, Row, choose_cache, deploy, open_databases, reconfigure
 from hps.errors import CapacityError, ConflictError, DatabaseError, InvalidInputError, NotReadyError, UnknownModelError
+from hps.key_traces import KeyRecorder
 from hps.lifetimes import close_at_exit, disown_in_children, refusal
 from hps.live_models import LiveModels, VersionStatus, version_status
 from hps.live_updates import LiveUpdates
@@ -103,6 +104,7 @@ class HPS:
         self._live = LiveModels()
         self._closing = threading.Lock()
         self._closed = False
+        self._recorder: KeyRecorder | None = None
         self._reopenable: dict[str, Deployment] = {}  # in a forked child, until the first call
         POOL.limit_to(self.config.fetch_threads)
         self._updates = LiveUpdates(self.config, self.metrics)
@@ -202,7 +204,7 @@ class HPS:
         flat = as_host_keys(keys)
         vectors: FloatArray = np.empty((flat.size, deployment.tables[index].dim), np.float32)
         found = np.empty(flat.size, np.bool_) if return_found else None
-        deployment.session(device_id).lookup([Segment(index, flat, vectors, found)], began)
+        self._answer(deployment, deployment.session(device_id), [Segment(index, flat, vectors, found)], True, began)
         return vectors if found is None else (vectors, found)
 
     @_on_the_next_version
@@ -237,7 +239,7 @@ class HPS:
         deployment = self.model(model_name)
         session = deployment.session(device_id, tables, out)
         segments = _named(deployment, session, tables, out, return_found)
-        _answer(session, segments, wait, began)
+        self._answer(deployment, session, segments, wait, began)
         vectors = dict(zip(tables, (segment.out for segment in segments), strict=True)) if out is None else dict(out)
         if return_found:
             return vectors, dict(zip(tables, (segment.found for segment in segments), strict=True))
@@ -285,7 +287,7 @@ class HPS:
         session = deployment.session(device_id)
         dim = deployment.tables[index].dim
         segment = tensor_segment(index, dim, keys, out_tensor, on_cuda=session.on_cuda, with_found=return_found)
-        _answer(session, [segment], wait, began)
+        self._answer(deployment, session, [segment], wait, began)
         return segment.found
 
     @_on_the_next_version
@@ -325,7 +327,7 @@ class HPS:
         segments, found = concatenated_segments(
             keys, counts, out_tensor, deployment.tables, on_cuda=session.on_cuda, with_found=return_found
         )
-        _answer(session, segments, wait, began)
+        self._answer(deployment, session, segments, wait, began)
         return found
 
     @_on_the_next_version
@@ -361,7 +363,7 @@ class HPS:
         keys = {name: bags.keys for name, bags in tables.items() if isinstance(bags, Bags)}
         session = deployment.session(device_id, keys, out)
         segments = pooled_segments(tables, out, deployment.table_index, deployment.tables, on_cuda=session.on_cuda)
-        _answer(session, segments, wait, began)
+        self._answer(deployment, session, segments, wait, began)
         return dict(zip(tables, (segment.out for segment in segments), strict=True)) if out is None else out
 
     @_on_the_next_version
@@ -437,8 +439,49 @@ class HPS:
             device_id = deployment.one_device
             if device_id is None:
                 device_id = deployment.choose_device()
-        deployment.session(device_id).lookup(segments, began)
+        self._answer(deployment, deployment.session(device_id), segments, True, began)
         return device_id
+
+    def _answer(self, deployment: Deployment, session: Session, segments: Sequence[Segment], wait: bool, began_ns: int) -> None:
+        if wait:
+            session.lookup(segments, began_ns)
+        elif any(segment.found is not None for segment in segments):
+            raise InvalidInputError("looking up without waiting: got return_found, whose mask is in host memory; expected none")
+        else:
+            session.enqueue(segments)
+        if self._recorder is not None:
+            self._recorder.record(deployment.tables, segments)
+
+    def record_trace(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        rate: float = 0.01,
+        max_bytes: int = 256 << 20,
+        hash_keys: bool = False,
+    ) -> KeyRecorder:
+        """Record a sample of the keys that are looked up from now on, for `hps plan` and `hps profile`.
+
+        A recording that was going on ends. Keys in the memory of a device are not recorded.
+
+        Args:
+            path: of a file; what it has recorded before is kept.
+            rate: the share of the distinct keys to record, each whenever it is asked for, in (0, 1].
+            max_bytes: the recording ends when the file is as large.
+            hash_keys: record hashes of the keys under a secret that is stored nowhere.
+
+        Returns:
+            The recording, a context manager; `close` ends it.
+
+        Raises:
+            InvalidInputError: the rate is out of range.
+            ModelFileError: the file cannot be written, or is something else.
+        """
+        recorder = KeyRecorder(path, rate=rate, max_bytes=max_bytes, hash_keys=hash_keys, outcomes=self.metrics.trace_keys)
+        before, self._recorder = self._recorder, recorder
+        if before is not None:
+            before.close()
+        return recorder
 
     def insert(
         self, keys: Any, vectors: FloatArray, model_name: str, table_id: int | str, *, version: str | None = None
@@ -843,6 +886,8 @@ class HPS:
             deployments = self._live.close(timeout_s)
             self._closed = True
             self._survey.close()
+            if self._recorder is not None:
+                self._recorder.close()
             for deployment in deployments:
                 deployment.close()
             self._updates.close()
@@ -901,15 +946,6 @@ def _named(
         on_cuda=session.on_cuda,
         with_found=with_found,
     )
-
-
-def _answer(session: Session, segments: Sequence[Segment], wait: bool, began_ns: int) -> None:
-    if wait:
-        session.lookup(segments, began_ns)
-        return
-    if any(segment.found is not None for segment in segments):
-        raise InvalidInputError("looking up without waiting: got return_found, whose mask is in host memory; expected none")
-    session.enqueue(segments)
 
 
 def _same_settings(one: ModelConfig, other: ModelConfig) -> bool:

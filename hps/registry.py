@@ -43,6 +43,10 @@ IMPLEMENTATIONS: dict[str, dict[str, Ours]] = {
         "cuda": Ours("hps.cache.cuda.cache:CupyCache", "pip install 'hps-server[cuda13]' (or [cuda12])"),
         "cpu": Ours("hps.cache.cpu.cache:NumpyCache"),
     },
+    "cache_plan": {
+        "cuda": Ours("hps.cache.cuda.geometry:CudaPlan"),
+        "cpu": Ours("hps.cache.cpu.miniature:NumpyPlan"),
+    },
     "database": {
         "hash_map": Ours("hps.databases.hash_map.database:HashMapDatabase", _CORE, "volatile_db", ("hashmap", "hash", "map")),
         "parallel_hash_map": Ours(
@@ -82,6 +86,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Ours]] = {
 }
 _BASES = {
     "cache": "hps.cache.base:EmbeddingCache",
+    "cache_plan": "hps.cache.base:CachePlan",
     "database": "hps.databases.base:Database",
     "filesystem": "hps.filesystems.base:FileSystem",
     "format": "hps.formats.base:ArraySource",

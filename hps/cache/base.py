@@ -33,6 +33,7 @@ from typing import ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
+from hps.capacity import Need
 from hps.errors import InvalidInputError
 from hps.host_tables import HostTable
 from hps.tensors.segments import Segment
@@ -220,6 +221,20 @@ class LookupGraph(ABC):
         """Free it once it has ended. Closing twice changes nothing."""
 
 
+class CachePlan(ABC):
+    """What caches of one kind would take, as far as that is known without their device. *Immutable.*"""
+
+    @classmethod
+    @abstractmethod
+    def room_for(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int]) -> list[Need]:
+        """What `EmbeddingCache.create` would allocate for each table; arguments as there."""
+
+    @classmethod
+    def workspaces_for(cls, tables: Sequence[TableSpec], workspaces: int) -> list[Need]:
+        """What so many lookups take at most; nothing that would count by default."""
+        return []
+
+
 class EmbeddingCache(ABC):
     """The vectors of one model's tables that are resident on one device. *Thread-safe*; its lookups are not.
 
@@ -243,6 +258,11 @@ class EmbeddingCache(ABC):
     @classmethod
     def unavailable_reason(cls) -> str | None:
         """Why this machine cannot run this cache, in words for the log; None where it can."""
+        return None
+
+    @classmethod
+    def free_bytes(cls, device_id: int) -> int | None:
+        """Memory that caches on a device may still take; None where the device has none of its own."""
         return None
 
     @classmethod  # noqa: B027 - optional

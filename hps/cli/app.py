@@ -1,6 +1,6 @@
-"""The command line: `hps init | serve | load | lookup | profile | check-config | check-database | create-model | import |
-publish`, one module a command; `hps updates`, a group; and `hps models | deploy | undeploy | rollback | refresh`, which ask a
-running server and share one.
+"""The command line: `hps init | serve | load | lookup | plan | profile | check-config | check-database | create-model | import
+| publish`, one module a command; `hps updates`, a group; and `hps models | deploy | undeploy | rollback | refresh`, which ask a
+running server and share one, as `hps top` does.
 
 Exit codes: 0 done; 2 the configuration, the model files or the arguments are wrong; 1 something failed while running (a
 database, a device); 130 stopped by Ctrl-C. An error is one message on standard error. Commands import what they work with
@@ -21,6 +21,7 @@ from hps.cli import (
     live_models,
     load,
     lookup,
+    plan,
     profile,
     publish,
     serve,
@@ -48,6 +49,7 @@ app.command(
 app.command("profile", epilog=profile.EXAMPLE)(profile.profile_command)
 app.command("check-config", epilog=check_config.EXAMPLE)(check_config.check_config_command)
 app.command("check-database", epilog=check_database.EXAMPLE)(check_database.check_database_command)
+app.command("plan", epilog=plan.EXAMPLE)(plan.plan_command)
 app.command("publish", epilog=publish.EXAMPLE)(publish.publish_command)
 app.add_typer(updates.updates, name="updates")
 app.command("top", epilog=top.EXAMPLE)(top.top_command)
@@ -79,8 +81,8 @@ def _hps(
 ) -> None:
     """Serve embedding vectors of recommender models from GPU memory, RAM, Redis and RocksDB.
 
-    serve, load, lookup, profile, publish and check-config take CONFIG: a ps.json, as HugeCTR's parameter server does. models,
-    deploy, undeploy, rollback and refresh ask a running server (--url or HPS_URL; the token is in HPS_ADMIN_TOKEN).
+    serve, load, lookup, plan, profile, publish and check-config take CONFIG: a ps.json, as HugeCTR's parameter server does.
+    top, models, deploy, undeploy, rollback and refresh ask a running server (--url or HPS_URL; the token is in HPS_ADMIN_TOKEN).
     """
     if version:
         typer.echo(f"hps {__version__}")

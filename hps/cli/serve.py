@@ -1,5 +1,6 @@
 """`hps serve`: load the models of a configuration and answer lookups over HTTP."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -22,6 +23,13 @@ def serve_command(
         typer.Option(case_sensitive=False, help="Write log lines as text or as JSON, whatever CONFIG says."),
     ] = None,
     force: console.Force = False,
+    record_trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Record a sample of the keys that are asked for, for hps plan and profile."),
+    ] = None,
+    trace_rate: Annotated[float, typer.Option(min=1e-6, max=1.0, help="The share of distinct keys to record.")] = 0.01,
+    trace_max_mb: Annotated[int, typer.Option(min=1, help="The recording ends when FILE is as large.")] = 256,
+    hash_keys: Annotated[bool, typer.Option("--hash-keys", help="Record hashes of the keys that lead back to none.")] = False,
 ) -> None:
     """Load the models of CONFIG and answer lookups over HTTP until Ctrl-C.
 
@@ -39,10 +47,23 @@ def serve_command(
         configuration, _ = read_configuration(config)  # its notices are logged when it is used: it says itself how
         service = configuration.service
         with console.progress(log_level or service.log_level, formatter_of(log_format or service.log_format)) as progress:
+            from hps.parameter_server import HPS
             from hps.service.server import serve
 
+            def record(server: HPS) -> None:
+                if record_trace is not None:
+                    server.record_trace(record_trace, rate=trace_rate, max_bytes=trace_max_mb << 20, hash_keys=hash_keys)
+
             closed = serve(
-                configuration, host, port, progress, force=force, path=config, log_level=log_level, log_format=log_format
+                configuration,
+                host,
+                port,
+                progress,
+                force=force,
+                path=config,
+                log_level=log_level,
+                log_format=log_format,
+                on_open=record,
             )
         if not closed:
             console.leave(1)

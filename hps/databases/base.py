@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 
+from hps.capacity import Need
 from hps.errors import DatabaseError
 from hps.findings import Finding
 from hps.host_tables import HostTable
@@ -304,6 +305,19 @@ class Database(ABC):
     @abstractmethod
     def stats(self, tag: str) -> TableStats:
         """Rows and bytes of a table."""
+
+    @classmethod
+    def room_for(cls, config: Any, tables: Sequence[tuple[str, int, int]]) -> list[Need]:
+        """What an empty database of this configuration would take for tables; nothing is connected to, opened or made.
+
+        Args:
+            config: as for `from_config`.
+            tables: tag, dim and rows of each, as for `check_room`.
+
+        Returns:
+            By table, and what the database takes for itself. Nothing by default.
+        """
+        return []
 
     def check_room(self, tables: Sequence[tuple[str, int, int]]) -> None:  # noqa: B027 - optional
         """Refuse tables that do not fit beside what is there, before anything of them is loaded.

@@ -6,7 +6,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from hps.configuration.load import Configuration, ModelConfig
@@ -58,6 +58,7 @@ class Lifecycle:
         progress: gets reports of the loading; by default they are logged.
         force: load the models' files even where a database holds them already; its online updates are lost.
         first_retry_s: how long to wait before a failed model is tried again.
+        on_open: is told the parameter server that it makes, before any model is loaded; what it raises ends the service.
 
     Attributes:
         configuration: as given; the service replaces it where it takes over changes of its file.
@@ -76,6 +77,7 @@ class Lifecycle:
         *,
         force: bool = False,
         first_retry_s: float = FIRST_RETRY_S,
+        on_open: Callable[[HPS], object] = lambda server: None,
     ) -> None:
         self.configuration = configuration
         self._owned = parameter_server is None
@@ -84,6 +86,7 @@ class Lifecycle:
         self.leaving = False
         self._force = force
         self._first_retry_s = first_retry_s
+        self._on_open = on_open
         self._stopping = threading.Event()
         models = [one for one in configuration.models if self._loads(one.model)] if self._owned else []
         self.states = ModelStates(
@@ -200,6 +203,7 @@ class Lifecycle:
         started = time.monotonic()
         try:
             server = HPS(self.configuration, deploy_models=False)
+            self._on_open(server)
             models = self._models_of(server)
         except BaseException as error:  # noqa: BLE001 - the end of a thread: `failure` carries it to the caller of serve
             self._end(error)

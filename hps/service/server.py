@@ -19,6 +19,7 @@ import uvloop
 
 from hps.configuration.load import Configuration, ServiceConfig, load_configuration
 from hps.errors import ConfigError
+from hps.parameter_server import HPS
 from hps.progress import Progress
 from hps.service.app import CLOSE_TIMEOUT_S, Application
 from hps.service.authorization import is_loopback
@@ -46,6 +47,7 @@ def serve(
     path: str | os.PathLike[str] | None = None,
     log_level: str | None = None,
     log_format: LogFormat | None = None,
+    on_open: Callable[[HPS], object] = lambda server: None,
 ) -> bool:
     """Serve a configuration over HTTP until SIGTERM or SIGINT. Blocks; to be called in the main thread.
 
@@ -58,6 +60,7 @@ def serve(
         path: where the configuration was read from: SIGHUP has it read again.
         log_level: in place of the configured one.
         log_format: in place of the configured one, where handlers of `hps serve` write the lines.
+        on_open: is told the parameter server before any model is loaded; what it raises ends the service.
 
     Returns:
         Whether everything was closed. If not, a thread waits for a source or a database that does not answer, and the
@@ -70,7 +73,7 @@ def serve(
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     use(log_format or configuration.service.log_format, log_level or configuration.service.log_level)
     with listen(host or configuration.service.host, configuration.service.port if port is None else port) as listener:
-        app = Application(Lifecycle(configuration, progress=progress, force=force))
+        app = Application(Lifecycle(configuration, progress=progress, force=force, on_open=on_open))
         server = Server(app, listener)
         actions: dict[int, Callable[[], None]] = {
             signal.SIGTERM: partial(server.stop, "SIGTERM", drain=True),

@@ -13,7 +13,7 @@ from hps.cache.cpu import kernels as numpy_kernels
 from hps.cache.cpu import misses as numpy_misses
 from hps.cache.cpu.pooling import WRONG_OFFSETS, pool
 from hps.cache.cpu.sets import EPOCHS_A_CALL, EVICTIONS, INSERTS, LINE_WORDS, RESIDENT, STATE_WORDS, WAYS
-from hps.capacity import available_memory, check_fits, machine_memory
+from hps.capacity import Need, available_memory, by_what, check_fits, machine_memory
 from hps.errors import DeviceMemoryError, InvalidInputError
 from hps.lifetimes import disown_in_children, refusal
 from hps.numba_kernels import compile_kernels
@@ -66,15 +66,24 @@ class NumpyCache(EmbeddingCache):
         disown_in_children(self)
 
     @classmethod
+    def room_for(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int]) -> list[Need]:
+        """What the tables take in memory; see `CachePlan.room_for`."""
+        return [
+            Need(
+                "ram",
+                f"{rows:,} rows of table {table.table_name!r} (dim {table.dim})",
+                _size_bytes(rows, table.dim),
+                table.table_name,
+            )
+            for table, rows in zip(tables, capacity_rows, strict=True)
+        ]
+
+    @classmethod
     def check_room(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> None:
         """Refuse what does not fit in memory; see `EmbeddingCache.check_room`."""
-        needs = {
-            f"{rows:,} rows of table {table.table_name!r} (dim {table.dim})": _size_bytes(rows, table.dim)
-            for table, rows in zip(tables, capacity_rows, strict=True)
-        }
         check_fits(
             f"making room for the embedding cache of model {tables[0].model_name!r}",
-            needs,
+            by_what(cls.room_for(tables, capacity_rows)),
             *available_memory(),
             "lower gpucacheper, undeploy models or versions, or give the process more memory",
         )
@@ -463,7 +472,7 @@ def _allocate(tables: Sequence[TableSpec], capacity_rows: Sequence[int]) -> tupl
         return tuple(
             HostTable(
                 spec=table,
-                lines=_aligned_lines(count),
+                lines=aligned_lines(count),
                 vectors=_aligned_vectors(WAYS * count, table.dim),
                 state=np.zeros(STATE_WORDS, np.int64),
             )
@@ -479,7 +488,7 @@ def _allocate(tables: Sequence[TableSpec], capacity_rows: Sequence[int]) -> tupl
         ) from None
 
 
-def _aligned_lines(sets: int) -> IndexArray:
+def aligned_lines(sets: int) -> IndexArray:
     """Zeroed memory for the sets, each within its own two cache lines."""
     words = np.zeros((sets + 1) * LINE_WORDS, np.int64)
     skip = -(words.ctypes.data // 8) % LINE_WORDS

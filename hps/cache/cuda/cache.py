@@ -13,7 +13,7 @@ import numpy.typing as npt
 from cupy_backends.cuda.api import runtime
 
 from hps.cache.base import CacheStats, DeviceMemory, EmbeddingCache, UnwaitedCounts
-from hps.cache.cuda import kernels
+from hps.cache.cuda import geometry, kernels
 from hps.cache.cuda.device import CUDA_ERRORS, compile_all, on_device
 from hps.cache.cuda.graphs import CupyCapture, CupyGraph, capture_of, record
 from hps.cache.cuda.links import AttachedTable, CudaPinner
@@ -69,6 +69,12 @@ class CupyCache(EmbeddingCache):
         except runtime.CUDARuntimeError as error:
             return f"CuPy finds no CUDA device: {error}"
         return None if count else "CuPy finds no CUDA device"
+
+    @classmethod
+    def free_bytes(cls, device_id: int) -> int:
+        """Free memory of a device, beside what is kept for the driver."""
+        with on_device(device_id):
+            return int(runtime.memGetInfo()[0]) - geometry.RESERVE_BYTES
 
     @classmethod
     def check_room(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> None:

@@ -16,6 +16,7 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.api import driver, runtime
 
+from hps.cache.cuda.geometry import grown
 from hps.cache.cuda.kernels import Kernel, KernelCache
 
 CUDA_ERRORS = (runtime.CUDARuntimeError, driver.CUDADriverError, cupy.cuda.compiler.CompileException)
@@ -53,10 +54,10 @@ class DeviceBuffer:
         if size_bytes > self.size_bytes:
             self._memory = None
             self.size_bytes = 0
-            grown = _grown(size_bytes)
-            self._memory = cupy.cuda.Memory(grown)
+            room = grown(size_bytes)
+            self._memory = cupy.cuda.Memory(room)
             self.pointer = int(self._memory.ptr)
-            self.size_bytes = grown
+            self.size_bytes = room
         return self.pointer
 
     def array(self, offset_bytes: int, size: int, dtype: Any) -> Any:
@@ -107,14 +108,10 @@ class PinnedBuffer:
             size = 0 if self._memory is None else self._memory.bytes.size
             if self._memory is not None:
                 self._kept.append(self._memory)
-            self._memory = _Pinned(_grown(max(2 * size, size_bytes)))
+            self._memory = _Pinned(grown(max(2 * size, size_bytes)))
             start = 0
         self._used = -(-(start + size_bytes) // _ALIGNMENT) * _ALIGNMENT
         return self._memory.pointer + start, self._memory.bytes[start : start + size_bytes]
-
-
-def _grown(size_bytes: int) -> int:
-    return max(1 << 16, 1 << (size_bytes - 1).bit_length()) if size_bytes < 1 << 28 else -(-size_bytes // (1 << 26)) << 26
 
 
 class ForeignStream:

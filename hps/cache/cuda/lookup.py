@@ -19,6 +19,7 @@ from hps.cache.cuda.device import (
     launch,
     stream_of,
 )
+from hps.cache.cuda.geometry import LEAST_KEYS, list_bytes
 from hps.cache.cuda.kernels import Kernel
 from hps.cache.cuda.links import AttachedTable, DeviceLayout
 from hps.cache.cuda.modifications import Modifications
@@ -28,7 +29,6 @@ from hps.errors import InvalidInputError, NotReadyError
 from hps.tensors.segments import Segment
 from hps.types import BoolArray, FloatArray, KeyArray
 
-_LEAST_KEYS = 1 << 14  # that the lists of a lookup have room for
 _HIGHEST_PRIORITY = -5  # of streams; a device that has fewer takes its highest. Changes to the tables run at the lowest, 0
 _MAPPED_BYTES = 1 << 18  # up to here, fetched vectors are read from pinned host memory: a copy of its own costs more
 _INLINE_KEYS = 1 << 13  # up to here, the warps of a query read attached tables by themselves
@@ -233,7 +233,7 @@ class CupyLookup(CacheLookup):
         self.host = PinnedBuffer()
         self._fetched: list[DeviceBuffer] = []  # for vectors that are too many to be read from the host
         self._fetched_used = 0  # bytes of the last of them that were given out
-        self._reserve(_LEAST_KEYS)
+        self._reserve(LEAST_KEYS)
 
     @device_call("querying")
     def query(self, segments: Sequence[Segment]) -> int:
@@ -770,7 +770,7 @@ class CupyLookup(CacheLookup):
         """Make room for that many misses; the lists hold nothing."""
         keys = 1 << (keys - 1).bit_length()
         self._capacity = 0  # what is freed below is not used again, if there is no memory for more
-        start = self._lists.reserve(24 * keys)
+        start = self._lists.reserve(list_bytes(keys))
         self.missing_keys, self.distinct = start, start + 8 * keys
         self.listed_positions, self.rows = start + 16 * keys, start + 20 * keys
         self._distinct_memory = PinnedBuffer()

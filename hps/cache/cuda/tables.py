@@ -9,7 +9,7 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.api import runtime
 
-from hps.cache.cuda import kernels
+from hps.cache.cuda import geometry, kernels
 from hps.cache.cuda.device import CUDA_ERRORS
 from hps.errors import CapacityError, ConfigError, DeviceError, DeviceMemoryError
 from hps.lifetimes import disown_in_children, refusal
@@ -19,9 +19,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _OUT_OF_MEMORY = "cudaErrorMemoryAllocation"
-_COUNTERS = 3  # keys admitted, keys evicted, keys erased
 _MOST_ROWS = 1 << 32  # the kernels number them with 32 bits
-_RESERVE_BYTES = 64 << 20  # left free for the lookups and the driver
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +46,7 @@ class DeviceTable:
 
     @property
     def size_bytes(self) -> int:
-        return _size_bytes(self.pairs, self.spec.dim)
+        return geometry.size_bytes(self.pairs, self.spec.dim)
 
 
 class TableMemory:
@@ -148,9 +146,9 @@ def allocate(specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_id
         if 2 * kernels.SLOTS * count >= _MOST_ROWS:
             problem = f"got {2 * kernels.SLOTS * count:,} rows for table {spec.table_name!r}, expected less than {_MOST_ROWS:,}"
             raise ConfigError(f"embedding cache of model {spec.model_name!r}", [problem])
-    sizes = [_size_bytes(count, spec.dim) for count, spec in zip(pairs, specs, strict=True)]
+    sizes = [geometry.size_bytes(count, spec.dim) for count, spec in zip(pairs, specs, strict=True)]
     free_bytes, _total = runtime.memGetInfo()
-    if sum(sizes) + _RESERVE_BYTES > free_bytes:
+    if sum(sizes) + geometry.RESERVE_BYTES > free_bytes:
         raise DeviceMemoryError(_does_not_fit("allocating", specs, pairs, sizes, device_id, free_bytes))
     try:
         tables = tuple(_allocate(spec, count) for spec, count in zip(specs, pairs, strict=True))
@@ -169,34 +167,22 @@ def check_room(specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_
         CapacityError: they do not fit the current device; the message is that of `allocate`.
     """
     pairs = [kernels.pairs_for(rows) for rows in capacity_rows]
-    sizes = [_size_bytes(count, spec.dim) for count, spec in zip(pairs, specs, strict=True)]
+    sizes = [geometry.size_bytes(count, spec.dim) for count, spec in zip(pairs, specs, strict=True)]
     free_bytes, _total = runtime.memGetInfo()
-    if sum(sizes) + _RESERVE_BYTES > free_bytes:
+    if sum(sizes) + geometry.RESERVE_BYTES > free_bytes:
         raise CapacityError(_does_not_fit("making room for", specs, pairs, sizes, device_id, free_bytes))
-
-
-def _bucket_bytes(pairs: int) -> int:
-    return -(-kernels.PAIR_BYTES * pairs // 256) * 256
-
-
-def _row_bytes(pairs: int, dim: int) -> int:
-    return -(-2 * kernels.SLOTS * pairs * 4 * dim // 256) * 256
-
-
-def _size_bytes(pairs: int, dim: int) -> int:
-    return _bucket_bytes(pairs) + _row_bytes(pairs, dim) + 8 * _COUNTERS
 
 
 def _allocate(spec: TableSpec, pairs: int) -> DeviceTable:
     if pairs == 0:
         return DeviceTable(spec, 0, 0, 0, 0, kernels.TABLE.pack(0, 0, 0, 0, 0, 0, spec.dim), None)
-    memory = cupy.cuda.Memory(_size_bytes(pairs, spec.dim))
+    memory = cupy.cuda.Memory(geometry.size_bytes(pairs, spec.dim))
     buckets = int(memory.ptr)
-    rows = buckets + _bucket_bytes(pairs)
-    counters = rows + _row_bytes(pairs, spec.dim)
+    rows = buckets + geometry.bucket_bytes(pairs)
+    counters = rows + geometry.row_bytes(pairs, spec.dim)
     zero_pair, filler = kernels.zero_pair(pairs), kernels.zero_filler(pairs)
-    runtime.memset(buckets, 0, _bucket_bytes(pairs))
-    runtime.memset(counters, 0, 8 * _COUNTERS)
+    runtime.memset(buckets, 0, geometry.bucket_bytes(pairs))
+    runtime.memset(counters, 0, 8 * geometry.COUNTERS)
     bucket = np.array([0] + [filler] * kernels.SLOTS, np.int64)
     pair = np.concatenate([bucket, bucket])
     runtime.memcpy(buckets + kernels.PAIR_BYTES * zero_pair, pair.ctypes.data, pair.nbytes, runtime.memcpyHostToDevice)
@@ -211,7 +197,7 @@ def _does_not_fit(
         f"{size:,} for {2 * kernels.SLOTS * count:,} rows of table {spec.table_name!r} (dim {spec.dim})"
         for spec, count, size in zip(specs, pairs, sizes, strict=True)
     )
-    usable = max(0, free_bytes - _RESERVE_BYTES)
+    usable = max(0, free_bytes - geometry.RESERVE_BYTES)
     share = usable / sum(sizes)
     return (
         f"{doing} the embedding cache of model {specs[0].model_name!r} on CUDA device {device_id}: got {sum(sizes):,} bytes "

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from hps.capacity import available_memory, check_fits
+from hps.capacity import Need, available_memory, by_what, check_fits
 from hps.databases.base import UNBOUNDED_ROWS, InProcessDatabase, LoadRecord, LogPosition, RowChanges, TableStats
 from hps.databases.hash_map.change_order import ChangeOrder
 from hps.databases.hash_map.eviction import HashMapOverflow, Policy
@@ -156,17 +156,27 @@ class HashMapDatabase(InProcessDatabase):
     def stats(self, tag: str) -> TableStats:
         return self._table(tag).stats()
 
+    @classmethod
+    def room_for(cls, config: Any, tables: Sequence[tuple[str, int, int]]) -> list[Need]:
+        database = cls.from_config(config)
+        try:
+            return database._needs(tables)
+        finally:
+            database.close()
+
+    def _needs(self, tables: Sequence[tuple[str, int, int]]) -> list[Need]:
+        found = []
+        for tag, dim, rows in tables:
+            table = self._tables.get(tag)
+            size_bytes = table.further_bytes(rows) if table else self._new_table(tag, dim).bytes_for(rows)
+            found.append(Need("ram", f"{rows:,} rows of table {tag} (dim {dim})", size_bytes, tag))
+        return found
+
     def check_room(self, tables: Sequence[tuple[str, int, int]]) -> None:
         self._check_open()
-        needs = {
-            f"{rows:,} rows of table {tag} (dim {dim})": (self._tables.get(tag) or self._new_table(tag, dim)).further_bytes(
-                rows
-            )
-            for tag, dim, rows in tables
-        }
         check_fits(
             "hash map: making room for tables",
-            needs,
+            by_what(self._needs(tables)),
             *available_memory(),
             "undeploy models or versions, give the process more memory, or bound the tables with overflow_margin",
         )

@@ -229,7 +229,9 @@ class Slabs:
         """About how many bytes more would be committed, were there `rows` in all."""
         present, free, _ = self.counters[: FRESH_ROWS + 1].tolist()
         here = self.capacity_rows if self.pinned else present + free
-        return max(rows - here, 0) * (self.slab_bytes >> self.shift)
+        size_bytes = max(rows - here, 0) * (self.slab_bytes >> self.shift)
+        # Of huge pages, soon all that is reserved is committed.
+        return size_bytes + (size_bytes // _SPARE_SHARE if size_bytes >= _HUGE_PAGES_FROM_BYTES else 0)
 
     def _usual(self) -> int:
         """How many slabs an extent has where nobody asked for more."""

@@ -192,6 +192,11 @@ class HashMapTable:
         rows = min(rows, self.capacity_rows)
         return self._slabs.further_bytes(rows) + self._buckets.bytes_with_room_for(rows) - self._buckets.size_bytes
 
+    def bytes_for(self, rows: int) -> int:
+        """Bytes that the table, while it is empty, would take in all to hold so many rows."""
+        empty = self.stats()
+        return empty.overhead_bytes + self.further_bytes(rows)
+
     def _now(self) -> int:
         if self._access != STAMP:
             return 0

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any, Final, Self
 
 from hps.background import BackgroundQueue
+from hps.capacity import Need
 from hps.databases.base import (
     UNBOUNDED_ROWS,
     LoadRecord,
@@ -25,7 +26,7 @@ from hps.databases.redis.load_leases import LoadLeases
 from hps.databases.redis.nodes import RedisNodes, parse_addresses
 from hps.databases.redis.overflow import Overflow, Policy
 from hps.databases.redis.probing import probe
-from hps.databases.redis.room import check_room
+from hps.databases.redis.room import check_room, partition_bytes
 from hps.databases.redis.table import RedisTable
 from hps.databases.redis.users import TableUsers
 from hps.errors import DatabaseError, UnknownTableError
@@ -228,6 +229,19 @@ class RedisDatabase(SharedDatabase):
 
     def stats(self, tag: str) -> TableStats:
         return self._table(tag).stats()
+
+    @classmethod
+    def room_for(cls, config: Any, tables: Sequence[tuple[str, int, int]]) -> list[Need]:
+        parts, margin = config.num_partitions, config.overflow_margin
+        return [
+            Need(
+                "redis",
+                f"{rows:,} rows of table {tag} (dim {dim})",
+                parts * partition_bytes(dim, min(-(-rows // parts), margin)),
+                tag,
+            )
+            for tag, dim, rows in tables
+        ]
 
     def check_room(self, tables: Sequence[tuple[str, int, int]]) -> None:
         check_room(self._nodes, tables, self._num_partitions, self._overflow.margin)

@@ -46,13 +46,13 @@ TIMES = "hps-written/"
 """What precedes the tag in the name of the column family that holds when rows of a table were written."""
 
 _SETTINGS = Path(__file__).parent / "settings"
-_BLOCK_BYTES = 2048
+BLOCK_BYTES = 2048
 _LOAD_FILES = 256  # ingested files that may lie side by side: below the usual limit of 1024 open files
 _MERGE_READ_BYTES = 64 << 10  # read ahead, of each of these files, in each merging thread
 _MERGE_THREADS = 4  # even on fewer cores: each waits for the disk half of its time
 _MERGE_PARTS = 16
 _FILE_BYTES = (16 << 20, 256 << 20)  # of a merged file, least and most: few open files, however large the table
-_WRITE_BUFFERS_BYTES = 128 << 20  # of all tables together
+WRITE_BUFFERS_BYTES = 128 << 20  # of all tables together
 _MANIFEST_BYTES = 1 << 20  # then RocksDB begins another; what 4,000 tables leave that were created, loaded and dropped
 _TIMES_BUFFER_BYTES = 4 << 20
 _STALL_POLL_S = 0.01
@@ -471,14 +471,14 @@ def after(key: bytes) -> bytes:
 def _options(num_threads: int, block_cache_bytes: int) -> "rocksdict.Options":
     block = rocksdict.BlockBasedOptions()
     block.set_format_version(5)  # RocksDB 6.6 and later read it, HugeCTR's among them
-    block.set_block_size(_BLOCK_BYTES)
+    block.set_block_size(BLOCK_BYTES)
     block.set_block_restart_interval(4)
     block.set_index_block_restart_interval(4)  # no slower than 1, and at dim 128 two fifths less memory
     block.set_data_block_index_type(rocksdict.DataBlockIndexType.binary_and_hash())
     block.set_data_block_hash_ratio(0.75)
     block.set_bloom_filter(10, False)
     if block_cache_bytes:
-        block.set_block_cache(rocksdict.Cache.new_hyper_clock_cache(block_cache_bytes, _BLOCK_BYTES))
+        block.set_block_cache(rocksdict.Cache.new_hyper_clock_cache(block_cache_bytes, BLOCK_BYTES))
     else:
         block.disable_cache()
     options, _ = rocksdict.Options.load_latest(str(_SETTINGS))  # in raw mode
@@ -492,9 +492,9 @@ def _options(num_threads: int, block_cache_bytes: int) -> "rocksdict.Options":
     options.set_compaction_readahead_size(_MERGE_READ_BYTES)
     options.set_target_file_size_base(_FILE_BYTES[1])
     options.set_allow_concurrent_memtable_write(False)  # no two writes are at once; each is a tenth faster; see _times_options
-    options.set_db_write_buffer_size(_WRITE_BUFFERS_BYTES)
+    options.set_db_write_buffer_size(WRITE_BUFFERS_BYTES)
     options.set_max_write_buffer_number(4)  # with 2, and 2 for the times, a log is applied a tenth slower
-    options.set_max_total_wal_size(2 * _WRITE_BUFFERS_BYTES)
+    options.set_max_total_wal_size(2 * WRITE_BUFFERS_BYTES)
     # Files that lie side by side slow reads down; holding back writes would not help those reads.
     options.set_level_zero_slowdown_writes_trigger(1 << 20)
     options.set_level_zero_stop_writes_trigger(1 << 20)

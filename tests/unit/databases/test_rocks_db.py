@@ -644,7 +644,8 @@ def test_the_token_of_a_modified_table_is_kept_and_goes_with_the_table(tmp_path)
 
 def test_room_is_asked_for_rows_that_are_not_there_and_for_the_merge(filled: Path):
     free = shutil.disk_usage(filled).free
-    rows = free // (4 * DIM + 32)
+    sizes = [need.size_bytes for need in RocksDatabase.room_for(SimpleNamespace(read_only=False), [(OTHER, DIM, 1_000_000)])]
+    rows = 1_000_000 * free // sizes[0]
     with opened(filled) as holder:
         held = holder.size(TAG)
         holder.check_room([(TAG, DIM, held), (OTHER, DIM, int(0.45 * rows))])

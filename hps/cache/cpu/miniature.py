@@ -1,0 +1,109 @@
+"""What a table of the NumPy cache would have missed: its rules of recency and admission, on sets without vectors.
+
+The sets, their scores and whom they evict are those of `sets.py`. A *miniature* has fewer sets, and is asked for as small a
+share of the keys, in epochs as long as those of the whole table in lookups (Waldspurger et al., "Cache Modeling and
+Optimization using Miniature Simulations", USENIX ATC 2017).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numba import float64, int64
+
+from hps.cache.base import CachePlan
+from hps.cache.cpu.cache import NumpyCache, aligned_lines
+from hps.cache.cpu.sets import WAYS, epoch_at, find, is_idle, line_of, probation_at, touch, victim
+from hps.capacity import Need
+from hps.numba_atomics import address_of, store_relaxed, store_relaxed_u8
+from hps.numba_kernels import compile_kernels, kernel, read_only
+from hps.types import IndexArray, KeyArray, TableSpec
+
+_SMOOTHING = 0.02  # of the hit rate that lookups are expected to have: some fifty lookups count
+
+
+@kernel(int64[::1], int64[:, ::1], int64, read_only(int64[::1]), read_only(int64[::1]), read_only(int64[::1]), float64, float64)
+def _simulate(
+    lines: IndexArray,  # (sets, 16) int64
+    whole_sets: int,
+    keys: KeyArray,  # (n,) int64
+    starts: IndexArray,  # (lookups + 1,) int64
+    clocks: IndexArray,  # (lookups + 1,) int64
+    share: float,
+    threshold: float,
+) -> IndexArray:
+    """Replay lookups; returns how many keys of each missed."""
+    sets = lines.shape[0]
+    base = address_of(lines)
+    lookups = starts.size - 1
+    missed = np.zeros(lookups, np.int64)
+    missing = np.empty(max(keys.size, 1), np.int64)
+    miss_rate = 1.0
+    np.random.seed(1)  # noqa: NPY002 - what numba knows, and its own state
+    for lookup in range(lookups):
+        asked = max(clocks[lookup + 1] - clocks[lookup], 1)
+        epoch = epoch_at(clocks[lookup], whole_sets)
+        count = 0
+        for i in range(starts[lookup], starts[lookup + 1]):
+            line = line_of(keys[i], base, sets)
+            slot = find(line, keys[i])
+            if slot >= 0:
+                touch(line, slot, epoch)
+            else:
+                missing[count] = keys[i]
+                count += 1
+        missed[lookup] = count
+        # A lookup of the whole table is deferred where enough of its own keys hit: of those, this one saw few.
+        miss_rate += _SMOOTHING * (min(count / (share * asked), 1.0) - miss_rate)
+        spread = np.sqrt(miss_rate * (1.0 - miss_rate) / asked)
+        deferred = 1.0 - miss_rate + spread * np.random.normal() >= threshold  # noqa: NPY002
+        epoch = epoch_at(clocks[lookup + 1], whole_sets)
+        for i in range(count):
+            line = line_of(missing[i], base, sets)
+            if find(line, missing[i]) >= 0:
+                continue
+            slot = victim(line, epoch)
+            if deferred or is_idle(line, slot, epoch):  # in the background, whatever came is inserted
+                store_relaxed(line + 16 + 8 * slot, missing[i])
+                store_relaxed_u8(line + 2 + slot, probation_at(epoch))
+    return missed
+
+
+class NumpyPlan(CachePlan):
+    """What NumPy caches would take and miss. *Immutable.*"""
+
+    @classmethod
+    def room_for(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int]) -> list[Need]:
+        """What the tables take in memory; see `CachePlan.room_for`."""
+        return NumpyCache.room_for(tables, capacity_rows)
+
+    @classmethod
+    def miniature_sets(cls, capacity_rows: int, rate: float) -> tuple[int, int]:
+        """The sets of a miniature of at most this share of a table, one at least; and those of the table."""
+        whole = -(-capacity_rows // WAYS)
+        return max(int(whole * rate + 1e-9), 1), whole
+
+    @classmethod
+    def misses(
+        cls,
+        keys: KeyArray,  # (n,) int64
+        starts: IndexArray,  # (lookups + 1,) int64
+        clocks: IndexArray,  # (lookups + 1,) int64
+        sets: tuple[int, int],
+        threshold: float,
+    ) -> IndexArray:
+        """Replay lookups on a miniature of a table, empty at first.
+
+        Args:
+            keys: of all lookups: such a share of the distinct keys as the miniature is of the table.
+            starts: where the keys of each lookup begin, and the end.
+            clocks: how many keys the whole table had been asked for before each lookup, and in all.
+            sets: of the miniature, and of the table that it is of.
+            threshold: the `hit_rate_threshold`.
+
+        Returns:
+            (lookups,) int64: how many keys of each missed.
+        """
+        compile_kernels()
+        few, whole = sets
+        missed: IndexArray = _simulate(aligned_lines(few), whole, keys, starts, clocks, few / whole, threshold)
+        return missed

@@ -1,0 +1,200 @@
+"""`hps plan`: what a configuration will need and do, before anything of it is loaded."""
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hps import errors
+from hps.cli import console
+from hps.progress import size_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hps.capacity import Place
+    from hps.planning.forecast import Forecast, Suggestion
+    from hps.planning.memory import Machine, PlannedNeed, Total
+
+EXAMPLE = "Example: `hps plan ps.json --trace keys.trace --goal 0.95 --picture plan.svg`"
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+
+
+def plan_command(
+    config: console.ConfigPath,
+    trace: Annotated[Path | None, typer.Option(help="Keys that `hps serve --record-trace` recorded.", exists=True)] = None,
+    alpha: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=4.0, help="Predict a power law of this exponent for tables without recorded keys."),
+    ] = None,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Predict the power law that fits the recorded keys, where these are few.")
+    ] = False,
+    goal: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Suggest the least gpucacheper with this hit rate.")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Suggest the gpucacheper for so much cache memory a device, as 8GB.")
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Plan for another machine: the memory of each of its GPUs.")
+    ] = None,
+    ram: Annotated[str | None, typer.Option(metavar="SIZE", help="As --gpu-memory: its memory.")] = None,
+    disk: Annotated[str | None, typer.Option(metavar="SIZE", help="As --gpu-memory: its disk.")] = None,
+    redis: Annotated[str | None, typer.Option(metavar="SIZE", help="As --gpu-memory: the memory of Redis.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw hit rates by cache size: .svg or .png (extra `plot`).")
+    ] = None,
+) -> None:
+    """Print the memory that CONFIG needs on each tier, whether it is there, and the hit rates of its caches.
+
+    Nothing is loaded, and no database is asked. The exit code is 1 if something does not fit. 1 GB is 2^30 bytes.
+    """
+    with console.reported():
+        from hps.configuration.load import load_configuration
+        from hps.key_traces import read_traces
+        from hps.planning import memory
+        from hps.planning.forecast import Forecast
+        from hps.planning.picture import draw
+
+        given = {"gpu": gpu_memory, "ram": ram, "disk": disk, "redis": redis}
+        sizes: dict[Place, int] = {place: _size(text) for place, text in given.items() if text is not None}  # type: ignore[misc]
+        configuration = load_configuration(config)
+        versions = memory.served_versions(configuration)
+        machine = memory.this_machine(configuration, sizes)
+        on_cuda = memory.caches_on_cuda(configuration, machine)
+        needs = memory.planned_needs(configuration, versions, on_cuda)
+        totals = memory.totals(needs, machine)
+        traces = read_traces(trace) if trace else []
+        forecasts = [Forecast(version, traces, alpha, fit) for version in versions if version.config.gpucache]
+        predicted = [one for one in forecasts if one.tables]
+        suggestions = [one.for_goal(goal) for one in predicted] if goal is not None else []
+        if budget is not None:
+            share = memory.share_within(_size(budget), versions, on_cuda)
+            suggestions += [one.at(share) for one in predicted]
+        if (goal is not None or budget is not None) and not predicted:
+            raise errors.InvalidInputError("planning: got a goal or a budget, but no keys; expected --trace or --alpha, too")
+        if picture is not None:
+            draw(picture, [table for one in predicted for table in one.tables])
+        if as_json:
+            typer.echo(json.dumps(_document(needs, totals, machine, predicted, suggestions), indent=1))
+        else:
+            _print(needs, totals, machine, predicted, suggestions)
+        if any(total.fits is False for total in totals):
+            raise typer.Exit(1)
+
+
+def _size(text: str) -> int:
+    """`80GB`, `1.5 TB`, `4096`: bytes."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(i?B)?\s*", text, re.IGNORECASE)
+    try:
+        return int(float(match[1]) * (1 << _UNITS[match[2].upper()]))  # type: ignore[index]
+    except (TypeError, ValueError):
+        raise errors.InvalidInputError(f"planning: got the size {text!r}, expected one such as 80GB") from None
+
+
+def _document(
+    needs: "list[PlannedNeed]",
+    totals: "list[Total]",
+    machine: "Machine",
+    forecasts: "list[Forecast]",
+    suggestions: "list[Suggestion]",
+) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "needs": [{**{k: v for k, v in asdict(one).items() if k != "need"}, **asdict(one.need)} for one in needs],
+        "totals": [{**asdict(one), "fits": one.fits, "source": machine.source.get(one.place)} for one in totals],
+        "tables": [asdict(table) for one in forecasts for table in one.tables],
+        "suggestions": [asdict(one) for one in suggestions],
+    }
+
+
+def _print(
+    needs: "list[PlannedNeed]",
+    totals: "list[Total]",
+    machine: "Machine",
+    forecasts: "list[Forecast]",
+    suggestions: "list[Suggestion]",
+) -> None:
+    from rich.console import Console
+
+    screen = Console(highlight=False)
+    screen.width = max(screen.width, 160)  # a terminal wraps long lines; in a pipe they must not be cut
+    _print_memory(screen, needs, totals, machine)
+    if forecasts:
+        _print_hit_rates(screen, forecasts)
+    else:
+        screen.print("\nhit rates: no keys to go by; give --trace or --alpha")
+    for one in suggestions:
+        _print_suggestion(screen, one)
+
+
+def _print_memory(screen: "Console", needs: "list[PlannedNeed]", totals: "list[Total]", machine: "Machine") -> None:
+    from rich.table import Table
+
+    rows = Table("model", "version", "tier", "for", "place", box=None, pad_edge=False)
+    rows.add_column("size", justify="right")
+    for one in needs:
+        place = one.need.place if one.device is None else f"gpu {one.device}"
+        what = f"{one.need.what} (while loading)" if one.need.passing else one.need.what
+        rows.add_row(one.model, one.version, one.tier, what, place, size_text(one.need.size_bytes))
+    screen.print(rows)
+    screen.print()
+    summary = Table("place", box=None, pad_edge=False)
+    for column in ("needed", "while loading", "there"):
+        summary.add_column(column, justify="right")
+    summary.add_column("")
+    for total in totals:
+        verdict = {True: "fits", False: "DOES NOT FIT", None: "not known here"}[total.fits]
+        if total.place == "ram":
+            verdict += ", with what is pinned" if any(one.place == "pinned" for one in totals) else ""
+        if total.place == "pinned":
+            verdict = "part of ram"
+        free = "?" if total.free_bytes is None else size_text(total.free_bytes)
+        where = machine.source.get(total.place)
+        summary.add_row(
+            total.place,
+            size_text(total.size_bytes),
+            size_text(total.peak_bytes),
+            free,
+            f"{verdict} ({where})" if where else verdict,
+        )
+    screen.print(summary)
+
+
+def _print_hit_rates(screen: "Console", forecasts: "list[Forecast]") -> None:
+    from rich.table import Table
+
+    from hps.planning.forecast import SHARES
+
+    rates = Table("model", "table", box=None, pad_edge=False)
+    for column in ("rows", "alpha", *(f"{share * 100:g} %" for share in SHARES), "configured", "hit rate", "misses/s"):
+        rates.add_column(column, justify="right")
+    uncertain = False
+    for table in [table for one in forecasts for table in one.tables]:
+        cells = []
+        for one in (*table.curve, table.configured):
+            unsure = 0 < one.capacity_rows < table.certain_from
+            uncertain = uncertain or unsure
+            cells.append(f"{one.hit_rate:.3f}{'?' if unsure else ''}")
+        missed = "?" if table.keys_per_s is None else f"{table.keys_per_s * (1 - table.configured.hit_rate):,.0f}"
+        share = f"{100 * table.configured.capacity_rows / max(table.rows, 1):.3g} %"
+        rates.add_row(table.model, table.table, f"{table.rows:,}", f"{table.alpha:.2f}", *cells[:-1], share, cells[-1], missed)
+    screen.print()
+    screen.print("hit rate of a cache of so many of the table's rows", markup=False)
+    screen.print(rates)
+    if uncertain:
+        screen.print(
+            "? fewer than 200 recorded keys fit such a cache: it may be off by more than 0.02. Record at a higher rate"
+        )
+
+
+def _print_suggestion(screen: "Console", one: "Suggestion") -> None:
+    what = f"gpucacheper {one.gpucacheper:g}" if one.gpucacheper is not None else "no gpucacheper reaches the goal: at 1"
+    screen.print(f"\nmodel {one.model} version {one.version}: {what}, hit rate {one.hit_rate:.3f}")
+    for table, share in one.per_table.items():
+        screen.print(f"  {table}: {'never' if share is None else f'{100 * share:.3g} % of its rows'}")

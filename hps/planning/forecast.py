@@ -1,0 +1,150 @@
+"""What the caches of a configuration will do: hit rates by size, and the `gpucacheper` for a goal or a budget."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from hps.deployment import cache_capacities
+from hps.key_traces import KeyTrace, distinct_share
+from hps.planning.hit_rates import MOST_KEYS, TablePrediction, cache_hit_rate, predict
+from hps.planning.memory import ServedVersion
+from hps.planning.power_law import fitted_alpha, power_law_trace
+
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Of a table's rows: the sizes of caches that are predicted."""
+CERTAIN_KEYS = 200
+"""Sampled keys in a cache from which its predicted hit rate is within 0.02."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableForecast:
+    """What caches of one table would do. *Immutable.*
+
+    Attributes:
+        rows: of the table.
+        alpha: the exponent of the power law that its keys follow, or nearly follow.
+        recorded: whether that is from recorded keys.
+        keys_per_s: how many the table was asked for; None where nothing was recorded.
+        certain_from: the capacity in rows from which predictions are within 0.02.
+        curve: for each of `SHARES`.
+        configured: for the size that the configuration gives it.
+    """
+
+    model: str
+    version: str
+    table: str
+    rows: int
+    alpha: float
+    recorded: bool
+    keys_per_s: float | None
+    certain_from: int
+    curve: tuple[TablePrediction, ...]
+    configured: TablePrediction
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """A `gpucacheper` for a goal or a budget. *Immutable.*
+
+    Attributes:
+        gpucacheper: for the model as its entry of the configuration has it; None if no cache reaches the goal.
+        hit_rate: of all tables together, by how often each is asked.
+        per_table: the share of each table's rows that would reach the goal there; empty for a budget.
+    """
+
+    model: str
+    version: str
+    gpucacheper: float | None
+    hit_rate: float
+    per_table: dict[str, float | None]
+
+
+class Forecast:
+    """Predictions for one version of a model. *One thread.*
+
+    Args:
+        version: of a model.
+        traces: recorded keys; of several recordings of a table, that with the most keys counts.
+        alpha: of a power law, for tables of which nothing was recorded; without it they are left out.
+        fit: go by the power law that fits the recorded keys, rather than by these: for recordings that are short.
+    """
+
+    def __init__(
+        self, version: ServedVersion, traces: Sequence[KeyTrace], alpha: float | None = None, fit: bool = False
+    ) -> None:
+        config = version.config
+        self.version = version
+        self._threshold = config.hit_rate_threshold
+        self._rows: dict[str, int] = {}
+        self._traces: dict[str, KeyTrace] = {}
+        self.tables: list[TableForecast] = []
+        for table, rows, capacity in zip(version.tables, version.rows, cache_capacities(config, version.rows), strict=True):
+            own = [one for one in traces if (one.model, one.table) == (table.model_name, table.table_name) and one.keys.size]
+            trace = max(own, key=lambda one: one.keys.size, default=None)
+            law = alpha
+            if trace is not None:
+                law = fitted_alpha(trace)
+            if law is None:
+                continue
+            used = trace
+            if used is None or fit:
+                used = power_law_trace(table, rows, law, table.max_keys)
+            used = used.thinned(distinct_share(used, MOST_KEYS))
+            self._rows[table.table_name], self._traces[table.table_name] = rows, used
+            *curve, configured = predict(used, [*(math.ceil(share * rows) for share in SHARES), capacity], self._threshold)
+            self.tables.append(
+                TableForecast(
+                    config.model,
+                    config.version,
+                    table.table_name,
+                    rows,
+                    round(law, 3),
+                    trace is not None,
+                    trace.asked / trace.seconds if trace is not None and trace.seconds else None,
+                    math.ceil(CERTAIN_KEYS / used.rate) if used.rate < 1 else 0,
+                    tuple(curve),
+                    configured,
+                )
+            )
+
+    def hit_rate(self, share: float) -> float:
+        """Of all predicted tables together, with caches of so large a share of their rows, by how often each is asked."""
+        weights = self._weights()
+        return sum(weights[name] * self._table_hit_rate(name, share) for name in weights) / (sum(weights.values()) or 1.0)
+
+    def for_goal(self, goal: float) -> Suggestion:
+        """The least `gpucacheper` with such a hit rate."""
+        share = _least(self.hit_rate, goal)
+        per_table = {name: _least(partial(self._table_hit_rate, name), goal) for name in self._traces}
+        return self._suggestion(share, self.hit_rate(1.0 if share is None else share), per_table)
+
+    def at(self, share: float) -> Suggestion:
+        """What caches of such a share of the rows do."""
+        return self._suggestion(share, self.hit_rate(share), {})
+
+    def _suggestion(self, share: float | None, hit_rate: float, per_table: dict[str, float | None]) -> Suggestion:
+        return Suggestion(self.version.config.model, self.version.config.version, share, hit_rate, per_table)
+
+    def _weights(self) -> dict[str, float]:
+        """By table, how many of a model's keys it is asked for."""
+        config = self.version.config
+        per_sample = dict(zip(config.embedding_table_names, config.maxnum_catfeature_query_per_table_per_sample, strict=True))
+        rates = {one.table: one.keys_per_s for one in self.tables}
+        known = all(rate is not None for rate in rates.values())
+        return {name: float((rates[name] or 0.0) if known else per_sample[name]) for name in self._traces}
+
+    def _table_hit_rate(self, name: str, share: float) -> float:
+        return cache_hit_rate(self._traces[name], math.ceil(share * self._rows[name]), self._threshold)
+
+
+def _least(hit_rate: Callable[[float], float], goal: float) -> float | None:
+    """The least share of the rows, to three digits, whose caches have such a hit rate; None if none has."""
+    if hit_rate(1.0) < goal:
+        return None
+    low, high = 0.0, 1.0
+    while high - low > max(1e-4, 0.01 * high):
+        middle = (low + high) / 2
+        low, high = (low, middle) if hit_rate(middle) >= goal else (middle, high)
+    scale = 10.0 ** (2 - math.floor(math.log10(high)))
+    return math.ceil(high * scale) / scale

@@ -1,0 +1,126 @@
+"""The hit rate that an embedding cache of each size would have, from recorded keys.
+
+Two predictors, both on the keys that a recording sampled by their hash:
+
+*   `cache_hit_rate` replays them on a miniature of the NumPy cache: as many sets, of its own rules, as keys were sampled
+    (Waldspurger et al., USENIX ATC 2017). Plans go by it.
+*   `ideal_hit_rates` finds the distance of each key to its last use in distinct keys, scaled up (SHARDS, Waldspurger et al.,
+    FAST 2015): what a fully associative LRU cache would have. One pass gives all sizes.
+
+Both count misses, and take all other keys for hits: whether one of the few most popular keys was sampled changes the keys that
+were recorded by a lot, and the misses by nothing (`SHARDS-adj` of the same paper).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numba import int64
+
+from hps.key_traces import KeyTrace, distinct_share
+from hps.numba_kernels import compile_kernels, kernel, read_only
+from hps.registry import implementation
+from hps.types import IndexArray
+
+MOST_KEYS = 1 << 18
+"""Distinct keys of a trace that are looked at: with these, the error of sampling is below 0.005."""
+_WARM_UP = 0.5  # of the lookups, before misses are counted
+
+
+@dataclass(frozen=True, slots=True)
+class TablePrediction:
+    """What a cache of one size does for one table. *Immutable.*
+
+    Attributes:
+        capacity_rows: of the cache.
+        hit_rate: of the cache, duplicates counted; expected in steady state.
+        ideal: the hit rate of a fully associative LRU cache of as many rows.
+    """
+
+    capacity_rows: int
+    hit_rate: float
+    ideal: float
+
+
+def predict(trace: KeyTrace, capacities: Sequence[int], threshold: float = 1.1) -> list[TablePrediction]:
+    """Predict what caches of these sizes would have done with the recorded keys, after the first half.
+
+    Args:
+        capacities: rows of each cache.
+        threshold: the model's `hit_rate_threshold`.
+    """
+    small = trace.thinned(distinct_share(trace, MOST_KEYS))
+    ideal = ideal_hit_rates(small, capacities)
+    return [
+        TablePrediction(rows, cache_hit_rate(small, rows, threshold), one) for rows, one in zip(capacities, ideal, strict=True)
+    ]
+
+
+def cache_hit_rate(trace: KeyTrace, capacity_rows: int, threshold: float = 1.1) -> float:
+    """The hit rate of the NumPy cache after the first half of a trace. See `predict`."""
+    if capacity_rows == 0:
+        return 0.0
+    plan = implementation("cache_plan", "cpu")
+    sets, whole = plan.miniature_sets(capacity_rows, trace.rate)
+    rate = min(sets / whole, trace.rate)  # a whole number of sets of the same share
+    trace = trace.thinned(rate)
+    numbers, starts = np.unique(trace.lookups, return_index=True)
+    if not numbers.size:
+        return 0.0
+    first, total = int(numbers[0]), int(numbers[-1]) - int(numbers[0]) + 1
+    clocks = (np.append(numbers - first, total) * (trace.asked / total)).astype(np.int64)
+    missed = plan.misses(trace.keys, np.append(starts, trace.keys.size), clocks, (sets, whole), threshold)
+    late = numbers - first >= _WARM_UP * total
+    return _rate(int(missed[late].sum()), rate, trace.asked * (1 - _WARM_UP))
+
+
+def ideal_hit_rates(trace: KeyTrace, capacities: Sequence[int]) -> list[float]:
+    """The hit rates of fully associative LRU caches after the first half of a trace. See `predict`."""
+    if not trace.keys.size:
+        return [0.0] * len(capacities)
+    compile_kernels()
+    _, numbered = np.unique(trace.keys, return_inverse=True)
+    distances = _distances(np.ascontiguousarray(numbered, np.int64))
+    late = trace.lookups >= trace.lookups[0] + _WARM_UP * (trace.lookups[-1] - trace.lookups[0] + 1)
+    far = np.sort(distances[late])
+    counts = far.size - np.searchsorted(far, [rows * trace.rate for rows in capacities])
+    return [_rate(int(misses), trace.rate, trace.asked * (1 - _WARM_UP)) for misses in counts]
+
+
+def _rate(misses: int, rate: float, asked: float) -> float:
+    return min(max(1.0 - misses / rate / asked, 0.0), 1.0) if asked else 0.0
+
+
+@kernel(int64[::1], read_only(int64[::1]))
+def _distances(numbered: IndexArray) -> IndexArray:
+    """For each key, how many distinct keys were asked for since its last use; the largest number for its first."""
+    n = numbered.size
+    tree = np.zeros(n + 1, np.int64)  # a Fenwick tree of the last uses
+    last = np.full(n, -1, np.int64)
+    found = np.empty(n, np.int64)
+    for i in range(n):
+        key = numbered[i]
+        before = last[key]
+        if before < 0:
+            found[i] = np.iinfo(np.int64).max
+        else:
+            between = 0
+            at = i
+            while at > 0:
+                between += tree[at]
+                at -= at & -at
+            at = before + 1
+            while at > 0:
+                between -= tree[at]
+                at -= at & -at
+            found[i] = between
+            at = before + 1
+            while at <= n:
+                tree[at] -= 1
+                at += at & -at
+        last[key] = i
+        at = i + 1
+        while at <= n:
+            tree[at] += 1
+            at += at & -at
+    return found

@@ -1,0 +1,251 @@
+"""How much memory a configuration needs on each tier, before anything of it is loaded, and whether this machine has it."""
+
+import math
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hps.cache.base import CachePlan, EmbeddingCache
+from hps.capacity import Need, Place, available_memory
+from hps.configuration.load import Configuration, ModelConfig
+from hps.databases.base import Database
+from hps.deployment import RESIDENT, cache_capacities, is_direct
+from hps.errors import ConfigError, HPSError, MissingDependencyError
+from hps.models.catalog import ModelCatalog
+from hps.models.deltas import open_table_files
+from hps.models.files import CHUNK_BYTES
+from hps.models.sources import ModelSources
+from hps.registry import implementation
+from hps.types import TableSpec
+
+PLACES: Final[tuple[Place, ...]] = ("gpu", "pinned", "ram", "disk", "redis")
+_PROCESS_BYTES: Final = 300 << 20
+"""What a process takes that serves nothing: Python, NumPy, numba and its kernels, RocksDB's and Redis' clients."""
+_CHUNKS: Final = 4  # of a model's files that a load holds at once
+
+
+@dataclass(frozen=True, slots=True)
+class ServedVersion:
+    """A version of a model that is to be served, and the rows of each table. *Immutable.*"""
+
+    config: ModelConfig
+    tables: tuple[TableSpec, ...]
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedNeed:
+    """What a version of a model needs; of no model where all share it. *Immutable.*
+
+    Attributes:
+        tier: `embedding_cache`, `volatile_db`, `persistent_db`, `workspaces` or `process`.
+        device: of the GPU that is meant.
+    """
+
+    model: str
+    version: str
+    tier: str
+    need: Need
+    device: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What there is for it: bytes by place, and where the figure comes from. Places of which nothing is known are missing.
+
+    *Immutable.* Of several GPUs, it is what each has.
+    """
+
+    free_bytes: Mapping[Place, int]
+    source: Mapping[Place, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """What a place needs in all. *Immutable.*
+
+    Attributes:
+        size_bytes: once everything is loaded; of several GPUs, on the fullest.
+        peak_bytes: while it is loaded.
+        free_bytes: that are there; None if nobody knows.
+    """
+
+    place: Place
+    size_bytes: int
+    peak_bytes: int
+    free_bytes: int | None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it does; None if nobody knows."""
+        return None if self.free_bytes is None else self.peak_bytes <= self.free_bytes
+
+
+def served_versions(configuration: Configuration) -> list[ServedVersion]:
+    """The versions that a server would load, with the rows that their files have. Nothing of them is read but their sizes.
+
+    Raises:
+        ConfigError: files are missing or do not fit; the message is the whole report.
+    """
+    sources = ModelSources(configuration.model_source)
+    catalog = ModelCatalog(configuration, sources)
+    found, problems = [], []
+    for name in catalog.names:
+        try:
+            for number in catalog.to_serve(name):
+                version = catalog.version(name, number)
+                config, int32_keys = version.config, not configuration.supportlonglong
+                files = [
+                    open_table_files(source, table.dim, int32_keys=int32_keys, sources=sources)
+                    for table, source in zip(config.tables, version.sources, strict=True)
+                ]
+                found.append(ServedVersion(config, tuple(config.tables), tuple(one.rows for one in files)))
+        except HPSError as error:
+            problems.append(f"model {name!r}: {error}")
+    if problems:
+        raise ConfigError("planning", problems)
+    return found
+
+
+def planned_needs(configuration: Configuration, versions: Sequence[ServedVersion], on_cuda: bool) -> list[PlannedNeed]:
+    """What each version needs on each tier: by the code that the tiers refuse by what does not fit.
+
+    Args:
+        on_cuda: whether embedding caches are on GPUs.
+    """
+    found = [PlannedNeed("", "", "process", Need("ram", "the process itself", _PROCESS_BYTES))]
+    stored: dict[tuple[str, bool], tuple[type[Database], object, list[tuple[str, int, int]]]] = {}
+    owners = {}
+    load_bytes, plan = CHUNK_BYTES, cache_plan(on_cuda)
+    for version in versions:
+        config, names = version.config, {table.tag: table.table_name for table in version.tables}
+        owners.update({table.tag: (config.model, config.version, names[table.tag]) for table in version.tables})
+        if on_cuda or not is_direct(config, implementation("cache", "cpu")):
+            capacities = cache_capacities(config, version.rows)
+            for device in config.deployed_device_list[: None if on_cuda else 1]:
+                needs = plan.room_for(version.tables, capacities)
+                workspaces = plan.workspaces_for(version.tables, config.num_of_worker_buffer_in_pool)
+                found += _of(config, "embedding_cache", needs, device if on_cuda else None)
+                found += _of(config, "workspaces", workspaces, device if on_cuda else None)
+        for tier, database, section, share in _databases(configuration, config):
+            rows = [
+                (table.tag, table.dim, math.ceil(share * count))
+                for table, count in zip(version.tables, version.rows, strict=True)
+            ]
+            own = tier == "volatile_db" and config.embedding_cache_type in RESIDENT
+            stored.setdefault((tier, own), (database, section, []))[2].extend(rows)
+            load_bytes = max(load_bytes, getattr(database, "load_bytes", 0))
+    for (tier, _), (database, section, rows) in stored.items():
+        for need in database.room_for(section, rows):
+            model, number, table = owners.get(need.table, ("", "", ""))
+            place = need.place
+            if tier != "persistent_db" and place == "ram" and on_cuda and need.table and _links(versions, model, number):
+                place = "pinned"
+            found.append(PlannedNeed(model, number, tier, Need(place, need.what, need.size_bytes, table, need.passing)))
+    if stored:
+        found.append(PlannedNeed("", "", "process", Need("ram", "chunks of files", _CHUNKS * load_bytes, passing=True)))
+    return found
+
+
+def totals(needs: Iterable[PlannedNeed], machine: Machine) -> list[Total]:
+    """What each place needs in all; what is pinned is RAM, too."""
+    needs = list(needs)
+    found = []
+    for place in PLACES:
+        places = ("ram", "pinned") if place == "ram" else (place,)
+        here = [one for one in needs if one.need.place in places]
+        if not here:
+            continue
+        devices = {one.device for one in here} if place == "gpu" else {None}
+        fullest = (0, 0)
+        for device in devices:
+            own = [one.need for one in here if place != "gpu" or one.device == device]
+            size = sum(need.size_bytes for need in own if not need.passing)
+            fullest = max(fullest, (size, size + sum(need.size_bytes for need in own if need.passing)))
+        found.append(Total(place, *fullest, machine.free_bytes.get(place)))
+    return found
+
+
+def this_machine(configuration: Configuration, given: Mapping[Place, int]) -> Machine:
+    """What this machine has free, or another that is described.
+
+    Args:
+        given: bytes by place of the other machine, which has nothing else to do.
+    """
+    free, source = dict(given), dict.fromkeys(given, "as given")
+    if "ram" not in free:
+        free["ram"], source["ram"] = available_memory()
+    path = Path(configuration.persistent_db.path).absolute()
+    if "disk" not in free and configuration.persistent_db.type != "disabled":
+        there = next(one for one in (path, *path.parents) if one.exists())
+        held = sum(file.stat().st_size for file in path.glob("*.sst")) if path.exists() else 0
+        free["disk"], source["disk"] = shutil.disk_usage(there).free + held, f"on the file system of {there}"
+        if held:
+            source["disk"] += f", with the {held:,} that tables there take"
+    if "gpu" not in free and (devices := _gpu_memory(configuration)):
+        free["gpu"], source["gpu"] = min(devices), "on each of the configured GPUs"
+    return Machine(free, source)
+
+
+def caches_on_cuda(configuration: Configuration, machine: Machine) -> bool:
+    """Whether embedding caches would be on GPUs."""
+    return configuration.device == "cuda" or (configuration.device == "auto" and "gpu" in machine.free_bytes)
+
+
+def cache_plan(on_cuda: bool) -> type[CachePlan]:
+    """What says how much caches take."""
+    found: type[CachePlan] = implementation("cache_plan", "cuda" if on_cuda else "cpu")
+    return found
+
+
+def share_within(budget: int, versions: Sequence[ServedVersion], on_cuda: bool) -> float:
+    """The largest `gpucacheper`, one for all models, whose caches take no more than a budget on a device."""
+    plan, cached = cache_plan(on_cuda), [one for one in versions if one.config.gpucache]
+
+    def needed(share: float) -> int:
+        rooms = (plan.room_for(one.tables, [math.ceil(share * rows) for rows in one.rows]) for one in cached)
+        return sum(need.size_bytes for needs in rooms for need in needs)
+
+    if needed(1.0) <= budget:
+        return 1.0
+    low, high = 0, 10_000
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if needed(middle / 10_000) <= budget else (low, middle)
+    return low / 10_000
+
+
+def _gpu_memory(configuration: Configuration) -> list[int]:
+    if configuration.device == "cpu":
+        return []
+    try:
+        cuda: type[EmbeddingCache] = implementation("cache", "cuda")
+    except MissingDependencyError:
+        return []
+    devices = sorted({device for model in configuration.models for device in model.deployed_device_list})
+    free = [cuda.free_bytes(device) for device in devices] if cuda.unavailable_reason() is None else []
+    return [one for one in free if one is not None]
+
+
+def _databases(configuration: Configuration, model: ModelConfig) -> Iterable[tuple[str, type[Database], object, float]]:
+    """The databases that a version's tables are loaded into: tier, class, section of the configuration, share of the rows."""
+    volatile, persistent = configuration.volatile_db, configuration.persistent_db
+    if model.embedding_cache_type in RESIDENT:
+        hash_map = type(volatile)(type="hash_map")
+        yield "volatile_db", implementation("database", "hash_map"), hash_map, 1.0
+    elif volatile.type != "disabled" and volatile.initialize_after_startup and model.embedding_cache_type != "stochastic":
+        yield "volatile_db", implementation("database", volatile.type), volatile, volatile.initial_cache_rate
+    if persistent.type != "disabled" and persistent.initialize_after_startup and model.embedding_cache_type != "stochastic":
+        yield "persistent_db", implementation("database", persistent.type), persistent, 1.0
+
+
+def _links(versions: Sequence[ServedVersion], model: str, number: str) -> bool:
+    """Whether a device may read the hash map of this version in place, which is pinned then."""
+    config = next(one.config for one in versions if (one.config.model, one.config.version) == (model, number))
+    return config.gpucache and config.miss_path != "copy"
+
+
+def _of(config: ModelConfig, tier: str, needs: Iterable[Need], device: int | None) -> list[PlannedNeed]:
+    return [PlannedNeed(config.model, config.version, tier, need, device) for need in needs]

@@ -1,0 +1,148 @@
+"""`hps plan`: what it prints, what it suggests, and its exit codes; and the recordings that it goes by."""
+
+import json
+import re
+import time
+from urllib.request import Request, urlopen
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from hps.cli.app import app
+from hps.key_traces import read_traces
+from hps.models.sample import sample_chunks
+from hps.models.writer import write_sparse_model
+from hps.parameter_server import HPS
+from hps.tensors.bags import Bags
+from hps.workloads import power_law_keys
+from tests.servers.running_service import document_of, model_of
+
+ROWS = {"item": (50_000, 8), "user": (20_000, 4)}
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "80"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+@pytest.fixture
+def config(tmp_path):
+    for name, (rows, dim) in ROWS.items():
+        write_sparse_model(tmp_path / name, sample_chunks(rows, dim, 0))
+    dims = {name: dim for name, (_, dim) in ROWS.items()}
+    model = model_of("shop", [tmp_path / name for name in ROWS], dims, max_batch_size=1000, gpucacheper=0.1)
+    path = tmp_path / "ps.json"
+    path.write_text(json.dumps(document_of(model, persistent=tmp_path / "rocksdb")))
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path, config):
+    path, rng = tmp_path / "keys.trace", np.random.default_rng(1)
+    with HPS(config) as server, server.record_trace(path, rate=0.5, hash_keys=True):
+        for _ in range(300):
+            keys = {name: power_law_keys(rng, 1000, rows, 1.1) for name, (rows, _) in ROWS.items()}
+            server.lookup_tables(keys, "shop")
+    return path
+
+
+def test_memory_is_printed_by_tier_and_table(config, tmp_path):
+    result = run(config)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"shop +1 +embedding_cache +5,000 rows of table 'item' \(dim 8\) +ram", result.output)
+    assert re.search(r"shop +1 +persistent_db +50,000 rows of table hps_et.shop.item \(dim 8\) +disk +2\.\d MB", result.output)
+    assert re.search(r"ram .* fits", result.output)
+    assert not (tmp_path / "rocksdb").exists()
+    assert "…" not in result.output
+
+
+@pytest.mark.parametrize("options", [["--disk", "1MB"], ["--ram", "1MB"], ["--gpu-memory", "1K"]])
+def test_what_does_not_fit_is_exit_code_1(config, options):
+    content = json.loads(config.read_text())
+    config.write_text(json.dumps({**content, "device": "auto"}))
+    result = run(config, *options)
+    assert result.exit_code == 1
+    assert "DOES NOT FIT (as given)" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--disk", "much"], "got the size 'much'"),
+        (["--goal", "0.9"], "expected --trace or --alpha"),
+        (["--alpha", "1", "--picture", "plan.gif"], "expected .svg or .png"),
+    ],
+)
+def test_wrong_options_are_exit_code_2(config, options, message):
+    result = run(config, *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_plans_go_by_recorded_keys(config, trace, tmp_path):
+    document = json.loads(run(config, "--trace", trace, "--json", "--goal", "0.8", "--picture", tmp_path / "plan.svg").stdout)
+    item, user = document["tables"]
+    assert (item["rows"], item["recorded"], user["table"]) == (50_000, True, "user")
+    assert item["alpha"] == pytest.approx(1.1, abs=0.15)
+    rates = [one["hit_rate"] for one in item["curve"]]
+    assert rates == sorted(rates)
+    assert item["keys_per_s"] > 0
+    assert item["configured"]["capacity_rows"] == 5000
+    (suggestion,) = document["suggestions"]
+    assert suggestion["hit_rate"] >= 0.8
+    assert 0 < suggestion["gpucacheper"] < 1
+    assert "<svg" in (tmp_path / "plan.svg").read_text()
+    assert re.search(r"shop +item +50,000 +1\.\d+ +0\.\d{3}", run(config, "--trace", trace).output)
+
+
+def test_plans_go_by_a_power_law_and_a_budget(config, trace):
+    large, small = (run(config, "--alpha", "1.05", "--budget", size).output for size in ("1GB", "300KB"))
+    share = {text: float(re.search(r"gpucacheper ([\d.]+), hit rate", text)[1]) for text in (large, small)}
+    assert share[large] == 1
+    assert 0.05 < share[small] < 0.15
+    assert run(config, "--trace", trace, "--fit", "--goal", "0.7").exit_code == 0
+    assert "no gpucacheper reaches the goal" in run(config, "--alpha", "0", "--goal", "1").output
+
+
+def test_every_way_to_look_up_is_recorded(config, tmp_path):
+    keys, path = np.arange(10), tmp_path / "keys"
+    with HPS(config) as server:
+        server.lookup(keys, "shop", 0)
+        with server.record_trace(path, rate=1.0):
+            server.lookup(keys, "shop", "item")
+            server.lookup_tables({"user": keys}, "shop")
+            server.lookup_fromdlpack(keys, np.empty((10, 8), np.float32), "shop", 0)
+            server.lookup_concatenated(np.arange(20), [10, 10], np.empty(120, np.float32), "shop")
+            server.lookup_pooled({"item": Bags(keys, np.array([0, 10]))}, "shop")
+        server.lookup(keys, "shop", 0)
+        second = server.record_trace(tmp_path / "other", rate=1.0)
+        server.lookup(keys, "shop", 0)
+    assert {one.table: one.asked for one in read_traces(path)} == {"item": 40, "user": 20}
+    assert second._ended  # with the server
+    assert [one.asked for one in read_traces(tmp_path / "other")] == [10]
+
+
+def test_a_killed_server_leaves_its_recording(config, tmp_path, children):
+    path = tmp_path / "keys"
+    process = children.hps("serve", config, "--port", 0, "--record-trace", path, "--trace-rate", "1", "--hash-keys")
+    url = next(found[1] for line in process.stderr if (found := re.search(r"curl -s (http://\S+) -d", line)))
+    body = json.dumps({"tables": {"item": list(range(7)), "user": [1]}}).encode()
+    with urlopen(Request(url, body, {"Content-Type": "application/json"}), timeout=30) as answer:
+        assert answer.status == 200
+    deadline = time.monotonic() + 30
+    while len(read_traces(path)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.wait(30)
+    traces = {one.table: one for one in read_traces(path)}
+    assert (traces["item"].keys.size, traces["item"].hashed, traces["user"].asked) == (7, True, 1)
+    assert not np.isin(traces["item"].keys, range(7)).any()
+
+
+def test_serve_refuses_a_recording_that_cannot_be_written(config, tmp_path, children):
+    process = children.hps("serve", config, "--port", 0, "--record-trace", tmp_path / "no" / "keys")
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "recording keys to" in text

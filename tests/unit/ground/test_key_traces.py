@@ -1,0 +1,191 @@
+"""Recordings of keys: what is sampled, what the file keeps, and what goes wrong without failing a lookup."""
+
+import os
+import struct
+
+import numpy as np
+import pytest
+
+from hps.errors import InvalidInputError, ModelFileError
+from hps.key_traces import KeyRecorder, KeyTrace, distinct_share, keyed_hashes, read_traces, sample_hashes
+from hps.metrics import Metrics
+from hps.tensors.segments import Segment
+from hps.types import TableSpec
+
+TABLES = (TableSpec("shop", "item", 4, 0.0, 1 << 20), TableSpec("shop", "user", 8, 0.0, 1 << 20))
+RNG = np.random.default_rng(7)
+
+
+def segment(table, keys):
+    return Segment(table, keys, np.empty((keys.size, TABLES[table].dim), np.float32))
+
+
+def recorded(path, lookups, **settings):
+    with KeyRecorder(path, **settings) as recorder:
+        for lookup in lookups:
+            recorder.record(TABLES, [segment(table, keys) for table, keys in lookup.items()])
+    return {trace.table: trace for trace in read_traces(path)}
+
+
+def test_a_whole_recording_is_what_was_asked(tmp_path):
+    lookups = [{0: RNG.integers(-(1 << 63), 1 << 62, 100), 1: RNG.integers(0, 50, 7)}, {1: np.array([-1, 0, -1])}]
+    traces = recorded(tmp_path / "keys", lookups, rate=1.0)
+    np.testing.assert_array_equal(traces["item"].keys, lookups[0][0])
+    np.testing.assert_array_equal(traces["user"].keys, np.concatenate([lookups[0][1], lookups[1][1]]))
+    np.testing.assert_array_equal(traces["user"].lookups, [0] * 7 + [1] * 3)
+    assert (traces["user"].asked, traces["item"].asked, traces["item"].model) == (10, 100, "shop")
+
+
+@pytest.mark.parametrize("hash_keys", [False, True])
+def test_a_key_is_recorded_always_or_never(tmp_path, hash_keys):
+    keys = np.repeat(np.arange(20_000), 3)
+    lookups = [{0: part} for part in np.split(RNG.permutation(keys), 60)]
+    trace = recorded(tmp_path / "keys", lookups, rate=0.1, hash_keys=hash_keys)["item"]
+    distinct, counts = np.unique(trace.keys, return_counts=True)
+    assert set(counts) == {3}
+    assert abs(distinct.size - 2000) < 5 * np.sqrt(1800)
+    assert trace.asked == 60_000
+    thin = trace.thinned(0.02)
+    assert abs(np.unique(thin.keys).size - 400) < 5 * np.sqrt(400)
+    assert set(np.unique(thin.keys)) <= set(distinct)
+    assert np.isclose(trace.thinned(distinct_share(trace, 300)).keys.size, 900, atol=6)
+    if hash_keys:
+        assert not np.isin(distinct, keys).any()
+    else:
+        np.testing.assert_array_equal(distinct, np.flatnonzero(sample_hashes(np.arange(20_000)) < np.uint64(int(0.1 * 2**64))))
+
+
+def test_secrets_differ_from_recording_to_recording(tmp_path):
+    lookups = [{0: np.arange(100)}]
+    first, second = (recorded(tmp_path / name, lookups, rate=1.0, hash_keys=True)["item"] for name in "ab")
+    assert not np.isin(first.keys, second.keys).any()
+
+
+def test_keyed_hashes_are_siphash():
+    # Appendix A of the paper's reference code: key 00..0f, message 00..07.
+    secret = bytes(range(16))
+    message = np.frombuffer(bytes(range(8)), np.int64)
+    assert keyed_hashes(message, secret).view(np.uint64)[0] == 0x93F5F5799A932462
+
+
+def test_a_killed_recording_is_read_up_to_its_damage_and_continued(tmp_path):
+    path = tmp_path / "keys"
+    recorded(path, [{0: np.arange(1000)}], rate=1.0)
+    whole = path.read_bytes()
+    recorded(path, [{1: np.arange(5)}], rate=1.0)
+    for cut in (len(whole) + 3, len(path.read_bytes()) - 1):
+        damaged = tmp_path / f"cut{cut}"
+        damaged.write_bytes(path.read_bytes()[:cut])
+        assert [trace.keys.size for trace in read_traces(damaged)] == [1000]
+        recorded(damaged, [{1: np.arange(7)}], rate=0.5, hash_keys=True)
+        first, second = read_traces(damaged)
+        assert (first.keys.size, first.rate, second.rate, second.asked, second.hashed) == (1000, 1.0, 0.5, 7, True)
+
+
+def test_what_is_no_recording_is_refused(tmp_path):
+    path = tmp_path / "notes"
+    path.write_text("something else")
+    with pytest.raises(ModelFileError, match="damage at byte 0"):
+        read_traces(path)
+    with pytest.raises(ModelFileError, match="damage at byte 0"):
+        KeyRecorder(path)
+    assert path.read_text() == "something else"
+    recorded(tmp_path / "keys", [{0: np.arange(1000)}], rate=1.0)
+    content = bytearray((tmp_path / "keys").read_bytes())
+    content[30] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ModelFileError, match="damage"):
+        read_traces(path)
+    with pytest.raises(ModelFileError, match="reading recorded keys from"):
+        read_traces(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, 1.5])
+def test_rates_out_of_range_are_refused(tmp_path, rate):
+    with pytest.raises(InvalidInputError, match="rate"):
+        KeyRecorder(tmp_path / "keys", rate=rate)
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(ModelFileError, match="possible to write"):
+        KeyRecorder(tmp_path / "no" / "keys")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_ends_the_recording_and_no_lookup(tmp_path, caplog):
+    metrics = Metrics()
+    recorder = KeyRecorder(tmp_path / "keys", rate=1.0, outcomes=metrics.trace_keys)
+    with open("/dev/full", "ab") as full:
+        os.dup2(full.fileno(), recorder._file.fileno())
+    recorder.record(TABLES, [segment(0, np.arange(100))])
+    recorder._thread.join(10)
+    recorder.record(TABLES, [segment(0, np.arange(100))])
+    recorder.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "No space left" in caplog.text
+    assert metrics.registry.get_sample_value("hps_trace_keys_total", {"outcome": "lost"}) == 100
+
+
+def test_a_recording_ends_when_its_file_is_large_enough(tmp_path, caplog):
+    recorder = KeyRecorder(tmp_path / "keys", rate=1.0, max_bytes=1000)
+    recorder.record(TABLES, [segment(0, RNG.integers(0, 1 << 62, 10_000))])
+    recorder._thread.join(10)
+    recorder.close()
+    assert "which is enough" in caplog.text
+    assert read_traces(tmp_path / "keys")[0].keys.size == 10_000
+
+
+def test_keys_that_cannot_be_written_in_time_are_dropped_and_counted(tmp_path):
+    metrics = Metrics()
+    recorder = KeyRecorder(tmp_path / "keys", rate=1.0, outcomes=metrics.trace_keys)
+    with recorder._closing:  # the writer waits
+        for _ in range(4):
+            recorder.record(TABLES, [segment(0, np.arange(1 << 19))])
+    recorder.close()
+    counted = {
+        outcome: metrics.registry.get_sample_value("hps_trace_keys_total", {"outcome": outcome})
+        for outcome in ("recorded", "dropped")
+    }
+    assert counted["dropped"] >= 1 << 19
+    assert counted["recorded"] + counted["dropped"] == 4 << 19
+    assert read_traces(tmp_path / "keys")[0].keys.size == counted["recorded"]
+
+
+def test_keys_that_are_not_aligned_are_recorded(tmp_path):
+    keys = np.frombuffer(b"x" + np.arange(100).tobytes(), np.uint8)[1:].view(np.int64)
+    assert not keys.flags.aligned
+    np.testing.assert_array_equal(recorded(tmp_path / "keys", [{0: keys}], rate=1.0)["item"].keys, np.arange(100))
+
+
+@pytest.mark.parametrize(
+    "keys", [np.arange(1 << 20), np.arange(1 << 20) << 20, np.arange(1 << 20) * 1000, RNG.integers(0, 1 << 62, 1 << 20)]
+)
+def test_any_ids_are_sampled_evenly(keys):
+    hashes = sample_hashes(keys)
+    for part in np.split(hashes, 8):
+        np.testing.assert_allclose(np.histogram(part / 2.0**64, 16, (0, 1))[0], part.size / 16, rtol=0.07)
+
+
+def test_keys_elsewhere_are_counted_and_not_read(tmp_path):
+    metrics = Metrics()
+    there = Segment(0, memoryview(b"12345678"), np.empty((1, 4), np.float32), None, 1)
+    with KeyRecorder(tmp_path / "keys", rate=1.0, outcomes=metrics.trace_keys) as recorder:
+        recorder.record(TABLES, [there])
+    assert metrics.registry.get_sample_value("hps_trace_keys_total", {"outcome": "unread"}) == 1
+    assert read_traces(tmp_path / "keys") == []
+
+
+def test_another_version_of_the_format_is_refused(tmp_path):
+    import json
+    import zlib
+
+    body = zlib.compress(json.dumps({"version": 2}).encode() + b"\n")
+    (tmp_path / "keys").write_bytes(struct.pack("<4sII", b"HPSB", len(body), zlib.crc32(body)) + body)
+    with pytest.raises(ModelFileError, match="got version 2, expected 1"):
+        read_traces(tmp_path / "keys")
+
+
+def test_traces_are_thinned_to_no_more_than_they_have():
+    trace = KeyTrace("m", "t", np.arange(10), np.arange(10), 0.5, 1.0, False, 10)
+    assert trace.thinned(0.7) is trace
+    assert distinct_share(trace, 10) == 0.5

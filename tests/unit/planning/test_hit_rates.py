@@ -1,0 +1,127 @@
+"""Predicted hit rates, against the caches themselves, and against what is known of ideal ones."""
+
+import math
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+
+from hps.key_traces import KeyTrace, sample_hashes
+from hps.models.sample import sample_chunks
+from hps.models.writer import write_sparse_model
+from hps.parameter_server import HPS
+from hps.planning.hit_rates import cache_hit_rate, ideal_hit_rates, predict
+from hps.planning.power_law import fitted_alpha, power_law_trace
+from hps.types import TableSpec
+from hps.workloads import power_law_keys, power_law_ranks
+
+ROWS, KEYS, BATCH = 200_000, 3_000_000, 1000
+SHARES = (0.01, 0.05, 0.1, 0.2, 0.5)
+TABLE = TableSpec("m", "t", 4, 0.0, BATCH)
+
+
+def asked_keys(name):
+    rng = np.random.default_rng(3)
+    if name != "shifting":
+        return power_law_keys(rng, KEYS, ROWS, float(name))
+    shifts = np.arange(KEYS) // (KEYS // 40) * (ROWS // 400)  # what was most popular is forgotten, and others come up
+    return rng.permutation(ROWS)[(power_law_ranks(rng, KEYS, ROWS, 1.05) + shifts) % ROWS]
+
+
+def sampled(keys, rate):
+    kept = sample_hashes(keys) < np.uint64(min(int(rate * 2**64), 2**64 - 1))
+    return KeyTrace("m", "t", keys[kept], (np.arange(keys.size) // BATCH)[kept], rate, 1.0, False, keys.size)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model") / "t"
+    write_sparse_model(directory, sample_chunks(ROWS, 4, 0))
+    return directory
+
+
+def measured_hit_rate(model, keys, share, threshold):
+    config = {
+        "supportlonglong": True,
+        "device": "cpu",
+        "volatile_db": {"type": "hash_map"},
+        "models": [
+            {
+                "model": "m",
+                "sparse_files": [str(model)],
+                "embedding_table_names": ["t"],
+                "embedding_vecsize_per_table": [4],
+                "maxnum_catfeature_query_per_table_per_sample": [10],
+                "default_value_for_each_table": [0.0],
+                "deployed_device_list": [0],
+                "max_batch_size": BATCH,
+                "gpucacheper": share,
+                "hit_rate_threshold": threshold,
+            }
+        ],
+    }
+    with HPS(config) as server:
+        counters, before = server.metrics.table("m", "t"), 0
+        for start in range(0, keys.size, BATCH):
+            if start == keys.size // 2:
+                before = counters.hits[0]
+            server.lookup(keys[start : start + BATCH], "m", "t")
+        return (counters.hits[0] - before) / (keys.size / 2)
+
+
+@pytest.mark.parametrize(("name", "threshold"), [("0.99", 1.1), ("1.2", 0.9), ("shifting", 1.1), ("shifting", 0.7)])
+def test_predicted_hit_rates_are_measured(model, name, threshold):
+    keys = asked_keys(name)
+    trace = sampled(keys, 0.1)
+    capacities = [math.ceil(share * ROWS) for share in SHARES]
+    for share, one in zip(SHARES, predict(trace, capacities, threshold), strict=True):
+        assert one.hit_rate == pytest.approx(measured_hit_rate(model, keys, share, threshold), abs=0.02), share
+
+
+@pytest.mark.parametrize(("share", "threshold"), [(0.05, 1.1), (0.3, 1.1)])
+def test_a_whole_recording_is_replayed_as_it_was(model, share, threshold):
+    keys = asked_keys("shifting")[:1_000_000]
+    hit_rate = cache_hit_rate(sampled(keys, 1.0), math.ceil(share * ROWS), threshold)
+    assert hit_rate == pytest.approx(measured_hit_rate(model, keys, share, threshold), abs=0.0005)
+
+
+@pytest.mark.parametrize("name", ["0.99", "1.2"])
+def test_power_laws_are_predicted_without_a_recording(model, name):
+    law = power_law_trace(TABLE, ROWS, float(name), BATCH)
+    whole = sampled(asked_keys(name), 1.0)
+    for share in SHARES:
+        rows = math.ceil(share * ROWS)
+        assert cache_hit_rate(law, rows) == pytest.approx(cache_hit_rate(whole, rows), abs=0.02), share
+
+
+@pytest.mark.parametrize("alpha", ["0.99", "1.2"])
+def test_exponents_are_found_in_samples(alpha):
+    assert fitted_alpha(sampled(asked_keys(alpha), 0.1)) == pytest.approx(float(alpha), abs=0.1)
+    assert fitted_alpha(sampled(asked_keys(alpha), 1.0)) == pytest.approx(float(alpha), abs=0.03)
+
+
+def test_ideal_hit_rates_are_those_of_lru():
+    keys = power_law_keys(np.random.default_rng(5), 20_000, 3000, 0.9)
+    for rows, predicted in zip((1, 30, 500, 3000), ideal_hit_rates(sampled(keys, 1.0), [1, 30, 500, 3000]), strict=True):
+        cache, hits = OrderedDict(), 0
+        for place, key in enumerate(keys.tolist()):
+            if key in cache:
+                hits += place >= keys.size // 2
+                cache.move_to_end(key)
+            else:
+                cache[key] = None
+                if len(cache) > rows:
+                    cache.popitem(last=False)
+        assert predicted == pytest.approx(hits / (keys.size / 2), abs=1e-9)
+
+
+def test_ideal_hit_rates_are_found_in_samples():
+    keys = asked_keys("0.99")[:1_000_000]
+    rows = [math.ceil(share * ROWS) for share in SHARES]
+    np.testing.assert_allclose(ideal_hit_rates(sampled(keys, 0.1), rows), ideal_hit_rates(sampled(keys, 1.0), rows), atol=0.04)
+
+
+def test_an_empty_recording_and_no_cache_hit_nothing():
+    nothing = sampled(np.empty(0, np.int64), 0.5)
+    assert [cache_hit_rate(nothing, 100), *ideal_hit_rates(nothing, [100])] == [0.0, 0.0]
+    assert cache_hit_rate(sampled(np.arange(100), 1.0), 0) == 0.0

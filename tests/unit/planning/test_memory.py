@@ -1,0 +1,167 @@
+"""Memory that is planned, against what is then used."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hps.configuration.load import load_configuration
+from hps.configuration.tiers import VolatileDbConfig
+from hps.models.sample import sample_chunks
+from hps.models.writer import write_sparse_model
+from hps.parameter_server import HPS
+from hps.planning.memory import Machine, planned_needs, served_versions, share_within, this_machine, totals
+from hps.registry import implementation
+from tests.servers.redis_server import RedisServer
+
+SIZES = [(1, 20_000), (1, 1_000_000), (16, 10_000), (16, 300_000), (128, 10_000), (128, 100_000)]
+
+
+def configuration(directory: Path, tables, **model):
+    for index, (dim, rows) in enumerate(tables):
+        write_sparse_model(directory / f"t{index}", sample_chunks(rows, dim, 0))
+    return load_configuration(
+        {
+            "supportlonglong": True,
+            "device": "cpu",
+            "volatile_db": {"type": "hash_map"},
+            "persistent_db": {"type": "rocks_db", "path": str(directory / "db")},
+            "models": [
+                {
+                    "model": "m",
+                    "sparse_files": [str(directory / f"t{index}") for index in range(len(tables))],
+                    "embedding_table_names": [f"t{index}" for index in range(len(tables))],
+                    "embedding_vecsize_per_table": [dim for dim, _ in tables],
+                    "maxnum_catfeature_query_per_table_per_sample": [10] * len(tables),
+                    "default_value_for_each_table": [0.0] * len(tables),
+                    "deployed_device_list": [0],
+                    "gpucacheper": 0.3,
+                    **model,
+                }
+            ],
+        }
+    )
+
+
+def planned(config, tier, place, on_cuda=False):
+    needs = planned_needs(config, served_versions(config), on_cuda)
+    return sum(one.need.size_bytes for one in needs if (one.tier, one.need.place, one.need.passing) == (tier, place, False))
+
+
+@pytest.mark.parametrize(("dim", "rows"), SIZES)
+def test_planned_memory_is_then_used(tmp_path, dim, rows):
+    config = configuration(tmp_path, [(dim, rows)])
+    plans = [
+        planned(config, *where) for where in (("embedding_cache", "ram"), ("volatile_db", "ram"), ("persistent_db", "disk"))
+    ]
+    assert not (tmp_path / "db").exists()
+    with HPS(config) as server:
+        deployment = server.model("m")
+        cache = deployment.caches[0].stats(0).size_bytes
+        volatile = deployment.chain.databases[0].stats(deployment.tables[0].tag)
+        disk = sum(file.stat().st_size for file in (tmp_path / "db").rglob("*") if file.is_file())
+    used = [cache, volatile.vector_bytes + volatile.overhead_bytes, disk]
+    assert plans == pytest.approx(used, rel=0.05)
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize(("dim", "rows"), [(1, 300_000), (16, 100_000), (64, 50_000), (128, 50_000), (256, 20_000)])
+def test_planned_memory_of_redis_is_then_used(tmp_path, dim, rows):
+    server = RedisServer(tmp_path)
+    server.start()
+    redis_database = implementation("database", "redis_cluster")
+    try:
+        config = VolatileDbConfig(type="redis_cluster", address=server.address, num_partitions=2)
+        need = sum(one.size_bytes for one in redis_database.room_for(config, [("hps_et.m.t", dim, rows)]))
+        database = redis_database.from_config(config)
+        database.open_table("hps_et.m.t", dim)
+        database.insert("hps_et.m.t", np.arange(10, dtype=np.int64), np.ones((10, dim), np.float32))
+        before = server.client().info("memory")["used_memory"]
+        keys = np.random.default_rng(1).integers(0, 1 << 60, rows)
+        for start in range(0, rows, 50_000):
+            part = keys[start : start + 50_000]
+            database.insert("hps_et.m.t", part, np.ones((part.size, dim), np.float32))
+        assert need == pytest.approx(server.client().info("memory")["used_memory"] - before, rel=0.05)
+        database.close()
+    finally:
+        server.kill()
+
+
+def test_gpu_memory_is_planned_without_one(tmp_path):
+    config = configuration(tmp_path, [(16, 10_000)], deployed_device_list=[0, 1], num_of_worker_buffer_in_pool=3)
+    machine = this_machine(config, {"gpu": 1 << 30, "ram": 8 << 30})
+    needs = planned_needs(config, served_versions(config), on_cuda=True)
+    caches = [one for one in needs if one.tier == "embedding_cache"]
+    pairs = -(-3000 // 14)
+    assert [one.device for one in caches] == [0, 1]
+    assert caches[0].need.size_bytes == pytest.approx(pairs * 128 + pairs * 14 * 64, abs=600)
+    found = {total.place: total for total in totals(needs, machine)}
+    assert found["gpu"].size_bytes < 2 * (caches[0].need.size_bytes + 3 * (1 << 21))
+    assert found["pinned"].size_bytes > planned(config, "volatile_db", "pinned", on_cuda=True) > 10_000 * 64
+    unpinned = sum(one.need.size_bytes for one in needs if one.need.place == "ram" and not one.need.passing)
+    assert found["ram"].size_bytes == unpinned + found["pinned"].size_bytes
+    assert found["gpu"].fits
+    assert found["ram"].fits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dim", "rows"), SIZES)
+def test_planned_gpu_memory_is_then_used(tmp_path, dim, rows):
+    import cupy
+
+    config = configuration(tmp_path, [(dim, rows)], gpucacheper=1.0)
+    versions = served_versions(config)
+    room = [one.need.size_bytes for one in planned_needs(config, versions, True) if one.tier == "embedding_cache"]
+    cache_class = implementation("cache", "cuda")
+    cupy.cuda.runtime.deviceSynchronize()
+    cache = cache_class.create(versions[0].tables, versions[0].rows, 0)
+    assert room == pytest.approx([cache.stats(0).size_bytes], rel=0.001)
+    before = cupy.cuda.runtime.memGetInfo()[0]
+    again = cache_class.create(versions[0].tables, versions[0].rows, 0)
+    used = before - cupy.cuda.runtime.memGetInfo()[0]
+    assert sum(room) == pytest.approx(used, rel=0.05, abs=4 << 20)  # the driver hands out 2 MB at a time
+    again.close()
+    cache.close()
+
+
+def test_what_does_not_fit_is_told(tmp_path):
+    config = configuration(tmp_path, [(16, 10_000)])
+    needs = planned_needs(config, served_versions(config), on_cuda=False)
+    found = {one.place: one for one in totals(needs, Machine({"ram": 100 << 20}, {}))}
+    assert found["ram"].fits is False
+    assert found["disk"].fits is None
+    assert found["disk"].peak_bytes > found["disk"].size_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "tiers"),
+    [
+        ("static", {"process", "volatile_db", "persistent_db"}),
+        ("dynamic", {"process", "embedding_cache", "volatile_db", "persistent_db"}),
+        ("stochastic", {"process", "embedding_cache"}),
+    ],
+)
+def test_kinds_of_caches_take_what_they_take(tmp_path, kind, tiers):
+    config = configuration(tmp_path, [(4, 1000)], embedding_cache_type=kind)
+    assert {one.tier for one in planned_needs(config, served_versions(config), on_cuda=False)} == tiers
+
+
+def test_the_share_within_a_budget_is_the_largest(tmp_path):
+    config = configuration(tmp_path, [(16, 10_000), (1, 5000)])
+    versions = served_versions(config)
+    share = share_within(300_000, versions, on_cuda=False)
+    plan = implementation("cache_plan", "cpu")
+
+    def needed(one):
+        return sum(
+            need.size_bytes for need in plan.room_for(versions[0].tables, [int(one * rows) for rows in versions[0].rows])
+        )
+
+    assert needed(share) <= 300_000 < needed(share + 0.01)
+    assert share_within(1 << 40, versions, on_cuda=True) == 1.0
+
+
+def test_databases_of_others_need_nothing_by_default():
+    database = implementation("database", "rocks_db")
+    assert database.room_for(SimpleNamespace(read_only=True), [("t", 4, 100)]) == []

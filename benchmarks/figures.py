@@ -437,7 +437,7 @@ def machines() -> list[str]:
 def planning() -> list[str]:
     """Predicted and measured hit rates."""
     rows, shares = [], (0.01, 0.05, 0.1, 0.2, 0.5)
-    devices = dict.fromkeys(row["axes"]["device"] for row in _rows("plan"))
+    devices = dict.fromkeys(row["axes"]["device"] for row in result_rows("plan"))
     for device in devices:
         for keys in ("power law 0.99", "power law 1.2", "shifting"):
             found = [figures("plan", work="hit rate", device=device, keys=keys, cache_share=share) for share in shares]

@@ -82,7 +82,8 @@ def _hps(
     """Serve embedding vectors of recommender models from GPU memory, RAM, Redis and RocksDB.
 
     serve, load, lookup, plan, profile, publish and check-config take CONFIG: a ps.json, as HugeCTR's parameter server does.
-    top, models, deploy, undeploy, rollback and refresh ask a running server (--url or HPS_URL; the token is in HPS_ADMIN_TOKEN).
+    top, models, deploy, undeploy, rollback and refresh ask a running server (--url or HPS_URL; the token is in
+    HPS_ADMIN_TOKEN).
     """
     if version:
         typer.echo(f"hps {__version__}")

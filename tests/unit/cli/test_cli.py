@@ -36,7 +36,7 @@ from tests.tables.sparse_models import chunks_of
 
 CHANGES = ["models", "deploy", "undeploy", "rollback", "refresh"]
 COMMANDS = ["init", "serve", "load", "import", "lookup", "profile", "check-config", "check-database", "create-model", "publish"]
-COMMANDS += CHANGES
+COMMANDS += ["plan", *CHANGES]
 TABLES = {"user": (300, 4, 1), "item": (500, 8, 2)}  # rows, dim, seed
 
 

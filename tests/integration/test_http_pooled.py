@@ -262,7 +262,12 @@ def test_the_vectors_of_all_keys_are_held_while_bags_are_looked_up(service, clie
 def test_a_client_that_reads_slowly_holds_its_answer_alone(service, monkeypatch):
     held = []
     encode = Inference.encode
-    monkeypatch.setattr(Inference, "encode", lambda self: held.append((service.app.memory.held, self)) or encode(self))
+
+    def noted(self, *arguments):
+        held.append((service.app.memory.held, self))
+        return encode(self, *arguments)
+
+    monkeypatch.setattr(Inference, "encode", noted)
     inputs = [{"name": "word", "datatype": "INT64", "shape": [1, 100], "data": [1] * 100}]
     body = {"inputs": inputs, "parameters": {"combiner": "sum"}}
     assert service.client.post(INFER, json=body).status_code == 200

@@ -180,6 +180,7 @@ class Metrics:
         self._fetches: dict[tuple[str, str], Times] = {}  # by model and tier
         self._queues: list[tuple[str, WeakMethod[Callable[[], int]]]] = []
         self._settling: list[WeakMethod[Callable[[], None]]] = []
+        self._others: list[WeakMethod[Callable[[], Iterator[Metric]]]] = []
         self.registry.register(self)
         registry = self.registry
         self.apply_seconds = Histogram(
@@ -273,6 +274,11 @@ class Metrics:
         with self.lock:
             self._settling = [one for one in self._settling if one()] + [WeakMethod(settle)]
 
+    def show(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        """Show the metrics of a method, too, as long as its object lives: threads hold these metrics, and must not hold it."""
+        with self.lock:
+            self._others = [one for one in self._others if one()] + [WeakMethod(collect)]
+
     def show_queue(self, work: str, waiting: Callable[[], int]) -> None:
         """Show how many batches wait for background work, by a method, as long as its object lives."""
         with self.lock:
@@ -365,6 +371,9 @@ class Metrics:
             compiling.add_metric([compiler], seconds)
         yield from (compiled, compiling)
         yield from (keys, hits, misses, defaults, deferred, linked, lookups, whole, stages, fetches, batches)
+        for other in self._others:
+            if collect := other():
+                yield from collect()
 
 
 def _add(family: HistogramMetricFamily, labels: list[str], times: Times) -> None:

@@ -13,7 +13,6 @@ from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 import hps
 from hps.cache.base import CacheStats, DeviceMemory, EmbeddingCache
@@ -40,7 +39,7 @@ class _Measured:
     at: float
 
 
-class Survey(Collector):
+class Survey:
     """Says what a parameter server holds. *Thread-safe.*
 
     What needs a database or a device is asked by one thread that lives as long as one round takes. A round begins when somebody
@@ -69,7 +68,7 @@ class Survey(Collector):
         self._round: threading.Thread | None = None
         self._round_at: float | None = None
         self._closed = False
-        metrics.registry.register(self)
+        metrics.show(self.collect)
         self._known: WeakKeyDictionary[Database | EmbeddingCache, dict[str | int, _Measured]] = WeakKeyDictionary()
 
     def statistics(self) -> ServerStatistics:

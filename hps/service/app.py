@@ -36,7 +36,7 @@ from hps.service.protocol.open_inference import Inference, decode_request, parse
 from hps.service.protocol.request_checks import ModelTables
 from hps.service.refusals import Refusals
 from hps.service.request_body import BodyReader, ClientDisconnected
-from hps.service.request_log import SERVED, RequestLog, Served, made_id, request_id
+from hps.service.request_log import POLLED, SERVED, RequestLog, Served, made_id, request_id
 from hps.service.request_spans import spans_of
 from hps.service.row_routes import RowRoutes, RowTarget, row_target
 from hps.service.schemas import INFER, INFER_VERSION, LOOKUP
@@ -146,16 +146,19 @@ class Application:
         served = scope[SERVED] = Served()
         named = request_id(headers) if b"x-request-id" in headers or b"traceparent" in headers else None
         served.id = named or made_id()
-        if self._requests.watching:
-            self._requests.begin(served, scope, headers)
+        requests = self._requests
+        if watched := started >= requests.quiet_until:
+            requests.begin(served, scope, headers)
         try:
             status = await self._serve(target, scope, headers, served, receive, send)
         finally:
             route = getattr(scope.get("route"), "path", "unknown") if target is None else target.route
             seconds = time.perf_counter() - started
             self._metrics.count(route, status, seconds)
-            if self._requests.watching or served.error is not None:
-                self._requests.end(served, scope, route, status, seconds)
+            if watched or served.error is not None:
+                requests.end(served, scope, route, status, seconds)
+            elif scope["path"] not in POLLED:
+                requests.left_out += 1
 
     def _held(self) -> dict[str, Any]:
         return {"pending": self._threads.pending, "held_bytes": self.memory.held}

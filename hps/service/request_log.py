@@ -4,6 +4,7 @@ Lines are bounded a second, so that neither clients nor a broken tier fill a dis
 """
 
 import logging
+import math
 import re
 import secrets
 import time
@@ -28,7 +29,8 @@ _log = logging.getLogger(__name__)
 
 _MOST_PROBLEM_LINES_PER_S = 5
 _MOST_TEXT = 300  # characters of a client's
-_POLLED = frozenset({"/v2/health/live", "/v2/health/ready", "/metrics", "/v1/stats"})
+POLLED: Final = frozenset({"/v2/health/live", "/v2/health/ready", "/metrics", "/v1/stats"})
+"""Paths that are asked again and again by machines: their lines are of level debug."""
 _GIVEN = re.compile(rb"[A-Za-z0-9._-]{1,64}").fullmatch
 _TRACEPARENT = re.compile(  # https://www.w3.org/TR/trace-context/#traceparent-header
     rb"(?!ff|00-.{52}-)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?"
@@ -50,7 +52,7 @@ def request_id(headers: Mapping[bytes, bytes]) -> bytes | None:
 
 
 def _level_of(scope: Scope) -> int:
-    return logging.DEBUG if scope["path"] in _POLLED else logging.INFO
+    return logging.DEBUG if scope["path"] in POLLED else logging.INFO
 
 
 class Served:
@@ -92,15 +94,20 @@ class LineRate:
 
     Attributes:
         per_s: how many.
+        until: when the next second begins, by `time.perf_counter`.
     """
 
     def __init__(self, per_s: int) -> None:
         self.per_s = per_s
         self._second = self._passed = 0
 
+    @property
+    def until(self) -> float:
+        return self._second + 1.0
+
     def take(self) -> bool:
         """Whether a line may be written now; it counts."""
-        second = int(time.monotonic())
+        second = int(time.perf_counter())
         if second != self._second:
             self._second, self._passed = second, 0
         self._passed += 1
@@ -115,14 +122,16 @@ class RequestLog:
         spans: where each request gets a span; None where nobody collects them.
 
     Attributes:
-        watching: whether more is to be said than that requests failed.
+        quiet_until: of requests that come before that, by `time.perf_counter`, nothing is said unless they fail: the lines of
+            this second are used up.
+        left_out: requests since the last access line that have none.
     """
 
     def __init__(self, settings: ServiceConfig, spans: RequestSpans | None) -> None:
         self._spans = spans
         self._lines, self._failed = LineRate(0), LineRate(0)
         self._slow, self._problems = LineRate(_MOST_PROBLEM_LINES_PER_S), LineRate(_MOST_PROBLEM_LINES_PER_S)
-        self._left_out = self._slow_left_out = self._problems_left_out = 0
+        self.left_out = self._slow_left_out = self._problems_left_out = 0
         self.configure(settings)
 
     def configure(self, settings: ServiceConfig) -> None:
@@ -130,25 +139,28 @@ class RequestLog:
         self._lines.per_s = self._failed.per_s = settings.access_log_per_s
         self._slow_ms = settings.slow_lookup_ms
         self._slow_ns = settings.slow_lookup_ms * 1e6
-        self.watching = self._spans is not None or settings.access_log_per_s > 0 or settings.slow_lookup_ms > 0
+        self._always = self._spans is not None or settings.slow_lookup_ms > 0
+        self.quiet_until = 0.0 if self._always or settings.access_log_per_s else math.inf
 
     def begin(self, served: Served, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
-        """Decide what will be said of a request; to be called while `watching`."""
+        """Decide what will be said of a request; to be called unless it is `quiet_until` later."""
         served.traced = self._slow_ns > 0
-        if self._lines.per_s and self._lines.take() and _access.isEnabledFor(_level_of(scope)):
-            served.logged = served.traced = True
-        if self._spans is not None and scope["path"] not in _POLLED:
+        if self._lines.per_s:
+            if self._lines.take():
+                if _access.isEnabledFor(_level_of(scope)):
+                    served.logged = served.traced = True
+            elif not self._always:
+                self.quiet_until = self._lines.until
+        if self._spans is not None and scope["path"] not in POLLED:
             served.span = span = self._spans.begin(scope, headers)
             served.traced |= span.sampled
             if request_id(headers) is None:
                 served.id = span.trace_id
 
     def end(self, served: Served, scope: Scope, route: str, status: int, seconds: float) -> None:
-        """Log a request that is answered; to be called while `watching`, or where it failed."""
+        """Log a request that is answered; to be called where `begin` was, or where it failed."""
         if served.error is not None and status >= 500:
             self._say_failed(served, status, served.error)
-        if not self.watching:
-            return
         if served.span is not None and served.span.sampled:
             self._end_span(served.span, served, scope, route, status)
         if 0 < self._slow_ns < served.lookup_ns:
@@ -156,11 +168,11 @@ class RequestLog:
         if served.logged or (status >= 400 and self._failed.take()):
             if _access.isEnabledFor(_level_of(scope)):
                 self._say(served, scope, route, status, seconds)
-        elif scope["path"] not in _POLLED:
-            self._left_out += 1
+        elif scope["path"] not in POLLED:
+            self.left_out += 1
 
     def _say(self, served: Served, scope: Scope, route: str, status: int, seconds: float) -> None:
-        left_out, self._left_out = self._left_out, 0
+        left_out, self.left_out = self.left_out, 0
         client, report = scope.get("client"), served.report
         more: dict[str, Any] = fields(
             request_id=served.id.decode(),

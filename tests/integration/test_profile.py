@@ -205,7 +205,7 @@ def test_against_a_server_that_does_nothing_it_measures_itself(tmp_path):
         (row,) = profiled(tmp_path, server.url, *QUICK, "--rows", "100")["rows"]
         assert len(server.lookups) == row["lookups"] + 1
     assert row["stages"] == row["tiers"] == {}
-    assert 0 < row["generator_busy"] <= 1.01
+    assert 0 < row["generator_busy"] < 1.5  # processor time of one process, which also begins and ends
     assert len(set(server.lookups)) == 1  # as many bytes each time
 
 

@@ -252,12 +252,18 @@ class KeyRecorder:
         self._ended = True
         self._closed.set()
         self._thread.join(timeout_s)
-        with self._closing:
+        if not self._closing.acquire(blocking=False):  # the disk does not answer, and the thread keeps the file
+            return
+        try:
             self._file.close()
+        except OSError as error:
+            _log.warning("closing the recording %s: %s", self.path, error)
+        finally:
+            self._closing.release()
 
     def disown(self) -> None:
         """In a forked child, where the thread is not: record nothing."""
-        self._ended = True
+        self._ended, self._closed = True, threading.Event()
 
     def __enter__(self) -> "KeyRecorder":
         return self

@@ -138,9 +138,10 @@ class Survey:
                 return
             if self._round_at is not None and now - self._round_at < _MEASURED_EVERY_S:
                 return
-            self._round_at = now
-            self._round = threading.Thread(target=self._run, name="hps-survey", daemon=True)
-            self._round.start()
+            self._round_at, thread = now, threading.Thread(target=self._run, name="hps-survey", daemon=True)
+            with suppress(RuntimeError):  # no thread is to be had: what was known stays
+                thread.start()
+                self._round = thread
 
     def _run(self) -> None:
         try:

@@ -203,8 +203,7 @@ class Lifecycle:
         started = time.monotonic()
         try:
             server = HPS(self.configuration, deploy_models=False)
-            self._on_open(server)
-            models = self._models_of(server)
+            models = self._opened(server)
         except BaseException as error:  # noqa: BLE001 - the end of a thread: `failure` carries it to the caller of serve
             self._end(error)
             return
@@ -281,9 +280,10 @@ class Lifecycle:
                     cause, bug = _describe(failure)
                     _log.error("polling could not change model %s: %s", name, cause, exc_info=bug)
 
-    def _models_of(self, server: HPS) -> list[ModelConfig]:
-        """The models that are loaded at the start."""
+    def _opened(self, server: HPS) -> list[ModelConfig]:
+        """Tell of the parameter server, and return the models that are loaded at the start."""
         try:
+            self._on_open(server)
             models = [server.catalog.model(name) for name in server.catalog.names if self._loads(name)]
         except BaseException:
             server.close()

@@ -99,7 +99,7 @@ class Problem:
         time_s: when it was logged last, in seconds since 1970.
         level: `warning`, `error` or `critical`.
         logger: that it came from.
-        text: its message, at most a thousand characters; of an exception, its last line stands behind it.
+        text: its message in one line, at most a thousand characters; of an exception, its text stands behind it.
         count: how often the same was logged.
     """
 
@@ -129,7 +129,7 @@ class RecentProblems(logging.Handler):
             text = record.getMessage()
             if record.exc_info and record.exc_info[1] is not None:
                 text = f"{text}: {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"
-            key = (record.levelname.lower(), record.name, text[:_MOST_TEXT])
+            key = (record.levelname.lower(), record.name, escaped(text[:_MOST_TEXT])[:_MOST_TEXT])
         except Exception:  # noqa: BLE001 - the arguments do not fit the message: logging itself reports that
             self.handleError(record)
             return

@@ -55,6 +55,16 @@ def held(document):
     assert service.stop()
 
 
+def test_where_a_recording_cannot_begin_the_databases_are_closed(document, tmp_path):
+    lifecycle = Lifecycle(
+        hps.load_configuration(document), on_open=lambda server: server.record_trace(tmp_path / "no" / "directory")
+    )
+    lifecycle.start()
+    wait_until(lambda: lifecycle.failure, "it has failed", EXIT_S)
+    assert isinstance(lifecycle.failure, hps.ModelFileError)
+    hps.HPS(document).close()  # RocksDB has no two owners
+
+
 def test_while_it_loads_it_is_live_and_counts_and_is_not_ready(held):
     service, progress = held
     client = service.client

@@ -128,6 +128,16 @@ def test_a_database_with_a_defect_is_logged_and_asked_again(server, caplog):
     wait_until(lambda: survey.statistics().devices[0].memory_bytes, "it is asked again", 10)
 
 
+def test_a_process_without_a_further_thread_knows_what_needs_none(server, monkeypatch):
+    def none_left(_thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    assert tiers_of(server)["volatile_db"].rows == ROWS
+    assert server.stats().devices[0].memory_bytes == 0
+    server.close()
+
+
 def test_a_tier_that_fails_is_not_available(server, monkeypatch):
     def down(*_):
         raise DatabaseError("down")

@@ -1,6 +1,7 @@
 """Recordings of keys: what is sampled, what the file keeps, and what goes wrong without failing a lookup."""
 
 import os
+import threading
 import struct
 
 import numpy as np
@@ -124,6 +125,24 @@ def test_a_full_disk_ends_the_recording_and_no_lookup(tmp_path, caplog):
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "No space left" in caplog.text
     assert metrics.registry.get_sample_value("hps_trace_keys_total", {"outcome": "lost"}) == 100
+
+
+def test_a_disk_that_does_not_answer_holds_no_close_up(tmp_path):
+    recorder = KeyRecorder(tmp_path / "keys", rate=1.0)
+    with recorder._closing:  # the writer is in a call that does not return
+        closing = threading.Thread(target=recorder.close, args=(0.1,), daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
+    recorder.close()
+    assert recorder._file.closed
+
+
+def test_a_file_that_cannot_be_closed_fails_no_close(tmp_path, caplog):
+    recorder = KeyRecorder(tmp_path / "keys", rate=1.0)
+    os.close(recorder._file.fileno())
+    recorder.close()
+    assert "closing the recording" in caplog.text
 
 
 def test_a_recording_ends_when_its_file_is_large_enough(tmp_path, caplog):

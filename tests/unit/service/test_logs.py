@@ -10,6 +10,9 @@ from hps.service.logs import JSONLines, Problem, RecentProblems, TextLines, fiel
 from hps.service.request_log import LineRate, request_id
 
 
+FORGED = "a\n2026-01-01 00:00:00,000 ERROR hps: all is lost\r\x1b[2J\u2028\u202e"
+
+
 @pytest.fixture
 def problems():
     """A handler, and a logger that has no other."""
@@ -54,6 +57,14 @@ def test_a_problem_says_which_exception_was_behind_it(problems):
     assert handler.entries()[0].text == "serving failed: ValueError: broken"
 
 
+def test_clients_strings_control_nobodys_terminal(problems):
+    handler, logger = problems
+    logger.warning("got %s", FORGED * 50)
+    text = handler.entries()[0].text
+    assert text.isprintable()
+    assert len(text) == 1000
+
+
 def test_problems_of_many_threads_are_all_counted(problems):
     handler, logger = problems
     threads = [threading.Thread(target=lambda: [logger.warning("same") for _ in range(200)]) for _ in range(4)]
@@ -68,9 +79,6 @@ def record(text, *arguments, raised=None, **more):
     made = logging.LogRecord("hps.x", logging.WARNING, __file__, 1, text, arguments, raised and (type(raised), raised, None))
     made.__dict__ |= fields(**more)
     return made
-
-
-FORGED = "a\n2026-01-01 00:00:00,000 ERROR hps: all is lost\r\x1b[2J\u2028\u202e"
 
 
 @pytest.mark.parametrize("lines", [TextLines(), JSONLines()])

@@ -1,8 +1,8 @@
 """Recordings of keys: what is sampled, what the file keeps, and what goes wrong without failing a lookup."""
 
 import os
-import threading
 import struct
+import threading
 
 import numpy as np
 import pytest

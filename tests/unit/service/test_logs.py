@@ -9,7 +9,6 @@ import pytest
 from hps.service.logs import JSONLines, Problem, RecentProblems, TextLines, fields, formatter_of, use
 from hps.service.request_log import LineRate, request_id
 
-
 FORGED = "a\n2026-01-01 00:00:00,000 ERROR hps: all is lost\r\x1b[2J\u2028\u202e"
 
 

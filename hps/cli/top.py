@@ -26,7 +26,7 @@ _Answer = Mapping[str, Any]
 
 def top_command(
     url: ServerUrl = LOCAL,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    interval: Annotated[float, typer.Option(min=0.3, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look twice, print, and leave. So it is in a pipe.")] = False,
     token: Token = "",
     token_file: TokenFile = None,
@@ -46,7 +46,7 @@ def top_command(
             screen.width = max(screen.width, _WIDTH)
             time.sleep(interval)
             now = server.stats()
-            screen.print(_shown(url, now, before, time.monotonic() - at))
+            screen.print(shown(url, now, before))
             return
         with Live(console=screen, screen=True, auto_refresh=False) as live:
             while True:
@@ -60,7 +60,7 @@ def top_command(
                     continue
                 if _started(now) != _started(before):
                     before = now
-                live.update(_shown(url, now, before, time.monotonic() - at), refresh=True)
+                live.update(shown(url, now, before), refresh=True)
                 before, at = now, time.monotonic()
 
 
@@ -68,11 +68,12 @@ def _started(answer: _Answer) -> object:
     return answer["server"] and answer["server"]["started"]
 
 
-def _shown(url: str, now: _Answer, before: _Answer, seconds: float) -> "RenderableType":
+def shown(url: str, now: _Answer, before: _Answer) -> "RenderableType":
+    """What two answers of GET /v1/stats say of the time between them."""
     from rich.console import Group
     from rich.text import Text
 
-    server, service = now["server"], now["service"]
+    server, service, seconds = now["server"], now["service"], max(now["at_s"] - before["at_s"], 1e-9)
     ready = Text("ready", "bold green") if service["ready"] else Text(f"not ready: {service['reason']}", "bold red")
     parts: list[RenderableType] = [Text.assemble((url, "bold"), "  ", ready)]
     if server:

@@ -55,8 +55,8 @@ def status_routes(
         """What the page at `/` shows: counts since the start, sizes, times, loading, and the last warnings and errors.
 
         `server` is what `HPS.stats()` returns, null while the databases are being opened; `service`, `models` and `problems`
-        are of this process. Everything is counted since the start: whoever wants rates subtracts two answers. One answer serves
-        all who ask within a quarter of a second.
+        are of this process. Everything is counted since the start: whoever wants rates subtracts two answers, and their
+        `at_s`, seconds of the server's clock. One answer serves all who ask within a quarter of a second.
         """
         nonlocal kept, kept_at
         if time.monotonic() - kept_at > _KEPT_S:
@@ -66,6 +66,7 @@ def status_routes(
     def state() -> dict[str, Any]:
         opened = lifecycle.opened
         return {
+            "at_s": time.monotonic(),
             "server": opened.stats() if opened is not None else None,
             "service": {
                 "ready": not lifecycle.not_ready_reason,

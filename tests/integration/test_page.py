@@ -1,5 +1,7 @@
 """The page at `/` and the one at `/docs` in a real browser: read, typed into, clicked; and the route behind them."""
 
+import copy
+import io
 import logging
 import re
 from contextlib import contextmanager
@@ -7,12 +9,14 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from playwright.sync_api import expect, sync_playwright
+from rich.console import Console
 
 import hps
+from hps.cli.top import shown
 from hps.service.lifecycle import Lifecycle
 from tests.browser import CHROMIUM
 from tests.fakes.gated_file_system import WAIT_S, gates
-from tests.servers.running_service import RunningService, document_of, model_of, running_service
+from tests.servers.running_service import RunningService, document_of, model_of, running_service, wait_until
 
 pytestmark = pytest.mark.browser
 PHONE = {"width": 375, "height": 740}
@@ -203,6 +207,17 @@ def test_the_api_is_described_without_a_network(tab, service):
     )
     tab.locator("summary", has_text="/v1/models/{model}/lookup").click()
     expect(tab.locator("details[open] pre")).to_contain_text("curl -s")
+
+
+def test_rates_are_by_the_clock_of_the_server_as_an_answer_may_be_older_than_its_request(service):
+    before = service.client.get("/v1/stats").json()
+    wait_until(lambda: service.client.get("/v1/stats").json()["at_s"] > before["at_s"], "there is another answer", 10)
+    now = copy.deepcopy(before)
+    now["at_s"] += 4
+    next(one for one in now["server"]["models"] if one["name"] == "ranker")["tables"][0]["keys"] += 400_000
+    screen = Console(width=200, file=io.StringIO())
+    screen.print(shown(service.url, now, before))
+    assert re.search(r"item +3 +1\.0 k +100\.?0? k ", screen.file.getvalue())
 
 
 def test_top_prints_the_same_figures(service, children):

@@ -59,14 +59,15 @@ function take(answer) {
     history.length = 0;
   }
   if (samples.length) {
-    const before = samples.at(-1);
-    history.push({ at, ...overview(answer, before.answer, at - before.at) });
+    const before = samples.at(-1).answer;
+    if (answer.at_s === before.at_s) return; // another page has asked just now
+    history.push({ at, ...overview(answer, before, answer.at_s - before.at_s) });
     while (history[0].at < at - HISTORY_S) history.shift();
   }
   samples.push({ at, answer });
   while (samples.length > 2 && samples[1].at <= at - WINDOW_S) samples.shift();
   document.body.classList.remove("old");
-  const before = samples[0].answer, seconds = Math.max(at - samples[0].at, 1e-9);
+  const before = samples[0].answer, seconds = Math.max(answer.at_s - before.at_s, 1e-9);
   state(answer.service.ready ? "ready" : "not ready", answer.service.ready ? "good" : "bad");
   $("about").textContent = answer.server
     ? `${location.host} · ${answer.server.version} · up ${time(Date.now() / 1000 - answer.server.started)}` : location.host;

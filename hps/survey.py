@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -113,7 +113,13 @@ class Survey:
 
     def measure(self) -> None:
         """Ask all databases and devices now; returns when they have answered, or failed."""
-        for deployment in self._live.all():
+        deployments = self._live.all()
+        tags = {table.tag for deployment in deployments for table in deployment.tables}
+        with self._lock:  # tags come and go with the versions of models
+            for whom, known in self._known.items():
+                for gone in known.keys() - tags if isinstance(whom, Database) else ():
+                    del known[gone]
+        for deployment in deployments:
             for index, table in enumerate(deployment.tables):
                 for database in deployment.chain.databases:
                     if not isinstance(database, InProcessDatabase):
@@ -172,6 +178,7 @@ class Survey:
         counters = [self._metrics.table(table.model_name, table.table_name) for table in deployment.tables]
         times = self._metrics.lookup_times(name)
         with self._metrics.lock:
+            counted = [replace(one, hits=[*one.hits], misses=[*one.misses]) for one in counters]
             times.fold()
             lookups = times.whole.latency()
             stages = {stage: one.latency() for stage, one in times.stages.items() if any(one.buckets)}
@@ -185,7 +192,7 @@ class Survey:
             stages=stages,
             workspaces=sum(size for size, _ in workspaces),
             busy_workspaces=sum(busy for _, busy in workspaces),
-            tables=tuple(self._table(deployment, index, one) for index, one in enumerate(counters)),
+            tables=tuple(self._table(deployment, index, one) for index, one in enumerate(counted)),
         )
 
     def _table(self, deployment: Deployment, index: int, counters: TableCounters) -> TableStatistics:

@@ -128,6 +128,29 @@ def test_a_database_with_a_defect_is_logged_and_asked_again(server, caplog):
     wait_until(lambda: survey.statistics().devices[0].memory_bytes, "it is asked again", 10)
 
 
+def test_counts_are_those_of_one_moment(server):
+    cache = server.model("m").caches[0]
+    stats = cache.stats
+
+    def slow(table):
+        server.lookup([1, 2, 3], "m", "a")  # another thread does, meanwhile
+        return stats(table)
+
+    cache.stats = slow
+    for table in server.stats().models[0].tables:
+        assert table.keys == table.tiers[0].hits + table.tiers[0].misses
+
+
+def test_what_was_known_of_tables_that_are_gone_goes(server):
+    survey = server._survey
+    survey.measure()
+    database = server.model("m").chain.databases[1]
+    assert len(survey._known[database]) == 2
+    server.undeploy("m")
+    survey.measure()
+    assert not survey._known[database]
+
+
 def test_a_process_without_a_further_thread_knows_what_needs_none(server, monkeypatch):
     def none_left(_thread):
         raise RuntimeError("can't start new thread")

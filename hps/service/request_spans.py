@@ -139,12 +139,12 @@ class RequestSpans:
 
 def spans_of(configuration: Configuration) -> RequestSpans | None:
     """What sends spans of requests where the configuration says; None if it says nothing, or the extra is missing."""
-    endpoint = configuration.service.otlp_endpoint
-    if not endpoint:
+    if not configuration.service.otlp_endpoint:
         return None
     try:
         spans = RequestSpans(configuration)
         return None if spans.disabled else spans
     except ImportError as error:
-        _log.warning("no traces are sent to %s: %s; install them: pip install 'hps-server[otel]'", endpoint, error)
+        what = "no traces are sent to service.otlp_endpoint"  # which may have a password
+        _log.warning("%s: %s; install what sends them: pip install 'hps-server[otel]'", what, error)
         return None

@@ -126,7 +126,7 @@ def test_a_service_without_an_endpoint_imports_nothing_of_the_extra():
 
 @pytest.mark.parametrize(("missing", "disabled"), [(True, "false"), (False, "true")])
 def test_a_service_goes_on_without_the_extra_or_where_the_environment_says_so(document, missing, disabled, monkeypatch, caplog):
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://user:s3cret@127.0.0.1:9")
     monkeypatch.setenv("OTEL_SDK_DISABLED", disabled)
     if missing:
         monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
@@ -135,3 +135,4 @@ def test_a_service_goes_on_without_the_extra_or_where_the_environment_says_so(do
         assert (answer.status_code, len(answer.headers["x-request-id"])) == (200, 32)
         assert set(answer.headers["x-request-id"]) != {"0"}
     assert ("pip install 'hps-server[otel]'" in caplog.text) == missing
+    assert "s3cret" not in caplog.text

@@ -69,7 +69,12 @@ def profile_command(
     on_device: Annotated[bool, typer.Option("--on-device", help="In process: keys and vectors are on the GPU.")] = False,
     processes: Annotated[int, typer.Option(min=1, help="Of a server: processes that make the load.")] = 1,
     token: Annotated[
-        str, typer.Option(envvar=["HPS_BEARER_TOKEN", "HPS_ADMIN_TOKEN"], show_default=False, help="Of the server.")
+        str,
+        typer.Option(
+            envvar=["HPS_BEARER_TOKEN", "HPS_ADMIN_TOKEN"],
+            show_default=False,
+            help="Of the server. Better in the environment: everybody on this machine sees command lines.",
+        ),
     ] = "",
     check: Annotated[bool, typer.Option("--check", help="First look some keys up twice, and compare their vectors.")] = False,
     p50_ms: Annotated[float | None, typer.Option("--p50-ms", help="A bound of p50.", show_default=False)] = None,

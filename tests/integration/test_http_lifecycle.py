@@ -335,10 +335,10 @@ def test_the_format_changes_while_it_serves_unless_the_command_line_says_it(edit
         lambda document: document["service"].update(log_format="json", access_log_per_s=3),
         '"changed: service.log_format is json',
     )
-    client.get("/v2", headers={"X-Request-Id": "abc"})
     assert all(json.loads(line) for line in said.splitlines())
-    said = edit(lambda document: document["service"].update(log_format="text"), "INFO .*log_format is text, was json")
-    assert '"request_id": "abc"' not in said
+    edit(lambda _: client.get("/v2", headers={"X-Request-Id": "abc"}), '"request_id": "abc"')
+    edit(lambda document: document["service"].update(log_format="text"), "INFO .*log_format is text, was json")
+    edit(lambda _: client.get("/v2", headers={"X-Request-Id": "def"}), "INFO .*request_id=def")
 
 
 def test_the_log_level_of_the_command_line_stays(document, serve, tmp_path):

@@ -347,7 +347,7 @@ class Application:
 
     def _error_answer(self, error: Exception, scope: Scope) -> HTTPAnswer:
         served: Served = scope[SERVED]
-        served.error = error
+        served.failed(error)
         request_id = served.id.decode()
         change = scope.get(CHANGE)
         if change is not None:

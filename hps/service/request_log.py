@@ -69,19 +69,26 @@ class Served:
         lookup_ns: from the body to the vectors.
         trace: of its lookup, where that was traced.
         queue_ns, infer_ns: that its lookup waited for a thread, and took.
-        error: that it was answered with.
+        error: the text of the error that it was answered with. Not the error itself: its traceback would keep the body.
+        unsaid: whether nothing else says that its lookup failed.
     """
 
     bytes_in = bytes_out = lookup_ns = queue_ns = infer_ns = 0  # of the class, so that a request pays for what it sets
-    logged = traced = False
+    logged = traced = unsaid = False
     span: RequestSpan | None = None
     model: str | None = None
     version: str | None = None
     keys: int | None = None
     trace: LookupTrace | None = None
-    error: Exception | None = None
+    error: str | None = None
 
     id: bytes
+
+    def failed(self, error: Exception) -> None:
+        """Note what it is answered with."""
+        self.error = str(error)
+        # Of no lookup, or logged already as a bug, or said by the readiness.
+        self.unsaid = self.model is not None and isinstance(error, HPSError) and not isinstance(error, NotReadyError)
 
     @property
     def report(self) -> LookupReport | None:
@@ -159,8 +166,8 @@ class RequestLog:
 
     def end(self, served: Served, scope: Scope, route: str, status: int, seconds: float) -> None:
         """Log a request that is answered; to be called where `begin` was, or where it failed."""
-        if served.error is not None and status >= 500:
-            self._say_failed(served, status, served.error)
+        if served.unsaid and status >= 500:
+            self._say_failed(served, status)
         if served.span is not None and served.span.sampled:
             self._end_span(served.span, served, scope, route, status)
         if 0 < self._slow_ns < served.lookup_ns:
@@ -189,7 +196,7 @@ class RequestLog:
             keys=served.keys,
             hit_rate=report and report.hit_rate,
             client=client and client[0],
-            error=served.error and str(served.error)[:_MOST_TEXT],
+            error=served.error and served.error[:_MOST_TEXT],
             left_out=left_out or None,
         )
         if report is not None and _access.isEnabledFor(logging.DEBUG):
@@ -234,12 +241,10 @@ class RequestLog:
         limit = f"{self._slow_ms:g} ms (service.slow_lookup_ms)"
         _log.warning("a lookup of model %s took longer than %s", served.model, limit, extra=more)
 
-    def _say_failed(self, served: Served, status: int, error: Exception) -> None:
-        if served.model is None or not isinstance(error, HPSError) or isinstance(error, NotReadyError):
-            return  # of no lookup, or logged already, or said by the readiness
+    def _say_failed(self, served: Served, status: int) -> None:
         if not self._problems.take():
             self._problems_left_out += 1
             return
         left_out, self._problems_left_out = self._problems_left_out, 0
         more = fields(request_id=served.id.decode(), status=status, left_out=left_out or None)
-        _log.warning("a lookup of model %s failed: %s", served.model, error, extra=more)
+        _log.warning("a lookup of model %s failed: %s", served.model, served.error, extra=more)

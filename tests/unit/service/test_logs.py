@@ -3,11 +3,13 @@
 import json
 import logging
 import threading
+import weakref
 
 import pytest
 
+from hps.errors import InvalidInputError
 from hps.service.logs import JSONLines, Problem, RecentProblems, TextLines, fields, formatter_of, use
-from hps.service.request_log import LineRate, request_id
+from hps.service.request_log import LineRate, Served, request_id
 
 FORGED = "a\n2026-01-01 00:00:00,000 ERROR hps: all is lost\r\x1b[2J\u2028\u202e"
 
@@ -162,3 +164,13 @@ PARENT = b"00-" + TRACE + b"-00f067aa0ba902b7-01"
 def test_a_request_is_named_as_its_client_says_if_that_is_a_name(given, parent, expected):
     headers = {b"x-request-id": given, b"traceparent": parent}
     assert request_id({name: value for name, value in headers.items() if value is not None}) == expected
+
+
+def test_an_error_is_not_kept_with_its_request():
+    """Its traceback refers to the body, whose memory counts as free once it is answered."""
+    served, error = Served(), InvalidInputError("wrong")
+    gone = weakref.ref(error)
+    served.failed(error)
+    del error
+    assert gone() is None
+    assert served.error == "wrong"

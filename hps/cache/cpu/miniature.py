@@ -12,7 +12,7 @@ from numba import float64, int64
 
 from hps.cache.base import CachePlan
 from hps.cache.cpu.cache import NumpyCache, aligned_lines
-from hps.cache.cpu.sets import WAYS, epoch_at, find, is_idle, line_of, probation_at, touch, victim
+from hps.cache.cpu.sets import EPOCHS_A_CALL, WAYS, epoch_at, find, is_idle, line_of, probation_at, touch, victim
 from hps.capacity import Need
 from hps.numba_atomics import address_of, store_relaxed, store_relaxed_u8
 from hps.numba_kernels import compile_kernels, kernel, read_only
@@ -37,30 +37,33 @@ def _simulate(
     lookups = starts.size - 1
     missed = np.zeros(lookups, np.int64)
     missing = np.empty(max(keys.size, 1), np.int64)
-    miss_rate = 1.0
+    miss_rate, clock = 1.0, 0
     np.random.seed(1)  # noqa: NPY002 - what numba knows, and its own state
     for lookup in range(lookups):
         asked = max(clocks[lookup + 1] - clocks[lookup], 1)
-        epoch = epoch_at(clocks[lookup], whole_sets)
-        count = 0
+        epoch = epoch_at(clock, whole_sets)
+        count = distinct = 0
+        seen = set(keys[:0])
         for i in range(starts[lookup], starts[lookup + 1]):
             line = line_of(keys[i], base, sets)
             slot = find(line, keys[i])
             if slot >= 0:
                 touch(line, slot, epoch)
-            else:
-                missing[count] = keys[i]
-                count += 1
+                continue
+            count += 1
+            if keys[i] not in seen:
+                seen.add(keys[i])
+                missing[distinct] = keys[i]
+                distinct += 1
         missed[lookup] = count
         # A lookup of the whole table is deferred where enough of its own keys hit: of those, this one saw few.
         miss_rate += _SMOOTHING * (min(count / (share * asked), 1.0) - miss_rate)
         spread = np.sqrt(miss_rate * (1.0 - miss_rate) / asked)
         deferred = 1.0 - miss_rate + spread * np.random.normal() >= threshold  # noqa: NPY002
-        epoch = epoch_at(clocks[lookup + 1], whole_sets)
-        for i in range(count):
+        clock += min(asked, EPOCHS_A_CALL * WAYS * whole_sets)
+        epoch = epoch_at(clock, whole_sets)
+        for i in range(distinct):
             line = line_of(missing[i], base, sets)
-            if find(line, missing[i]) >= 0:
-                continue
             slot = victim(line, epoch)
             if deferred or is_idle(line, slot, epoch):  # in the background, whatever came is inserted
                 store_relaxed(line + 16 + 8 * slot, missing[i])

@@ -78,7 +78,7 @@ def test_predicted_hit_rates_are_measured(model, name, threshold):
         assert one.hit_rate == pytest.approx(measured_hit_rate(model, keys, share, threshold), abs=0.02), share
 
 
-@pytest.mark.parametrize(("share", "threshold"), [(0.05, 1.1), (0.3, 1.1)])
+@pytest.mark.parametrize(("share", "threshold"), [(0.0003, 1.1), (0.05, 1.1), (0.3, 1.1)])
 def test_a_whole_recording_is_replayed_as_it_was(model, share, threshold):
     keys = asked_keys("shifting")[:1_000_000]
     hit_rate = cache_hit_rate(sampled(keys, 1.0), math.ceil(share * ROWS), threshold)

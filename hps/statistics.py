@@ -1,5 +1,6 @@
 """What a parameter server holds and has done, for people and programs that want numbers without Prometheus."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -138,3 +139,20 @@ class ServerStatistics:
     devices: tuple[DeviceStatistics, ...]
     queues: dict[str, int]
     updates: dict[str, float | None]
+
+
+def quantile(buckets: Iterable[tuple[float, float]], place: float) -> float:
+    """The time at a place of a histogram: linear within a bucket, as Prometheus' `histogram_quantile`.
+
+    Args:
+        buckets: as in `Latency`; one without a bound has infinity.
+        place: above 0, among all that were counted; above the last bound there is, the answer is that bound.
+    """
+    low = below = 0.0
+    for bound, count in buckets:
+        if bound == float("inf"):
+            break
+        if count >= place:
+            return low + (bound - low) * (place - below) / (count - below)
+        low, below = bound, count
+    return low

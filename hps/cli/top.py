@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,14 +11,15 @@ from hps import errors
 from hps.cli import console
 from hps.cli.running_server import LOCAL, RunningServer, ServerUrl, Token, TokenFile
 from hps.progress import count_text, size_text, time_text
+from hps.statistics import quantile
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.table import Table
 
 EXAMPLE = "Example: `hps top http://127.0.0.1:8000`"
 _TIERS = {"embedding_cache": "cache", "volatile_db": "volatile", "persistent_db": "persistent"}
-_WIDTH = 150  # where the output is no terminal
+_ANY_WIDTH = 10_000  # of a pipe
 _PROBLEMS = 8
 _LOST_S = 60.0  # a server that does not answer for so long is not waited for any more
 
@@ -42,8 +44,9 @@ def top_command(
         server = RunningServer(url, token, token_file)
         screen = Console(highlight=False)
         before, at = server.stats(), time.monotonic()
+        if not screen.is_terminal:
+            screen.width = _ANY_WIDTH
         if once or not screen.is_terminal:
-            screen.width = max(screen.width, _WIDTH)
             time.sleep(interval)
             now = server.stats()
             screen.print(shown(url, now, before))
@@ -81,7 +84,6 @@ def shown(url: str, now: _Answer, before: _Answer) -> "RenderableType":
         memory = f"resident {size_text(server['memory_bytes'])}, {service['pending']} lookups pending"
         parts.append(Text(f"hps {server['version']}, up {up}, {memory}"))
         parts.append(_models(now, before, seconds))
-        parts += [_tables(model, _named(before, model["name"]), seconds) for model in server["models"]]
         for device in server["devices"]:
             name = "CPU" if device["device"] == "cpu" else f"GPU {device['device']}"
             free = (
@@ -95,20 +97,25 @@ def shown(url: str, now: _Answer, before: _Answer) -> "RenderableType":
             f"updates of {name} {'?' if lag is None else f'{lag:.1f} s'} behind" for name, lag in server["updates"].items()
         ]
         parts.append(Text("background: " + (", ".join(work) or "nothing")))
-    for model in now["models"]:
-        if reason := model.get("reason"):
-            parts.append(Text(f"{model['name']} is {model['state']}, {model['percent']} %: {reason}", "yellow"))
+    parts += [
+        Text(f"{model['name']}: {model['state']}, {model['percent']} %: {reason}", "yellow")
+        for model in now["models"]
+        if (reason := model.get("reason"))
+    ]
     for problem in now["problems"][:_PROBLEMS]:
         times = f" ({problem['count']} times)" if problem["count"] > 1 else ""
         when = time.strftime("%H:%M:%S", time.localtime(problem["time_s"]))
         parts.append(
             Text(f"{when} {problem['level']}{times}: {problem['text']}", "yellow" if problem["level"] == "warning" else "red")
         )
+    if server:
+        parts += [_tables(model, _named(before, model["name"]), seconds) for model in server["models"]]
     return Group(*parts)
 
 
 def _models(now: _Answer, before: _Answer, seconds: float) -> "Table":
-    shown = _table("model", "version", "lookups/s", "p50", "p95", "p99", "workspaces", "most time in")
+    shown = _table("model", "version", "lookups/s", "p50", "p95", "p99", "workspaces")
+    shown.add_column("most time in")
     for model in now["server"]["models"]:
         was = _named(before, model["name"])
         spent = {
@@ -121,16 +128,46 @@ def _models(now: _Answer, before: _Answer, seconds: float) -> "Table":
             model["name"],
             model["version"],
             count_text((model["lookups"]["count"] - was["lookups"]["count"]) / seconds),
-            *(_time(quantile(model["lookups"], was["lookups"], share)) for share in (0.5, 0.95, 0.99)),
+            *(_time(_quantile(model["lookups"], was["lookups"], share)) for share in (0.5, 0.95, 0.99)),
             f"{model['busy_workspaces']} of {model['workspaces']}",
             ", ".join(f"{_TIERS.get(stage, stage)} {spent[stage] / whole:.0%}" for stage in most),
         )
     return shown
 
 
-def _tables(model: _Answer, before: _Answer, seconds: float) -> "Table":
-    hits, sizes = ([f"{name}\n{what}" for name in _TIERS.values()] for what in ("hits", "size"))
-    shown = _table(model["name"], "dim", "rows", "keys/s", *hits, "unknown", "cached\nrows", "evicted/s", *sizes)
+@dataclass(frozen=True)
+class _Tables:
+    """The tables of a model, or, where that is too wide, two: of their lookups, and of what the tiers hold. *Immutable.*
+
+    Attributes:
+        model: its name.
+        names: of its tables.
+        lookups, held: cells by the head of their column; columns without a text are left out.
+    """
+
+    model: str
+    names: list[str]
+    lookups: dict[str, list[str]]
+    held: dict[str, list[str]]
+
+    def __rich_console__(self, screen: "Console", options: "ConsoleOptions") -> "RenderResult":
+        whole = self._table(self.lookups | self.held)
+        fits = screen.measure(whole, options=options.update(width=_ANY_WIDTH)).maximum <= options.max_width
+        yield from (whole,) if fits else (self._table(self.lookups), self._table(self.held))
+
+    def _table(self, columns: dict[str, list[str]]) -> "Table":
+        filled = {head: cells for head, cells in columns.items() if any(cells)}
+        made = _table(self.model, *filled)
+        for row in zip(self.names, *filled.values(), strict=True):
+            made.add_row(*row)
+        return made
+
+
+def _tables(model: _Answer, before: _Answer, seconds: float) -> _Tables:
+    heads = ("dim", "rows", "keys/s", *(f"{name}\nhits" for name in _TIERS.values()), "unknown")
+    lookups: dict[str, list[str]] = {head: [] for head in heads}
+    heads = ("cached\nrows", "evicted/s", *(f"{name}\nsize" for name in _TIERS.values()))
+    held: dict[str, list[str]] = {head: [] for head in heads}
     earlier = {table["name"]: table for table in before["tables"]}
     for table in model["tables"]:
         was = earlier.get(table["name"], table)
@@ -138,36 +175,30 @@ def _tables(model: _Answer, before: _Answer, seconds: float) -> "Table":
         cache = [tier for tier in table["tiers"] if tier["tier"] == "embedding_cache"]
         evicted = _sum(table, "embedding_cache", "evictions") - _sum(was, "embedding_cache", "evictions")
         known = [one for one in cache if one["rows"] is not None]
-        shown.add_row(
-            table["name"],
+        asked = (
             str(table["dim"]),
             count_text(table["rows"]),
             count_text(keys / seconds),
             *(_hit_rate(table, was, tier) for tier in _TIERS),
             _share(table["defaults"] - was["defaults"], keys),
+        )
+        has = (
             f"{count_text(known[0]['rows'])} of {count_text(known[0]['capacity_rows'])}" if known else "",
             count_text(evicted / seconds) if cache else "",
             *(_size(table, tier) for tier in _TIERS),
         )
-    return shown
+        for columns, cells in ((lookups, asked), (held, has)):
+            for column, cell in zip(columns.values(), cells, strict=True):
+                column.append(cell)
+    return _Tables(model["name"], [table["name"] for table in model["tables"]], lookups, held)
 
 
-def quantile(now: _Answer, before: _Answer, share: float) -> float | None:
-    """Seconds below which that share of what was counted between two histograms lies; None where nothing was.
-
-    Linear within a bucket, as Prometheus' `histogram_quantile`; the highest bound for what lies above it.
-    """
-    wanted = share * (now["count"] - before["count"])
-    low = below = 0.0
-    if wanted <= 0:
-        return None
-    for place, (bound, count) in enumerate(now["buckets"]):
-        earlier = before["buckets"][place][1] if before["count"] else 0
-        up_to = count - earlier
-        if up_to >= wanted:
-            return float(low + (bound - low) * (wanted - below) / (up_to - below))
-        low, below = bound, up_to
-    return low
+def _quantile(now: _Answer, before: _Answer, share: float) -> float | None:
+    """Seconds below which that share of what was counted between two histograms lies; None where nothing was."""
+    count = now["count"] - before["count"]
+    earlier = before["buckets"] or [(0.0, 0)] * len(now["buckets"])
+    buckets = [(bound, all_ - was) for (bound, all_), (_, was) in zip(now["buckets"], earlier, strict=True)]
+    return quantile(buckets, share * count) if count > 0 else None
 
 
 def _named(answer: _Answer, name: str) -> _Answer:
@@ -210,7 +241,7 @@ def _table(first: str, *others: str) -> "Table":
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False)
-    made.add_column(first, no_wrap=True, min_width=8)
+    made.add_column(first, overflow="fold", min_width=8)  # a long name gives way, no figure does
     for name in others:
         made.add_column(name, justify="right", no_wrap=True)
     return made

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from prometheus_client import Metric
 
 from hps.metrics import TIERS
+from hps.statistics import quantile
 from hps.tracing import STAGES
 
 HTTP = "http"
@@ -104,7 +105,7 @@ class Counters:
             (float(bound), sum(self._since(before, f"{name}_bucket", le=bound, **where) for where in wheres))
             for bound in bounds
         ]
-        p50, p99 = (_quantile_s(below, share * count) for share in (0.5, 0.99))
+        p50, p99 = (quantile(below, share * count) for share in (0.5, 0.99))
         return StageTimes(count, seconds / whole_s if whole_s else 0.0, 1e6 * seconds / count, 1e6 * p50, 1e6 * p99)
 
     def _since(self, before: "Counters", name: str, **where: str) -> float:
@@ -112,13 +113,3 @@ class Counters:
 
     def _get(self, name: str, *, table: str = "", tier: str = "", stage: str = "", route: str = "", le: str = "") -> float:
         return self._values.get((name, table, tier, stage, route, le), 0.0)
-
-
-def _quantile_s(below: list[tuple[float, float]], place: float) -> float:
-    """The time at a place of a cumulative histogram; the last finite bound where it is above that."""
-    low, fewer = 0.0, 0.0
-    for bound, count in below:
-        if count >= place:
-            return low if bound == float("inf") else low + (bound - low) * (place - fewer) / (count - fewer)
-        low, fewer = bound if bound != float("inf") else low, count
-    return low

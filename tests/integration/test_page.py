@@ -188,7 +188,8 @@ def test_it_fits_a_phone_in_the_dark(chromium, service, path):
     with opened(chromium, viewport=PHONE, color_scheme="dark") as tab:
         tab.goto(service.url + path)
         expect(tab.locator("#main")).to_contain_text(re.compile("ranker|/v1/stats"))
-        width = tab.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+        long = "for (const one of document.querySelectorAll('select')) one.replaceChildren(new Option('a_name'.repeat(20)));"
+        width = tab.evaluate(f"() => {{ {long} return [document.documentElement.scrollWidth, innerWidth]; }}")
         assert width[0] <= width[1]
         assert tab.evaluate("document.documentElement.dataset.theme") == "dark"
         dark = tab.evaluate("getComputedStyle(document.body).backgroundColor")

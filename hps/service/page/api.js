@@ -52,9 +52,11 @@ function kind(schema) {
 }
 
 function fields(title, rows) {
-  return h("div.scroll", { tabIndex: 0 }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, title), h("th.text", {}, "type"), h("th.text", {}, "meaning"))),
+  const typed = rows.some(([, , schema]) => schema);
+  return h("div.scroll", { tabIndex: 0 }, h("table.fields", {},
+    h("thead", {}, h("tr", {}, h("th", {}, title), typed ? h("th.text", {}, "type") : null, h("th.text", {}, "meaning"))),
     h("tbody", {}, ...rows.map(([name, required, schema, text]) => h("tr", {}, h("td", {}, h("code", {}, name), required ? "" : " (optional)"),
-      h("td.text", {}, kind(schema)), h("td.text", {}, text ?? ""))))));
+      typed ? h("td.text", {}, kind(schema)) : null, h("td.text", {}, text ?? ""))))));
 }
 
 function curl(method, path, body) {

@@ -239,7 +239,7 @@ function http(answer, before, seconds) {
     const failing = Object.keys(one.statuses).filter((status) => status >= 400 && since(status) > 0).map((status) => `${status}: ${since(status).toFixed(1)}/s`);
     const rate = Object.keys(one.statuses).reduce((sum, status) => sum + since(status), 0);
     return h("tr", {}, cell(one.route), cell(count(rate)), cell(time(quantile(one.latency, was?.latency, 0.5))),
-      cell(time(quantile(one.latency, was?.latency, 0.99))), cell(failing.join(", ") || "none", "text"));
+      cell(time(quantile(one.latency, was?.latency, 0.99))), cell(failing.join(", ") || "none"));
   });
   return rows.length ? h("div.card", {}, table(["route", "requests/s", "p50", "p99", "errors"], rows)) : h("p.soft", {}, "No request but this page's so far.");
 }

@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 CONFIG ?= configs/minimal.json
+# One process more than cores, since many tests wait for servers.
+PARALLEL ?= --numprocesses $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 1))) --maxprocesses 5 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install dev sample serve test test-gpu mutants check lint types imports format soak bench docs site wheel clean
+.PHONY: help install dev sample serve test test-slow test-gpu mutants check lint types imports format soak bench docs site wheel clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -39,13 +41,17 @@ sample: models/sample/user.model models/sample/item.model   ## make the sample m
 serve: $(VENV)/.installed sample     ## start the server; it prints a curl line that gets an answer; also: make serve PORT=8001
 	$(BIN)/hps serve $(CONFIG) $(if $(PORT),--port $(PORT))
 
-test: dev        ## all tests
-	$(BIN)/python -m pytest $(ARGS)
+test: dev        ## all that the product promises, in minutes
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(ARGS)
+
+test-slow: dev   ## the storms: soak, kills, rolling stops, long properties, GPU architectures, mutants
+	$(BIN)/python -m pytest $(PARALLEL) -m slow $(ARGS)
+	$(BIN)/python -m tests.mutants --sample 20
 
 test-gpu: dev    ## the tests of the CUDA cache; fail where there is no GPU
 	HPS_REQUIRE=gpu $(BIN)/python -m pytest -m gpu $(ARGS)
 
-mutants: dev     ## put bugs into copies of the tree and see the tests notice them: make mutants ARGS="redis --jobs 2"
+mutants: dev     ## put bugs into copies of the tree and see the tests notice them: make mutants ARGS="redis --jobs 1"
 	$(BIN)/python -m tests.mutants $(ARGS)
 
 check: lint types imports             ## everything but the tests
@@ -65,13 +71,12 @@ format: dev      ## put the code into its form
 	$(BIN)/ruff format .
 
 soak: dev        ## 64 good and bad clients, updates and chaos, every answer judged: make soak MINUTES=20
-	$(BIN)/python -m benchmarks.soak --minutes $(or $(MINUTES),20) $(ARGS)
+	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),20) $(ARGS)
 
 bench: dev       ## benchmarks of the host tiers and HTTP: make bench NAMES="hash_map http"
 	$(BIN)/python -m benchmarks $(NAMES)
 
-docs: dev        ## write the pages and pictures that are made from docstrings and results
-	$(BIN)/python docs/python_api.py
+docs: dev        ## write the tables and pictures that are made from benchmarks/results
 	$(BIN)/python -m benchmarks.figures
 	$(BIN)/python -m benchmarks.draw
 

@@ -1,22 +1,56 @@
-"""`python -m benchmarks NAME...`: run benchmarks, print their tables and write their results."""
+"""`python -m benchmarks NAME...`: run benchmarks, print their tables and write their results; without a name, list them."""
 
 import argparse
 import sys
 from importlib import import_module
 from pathlib import Path
 
+from benchmarks import compare
 from benchmarks.harness import RESULTS, Report
+
+CASES = {  # name: what is measured, and beside what
+    "numpy_cache": "the embedding cache on a CPU, beside np.take",
+    "hash_map": "the hash map, beside np.take and a dict",
+    "rocks_db": "RocksDB, beside rocksdict",
+    "redis": "Redis, one server and three, beside a raw socket and redis-py",
+    "load": "a load of each tier from files, beside the same from memory",
+    "large_load": "a load of 10 GB, its memory, and starts that need not load",
+    "sources": "reading from disk, HDFS, S3 and GCS, beside their own clients",
+    "http": "the HTTP service, beside a raw ASGI echo and a bare orjson route",
+    "writes": "lookups beside online writes over HTTP",
+    "updates": "updates from Kafka and Redis Streams: delay, rate, lookups beside them",
+    "swaps": "swaps of a version under 64 clients",
+    "refresh": "lookups beside a refresh (GPU or CPU)",
+    "plan": "predicted and measured hit rates (GPU or CPU)",
+    "admission": "admission policies of the CUDA cache, simulated",
+    "pooled_host": "pooled lookups on a CPU, beside torch",
+    "gpu_cache": "GPU: kernels of the cache, beside a plain gather and torch",
+    "gpu_lookup": "GPU: whole lookups from Python, beside torch",
+    "misses": "GPU: misses by the link and by a copy, beside a gather over the link",
+    "pooled": "GPU: pooled lookups, beside a plain kernel and torch",
+    "layers": "GPU: layers of hps.torch, beside the calls beneath them",
+}
 
 
 def main() -> None:
-    """Run the named benchmarks."""
-    names = sorted(path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py"))
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="+", choices=names, metavar="NAME", help=f"one or more of: {', '.join(names)}")
+    """Run the named benchmarks, or compare checkouts."""
+    if sys.argv[1:2] == ["compare"]:
+        compare.main(sys.argv[2:])
+    listed = "\n".join(f"  {name:12} {what}" for name, what in CASES.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        epilog=f"benchmarks:\n{listed}\n\n  compare --against CHECKOUT   this checkout beside another, in turn",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", choices=[*CASES, []], metavar="NAME", help="as below")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the results (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs; the figures mean nothing")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
+    if not arguments.names:
+        parser.print_help()
+        return
     failed = False
     for name in arguments.names:
         report = Report(name, seed=arguments.seed)

@@ -18,9 +18,9 @@ from benchmarks.gpu_timing import back_to_back, one_call, slots_of_resident_keys
 from benchmarks.harness import Report, time_calls
 from hps.cache.cuda.cache import CupyCache
 from hps.cache.cuda.lookup import CupyLookup
+from hps.ground.workloads import power_law_ranks
 from hps.tensors.segments import Segment
 from hps.types import FloatArray, KeyArray, TableSpec
-from hps.workloads import power_law_ranks
 
 _ALPHA = 1.05
 _GATHER = r"""

@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 
 import hps
+from benchmarks import served
 from benchmarks.harness import Report, time_calls
+from benchmarks.served import document
+from hps.ground.workloads import power_law_keys
 from hps.models.sample import sample_chunks, sample_vectors
 from hps.models.writer import write_sparse_model
-from hps.workloads import power_law_keys
 
 SEED = 1
 
@@ -44,27 +46,8 @@ def _configuration(place: Path, dims: list[int], rows: int, **model: Any) -> dic
     for name, dim in zip(names, dims, strict=True):
         if not (place / f"{name}-{dim}-{rows}").exists():
             write_sparse_model(place / f"{name}-{dim}-{rows}", sample_chunks(rows, dim, SEED))
-    return {
-        "device": "cuda",
-        "volatile_db": {"type": "hash_map"},
-        "persistent_db": {"type": "disabled"},
-        "models": [
-            {
-                "model": "bench",
-                "sparse_files": [str(place / f"{name}-{dim}-{rows}") for name, dim in zip(names, dims, strict=True)],
-                "embedding_table_names": names,
-                "embedding_vecsize_per_table": dims,
-                "maxnum_catfeature_query_per_table_per_sample": [1] * len(dims),
-                "default_value_for_each_table": [0.0] * len(dims),
-                "deployed_device_list": [0],
-                "max_batch_size": 16_384,
-                "gpucacheper": 1.0,
-                "hit_rate_threshold": 1.1,
-                "cache_refresh_percentage_per_iteration": 1.0,
-                **model,
-            }
-        ],
-    }
+    files = [place / f"{name}-{dim}-{rows}" for name, dim in zip(names, dims, strict=True)]
+    return document(served.model(files, dims, "bench", **{"max_batch_size": 16_384, **model}), device="cuda")
 
 
 def _wake(torch: Any) -> None:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from benchmarks.harness import Report, Timing, time_calls
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.hash_map.eviction import Policy
-from hps.workloads import power_law_keys
+from hps.ground.workloads import power_law_keys
 
 TAG = "hps_et.bench.table"
 QUERY_SETS = 8

@@ -1,4 +1,4 @@
-"""The HTTP service on loopback, one process, 1,000 keys x dim 32: binary tensors, JSON tensors, and the hop to a thread.
+"""The HTTP service on loopback, one process, 1,000 keys x dim 32: binary tensors, JSON tensors,.
 
 Limit of binary tensors: a raw ASGI application that returns the same bytes. Limit of JSON: a bare orjson route that does the
 same parsing and serialising without a check or a thread. All servers run at once under the same uvicorn and are measured in
@@ -13,15 +13,11 @@ are few.
 
 import json
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from multiprocessing import get_context
@@ -32,6 +28,7 @@ import numpy as np
 import orjson
 
 from benchmarks.harness import Report
+from benchmarks.served import document, head, model, server
 from hps.models.sample import sample_vectors
 from hps.models.writer import write_sparse_model
 from hps.profiling.http_load import HttpLoad
@@ -40,7 +37,6 @@ _ROWS, _DIM, _KEYS = 100_000, 32, 1_000
 _ROTATION = 8
 _BAGS, _HOTNESS, _WIDE = 50, 20, 128
 _INFER, _LOOKUP = "/v2/models/m/infer", "/v1/models/m/lookup"
-_START_S = 60.0
 _SECONDS = 1.0  # of load in a round
 
 
@@ -57,9 +53,8 @@ class _Request:
 class _Target:
     """A server under load."""
 
-    kind: str
-    process: "subprocess.Popen[bytes]"
     port: int
+    pid: int
 
 
 def run(report: Report, quick: bool) -> None:
@@ -78,7 +73,7 @@ def run(report: Report, quick: bool) -> None:
         with _servers(directory) as targets:
             _check(targets, requests, keys)
             service = ("embedding_cache/own", "hash_map/own")
-            comparisons = [("binary", 4, ("raw", *service, "embedding_cache/executor"))]
+            comparisons = [("binary", 4, ("raw", *service))]
             if not quick:
                 comparisons += [("binary", 1, ("raw", *service)), ("binary", 32, ("raw", *service))]
             comparisons += [("json", 4, ("orjson", *service)), ("curl", 4, ("orjson", *service))]
@@ -112,7 +107,7 @@ def _compare_bags(report: Report, client: ProcessPoolExecutor, target: _Target, 
 
 def _table(keys: list[Any], parameters: dict[str, Any]) -> _Request:
     size = {"binary_data_size": 8 * _KEYS}
-    inputs = [{"name": "item", "shape": [_BAGS, _HOTNESS], "datatype": "INT64", "parameters": size}]
+    inputs = [{"name": "t0", "shape": [_BAGS, _HOTNESS], "datatype": "INT64", "parameters": size}]
     text = orjson.dumps({"inputs": inputs, "parameters": {"binary_data_output": True, **parameters}})
     return _Request(_INFER, [text + part.tobytes() for part in keys], {"Inference-Header-Content-Length": str(len(text))})
 
@@ -144,7 +139,7 @@ def _json(keys: list[Any]) -> _Request:
 
 
 def _curl(keys: list[Any]) -> _Request:
-    return _Request(_LOOKUP, [orjson.dumps({"tables": {"item": part.tolist()}}) for part in keys], {})
+    return _Request(_LOOKUP, [orjson.dumps({"tables": {"t0": part.tolist()}}) for part in keys], {})
 
 
 def _write_models(directory: Path) -> None:
@@ -160,72 +155,22 @@ def _write_models(directory: Path) -> None:
         ("wide", True, "wide", _WIDE),
     ):
         (directory / name).mkdir()
-        model = {
-            "model": "m",
-            "sparse_files": [str(directory / f"{file}.model")],
-            "embedding_table_names": ["item"],
-            "embedding_vecsize_per_table": [dim],
-            "maxnum_catfeature_query_per_table_per_sample": [1],
-            "default_value_for_each_table": [0.0],
-            "deployed_device_list": [0],
-            "max_batch_size": _KEYS,
-            "gpucache": cached,
-            "gpucacheper": 1.0,
-            "hit_rate_threshold": 1.1,
-            "cache_refresh_percentage_per_iteration": 1.0,
-            "num_of_worker_buffer_in_pool": 8,
-        }
-        document = {"supportlonglong": True, "device": "cpu", "volatile_db": {"type": "hash_map"}, "models": [model]}
-        (directory / name / "ps.json").write_text(json.dumps(document))
+        entry = model([directory / f"{file}.model"], [dim], gpucache=cached, max_batch_size=_KEYS)
+        (directory / name / "ps.json").write_text(json.dumps(document(entry)))
 
 
 @contextmanager
 def _servers(directory: Path) -> Iterator[dict[str, _Target]]:
     """Start every server, and wait until all answer."""
-    commands = {
+    places = {
         "raw": ("raw", directory),
         "orjson": ("orjson", directory),
-        "hash_map/own": ("service", directory / "uncached", "own"),
-        "embedding_cache/own": ("service", directory / "cached", "own"),
-        "embedding_cache/executor": ("service", directory / "cached", "executor"),
-        "wide": ("service", directory / "wide", "own"),
+        "hash_map/own": ("service", directory / "uncached"),
+        "embedding_cache/own": ("service", directory / "cached"),
+        "wide": ("service", directory / "wide"),
     }
-    targets: dict[str, _Target] = {}
-    try:
-        for name, (kind, place, *hop) in commands.items():
-            port = free_port()
-            command = [sys.executable, "-m", "benchmarks.http_servers", kind, str(port), str(place), *hop]
-            targets[name] = _Target(kind, subprocess.Popen(command, stderr=subprocess.DEVNULL), port)
-        for target in targets.values():
-            _wait_until_ready(target)
-        yield targets
-    finally:
-        for target in targets.values():
-            target.process.terminate()
-        for target in targets.values():
-            target.process.wait(30)
-
-
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def _wait_until_ready(target: _Target) -> None:
-    deadline = time.monotonic() + _START_S
-    while True:
-        if target.process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the server {target.kind} on port {target.port} did not get ready")
-        try:
-            with socket.create_connection(("127.0.0.1", target.port), 1) as connection:
-                connection.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-                if target.kind != "service" or connection.recv(100).startswith(b"HTTP/1.1 200"):
-                    return
-        except OSError:
-            pass
-        time.sleep(0.1)
+    with ExitStack() as stack:
+        yield {name: _Target(*stack.enter_context(server(*place))) for name, place in places.items()}
 
 
 def _check(targets: dict[str, _Target], requests: dict[str, _Request], keys: list[Any]) -> None:
@@ -242,7 +187,7 @@ def _check(targets: dict[str, _Target], requests: dict[str, _Request], keys: lis
                 elif form == "json":
                     vectors = np.array(orjson.loads(answer)["outputs"][0]["data"], np.float32)
                 else:
-                    vectors = np.array(orjson.loads(answer)["tables"]["item"], np.float32)
+                    vectors = np.array(orjson.loads(answer)["tables"]["t0"], np.float32)
                 if not np.array_equal(vectors.reshape(-1, _DIM), expected):
                     raise AssertionError(f"{name} answers {form} wrongly")
 
@@ -259,17 +204,17 @@ def _exchange(port: int, request: _Request, body: bytes) -> tuple[dict[str, str]
 
 
 def _measure(client: ProcessPoolExecutor, target: _Target, request: _Request, connections: int) -> dict[str, float]:
-    before = _processor_s(target.process.pid)
+    before = _processor_s(target.pid)
     sample = client.submit(_load, target.port, request, connections).result(_SECONDS + 30)
-    sample["processor_us_per_request"] = 1e6 * (_processor_s(target.process.pid) - before) / sample["requests"]
+    sample["processor_us_per_request"] = 1e6 * (_processor_s(target.pid) - before) / sample["requests"]
     return sample
 
 
 def _load(port: int, request: _Request, connections: int) -> dict[str, float]:
     """Load a server for some seconds, rotating the bodies; in a process of its own."""
-    lines = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
-    start = f"POST {request.path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{lines}"
-    requests = [f"{start}Content-Length: {len(body)}\r\n\r\n".encode() + body for body in request.bodies]
+    text_length = request.headers.get("Inference-Header-Content-Length")
+    length = None if text_length is None else int(text_length)
+    requests = [head(request.path, len(body), length) + body for body in request.bodies]
     load = HttpLoad(("127.0.0.1", port), connections, lambda number: (requests[number % len(requests)],), lambda *_: "")
     result = load.run(_SECONDS)
     if result.failures:
@@ -285,8 +230,8 @@ def _add_rows(report: Report, axes: dict[str, Any], samples: dict[str, list[dict
         for server, taken in samples.items()
     }
     limit = next(iter(medians.values()))["requests_per_s"]
-    for server, figures in medians.items():
-        where = dict(zip(("tier", "hop", "answer"), server.split("/"), strict=False))
+    for name, figures in medians.items():
+        where = dict(zip(("tier", "hop", "answer"), name.split("/"), strict=False))
         report.add(
             {**axes, **where},
             {

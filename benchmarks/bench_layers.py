@@ -16,8 +16,7 @@ import numpy as np
 
 import hps
 from benchmarks.bench_pooled import HOTNESS, check_sums, configuration
-from benchmarks.harness import Report
-from benchmarks.parts import add, part
+from benchmarks.harness import Report, add, part
 
 _KEYS = 4096
 

@@ -25,20 +25,20 @@ from numba import njit
 
 import hps
 from benchmarks.gpu_timing import wake
-from benchmarks.harness import Report, time_calls
-from benchmarks.parts import add, part
+from benchmarks.harness import Report, add, part, time_calls
+from benchmarks.served import document, model
 from hps.cache.cuda.cache import CupyCache
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.hash_map.layout import U0, row_of, search, vector_of
 from hps.errors import HPSError
-from hps.hashing import mix
-from hps.host_tables import HostTable
+from hps.ground.hashing import mix
+from hps.ground.host_tables import HostTable
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.session import CachedSession, SessionSettings
-from hps.metrics import Metrics
 from hps.models.sample import sample_chunks, sample_vectors
 from hps.models.writer import write_sparse_model
+from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
 from hps.types import FloatArray, KeyArray, TableSpec
 
@@ -394,7 +394,7 @@ def _gathered(table: _Table, keys: Any, outs: Any, ours: dict[str, Any]) -> dict
 
 
 def _traffic(table: _Table, n: int, batches: int, random: Any) -> list[Any]:
-    """Batches of n keys whose popularity falls with rank; see `hps.workloads`."""
+    """Batches of n keys whose popularity falls with rank; see `hps.ground.workloads`."""
     g = 1.0 - _ALPHA
     found = []
     for _ in range(batches):
@@ -602,24 +602,4 @@ def _server(report: Report, place: Path, rows: int, path: str, quick: bool) -> N
 
 
 def _configuration(place: Path, dim: int, path: str) -> dict[str, Any]:
-    return {
-        "device": "cuda",
-        "volatile_db": {"type": "hash_map"},
-        "persistent_db": {"type": "disabled"},
-        "models": [
-            {
-                "model": "bench",
-                "sparse_files": [str(place)],
-                "embedding_table_names": ["items"],
-                "embedding_vecsize_per_table": [dim],
-                "maxnum_catfeature_query_per_table_per_sample": [1],
-                "default_value_for_each_table": [0.0],
-                "deployed_device_list": [0],
-                "max_batch_size": 16_384,
-                "gpucacheper": 0.5,
-                "hit_rate_threshold": 1.1,
-                "cache_refresh_percentage_per_iteration": 1.0,
-                "miss_path": path,
-            }
-        ],
-    }
+    return document(model([place], [dim], "bench", max_batch_size=16_384, gpucacheper=0.5, miss_path=path), device="cuda")

@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import Report
-from hps.key_traces import KeyTrace, read_traces
+from benchmarks.served import document, model
+from hps.ground.workloads import power_law_keys, power_law_ranks
 from hps.models.sample import sample_chunks, sample_vectors
 from hps.models.writer import write_sparse_model
 from hps.parameter_server import HPS
 from hps.planning.hit_rates import predict
 from hps.planning.power_law import fitted_alpha
 from hps.registry import implementation
-from hps.workloads import power_law_keys, power_law_ranks
+from hps.statistics.key_traces import KeyTrace, read_traces
 
 _DIM, _BATCH, _RATE, _THRESHOLD = 16, 1000, 0.1, 1.1
 _SHARES = (0.01, 0.05, 0.1, 0.2, 0.5)
@@ -62,26 +63,15 @@ def _keys(rng: np.random.Generator, workload: str, n: int, rows: int) -> np.ndar
 
 
 def _config(directory: Path, device: str, tables: int, share: float) -> dict[str, Any]:
-    return {
-        "supportlonglong": True,
-        "device": device,
-        "volatile_db": {"type": "hash_map"},
-        "models": [
-            {
-                "model": "m",
-                "sparse_files": [str(directory / "t")] * tables,
-                "embedding_table_names": [f"t{index}" for index in range(tables)],
-                "embedding_vecsize_per_table": [_DIM] * tables,
-                "maxnum_catfeature_query_per_table_per_sample": [10] * tables,
-                "default_value_for_each_table": [0.0] * tables,
-                "deployed_device_list": [0],
-                "max_batch_size": _BATCH,
-                "gpucacheper": share,
-                "cache_refresh_percentage_per_iteration": 1.0 if share == 1.0 else 0.0,
-                "hit_rate_threshold": _THRESHOLD,
-            }
-        ],
-    }
+    entry = model(
+        [directory / "t"] * tables,
+        [_DIM] * tables,
+        maxnum_catfeature_query_per_table_per_sample=[10] * tables,
+        gpucacheper=share,
+        cache_refresh_percentage_per_iteration=1.0 if share == 1.0 else 0.0,
+        hit_rate_threshold=_THRESHOLD,
+    )
+    return document(entry, device=device)
 
 
 def _recorded(directory: Path, asked: np.ndarray) -> KeyTrace:

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import pooled_anchor
-from benchmarks.harness import Report, time_calls
-from benchmarks.parts import add, part
+from benchmarks import pooled_anchor, served
+from benchmarks.harness import Report, add, part, time_calls
+from benchmarks.served import document
 
 HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 _ALPHA = 1.05
@@ -338,27 +338,9 @@ def configuration(place: Path, dims: Sequence[int], rows: int, hotness: Sequence
     for table, (name, dim) in enumerate(zip(names, dims, strict=True)):
         if not (place / name).exists():
             write_sparse_model(place / name, sample_chunks(rows, dim, table))
-    return {
-        "device": "cuda",
-        "volatile_db": {"type": "hash_map"},
-        "persistent_db": {"type": "disabled"},
-        "models": [
-            {
-                "model": "bench",
-                "sparse_files": [str(place / name) for name in names],
-                "embedding_table_names": names,
-                "embedding_vecsize_per_table": list(dims),
-                "maxnum_catfeature_query_per_table_per_sample": list(hotness),
-                "default_value_for_each_table": [0.0] * len(dims),
-                "deployed_device_list": [0],
-                "max_batch_size": 4096,
-                "gpucacheper": 0.1,
-                "hit_rate_threshold": 1.1,
-                "cache_refresh_percentage_per_iteration": 0.0,
-                **model,
-            }
-        ],
-    }
+    settings = {"maxnum_catfeature_query_per_table_per_sample": list(hotness), "max_batch_size": 4096}
+    settings |= {"gpucacheper": 0.1, "cache_refresh_percentage_per_iteration": 0.0, **model}
+    return document(served.model([place / name for name in names], dims, "bench", **settings), device="cuda")
 
 
 def check_sums(keys: np.ndarray, hotness: int, dim: int, seed: int, found: np.ndarray) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import hps
 from benchmarks.bench_pooled import HOTNESS, check_sums, configuration
 from benchmarks.harness import Report, time_calls
-from hps.workloads import power_law_keys
+from hps.ground.workloads import power_law_keys
 
 _ALPHA = 1.05
 

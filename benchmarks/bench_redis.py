@@ -25,7 +25,7 @@ from benchmarks.harness import Report
 from hps.databases.base import LoadRecord
 from hps.databases.redis.codec import group_by_partition
 from hps.databases.redis.database import RedisDatabase
-from hps.databases.redis.layout import Partition, RedisLayout
+from hps.databases.redis.layout import KeyPartition, RedisLayout
 from hps.databases.redis.nodes import parse_addresses
 from hps.databases.redis.requests import Buffer, FetchRows, Request, StoreRows
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
@@ -205,7 +205,7 @@ class _RawSocket:
         while owed:
             owed -= self._socket.recv_into(self._buffer)
 
-    def _pieces(self, keys: KeyArray) -> Iterator[tuple[Partition, IndexArray]]:
+    def _pieces(self, keys: KeyArray) -> Iterator[tuple[KeyPartition, IndexArray]]:
         for partition, places in zip(self._layout.partitions, _places(keys), strict=True):
             for start in range(0, places.size, _CHUNK):
                 yield partition, places[start : start + _CHUNK]

@@ -27,16 +27,16 @@ import numpy.typing as npt
 from benchmarks.harness import Report
 from hps.cache.base import EmbeddingCache
 from hps.databases.hash_map.database import HashMapDatabase
-from hps.deployment import choose_cache
 from hps.errors import NotReadyError
+from hps.ground.open_calls import OpenCalls
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.refresher import Refresher, RefreshSettings
 from hps.lookup.session import CachedSession, SessionSettings
-from hps.metrics import TIERS, Metrics
-from hps.open_calls import OpenCalls
+from hps.statistics.metrics import TIERS, Metrics
 from hps.tensors.segments import Segment, tensor_segment
 from hps.types import TableSpec
+from hps.versions.deployment import choose_cache
 
 KEYS = 4096
 RATE = 1000  # lookups a second where they are paced

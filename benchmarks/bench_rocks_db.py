@@ -25,8 +25,8 @@ import rocksdict
 from benchmarks.harness import Report
 from hps.databases.base import LoadRecord
 from hps.databases.rocks_db.database import RocksDatabase
+from hps.ground.workloads import power_law_keys
 from hps.models.table_load import LoadFeed
-from hps.workloads import power_law_keys
 
 TAG = "hps_et.bench.item"
 CHUNK_BYTES = 16 << 20  # of a model file's chunk

@@ -42,7 +42,7 @@ _FILES = ("emb_vector", "key")
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
     """A place for a model, and its own client's ways of bringing one of its files into memory."""
 
     root: str
@@ -54,15 +54,15 @@ class _Source:
 def run(report: Report, quick: bool) -> None:
     rows = 50_000 if quick else 1_000_000
     rounds = 2 if quick else 5
-    sources = [("local", _local), ("hdfs", _hdfs), ("s3 (moto)", _s3), ("gcs", _gcs)]
+    sources = [("local", local), ("hdfs", hdfs), ("s3 (moto)", s3), ("gcs", gcs)]
     if shutil.which("nginx"):
-        sources.insert(3, ("s3 (nginx)", _s3_of_nginx))
+        sources.insert(3, ("s3 (nginx)", s3_of_nginx))
     for name, start in sources:
         with tempfile.TemporaryDirectory(prefix="hps-sources-") as place, start(Path(place)) as source:
             _measure(report, name, source, rows, rounds)
 
 
-def _measure(report: Report, name: str, source: _Source, rows: int, rounds: int) -> None:
+def _measure(report: Report, name: str, source: Source, rows: int, rounds: int) -> None:
     sources = ModelSources(source.settings)
     uri = f"{source.root}/item"
     write_sparse_model(f"{source.written_at or source.root}/item", sample_chunks(rows, _DIM, _SEED), sources=sources)
@@ -122,7 +122,7 @@ def _check_theirs(name: str, way: str, fetch: Callable[[str], bytes | memoryview
 
 
 @contextmanager
-def _local(place: Path) -> Iterator[_Source]:
+def local(place: Path) -> Iterator[Source]:
     def plain(path: str) -> memoryview:
         content = np.empty(os.path.getsize(path), np.uint8)
         with open(path, "rb", buffering=0) as file:
@@ -131,11 +131,11 @@ def _local(place: Path) -> Iterator[_Source]:
                 done += count
         return content.data
 
-    yield _Source(str(place), ModelSourceConfig(), {"readinto": plain})
+    yield Source(str(place), ModelSourceConfig(), {"readinto": plain})
 
 
 @contextmanager
-def _hdfs(place: Path) -> Iterator[_Source]:
+def hdfs(place: Path) -> Iterator[Source]:
     import hdfs_native
 
     from tests.servers.hdfs_cluster import HdfsCluster
@@ -161,11 +161,11 @@ def _hdfs(place: Path) -> Iterator[_Source]:
                 list(pool.map(part, range(0, content.size, _PART)))
             return content.data
 
-        yield _Source(f"{cluster.uri}/bench", ModelSourceConfig(), {"read": whole, "read_range, 8 threads": ranges})
+        yield Source(f"{cluster.uri}/bench", ModelSourceConfig(), {"read": whole, "read_range, 8 threads": ranges})
 
 
 @contextmanager
-def _s3(place: Path) -> Iterator[_Source]:
+def s3(place: Path) -> Iterator[Source]:
     from tests.servers.s3_server import know_only_moto, s3_server
 
     with pytest.MonkeyPatch.context() as environment:
@@ -175,14 +175,14 @@ def _s3(place: Path) -> Iterator[_Source]:
 
         try:
             settings = ModelSourceConfig(s3_endpoint_url=server.url)
-            yield _Source(f"s3://{bucket}", settings, _boto3_alone(server.client, bucket))
+            yield Source(f"s3://{bucket}", settings, _boto3_alone(server.client, bucket))
         finally:
             server.kill()
             s3_server.cache_clear()
 
 
 @contextmanager
-def _s3_of_nginx(place: Path) -> Iterator[_Source]:
+def s3_of_nginx(place: Path) -> Iterator[Source]:
     """Objects as nginx's static files: it answers HEAD, ranges and If-Match as S3 does, and costs next to nothing."""
     import boto3.session
 
@@ -203,7 +203,7 @@ def _s3_of_nginx(place: Path) -> Iterator[_Source]:
         with pytest.MonkeyPatch.context() as environment:
             know_only_moto(environment)
             client = boto3.session.Session("testing", "testing", region_name="us-east-1").client("s3", endpoint_url=url)
-            yield _Source(
+            yield Source(
                 "s3://bench", ModelSourceConfig(s3_endpoint_url=url), _boto3_alone(client, "bench"), f"{place}/www/bench"
             )
     finally:
@@ -228,7 +228,7 @@ def _boto3_alone(client: Any, bucket: str) -> dict[str, Callable[[str], bytes | 
 
 
 @contextmanager
-def _gcs(place: Path) -> Iterator[_Source]:
+def gcs(place: Path) -> Iterator[Source]:
     from google.auth.credentials import AnonymousCredentials
     from google.cloud import storage
 
@@ -258,7 +258,7 @@ def _gcs(place: Path) -> Iterator[_Source]:
             return content.data
 
         peers = {"download_as_bytes": one_stream, "download_as_bytes of ranges, 8 threads": ranges}
-        yield _Source(f"gs://{bucket}", ModelSourceConfig(gcs_endpoint_url=server.url), peers)
+        yield Source(f"gs://{bucket}", ModelSourceConfig(gcs_endpoint_url=server.url), peers)
 
 
 def _name(uri: str) -> str:

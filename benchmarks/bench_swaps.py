@@ -14,10 +14,8 @@ phase that it overlaps. `median_s` is how long a phase takes; of `all`, the take
 `malloc_trim(0)`, since glibc keeps what was freed.
 
 Axes: tiers (hash_map, with rocks_db, with an embedding cache) · change · rows · dim · swaps.
-`python -m benchmarks.bench_swaps --help` has other sizes.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -33,7 +31,8 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from benchmarks.harness import RESULTS, Report
+from benchmarks.harness import Report
+from benchmarks.served import document, model
 from benchmarks.swap_clients import FAILED, WRONG, Load, paced_load
 from benchmarks.swap_server import MODEL
 from hps.models.sample import sample_chunks, sample_vectors
@@ -113,27 +112,19 @@ def measure(
 
 
 def _configuration(directory: Path, tiers: str, change: str, device: str) -> dict[str, Any]:
-    model = {
-        "model": MODEL,
-        "sparse_files": [str(directory / "served" / "item.model")],
-        "versions": [{"version": "2", "sparse_files": [str(directory / "2" / "item.model")]}],
-        "keep_versions": int(change == "rollback"),  # what is kept is not loaded again
-        "embedding_table_names": ["item"],
-        "embedding_vecsize_per_table": [_DIM],
-        "maxnum_catfeature_query_per_table_per_sample": [1],
-        "default_value_for_each_table": [0.0],
-        "deployed_device_list": [0],
-        "max_batch_size": _KEYS,
-        "gpucacheper": 0.5,
-        "hit_rate_threshold": 1.1,
-        "cache_refresh_percentage_per_iteration": 0.1,
-        "num_of_worker_buffer_in_pool": 8,
+    entry = model(
+        [directory / "served" / "item.model"],
+        [_DIM],
+        MODEL,
+        versions=[{"version": "2", "sparse_files": [str(directory / "2" / "item.model")]}],
+        keep_versions=int(change == "rollback"),  # what is kept is not loaded again
+        max_batch_size=_KEYS,
+        gpucacheper=0.5,
+        cache_refresh_percentage_per_iteration=0.1,
         **TIERS[tiers],
-    }
-    document = {"supportlonglong": True, "device": device, "volatile_db": {"type": "hash_map"}, "models": [model]}
-    if "rocks_db" in tiers:
-        document["persistent_db"] = {"type": "rocks_db", "path": str(directory / "rocksdb")}
-    return document
+    )
+    rocks = {"persistent_db": {"type": "rocks_db", "path": str(directory / "rocksdb")}} if "rocks_db" in tiers else {}
+    return document(entry, device=device, **rocks)
 
 
 def _serve_content(directory: Path, content: int) -> None:
@@ -275,38 +266,3 @@ def _add_rows(
     for name, value in last.items():
         growth = value / early[name] if early[name] else 1.0
         report.add({**axes, "what": name}, {f"after_{min(resources)}": early[name], "at_last": value, "growth": growth})
-
-
-def main() -> None:
-    """Measure one kind of swap, of a size that is given."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_swaps", description=main.__doc__)
-    parser.add_argument("--swaps", type=int, default=200)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--minutes", type=float, default=9.0, help="begin no swap after so long (default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=500.0, help="requests a second (default: %(default)s)")
-    parser.add_argument("--tiers", choices=TIERS, nargs="+", default=["cache+hash_map"])
-    parser.add_argument("--change", choices=CHANGES, default=CHANGES[0])
-    parser.add_argument("--steady", type=float, default=10.0, help="seconds of a stretch without swaps (default: %(default)s)")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--name", default="swaps", help="of the results (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    chosen = parser.parse_args()
-    report = Report(chosen.name)
-    for tiers in chosen.tiers:
-        measure(
-            report,
-            tiers,
-            chosen.change,
-            rows=chosen.rows,
-            swaps=chosen.swaps,
-            steady_s=chosen.steady,
-            rate=chosen.rate,
-            device=chosen.device,
-            limit_s=60 * chosen.minutes / len(chosen.tiers),
-        )
-    report.show()
-    print(report.write(chosen.out))
-
-
-if __name__ == "__main__":
-    main()

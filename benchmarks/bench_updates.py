@@ -16,7 +16,6 @@ Broker, publisher, replica and reader share the machine.
 """
 
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -31,8 +30,9 @@ import numpy.typing as npt
 import redis
 
 import hps
-from benchmarks.bench_writes import add_rows, read, server
+from benchmarks.bench_writes import add_rows, read
 from benchmarks.harness import Report
+from benchmarks.served import document, model, server
 from hps.configuration.tiers import UpdateSourceConfig
 from hps.registry import implementation
 from hps.types import FloatArray, IndexArray, KeyArray
@@ -43,7 +43,7 @@ from tests.servers.redis_server import RedisServer
 
 _DIM, _PARTITIONS, MESSAGE_ROWS, ROWS_PER_S = 32, 4, 500, 100_000
 _MARKERS = 64  # 64 messages of 5 ms: none is replaced before it is seen unless it takes 320 ms
-TOPIC, _ELSEWHERE = f"{TOPIC_PREFIX}m.item", f"{TOPIC_PREFIX}m.nobody"
+TOPIC, _ELSEWHERE = f"{TOPIC_PREFIX}m.t0", f"{TOPIC_PREFIX}m.nobody"
 _KEPT = 2000  # messages of a stream, 40 s
 _FRAMES = ("HPS1", "HCTR")
 PATIENCE_S = 120.0
@@ -232,30 +232,15 @@ def scene(
         keys = np.arange(rows + _MARKERS)
         hps.write_sparse_model(directory / "item.model", (keys, _vectors(keys, 0)))
         np.save(directory / "acknowledged.npy", np.zeros(rows, np.int32))
-        model = {
-            "model": "m",
-            "sparse_files": [str(directory / "item.model")],
-            "embedding_table_names": ["item"],
-            "embedding_vecsize_per_table": [_DIM],
-            "maxnum_catfeature_query_per_table_per_sample": [1],
-            "default_value_for_each_table": [0.0],
-            "deployed_device_list": [0],
-            "max_batch_size": 10_000,
-            "gpucacheper": 0.5,
-            "hit_rate_threshold": 1.1,
-            "cache_refresh_percentage_per_iteration": 1.0,
-            "num_of_worker_buffer_in_pool": 8,
-        }
-        document = {
-            "supportlonglong": True,
-            "device": "auto",
-            "volatile_db": {"type": "disabled"},
-            "persistent_db": {"type": "rocks_db", "path": str(directory / "rocksdb")},
-            "update_source": source,
-            "models": [model],
-        }
-        (directory / "ps.json").write_text(json.dumps(document))
-        yield {**source, "config": {**source.get("config", {}), **(for_publishers or {})}}, {**document, "rows": rows}
+        configuration = document(
+            model([directory / "item.model"], [_DIM], max_batch_size=10_000, gpucacheper=0.5),
+            device="auto",
+            volatile_db={"type": "disabled"},
+            persistent_db={"type": "rocks_db", "path": str(directory / "rocksdb")},
+            update_source=source,
+        )
+        (directory / "ps.json").write_text(json.dumps(configuration))
+        yield {**source, "config": {**source.get("config", {}), **(for_publishers or {})}}, {**configuration, "rows": rows}
 
 
 @contextmanager
@@ -320,19 +305,3 @@ def _times_to_visible(
 
 def _median(times: list[npt.NDArray[np.float64]], share: float) -> float:
     return float(np.median([np.quantile(one, share) for one in times]))
-
-
-def main() -> None:
-    """Measure one thing alone: python -m benchmarks.bench_updates visible kafka."""
-    report = Report("updates")
-    work, kind = sys.argv[1:3]
-    if work == "sustained":
-        for share in (0.5, 1.0):
-            sustained(report, kind, "HPS1", 500, 65_536, total=2_000_000, device_share=share)
-    else:
-        {"visible": visible, "lookups": lookups}[work](report, kind, rounds=3, seconds=3.0)
-    report.show()
-
-
-if __name__ == "__main__":
-    main()

@@ -11,14 +11,8 @@ there the writer sends its bodies to a raw ASGI application that only reads them
 
 import json
 import os
-import socket
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -27,13 +21,14 @@ import numpy as np
 import orjson
 
 from benchmarks.harness import Report
+from benchmarks.served import document, head, model, server
 from hps.models.writer import write_sparse_model
 from hps.profiling.http_load import HttpLoad, LoadResult
 
 _ROWS, _DIM, _KEYS = 100_000, 32, 256
 _LOOKUPS_PER_S, _ROWS_PER_S = 250, 50_000
 _LOOKUP_CONNECTIONS, _WRITE_CONNECTIONS = 4, 2
-_WARM_S, _START_S = 1.0, 60.0
+_WARM_S = 1.0
 
 
 def run(report: Report, quick: bool) -> None:
@@ -71,17 +66,17 @@ def read(directory: Path, port: int, seconds: float, seed: int) -> dict[str, Any
     rng = np.random.default_rng(seed)
     text = orjson.dumps(
         {
-            "inputs": [{"name": "item", "shape": [_KEYS], "datatype": "INT64", "parameters": {"binary_data_size": 8 * _KEYS}}],
+            "inputs": [{"name": "t0", "shape": [_KEYS], "datatype": "INT64", "parameters": {"binary_data_size": 8 * _KEYS}}],
             "parameters": {"binary_data_output": True},
         }
     )
-    head = _head("/v2/models/m/infer", len(text), len(text) + 8 * _KEYS)
+    start = head("/v2/models/m/infer", len(text) + 8 * _KEYS, len(text))
     asked: dict[int, Any] = {}
 
     def request(number: int) -> tuple[bytes]:
         keys = rng.integers(0, _ROWS, _KEYS)
         asked[number] = (keys, acknowledged[keys])
-        return (head + text + keys.tobytes(),)
+        return (start + text + keys.tobytes(),)
 
     def check(number: int, _: bytes, answer: memoryview) -> str:
         keys, least = asked.pop(number)
@@ -105,7 +100,7 @@ def write(directory: Path, port: int, seconds: float, batch: int, counted: bool)
         {"name": "VECTORS", "shape": [batch, _DIM], "datatype": "FP32", "parameters": {"binary_data_size": 4 * _DIM * batch}},
     ]
     text = orjson.dumps({"inputs": inputs})
-    head = _head("/v1/models/m/tables/item/rows", len(text), len(text) + (8 + 4 * _DIM) * batch)
+    start = head("/v1/models/m/tables/t0/rows", len(text) + (8 + 4 * _DIM) * batch, len(text))
     keys = np.random.default_rng(batch).permutation(_ROWS).reshape(-1, batch)
     sent: dict[int, tuple[Any, int]] = {}
 
@@ -115,7 +110,7 @@ def write(directory: Path, port: int, seconds: float, batch: int, counted: bool)
         sent[number] = (keys[place], generation)
         vectors = np.full((batch, _DIM), generation, np.float32)
         vectors[:, 0] = keys[place]
-        return (head + text + keys[place].tobytes() + vectors.tobytes(),)
+        return (start + text + keys[place].tobytes() + vectors.tobytes(),)
 
     def check(number: int, *_: object) -> str:
         part, generation = sent.pop(number)
@@ -137,11 +132,6 @@ def _run(load: HttpLoad, seconds: float, rate: float) -> LoadResult:
     return result
 
 
-def _head(path: str, header_length: int, length: int) -> bytes:
-    lines = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nInference-Header-Content-Length: {header_length}\r\n"
-    return f"{lines}Content-Length: {length}\r\n\r\n".encode()
-
-
 def write_model(directory: Path) -> None:
     """Write a model whose vectors are of generation 0, and its configuration."""
     directory.mkdir()
@@ -151,53 +141,9 @@ def write_model(directory: Path) -> None:
     write_sparse_model(directory / "item.model", (keys, vectors))
     np.save(directory / "acknowledged.npy", np.zeros(_ROWS, np.int32))
     (directory / "answer.bin").write_bytes(b"{}")
-    model = {
-        "model": "m",
-        "sparse_files": [str(directory / "item.model")],
-        "embedding_table_names": ["item"],
-        "embedding_vecsize_per_table": [_DIM],
-        "maxnum_catfeature_query_per_table_per_sample": [1],
-        "default_value_for_each_table": [0.0],
-        "deployed_device_list": [0],
-        "max_batch_size": 1000,
-        "gpucacheper": 1.0,
-        "hit_rate_threshold": 1.1,
-        "cache_refresh_percentage_per_iteration": 1.0,
-        "num_of_worker_buffer_in_pool": 8,
-    }
-    document = {
-        "supportlonglong": True,
-        "device": "cpu",
-        "volatile_db": {"type": "hash_map"},
-        "persistent_db": {"type": "rocks_db", "path": str(directory / "rocksdb")},
-        "models": [model],
-    }
-    (directory / "ps.json").write_text(json.dumps(document))
-
-
-@contextmanager
-def server(kind: str, directory: Path) -> Iterator[tuple[int, int]]:
-    """Start a server of `http_servers`; yield its port, once it answers, and its process id."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    command = [sys.executable, "-m", "benchmarks.http_servers", kind, str(port), str(directory)]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        try:
-            deadline = time.monotonic() + _START_S
-            while not _answers(port):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"the server {kind} on port {port} did not get ready")
-                time.sleep(0.1)
-            yield port, process.pid
-        finally:
-            process.terminate()
-
-
-def _answers(port: int) -> bool:
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as connection:
-        connection.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        return connection.recv(100).startswith(b"HTTP/1.1 200")
-    return False
+    persistent = {"type": "rocks_db", "path": str(directory / "rocksdb")}
+    configuration = document(model([directory / "item.model"], [_DIM]), persistent_db=persistent)
+    (directory / "ps.json").write_text(json.dumps(configuration))
 
 
 def add_rows(report: Report, axes: dict[str, Any], samples: dict[str, list[dict[str, Any]]]) -> None:

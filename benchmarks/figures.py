@@ -52,7 +52,63 @@ def _each(texts: Iterable[str]) -> str:
     return " / ".join(texts)
 
 
-def readme_gpu() -> list[str]:
+def readme() -> list[str]:
+    """The first figures that somebody sees: ours, and a peer's or a limit in the same run."""
+    narrow, wide = (figures("gpu_cache", work="query", dim=dim, batch=1 << 20, alpha=0.0) for dim in (32, 128))
+    tables = figures("gpu_lookup", work="lookup_concatenated, torch CUDA tensors")
+    bags, torch_bags = (
+        figures("pooled", tables=26, dim=128, batch=4096, alpha=1.05, bags=bags) for bags in ("offsets", "torch embedding_bag")
+    )
+    link, copy = (
+        figures("misses", work="mixed", path=path, rows=1 << 24, dim=128, batches_before=600) for path in ("link", "copy")
+    )
+    one_thread = {"rows": 1_000_000, "dim": 32, "hit_rate": 1.0, "alpha": 0.0, "threads": 1}
+    hash_map = figures("hash_map", work="fetch", batch=100_000, **one_thread)
+    rocks = figures("rocks_db", what="fetch", table_rows=1_000_000, dim=32, batch=10_000, hit_rate=1.0, threads=1, alpha=0.0)
+    redis = figures("redis", work="fetch", servers=1, dim=32, batch=10_000, hit_rate=1.0)
+    binary = figures("http", form="binary", connections=4, tier="embedding_cache", hop="own")
+    of_torch = _each(f"{row['mkeys_per_s'] / row['torch_index_select_mkeys_per_s']:.1f}" for row in (narrow, wide))
+    return _table(
+        ("", "hps", "in the same run"),
+        (
+            "H200: 2^20 resident keys, dim 32 / 128",
+            f"{_round(narrow['mkeys_per_s'])} / {_round(wide['mkeys_per_s'])} M keys/s",
+            f"{of_torch} x `torch.index_select`; {narrow['of_gather']:.2f} / {wide['of_gather']:.2f} of a plain gather",
+        ),
+        (
+            "H200: 26 tables x 1,024 keys, from Python, p50",
+            f"{tables['p50_us']:.0f} us",
+            f"{tables['p50_us'] / tables['peer_p50_us']:.2f} x the time of 26 `torch.index_select`",
+        ),
+        (
+            "H200: sums of bags, 26 tables, dim 128",
+            f"{_round(bags['mkeys_per_s'])} M keys/s",
+            f"{bags['of_anchor'] / torch_bags['of_anchor']:.1f} x `torch.nn.functional.embedding_bag`",
+        ),
+        (
+            f"H200: 2^18 keys, {100 - 100 * link['hit_rate']:.0f} % read in host memory, dim 128",
+            f"{_round(link['mkeys_per_s'])} M keys/s",
+            f"{link['mkeys_per_s'] / copy['mkeys_per_s']:.1f} x fetching these by the CPU",
+        ),
+        (
+            "two cores: hash map, 100,000 keys of 1 M rows, one thread",
+            f"{hash_map['mkeys_per_s']:.1f} M keys/s",
+            f"{hash_map['of_gather']:.2f} of `np.take`",
+        ),
+        (
+            "two cores: RocksDB / Redis, 10,000 keys",
+            f"{rocks['rows_per_s'] / 1e6:.2f} / {redis['ours_keys_per_s'] / 1e6:.1f} M keys/s",
+            f"{rocks['ratio_to_sorted']:.2f} of rocksdict / {redis['ours_to_redis_py']:.1f} x redis-py with hiredis",
+        ),
+        (
+            "two cores: HTTP, binary, 1,000 keys, server and clients",
+            f"{_round(binary['requests_per_s'])} requests/s",
+            f"{binary['ratio_to_limit']:.2f} of a raw ASGI echo",
+        ),
+    )
+
+
+def measured_gpu() -> list[str]:
     """What one GPU does."""
     narrow, wide = (figures("gpu_cache", work="query", dim=dim, batch=1 << 20, alpha=0.0) for dim in (32, 128))
     one = figures("gpu_lookup", work="lookup_fromdlpack, torch CUDA tensors")
@@ -97,7 +153,7 @@ def readme_gpu() -> list[str]:
     )
 
 
-def readme_host() -> list[str]:
+def measured_host() -> list[str]:
     """What two shared cores do."""
     one_thread = {"rows": 1_000_000, "dim": 32, "hit_rate": 1.0, "alpha": 0.0, "threads": 1}
     hash_map = figures("hash_map", work="fetch", batch=100_000, **one_thread)
@@ -456,8 +512,9 @@ def planning_cost() -> list[str]:
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     "machines": machines,
-    "readme-gpu": readme_gpu,
-    "readme-host": readme_host,
+    "readme": readme,
+    "measured-gpu": measured_gpu,
+    "measured-host": measured_host,
     "model-sources": model_sources,
     "redis-speed": redis_speed,
     "gpu-queries": gpu_queries,

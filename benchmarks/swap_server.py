@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from hps.configuration.load import load_configuration
-from hps.databases.rocks_db.database import RocksDatabase
 from hps.parameter_server import HPS
 from hps.service.app import Application
 from hps.service.lifecycle import Lifecycle
@@ -29,51 +28,48 @@ _RETIRED_S = 60.0
 
 def change(server: HPS, command: dict[str, str]) -> dict[str, float]:
     """Change what serves; say when it began, took over, was done, and when nothing of the old version was left."""
-    live, moments = server._live, {}
-    serve = live.serve
+    old, moments, done = server.model(MODEL), {"began": time.perf_counter()}, threading.Event()
 
-    def timed(*arguments: Any) -> None:
-        moments["takes_over"] = time.perf_counter()
-        serve(*arguments)
+    def watch() -> None:
+        while not done.is_set() and server.model(MODEL) is old:
+            moments["takes_over"] = time.perf_counter()
+            time.sleep(0.001)
         moments["took_over"] = time.perf_counter()
 
-    live.serve = timed  # type: ignore[method-assign]
-    moments["began"] = time.perf_counter()
-    server.deploy(MODEL, command["version"]) if command["do"] == "deploy" else server.rollback(MODEL)
-    moments["done"] = time.perf_counter()
-    live.serve = serve  # type: ignore[method-assign]
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        server.deploy(MODEL, command["version"]) if command["do"] == "deploy" else server.rollback(MODEL)
+        moments["done"] = time.perf_counter()
+    finally:
+        done.set()
+        watcher.join()
     deadline = moments["done"] + _RETIRED_S
-    while any(state == "retiring" for _, state in live.versions(MODEL)):
+    while any(one.state == "retiring" for one in server.versions(MODEL)):
         if time.perf_counter() > deadline:
             raise RuntimeError(f"the old version was still there after {_RETIRED_S:g} s")
         time.sleep(0.002)
     return moments | {"retired": time.perf_counter()}
 
 
-def measure(server: HPS, app: Application) -> dict[str, Any]:
-    """What the process has: memory as it is and after `malloc_trim`, descriptors, threads; files; entries in its records."""
+def measure(server: HPS) -> dict[str, Any]:
+    """What the process has: memory as it is and after `malloc_trim`, descriptors, threads, objects; files of RocksDB."""
     gc.collect()
     figures: dict[str, Any] = {"rss_untrimmed_bytes": _resident_bytes()}
     ctypes.CDLL(None).malloc_trim(0)
-    chain = server._chain
     figures |= {
         "rss_bytes": _resident_bytes(),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "python_threads": threading.active_count(),
         "python_objects": len(gc.get_objects()),
-        "tags": len({tag for database in chain.databases for tag in database.tags()}),
-        "fences": len(chain._fences),
-        "flights": len(server._coalescer._flights),
-        "http_models": len(app._models),
     }
-    for database in chain.databases:
-        if isinstance(database, RocksDatabase):
-            files = [path for path in database.path.rglob("*") if path.is_file()]
-            figures["disk_files"] = len(files)
-            figures["disk_bytes"] = sum(path.stat().st_size for path in files)
-            figures["manifest_bytes"] = sum(path.stat().st_size for path in files if path.name.startswith("MANIFEST"))
-    if any(cache.device == "cuda" for one in server._live.all() for cache in one.caches):
+    if server.config.persistent_db.type == "rocks_db":
+        files = [path for path in Path(server.config.persistent_db.path).rglob("*") if path.is_file()]
+        figures["disk_files"] = len(files)
+        figures["disk_bytes"] = sum(path.stat().st_size for path in files)
+        figures["manifest_bytes"] = sum(path.stat().st_size for path in files if path.name.startswith("MANIFEST"))
+    if any(cache.device == "cuda" for cache in server.model(MODEL).caches):
         import cupy
 
         free, total = cupy.cuda.runtime.memGetInfo()
@@ -95,7 +91,7 @@ def obey(app: Application, service: Server) -> None:
     for line in sys.stdin:
         command = json.loads(line)
         try:
-            answer = measure(server, app) if command["do"] == "measure" else change(server, command)
+            answer = measure(server) if command["do"] == "measure" else change(server, command)
         except Exception as error:  # noqa: BLE001 - whoever commands hears of it
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)

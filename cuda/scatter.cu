@@ -7,7 +7,7 @@
 //             launched; tiles past a ragged end have no position.
 // INVARIANTS  Positions are distinct. `found` becomes 1 at positions whose vector was fetched and 0 at the others.
 // RACES       None.
-// TWIN        hps.cache.cpu.misses.scatter
+// TWIN        hps.cache.cpu.kernels.scatter
 
 #include "embedding_cache.cuh"
 

@@ -10,7 +10,7 @@
 //             ceil(m / HPS_THREADS) of them, one thread a key. m = 0 gives u = 0.
 // INVARIANTS  distinct is strictly ascending; distinct[rows[i]] == missing_keys[i]. Equal keys may come in any order.
 // RACES       None between blocks.
-// TWIN        hps.cache.cpu.misses.distinct
+// TWIN        hps.ground.key_sets.DistinctKeys
 
 #include "embedding_cache.cuh"
 

@@ -1,20 +1,18 @@
-"""Writes `docs/python-api.md` from the docstrings of all that `hps` and `hps.torch` export: `python docs/python_api.py`."""
+"""Makes the page of the Python API, which the site alone has, from the docstrings of all that `hps` and `hps.torch` export."""
 
 import inspect
 import re
 from enum import Enum
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import hps
 import hps.torch
 
-PAGE = Path(__file__).parent / "python-api.md"
 _HEAD = """# Python API
 
-Everything that `import hps` and `import hps.torch` offer, from the docstrings (`make docs` writes this page; a test compares
-it with them). Names that are not on this page may change without notice.
+Everything that `import hps` and `import hps.torch` offer, from the docstrings. Names that are not on this page may change
+without notice.
 """
 _TORCH = "Layers for PyTorch ([torch.md](torch.md)); wants `pip install 'hps-server[torch]'`."
 _SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises):")
@@ -111,7 +109,3 @@ def page() -> str:
     lines.append("## Errors")
     lines.append("\n".join(_error_line(getattr(hps, name)) for name in hps.__all__ if name in errors))
     return "\n\n".join(line for line in lines if line) + "\n"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())

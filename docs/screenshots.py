@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/page.md: a real server under traffic, in headless Chromium. `python docs/screenshots.py`."""
+"""Take the pictures of docs/observability.md of a real server under traffic, in headless Chromium."""
 
 import tempfile
 import threading
@@ -9,9 +9,9 @@ import httpx
 import numpy as np
 from playwright.sync_api import sync_playwright
 
+from hps.ground.workloads import power_law_keys
 from hps.models.sample import sample_chunks
 from hps.models.writer import write_sparse_model
-from hps.workloads import power_law_keys
 from tests.browser import CHROMIUM
 from tests.servers.running_service import document_of, model_of, running_service
 

@@ -1,4 +1,4 @@
-"""What mkdocs lacks for these pages: the routes of `openapi.json` as a page, and links to files of the repository."""
+"""Extends mkdocs: pages made of `openapi.json` and of the docstrings, and links to files of the repository."""
 
 import json
 import re
@@ -10,15 +10,18 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from docs.python_api import page as python_api
+
 _ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"\[([^\]]*)\]\(\.\./([^)#]+)[^)]*\)")
 _METHODS = ("get", "post", "put", "delete")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the page of the HTTP routes."""
+    """Add the pages that are generated: the HTTP routes and the Python API."""
     document = json.loads((_ROOT / "docs" / "openapi.json").read_text())
     files.append(File.generated(config, "http-routes.md", content=http_routes(document)))
+    files.append(File.generated(config, "python-api.md", content=python_api()))
     return files
 
 

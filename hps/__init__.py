@@ -11,8 +11,9 @@ Names are imported on first use: `import hps` does no work and needs no GPU, Red
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hps.version import __version__ as __version__
+
 if TYPE_CHECKING:
-    from hps.captured_lookup import CapturedLookup as CapturedLookup
     from hps.configuration.hugectr_structs import DatabaseOverflowPolicy_t as DatabaseOverflowPolicy_t
     from hps.configuration.hugectr_structs import DatabaseType_t as DatabaseType_t
     from hps.configuration.hugectr_structs import EmbeddingCacheType_t as EmbeddingCacheType_t
@@ -29,15 +30,16 @@ if TYPE_CHECKING:
     from hps.models.writer import write_sparse_model as write_sparse_model
     from hps.models.writer import write_version as write_version
     from hps.parameter_server import HPS as HPS
-    from hps.statistics import DeviceStatistics as DeviceStatistics
-    from hps.statistics import Latency as Latency
-    from hps.statistics import ModelStatistics as ModelStatistics
-    from hps.statistics import ServerStatistics as ServerStatistics
-    from hps.statistics import TableStatistics as TableStatistics
-    from hps.statistics import TierStatistics as TierStatistics
+    from hps.statistics.snapshot import DeviceStatistics as DeviceStatistics
+    from hps.statistics.snapshot import Latency as Latency
+    from hps.statistics.snapshot import ModelStatistics as ModelStatistics
+    from hps.statistics.snapshot import ServerStatistics as ServerStatistics
+    from hps.statistics.snapshot import TableStatistics as TableStatistics
+    from hps.statistics.snapshot import TierStatistics as TierStatistics
     from hps.tensors.bags import Bags as Bags
     from hps.updates.publisher import Publisher as Publisher
     from hps.updates.publisher import open_publisher as open_publisher
+    from hps.versions.captured_lookup import CapturedLookup as CapturedLookup
 
 _ERRORS = (
     "HPSError",
@@ -82,7 +84,7 @@ _STATISTICS = (
 _HOME = {
     "HPS": "hps.parameter_server",
     "Bags": "hps.tensors.bags",
-    "CapturedLookup": "hps.captured_lookup",
+    "CapturedLookup": "hps.versions.captured_lookup",
     "Configuration": "hps.configuration.load",
     "load_configuration": "hps.configuration.load",
     "InferenceParams": "hps.configuration.hugectr_structs",
@@ -99,10 +101,9 @@ _HOME = {
     "write_version": "hps.models.writer",
     "Publisher": "hps.updates.publisher",
     "open_publisher": "hps.updates.publisher",
-    **dict.fromkeys(_STATISTICS, "hps.statistics"),
+    **dict.fromkeys(_STATISTICS, "hps.statistics.snapshot"),
     **dict.fromkeys(_ERRORS, "hps.errors"),
 }
-__version__ = "0.1.0"
 __all__ = sorted(_HOME)
 
 

@@ -1,12 +1,12 @@
 """Every error that hps raises.
 
     HPSError
-    ├── ConfigError              (ValueError)         a configuration is wrong; carries the whole report
+    ├── ConfigError              (ValueError)         a configuration is wrong; carries the full report
     ├── MissingDependencyError   (ImportError)        an optional package is missing; says what to install
-    ├── ModelFileError           (ValueError)         sparse model files are missing, cut short or do not fit
+    ├── ModelFileError           (ValueError)         sparse model files are missing, truncated or do not match
     │   ├── ModelFileNotFoundError (FileNotFoundError)
     │   ├── ModelFileChangedError                     they were replaced while they were being read
-    │   └── ModelSourceError     (ConnectionError)    their host does not answer, or breaks off; may pass
+    │   └── ModelSourceError     (ConnectionError)    their host does not answer, or disconnects; transient
     ├── InvalidInputError        (ValueError)         keys or outputs of a call, or a request, are of the wrong kind
     │   ├── InvalidDtypeError    (TypeError)
     │   └── TooManyKeysError                          more keys than the model is configured for
@@ -14,10 +14,10 @@
     │   └── UnknownVersionError
     ├── UnknownTableError        (KeyError)
     ├── UnknownDeviceError       (KeyError)
-    ├── ConflictError            (RuntimeError)       the change of a model does not go with its state, or with another change
+    ├── ConflictError            (RuntimeError)       a change of a model conflicts with its state or another change
     ├── CapacityError            (MemoryError)        a model does not fit in memory, on disk or on the device
     ├── NotReadyError            (RuntimeError)       still loading, or already closed
-    │   └── ForkedProcessError                        opened by the process that this one was forked from
+    │   └── ForkedProcessError                        opened by the parent process, before a fork
     ├── TrainingModeError        (RuntimeError)       a layer of torch was called in training mode
     ├── WorkspaceTimeoutError    (TimeoutError)       every lookup workspace stayed busy
     ├── DatabaseError            (RuntimeError)       a volatile or persistent database failed
@@ -31,8 +31,8 @@
     └── DeviceError              (RuntimeError)       CUDA failed
         └── DeviceMemoryError    (MemoryError)        a cache does not fit into the device's memory
 
-A database error never stands for an absent key: an absent key gets the default vector, a failure is raised. The HTTP service
-adds one class, `RequestError` in `hps/service/http_answer.py`, which never leaves it.
+A database error never means an absent key: an absent key gets the default vector, a failure is raised. The HTTP service adds
+one class, `RequestError` in `hps/service/http_answer.py`, which never leaves it.
 """
 
 
@@ -44,7 +44,7 @@ class HPSError(Exception):
 
 
 class ConfigError(HPSError, ValueError):
-    """A configuration is wrong. `problems` holds one line for each problem; the message shows all of them."""
+    """A configuration is wrong. `problems` has one line per problem; the message shows all of them."""
 
     def __init__(self, source: str, problems: list[str]) -> None:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -70,7 +70,7 @@ class ModelFileChangedError(ModelFileError):
 
 
 class ModelSourceError(ModelFileError, ConnectionError):
-    """The host of model files does not answer, answers with an error of its own, or breaks off. The error may pass."""
+    """The host of model files does not answer, reports an internal error, or disconnects. Possibly transient."""
 
 
 class InvalidInputError(HPSError, ValueError):
@@ -90,7 +90,7 @@ class UnknownModelError(HPSError, KeyError):
 
 
 class UnknownVersionError(UnknownModelError):
-    """The model is deployed, but not in this version, or there is no such version to be deployed."""
+    """The model is deployed, but not in this version, or the version does not exist."""
 
 
 class UnknownTableError(HPSError, KeyError):
@@ -102,7 +102,7 @@ class UnknownDeviceError(HPSError, KeyError):
 
 
 class ConflictError(HPSError, RuntimeError):
-    """A model cannot be changed so: its state forbids it, or another change of it is under way."""
+    """A model's state forbids this change, or another change is in progress."""
 
 
 class CapacityError(HPSError, MemoryError):
@@ -114,7 +114,7 @@ class NotReadyError(HPSError, RuntimeError):
 
 
 class ForkedProcessError(NotReadyError):
-    """What is used was opened before this process was forked; create `HPS` after the fork."""
+    """The object was opened before this process was forked; create `HPS` after the fork."""
 
 
 class TrainingModeError(HPSError, RuntimeError):
@@ -138,7 +138,7 @@ class DatabaseLockedError(DatabaseError):
 
 
 class DatabaseCorruptError(DatabaseError):
-    """A database holds bytes that cannot be what was written."""
+    """A database holds bytes that were never written by it."""
 
 
 class ReadOnlyError(DatabaseError):
@@ -154,12 +154,12 @@ class UpdateLogError(HPSError, RuntimeError):
 
 
 class UpdateFormatError(HPSError, ValueError):
-    """A message of a log of online updates cannot be read as changes of a table."""
+    """A message of a log of online updates cannot be parsed as changes of a table."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
-        """What is wrong, in the words of the metric `hps_update_dead_letters_total`."""
+        """The reason, as a label of the metric `hps_update_dead_letters_total`."""
 
 
 class DeviceError(HPSError, RuntimeError):

@@ -1,38 +1,29 @@
-"""The public face: models by name and version, and the lookups of their tables."""
+"""The public interface: models by name and version, and lookups of their tables."""
 
 import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from time import perf_counter_ns
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, cast, overload
+from typing import Any, Literal, Self, overload
 
 import numpy as np
 
-from hps.captured_lookup import CapturedLookup
-from hps.catalog_watch import CatalogWatch, IndexEntry
 from hps.configuration.hugectr_structs import ParameterServerConfig
 from hps.configuration.load import Configuration, ModelConfig, load_configuration
-from hps.configuration.models import FIRST_VERSION
-from hps.databases.base import PersistentDatabase, SharedDatabase
-from hps.deployment import Deployment, Row, choose_cache, deploy, open_databases, reconfigure
-from hps.errors import CapacityError, ConflictError, DatabaseError, InvalidInputError, NotReadyError, UnknownModelError
-from hps.key_traces import KeyRecorder
-from hps.lifetimes import close_at_exit, disown_in_children, refusal
-from hps.live_models import LiveModels, VersionStatus, version_status
-from hps.live_updates import LiveUpdates
+from hps.errors import InvalidInputError, UnknownModelError
+from hps.ground.lifetimes import close_at_exit, disown_in_children, refusal
+from hps.ground.progress import Progress
+from hps.ground.thread_pool import POOL
 from hps.lookup.refresh import RefreshReport
 from hps.lookup.session import DirectSession, RecordedLookup, Session
-from hps.metrics import Metrics
-from hps.models.catalog import ModelCatalog
-from hps.models.deltas import HeldTable
-from hps.progress import Progress
-from hps.statistics import ServerStatistics
-from hps.survey import Survey
+from hps.models.table_load import LoadTargets
+from hps.statistics.key_traces import KeyRecorder
+from hps.statistics.metrics import Metrics
+from hps.statistics.snapshot import ServerStatistics, UpdateStatus
 from hps.tensors.bags import Bags, pooled_segments
 from hps.tensors.segments import (
     Segment,
@@ -43,50 +34,38 @@ from hps.tensors.segments import (
     refuse_repeated_tables,
     tensor_segment,
 )
-from hps.thread_pool import POOL
-from hps.types import BoolArray, FloatArray, TableSpec, split_tag
-from hps.updates.metrics import TableStatus
+from hps.types import BoolArray, FloatArray
+from hps.versions.captured_lookup import CapturedLookup
+from hps.versions.catalog import ModelCatalog
+from hps.versions.catalog_watch import CatalogWatch, IndexEntry
+from hps.versions.collection import StatisticsCollector
+from hps.versions.deployer import Deployer
+from hps.versions.deployment import Deployment, StoredRow, choose_cache, open_databases, repeated_after_takeover
+from hps.versions.live_models import LiveModels, VersionInfo, version_info
+from hps.versions.live_updates import LiveUpdates
 
 _log = logging.getLogger(__name__)
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-_EXIT_WAIT_S = 5.0  # for a model that is being loaded when the interpreter ends
-_NOT_OF_A_VERSION = dict.fromkeys(("sparse_files", "versions", "version_path", "version_policy", "keep_versions"))
-
-
-def _on_the_next_version(method: _Method) -> _Method:
-    """Call a method again where the version that it began with was retired before it did anything."""
-
-    @wraps(method)
-    def call(self: "HPS", *args: Any, **kwargs: Any) -> Any:
-        while True:
-            state = self._live.serving
-            try:
-                return method(self, *args, **kwargs)
-            except NotReadyError:
-                if self._live.serving is state:
-                    raise
-
-    return cast(_Method, call)
+_EXIT_WAIT_S = 5.0  # limit for a load still running at interpreter exit
 
 
 class HPS:
-    """A hierarchical parameter server: loads the configured models and answers lookups of their tables. *Thread-safe.*
+    """A hierarchical parameter server: loads the configured models and looks up keys of their tables. *Thread-safe.*
 
-    A context manager; `close` releases caches and databases, and the exit of the interpreter closes what is still open.
-    Every error it raises is an `hps.HPSError`.
+    A context manager; `close` frees caches and closes databases. Open servers are closed at interpreter exit.
+    All its errors are `hps.HPSError`s.
 
-    It belongs to the process that made it: in a forked child every call raises `ForkedProcessError`, and `close` does nothing.
-    Only where Redis is all that it uses (no other database, no embedding cache) does the child open connections of its own.
+    It belongs to the process that created it: in a forked child every call raises `ForkedProcessError`, and `close` does
+    nothing.
+    Exception: if it uses only Redis (no other database, no embedding cache), the child opens its own connections.
 
     Args:
         config: path of a `ps.json`, its content as a dict, a `ParameterServerConfig`, or a `Configuration`.
-        progress: hears how far the loading is.
-        force: load the models' files even where a database holds them already; its online updates are lost.
-        deploy_models: put the configured models into service; without it, `deploy` does it one by one.
+        force: load the models' files even if a database already holds them; its online updates are lost.
+        deploy_models: deploy the configured models; if False, call `deploy` for each.
 
     Raises:
-        ConfigError: the configuration is wrong; the message is the whole report.
-        ModelFileError: sparse model files are missing or do not fit.
+        ConfigError: the configuration is invalid; the message is the full report.
+        ModelFileError: sparse model files are missing or invalid.
         DatabaseError, DeviceError, MissingDependencyError: a tier cannot be opened.
     """
 
@@ -101,17 +80,18 @@ class HPS:
         self.config = load_configuration(config)
         self.metrics = Metrics()
         self._cache_class = choose_cache(self.config.device)
-        self._live = LiveModels()
+        self.live = LiveModels()
         self._closing = threading.Lock()
         self._closed = False
         self._recorder: KeyRecorder | None = None
         self._reopenable: dict[str, Deployment] = {}  # in a forked child, until the first call
         POOL.limit_to(self.config.fetch_threads)
         self._updates = LiveUpdates(self.config, self.metrics)
-        self._chain, self._targets = open_databases(self.config, self.metrics)
-        self._survey = Survey(self._live, self.metrics, self._updates.status)
-        self.catalog = ModelCatalog(self.config, self._targets.sources)
-        self._watch = CatalogWatch(self.catalog, self._live)
+        self._chain, targets = open_databases(self.config, self.metrics)
+        self.statistics = StatisticsCollector(self.live, self.metrics)
+        self.catalog = ModelCatalog(self.config, targets.sources)
+        self._watch = CatalogWatch(self.catalog, self.live)
+        self._deployer = self._make_deployer(targets)
         disown_in_children(self)
         close_at_exit(self, lambda server: server._close(_EXIT_WAIT_S))
         if not self._chain.databases:
@@ -123,27 +103,30 @@ class HPS:
             self.close()
             raise
 
+    def _make_deployer(self, targets: LoadTargets) -> Deployer:
+        return Deployer(self.catalog, self.live, self._updates, self._chain, targets, self._cache_class, self.metrics)
+
     @property
     def models(self) -> tuple[str, ...]:
         """Names of the deployed models."""
-        return tuple(self._live.serving or self._reopenable)
+        return tuple(self.live.serving or self._reopenable)
 
     def model(self, name: str, version: str | None = None) -> Deployment:
-        """A deployed version of a model: its tables and devices.
+        """Return a deployed version of a model, with its tables and devices.
 
         Args:
-            version: the one that serves, if None.
+            version: the serving version by default.
 
         Raises:
             UnknownModelError: no model of this name is deployed.
-            UnknownVersionError: it is, but not in this version.
+            UnknownVersionError: the model is not deployed in this version.
             NotReadyError: the server is closed.
-            ForkedProcessError: it was made before this process was forked.
+            ForkedProcessError: it was created before this process was forked.
         """
-        if version is None and (serving := self._live.serving.get(name)) is not None:
+        if version is None and (serving := self.live.serving.get(name)) is not None:
             return serving
         try:
-            return self._live.find(name, version)
+            return self.live.find(name, version)
         except UnknownModelError:
             if self._reopenable:
                 self._reopen()
@@ -153,16 +136,16 @@ class HPS:
             raise
 
     def in_service(self, model_name: str | None = None) -> list[Deployment]:
-        """The deployed versions of a model, or of all."""
-        return [one for one in self._live.all() if model_name in (None, one.config.model)]
+        """Return the deployed versions of a model, or of all models."""
+        return [one for one in self.live.all() if model_name in (None, one.config.model)]
 
-    def versions(self, model_name: str) -> list[VersionStatus]:
-        """The versions of a model that are in service, kept, or still read by lookups.
+    def versions(self, model_name: str) -> list[VersionInfo]:
+        """Return the versions of a model that are in service, kept, or still in use by lookups.
 
         Raises:
             UnknownModelError: no model of this name is deployed.
         """
-        found = [version_status(one, state) for one, state in self._live.versions(model_name)]
+        found = [version_info(one, state) for one, state in self.live.versions(model_name)]
         if not found:
             self.model(model_name)
         return found
@@ -175,28 +158,27 @@ class HPS:
     def lookup(
         self, keys: Any, model_name: str, table_id: int | str, device_id: int = 0, *, return_found: Literal[True]
     ) -> tuple[FloatArray, BoolArray]: ...
-    @_on_the_next_version
+    @repeated_after_takeover
     def lookup(
         self, keys: Any, model_name: str, table_id: int | str, device_id: int = 0, *, return_found: bool = False
     ) -> FloatArray | tuple[FloatArray, BoolArray]:
         """Look up the vectors of host keys in one table.
 
         Args:
-            keys: (n,) integers: a sequence or an array of int64, int32 or uint64 (taken bit for bit); duplicates allowed.
-            model_name: a deployed model.
-            table_id: the table, by id (its place in `sparse_files`) or by name.
-            device_id: whose embedding cache to use.
-            return_found: return the found-mask, too.
+            keys: (n,) integers: a sequence or an array of int64, int32 or uint64 (reinterpreted bit for bit); duplicates
+                allowed.
+            table_id: id (position in `sparse_files`) or name of the table.
+            device_id: device of the embedding cache to use.
 
         Returns:
-            (n, dim) float32 in host memory, owned by the caller; the table's default vector where no tier has the key.
-            With `return_found` also (n,) bool: True where a tier had it.
+            (n, dim) float32 in host memory, owned by the caller; the table's default vector for keys that no tier has.
+            With `return_found` also (n,) bool: True for keys that a tier has.
 
         Raises:
             UnknownModelError, UnknownTableError, UnknownDeviceError: not deployed.
-            InvalidInputError: keys are not integers, not one-dimensional (`TooManyKeysError`: too many).
-            WorkspaceTimeoutError: too many lookups at once.
-            DatabaseError: keys are missing and the database that holds everything did not answer.
+            InvalidInputError: keys are not integers, not one-dimensional, or too many (`TooManyKeysError`).
+            WorkspaceTimeoutError: too many concurrent lookups.
+            DatabaseError: keys are missing and the authoritative database did not answer.
         """
         began = perf_counter_ns()
         deployment = self.model(model_name)
@@ -207,7 +189,7 @@ class HPS:
         self._answer(deployment, deployment.session(device_id), [Segment(index, flat, vectors, found)], True, began)
         return vectors if found is None else (vectors, found)
 
-    @_on_the_next_version
+    @repeated_after_takeover
     def lookup_tables(
         self,
         tables: Mapping[str, Any] | Mapping[int, Any],
@@ -218,18 +200,16 @@ class HPS:
         return_found: bool = False,
         wait: bool = True,
     ) -> Any:
-        """Look up several tables of a model at once; in the GPU's embedding cache with one kernel for all of them.
+        """Look up several tables of a model at once; in the GPU's embedding cache with a single kernel.
 
         Args:
-            tables: keys by table name or id, as for `lookup` or, tensors, as for `lookup_fromdlpack`.
-            model_name: a deployed model.
-            device_id: whose embedding cache to use; None: of the device where a tensor is, else of the least busy one.
-            out: where the vectors go, by table, as for `lookup_fromdlpack`; new host arrays where it is not given.
-            return_found: return the found-masks, too.
+            tables: keys by table name or id: host keys as for `lookup`, or tensors as for `lookup_fromdlpack`.
+            device_id: device of the embedding cache to use; default: the tensors' device, else the least busy one.
+            out: output tensors by table, as for `lookup_fromdlpack`; default: new host arrays.
             wait: as for `lookup_fromdlpack`; False needs `out`.
 
         Returns:
-            {table: (n, dim) float32 in host memory, or what `out` has}, with the tables as they were named in the call.
+            {table: (n, dim) float32 in host memory, or the tensor from `out`}, with the tables as named in the call.
             With `return_found` also {table: (n,) bool in host memory}.
 
         Raises:
@@ -245,7 +225,7 @@ class HPS:
             return vectors, dict(zip(tables, (segment.found for segment in segments), strict=True))
         return vectors
 
-    @_on_the_next_version
+    @repeated_after_takeover
     def lookup_fromdlpack(
         self,
         keys: Any,
@@ -257,29 +237,26 @@ class HPS:
         return_found: bool = False,
         wait: bool = True,
     ) -> BoolArray | None:
-        """Look up tensors of any framework that speaks DLPack, without copying them.
+        """Look up keys in tensors of any DLPack framework, without copying the tensors.
 
         Args:
-            keys: int64 (int32 is widened), C-contiguous, any shape: an object with `__dlpack__`, or a capsule, which stays
+            keys: int64 (int32 is widened), C-contiguous, any shape: an object with `__dlpack__`, or a capsule, which remains
                 usable.
-            out_tensor: float32, C-contiguous, writable, at least n x dim elements: as `keys`. The vectors are written to
-                its first n x dim elements.
-            model_name: a deployed model.
-            table_id: the table, by id or by name.
-            device_id: whose embedding cache to use. Each tensor may be in host memory or on that GPU, independently of the
-                other; one on another GPU is refused.
-            return_found: return the found-mask.
-            wait: with False, return at once: the lookup is left on the stream that the tensors' framework works on, and may be
-                captured in a CUDA graph there. All tensors must be on the GPU, every table must be one that the GPU answers
-                by itself ([misses](misses.md)), and there is no found-mask.
+            out_tensor: float32, C-contiguous, writable, at least n x dim elements; an object as for `keys`. The vectors are
+                written to its first n x dim elements.
+            device_id: device of the embedding cache to use. Each tensor may be in host memory or on that GPU, independently of
+                the other; one on another GPU is refused.
+            wait: if False, return at once: the lookup runs on the current stream of the tensors' framework, where a CUDA graph
+                may capture it. All tensors must be on the GPU, the GPU must answer every table without the host
+                ([misses](gpu-cache.md#what-happens-to-a-miss)), and there is no found-mask.
 
         Returns:
             None, or with `return_found` (n,) bool in host memory.
 
         Raises:
-            As `lookup`; InvalidDtypeError and InvalidInputError say what was got and what is expected.
-            DatabaseError: as `lookup`; with `wait=False`, a lookup before gave keys the default vector since nobody could read
-                theirs.
+            As `lookup`; InvalidDtypeError and InvalidInputError name the expected and the given value.
+            DatabaseError: as `lookup`; with `wait=False`, the database failed in an earlier lookup, so unread keys got the
+                default vector.
         """
         began = perf_counter_ns()
         deployment = self.model(model_name)
@@ -290,7 +267,7 @@ class HPS:
         self._answer(deployment, session, [segment], wait, began)
         return segment.found
 
-    @_on_the_next_version
+    @repeated_after_takeover
     def lookup_concatenated(
         self,
         keys: Any,
@@ -302,24 +279,22 @@ class HPS:
         return_found: bool = False,
         wait: bool = True,
     ) -> BoolArray | None:
-        """Look up all tables of a model whose keys follow each other in one tensor, as Triton's HPS backend takes them.
+        """Look up all tables of a model, with the keys concatenated in one tensor as for Triton's HPS backend.
 
-        The quickest way for many tables: two tensors are adopted, however many tables there are.
+        The fastest way for many tables: only two tensors are imported, whatever the number of tables.
 
         Args:
-            keys: as for `lookup_fromdlpack`: first those of table 0, then those of table 1, and so on.
-            counts: how many keys each table has, one count for every table of the model; 0 is allowed.
+            keys: as for `lookup_fromdlpack`: the keys of table 0, then those of table 1, and so on.
+            counts: number of keys per table, one count for every table of the model; may be 0.
             out_tensor: as for `lookup_fromdlpack`: the vectors of table 0, then those of table 1, and so on.
-            model_name: a deployed model.
             device_id: as for `lookup_tables`.
-            return_found: return the found-mask.
             wait: as for `lookup_fromdlpack`.
 
         Returns:
             None, or with `return_found` (n,) bool in host memory, in the order of the keys.
 
         Raises:
-            As `lookup_fromdlpack`; InvalidInputError also when the counts do not fit the model or the keys.
+            As `lookup_fromdlpack`; InvalidInputError also when the counts do not match the model or the keys.
         """
         began = perf_counter_ns()
         deployment = self.model(model_name)
@@ -330,7 +305,7 @@ class HPS:
         self._answer(deployment, session, segments, wait, began)
         return found
 
-    @_on_the_next_version
+    @repeated_after_takeover
     def lookup_pooled(
         self,
         tables: Mapping[str, Bags] | Mapping[int, Bags],
@@ -340,23 +315,22 @@ class HPS:
         out: Any = None,
         wait: bool = True,
     ) -> Any:
-        """Look up bags of keys in several tables at once: one vector for each bag, combined from those of its keys.
+        """Look up bags of keys in several tables at once, and combine the vectors of each bag into one.
 
-        In the GPU's embedding cache, one kernel serves all tables and adds up resident vectors without writing them anywhere.
+        In the GPU's embedding cache, one kernel serves all tables and sums resident vectors without storing them first.
 
         Args:
-            tables: the bags of each table, by its name or id.
-            model_name: a deployed model.
+            tables: bags by table name or id.
             device_id: as for `lookup_tables`.
-            out: by table, (B, dim) float32, C-contiguous, writable; or one such tensor (B, sum of dims) for all tables, whose
-                columns are theirs in the order of `tables`; new host arrays where it is not given.
+            out: by table, (B, dim) float32, C-contiguous, writable; or one such tensor (B, sum of dims) for all tables, with
+                their columns in the order of `tables`; default: new host arrays.
             wait: as for `lookup_fromdlpack`; False needs `out`, and device memory for the vectors of all keys.
 
         Returns:
-            {table: (B, dim) float32 in host memory}, with the tables as they were named in the call; or `out`.
+            {table: (B, dim) float32 in host memory}, with the tables as named in the call; or `out`.
 
         Raises:
-            As `lookup_tables`; InvalidInputError also where offsets, weights, combiner or max_norm are not as `Bags` says.
+            As `lookup_tables`; InvalidInputError also for offsets, weights, combiner or max_norm that `Bags` does not allow.
         """
         began = perf_counter_ns()
         deployment = self.model(model_name)
@@ -366,22 +340,22 @@ class HPS:
         self._answer(deployment, session, segments, wait, began)
         return dict(zip(tables, (segment.out for segment in segments), strict=True)) if out is None else out
 
-    @_on_the_next_version
+    @repeated_after_takeover
     def capture(
         self, keys: Any, out_tensor: Any, model_name: str, table_id: int | str | None = None, device_id: int = 0
     ) -> CapturedLookup:
-        """Capture a lookup of fixed tensors in a CUDA graph, to be replayed as often as one likes; it runs once meanwhile.
+        """Capture a lookup of fixed tensors in a CUDA graph for repeated replay; runs the lookup once.
 
-        See [misses](misses.md#cuda-graphs) for an example.
+        See [misses](gpu-cache.md#cuda-graphs) for an example.
 
         Args:
-            keys: as for `lookup_fromdlpack` with `wait=False`; of several tables, {table: keys}.
-            out_tensor: likewise; of several tables, {table: output}.
-            table_id: the table; None where there are several.
-            device_id: whose embedding cache to use.
+            keys: as for `lookup_fromdlpack` with `wait=False`; for several tables, {table: keys}.
+            out_tensor: likewise; for several tables, {table: output}.
+            table_id: id or name of the table; None for several tables.
+            device_id: device of the embedding cache to use.
 
         Returns:
-            What replays it, with the keys that the tensor then has. It keeps the tensors.
+            The captured lookup. A replay reads the tensor's current keys. It keeps references to the tensors.
 
         Raises:
             As `lookup_fromdlpack` with `wait=False`.
@@ -396,42 +370,40 @@ class HPS:
 
         return CapturedLookup(partial(self.model, model_name), record)
 
-    @_on_the_next_version
+    @repeated_after_takeover
     def prefetch(self, keys: Any, model_name: str, table_id: int | str, device_id: int | None = None) -> int:
-        """Make vectors resident in the embedding cache before they are asked for, such as those of the next hours' items.
+        """Load vectors into the embedding cache ahead of requests, such as the items of the next hours.
 
-        No filter of the admission holds them back; where the cache is full, they take the places of others. A model without
-        embedding cache gets them into its volatile database where `cache_missed_embeddings` is set.
+        Bypasses the admission filter; a full cache evicts other vectors. For a model without an embedding cache, vectors are
+        loaded into its volatile database if `cache_missed_embeddings` is set.
 
         Args:
-            keys: (n,) integers in host memory, as for `lookup`; as many as one likes.
-            model_name: a deployed model.
-            table_id: the table, by id or by name.
-            device_id: whose embedding cache; None: of every device of the model.
+            keys: (n,) integers in host memory, as for `lookup`; any number.
+            device_id: device of the embedding cache; default: every device of the model.
 
         Returns:
-            How many of the distinct keys some tier has. The others stay absent.
+            Number of distinct keys that a tier has. The others stay absent.
 
         Raises:
-            As `lookup`; some of the keys may have become resident.
+            As `lookup`; some keys may have been loaded.
         """
         deployment = self.model(model_name)
         return deployment.prefetch(deployment.table_index(table_id), as_host_keys(keys), device_id)
 
     def lookup_segments(self, deployment: Deployment, segments: Sequence[Segment], device_id: int | None = None) -> int:
-        """Look up several tables straight into arrays of the caller's own layout; for the HTTP service.
+        """Look up several tables into arrays of the caller's layout, for the HTTP service.
 
         Args:
-            deployment: what `model` gave.
-            segments: at most one for each table, with keys (n,) int64, out (n, dim) float32 and, optionally, found (n,)
-                bool: host arrays, C-contiguous. With bags, out is (B, dim), with rows of any stride, and there is no found.
+            deployment: result of `model`.
+            segments: at most one per table, with keys (n,) int64, out (n, dim) float32 and, optionally, found (n,) bool: host
+                arrays, C-contiguous. With bags, out is (B, dim), with rows of any stride, and there is no found.
             device_id: as for `lookup_tables`.
 
         Returns:
             The device that answered.
 
         Raises:
-            As `lookup_tables`; NotReadyError when it was retired, and another version may serve by now.
+            As `lookup_tables`; NotReadyError when the deployment was retired; another version may serve by now.
         """
         began = perf_counter_ns()
         refuse_repeated_tables(segments, deployment.tables)
@@ -460,22 +432,22 @@ class HPS:
         max_bytes: int = 256 << 20,
         hash_keys: bool = False,
     ) -> KeyRecorder:
-        """Record a sample of the keys that are looked up from now on, for `hps plan` and `hps profile`.
+        """Record a sample of the keys of lookups from now on, for `hps plan` and `hps profile`.
 
-        A recording that was going on ends. Keys in the memory of a device are not recorded.
+        Ends the current recording, if any. Keys in device memory are not recorded.
 
         Args:
-            path: of a file; what it has recorded before is kept.
-            rate: the share of the distinct keys to record, each whenever it is asked for, in (0, 1].
-            max_bytes: the recording ends when the file is as large.
-            hash_keys: record hashes of the keys under a secret that is stored nowhere.
+            path: output file; earlier recordings in it are kept.
+            rate: share of the distinct keys to record, in (0, 1]; a sampled key is recorded at every request.
+            max_bytes: file size at which the recording ends.
+            hash_keys: record hashes of the keys, under a secret that is not stored.
 
         Returns:
             The recording, a context manager; `close` ends it.
 
         Raises:
             InvalidInputError: the rate is out of range.
-            ModelFileError: the file cannot be written, or is something else.
+            ModelFileError: the file cannot be written, or is not a recording.
         """
         recorder = KeyRecorder(path, rate=rate, max_bytes=max_bytes, hash_keys=hash_keys, outcomes=self.metrics.trace_keys)
         before, self._recorder = self._recorder, recorder
@@ -486,61 +458,64 @@ class HPS:
     def insert(
         self, keys: Any, vectors: FloatArray, model_name: str, table_id: int | str, *, version: str | None = None
     ) -> str:
-        """Add or replace vectors in every tier, online. When it returns, every lookup that starts gets the new vectors.
+        """Add or replace vectors in every tier, online. Lookups that start after it returns get the new vectors.
 
         Args:
-            keys: (n,) integers. If one is there twice, its last vector counts.
-            vectors: (n, dim) float32, or what NumPy reads as real numbers.
-            version: whose rows; those of the one that serves, if None. Each version has rows of its own.
+            keys: (n,) integers. The last of equal keys counts.
+            vectors: (n, dim) float32, or anything NumPy converts to real numbers.
+            version: version to modify, since each has its own rows; default: the serving version.
 
         Returns:
-            The version that has them. Of None, that is one that served when they were in all its tiers.
+            The modified version. By default, a version that was serving when all its tiers had the vectors.
 
         Raises:
             UnknownModelError, UnknownVersionError, UnknownTableError: not deployed.
-            InvalidInputError: keys or vectors are of the wrong kind or shape, or no database would keep them: there is none, or
+            InvalidInputError: keys or vectors have the wrong type or shape, or no database would keep them: there is none, or
                 none that is persistent for a `static` model.
-            ReadOnlyError: the persistent database may not be written to.
-            DatabaseError: the database that holds everything failed; each key then has its old or its new vector.
+            ReadOnlyError: the persistent database is read-only.
+            DatabaseError: the authoritative database failed; each key then has its old or its new vector.
         """
         flat, rows = as_host_keys(keys), as_host_vectors(vectors)
         return self._modify(model_name, version, lambda one: one.insert(one.table_index(table_id), flat, rows))
 
     def delete(self, keys: Any, model_name: str, table_id: int | str, *, version: str | None = None) -> str:
-        """Remove keys from every tier, online; they get the default vector from then on.
+        """Remove keys from every tier, online; lookups then return the default vector for them.
 
         Args:
-            version: as for `insert`, and so is what is returned.
+            version: as for `insert`.
+
+        Returns:
+            The modified version, as for `insert`.
 
         Raises:
-            As `insert`. DatabaseError: the database that holds everything failed; each key is then there or not.
+            As `insert`. DatabaseError: the authoritative database failed; each key is then present or absent.
         """
         flat = as_host_keys(keys)
         return self._modify(model_name, version, lambda one: one.delete(one.table_index(table_id), flat))
 
-    @_on_the_next_version
+    @repeated_after_takeover
     def _modify(self, model_name: str, version: str | None, modify: Callable[[Deployment], None]) -> str:
-        """Modify a version; again, where another took over before the modification was done."""
+        """Modify a version; retry if another version took over meanwhile."""
         while True:
             deployment = self.model(model_name, version)
             modify(deployment)
-            if version is not None or self._live.serving.get(model_name) is deployment:
+            if version is not None or self.live.serving.get(model_name) is deployment:
                 return deployment.version
 
-    @_on_the_next_version
-    def row(self, key: int, model_name: str, table_id: int | str, *, version: str | None = None) -> Row:
-        """What a model has for a key, which tier has it, and when it was written. For people: it is not counted as a lookup.
+    @repeated_after_takeover
+    def row(self, key: int, model_name: str, table_id: int | str, *, version: str | None = None) -> StoredRow:
+        """Return the stored row of a key: vector, tier and time of writing. For debugging; not counted as a lookup.
 
         Args:
             key: any int64.
-            version: whose row; that of the one that serves, if None.
+            version: the serving version by default.
 
         Returns:
-            The row. Beside writes of the same key, its vector and its time are each of a moment of the call.
+            The row. During concurrent writes of the key, vector and time may come from different moments of the call.
 
         Raises:
             UnknownModelError, UnknownVersionError, UnknownTableError: not deployed.
-            DatabaseError: no cache has the key, and the database that holds everything did not answer.
+            DatabaseError: no cache has the key, and the authoritative database did not answer.
         """
         deployment = self.model(model_name, version)
         return deployment.row(deployment.table_index(table_id), key)
@@ -554,240 +529,75 @@ class HPS:
         force: bool = False,
         remember: bool = True,
     ) -> Deployment:
-        """Load a version of a model beside those that are in service, and let it take over in one step.
+        """Load a version of a model beside those in service, and switch to it atomically.
 
-        Lookups go on meanwhile; each is answered by the version that it began with. The version that served before is kept for
-        `rollback`, with its tables but without its caches, or dropped from every tier, as `keep_versions` says. If the version
-        is in service already and its files have not changed, nothing is loaded: it serves, with new caches if its settings are
-        others. A deployment that fails leaves what is known of the model as it was, too.
+        Lookups continue, each on the version it started with. The replaced version is kept for `rollback`, with its tables but
+        without its caches, or dropped from every tier, depending on `keep_versions`. If the version is already in service with
+        unchanged files, nothing is loaded; new settings get new caches. A failed deployment also leaves the known configuration
+        of the model unchanged.
 
         Args:
-            model: the configuration of a model; or the name of a known one.
-            version: what to load; by default what the `version_policy` chooses, the highest of which serves.
-            progress: hears how far the loading is.
-            force: load the files even where a database holds them already; online updates are lost.
-            remember: know the model by this configuration from then on; if False, a model that was known already is deployed so
-                this once.
+            model: configuration of a model, or the name of a known one.
+            version: version to load; default: those the `version_policy` selects, the highest of which serves.
+            force: load the files even if a database already holds them; online updates are lost.
+            remember: keep this configuration as the known one; if False, a known model uses it for this deployment only.
 
         Returns:
-            What serves now.
+            The serving version.
 
         Raises:
             UnknownModelError, UnknownVersionError: there is no such model, or no such version of it.
-            ConflictError: another change of the model is under way; or a version that is in service would get other tables,
-                other widths or another kind of cache under its number.
-            NotReadyError: lookups of a version that was replaced or undeployed still run.
-            CapacityError, ModelFileError, DatabaseError, DeviceError: it cannot be loaded. What served goes on to serve.
+            ConflictError: another change of the model is under way; or the tables, widths or cache type of a version in service
+                would change under the same number.
+            NotReadyError: lookups of a replaced or undeployed version still run.
+            CapacityError, ModelFileError, DatabaseError, DeviceError: it cannot be loaded. The serving version continues.
         """
-        name = model if isinstance(model, str) else model.model
         self._reopen()
         if self._closed:
             raise refusal(self, "the parameter server")
-        with self._live.changing(name, "deploying"), self.metrics.changing(name, "deploy"):
-            known = isinstance(model, str) or name in self.catalog.names
-            before = None if isinstance(model, str) else self.catalog.add(model)
-            served = False
-            try:
-                chosen = self.catalog.to_serve(name) if version is None else [version]
-                fingerprints = [self._deploy(name, number, progress, force) for number in chosen]
-                served = True
-            except Exception as error:
-                self._watch.failed(name, error)
-                raise
-            finally:
-                if not isinstance(model, str) and not (served and (remember or not known)):
-                    self.catalog.restore(name, before)
-            if version is None:
-                self._watch.served(name, zip(chosen, fingerprints, strict=True))
+        name = model if isinstance(model, str) else model.model
+        self._deployer.deploy(name, None if isinstance(model, str) else model, version, progress, force, remember)
         return self.model(name)
 
-    def _deploy(self, name: str, version: str, progress: Progress | None, force: bool) -> str:
-        """Put a version into service, and return the fingerprint of its files."""
-        wanted = self.catalog.version(name, version, partial(self._held_tables, name))
-        config = wanted.config
-        if (there := self._live.deployed(name, config.version)) and (other := _other_tables(there.config, config)):
-            raise ConflictError(
-                f"deploying model {name!r}: {other}, which cannot change under the same version; give the files a version "
-                "of their own, or undeploy the model first"
-            )
-        fingerprint = self.catalog.fingerprint(wanted)
-        if there and there.fingerprint == fingerprint and not force:
-            same = _same_settings(there.config, config)
-            if same or there.chain.databases:
-                deployed = there if same else self._renewed(there, config)
-                try:
-                    self._live.serve(deployed, lambda versions: versions, "hand over")
-                except BaseException:
-                    if deployed is not there:
-                        deployed.close("hand over")
-                    raise
-                self._updates.hand_over(there, deployed)
-                return fingerprint
-        kept = self._live.kept(name)
-        old = next((one for one in kept if (one.version, one.fingerprint) == (config.version, fingerprint)), None)
-        if old and not _other_tables(old.config, config) and not force:  # with what was written to it online
-            deployed, kept = self._renewed(old, config), [one for one in kept if one is not old]
-        else:
-            tables, old = self._in_free_slot(config, fingerprint), None
-            load = partial(
-                deploy,
-                wanted,
-                tables,
-                self._cache_class,
-                self._chain,
-                self.metrics,
-                targets=replace(self._targets, force=force),
-                follows=self._updates.follows,
-                progress=progress,
-            )
-            try:
-                deployed = load()
-            except CapacityError:  # nothing was loaded, so what would go afterwards may go now
-                self._drop_rest(name, kept, config, tables)
-                deployed, kept = load(), self._live.kept(name)
-        stay = partial(self.catalog.model(name).version_policy.chosen, also=config.version)
-
-        def give_up() -> bool:
-            if progress is not None:
-                progress.advance(deployed.tables[0].tag, 0)  # which may end the deployment, as while it loads
-            return self._live.closed
-
-        try:
-            self._updates.start_and_wait(deployed, give_up)
-            self._live.serve(deployed, stay, "keep" if config.keep_versions else "drop", old)
-        except BaseException:
-            if self._live.serving.get(name) is not deployed:
-                deployed.close("keep" if old else "release")
-            raise
-        self._drop_rest(name, kept, config)
-        return fingerprint
-
-    def _renewed(self, there: Deployment, config: ModelConfig) -> Deployment:
-        """The tables of a version with new caches, as `config` has them."""
-        if _same_settings(there.config, config):
-            return there.renewed()
-        return reconfigure(there, config, self._cache_class, self.metrics)
-
-    def _held_tables(self, name: str, version: str) -> list[HeldTable]:
-        """Where the tables of a version are, if it is in service or kept."""
-        found = (one.held_tables() for one, _ in self._live.versions(name) if one.version == version)
-        return next(found, [])
-
-    def _in_free_slot(self, config: ModelConfig, fingerprint: str) -> tuple[TableSpec, ...]:
-        """The tables of a version, with a slot that no other version of the model uses.
-
-        A version that is loaded again from other files has tables beside those that serve. At the next start, it is the
-        tables of these very files that hold what was written online since.
-        """
-        used = {table.slot for one, _ in self._live.versions(config.model) for table in one.tables}
-        others = [f"{config.version}.{fingerprint[i : i + 8]}" for i in (0, 8, 16)]
-        own = config.tables[0].slot
-        held: set[str] = set()
-        for database in self._chain.databases:
-            if isinstance(database, PersistentDatabase):
-                held.update(names[1] for tag in database.tags() if (names := split_tag(tag)) and names[0] == config.model)
-        slot = next(slot for slot in [*(other for other in others if other in held), own, *others] if slot not in used)
-        return tuple(replace(table, slot=slot) for table in config.tables)
-
-    def _drop_rest(self, name: str, kept: Sequence[Deployment], config: ModelConfig, loading: Sequence[TableSpec] = ()) -> None:
-        """Drop what need not be kept once a version serves: earlier ones, and what a process left that was killed.
-
-        Of versions below it that an earlier process left, `keep_versions` less those that are kept stay, whole: so a roll-back
-        is quick after a restart, too. What cannot be dropped now is dropped another time.
-
-        Args:
-            kept: for a roll-back, before this version.
-            config: of the version.
-            loading: tables of it that are not in service yet.
-        """
-        keep = config.keep_versions
-        self._live.drop_kept(name, kept[: len(kept) - min(len(kept), max(0, keep - 1))])
-        live = [table for one, _ in self._live.versions(name) for table in one.tables] + list(loading)
-        used = {table.tag for table in live}
-        # Without a slot the names are HugeCTR's: what lies under them may be somebody else's, but for tables of this model.
-        own = {table.table_name for table in config.tables if all(other.slot for other in live)}
-        left: dict[str, str] = {}  # slots of tags
-        for database in self._chain.databases:
-            if isinstance(database, PersistentDatabase) and not database.read_only:
-                with suppress(DatabaseError):
-                    of_model = ((tag, names) for tag in database.tags() if (names := split_tag(tag)) and names[0] == name)
-                    left |= {
-                        tag: slot or FIRST_VERSION
-                        for tag, (_, slot, table) in of_model
-                        if tag not in used and (slot or table in own)
-                    }
-        below = sorted({int(slot) for slot in left.values() if slot.isdecimal() and int(slot) < int(config.version)})
-        count = keep - sum(state in ("kept", "retiring") for _, state in self._live.versions(name))
-        stay = list(map(str, below[-count:])) if count > 0 else []
-        for tag, slot in left.items():
-            if slot not in stay:
-                self._chain.discard(tag)
-
     def rollback(self, model_name: str) -> Deployment:
-        """Let the version serve again that was replaced last. Its tables are there; its caches are warmed from them.
+        """Roll back to the previous version. Its tables are still loaded; its caches are warmed from them.
 
-        After a restart, it is the version below the one that serves, whose tables are used if they are still there.
+        After a restart, this is the version below the serving one; its tables are reused if they still exist.
 
         Returns:
-            What serves now. What served before is kept in its place.
+            The serving version. The version it replaces is kept.
 
         Raises:
             UnknownModelError: no model of this name is deployed.
-            ConflictError: there is no version to go back to, or another change of the model is under way.
-            DatabaseError, DeviceError, ModelFileError: it cannot be put into service. What served goes on to serve.
+            ConflictError: there is no version to roll back to, or another change of the model is under way.
+            DatabaseError, DeviceError, ModelFileError: it cannot be put into service. The serving version continues.
         """
         self._reopen()
         if self._closed:
             raise refusal(self, "the parameter server")
-        with self._live.changing(model_name, "rolling back"), self.metrics.changing(model_name, "rollback"):
-            serving = self.model(model_name)
-            kept = self._live.kept(model_name)
-            if kept:
-
-                def stay(versions: list[str]) -> list[str]:
-                    return [one for one in versions if one != serving.version]
-
-                deployed = kept[-1].renewed()
-                try:
-                    self._updates.start(deployed)  # and no wait: what serves now is worse than rows that come in a moment
-                    self._live.serve(deployed, stay, "keep" if serving.config.keep_versions else "drop", kept[-1])
-                except BaseException:
-                    deployed.close("keep")
-                    raise
-            else:
-                below = [one for one in self.catalog.versions(model_name) if int(one) < int(serving.version)]
-                if not below:
-                    raise ConflictError(
-                        f"rolling back model {model_name!r}: there is no version to go back to; version {serving.version} "
-                        "serves, none was replaced, and there is none below it"
-                    )
-                self._deploy(model_name, below[-1], None, False)
+        self._deployer.rollback(model_name)
         return self.model(model_name)
 
     def undeploy(self, model_name: str, version: str | None = None) -> None:
         """Take a model out of service and free its caches and its tables in the hash map; Redis and RocksDB keep theirs.
 
-        New lookups are refused at once, and running ones are waited for. Those that still run after 10 s keep what they read,
-        and answer from it; it is freed when the last of them has ended, and the name can be deployed again then. So do captured
-        lookups, until their graphs are gone.
+        Refuses new lookups at once, and waits for running ones. Lookups that still run after 10 s finish normally; their data
+        is freed, and the name becomes available again, after the last of them. The same holds for captured lookups until their
+        graphs are freed.
 
         Args:
-            version: take only this one out of service. If it serves, the highest of the others does from then on.
+            version: take only this version out of service. If it serves, the highest of the others takes over.
 
         Raises:
             UnknownModelError: no model of this name is deployed.
-            UnknownVersionError: it is not deployed in this version.
+            UnknownVersionError: the model is not deployed in this version.
             ConflictError: the version is the only one, or another change of the model is under way.
         """
         self.model(model_name)
-        with self._live.changing(model_name, "undeploying"), self.metrics.changing(model_name, "undeploy"):
-            for deployment in self._live.withdraw(model_name, version):
-                self._live.retire(model_name, deployment, "release")
-            if version is None:
-                self._live.drop_kept(model_name, self._live.kept(model_name), "release")
+        self._deployer.undeploy(model_name, version)
 
     def index(self) -> list[IndexEntry]:
-        """Every version of every model that is known, and whether it answers lookups. Model files are not read.
+        """Return every known version of every model, and whether it answers lookups. Does not read model files.
 
         Raises:
             ModelFileError: the models cannot be listed.
@@ -795,134 +605,120 @@ class HPS:
         return self._watch.index()
 
     def change_of(self, model_name: str) -> str:
-        """What is being done to a model now, such as `deploying`; empty if nothing is."""
-        return self._live.change_of(model_name)
+        """Return the current change of a model, such as `deploying`; empty if none."""
+        return self.live.change_of(model_name)
 
     def poll(self, *, progress: Progress | None = None) -> dict[str, Exception | None]:
-        """Look at the files of all models once, and deploy what they have that was not deployed yet.
+        """Check the files of all models once, and deploy every change.
 
-        That is: models that are new or configured otherwise, new versions that the `version_policy` chooses, and files that
-        were replaced. A model that is gone from the catalog is undeployed. What somebody rolled back or undeployed stays so
-        until its files change. Files that cannot be loaded are tried again after a pause that grows, or when they have changed.
-
-        Args:
-            progress: hears how far the loading is.
+        Deploys new or reconfigured models, new versions that the `version_policy` selects, and replaced files. Undeploys models
+        that are gone from the catalog. A model that was rolled back or undeployed is left alone until its files change. Files
+        that cannot be loaded are retried after a growing pause, or when they change.
 
         Returns:
-            The models that changed (None), and those that could not be changed and why.
+            By model: None for a changed one, the error for one that could not be changed.
 
         Raises:
             ModelFileError: the models cannot be listed.
         """
-        outcome: dict[str, Exception | None] = {}
-        for name, gone in self._watch.differing():
-            try:
-                if gone:
-                    self.undeploy(name)
-                else:
-                    self.deploy(name, progress=progress)
-                outcome[name] = None
-            except ConflictError as error:
-                _log.debug("polling model %r: it is left for the next time: %s", name, error)
-            except Exception as error:  # noqa: BLE001 - the other models are not concerned
-                outcome[name] = error
-        return outcome
+        return self._deployer.poll(self._watch, progress)
 
-    @_on_the_next_version
+    @repeated_after_takeover
     def refresh(self, model_name: str, share: float | None = None) -> dict[str, RefreshReport]:
-        """Read the vectors of all resident keys again, in place, on every device of a model, and return when that is done.
+        """Reload the vectors of all resident keys, in place, on every device of a model; returns when done.
 
-        Lookups go on. One refresh of a model runs at a time; calls that come meanwhile share the next.
+        Lookups continue. A model has one refresh at a time; calls made during it share the next one.
 
         Args:
-            share: of the time that it may spend on databases and devices, above 0, at most 1; None: `refresh_device_share`.
+            share: share of the time to spend on databases and devices, in (0, 1]; default: `refresh_device_share`.
 
         Returns:
-            By table: how many resident keys got their current vector, and how many were erased because no database has them.
+            By table: number of resident keys reloaded, and number erased because no database has them.
 
         Raises:
             UnknownModelError: the model is not deployed.
-            NotReadyError: it was taken out of service meanwhile. Where another version took over, that is refreshed instead.
-            DatabaseError: the databases failed; keys that were not reached keep their vectors.
+            NotReadyError: it was undeployed meanwhile. If another version took over, that one is refreshed instead.
+            DatabaseError: the databases failed; the remaining keys keep their vectors.
         """
         return self.model(model_name).refresh(share)
 
-    def updates(self) -> list[TableStatus]:
-        """How far each table has followed the log of its updates, in every version in service or about to take over.
+    def updates(self) -> list[UpdateStatus]:
+        """Return how far each table has followed the log of its updates, in every version in service or about to take over.
 
-        What is applied to a table up to a position is what every lookup gets that starts after this has said so.
+        Lookups that start after this call see all updates up to the reported position.
         """
         return self._updates.status()
 
     def stats(self) -> ServerStatistics:
-        """What the server holds and has done: sizes, hit rates and times by model, table and tier; devices and queues.
+        """Return sizes, hit rates and times by model, table and tier, and the state of devices and queues.
 
-        Waits for no database and no device. What they must be asked for is asked in the background, at most every 15 s and only
-        while somebody calls this: it is None in the first answer, and later ones say how old it is.
+        Does not wait for databases or devices. Figures that need them are gathered in the background on calls, at most every 15
+        s: they are None in the first answer, and later answers give their age.
 
         Raises:
             NotReadyError: the server is closed.
-            ForkedProcessError: it was made before this process was forked.
+            ForkedProcessError: it was created before this process was forked.
         """
         self._reopen()
         if self._closed:
             raise refusal(self, "the parameter server")
-        return self._survey.statistics()
+        return self.statistics.statistics()
 
     def drain(self, timeout_s: float = 10.0) -> bool:
-        """Wait until background insertions and promotions are done; False when the timeout comes first."""
-        return all([*(deployment.drain(timeout_s) for deployment in self._live.all()), self._chain.drain(timeout_s)])
+        """Wait for background insertions and promotions; return False on timeout."""
+        return all([*(deployment.drain(timeout_s) for deployment in self.live.all()), self._chain.drain(timeout_s)])
 
     def close(self) -> None:
-        """Let running lookups end, free the caches and close the databases. Closing twice changes nothing."""
+        """Wait for running lookups, free the caches and close the databases. Idempotent."""
         self._close(None)
 
     def _close(self, timeout_s: float | None) -> None:
-        """As `close`; a model that is being loaded on another thread is waited for only so long, and then fails."""
+        """As `close`, with a limit on the wait for a load on another thread, which then fails."""
         self._reopenable = {}
         with self._closing:
             if self._closed:
                 return
-            deployments = self._live.close(timeout_s)
+            deployments = self.live.close(timeout_s)
             self._closed = True
-            self._survey.close()
+            self.statistics.close()
             if self._recorder is not None:
                 self._recorder.close()
             for deployment in deployments:
                 deployment.close()
             self._updates.close()
             self._chain.close()
-            POOL.end()  # those of another HPS of this process start again
+            POOL.end()  # restarts when another HPS instance uses it
 
     def disown(self) -> None:
-        """In a forked child: refuse every call, and close nothing that is the parent's."""
+        """In a forked child: refuse every call, and close nothing that belongs to the parent."""
         self._closing = threading.Lock()
         self._closed = True
-        serving = self._live.serving
-        self._disowned = self._live.disown(), self._updates.disown()  # kept: to free a cache would call its device
-        shared = [isinstance(database, SharedDatabase) for database in self._chain.databases]
+        serving = self.live.serving
+        self._disowned = self.live.disown(), self._updates.disown()  # kept alive: freeing a cache would call its device
+        shared = [database.shared for database in self._chain.databases]
         if shared and all(shared) and not any(one.caches or one.chain is not self._chain for one in serving.values()):
             self._reopenable = serving
 
     def _reopen(self) -> None:
-        """In a forked child: open the shared databases anew, with the versions that served."""
+        """In a forked child: reopen the shared databases, with the versions that served."""
         with self._closing:
             if not self._reopenable:
                 return
             self.metrics = Metrics()
-            self._updates = LiveUpdates(self.config, self.metrics)  # of what is deployed here; the parent's stay the parent's
-            chain, self._targets = open_databases(self.config, self.metrics)
+            self._updates = LiveUpdates(self.config, self.metrics)  # deployments of the child; the parent's remain its own
+            chain, targets = open_databases(self.config, self.metrics)
             deployments = {}
             for name, deployment in self._reopenable.items():
                 for table in deployment.tables:
                     chain.open_table(table)
                 session: Session = DirectSession(deployment.tables, chain, self.metrics)
                 sessions = dict.fromkeys(deployment.devices, session)
-                deployments[name] = replace(deployment, sessions=sessions, chain=chain, ends=[])
+                deployments[name] = replace(deployment, sessions=sessions, chain=chain, stop_following=[])
             self._chain = chain
-            self._live = LiveModels(deployments)
-            self._survey = Survey(self._live, self.metrics, self._updates.status)
-            self._watch = CatalogWatch(self.catalog, self._live)
+            self.live = LiveModels(deployments)
+            self.statistics = StatisticsCollector(self.live, self.metrics)
+            self._watch = CatalogWatch(self.catalog, self.live)
+            self._deployer = self._make_deployer(targets)
             self._closed, self._reopenable = False, {}
             disown_in_children(self)
             close_at_exit(self, lambda server: server._close(_EXIT_WAIT_S))
@@ -946,20 +742,3 @@ def _named(
         on_cuda=session.on_cuda,
         with_found=with_found,
     )
-
-
-def _same_settings(one: ModelConfig, other: ModelConfig) -> bool:
-    """Whether a version is deployed in the same way by both: by all but what chooses versions."""
-    return one.model_copy(update=_NOT_OF_A_VERSION) == other.model_copy(update=_NOT_OF_A_VERSION)
-
-
-def _other_tables(there: ModelConfig, config: ModelConfig) -> str:
-    """What of the tables of a version, or of where their rows are, is not the same; empty if all is."""
-    for what, old, new in (
-        ("tables", there.embedding_table_names, config.embedding_table_names),
-        ("widths", there.embedding_vecsize_per_table, config.embedding_vecsize_per_table),
-        ("embedding_cache_type", there.embedding_cache_type, config.embedding_cache_type),
-    ):
-        if old != new:
-            return f"got {what} {new}, but version {config.version} serves with {old}"
-    return ""

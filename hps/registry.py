@@ -1,12 +1,12 @@
-"""Implementations by the configuration value that selects them, each imported when it is first used.
+"""Implementations by configuration value, each imported on first use.
 
-Ours stand in `IMPLEMENTATIONS`. Any installed package adds its own through entry points, one group a kind:
+Built-in ones are in `IMPLEMENTATIONS`. Installed packages add their own through entry points, one group per kind:
 
     [project.entry-points."hps.databases"]
     my_store = "my_package.store:MyDatabase"
 
-Entry points are read only when a name is not one of ours: never by `import hps`, never by a lookup. Ours win over an entry
-point of the same name. docs/extending.md shows a whole package.
+Entry points are read only for names that are not built in: never by `import hps`, never by a lookup. A built-in name wins over
+an entry point. docs/extending.md shows a complete package.
 """
 
 import inspect
@@ -23,13 +23,13 @@ _CORE = "pip install hps-server"
 
 
 class Ours(NamedTuple):
-    """An implementation of this package.
+    """A built-in implementation.
 
     Attributes:
         target: `module:attribute`.
-        hint: what to install when importing it fails.
-        section: of a database: the section of the configuration that may select it.
-        spellings: other spellings of the configuration value, HugeCTR's among them.
+        hint: package to install if the import fails.
+        section: for a database: the configuration section that may select it.
+        spellings: other spellings of the configuration value, including HugeCTR's.
     """
 
     target: str
@@ -77,11 +77,11 @@ IMPLEMENTATIONS: dict[str, dict[str, Ours]] = {
         "redis_stream": Ours("hps.updates.redis_streams:RedisStreamWriter"),
     },
     "format": {
-        "npy": Ours("hps.formats.numpy_files:NpyFiles"),
-        "npz": Ours("hps.formats.numpy_files:NpzArchive"),
-        "safetensors": Ours("hps.formats.safetensors_files:SafetensorsFile", "pip install 'hps-server[import]'"),
-        "torch": Ours("hps.formats.torch_state:TorchState", "pip install torch"),
-        "parquet": Ours("hps.formats.parquet:ParquetFiles", "pip install 'hps-server[import]'"),
+        "npy": Ours("hps.models.formats.numpy_files:NpyFiles"),
+        "npz": Ours("hps.models.formats.numpy_files:NpzArchive"),
+        "safetensors": Ours("hps.models.formats.safetensors_files:SafetensorsFile", "pip install 'hps-server[import]'"),
+        "torch": Ours("hps.models.formats.torch_state:TorchState", "pip install torch"),
+        "parquet": Ours("hps.models.formats.parquet:ParquetFiles", "pip install 'hps-server[import]'"),
     },
 }
 _BASES = {
@@ -89,7 +89,7 @@ _BASES = {
     "cache_plan": "hps.cache.base:CachePlan",
     "database": "hps.databases.base:Database",
     "filesystem": "hps.filesystems.base:FileSystem",
-    "format": "hps.formats.base:ArraySource",
+    "format": "hps.models.formats.base:ArraySource",
     "update_log": "hps.updates.base:UpdateLog",
     "update_log_writer": "hps.updates.base:UpdateLogWriter",
 }
@@ -100,12 +100,10 @@ def implementation(kind: str, name: str) -> Any:
 
     Args:
         kind: a key of `IMPLEMENTATIONS`.
-        name: the configuration value.
 
     Raises:
-        ConfigError: nothing of this name is registered, and the message lists what is; or the package that registers it
-            offers no usable class.
-        MissingDependencyError: the class cannot be imported; the message says what to install.
+        ConfigError: the name is not registered, and the message lists the known ones; or its package offers no usable class.
+        MissingDependencyError: the class cannot be imported; the message names the package to install.
     """
     ours = IMPLEMENTATIONS[kind].get(name)
     if ours is None:
@@ -118,28 +116,27 @@ def implementation(kind: str, name: str) -> Any:
 
 
 def names(kind: str) -> list[str]:
-    """All names that `implementation` takes: ours, then those of other packages."""
+    """Return all names that `implementation` accepts: built-in ones, then those of other packages."""
     return [*IMPLEMENTATIONS[kind], *other_names(kind)]
 
 
 def other_names(kind: str) -> list[str]:
-    """The names that other packages have registered, sorted."""
+    """Return the sorted names registered by other packages."""
     return sorted(_entry_points(kind, tuple(sys.path)).keys() - IMPLEMENTATIONS[kind].keys())
 
 
 def is_registered(kind: str, name: str) -> bool:
-    """Whether `implementation` takes this name. Reads no entry points when the name is one of ours."""
+    """Return whether `implementation` accepts this name. Reads no entry points for a built-in name."""
     return name in IMPLEMENTATIONS[kind] or name in other_names(kind)
 
 
-def section_of(database: type) -> str:
-    """The section of the configuration that may select a class of databases."""
-    persistent = issubclass(database, _attribute("hps.databases.base:PersistentDatabase"))
-    return "persistent_db" if persistent else "volatile_db"
+def section_of(database: Any) -> str:
+    """Return the configuration section that may select a class of databases."""
+    return "persistent_db" if database.persistent else "volatile_db"
 
 
 def keeps_order(database: str) -> bool:
-    """Whether databases of a type can be the ones that follow a log of updates. All of ours can; none is imported for that."""
+    """Return whether databases of a type can follow a log of updates. All built-in ones can; imports none of them."""
     if database in IMPLEMENTATIONS["database"]:
         return True
     base = _attribute(_BASES["database"])
@@ -148,7 +145,7 @@ def keeps_order(database: str) -> bool:
 
 @cache
 def _entry_points(kind: str, path: tuple[str, ...]) -> dict[str, list[EntryPoint]]:
-    """Entry points of a kind by name; `path` is sys.path, so that a changed one is read again."""
+    """Return the entry points of a kind by name; `path` is sys.path, so that a change is read again."""
     found: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=f"hps.{kind}s"):
         found.setdefault(point.name, []).append(point)

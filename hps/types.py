@@ -1,7 +1,7 @@
 """Array types and the description of a table, used by every layer."""
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -11,20 +11,19 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 IndexArray: TypeAlias = npt.NDArray[np.int64]
 DeviceArray: TypeAlias = Any
-"""An array in the memory of the cache's device: numpy.ndarray with the NumPy cache, cupy.ndarray with the CuPy cache."""
+"""An array in the memory of the cache's device: numpy.ndarray for the NumPy cache, cupy.ndarray for the CuPy cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableSpec:
-    """One embedding table of a model. Immutable.
+    """One embedding table of a model. *Immutable.*
 
     Attributes:
-        model_name: name of the model; matches `[a-zA-Z0-9_-]{1,120}`, as does `table_name`.
-        table_name: name of the table within the model.
+        model_name, table_name: match `[a-zA-Z0-9_-]{1,120}`.
         dim: float32 elements of a vector, at least 1.
-        default_value: every element of the vector that an absent key gets.
-        max_keys: most keys of this table in one lookup.
-        slot: tells apart the tables of a model's versions; empty for the first, whose tables have HugeCTR's names.
+        default_value: every element of an absent key's vector.
+        max_keys: maximum keys of this table per lookup.
+        slot: distinguishes the tables of a model's versions; empty for the first, whose tables have HugeCTR's names.
     """
 
     model_name: str
@@ -36,13 +35,28 @@ class TableSpec:
 
     @property
     def tag(self) -> str:
-        """Name of the table in every database (HugeCTR HPS: `hps_et.<model>.<table>`); no name of a model has an `@`."""
+        """Name of the table in every database (HugeCTR HPS: `hps_et.<model>.<table>`); model names contain no `@`."""
         slot = f"@{self.slot}" if self.slot else ""
         return f"hps_et.{self.model_name}{slot}.{self.table_name}"
 
 
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One result of `hps check-config`. *Immutable.*
+
+    Attributes:
+        level: `note` and `warning` are not failures; `wrong` needs a change; `unreachable` may be transient.
+        where: configuration key, as in a report.
+        text: message for people.
+    """
+
+    level: Literal["good", "note", "warning", "wrong", "unreachable"]
+    where: str
+    text: str
+
+
 def split_tag(tag: str) -> tuple[str, str, str] | None:
-    """The names of the model, the slot and the table that a tag is of; None if it is no tag of ours."""
+    """Return the model, slot and table of a tag; None if it is not a tag of `hps`."""
     match tag.split(".", 1)[1].rpartition(".") if tag.startswith("hps_et.") else ("", "", ""):
         case (model, ".", table) if model:
             return *model.partition("@")[::2], table

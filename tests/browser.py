@@ -1,9 +1,10 @@
 """How the tests start a browser: Debian's Chromium, headless, which asks nobody for anything by itself."""
 
+import shutil
 from typing import Any, Final
 
 CHROMIUM: Final[dict[str, Any]] = {
-    "executable_path": "/usr/bin/chromium",
+    "executable_path": shutil.which("chromium"),
     "args": [
         "--no-sandbox",
         "--disable-gpu",

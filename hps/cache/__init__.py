@@ -1,0 +1,1 @@
+"""The embedding cache: its contract (`base.py`), `cpu/` in NumPy and numba, and `cuda/`, its twin on a GPU."""

@@ -1,0 +1,1 @@
+"""The command `hps`: one command a module."""

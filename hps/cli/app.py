@@ -1,17 +1,14 @@
-"""The command line: `hps init | serve | load | lookup | plan | profile | check-config | check-database | create-model | import
-| publish`, one module a command; `hps updates`, a group; and `hps models | deploy | undeploy | rollback | refresh`, which ask a
-running server and share one, as `hps top` does.
+"""The command line: one module per command or group of commands.
 
-Exit codes: 0 done; 2 the configuration, the model files or the arguments are wrong; 1 something failed while running (a
-database, a device); 130 stopped by Ctrl-C. An error is one message on standard error. Commands import what they work with
-when they run, so that `hps --help` is quick.
+Exit codes: 0 done; 1 a failure while running (a database, a device); 2 wrong configuration, model files or arguments; 130
+stopped by Ctrl-C. An error is one message on standard error. Commands import their modules when they run, so that `hps --help`
+is fast.
 """
 
 from typing import Annotated
 
 import typer
 
-from hps import __version__
 from hps.cli import (
     check_config,
     check_database,
@@ -28,6 +25,7 @@ from hps.cli import (
     top,
     updates,
 )
+from hps.version import __version__
 
 app = typer.Typer(
     name="hps",
@@ -66,7 +64,7 @@ updates.updates.command("status", epilog=live_models.EXAMPLES["updates status"])
 
 
 def main() -> None:
-    """Run the command that the arguments name, then leave the process with its exit code."""
+    """Run the command in the arguments, then exit with its code."""
     app(prog_name="hps")
 
 

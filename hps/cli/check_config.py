@@ -1,4 +1,4 @@
-"""`hps check-config`: report everything that is wrong with a configuration and what it names, or print what it serves."""
+"""`hps check-config`: report all problems of a configuration and of what it names, or print its tables."""
 
 import json
 import logging
@@ -15,13 +15,12 @@ from hps.cli import console
 if TYPE_CHECKING:
     from hps.configuration.load import Configuration, ModelConfig
     from hps.configuration.usable_part import UsablePart
-    from hps.findings import Finding
     from hps.models.deltas import TableSource
     from hps.models.sources import ModelSources
-    from hps.types import TableSpec
+    from hps.types import CheckResult, TableSpec
 
 EXAMPLE = "Example: `hps check-config configs/minimal.json --connect`"
-_CHECKED_AT_ONCE = 16  # tables; checking one takes a few requests to where its files are
+_CHECKED_AT_ONCE = 16  # tables; checking one takes a few requests to its file system
 _UNBOUNDED = 2**64 - 1
 
 
@@ -32,18 +31,18 @@ def check_config_command(
         bool,
         typer.Option(
             "--connect",
-            help="Ask databases, the log of updates, object stores, devices and the port, too, whether they are there and may "
-            "be used; nothing is written anywhere.",
+            help="Also check that databases, the log of updates, object stores, devices and the port can be used. Nothing is "
+            "written.",
         ),
     ] = False,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=0.1, metavar="SECONDS", help="With --connect: for each of them; all at a time.")
+        float, typer.Option("--timeout", min=0.1, metavar="SECONDS", help="With --connect: time of each; all run at once.")
     ] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")] = False,
 ) -> None:
-    """Check CONFIG and the model files it names, and print what would be served. All problems are reported at once.
+    """Check CONFIG and its model files, and print the tables that it serves. All problems are reported at once.
 
-    Exit codes: 0 good, 2 something is wrong, 1 something could not be reached.
+    Exit codes: 0 good, 2 something is wrong, 1 something is unreachable or in use.
     """
     with console.reported():
         report = _checked(config, files, timeout if connect else 0.0)
@@ -76,31 +75,21 @@ class _Row(NamedTuple):
 
 @dataclass
 class _Report:
-    """What was found. *One thread.*
-
-    Attributes:
-        whole: the configuration; None if keys or values of it are wrong.
-        rows: its tables.
-        findings: of the document and the files.
-        reached: of everything else that it names.
-        updates: where updates come from, for people; empty where there are none.
-    """
-
-    whole: "Configuration | None"
+    whole: "Configuration | None"  # None if keys or values are wrong
     rows: list[_Row] = field(default_factory=list)
-    findings: list["Finding"] = field(default_factory=list)
-    reached: list["Finding"] = field(default_factory=list)
-    updates: str = ""
+    findings: list["CheckResult"] = field(default_factory=list)  # of the document and the files
+    reached: list["CheckResult"] = field(default_factory=list)  # of --connect
+    updates: str = ""  # describes the log of updates; empty without one
 
-    def of(self, level: str) -> list["Finding"]:
+    def of(self, level: str) -> list["CheckResult"]:
         return [one for one in (*self.findings, *self.reached) if one.level == level]
 
 
 def _checked(path: Path, files: bool, reach_s: float) -> _Report:
     from hps.configuration.load import read_configuration
     from hps.configuration.usable_part import UsablePart
-    from hps.findings import Finding
     from hps.models.sources import ModelSources
+    from hps.types import CheckResult
 
     report = _Report(None)
     part: UsablePart | None
@@ -109,13 +98,13 @@ def _checked(path: Path, files: bool, reach_s: float) -> _Report:
         places = {model.model: f"models[{i}]" for i, model in enumerate(report.whole.models)}
         part = UsablePart(report.whole, places, frozenset())
         levels = (("warning" if level >= logging.WARNING else "note", text) for level, text in notices)
-        report.findings += [Finding(level, "", text) for level, text in levels]  # type: ignore[arg-type]
+        report.findings += [CheckResult(level, "", text) for level, text in levels]  # type: ignore[arg-type]
         report.findings += [
-            Finding("warning", where, f"{path}: {where}: {text}") for where, text in _doubts(report.whole).items()
+            CheckResult("warning", where, f"{path}: {where}: {text}") for where, text in _doubts(report.whole).items()
         ]
     except errors.ConfigError as error:
         split = (problem.partition(": ") for problem in error.problems)
-        report.findings += [Finding("wrong", where, text) for where, _, text in split]
+        report.findings += [CheckResult("wrong", where, text) for where, _, text in split]
         part = _usable_part(path)
     if part is None:
         return report
@@ -128,12 +117,12 @@ def _checked(path: Path, files: bool, reach_s: float) -> _Report:
         try:
             report.updates = _updates(report.whole, [row.table for row in report.rows])
         except errors.ConfigError as error:
-            report.findings += [Finding("wrong", error.source, problem) for problem in error.problems]
+            report.findings += [CheckResult("wrong", error.source, problem) for problem in error.problems]
     if reach_s:
-        from hps.reachability import reach
+        from hps.versions.preflight import preflight
 
         tables = {row.table: (row.rows or 0, row.size_bytes) for row in report.rows}
-        report.reached = reach(part.configuration, tables, sources, reach_s)
+        report.reached = preflight(part.configuration, tables, sources, reach_s)
     return report
 
 
@@ -143,14 +132,14 @@ def _usable_part(path: Path) -> "UsablePart | None":
     try:
         return usable_part(path)
     except errors.ConfigError:
-        return None  # it is no document at all, as is reported already
+        return None  # it is not a document, which is reported already
 
 
 def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -> None:
-    """Add every table of the configuration, and what is wrong with the files."""
+    """Add every table of the configuration, and the problems of its files."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from hps.models.catalog import ModelCatalog
+    from hps.versions.catalog import ModelCatalog
 
     configuration, places = part.configuration, part.places
     catalog = ModelCatalog(configuration, sources)
@@ -190,10 +179,10 @@ def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -
             ]
 
 
-def _file_problem(where: str, error: errors.HPSError) -> "Finding":
-    from hps.findings import Finding
+def _file_problem(where: str, error: errors.HPSError) -> "CheckResult":
+    from hps.types import CheckResult
 
-    return Finding("unreachable" if isinstance(error, errors.ModelSourceError) else "wrong", where, str(error))
+    return CheckResult("unreachable" if isinstance(error, errors.ModelSourceError) else "wrong", where, str(error))
 
 
 def _check_table(
@@ -203,7 +192,7 @@ def _check_table(
     sources: "ModelSources",
     wrong_width: bool,
 ) -> tuple[int, int]:
-    """Width and rows of a table's files."""
+    """Return width and rows of a table's files."""
     from hps.models.deltas import open_table_files
     from hps.models.files import stored_shape
 
@@ -215,35 +204,37 @@ def _check_table(
 
 
 def _doubts(configuration: "Configuration") -> dict[str, str]:
-    """What is allowed and hardly meant."""
+    """Warn of settings that are valid but probably unintended."""
     found: dict[str, str] = {}
     volatile, persistent = configuration.volatile_db, configuration.persistent_db
     for i, model in enumerate(configuration.models):
         if model.gpucache and model.gpucacheper == 0 and model.embedding_cache_type == "dynamic":
-            found[f"models[{i}].gpucacheper"] = "0, so nothing is ever cached; give it a share, or set gpucache to false"
+            found[f"models[{i}].gpucacheper"] = "0, so nothing is cached; set a share, or set gpucache to false"
         if model.gpucache and model.hit_rate_threshold <= 0:
-            text = "0 or less, so every key that is not cached yet gets the default vector; above 1 none that a table has does"
+            text = "0 or less, so keys that are not cached yet get the default vector; above 1, no key of a table does"
             found[f"models[{i}].hit_rate_threshold"] = text
     if persistent.type == "disabled" and volatile.type != "disabled":
-        lost = "without a persistent_db rows get the default vector that"
+        lost = "without a persistent_db, rows that are"
         if volatile.overflow_margin < _UNBOUNDED:
-            found["volatile_db.overflow_margin"] = f"{lost} are evicted; configure one, or leave this out"
+            found["volatile_db.overflow_margin"] = f"{lost} evicted get the default vector; configure one, or drop this"
         if volatile.initial_cache_rate < 1:
-            found["volatile_db.initial_cache_rate"] = f"{lost} are not loaded; configure one, or set it to 1"
+            found["volatile_db.initial_cache_rate"] = (
+                f"{lost} not loaded get the default vector; configure one, or set this to 1"
+            )
     if volatile.type == "redis_cluster" and "num_partitions" not in volatile.model_fields_set:
-        text = f"{volatile.num_partitions} on this machine; write it down, since every process must have the same number"
+        text = f"{volatile.num_partitions} on this machine; set it explicitly, since all processes must use the same number"
         found["volatile_db.num_partitions"] = text
     if persistent.type == "rocks_db" and "path" not in persistent.model_fields_set:
         found["persistent_db.path"] = (
-            f"{persistent.path}, in {tempfile.gettempdir()}, which systems empty; write a path that stays"
+            f"{persistent.path}, in {tempfile.gettempdir()}, which systems clean up; set a permanent path"
         )
     return found
 
 
 def _updates(configuration: "Configuration", tables: "list[TableSpec]") -> str:
-    """Where updates come from, and for which tables. Nothing is connected to."""
-    from hps.live_updates import LiveUpdates
-    from hps.metrics import Metrics
+    """Describe the log of updates and the tables that follow it, without connecting."""
+    from hps.statistics.metrics import Metrics
+    from hps.versions.live_updates import LiveUpdates
 
     source = configuration.update_source
     updates = LiveUpdates(configuration, Metrics())
@@ -267,7 +258,7 @@ def _print_summary(configuration: "Configuration", report: _Report) -> None:
         figures = (f"{count:,}", f"{vectors / 1e6:,.1f}", f"{share * count:,.0f}") if count else ("?",) * 3
         summary.add_row(model.model, model.version, table.table_name, str(place), figures[0], str(table.dim), *figures[1:])
     screen = Console(highlight=False)
-    screen.width = max(screen.width, 120)  # a terminal wraps long lines; in a pipe they must not be cut
+    screen.width = max(screen.width, 120)  # terminals wrap long lines; pipes must not cut them
     screen.print(summary)
     persistent, service = configuration.persistent_db, configuration.service
     where = f" at {persistent.path}" if persistent.type == "rocks_db" else ""

@@ -1,4 +1,4 @@
-"""`hps check-database`: say what is damaged in a persistent database, what can still be read, and how to save it."""
+"""`hps check-database`: report the damage of a persistent database, its readable rows, and how to save them."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,9 +14,9 @@ EXAMPLE = "Example: `hps check-database /var/lib/hps/rocksdb`"
 def check_database_command(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The `path` of a `persistent_db`.", show_default=False)],
 ) -> None:
-    """Read the whole database in PATH, and change nothing there. No process may write to it meanwhile.
+    """Read the whole database in PATH without changing it. No process may write to it meanwhile.
 
-    Exit codes: 0 all rows can be read, 1 something is damaged, 2 it cannot be looked at.
+    Exit codes: 0 all rows can be read, 1 something is damaged, 2 the database cannot be inspected.
     """
     with console.reported():
         from hps.registry import implementation

@@ -1,4 +1,4 @@
-"""What all commands share: common arguments, errors and exit codes, log lines and progress bars."""
+"""Shared arguments, error messages, exit codes, log lines and progress bars of the commands."""
 
 import logging
 import os
@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.text import Text
 
 from hps import errors
-from hps.progress import LogProgress, TableProgress, count_text, size_text
+from hps.ground.progress import LogProgress, TableProgress, count_text, size_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
-    from hps.progress import Progress
+    from hps.ground.progress import Progress
 
 ConfigPath: TypeAlias = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="A ps.json, as HugeCTR takes it.", show_default=False)
@@ -40,7 +40,7 @@ _WRONG_INPUT = (
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Turn an error into its message on standard error and its exit code."""
+    """Print an error as one message on standard error, and exit with its code."""
     try:
         yield
     except errors.HPSError as error:
@@ -57,11 +57,11 @@ def rows_text(rows: int) -> str:
     return f"{rows:,} row" if rows == 1 else f"{rows:,} rows"
 
 
-_FIGURES_WIDTH = 68  # of the figures, the shortest bar and the spaces between them
+_FIGURES_WIDTH = 68  # figures, the shortest bar and the spaces between them
 
 
 class _Figures:
-    """The text beside a bar. It is computed whenever the bar is drawn, so that it shows when a source has stopped."""
+    """The text beside a bar. It is computed at each redraw, so that it shows a stalled source."""
 
     def __init__(self, table: TableProgress) -> None:
         self.table = table
@@ -74,9 +74,9 @@ class _Figures:
 
 
 class _Bars:
-    """Shows the progress of tables on a terminal, one bar a table, which stays there when the table is done.
+    """Shows the progress of tables on a terminal, one bar per table. Full bars stay on the screen.
 
-    The display is live only while a table is loaded, so log lines in between stay where they are.
+    The display is live only while a table is loaded, so that log lines in between stay in place.
     """
 
     def __init__(self, console: Console) -> None:
@@ -113,7 +113,7 @@ class _Bars:
         self.stop()
 
     def stop(self) -> None:
-        """Leave the moving bar, if there is one, as it is."""
+        """Stop the moving bar, if there is one."""
         bars, self._bars = self._bars, None
         self._table.end()
         if bars is not None:
@@ -133,11 +133,11 @@ class _ConsoleHandler(logging.Handler):
 
 @contextmanager
 def progress(level: str | None = None, lines: logging.Formatter | None = None) -> "Iterator[Progress]":
-    """Set up logging and show progress: as bars on a terminal, elsewhere as log lines among all others.
+    """Set up logging and show progress, as bars on a terminal and as log lines elsewhere.
 
     Args:
-        level: log this and worse. By default, warnings on a terminal, and elsewhere what a command does and when.
-        lines: writes the lines; those of a service have the same form on a terminal.
+        level: least level to log; by default warnings on a terminal, and information elsewhere.
+        lines: writes the log lines of a service, which look the same on a terminal.
     """
     console = Console(stderr=True)
     handler = _ConsoleHandler(console) if console.is_terminal else logging.StreamHandler()
@@ -155,7 +155,7 @@ def progress(level: str | None = None, lines: logging.Formatter | None = None) -
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once, whatever its threads wait for. RocksDB recovers, as after a kill."""
+    """End the process without waiting for its threads. RocksDB recovers, as after a kill."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

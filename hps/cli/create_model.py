@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hps.cli import console
-from hps.progress import size_text
+from hps.ground.progress import size_text
 
 if TYPE_CHECKING:
-    from hps.progress import Progress
+    from hps.ground.progress import Progress
 
 EXAMPLE = "Example: `hps create-model models/sample/item.model --rows 50000 --dim 32 --seed 1`"
 
@@ -24,7 +24,7 @@ def create_model_command(
 ) -> None:
     """Write a sparse model whose vectors can be computed from their keys (hps.models.sample.sample_vectors).
 
-    The directory appears whole or not at all. To serve it, name it in sparse_files of a configuration, and its --dim in
+    The directory appears only when complete. To serve it, add it to sparse_files of a configuration and its --dim to
     embedding_vecsize_per_table.
     """
     with console.reported():

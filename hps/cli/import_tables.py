@@ -1,4 +1,4 @@
-"""`hps import`: tables of other formats to sparse model files."""
+"""`hps import`: convert tables of other formats to sparse model files."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,7 +7,7 @@ import typer
 
 from hps import errors
 from hps.cli import console as terminal
-from hps.progress import size_text
+from hps.ground.progress import size_text
 
 EXAMPLE = "Example: `hps import dlrm.pt models/dlrm --tables 'emb_l.*.weight' && hps serve models/dlrm/ps.json`"
 
@@ -29,46 +29,45 @@ def import_command(
         str | None,
         typer.Option(
             metavar="PATTERN",
-            help="Import every array (in a directory without .npy files: every entry) whose name matches, * standing for any "
-            "characters: each as one table below DESTINATION, and a ps.json that serves all of them.",
+            help="Import every array (in a directory without .npy files: every entry) whose name matches, with * for any "
+            "characters, as one table below DESTINATION, and write a ps.json that serves all of them.",
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="With --tables: the model's name in the ps.json; else DESTINATION's last part.")
+        str | None, typer.Option(help="With --tables: the model's name in the ps.json. Default: the last part of DESTINATION.")
     ] = None,
     write_config: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="With --tables: where the ps.json goes; else DESTINATION/ps.json.")
+        Path | None, typer.Option(metavar="PATH", help="With --tables: path of the ps.json. Default: DESTINATION/ps.json.")
     ] = None,
     keys: Annotated[
         str | None,
         typer.Option(
-            help="Tensor, column or member of the keys (with .npy: a file); else keys, key, ids or id. With --tables: each * "
-            "is what the same * of PATTERN matched; else keys are row numbers."
+            help="Tensor, column or member of the keys (with .npy: a file). Default: keys, key, ids or id. With --tables, each "
+            "* is replaced by the match of the same * in PATTERN. Default there: row numbers."
         ),
     ] = None,
     vectors: Annotated[
-        str | None, typer.Option(help="As --keys; else vectors, embeddings, emb_vector, ..., or the only (n, dim) floats.")
+        str | None, typer.Option(help="As --keys. Default: vectors, embeddings, emb_vector, ..., or the only (n, dim) floats.")
     ] = None,
-    first_key: Annotated[int | None, typer.Option(help="The keys are row numbers from this one on.")] = None,
+    first_key: Annotated[int | None, typer.Option(help="Use row numbers, starting here, as keys.")] = None,
     file_format: Annotated[
-        str | None, typer.Option("--format", help="npy, npz, safetensors, torch or parquet; else by SOURCE's name.")
+        str | None, typer.Option("--format", help="npy, npz, safetensors, torch or parquet. Default: by SOURCE's name.")
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="bfloat16, if 16-bit elements are its bits and SOURCE cannot say it.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace models, and a ps.json, that are there.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, if SOURCE stores its bits as other 16-bit elements.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace existing models and an existing ps.json.")] = False,
     config: Annotated[
-        Path | None, typer.Option(metavar="CONFIG", help="A ps.json, whose model_source says how to reach DESTINATION.")
+        Path | None, typer.Option(metavar="CONFIG", help="A ps.json with the model_source of DESTINATION.")
     ] = None,
 ) -> None:
-    """Write the embedding table in SOURCE as a sparse model, or with --tables all of them and a ps.json.
+    """Write the embedding table in SOURCE as a sparse model, or with --tables all tables and a ps.json.
 
-    float16, bfloat16 and float64 become float32, all integer keys int64. Tables are read in chunks, so that they may be larger
-    than memory. Pickled code in SOURCE is never run.
+    float16, bfloat16 and float64 become float32, all integer keys int64. Tables are read in chunks and may be larger than
+    memory. Pickled code in SOURCE is never run.
     """
     with terminal.reported():
         from hps.configuration.load import load_configuration
-        from hps.models.importing import import_model, import_tables, list_arrays
+        from hps.models.checkpoint import list_arrays
+        from hps.models.importing import import_model, import_tables
 
         if listing:
             for info in list_arrays(source, file_format=file_format):
@@ -78,7 +77,7 @@ def import_command(
             raise errors.InvalidInputError(f"importing {source}: got no DESTINATION, expected a path or URI, or --list")
         if tables is None and (model or write_config):
             raise errors.InvalidInputError(f"importing {source}: --model and --write-config need --tables")
-        with terminal.progress() as progress:  # logging is set up from here on, also for what the configuration says
+        with terminal.progress() as progress:  # logging is set up from here on, also for notices of the configuration
             model_source = load_configuration(config).model_source if config is not None else None
             options: dict[str, Any] = {
                 **{"keys": keys, "vectors": vectors, "file_format": file_format, "dtype": dtype},

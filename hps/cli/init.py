@@ -1,33 +1,31 @@
-"""`hps init`: from model files, a checkpoint or HugeCTR's files to a ps.json that is checked, with the reason of every line."""
+"""`hps init`: write a checked ps.json for model files, a checkpoint or HugeCTR's files, with the reason for every line."""
 
 import json
 import os
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
 from hps import errors
 from hps.cli import console
-from hps.progress import size_text
+from hps.ground.progress import size_text
 
 if TYPE_CHECKING:
     from hps.models.discovery import Discovery, FoundModel
 
 EXAMPLE = "Example: `hps init models/ --persistent rocks_db && hps serve ps.json`"
-_ROW_BYTES = 24  # of a row of the hash map beside its vector, at most
+_ROW_BYTES = 24  # most bytes of a row of the hash map beside its vector
 _PARTITIONS = 16
-_Line: TypeAlias = tuple[str, str]  # of the ps.json, and why it stands there
+_Line: TypeAlias = tuple[str, str]  # of the ps.json, and its reason
 
 
 @dataclass
 class _Choices:
-    """What the user chose; None where nothing. *One thread.*"""
+    """The user's choices; None for the default. *One thread.*"""
 
     volatile: str | None
     persistent: str | None
@@ -51,37 +49,33 @@ def init_command(
     ),
     volatile: Annotated[
         Literal["hash_map", "redis_cluster", "disabled"] | None,
-        typer.Option(help="The tier in memory; else hash_map, or redis_cluster with --redis."),
+        typer.Option(help="The tier in memory. Default: hash_map, or redis_cluster with --redis."),
     ] = None,
     persistent: Annotated[
         Literal["rocks_db", "disabled"] | None,
-        typer.Option(help="The tier on disk; else rocks_db if the vectors would take more than half of the free memory."),
+        typer.Option(help="The tier on disk. Default: rocks_db if the vectors would take more than half of the free memory."),
     ] = None,
     path: Annotated[
-        str | None, typer.Option(metavar="DIR", help="With rocks_db; else rocksdb beside the configuration.")
+        str | None, typer.Option(metavar="DIR", help="Directory of rocks_db. Default: rocksdb beside the configuration.")
     ] = None,
     device: Annotated[Literal["auto", "cuda", "cpu"], typer.Option(help="Where embedding caches are.")] = "auto",
     redis: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The server, or nodes of the cluster.")] = None,
     gpucacheper: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Share of the rows that the embedding cache holds; else 0.5.")
+        float | None, typer.Option(min=0, max=1, help="Share of the rows that the embedding cache holds. Default: 0.5.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="The model's name, where there is one model; else by its directory.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Name of a single model. Default: by its directory.")] = None,
     tables: Annotated[
         str | None,
-        typer.Option(metavar="PATTERN", help="Of a checkpoint, the arrays that are tables, as `hps import --tables`."),
+        typer.Option(metavar="PATTERN", help="The tables of a checkpoint, as in `hps import --tables`."),
     ] = None,
     explain: Annotated[bool, typer.Option(help="Print every line with its reason.")] = True,
-    ask: Annotated[bool, typer.Option("--ask", help="Ask on the terminal for what no option says.")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace the configuration, and imported tables, that are there.")
-    ] = False,
+    ask: Annotated[bool, typer.Option("--ask", help="Ask on the terminal for options that are not given.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing configuration and imported tables.")] = False,
 ) -> None:
-    """Write a ps.json for the models in SOURCE, and say why each line stands there.
+    """Write a ps.json for the models in SOURCE, and print the reason for each line.
 
-    A directory is one model with its tables, or holds models; directories named by numbers are versions. Widths are read from
-    the files' sizes. A checkpoint is imported to a directory beside the configuration.
+    A directory is one model with its tables, or contains models; directories named by numbers are versions. Widths follow from
+    the sizes of the files. A checkpoint is imported to a directory beside the configuration.
     """
     with console.reported():
         from hps.configuration.load import load_configuration
@@ -121,11 +115,12 @@ def _ask(choices: _Choices) -> None:
         choices.gpucacheper = FloatPrompt.ask("Share of the rows in the embedding cache, 0 to 1", default=0.5)
 
 
-# What there is.
+# Finding models.
 
 
 def _found(source: str, output: Path, tables: str | None, model: str | None, force: bool) -> "Discovery":
-    """The models of a source; a checkpoint is imported first."""
+    """Find the models of a source; import a checkpoint first."""
+    from hps.models.checkpoint import is_checkpoint
     from hps.models.discovery import Discovery, discover, entries_of, relocated
 
     listed = source if source.endswith(".json") else os.path.join(source, "ps.json")
@@ -139,7 +134,7 @@ def _found(source: str, output: Path, tables: str | None, model: str | None, for
         place = os.path.dirname(os.path.abspath(listed))
         found = Discovery(tuple(relocated(place, entry) for entry in entries))
     else:
-        found = discover(_imported(source, output, tables, force) or source)
+        found = _imported(source, output, tables, force) if is_checkpoint(source) else discover(source)
     if model is None:
         return found
     if len(found.models) != 1:
@@ -148,60 +143,34 @@ def _found(source: str, output: Path, tables: str | None, model: str | None, for
     return Discovery((replace(found.models[0], name=model),))
 
 
-def _imported(source: str, output: Path, tables: str | None, force: bool) -> str | None:
-    """The directory that a checkpoint was imported to; None if the source is none."""
-    from hps.models.discovery import name_of
-    from hps.models.importing import FORMATS, import_model, import_tables, list_arrays
+def _imported(source: str, output: Path, tables: str | None, force: bool) -> "Discovery":
+    """Import a checkpoint to a directory beside the configuration."""
+    from hps.models.checkpoint import tables_pattern
+    from hps.models.discovery import Discovery, FoundModel, FoundTable, name_of
+    from hps.models.importing import import_model, import_tables
 
-    is_checkpoint = os.path.isfile(source) or (
-        os.path.isdir(source) and any(os.path.splitext(name)[1].lower() in FORMATS for name in os.listdir(source))
-    )
-    if not is_checkpoint:
-        return None
     stem = name_of(os.path.splitext(os.path.basename(os.path.abspath(source)))[0])
     destination = str(output.absolute().parent / stem)
     with console.progress() as progress:
-        if tables is None:
-            held = {info.name: info for info in list_arrays(source)}
-            wide = [name for name, info in held.items() if len(info.shape) == 2 and "float" in info.dtype]
-            named = [name for name in wide if "emb" in name.lower()] or wide
-            if len(named) < 2 or "vectors" in held or os.path.isdir(source):  # one table, perhaps with keys
-                place = f"{destination}/{stem}.model"
-                import_model(source, place, overwrite=force, progress=progress)
-                return destination
-            tables = _pattern(named, list(held), source)
-        with TemporaryDirectory() as unused:
-            config = os.path.join(unused, "ps.json")
-            import_tables(source, destination, tables, write_config=config, overwrite=force, progress=progress)
-    return destination
+        if (pattern := tables or tables_pattern(source)) is None:
+            place = f"{destination}/{stem}.model"
+            written = {place: import_model(source, place, overwrite=force, progress=progress)}
+        else:
+            written = import_tables(source, destination, pattern, write_config="", overwrite=force, progress=progress)
+    found = (
+        FoundTable(os.path.basename(place).removesuffix(".model"), place, table.dim, table.rows)
+        for place, table in written.items()
+    )
+    return Discovery((FoundModel(stem, tuple(found)),))
 
 
-def _pattern(names: list[str], others: list[str], source: str) -> str:
-    """What `--tables` must be to mean these arrays and no other: what they have in common, cut between words."""
-    prefix = _common(names)
-    suffix = _common([name[len(prefix) :][::-1] for name in names])[::-1]
-    meant = [name for name in others if name.startswith(prefix) and name.endswith(suffix)]
-    if len(meant) > len(names):
-        listed = ", ".join(others[:12])
-        raise errors.InvalidInputError(
-            f"importing {source}: got the arrays {listed}, expected --tables 'PATTERN' of those to serve"
-        )
-    return f"{prefix}*{suffix}"
-
-
-def _common(names: list[str]) -> str:
-    """What names begin with, up to a separator; without one, up to a number."""
-    begun = os.path.commonprefix(names)  # noqa: RUF071 - of characters
-    return re.sub(r"(?<=[^a-zA-Z0-9])[a-zA-Z0-9]+$" if re.search("[^a-zA-Z0-9]", begun) else "[0-9]+$", "", begun)
-
-
-# What is written, and why.
+# Choosing keys, with reasons.
 
 
 def _configuration(
     source: str, found: "Discovery", choices: _Choices, output: Path
 ) -> tuple[dict[str, Any], dict[tuple[str | int, ...], str]]:
-    """The content of the ps.json, and the reasons by where they stand in it."""
+    """Return the content of the ps.json, and the reasons by their place in it."""
     content: dict[str, Any] = {"supportlonglong": True, "device": choices.device}
     reasons: dict[tuple[str | int, ...], str] = {
         ("supportlonglong",): "keys are 64-bit integers, as in the files",
@@ -227,7 +196,7 @@ def _configuration(
 def _tiers(
     content: dict[str, Any], reasons: dict[tuple[str | int, ...], str], found: "Discovery", choices: _Choices, output: Path
 ) -> None:
-    from hps.capacity import available_memory
+    from hps.ground.capacity import available_memory
 
     shapes = [table for model in found.models for table in model.tables]
     needed = sum(table.rows * (4 * table.dim + _ROW_BYTES) for table in shapes)
@@ -244,8 +213,8 @@ def _tiers(
     if kind == "redis_cluster":
         volatile |= {"address": choices.redis or "127.0.0.1:6379", "num_partitions": _PARTITIONS}
         words |= {
-            "address": "a server, or nodes of a cluster; the password comes from HPS_REDIS_PASSWORD",
-            "num_partitions": "hashes a table is cut into; the same in every server, for ever",
+            "address": "a server, or nodes of a cluster; HPS_REDIS_PASSWORD holds the password",
+            "num_partitions": "hashes per table; the same in every server, and never changed",
         }
     elif kind == "hash_map" and not fits and stays == "rocks_db":
         each = sum(4 * table.dim + _ROW_BYTES for table in shapes)
@@ -254,71 +223,55 @@ def _tiers(
         words |= {
             "num_partitions": "parts of a table, for overflow_margin",
             "overflow_margin": f"most rows of a part: {size}",
-            "overflow_policy": "rows that were not used for long make room",
-            "cache_missed_embeddings": "rows that were fetched from disk stay in memory",
+            "overflow_policy": "the least recently used rows make room",
+            "cache_missed_embeddings": "rows fetched from disk stay in memory",
         }
     content["volatile_db"] = volatile
     reasons |= {("volatile_db", key): text for key, text in words.items()}
     persistent: dict[str, Any] = {"type": stays}
-    on_disk = "holds every row, and restarts load nothing"
+    on_disk = "holds every row, so that restarts load nothing"
     reasons["persistent_db", "type"] = on_disk if stays == "rocks_db" else "no tier on disk"
     if choices.persistent is None and shapes:
         reasons["persistent_db", "type"] += f": {size}"
     if stays == "rocks_db":
         persistent["path"] = os.path.abspath(choices.path) if choices.path else str(output.absolute().parent / "rocksdb")
-        reasons["persistent_db", "path"] = "one process writes there; on a disk that keeps it"
+        reasons["persistent_db", "path"] = "one process writes there; use a permanent disk"
     content["persistent_db"] = persistent
 
 
 def _entry(model: "FoundModel", choices: _Choices) -> tuple[dict[str, Any], dict[str, str]]:
-    """An entry of `models`, and why each key has its value."""
+    """Return an entry of `models`, and the reason for each value."""
     from hps.configuration.load import ModelConfig
 
     known: Mapping[str, Any] = model.entry
-    count = len(model.tables)
-    relative = bool(model.version_path)
+    entry = model.new_entry()
     rows = ", ".join(f"{table.rows:,}" for table in model.tables)
-    entry: dict[str, Any] = {"model": model.name}
-    why = {"model": "the name in requests; by its directory" if not known else "as in the ps.json that was found"}
-    if relative:
-        entry["version_path"] = model.version_path
-        why["version_path"] = f"versions {', '.join(model.versions)}; the latest is served"
-    fixed: dict[str, tuple[Any, str]] = {
-        "sparse_files": (
-            [table.place for table in model.tables],
-            "directories with key and emb_vector" + (", in each version" if relative else ""),
-        ),
-        "embedding_table_names": ([table.name for table in model.tables], f"the names in requests; rows: {rows}"),
-        "embedding_vecsize_per_table": (
-            [table.dim for table in model.tables],
-            "floats a vector: emb_vector's bytes / 4 / the number of keys",
-        ),
-    }
-    chosen: dict[str, tuple[Any, str]] = {
-        "max_batch_size": (4096, "samples of one lookup"),
+    why = {
+        "model": "the name in requests; by its directory" if not known else "as in the ps.json that was found",
+        "version_path": f"versions {', '.join(model.versions)}; the latest is served",
+        "sparse_files": "directories with key and emb_vector" + (", in each version" if model.version_path else ""),
+        "embedding_table_names": f"the names in requests; rows: {rows}",
+        "embedding_vecsize_per_table": "floats a vector: emb_vector's bytes / 4 / the number of keys",
+        "max_batch_size": "samples of one lookup",
         "maxnum_catfeature_query_per_table_per_sample": (
-            [1] * count,
-            "keys of a sample, a table; times max_batch_size most keys of a lookup: raise it if yours have more",
+            "keys per sample of a table; times max_batch_size, the most keys of a lookup: raise it if needed"
         ),
-        "default_value_for_each_table": ([0.0] * count, "the vector of a key that no table has"),
-        "deployed_device_list": ([0], "GPUs that each hold a cache"),
-        "gpucacheper": (0.5, "share of the rows in the embedding cache; `hps plan` says what another would give"),
-        "hit_rate_threshold": (1.1, "above 1: no key that a table has ever gets the default vector"),
+        "default_value_for_each_table": "the vector of a key that no table has",
+        "deployed_device_list": "GPUs that each hold a cache",
+        "gpucacheper": "share of the rows in the embedding cache; `hps plan` predicts the effect of others",
+        "hit_rate_threshold": "above 1: keys of a table never get the default vector",
     }
-    for key, (value, reason) in fixed.items():
-        entry[key], why[key] = value, reason
-    for key, (value, reason) in chosen.items():
-        given = choices.gpucacheper if key == "gpucacheper" else None
-        entry[key] = given if given is not None else known.get(key, value)
-        why[key] = reason if key not in known or given is not None else f"{reason} (as before)"
-    kept = ModelConfig.model_fields.keys() - ModelConfig.ignored_keys() - entry.keys() - {"versions", "version_path"}
-    for key in (key for key in known if key in kept):
-        entry[key], why[key] = known[key], "as before"
-    return entry, why
+    read = {"model", "version_path", "versions", "sparse_files", "embedding_table_names", "embedding_vecsize_per_table"}
+    kept = ModelConfig.model_fields.keys() - ModelConfig.ignored_keys() - read
+    given = {} if choices.gpucacheper is None else {"gpucacheper": choices.gpucacheper}
+    for key in (key for key in known if key in kept - given.keys()):
+        entry[key], why[key] = known[key], f"{why[key]} (as before)" if key in why else "as before"
+    entry |= given
+    return entry, {key: why[key] for key in entry}
 
 
 def _lines(content: dict[str, Any], reasons: Mapping[tuple[str | int, ...], str]) -> list[_Line]:
-    """Write JSON, one key a line, each with its reason."""
+    """Write JSON, one key per line, each with its reason."""
     lines: list[_Line] = []
 
     def write(value: Any, place: tuple[str | int, ...], start: str, end: str, indent: str) -> None:

@@ -1,4 +1,4 @@
-"""`hps models | deploy | undeploy | rollback | refresh | updates status`: see and change the models of a running server."""
+"""`hps models | deploy | undeploy | rollback | refresh | updates status`: list and change the models of a running server."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import typer
 from hps import errors
 from hps.cli import console
 from hps.cli.running_server import LOCAL, Model, NoWait, RunningServer, ServerUrl, Token, TokenFile, Url
-from hps.progress import count_text, size_text
+from hps.ground.progress import count_text, size_text
 
 EXAMPLES = {
     "models": "Example: `hps models http://127.0.0.1:8000`",
@@ -21,7 +21,7 @@ EXAMPLES = {
     "updates status": "Example: `hps updates status http://127.0.0.1:8000`",
 }
 _TIERS = ("embedding_cache", "volatile_db", "persistent_db")
-_WIDTH = 160  # where the output is no terminal
+_WIDTH = 160  # if the output is not a terminal
 
 
 def models_command(
@@ -32,7 +32,7 @@ def models_command(
 ) -> None:
     """Print the models of a running server: their versions, states, rows, memory and hit rates.
 
-    The sizes are of vectors, by tier. The hit rate is that of the embedding cache, of all versions of a model.
+    Sizes are of vectors, by tier. The hit rate is that of the embedding cache over all versions of a model.
     """
     with console.reported():
         answer = RunningServer(url, token, token_file).models()
@@ -49,10 +49,10 @@ def models_command(
 
 def deploy_command(
     model: Model,
-    version: Annotated[str, typer.Option("--version", help="By default what the model's version_policy chooses.")] = "",
+    version: Annotated[str, typer.Option("--version", help="Default: chosen by the model's version_policy.")] = "",
     config: Annotated[
         Path | None,
-        typer.Option("--config", show_default=False, help="A file with an entry of `models`, or a ps.json that has MODEL."),
+        typer.Option("--config", show_default=False, help="A file with an entry of `models`, or a ps.json with MODEL."),
     ] = None,
     force: console.Force = False,
     no_wait: NoWait = False,
@@ -60,10 +60,10 @@ def deploy_command(
     token: Token = "",
     token_file: TokenFile = None,
 ) -> None:
-    """Load a version of MODEL into a running server, beside the one that serves, and let it take over.
+    """Load a version of MODEL into a running server beside the serving version, then switch to it.
 
-    Lookups go on meanwhile. If the version cannot be loaded, what served goes on to serve. Interrupting this command does not
-    stop the server.
+    Lookups go on meanwhile. If loading fails, the previous version continues to serve. Interrupting this command does not stop
+    the server.
     """
     with console.reported():
         body: dict[str, Any] = {"force": force}
@@ -76,7 +76,7 @@ def deploy_command(
 
 def undeploy_command(
     model: Model,
-    version: Annotated[str, typer.Option("--version", help="Only this one; by default the whole model.")] = "",
+    version: Annotated[str, typer.Option("--version", help="Undeploy only this version. Default: the whole model.")] = "",
     no_wait: NoWait = False,
     url: Url = LOCAL,
     token: Token = "",
@@ -90,7 +90,7 @@ def undeploy_command(
 def rollback_command(
     model: Model, no_wait: NoWait = False, url: Url = LOCAL, token: Token = "", token_file: TokenFile = None
 ) -> None:
-    """Let the version of MODEL serve again that was replaced last."""
+    """Roll MODEL back to its previous version."""
     with console.reported():
         _change(model, "rollback", {}, no_wait, url, token, token_file)
 
@@ -98,7 +98,7 @@ def rollback_command(
 def refresh_command(
     model: Model, no_wait: NoWait = False, url: Url = LOCAL, token: Token = "", token_file: TokenFile = None
 ) -> None:
-    """Read the vectors in MODEL's embedding caches again from the databases, on every device."""
+    """Refresh the vectors in MODEL's embedding caches from the databases, on every device."""
     with console.reported():
         _change(model, "refresh", {}, no_wait, url, token, token_file)
 
@@ -109,10 +109,10 @@ def updates_status_command(
     token: Token = "",
     token_file: TokenFile = None,
 ) -> None:
-    """Print how far the tables of a running server have followed the log of their updates.
+    """Print how far the tables of a running server have followed their log of updates.
 
-    `lag` is for how long a table has not had what is in the log, `behind` how many messages that is. `stale` are rows that
-    were older than what was there, `dead letters` messages that could not be applied.
+    `lag` is the age of the oldest message that is not applied yet, `behind` the number of such messages. `stale` rows were
+    older than the stored ones; `dead letters` are messages that could not be applied.
     """
     with console.reported():
         answer = RunningServer(url, token, token_file).updates()
@@ -138,14 +138,14 @@ def updates_status_command(
 def _change(model: str, verb: str, body: dict[str, Any], no_wait: bool, url: str, token: str, token_file: Path | None) -> None:
     change = RunningServer(url, token, token_file).change(model, verb, body, wait=not no_wait)
     if "status" not in change:
-        typer.echo(f"{model}: under way; hps models tells how it goes on")
+        typer.echo(f"{model}: in progress; `hps models` shows its state")
         return
     state = f"version {change['version']} serves" if "version" in change else "out of service"
     typer.echo(f"{model}: {state} ({verb}, {change['seconds']:.1f} s)")
 
 
 def _entry(path: Path, model: str) -> dict[str, Any]:
-    """The entry of a model: a file that holds it alone, or a whole configuration."""
+    """Read the entry of a model from a file of its own or from a configuration."""
     doing = f"reading --config {path}"
     try:
         content = json.loads(path.read_text())

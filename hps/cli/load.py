@@ -1,4 +1,4 @@
-"""`hps load`: fill the databases that outlive this process from the model files."""
+"""`hps load`: load model files into databases that outlive the process."""
 
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -12,20 +12,19 @@ from hps.cli import console
 if TYPE_CHECKING:
     from hps.configuration.load import Configuration
     from hps.databases.base import Database
-    from hps.models.catalog import ModelVersion
+    from hps.ground.progress import Progress
     from hps.models.sources import ModelSources
     from hps.models.table_load import DatabaseLoad, LoadReport
-    from hps.progress import Progress
+    from hps.versions.catalog import ModelVersion
 
 EXAMPLE = "Example: `hps load configs/minimal.json && hps serve configs/minimal.json`"
 
 
 def load_command(config: console.ConfigPath, force: console.Force = False) -> None:
-    """Fill the persistent database of CONFIG from the model files, then exit.
+    """Load the model files of CONFIG into its persistent database, then exit.
 
-    Tables that it holds already are skipped, an interrupted load continues where it stopped, and another version of a model
-    is replaced. Servers that start afterwards have nothing to load into it. A model that cannot be loaded does not stop the
-    others.
+    Tables that are already loaded are skipped, an interrupted load is continued, and another version of a model is replaced.
+    Servers that start afterwards need not load it again. A model that cannot be loaded does not stop the others.
     """
     with console.reported():
         lines: list[str] = []
@@ -33,8 +32,8 @@ def load_command(config: console.ConfigPath, force: console.Force = False) -> No
         with ExitStack() as stack:
             progress = stack.enter_context(console.progress())
             from hps.configuration.load import load_configuration
-            from hps.models.catalog import ModelCatalog
             from hps.models.sources import ModelSources
+            from hps.versions.catalog import ModelCatalog
 
             configuration = load_configuration(config)
             databases = _open_databases(config, configuration, stack)
@@ -55,7 +54,7 @@ def load_command(config: console.ConfigPath, force: console.Force = False) -> No
 
 
 def _open_databases(path: Path, configuration: "Configuration", stack: ExitStack) -> "list[Database]":
-    """Open the databases that outlive this process; `stack` closes them."""
+    """Open the databases that outlive the process; `stack` closes them."""
     from hps.databases.base import PersistentDatabase, SharedDatabase
     from hps.registry import implementation
 

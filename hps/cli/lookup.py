@@ -23,14 +23,14 @@ def lookup_command(
     table: Annotated[str, typer.Argument(metavar="TABLE", help="Name or number of a table.", show_default=False)],
     keys: Annotated[list[str], typer.Argument(metavar="KEY", help="Keys; they may be negative.", show_default=False)],
     combiner: Annotated[
-        str | None, typer.Option(metavar="HOW", help="Print their sum, mean or sqrtn, too: that of one bag of the keys.")
+        str | None, typer.Option(metavar="HOW", help="Also print the sum, mean or sqrtn of the keys as one bag.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print the vectors of KEYs, and which of them got the default vector because no database has them.
+    """Print the vectors of KEYs, and mark the default vectors of keys that no database has.
 
-    Answers from the persistent database, which is loaded first if necessary; without one, from the model files. Only one
-    process at a time can open a RocksDB: while a server runs, ask the server.
+    Answers from the persistent database, which is loaded first if necessary, or else from the model files. Only one process at
+    a time can open a RocksDB: while a server runs, ask the server.
     """
     pooled: dict[str, FloatArray] = {}
     with console.reported():
@@ -70,7 +70,7 @@ def _key(text: str) -> int:
 
 
 def _without_caches(configuration: "Configuration", model: str) -> "Configuration":
-    """The same tables for one lookup: one model, no cache, no updates, no volatile database if there is a persistent one."""
+    """Reduce a configuration to one lookup: one model, no cache, no updates, no volatile database beside a persistent one."""
     from hps.configuration.load import UpdateSourceConfig
 
     models = [
@@ -108,7 +108,7 @@ def _print_vectors(
 
 
 def _floats(row: "FloatArray") -> list[float]:
-    return [float(str(element)) for element in row]  # the shortest digits that name the float32
+    return [float(str(element)) for element in row]  # the shortest digits that identify the float32
 
 
 def _listed(row: "FloatArray") -> str:

@@ -1,4 +1,4 @@
-"""`hps plan`: what a configuration will need and do, before anything of it is loaded."""
+"""`hps plan`: predict the memory and hit rates of a configuration before it is loaded."""
 
 import json
 import re
@@ -9,12 +9,12 @@ import typer
 
 from hps import errors
 from hps.cli import console
-from hps.progress import size_text
+from hps.ground.progress import size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hps.capacity import Place
+    from hps.ground.capacity import Place
     from hps.planning.forecast import Forecast, Suggestion
     from hps.planning.memory import Machine, PlannedNeed, Total
 
@@ -24,22 +24,22 @@ _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 def plan_command(
     config: console.ConfigPath,
-    trace: Annotated[Path | None, typer.Option(help="Keys that `hps serve --record-trace` recorded.", exists=True)] = None,
+    trace: Annotated[Path | None, typer.Option(help="Keys recorded by `hps serve --record-trace`.", exists=True)] = None,
     alpha: Annotated[
         float | None,
-        typer.Option(min=0.0, max=4.0, help="Predict a power law of this exponent for tables without recorded keys."),
+        typer.Option(min=0.0, max=4.0, help="Assume a power law with this exponent for tables without recorded keys."),
     ] = None,
     fit: Annotated[
-        bool, typer.Option("--fit", help="Predict the power law that fits the recorded keys, where these are few.")
+        bool, typer.Option("--fit", help="Use the power law that fits the recorded keys, for short recordings.")
     ] = False,
     goal: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Suggest the least gpucacheper with this hit rate.")
+        float | None, typer.Option(min=0.0, max=1.0, help="Suggest the smallest gpucacheper with this hit rate.")
     ] = None,
     budget: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Suggest the gpucacheper for so much cache memory a device, as 8GB.")
+        str | None, typer.Option(metavar="SIZE", help="Suggest the gpucacheper for this cache memory per device, as 8GB.")
     ] = None,
     gpu_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Plan for another machine: the memory of each of its GPUs.")
+        str | None, typer.Option(metavar="SIZE", help="Memory of each GPU, to plan for another machine.")
     ] = None,
     ram: Annotated[str | None, typer.Option(metavar="SIZE", help="As --gpu-memory: its memory.")] = None,
     disk: Annotated[str | None, typer.Option(metavar="SIZE", help="As --gpu-memory: its disk.")] = None,
@@ -49,16 +49,16 @@ def plan_command(
         Path | None, typer.Option(metavar="FILE", help="Draw hit rates by cache size: .svg or .png (extra `plot`).")
     ] = None,
 ) -> None:
-    """Print the memory that CONFIG needs on each tier, whether it is there, and the hit rates of its caches.
+    """Print the memory that CONFIG needs on each tier, whether it fits, and the hit rates of its caches.
 
-    Nothing is loaded, and no database is asked. The exit code is 1 if something does not fit. 1 GB is 2^30 bytes.
+    Nothing is loaded, and no database is opened. The exit code is 1 if something does not fit. 1 GB is 2^30 bytes.
     """
     with console.reported():
         from hps.configuration.load import load_configuration
-        from hps.key_traces import read_traces
         from hps.planning import memory
         from hps.planning.forecast import Forecast
         from hps.planning.picture import draw
+        from hps.statistics.key_traces import read_traces
 
         given = {"gpu": gpu_memory, "ram": ram, "disk": disk, "redis": redis}
         sizes: dict[Place, int] = {place: _size(text) for place, text in given.items() if text is not None}  # type: ignore[misc]
@@ -88,7 +88,7 @@ def plan_command(
 
 
 def _size(text: str) -> int:
-    """`80GB`, `1.5 TB`, `4096`: bytes."""
+    """Read a size in bytes: `80GB`, `1.5 TB`, `4096`."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(i?B)?\s*", text, re.IGNORECASE)
     try:
         return int(float(match[1]) * (1 << _UNITS[match[2].upper()]))  # type: ignore[index]
@@ -123,12 +123,12 @@ def _print(
     from rich.console import Console
 
     screen = Console(highlight=False)
-    screen.width = max(screen.width, 160)  # a terminal wraps long lines; in a pipe they must not be cut
+    screen.width = max(screen.width, 160)  # terminals wrap long lines; pipes must not cut them
     _print_memory(screen, needs, totals, machine)
     if forecasts:
         _print_hit_rates(screen, forecasts)
     else:
-        screen.print("\nhit rates: no keys to go by; give --trace or --alpha")
+        screen.print("\nhit rates: unknown without keys; give --trace or --alpha")
     for one in suggestions:
         _print_suggestion(screen, one)
 
@@ -185,7 +185,7 @@ def _print_hit_rates(screen: "Console", forecasts: "list[Forecast]") -> None:
         share = f"{100 * table.configured.capacity_rows / max(table.rows, 1):.3g} %"
         rates.add_row(table.model, table.table, f"{table.rows:,}", f"{table.alpha:.2f}", *cells[:-1], share, cells[-1], missed)
     screen.print()
-    screen.print("hit rate of a cache of so many of the table's rows", markup=False)
+    screen.print("hit rate by cache size, as a share of the table's rows", markup=False)
     screen.print(rates)
     if uncertain:
         screen.print(

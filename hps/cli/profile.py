@@ -1,4 +1,4 @@
-"""`hps profile`: how quick lookups are, in process or of a running server, and where their time goes."""
+"""`hps profile`: measure lookups in process or of a running server, and show where their time goes."""
 
 import json
 from contextlib import ExitStack
@@ -28,7 +28,7 @@ _STAGE_TEXTS = {"http": "HTTP request", "lookup": "whole lookup", "outside": "ou
 
 
 class Distribution(StrEnum):
-    """How popular keys are."""
+    """Distributions of keys."""
 
     POWER_LAW = "power-law"
     HOT_KEYS = "hot-keys"
@@ -39,49 +39,49 @@ def profile_command(
     target: Annotated[
         str, typer.Argument(metavar="CONFIG|URL", help="A ps.json, or the URL of a running server.", show_default=False)
     ],
-    model: Annotated[str, typer.Option(help="Its name; needed where there are several.", show_default=False)] = "",
-    table: Annotated[list[str] | None, typer.Option(help="Ask this table; may be given again. By default all.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Keys of each table in a lookup; again for another row.")] = None,
+    model: Annotated[str, typer.Option(help="Name of the model; required if there are several.", show_default=False)] = "",
+    table: Annotated[list[str] | None, typer.Option(help="Look up in this table; may be repeated. Default: all.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Keys per table of a lookup; repeat for more rows.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Threads; of a server, connections.")] = 4,
     rate: Annotated[
         list[float] | None,
         typer.Option(
-            help="Lookups a second, whatever the answers take: times count from when each is due. Again for another row. By "
-            "default each begins when the one before it ends."
+            help="Lookups per second, independent of the answers; latencies count from the time when each is due. Repeat for "
+            "more rows of results. Default: each begins when the previous one ends."
         ),
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.01, help="For each row.")] = 10.0,
-    warmup: Annotated[float, typer.Option(min=0.0, help="Seconds before each row that do not count.")] = 2.0,
+    warmup: Annotated[float, typer.Option(min=0.0, help="Seconds of warm-up before each row of results.")] = 2.0,
     distribution: Annotated[Distribution, typer.Option(help="The popularity of keys.")] = Distribution.POWER_LAW,
     alpha: Annotated[float, typer.Option(min=0.0, help="Of the power law.")] = 0.99,
     hot_key_percentage: Annotated[float, typer.Option(min=0.0, max=1.0, help="This share of the keys is hot, and")] = 0.2,
     hot_key_coverage: Annotated[float, typer.Option(min=0.0, max=1.0, help="gets this share of the requests.")] = 0.8,
     rows: Annotated[
-        int, typer.Option(min=0, help="Draw keys 0 to ROWS - 1. By default those of the model files; of a server, as many.")
+        int, typer.Option(min=0, help="Draw keys from 0 to ROWS - 1. Default: those of the model files; of a server, as many.")
     ] = 0,
     keys: Annotated[
         Path | None,
-        typer.Option(help="Recorded keys, of `hps serve --record-trace`, or a .npy of int64; in place of drawn ones."),
+        typer.Option(help="Keys recorded by `hps serve --record-trace`, or a .npy of int64, instead of drawn keys."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of drawn keys.")] = 1,
-    bags: Annotated[int, typer.Option(min=0, help="Keys of a bag: ask for sums of bags in place of vectors.")] = 0,
-    device: Annotated[int | None, typer.Option(help="In process: whose embedding cache to ask.", show_default=False)] = None,
+    bags: Annotated[int, typer.Option(min=0, help="Keys per bag: ask for sums of bags instead of vectors.")] = 0,
+    device: Annotated[int | None, typer.Option(help="In process: device of the embedding cache.", show_default=False)] = None,
     on_device: Annotated[bool, typer.Option("--on-device", help="In process: keys and vectors are on the GPU.")] = False,
-    processes: Annotated[int, typer.Option(min=1, help="Of a server: processes that make the load.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="For a server: number of processes that send lookups.")] = 1,
     token: Annotated[
         str,
         typer.Option(
             envvar=["HPS_BEARER_TOKEN", "HPS_ADMIN_TOKEN"],
             show_default=False,
-            help="Of the server. Better in the environment: everybody on this machine sees command lines.",
+            help="Token of the server. Safer in the environment, since all users of this machine see command lines.",
         ),
     ] = "",
-    check: Annotated[bool, typer.Option("--check", help="First look some keys up twice, and compare their vectors.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="First look up some keys twice and compare the vectors.")] = False,
     p50_ms: Annotated[float | None, typer.Option("--p50-ms", help="A bound of p50.", show_default=False)] = None,
     p99_ms: Annotated[float | None, typer.Option("--p99-ms", help="A bound of p99.", show_default=False)] = None,
     min_keys_per_s: Annotated[float | None, typer.Option(help="A bound of the throughput.", show_default=False)] = None,
     min_hit_rate: Annotated[
-        float | None, typer.Option(help="A bound of the embedding cache's hit rate, 0 to 1.", show_default=False)
+        float | None, typer.Option(help="Least hit rate of the embedding cache, 0 to 1.", show_default=False)
     ] = None,
     max_failures: Annotated[float, typer.Option(min=0.0, max=1.0, help="The share of lookups that may fail.")] = 0.0,
     json_file: Annotated[
@@ -89,10 +89,10 @@ def profile_command(
     ] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw them into this .svg or .png.", show_default=False)] = None,
 ) -> None:
-    """Measure how quick lookups are, where their time goes, and which tier answers.
+    """Measure the speed of lookups, where their time goes, and which tier answers.
 
-    CONFIG is opened in this process, without HTTP. A URL is a server that runs; its own counters, of all clients, say where
-    the time goes. Exit code 1 says that a bound is missed or that more lookups failed than `--max-failures`.
+    CONFIG is opened in this process, without HTTP. A URL is a running server; its own counters, over all clients, say where
+    the time goes. Exit code 1 means that a bound is missed or that more lookups failed than `--max-failures`.
     """
     with console.reported(), ExitStack() as stack:
         from hps.profiling.in_process import InProcess
@@ -150,7 +150,7 @@ def profile_command(
 def _check(
     batches: "Sequence[int]", rates: "Sequence[float | None]", bags: int, json_file: Path | None, picture: Path | None
 ) -> None:
-    """Refuse before anything is loaded what cannot be measured."""
+    """Refuse wrong options before anything is loaded."""
     if wrong := [size for size in batches if size < 1 or (bags and size % bags)]:
         expected = f"multiples of --bags {bags}" if bags else "at least 1"
         raise errors.InvalidInputError(f"reading --batch: got {wrong}, expected {expected}")
@@ -164,7 +164,7 @@ def _check(
 
 
 def _opened(path: Path, stack: ExitStack) -> "HPS":
-    """The parameter server of a configuration, until the command ends."""
+    """Open the parameter server of a configuration for the duration of the command."""
     from hps.configuration.load import load_configuration
     from hps.parameter_server import HPS
 
@@ -173,7 +173,7 @@ def _opened(path: Path, stack: ExitStack) -> "HPS":
 
 
 def _keys(asked: "Service | InProcess", workload: "Workload", keys: Path | None, rows: int) -> "dict[str, KeyArray]":
-    """What each table is asked."""
+    """Choose the keys of each table."""
     if keys is not None:
         from hps.profiling.keys import recorded_keys
 
@@ -189,7 +189,7 @@ def _keys(asked: "Service | InProcess", workload: "Workload", keys: Path | None,
 
 
 def _screen() -> "Console":
-    """Where tables go: as wide as they are where nobody looks at a terminal."""
+    """Make the screen for tables; in a pipe, as wide as they are."""
     from rich.console import Console
 
     screen = Console(highlight=False)
@@ -221,7 +221,7 @@ def _print(screen: "Console", profile: "Profile") -> None:
 
 
 def _print_row(screen: "Console", row: "Row") -> None:
-    """Where the time of one row went, and which tier answered."""
+    """Print where the time of one row of results went, and which tiers answered."""
     from rich.table import Table
 
     title = f"{row.batch:,} keys" + (f" at {row.rate:,.10g}/s" if row.rate else "")

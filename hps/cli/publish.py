@@ -1,4 +1,4 @@
-"""`hps publish`: rows of model files, or of other formats, into the log of online updates."""
+"""`hps publish`: publish rows of model files or other formats to the log of online updates."""
 
 import json
 import posixpath
@@ -13,14 +13,14 @@ from hps import errors
 from hps.cli import console
 
 if TYPE_CHECKING:
-    from hps.models.catalog import ModelCatalog
+    from hps.ground.progress import Progress
     from hps.models.deltas import TableSource
     from hps.models.differences import Difference
     from hps.models.sources import ModelSources
-    from hps.progress import Progress
     from hps.types import KeyArray
     from hps.updates.framing import VectorDtype
     from hps.updates.publisher import Publisher
+    from hps.versions.catalog import ModelCatalog
 
 EXAMPLE = "Example: `hps publish ps.json shop item new/item.model --since old/item.model --rate 100000`"
 
@@ -35,7 +35,7 @@ def publish_command(
         str | None,
         typer.Argument(
             metavar="SOURCE",
-            help="With TABLE: sparse model files, or what `hps import` reads; else the files of the version of MODEL.",
+            help="With TABLE: sparse model files or a checkpoint, as `hps import`. Default: the files of the version of MODEL.",
             show_default=False,
         ),
     ] = None,
@@ -43,30 +43,30 @@ def publish_command(
         str | None,
         typer.Option(
             metavar="OLDDIR",
-            help="Publish only what differs from these sparse model files, deletions too. Without TABLE: the directory in "
-            "which each table's files are called as in `sparse_files`.",
+            help="Publish only differences from these sparse model files, deletions included. Without TABLE: a directory with "
+            "each table's files under the names in `sparse_files`.",
         ),
     ] = None,
     delete: Annotated[
         str | None,
-        typer.Option(metavar="KEYS", help="With TABLE: keys to delete, 5,7,9 or a .npy file; without SOURCE nothing else."),
+        typer.Option(metavar="KEYS", help="With TABLE: keys to delete, 5,7,9 or a .npy file; without SOURCE, only delete."),
     ] = None,
-    version: Annotated[str | None, typer.Option(help="Of MODEL; else the last that CONFIG serves.")] = None,
+    version: Annotated[str | None, typer.Option(help="Version of MODEL. Default: the last that CONFIG serves.")] = None,
     rate: Annotated[float, typer.Option(metavar="ROWS", min=0, help="The most rows a second; 0 for any.")] = 0.0,
     create_partitions: Annotated[
-        int, typer.Option(metavar="N", min=0, max=65535, help="Make topics that do not exist, with N partitions.")
+        int, typer.Option(metavar="N", min=0, max=65535, help="Create missing topics with N partitions.")
     ] = 0,
     message_bytes: Annotated[int, typer.Option(min=64, help="Of a message.")] = 256 << 10,
-    dtype: Annotated[str, typer.Option(help="Of vectors in messages: float32, float16 or bfloat16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Dtype of vectors in messages: float32, float16 or bfloat16.")] = "float32",
     keys: Annotated[str | None, typer.Option(help="As in `hps import`, as are the next ones.")] = None,
     vectors: Annotated[str | None, typer.Option()] = None,
     first_key: Annotated[int | None, typer.Option()] = None,
     file_format: Annotated[str | None, typer.Option("--format")] = None,
 ) -> None:
-    """Publish rows to the log that CONFIG's update_source names, to be served at once by every server that reads it.
+    """Publish rows to CONFIG's update_source, for every server that reads it.
 
-    Prints, for each table, the position of the last message of each partition: model files that hold all that was published
-    belong to these positions.
+    Prints the position of the last message in each partition for each table. Model files with all published rows belong to
+    these positions.
     """
     with console.reported():
         if table is None and (source or delete):
@@ -77,10 +77,10 @@ def publish_command(
         try:
             with console.progress() as progress:
                 from hps.configuration.load import load_configuration
-                from hps.models.catalog import ModelCatalog
                 from hps.models.sources import ModelSources
                 from hps.updates.base import TOPIC_PREFIX
                 from hps.updates.publisher import Publisher, open_writer
+                from hps.versions.catalog import ModelCatalog
 
                 configuration = load_configuration(config)
                 sources = ModelSources(configuration.model_source)
@@ -106,7 +106,7 @@ def publish_command(
                         positions = _publish(publisher, chunks, deleted, topic, progress)
                         progress.finish(topic)
                         lines.append(f"{topic}: published {publisher.rows:,} changes; positions {json.dumps(positions)}")
-        finally:  # below the bars, also those of the tables before an error
+        finally:  # below the bars, also for tables before an error
             for line in lines:
                 typer.echo(line)
 
@@ -114,7 +114,7 @@ def publish_command(
 def _tables(
     catalog: "ModelCatalog", model: str, table: str | None, version: str | None, since: str | None
 ) -> "list[tuple[str, int, Callable[[], TableSource], str | None]]":
-    """Name, width and files of each table, and the place of its older files."""
+    """List name, width, files and older files of each table."""
     entry = catalog.model(model)
     names = [one.table_name for one in entry.tables]
     if table is not None and table not in names:
@@ -136,13 +136,13 @@ def _tables(
 def _chunks(
     source: "str | TableSource", dim: int, old: str | None, sources: "ModelSources", names: dict[str, Any]
 ) -> "tuple[int, Iterable[Difference]]":
-    """How many rows are to be read, and what is to be published of them."""
+    """Return the number of rows to read, and the changes to publish."""
     import numpy as np
 
+    from hps.models.checkpoint import find_table
     from hps.models.deltas import open_table_files
     from hps.models.differences import Difference, differences, rows_of
     from hps.models.files import open_sparse_model
-    from hps.models.importing import read_table
 
     none = np.empty(0, np.int64)
     if isinstance(source, str):
@@ -150,8 +150,8 @@ def _chunks(
         if filesystem.is_local and not filesystem.exists(f"{place.rstrip('/')}/key"):
             if old is not None:
                 raise errors.InvalidInputError(f"publishing {source}: --since needs sparse model files; `hps import` it first")
-            selection, chunks = read_table(source, **names)
-            return selection.rows, (Difference(keys, vectors, none, keys.size) for keys, vectors in chunks)
+            table = find_table(source, **names)
+            return table.selection.rows, (Difference(keys, vectors, none, keys.size) for keys, vectors in table.chunks())
     model = open_table_files(source, dim, sources=sources)
     if old is not None:
         return model.rows, differences(open_sparse_model(old, dim, sources=sources), model)
@@ -164,7 +164,7 @@ def _publish(
     for one in chunks:
         publisher.insert(one.keys, one.vectors)
         publisher.delete(one.deleted)
-        progress.advance(topic, one.rows - one.keys.size)  # those that did not change
+        progress.advance(topic, one.rows - one.keys.size)  # the unchanged rows
     if deleted is not None:
         publisher.delete(deleted)
     return publisher.flush()

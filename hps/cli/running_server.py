@@ -1,4 +1,4 @@
-"""What `hps models`, `hps deploy` and the like ask a running server, and what they make of its answers."""
+"""Requests of `hps models`, `hps deploy` and other commands to a running server."""
 
 import json
 import time
@@ -13,7 +13,7 @@ from hps import errors
 from hps.cli import console
 
 if TYPE_CHECKING:
-    from hps.progress import Progress
+    from hps.ground.progress import Progress
 
 Url: TypeAlias = Annotated[str, typer.Option("--url", envvar="HPS_URL", help="Of the server.")]
 ServerUrl: TypeAlias = Annotated[str, typer.Argument(metavar="URL", envvar="HPS_URL", help="Of the server.")]
@@ -23,13 +23,13 @@ Token: TypeAlias = Annotated[
         "--token",
         envvar="HPS_ADMIN_TOKEN",
         show_default=False,
-        help="The server's admin_token. Better in the environment or in a file: everybody on this machine sees command lines.",
+        help="The server's admin_token. Safer in the environment or a file, since all users of this machine see command lines.",
     ),
 ]
 TokenFile: TypeAlias = Annotated[
-    Path | None, typer.Option("--token-file", show_default=False, help="A file that holds the token, in place of --token.")
+    Path | None, typer.Option("--token-file", show_default=False, help="A file with the token, instead of --token.")
 ]
-NoWait: TypeAlias = Annotated[bool, typer.Option("--no-wait", help="Leave at once; `hps models` tells how it goes on.")]
+NoWait: TypeAlias = Annotated[bool, typer.Option("--no-wait", help="Return at once; `hps models` shows the progress.")]
 Model: TypeAlias = Annotated[str, typer.Argument(metavar="MODEL", show_default=False)]
 LOCAL = "http://127.0.0.1:8000"
 
@@ -42,12 +42,12 @@ class RunningServer:
     """A running server, by HTTP. *One thread.*
 
     Args:
-        url: where it listens, or the proxy before it.
-        token: its admin token, or its bearer token where that is enough; empty for none.
-        token_file: holds the token.
+        url: address of the server or its proxy.
+        token: admin token, or bearer token for requests that need no more; empty for none.
+        token_file: a file with the token.
 
     Raises:
-        InvalidInputError: it is no URL, or the file cannot be read.
+        InvalidInputError: the URL is invalid, or the file cannot be read.
     """
 
     def __init__(self, url: str, token: str, token_file: Path | None) -> None:
@@ -65,25 +65,25 @@ class RunningServer:
         self._http = urllib3.PoolManager(retries=False, timeout=_ANSWER_S)
 
     def models(self) -> dict[str, Any]:
-        """What GET /v1/models answers."""
+        """Get /v1/models."""
         return self._ask("GET", "/v1/models", None)
 
     def stats(self) -> dict[str, Any]:
-        """What GET /v1/stats answers."""
+        """Get /v1/stats."""
         return self._ask("GET", "/v1/stats", None)
 
     def updates(self) -> dict[str, Any]:
-        """What GET /v1/updates answers."""
+        """Get /v1/updates."""
         return self._ask("GET", "/v1/updates", None)
 
     def change(self, model: str, verb: str, body: Mapping[str, Any], *, wait: bool) -> dict[str, Any]:
-        """Begin a change of a model, and if `wait` show how far it is until it has ended.
+        """Begin a change of a model; with `wait`, show its progress until it ends.
 
         Returns:
-            The change, as the server describes it.
+            The server's description of the change.
 
         Raises:
-            InvalidInputError, HPSError: the server refused it, or it failed; the server's message.
+            InvalidInputError, HPSError: the server refused the change, or it failed; with the server's message.
         """
         change = self._ask("POST", f"/v1/models/{quote(model, safe='')}/{verb}?wait=false", body)
         if wait:

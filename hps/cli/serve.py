@@ -12,37 +12,36 @@ EXAMPLE = "Example: `hps serve configs/minimal.json --port 8000`"
 
 def serve_command(
     config: console.ConfigPath,
-    host: Annotated[str | None, typer.Option(help="Listen here instead of where CONFIG says.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on, instead of CONFIG's.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="As --host; 0 takes any free port.")] = None,
     log_level: Annotated[
         Literal["critical", "error", "warning", "info", "debug"] | None,
-        typer.Option(case_sensitive=False, help="Log this and worse, whatever CONFIG says."),
+        typer.Option(case_sensitive=False, help="Least level to log, instead of CONFIG's."),
     ] = None,
     log_format: Annotated[
         Literal["text", "json"] | None,
-        typer.Option(case_sensitive=False, help="Write log lines as text or as JSON, whatever CONFIG says."),
+        typer.Option(case_sensitive=False, help="Write log lines as text or as JSON, instead of CONFIG's setting."),
     ] = None,
     force: console.Force = False,
     record_trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Record a sample of the keys that are asked for, for hps plan and profile."),
+        typer.Option(metavar="FILE", help="Record a sample of the requested keys for hps plan and profile."),
     ] = None,
     trace_rate: Annotated[float, typer.Option(min=1e-6, max=1.0, help="The share of distinct keys to record.")] = 0.01,
-    trace_max_mb: Annotated[int, typer.Option(min=1, help="The recording ends when FILE is as large.")] = 256,
-    hash_keys: Annotated[bool, typer.Option("--hash-keys", help="Record hashes of the keys that lead back to none.")] = False,
+    trace_max_mb: Annotated[int, typer.Option(min=1, help="Stop recording at this size of FILE.")] = 256,
+    hash_keys: Annotated[bool, typer.Option("--hash-keys", help="Record hashes that cannot be traced back to keys.")] = False,
 ) -> None:
     """Load the models of CONFIG and answer lookups over HTTP until Ctrl-C.
 
-    Tables that RocksDB holds already are not loaded again. Each model answers as soon as it is loaded, and one that cannot
-    be loaded does not stop the others. /v2/health/ready answers 200 when every model can be looked up; until then it reports
-    the progress.
+    Tables that RocksDB holds are not loaded again. Each model answers as soon as it is loaded, and one that cannot be loaded
+    does not stop the others. /v2/health/ready answers 200 when every model is ready; until then it reports the progress.
 
-    SIGTERM lets a balancer look elsewhere before the server stops (service.drain_s), Ctrl-C does not. SIGHUP has CONFIG read
-    again: what may change while the server runs does, and the log says what did not.
+    SIGTERM gives load balancers time before the server stops (service.drain_s); Ctrl-C does not. SIGHUP reloads CONFIG:
+    settings that may change at run time do, and the log names the others.
     """
     with console.reported():
         from hps.configuration.load import read_configuration
-        from hps.service.logs import formatter_of
+        from hps.service.logs.lines import formatter_of
 
         configuration, _ = read_configuration(config)  # its notices are logged when it is used: it says itself how
         service = configuration.service

@@ -1,4 +1,4 @@
-"""`hps top`: what a running server does now, on a terminal; the same figures as its page."""
+"""`hps top`: show the figures of a running server's page on a terminal."""
 
 import time
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ import typer
 from hps import errors
 from hps.cli import console
 from hps.cli.running_server import LOCAL, RunningServer, ServerUrl, Token, TokenFile
-from hps.progress import count_text, size_text, time_text
-from hps.statistics import quantile
+from hps.ground.progress import count_text, size_text, time_text
+from hps.statistics.snapshot import quantile
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -21,7 +21,7 @@ EXAMPLE = "Example: `hps top http://127.0.0.1:8000`"
 _TIERS = {"embedding_cache": "cache", "volatile_db": "volatile", "persistent_db": "persistent"}
 _ANY_WIDTH = 10_000  # of a pipe
 _PROBLEMS = 8
-_LOST_S = 60.0  # a server that does not answer for so long is not waited for any more
+_LOST_S = 60.0  # patience with a server that does not answer
 
 _Answer = Mapping[str, Any]
 
@@ -29,13 +29,13 @@ _Answer = Mapping[str, Any]
 def top_command(
     url: ServerUrl = LOCAL,
     interval: Annotated[float, typer.Option(min=0.3, help="Seconds between two looks.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Look twice, print, and leave. So it is in a pipe.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Take two samples, print, and exit. The default in a pipe.")] = False,
     token: Token = "",
     token_file: TokenFile = None,
 ) -> None:
     """Show the throughput, latencies, hit rates, memory and problems of a running server until Ctrl-C.
 
-    The figures are of the time between two looks. The server's bearer token is enough.
+    The figures cover the time between two samples. The server's bearer token is enough.
     """
     from rich.console import Console
     from rich.live import Live
@@ -56,7 +56,7 @@ def top_command(
                 time.sleep(interval)
                 try:
                     now = server.stats()
-                except errors.NotReadyError as error:  # it is being started again, or the network is away
+                except errors.NotReadyError as error:  # it is being restarted, or the network is down
                     if time.monotonic() - at > _LOST_S:
                         raise
                     live.update(f"{error}\nthe last answer is {time.monotonic() - at:.0f} s old", refresh=True)
@@ -72,7 +72,7 @@ def _started(answer: _Answer) -> object:
 
 
 def shown(url: str, now: _Answer, before: _Answer) -> "RenderableType":
-    """What two answers of GET /v1/stats say of the time between them."""
+    """The figures of the time between two answers of GET /v1/stats."""
     from rich.console import Group
     from rich.text import Text
 
@@ -137,12 +137,12 @@ def _models(now: _Answer, before: _Answer, seconds: float) -> "Table":
 
 @dataclass(frozen=True)
 class _Tables:
-    """The tables of a model, or, where that is too wide, two: of their lookups, and of what the tiers hold. *Immutable.*
+    """The tables of a model in one grid, or in two if that is too wide: lookups, and contents of the tiers. *Immutable.*
 
     Attributes:
-        model: its name.
-        names: of its tables.
-        lookups, held: cells by the head of their column; columns without a text are left out.
+        model: name of the model.
+        names: names of its tables.
+        lookups, held: cells by the title of their column; empty columns are left out.
     """
 
     model: str
@@ -194,7 +194,7 @@ def _tables(model: _Answer, before: _Answer, seconds: float) -> _Tables:
 
 
 def _quantile(now: _Answer, before: _Answer, share: float) -> float | None:
-    """Seconds below which that share of what was counted between two histograms lies; None where nothing was."""
+    """Return the quantile of what was counted between two histograms, in seconds; None if nothing was."""
     count = now["count"] - before["count"]
     earlier = before["buckets"] or [(0.0, 0)] * len(now["buckets"])
     buckets = [(bound, all_ - was) for (bound, all_), (_, was) in zip(now["buckets"], earlier, strict=True)]
@@ -202,7 +202,7 @@ def _quantile(now: _Answer, before: _Answer, share: float) -> float | None:
 
 
 def _named(answer: _Answer, name: str) -> _Answer:
-    """A model as it was; as if nothing had happened, where it was not there."""
+    """Return the earlier figures of a model; zeros if it was not there."""
     nothing = {"lookups": {"count": 0, "buckets": []}, "stages": {}, "tables": []}
     models = answer["server"]["models"] if answer["server"] else []
     found: _Answer = next((one for one in models if one["name"] == name), nothing)
@@ -241,7 +241,7 @@ def _table(first: str, *others: str) -> "Table":
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False)
-    made.add_column(first, overflow="fold", min_width=8)  # a long name gives way, no figure does
+    made.add_column(first, overflow="fold", min_width=8)  # long names are shortened, figures are not
     for name in others:
         made.add_column(name, justify="right", no_wrap=True)
     return made

@@ -1,4 +1,4 @@
-"""`hps updates`: what became of online updates."""
+"""`hps updates`: follow online updates, and replay those that failed."""
 
 import os
 from collections import Counter
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hps.configuration.load import Configuration
-    from hps.models.catalog import ModelCatalog
     from hps.types import TableSpec
     from hps.updates.base import UpdateLogWriter
     from hps.updates.dead_letters import DeadLetter
     from hps.updates.framing import Changes
     from hps.updates.publisher import Republisher
+    from hps.versions.catalog import ModelCatalog
 
 REPLAY_EXAMPLE = "Example: `hps updates replay ps.json --dry-run && hps updates replay ps.json`"
 
 updates = typer.Typer(
-    no_args_is_help=True, help="See how far updates are; publish again what could not be applied.", rich_markup_mode="markdown"
+    no_args_is_help=True, help="Show the progress of updates; replay failed ones.", rich_markup_mode="markdown"
 )
 
 
@@ -33,20 +33,20 @@ def replay_command(
     config: console.ConfigPath,
     directory: Annotated[
         str | None,
-        typer.Argument(metavar="DIRECTORY", help="Of dead letters; else where CONFIG puts them.", show_default=False),
+        typer.Argument(metavar="DIRECTORY", help="Directory of dead letters. Default: CONFIG's.", show_default=False),
     ] = None,
-    dry_run: Annotated[bool, typer.Option(help="Say what can be read now, and publish nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Report what can be read now, and publish nothing.")] = False,
 ) -> None:
-    """Read the dead letters with CONFIG as it is now, and publish those that can be applied, for every server.
+    """Read the dead letters with the present CONFIG, and publish those that can be applied, for every server.
 
-    They keep their place in the order of changes: what was changed again since stays as it is. Doing it twice changes nothing.
+    They keep their place in the order of changes: rows that changed since stay as they are. Replaying twice changes nothing.
     The exit code is 1 if some still cannot be read.
     """
     with console.reported(), console.progress():
         from hps.configuration.load import load_configuration
-        from hps.models.catalog import ModelCatalog
         from hps.models.sources import ModelSources
         from hps.updates.publisher import open_writer
+        from hps.versions.catalog import ModelCatalog
 
         configuration = load_configuration(config)
         catalog = ModelCatalog(configuration, ModelSources(configuration.model_source))
@@ -78,7 +78,7 @@ def replay_command(
 
 
 class _Publishers:
-    """One for each table, made at its first message. *One thread.*"""
+    """Makes a publisher for each table at its first message. *One thread.*"""
 
     def __init__(self, writer: "UpdateLogWriter") -> None:
         self._writer = writer
@@ -122,7 +122,7 @@ def _letters(
 
 
 def _read(letter: "DeadLetter", catalog: "ModelCatalog", configuration: "Configuration") -> "tuple[TableSpec, Changes, int]":
-    """What a message says to the tables as they are configured now.
+    """Read a message for the tables as they are configured now.
 
     Raises:
         UpdateFormatError: it cannot be applied to them.
@@ -137,7 +137,7 @@ def _read(letter: "DeadLetter", catalog: "ModelCatalog", configuration: "Configu
     message = letter.message
     changes = decode(message.value, table.dim, key_bytes, key=message.key, table=table.table_name, most_bytes=most_bytes)
     if changes is None:
-        raise errors.UpdateFormatError("size", f"reading a message of {message.partition}: it is a beacon, expected rows")
+        raise errors.UpdateFormatError("size", f"reading a message of {message.partition}: got a beacon, expected rows")
     if not (sequence := changes.sequence or letter.sequence or message.time_us):
-        raise errors.UpdateFormatError("sequence", f"reading a message of {message.partition}: nothing says when it was made")
+        raise errors.UpdateFormatError("sequence", f"reading a message of {message.partition}: its time is unknown")
     return table, changes._replace(time_us=changes.time_us or message.time_us), sequence

@@ -1,0 +1,1 @@
+"""Reads and checks `ps.json` and HugeCTR's structs; nothing else reads files or the environment for settings."""

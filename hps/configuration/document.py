@@ -1,6 +1,6 @@
-"""A configuration before it is checked, read from a file or copied from objects, and the report of what is wrong with it.
+"""Read a configuration from a file or copy it from objects, and report its problems.
 
-A report has one line a problem: the path of the key, what was got and what was expected.
+A report has one line per problem: the path of the key, the value, and what was expected.
 """
 
 import json
@@ -50,7 +50,7 @@ def path_of(location: Location) -> str:
 
 
 def shown(value: Any) -> str:
-    """Write a value as JSON does, cut to a readable length; a container is only named."""
+    """Write a value as JSON, cut to a readable length; name containers instead of printing them."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, int):
@@ -68,7 +68,7 @@ def shown(value: Any) -> str:
 
 
 class _Object(dict[str, Any]):
-    """A JSON object that remembers which of its keys stood in the file more than once."""
+    """A JSON object that remembers its repeated keys."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -80,11 +80,11 @@ def read_json(path: str, name: str) -> Any:
     """Read a JSON file.
 
     Args:
-        path: of the file.
-        name: what a report calls it.
+        path: path of the file.
+        name: name of the file in reports.
 
     Raises:
-        ConfigError: it cannot be read or is not JSON; the message says where and why.
+        ConfigError: the file cannot be read or is not JSON; the message says where and why.
     """
     try:
         with open(path, "rb") as file:
@@ -112,12 +112,12 @@ def plain(
     """Copy mappings, sequences, enums, paths, and NumPy's arrays and numbers into dicts, lists and scalars.
 
     Args:
-        problems: gets a line for every key that stands twice or is no string.
-        location: where `value` stands.
-        path: writes a location.
+        problems: receives a line for every key that is repeated or not a string.
+        location: location of `value`.
+        path: formats a location.
 
     Raises:
-        RecursionError: it contains itself.
+        RecursionError: the value contains itself.
     """
     if isinstance(value, Mapping):
         repeated = getattr(value, "repeated", ())
@@ -152,12 +152,12 @@ def problems_of(
     other_names: Mapping[str, str],
     path: Callable[[Location], str] = path_of,
 ) -> list[str]:
-    """Turn what pydantic found into lines.
+    """Turn pydantic's errors into lines.
 
     Args:
-        keys: the known keys of each object of the configuration, by the keys that lead there (`""`: the top level).
-        other_names: keys by the names that they have in HugeCTR's structs.
-        path: writes a location.
+        keys: known keys of each object, by its path (`""` for the top level).
+        other_names: keys by their names in HugeCTR's structs.
+        path: formats a location.
     """
     lines = []
     for detail in error.errors(include_url=False):
@@ -181,7 +181,7 @@ def problems_of(
 
 
 def _written_as(kind: str, location: Location, value: Any) -> str:
-    """How to write what a value of the wrong kind says; empty if that is not clear."""
+    """Suggest how to write a value of the wrong kind; empty if its meaning is unclear."""
     key = next((step for step in reversed(location) if isinstance(step, str)), "")
     if kind == "model_type" and len(location) == 1 and (value in (None, False) or isinstance(value, str)):
         return f"; write {json.dumps({'type': value or 'disabled'})}" if key.endswith(("_db", "_source")) else ""
@@ -210,11 +210,11 @@ _BYTES = {
 
 
 def _unknown_key(location: Location, keys: Mapping[str, Collection[str]], other_names: Mapping[str, str]) -> str:
-    """The problem of a key that its object does not know."""
+    """Describe an unknown key, with the key that was probably meant."""
     key, section = str(location[-1]), ".".join(step for step in location[:-1] if isinstance(step, str))
     here = keys[section]
     word = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[\s-]", "_", key).lower()  # maxBatchSize, max-batch-size
-    if (name := other_names.get(key) or _MEANT_KEYS.get(section, {}).get(word)) in here:
+    if (name := other_names.get(key) or _SYNONYMS.get(word)) in here:
         return f"unknown key; it is called {name} here"
     near = get_close_matches(word, here, n=1)
     sure = get_close_matches(word, here, n=1, cutoff=0.9)
@@ -231,52 +231,14 @@ def _unknown_key(location: Location, keys: Mapping[str, Collection[str]], other_
 
 
 def _home(section: str) -> str:
-    """What a report calls the object of a section."""
+    """Name the object of a section in reports."""
     entries = {"": "the top level", "models": "an entry of models", "models.versions": "an entry of a model's versions"}
     return entries.get(section, section)
 
 
-_MEANT_KEYS = {
-    "": {
-        "databases": "volatile_db",
-        "persistent": "persistent_db",
-        "volatile": "volatile_db",
-        "http": "service",
-        "server": "service",
-    },
-    "volatile_db": {
-        **dict.fromkeys(("host", "hosts", "url", "endpoint", "nodes", "addresses", "port"), "address"),
-        **dict.fromkeys(("user", "username", "login"), "user_name"),
-        **dict.fromkeys(("capacity", "max_rows", "capacity_rows", "max_size"), "overflow_margin"),
-        **dict.fromkeys(("backend", "kind", "engine"), "type"),
-        **dict.fromkeys(("eviction_policy", "policy"), "overflow_policy"),
-        **{"tls": "enable_tls", "ssl": "enable_tls", "connections": "num_node_connections", "partitions": "num_partitions"},
-    },
-    "persistent_db": {
-        **dict.fromkeys(("dir", "directory", "db_path", "location", "data_dir"), "path"),
-        **dict.fromkeys(("threads", "num_of_threads"), "num_threads"),
-        **{"readonly": "read_only", "kind": "type", "engine": "type"},
-    },
-    "update_source": {
-        **dict.fromkeys(("bootstrap_servers", "servers", "broker", "hosts"), "brokers"),
-        **{"host": "address", "url": "address", "group_id": "group", "offset": "begin", "backend": "type", "kind": "type"},
-    },
-    "service": {
-        **dict.fromkeys(("address", "bind", "listen"), "host"),
-        **dict.fromkeys(("threads", "workers", "num_threads"), "lookup_threads"),
-        **dict.fromkeys(("token", "api_key", "auth_token"), "bearer_token"),
-        **{"loglevel": "log_level", "verbosity": "log_level", "timeout": "request_timeout_s", "http_port": "port"},
-    },
-    "models": {
-        **dict.fromkeys(("dim", "dims", "embedding_dim", "embedding_size", "widths", "vecsize"), "embedding_vecsize_per_table"),
-        **dict.fromkeys(("files", "path", "paths", "model_path", "sparse_file", "directory"), "sparse_files"),
-        **dict.fromkeys(("devices", "gpus", "device_ids", "device_id", "device_list"), "deployed_device_list"),
-        **dict.fromkeys(("cache_size", "cache_ratio", "cache_percentage", "gpu_cache_size"), "gpucacheper"),
-        **dict.fromkeys(("tables", "table_names", "names"), "embedding_table_names"),
-        **dict.fromkeys(("default", "default_value", "defaults"), "default_value_for_each_table"),
-        **dict.fromkeys(("cache_type", "type"), "embedding_cache_type"),
-        **{"name": "model", "batch_size": "max_batch_size", "cache": "gpucache", "gpu_cache": "gpucache"},
-    },
-    "models.versions": {"files": "sparse_files", "path": "sparse_files", "number": "version", "base": "delta_of"},
+_SYNONYMS = {
+    **{"url": "address", "host": "address", "username": "user_name", "tls": "enable_tls", "dir": "path"},
+    **{"bootstrap_servers": "brokers", "token": "bearer_token", "name": "model", "files": "sparse_files"},
+    **{"dim": "embedding_vecsize_per_table", "dims": "embedding_vecsize_per_table", "devices": "deployed_device_list"},
 }
-"""What people call a key, by its section: words that look like another key, or like none."""
+"""Common words for a key that difflib does not match with it."""

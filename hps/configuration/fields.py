@@ -1,4 +1,4 @@
-"""Kinds of configuration values: what each accepts, and which of HugeCTR's other spellings it reads."""
+"""Types of configuration values, with the spellings that HugeCTR accepts."""
 
 import json
 import re
@@ -24,11 +24,11 @@ FLOAT32_MAX = 3.4028234663852886e38
 
 @dataclass(slots=True)
 class Notices:
-    """What the reader of a valid configuration should know, collected while it is checked. *One per thread.*
+    """Notices about a valid configuration, collected while it is checked. *One per thread.*
 
     Attributes:
-        quoted: keys whose numbers or booleans stand in quotes.
-        ignored: keys that have no effect here.
+        quoted: keys with numbers or booleans in quotes.
+        ignored: keys without effect.
         older: keys of HugeCTR 4.1.
         warnings: whole sentences.
     """
@@ -40,17 +40,17 @@ class Notices:
 
 
 def notices_of(info: ValidationInfo) -> Notices:
-    """The notices of the running load; a fresh object, which nobody reads, when a model is constructed directly."""
+    """Return the notices of the running load; a new object when a model is constructed directly."""
     return info.context if isinstance(info.context, Notices) else Notices()
 
 
 def problem(text: str) -> PydanticCustomError:
-    """An error for a validator to raise; the report shows `text` as it is."""
+    """Make a validator's error with the text of the report."""
     return PydanticCustomError("problem", "{text}", {"text": text})
 
 
 def expected(text: str) -> PydanticCustomError:
-    """An error for a validator to raise; the report says what it got, then that it expected `text`."""
+    """Make a validator's error; the report says the value, then that `text` was expected."""
     return PydanticCustomError("expected", "{text}", {"text": text})
 
 
@@ -59,7 +59,7 @@ def validate_with(
     value: Any,
     text: str | None,
 ) -> T:
-    """Validate `value`; report the problem `text`, if there is one, together with whatever else is wrong with the value."""
+    """Validate a value; report the problem `text`, if any, together with its other problems."""
     if text is None:
         return handler(value)
     found = [InitErrorDetails(type=problem(text), loc=(), input=value)]
@@ -142,11 +142,11 @@ Secret: TypeAlias = Annotated[str, Field(repr=False)]
 Ignored: TypeAlias = Annotated[Any, BeforeValidator(lambda _: None), Field(deprecated=True, exclude=True, repr=False)]
 """A key that is accepted and has no effect."""
 Older: TypeAlias = Annotated[T | None, Field(deprecated=True, exclude=True, repr=False)]
-"""A key of an older version, whose value a current key takes over. Read the current key."""
+"""A key of an older version; read the current key, which takes its value."""
 
 
 def _matching(pattern: str, text: str) -> AfterValidator:
-    """Accept strings that match as a whole; expect `text` of all others."""
+    """Accept only strings that match a pattern as a whole; `text` describes them."""
 
     def check(value: str) -> str:
         if not re.fullmatch(pattern, value, re.DOTALL):
@@ -157,14 +157,14 @@ def _matching(pattern: str, text: str) -> AfterValidator:
 
 
 def check_place(value: str) -> str:
-    """A path or URI that something can be opened at."""
+    """Check a path or URI."""
     if not value or "\0" in value:
         raise expected("a path or URI that is not empty and has no NUL character")
     return value
 
 
 def check_addresses(value: str) -> str:
-    """Addresses of servers, separated by `,` or, as in HugeCTR's manual, `;`."""
+    """Check the addresses of servers, separated by `,` or, as in HugeCTR's manual, `;`."""
     for address in re.split("[,;]", value):
         found = re.fullmatch(r"(?:\[[0-9a-fA-F:.]+\]|[^\s:\[\]]+)(?::([0-9]{1,5}))?", address.strip())
         if found is None or not 0 < int(found[1] or 1) < 65536:
@@ -175,7 +175,7 @@ def check_addresses(value: str) -> str:
 
 
 def check_host(value: str) -> str:
-    """A name or an address of this machine, without a port."""
+    """Check a name or address of this machine, without a port."""
     if "/" in value or re.fullmatch(r"[^:]*:[0-9]+", value):
         raise expected("a name or an address alone; write the port as service.port")
     return value
@@ -184,7 +184,7 @@ def check_host(value: str) -> str:
 def _expression(value: str) -> str:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a pattern that a later Python will read differently is no error today
+            warnings.simplefilter("ignore")  # patterns that a later Python reads differently are not errors today
             re.compile(value)
     except (re.error, OverflowError, RecursionError) as error:
         raise problem(f"not a regular expression: {error}") from error
@@ -213,25 +213,21 @@ Expression: TypeAlias = Annotated[str, AfterValidator(_expression)]
 def choice(
     *rows: str,
     refused: Mapping[str, str] | None = None,
-    meant: Mapping[str, str] | None = None,
     kind: str = "",
     section: str | None = None,
 ) -> BeforeValidator:
     """Turn any spelling of an enum value into the canonical one.
 
-    As in HugeCTR's Triton backend, case does not matter, and blanks and hyphens stand for underscores.
+    As in HugeCTR's Triton backend, case does not matter, and blanks and hyphens count as underscores.
 
     Args:
-        rows: the spellings of each value, separated by `|`, the canonical one first.
-        refused: known values that cannot be used here, each with the reason and the cure.
-        meant: by value, words that people write for it, separated by blanks. They are refused, and the report names the value.
-        kind: of the registry, if any: names that other packages register there are accepted, too, if what they name can be
-            imported.
-        section: of the configuration where this stands; a database of another package must belong there.
+        rows: spellings of each value, separated by `|`, the canonical one first.
+        refused: known values that are not allowed here, each with the reason and the cure.
+        kind: kind of the registry, if any; importable names that other packages register there are accepted, too.
+        section: section of the configuration; databases of other packages must belong there.
     """
     canonical = {spelling: row.split("|")[0] for row in rows for spelling in row.split("|")}
     refused = refused or {}
-    intended = {word: name for name, written in (meant or {}).items() for word in written.split()}
     allowed = [name for row in rows if (name := row.split("|")[0]) not in refused]
 
     def read(value: Any) -> Any:
@@ -245,7 +241,7 @@ def choice(
             if kind and registry.is_registered(kind, word):
                 return of_other_package(word)
         others = registry.other_names(kind) if kind else []
-        name = _meant(value, canonical | {name: name for name in others}, intended)
+        name = _meant(value, canonical | {name: name for name in others})
         if name in refused:
             raise problem(f'got {shown(value)}, which looks like "{name}": {refused[name]}')
         quoted = f'"{name}", in quotes' if not isinstance(value, str) and name in ("null", "none") else name
@@ -264,13 +260,20 @@ def choice(
     return BeforeValidator(read)
 
 
-def _meant(value: Any, spellings: Mapping[str, str], intended: Mapping[str, str]) -> str:
-    """Which of the values was probably meant, if any: what people call it comes before what only looks alike."""
+_SYNONYMS = (
+    *(("gpu", "cuda"), ("host", "cpu"), ("ram", "hash_map"), ("disk", "rocks_db"), ("redis", "redis_stream")),
+    *(("lru", "evict_oldest"), ("lfu", "evict_least_used"), ("now", "latest"), ("manual", "explicit")),
+    *((word, name) for word in ("off", "false", "null") for name in ("none", "disabled")),
+)
+"""Common words for a value that difflib does not match with it. They are refused; the report names the value."""
+
+
+def _meant(value: Any, spellings: Mapping[str, str]) -> str:
+    """Guess which value was meant: a synonym before a similar spelling; empty if none."""
+    known = {word: spellings[name] for word, name in _SYNONYMS if name in spellings} | dict(spellings)
     if not isinstance(value, str):
-        word = json.dumps(value) if value is None or isinstance(value, bool) else ""
-        return spellings.get(word) or intended.get(word, "")
+        return known.get(json.dumps(value), "") if value is None or isinstance(value, bool) else ""
     *_, last = re.split(r"\.|::", value.strip())  # DatabaseType_t.hash_map, DatabaseType_t::RedisCluster
     word = re.sub(r"[\s-]", "_", last.lower())
-    exact = [word, re.split(r"[:/]", word)[0]]  # cuda:0, redis://host:6379
-    near = get_close_matches(word, [*spellings, *intended], n=1)
-    return next((spellings.get(one) or intended[one] for one in (*exact, *near) if one in spellings or one in intended), "")
+    candidates = [word, re.split(r"[:/]", word)[0], *get_close_matches(word, known, n=1)]  # cuda:0, redis://host:6379
+    return next((known[one] for one in candidates if one in known), "")

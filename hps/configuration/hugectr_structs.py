@@ -1,6 +1,6 @@
-"""HugeCTR's Python structs (`hugectr.inference`), keyword for keyword, and the `ps.json` of the same meaning.
+"""HugeCTR's Python structs (`hugectr.inference`), keyword for keyword, and their translation to a `ps.json`.
 
-Constructing a struct checks nothing but its required arguments: `load_configuration` reports all problems of a
+Constructing a struct checks only its required arguments. `load_configuration` reports all problems of a
 `ParameterServerConfig` at once, in the structs' own names.
 """
 
@@ -28,7 +28,7 @@ class DatabaseType_t(Enum):
 
 
 class DatabaseOverflowPolicy_t(Enum):
-    """Which entries leave a full partition of the volatile database."""
+    """Eviction policies of a full partition of the volatile database."""
 
     evict_random = "evict_random"
     evict_least_used = "evict_least_used"
@@ -36,14 +36,14 @@ class DatabaseOverflowPolicy_t(Enum):
 
 
 class UpdateSourceType_t(Enum):
-    """Where online updates come from."""
+    """Kinds of logs of online updates."""
 
     null = "null"
     kafka_message_queue = "kafka_message_queue"
 
 
 class EmbeddingCacheType_t(Enum):
-    """Kinds of embedding caches; the last one is spelled in lower case in HugeCTR."""
+    """Kinds of embedding caches, spelled as in HugeCTR."""
 
     Dynamic = "dynamic"
     UVM = "uvm"
@@ -99,7 +99,7 @@ class PersistentDatabaseParams:
 
 @dataclass
 class UpdateSourceParams:
-    """Where online updates come from; `update_source` of a `ps.json`."""
+    """The log of online updates; `update_source` of a `ps.json`."""
 
     type: UpdateSourceType_t | str = UpdateSourceType_t.null
     brokers: str = "127.0.0.1:9092"
@@ -167,9 +167,9 @@ class InferenceParams:
 
 @dataclass
 class ParameterServerConfig:
-    """All models and databases of a parameter server. The three dicts are by model name, with one value a table.
+    """All models and databases of a parameter server. The three dicts are by model name, with one value per table.
 
-    They and the databases given here are the ones that count. An `InferenceParams` that says something else is an error.
+    They and these databases are used; an `InferenceParams` with other values is an error.
     """
 
     emb_table_name: dict[str, list[str]]
@@ -192,7 +192,7 @@ PYTHON_NAMES = {
     "number_of_refresh_buffers_in_pool": "num_of_refresher_buffer_in_pool",
     "deployed_devices": "deployed_device_list",
 }
-"""Arguments of `InferenceParams` that have another name in a `ps.json`."""
+"""Arguments of `InferenceParams` with another name in a `ps.json`."""
 
 _JSON_NAMES = {json: python for python, json in PYTHON_NAMES.items()}
 _TABLE_DICTS = {
@@ -208,7 +208,7 @@ _DATABASES: dict[str, Callable[[], Any]] = {
 
 
 def document_of(config: ParameterServerConfig) -> tuple[dict[str, Any], list[str]]:
-    """The document of the same meaning, and the problems that only structs can have, one line each."""
+    """Translate structs to a document; also return the problems that only structs can have, one line each."""
     problems: list[str] = []
     tables = {key: plain(getattr(config, name), problems, (name,)) for key, name in _TABLE_DICTS.items()}
     models = _models(config, problems)
@@ -233,7 +233,7 @@ def document_of(config: ParameterServerConfig) -> tuple[dict[str, Any], list[str
 
 
 def python_path(config: ParameterServerConfig) -> Callable[[Location], str]:
-    """A function that writes a location of the document in the structs' names."""
+    """Make a function that writes a location of the document in the structs' names."""
 
     def path(location: Location) -> str:
         match location:
@@ -254,7 +254,7 @@ def python_path(config: ParameterServerConfig) -> Callable[[Location], str]:
 
 
 def _models(config: ParameterServerConfig, problems: list[str]) -> list[dict[str, Any]]:
-    """The arguments of every InferenceParams without its databases; nothing if one of them is something else."""
+    """Return the arguments of every InferenceParams without its databases; none if an element has another type."""
     given: Any = config.inference_params_array
     if not isinstance(given, list | tuple):
         problems.append(f"inference_params_array: got {shown(given)}, expected a list of InferenceParams")
@@ -323,7 +323,7 @@ def _model_document(model: dict[str, Any], tables: dict[str, Any]) -> dict[str, 
 
 
 def _database_document(struct: Any, problems: list[str], key: str) -> dict[str, Any]:
-    """What differs from the defaults, so that a default that follows from another value does so here, too."""
+    """Keep only what differs from the defaults, so that defaults that depend on other values still do."""
     defaults, given = _arguments(_DATABASES[key](), [], (key,)), _arguments(struct, problems, (key,))
     document = {name: value for name, value in given.items() if value != defaults[name]}
     document.pop("backend", None)

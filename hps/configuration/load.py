@@ -1,7 +1,6 @@
 """Load a configuration: a `ps.json` as HugeCTR takes it, its content as a mapping, or HugeCTR's Python structs.
 
-This is the only module that reads configuration files and the environment, and it does so only while a configuration is
-loaded.
+Only this module reads configuration files and the environment, and only while a configuration is loaded.
 """
 
 import logging
@@ -53,24 +52,23 @@ _SECRETS = {
     ("volatile_db", "password"): "HPS_REDIS_PASSWORD",
     ("update_source", "password"): "HPS_UPDATE_PASSWORD",
 }
-_OTLP = "OTEL_EXPORTER_OTLP_ENDPOINT"  # as all that is instrumented with OpenTelemetry
+_OTLP = "OTEL_EXPORTER_OTLP_ENDPOINT"  # OpenTelemetry's own variable
 
 
 def load_configuration(source: Source) -> Configuration:
-    """Read and check a configuration, and log what its reader should know: where logging is not set up yet, once it is used.
+    """Read and check a configuration, and log its notices.
 
-    Where the environment variables `HPS_BEARER_TOKEN`, `HPS_ADMIN_TOKEN`, `HPS_REDIS_PASSWORD` and `HPS_UPDATE_PASSWORD` are
-    set and not empty, they replace `service.bearer_token`, `service.admin_token`, `volatile_db.password` and
-    `update_source.password`. Keys that have no effect and settings that are not implemented are logged by the logger
-    `hps.configuration.load`; where nothing handles its lines yet, those of a `Configuration` are logged again when it is given
-    to `HPS` or another reader and something does.
+    The environment variables `HPS_BEARER_TOKEN`, `HPS_ADMIN_TOKEN`, `HPS_REDIS_PASSWORD` and `HPS_UPDATE_PASSWORD`, if not
+    empty, replace `service.bearer_token`, `service.admin_token`, `volatile_db.password` and `update_source.password`. Keys
+    without effect and settings that are not implemented are logged by `hps.configuration.load`. If that logger has no handler
+    yet, the notices of a `Configuration` are logged when it is used later and there is a handler.
 
     Args:
-        source: path of a `ps.json`; its content as a mapping; a `ParameterServerConfig`; or a `Configuration`, which is
-            returned as it is.
+        source: path of a `ps.json`, its content as a mapping, a `ParameterServerConfig`, or a `Configuration`, which is
+            returned unchanged.
 
     Raises:
-        ConfigError: there is no such file, it is not JSON, or anything in it is wrong; one report of all problems.
+        ConfigError: the file is missing, is not JSON or has wrong keys or values; one report of all problems.
     """
     handled = _log.hasHandlers()
     if isinstance(source, Configuration):
@@ -86,13 +84,13 @@ def load_configuration(source: Source) -> Configuration:
 
 
 class Document(NamedTuple):
-    """A configuration that was read and is not checked yet. *One per thread.*
+    """A configuration before it is checked. *One per thread.*
 
     Attributes:
-        name: what a report calls it.
+        name: its name in reports.
         content: plain dicts, lists and scalars, with the secrets of the environment.
-        problems: that were found on the way.
-        path: writes a location as its author would.
+        problems: problems found so far.
+        path: formats a location in the author's terms.
     """
 
     name: str
@@ -105,7 +103,7 @@ def document_of_source(source: Source) -> Document:
     """Read a configuration without checking it.
 
     Raises:
-        ConfigError: it cannot be read as an object.
+        ConfigError: it is not a JSON object.
     """
     problems: list[str] = []
     path: Callable[[Location], str] = path_of
@@ -130,7 +128,7 @@ def document_of_source(source: Source) -> Document:
 
 
 def read_configuration(source: Source) -> tuple[Configuration, list[tuple[int, str]]]:
-    """Do as `load_configuration` does, but return what that logs: the level and the text of each notice.
+    """Load a configuration, and return the level and text of each notice instead of logging them.
 
     They are logged when the configuration is used.
     """
@@ -147,22 +145,22 @@ def read_configuration(source: Source) -> tuple[Configuration, list[tuple[int, s
 
 
 def override_model(name: str, model: ModelConfig | None, changes: Mapping[str, Any]) -> ModelConfig:
-    """The entry of a model with some keys changed, checked as a configuration is.
+    """Change some keys of a model's entry, and check it.
 
     Args:
-        name: of the model.
-        model: its entry; None if it has none, and `changes` are the whole.
+        name: name of the model.
+        model: its present entry, if any.
         changes: keys of an entry of `models`, and their values.
 
     Raises:
-        ConfigError: anything in it is wrong; one report of all problems.
+        ConfigError: the entry is wrong; one report of all problems.
     """
     known = {} if model is None else model.model_dump(exclude_unset=True)
     return load_configuration({"models": [{**known, **changes, "model": name}]}).models[0]
 
 
 def _take_secrets(content: dict[str, Any]) -> dict[Location, str]:
-    """Put secrets of the environment, and where traces go, into a document; return, for each, what a report calls its place."""
+    """Put secrets and the trace endpoint of the environment into a document; return their names in reports."""
     origins: dict[Location, str] = {}
     for (section, key), variable in _SECRETS.items():
         secret = os.environ.get(variable)

@@ -1,7 +1,7 @@
-"""The whole configuration as frozen models; `docs/configuration.md` says what each key means.
+"""The configuration as frozen models; `docs/configuration.md` explains each key.
 
-Attribute names are the keys of HugeCTR's `ps.json`. Every check is a check of one field, which sees the fields before it;
-none is of a whole object. So one load reports every problem.
+Attribute names are the keys of HugeCTR's `ps.json`. Every check belongs to one field and sees the fields before it; none
+checks a whole object. So one load reports every problem.
 """
 
 import json
@@ -56,84 +56,18 @@ from hps.registry import IMPLEMENTATIONS, keeps_order
 from hps.types import TableSpec
 
 FIRST_VERSION: Final = "1"
-"""The version of a model that names none."""
+"""The default version of a model."""
 
 CacheType: TypeAlias = Annotated[
-    Literal["dynamic", "static", "uvm", "stochastic"],
-    choice(
-        "dynamic",
-        "static",
-        "uvm",
-        "stochastic",
-        meant={
-            "dynamic": "lru lfu cache default gpu device true",
-            "static": "full all whole resident preload fixed false",
-            "uvm": "unified managed host hybrid uva unified_memory",
-        },
-    ),
+    Literal["dynamic", "static", "uvm", "stochastic"], choice("dynamic", "static", "uvm", "stochastic")
 ]
-MissPath: TypeAlias = Annotated[
-    Literal["auto", "link", "copy"],
-    choice(
-        "auto",
-        "link",
-        "copy",
-        meant={
-            "auto": "default true",
-            "link": "direct pinned zero_copy in_place uva uvm mapped gpu device",
-            "copy": "host cpu staged fetch sync none off false",
-        },
-    ),
-]
-ControlMode: TypeAlias = Annotated[
-    Literal["none", "explicit", "poll"],
-    choice(
-        "none",
-        "explicit",
-        "poll",
-        meant={
-            "none": "null off disabled false static",
-            "explicit": "manual api client on_demand true",
-            "poll": "polling watch auto automatic",
-        },
-    ),
-]
-DeviceChoice: TypeAlias = Annotated[
-    str,
-    choice(
-        "auto",
-        *IMPLEMENTATIONS["cache"],
-        meant={
-            "auto": "any default null true automatic",
-            "cuda": "gpu gpus nvidia cupy cuda0 gpu0 device h100 h200 a100",
-            "cpu": "host numpy ram none false",
-        },
-        kind="cache",
-    ),
-]
-
-
+MissPath: TypeAlias = Annotated[Literal["auto", "link", "copy"], choice("auto", "link", "copy")]
+ControlMode: TypeAlias = Annotated[Literal["none", "explicit", "poll"], choice("none", "explicit", "poll")]
+DeviceChoice: TypeAlias = Annotated[str, choice("auto", *IMPLEMENTATIONS["cache"], kind="cache")]
 LogLevel: TypeAlias = Annotated[
-    Literal["critical", "error", "warning", "info", "debug"],
-    choice(
-        "critical",
-        "error",
-        "warning",
-        "info",
-        "debug",
-        meant={
-            "critical": "fatal emergency alert quiet off none",
-            "error": "err errors",
-            "warning": "warn warnings",
-            "info": "information notice normal default",
-            "debug": "trace verbose all notset",
-        },
-    ),
+    Literal["critical", "error", "warning", "info", "debug"], choice("critical", "error", "warning", "info", "debug")
 ]
-LogFormat: TypeAlias = Annotated[
-    Literal["text", "json"],
-    choice("text", "json", meant={"text": "plain console human default none", "json": "structured jsonl ndjson logfmt"}),
-]
+LogFormat: TypeAlias = Annotated[Literal["text", "json"], choice("text", "json")]
 
 
 class ServiceConfig(Section):
@@ -198,21 +132,21 @@ class ServiceConfig(Section):
 
 @dataclass(frozen=True)
 class VersionPolicy:
-    """Which of the versions of a model are served. *Immutable.* As Triton's `version_policy`.
+    """Chooses the served versions of a model, as Triton's `version_policy`. *Immutable.*
 
     Attributes:
-        latest: how many of the highest versions.
-        specific: these versions alone, if there are any.
+        latest: number of highest versions to serve.
+        specific: versions to serve instead, if not empty.
     """
 
     latest: int = 1
     specific: tuple[str, ...] = ()
 
     def chosen(self, versions: Iterable[str], also: str | None = None) -> list[str]:
-        """Those of `versions` that are served, ascending.
+        """Select the served versions, ascending.
 
         Args:
-            also: one of them that is served in any case; of the latest, it counts as one.
+            also: a version that is served in any case; it counts as one of the latest.
         """
         ascending = sorted(set(versions), key=int)
         if self.specific:
@@ -222,7 +156,7 @@ class VersionPolicy:
         return [version for version in ascending if version in (*latest, also)]
 
     def as_written(self) -> dict[str, Any]:
-        """The value of `version_policy`, as in a `ps.json` and in Triton's configuration of a model."""
+        """Return the value of `version_policy` in a `ps.json` and in Triton's model configuration."""
         if self.specific:
             return {"specific": {"versions": [int(version) for version in self.specific]}}
         return {"all": {}} if self.latest == INT32_MAX else {"latest": {"num_versions": self.latest}}
@@ -395,13 +329,13 @@ class ModelConfig(Section):
 
 
 def _unlinkable(model: ModelConfig, others: dict[str, Any]) -> str:
-    """Why no device can read the model's rows in host memory in place, as far as its configuration says; empty if it can."""
+    """Say why the configuration keeps devices from reading the model's rows in host memory; empty if it does not."""
     volatile, own = others.get("volatile_db"), model.embedding_cache_type in ("static", "uvm")
     if others.get("device") == "cpu":
         return "device is cpu"
     if not model.gpucache:
         return "gpucache is false"
-    if volatile is None or own:  # those have a hash map of their own
+    if volatile is None or own:  # these have their own hash map
         return ""
     if volatile.type in ("disabled", "redis_cluster"):
         return f"volatile_db is {volatile.type}, not a hash map in this process"
@@ -411,7 +345,7 @@ def _unlinkable(model: ModelConfig, others: dict[str, Any]) -> str:
 
 
 def _unfollowable(tiers: list[Any]) -> str:
-    """Why no database can keep the updates of a log, given `persistent_db` and `volatile_db`; empty if one can."""
+    """Say why no database can keep the updates of a log; empty if one can. `tiers`: `persistent_db`, then `volatile_db`."""
     authority = next((tier for tier in tiers if tier.type != "disabled"), None)
     if authority is None:
         return "no database would keep the updates; configure volatile_db or persistent_db"
@@ -424,7 +358,7 @@ def _unfollowable(tiers: list[Any]) -> str:
 
 
 def _repeated(values: Sequence[Any]) -> str | None:
-    """Say which value stands in a list more than once; None if all differ. Values need not be hashable."""
+    """Name a value that is repeated in a list; None if all differ. Values need not be hashable."""
     seen: dict[str | int, int] = {}
     for i, value in enumerate(values):
         if isinstance(value, str | int) and seen.setdefault(value, i) != i:
@@ -433,7 +367,7 @@ def _repeated(values: Sequence[Any]) -> str | None:
 
 
 class _Unheard(list[tuple[int, str]]):
-    """Notices that nobody has logged: what is said of a configuration, and no part of it."""
+    """Notices that are not logged yet. They do not count when configurations are compared."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Unheard)
@@ -461,7 +395,7 @@ class Configuration(Section):
 
     @property
     def unheard(self) -> list[tuple[int, str]]:
-        """The level and the text of each notice that nobody has logged."""
+        """Level and text of each notice that is not logged yet."""
         return self._unheard
 
     @field_validator("update_source")

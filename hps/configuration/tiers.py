@@ -1,4 +1,4 @@
-"""The configuration of the host tiers and of what feeds them: databases, `model_source`, `update_source`."""
+"""The configuration of databases, `model_source` and `update_source`."""
 
 import os
 import tempfile
@@ -44,19 +44,9 @@ from hps.registry import IMPLEMENTATIONS
 _MULTI_PROCESS = "multi_process_hash_map|multi_process_hashmap|multi_process_hash|multi_process_map"
 _NO_SHARED_MEMORY = "it is not implemented; use redis_cluster to share vectors between processes, otherwise hash_map"
 
-_OFF = "null off no false nothing empty"
-_MEANT = {
-    "volatile_db": {
-        "disabled": _OFF,
-        "hash_map": "memory ram dram cpu host local dict lru cache unordered_map in_memory true",
-        "redis_cluster": "redis_standalone redis_single redis_sentinel valkey keydb dragonfly elasticache",
-    },
-    "persistent_db": {"disabled": _OFF, "rocks_db": "disk ssd nvme leveldb lmdb file files local rocksdict true"},
-}
-
 
 def _spelling(section: str) -> BeforeValidator:
-    """Any spelling of a database type that the registry, or an installed package, has for this section."""
+    """Accept any spelling of a database type that is registered for a section."""
     ours = IMPLEMENTATIONS["database"]
     rows = ["disabled|disable|none", *("|".join((name, *one.spellings)) for name, one in ours.items()), _MULTI_PROCESS]
     usable = ", ".join(["disabled", *(name for name, one in ours.items() if one.section == section)])
@@ -66,7 +56,7 @@ def _spelling(section: str) -> BeforeValidator:
         if one.section != section
     }
     refused["multi_process_hash_map"] = _NO_SHARED_MEMORY
-    return choice(*rows, refused=refused, meant=_MEANT[section], kind="database", section=section)
+    return choice(*rows, refused=refused, kind="database", section=section)
 
 
 VolatileDbType: TypeAlias = Annotated[str, _spelling("volatile_db")]
@@ -81,13 +71,13 @@ def _for_other_packages(value: dict[str, Any], info: ValidationInfo) -> dict[str
 
 
 Options: TypeAlias = Annotated[dict[str, Any], AfterValidator(_for_other_packages), Field(repr=False)]
-"""Settings of another package's database, which its `from_config` checks."""
+"""Settings of another package's database; its `from_config` checks them."""
 
 
 def _used_when(key: str, value: str | bool, check: Callable[[str], str]) -> AfterValidator:
-    """Check a setting only where `key`, which stands before it, has the `value` that uses it.
+    """Check a setting only if `key`, an earlier field, has the `value` that uses the setting.
 
-    HugeCTR's users have files in which the others are empty.
+    HugeCTR's users have files in which unused settings are empty.
     """
 
     def check_if_used(setting: str, info: ValidationInfo) -> str:
@@ -99,43 +89,29 @@ def _used_when(key: str, value: str | bool, check: Callable[[str], str]) -> Afte
 TlsFile: TypeAlias = Annotated[str, _used_when("enable_tls", True, check_place)]
 OverflowPolicy: TypeAlias = Annotated[
     Literal["evict_random", "evict_least_used", "evict_oldest"],
-    choice(
-        "evict_random|random",
-        "evict_least_used|least_used",
-        "evict_oldest|oldest",
-        meant={
-            "evict_random": "rand any none",
-            "evict_least_used": "lfu least_frequently_used evict_least_frequently_used evict_lfu",
-            "evict_oldest": "lru least_recently_used evict_least_recently_used evict_lru fifo ttl age",
-        },
-    ),
+    choice("evict_random|random", "evict_least_used|least_used", "evict_oldest|oldest"),
 ]
 UpdateSourceType: TypeAlias = Annotated[
     str,
     choice(
         "null|none",
         *("|".join((name, *one.spellings)) for name, one in IMPLEMENTATIONS["update_log"].items()),
-        meant={
-            "null": "off no false disabled disable empty",
-            "kafka_message_queue": "kafka_queue redpanda confluent msk broker message_queue",
-            "redis_stream": "redis redis_cluster stream streams valkey",
-        },
         kind="update_log",
     ),
 ]
 
 
 class Section(BaseModel):
-    """An object of the configuration. *Immutable.* Its title says where it stands, for notices."""
+    """An object of the configuration. *Immutable.* Its title is its path in notices."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     older_keys: ClassVar[frozenset[str]] = frozenset()
-    """Keys that HugeCTR had until 4.1; each is read as the later key that replaced it."""
+    """Keys of HugeCTR up to 4.1, each read as the key that replaced it."""
 
     @classmethod
     def ignored_keys(cls) -> frozenset[str]:
-        """Keys that are accepted and have no effect."""
+        """Return the keys that are accepted and have no effect."""
         return frozenset(key for key, field in cls.model_fields.items() if field.deprecated) - cls.older_keys
 
     @model_validator(mode="after")
@@ -150,7 +126,7 @@ class Section(BaseModel):
 
 
 def _batch_size(data: dict[str, Any]) -> int:
-    """HugeCTR 4.1 had one size for reading and one for writing; the smaller stands for both."""
+    """Take the smaller of HugeCTR 4.1's two sizes, for reading and for writing."""
     older = [data[key] for key in ("max_get_batch_size", "max_set_batch_size") if data[key] is not None]
     return min(older, default=65536)
 
@@ -249,7 +225,7 @@ class ModelSourceConfig(Section):
 
 
 class UpdateSourceConfig(Section):
-    """`update_source`: the log where online updates come from."""
+    """`update_source`: the log of online updates."""
 
     model_config = ConfigDict(title="update_source")
 
@@ -272,14 +248,7 @@ class UpdateSourceConfig(Section):
     tls_client_key: TlsFile = ""
     tls_server_name_identification: str = ""
     group: str = ""
-    begin: Annotated[
-        Literal["earliest", "latest"],
-        choice(
-            "earliest",
-            "latest",
-            meant={"earliest": "beginning begin start oldest smallest first 0", "latest": "now end newest largest last new $"},
-        ),
-    ] = "earliest"
+    begin: Annotated[Literal["earliest", "latest"], choice("earliest", "latest")] = "earliest"
     read_ahead_bytes: Bytes = 64 << 20
     max_message_bytes: Bytes = 64 << 20
     device_share: Annotated[Real, Field(gt=0, le=1)] = 1.0

@@ -1,0 +1,1 @@
+"""The host tiers: their contract (`base.py`), `hash_map/`, `redis/` and `rocks_db/`."""

@@ -1,6 +1,6 @@
 """The contract of a database tier, volatile or persistent.
 
-`Database` is what every tier does. Three subclasses add what only some of them can do; the loader asks for them:
+Callers use `Database` alone; its optional methods have defaults. An implementation subclasses one of three kinds:
 
 - `InProcessDatabase`: its tables are in the memory of this process and end with it (the hash map).
 - `SharedDatabase`: several processes share its tables, and one of them loads each (Redis).
@@ -16,11 +16,10 @@ from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 
-from hps.capacity import Need
 from hps.errors import DatabaseError
-from hps.findings import Finding
-from hps.host_tables import HostTable
-from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
+from hps.ground.capacity import Need
+from hps.ground.host_tables import HostTable
+from hps.types import BoolArray, CheckResult, FloatArray, IndexArray, KeyArray, TableSpec
 
 UNBOUNDED_ROWS: Final = 2**64 - 1
 """The capacity of a table that never evicts; HugeCTR's default `overflow_margin`."""
@@ -34,13 +33,11 @@ class LoadRecord:
         fingerprint: identifies the model files (place, sizes, versions); two loads of the same files have the same one.
         rows_done: leading rows of the files that the table holds.
         rows_total: rows of the files.
-        modified: whether `insert` or `delete` has modified the table since: it no longer equals the files.
+        modified: whether `insert` or `delete` has modified the table since the load.
         source: path or URI of the files, for people.
-        size_bytes: size of both files together; 0 if unknown.
-        checksum: CRC-32 of the loaded keys, in the order of the files, then that of their vectors, eight hexadecimal digits
-            each; empty if unknown.
-        loaded_at_us: when the database took the last rows of the load, in microseconds since 1970; 0 if unknown. The database
-            sets it; records that differ in it alone are equal.
+        size_bytes: total size of both files; 0 if unknown.
+        checksum: CRC-32 of the loaded keys in file order, then of their vectors, 8 hexadecimal digits each; empty if unknown.
+        loaded_at_us: time of the last loaded rows in microseconds since 1970, set by the database; 0 if unknown. Not compared.
     """
 
     fingerprint: str
@@ -59,13 +56,13 @@ class LoadRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowChanges:
-    """Changes of rows of one table, each with its place in the order of all changes of the table. *Immutable.*
+    """Changes to rows of one table, each with its place in the order of all changes. *Immutable.*
 
     Attributes:
         keys: (n,) int64, distinct.
-        vectors: (n, dim) float32; what stands there for a deleted row says nothing.
-        sequences: (n,) int64, at least 1: of two changes of a row the one with the higher sequence is the later one.
-        deleted: (n,) bool, True where the row is removed; None where none is.
+        vectors: (n, dim) float32; unspecified for deleted rows.
+        sequences: (n,) int64, at least 1; the later of two changes to a row has the higher sequence.
+        deleted: (n,) bool, True for deletions; None if there are none.
     """
 
     keys: KeyArray
@@ -74,17 +71,37 @@ class RowChanges:
     deleted: BoolArray | None = None
 
     def at(self, rows: BoolArray) -> "RowChanges":
-        """Those of the rows that are marked, (n,)."""
+        """Select rows by a mask, (n,)."""
         if rows.all():
             return self
         deleted = None if self.deleted is None else self.deleted[rows]
         return RowChanges(self.keys[rows], self.vectors[rows], self.sequences[rows], deleted)
 
     def split(self) -> tuple[KeyArray, FloatArray, KeyArray]:
-        """The keys and vectors that are inserted, and the keys that are deleted."""
+        """Return the inserted keys, their vectors, and the deleted keys."""
         if self.deleted is None or not self.deleted.any():
             return self.keys, self.vectors, self.keys[:0]
         return self.keys[~self.deleted], self.vectors[~self.deleted], self.keys[self.deleted]
+
+
+class Partition(str):
+    """A partition of a topic of a log of online updates: its name, `topic/number`. *Immutable.*"""
+
+    __slots__ = ()
+
+    def __new__(cls, topic: str, number: int | None = None) -> "Partition":
+        """Join a topic and a number, or take a whole name."""
+        return super().__new__(cls, topic if number is None else f"{topic}/{number}")
+
+    @property
+    def topic(self) -> str:
+        """The topic, which may hold slashes."""
+        return self.rpartition("/")[0]
+
+    @property
+    def number(self) -> int:
+        """The number in the topic."""
+        return int(self.rpartition("/")[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +109,8 @@ class LogPosition:
     """How far a table has followed one partition of a log of online updates. *Immutable.*
 
     Attributes:
-        position: of the last message that is applied, as the log writes it; empty before the first.
-        sequence: the highest one that a change in that partition had so far.
+        position: position of the last applied message, as the log writes it; empty before the first.
+        sequence: highest sequence of a change in that partition so far.
     """
 
     position: str
@@ -101,14 +118,13 @@ class LogPosition:
 
 
 @dataclass(frozen=True, slots=True)
-class TableReport:
-    """What can be read of one table. *Immutable.*
+class TableCheck:
+    """The readable part of one table. *Immutable.*
 
     Attributes:
-        tag: of the table.
-        dim: floats of a vector; 0 if the table is empty or its first row cannot be read.
-        rows: that can be read.
-        damage: why no more can be read; empty if all can.
+        dim: floats per vector; 0 if the table is empty or its first row is unreadable.
+        rows: number of readable rows.
+        damage: why other rows are unreadable; empty if all are readable.
     """
 
     tag: str
@@ -119,15 +135,15 @@ class TableReport:
 
 @dataclass(frozen=True, slots=True)
 class DatabaseReport:
-    """What is damaged in a persistent database. *One per thread.*
+    """The state of a persistent database after an inspection. *One per thread.*
 
     Attributes:
-        tables: what can be read; empty if nothing can.
-        damages: what is damaged and how; empty if nothing is.
-        cures: steps that save what can be read and give up the rest.
+        tables: the readable tables.
+        damages: one line for each damage.
+        cures: steps that save the readable rows and give up the others.
     """
 
-    tables: list[TableReport]
+    tables: list[TableCheck]
     damages: list[str]
     cures: list[str]
 
@@ -137,11 +153,11 @@ class TableStats:
     """Size of one table. *Immutable.*
 
     Attributes:
-        rows: vectors that it holds.
-        vector_bytes: memory or disk that they take.
-        overhead_bytes: what it takes beside the vectors, -1 if the engine cannot say.
-        capacity_rows: rows at which it evicts (overflow_margin x num_partitions), or `UNBOUNDED_ROWS`.
-        evictions: rows that this process has evicted since it opened the table; None where nobody counts.
+        rows: number of vectors.
+        vector_bytes: memory or disk space of the vectors.
+        overhead_bytes: memory or disk space beside the vectors; -1 if unknown.
+        capacity_rows: rows at which the table evicts (overflow_margin x num_partitions), or `UNBOUNDED_ROWS`.
+        evictions: rows evicted by this process since it opened the table; None if not counted.
     """
 
     rows: int
@@ -163,9 +179,24 @@ class Database(ABC):
     kind: ClassVar[str]
     """The configuration value that selects this database, e.g. `rocks_db`."""
 
+    in_process: ClassVar[bool] = False
+    """Whether tables are in the memory of this process and end with it."""
+
+    shared: ClassVar[bool] = False
+    """Whether other processes use and modify its tables."""
+
+    persistent: ClassVar[bool] = False
+    """Whether it holds every row of a table and keeps it over restarts."""
+
+    read_only: bool = False
+    """Whether it refuses modifications."""
+
+    load_bytes: int = 0
+    """Preferred size of a `load_chunk` in bytes of keys and vectors; 0 for any."""
+
     rows_worth_a_thread: int = 0
-    """Rows of a `fetch` from which it pays to fetch them in a thread of their own: as many as take some 100 us. 0 where threads
-    gain nothing, or the database shares a fetch out by itself."""
+    """Smallest number of rows worth a thread of its own in a `fetch` (about 100 us of work); 0 if threads gain nothing, or the
+    database distributes a fetch by itself."""
 
     @classmethod
     @abstractmethod
@@ -177,22 +208,22 @@ class Database(ABC):
         """
 
     @classmethod
-    def probe(cls, config: Any, tables: Mapping[TableSpec, int]) -> list[Finding]:
-        """Find out whether the database that `config` describes could be opened and filled. Nothing is written there.
+    def probe(cls, config: Any, tables: Mapping[TableSpec, int]) -> list[CheckResult]:
+        """Open the database that `config` describes read-only and check that it could be opened and filled. Nothing is written.
 
         Not for a process that has it open.
 
         Args:
-            tables: that are to be in it, and the bytes of their files.
+            tables: the tables to load, with the bytes of their files.
 
         Returns:
-            What was found; nothing where there is nothing to look at.
+            The results; none if there is nothing to check.
         """
         return []
 
     @abstractmethod
     def open_table(self, tag: str, dim: int) -> None:
-        """Make a table ready for use, and create it empty if it does not exist. Opening an open table changes nothing.
+        """Open a table; create it empty if it does not exist. Opening an open table changes nothing.
 
         Raises:
             TableWidthError: the table exists with vectors of another width.
@@ -238,53 +269,52 @@ class Database(ABC):
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
     ) -> int:
-        """Add vectors that the database below was found to have. A database that others write to, too, replaces none.
+        """Add vectors that the database below has. A shared database replaces no row.
 
         Returns:
-            How many vectors were taken; the others are dropped, which costs a later miss and nothing else.
+            How many vectors were added. The others are dropped, which costs a later miss and nothing else.
         """
         self.insert(tag, keys, vectors)
         return keys.size
 
     @abstractmethod
     def delete(self, tag: str, keys: KeyArray) -> int:
-        """Remove keys; returns how many distinct ones were there, -1 if the engine cannot say cheaply."""
+        """Remove keys; return how many distinct ones were there, or -1 if counting is expensive."""
 
-    def follow_log(self, tag: str) -> dict[str, LogPosition]:
-        """Keep the order of changes to an open table from now on, also over the next start if the rows stay that long.
+    def follow_log(self, tag: str) -> dict[Partition, LogPosition]:
+        """Keep the order of changes to an open table from now on, for as long as its rows stay.
 
         Returns:
-            What `apply` was told last of each partition of the log, by its name; empty for a table that never followed one.
+            The last positions given to `apply`, by partition; empty for a table that never followed a log.
 
         Raises:
-            DatabaseError: this database cannot.
+            DatabaseError: this database cannot keep the order.
         """
         raise DatabaseError(f"following a log of updates for table {tag}: databases of type {self.kind} cannot keep its order")
 
-    def apply(self, tag: str, changes: RowChanges, positions: Mapping[str, LogPosition]) -> BoolArray:
-        """Make those changes of a table that are not older than the last change of their row.
+    def apply(self, tag: str, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
+        """Apply the changes that are not older than the last change of their row.
 
-        A row that was deleted is remembered as deleted at that sequence; one that only a load wrote is older than any change.
-        An `insert` or a `delete` is later than all changes that were applied before it, and earlier than those with a higher
-        sequence than these. The same change again is made again, and leaves the same row.
+        A deleted row is remembered with the sequence of its deletion. A row that only a load wrote is older than any change. An
+        `insert` or a `delete` is later than all changes applied before it, and earlier than changes with a higher sequence
+        than those. Applying a change again leaves the same row.
 
         Args:
-            tag: of a table for which `follow_log` was called.
-            changes: what is to change; perhaps nothing.
-            positions: how far the log had been applied to *every* tier before these changes were read; it is stored with them,
-                so that after a crash at any moment the log is read from there, and what is then applied again changes nothing.
+            tag: a table for which `follow_log` was called.
+            changes: may be empty.
+            positions: how far the log had been applied to *every* tier before these changes were read. They are stored with the
+                changes, so that reading continues there after a crash; what is then applied again changes nothing.
 
         Returns:
-            (n,) bool: whether the row now is what the change makes of it; False where a later change had been made. All of it
-            is as durable as an `insert`.
+            (n,) bool: True for applied changes, False for rows with a later change. As durable as an `insert`.
 
         Raises:
-            DatabaseError: each of the rows has its old or its new state, with the sequence that belongs to it.
+            DatabaseError: each row has its old or its new state, with the matching sequence.
         """
         raise DatabaseError(f"updating table {tag}: databases of type {self.kind} cannot keep the order of updates")
 
     def copy_changes(self, tag: str, changes: RowChanges) -> None:
-        """Make changes that the database below has just made; a database that others write to, too, may only drop the rows."""
+        """Apply changes that the database below has just applied; a shared database may drop the rows instead."""
         keys, vectors, deleted = changes.split()
         if keys.size:
             self.insert(tag, keys, vectors)
@@ -304,165 +334,181 @@ class Database(ABC):
 
     @abstractmethod
     def stats(self, tag: str) -> TableStats:
-        """Rows and bytes of a table."""
+        """Return the size of a table."""
 
     @classmethod
     def room_for(cls, config: Any, tables: Sequence[tuple[str, int, int]]) -> list[Need]:
-        """What an empty database of this configuration would take for tables; nothing is connected to, opened or made.
+        """Estimate what tables would take in an empty database of this configuration, without opening or connecting to one.
 
         Args:
             config: as for `from_config`.
             tables: tag, dim and rows of each, as for `check_room`.
 
         Returns:
-            By table, and what the database takes for itself. Nothing by default.
+            Needs by table, and of the database itself. None by default.
         """
         return []
 
     def check_room(self, tables: Sequence[tuple[str, int, int]]) -> None:  # noqa: B027 - optional
-        """Refuse tables that do not fit beside what is there, before anything of them is loaded.
-
-        The answer is of the moment and reserves nothing. Nothing need be open, and nothing is made.
+        """Refuse tables that do not fit beside the present ones, before any row is loaded. Nothing is reserved or created.
 
         Args:
-            tables: tag, dim and rows of each, asked together: what one takes is not there for the next. The rows are those that
-                the table is to hold in all; what it holds already under that tag needs no more room.
+            tables: tag, dim and total rows of each, all to be loaded. Rows that a table holds already need no more room.
 
         Raises:
-            CapacityError: they do not fit; the message says what each needs, what is free and what would make room.
-            DatabaseError: the engine does not say.
+            CapacityError: they do not fit; the message says what each needs, what is free and how to make room.
+            DatabaseError: the engine did not answer.
         """
 
     def written_at(self, tag: str, keys: KeyArray) -> IndexArray:
-        """When rows were last written, (n,) int64: microseconds since 1970; 0 for an absent key, and where nobody knows.
+        """Return when rows were last written or loaded, (n,) int64, microseconds since 1970; 0 for absent keys or if unknown.
 
-        A row that came by a load was written when it was loaded. For people, a few keys at a time: it is not a lookup.
+        For a few keys at a time: this is slower than a lookup.
         """
         return np.zeros(keys.size, np.int64)
 
     @abstractmethod
     def tags(self) -> list[str]:
-        """Tags of all tables that exist, opened by this process or not, sorted."""
+        """List the tags of all tables, opened by this process or not, sorted."""
 
     @abstractmethod
     def drop_table(self, tag: str) -> None:
         """Remove a table with its rows and its load record. Dropping a table that does not exist changes nothing."""
 
+    def release_table(self, tag: str) -> None:  # noqa: B027 - optional
+        """Free this process' memory of a table that no deployed model uses. Rows elsewhere stay."""
+
+    def discard_table(self, tag: str) -> bool:
+        """Drop a table, opened or not, that no process uses any more; return whether it was dropped."""
+        if self.read_only:
+            return False
+        self.drop_table(tag)
+        return True
+
     @abstractmethod
     def close(self) -> None:
         """Release the engine. Closing twice changes nothing."""
 
+    def host_table(self, tag: str) -> HostTable | None:
+        """Return the table for devices that read it in place; None if they cannot."""
+        return None
+
+    def reserve(self, tag: str, rows: int) -> None:  # noqa: B027 - optional
+        """Make room for `rows` in total, so that loading need not grow the table step by step."""
+
+    def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, afresh: bool = False) -> int | None:
+        """Claim the right to load an open table, before the first `load_chunk`.
+
+        A shared database remembers the loaded rows, and empties a table that holds another model. The process with the claim
+        loads the rows in order and then calls `finish_load`. If it dies, another may claim the rest after a while. Other
+        databases always grant the claim.
+
+        Args:
+            fingerprint: identifies the model files.
+            rows: how many leading rows of the files the table is to hold.
+            wait_s: how long to wait while another process loads.
+            afresh: empty the table first. The caller must then open it again.
+
+        Returns:
+            The first row to load; `rows` if the table has them all; None if another process is still loading after `wait_s`.
+        """
+        if afresh:
+            self.drop_table(tag)
+        return 0
+
     def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
-        """Insert one chunk of a model in bulk; `record` says what the table holds once it is done."""
+        """Insert one chunk of a model in bulk; `record` describes the table after it."""
         self.insert(tag, keys, vectors)
 
     def finish_load(self, tag: str) -> None:  # noqa: B027 - optional
         """Let the engine settle (flush, compact, give up a lease). Called once, after the last `load_chunk` of a table."""
 
+    def load_record(self, tag: str) -> LoadRecord | None:
+        """Return which model files a table holds; None if unknown.
+
+        The first `insert` or `delete` after a load marks the record as modified, durably, before it changes a row.
+        """
+        return None
+
+    def writer_token(self, tag: str) -> str | None:
+        """Return the token of this table's modifications, for shared databases above; None if unmodified since the load.
+
+        The first `insert` or `delete` stores one durably before it changes a row.
+        """
+        return None
+
+    def renew_writer_token(self, tag: str) -> str | None:
+        """Replace the token, if there is one, durably before the next modification returns; return the new token.
+
+        A shared database then no longer relies on its rows of the table.
+        """
+        return None
+
+    def stand_above(self, tag: str, database: "Database") -> None:  # noqa: B027 - optional
+        """Name the database of this process that holds every row of an open table.
+
+        From then on a shared database shows no row older than a modification by this process, including modifications before
+        its start. Where it cannot tell, it has no rows and takes none.
+        """
+
 
 class InProcessDatabase(Database):
-    """A volatile database in the memory of this process. A table that no deployed model uses is dropped."""
+    """A volatile database in the memory of this process."""
 
-    @abstractmethod
-    def reserve(self, tag: str, rows: int) -> None:
-        """Make room for `rows` in all, so that loading them need not grow the table step by step."""
+    in_process = True
 
-    def host_table(self, tag: str) -> HostTable | None:
-        """The table as devices may read it in place; None where this database has none such."""
-        return None
+    def release_table(self, tag: str) -> None:
+        self.drop_table(tag)
 
 
 class SharedDatabase(Database):
-    """A volatile database that several processes share. It lets one of them load a table at a time."""
+    """A volatile database that several processes share. One of them at a time loads a table."""
+
+    shared = True
 
     @abstractmethod
-    def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, afresh: bool = False) -> int | None:
-        """Ask for the right to load a table, before the first `load_chunk`.
-
-        The database remembers what it has loaded, and empties a table that holds another model. Who gets the claim loads the
-        rows in their order and then calls `finish_load`. If that process dies, another may claim the rest after a while.
-
-        Args:
-            tag: of an open table.
-            fingerprint: identifies the model files.
-            rows: how many of their leading rows the table is to hold.
-            wait_s: how long to wait while another process loads.
-            afresh: empty the table first, whatever it holds. The caller must then open it again.
-
-        Returns:
-            The first row that is still needed, `rows` if the table has them all; None if another process is still loading
-            them after `wait_s`.
-        """
+    def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, afresh: bool = False) -> int | None: ...
 
     def discard_table(self, tag: str) -> bool:
-        """Say that this process does not use a table any more, whether or not it had opened it. The last user's is dropped.
+        """Stop using a table; the last user drops it. Return whether it was dropped, by default never.
 
-        A process uses a table from `open_table` until it discards or drops it, closes the database, or dies; of one that died,
-        the use counts for a while. A table that other programs may use is left alone. A call of this process with the tag then
-        raises `UnknownTableError`, until it opens the table again.
-
-        Returns:
-            Whether the table was dropped. By default it never is: its rows may be another process' only ones.
+        A process uses a table from `open_table` until it discards or drops it, closes the database, or dies; the use of a dead
+        process counts for a while. Tables that other programs may use are left alone. Later calls of this process with the tag
+        raise `UnknownTableError` until it opens the table again.
         """
         return False
-
-    def stand_above(self, tag: str, database: "PersistentDatabase") -> None:
-        """Hear which database of this process holds every row of an open table.
-
-        From then on this one is used only as far as it cannot show a row that is older than a modification that this process
-        has made, also one that it made before it was started: where it cannot tell, it has no rows, and takes none.
-        """
 
 
 class PersistentDatabase(Database):
     """A database that holds every row, and remembers which model files they came from."""
 
+    persistent = True
+
     @classmethod
     def inspect(cls, path: Path) -> DatabaseReport:
-        """Read a whole database that no process writes to, and change nothing there.
+        """Read a whole database that no process writes to, without changing it.
 
         Raises:
-            DatabaseError: it cannot be looked at, or this kind of database cannot be looked at so.
+            DatabaseError: it cannot be opened, or this kind of database has no inspection.
         """
         raise DatabaseError(f"inspecting {path}: databases of type {cls.kind} cannot be inspected")
 
-    load_bytes: int = 0
-    """Bytes of keys and vectors in a `load_chunk` that the engine takes best; 0 if any size will do."""
-
-    read_only: bool = False
-    """Whether it refuses modifications."""
-
     def writer_token(self, tag: str) -> str | None:
-        """The token by which a shared database knows what was modified here; None if nothing was since the table was loaded.
-
-        The first `insert` or `delete` stores one, durably, before it changes a row. By default there always is one, and another
-        one for each object, so that a shared database never counts on what an earlier process wrote to it.
-        """
+        """Return a token that differs by object, so that a shared database never relies on an earlier process' writes."""
         tokens: dict[str, str] = self.__dict__.setdefault("_writer_tokens", {})
         return tokens.setdefault(tag, secrets.token_hex(6))
 
     def renew_writer_token(self, tag: str) -> str | None:
-        """Store another token in place of the one that is there, if any; durably, and before the next modification returns.
-
-        A shared database then no longer counts on what it holds of the table.
-
-        Returns:
-            The token that is stored now.
-        """
         if self.writer_token(tag) is not None:
             self.__dict__["_writer_tokens"][tag] = secrets.token_hex(6)
         return self.writer_token(tag)
 
     @abstractmethod
-    def load_record(self, tag: str) -> LoadRecord | None:
-        """What is known of the model files in a table; None if nothing is.
-
-        The first `insert` or `delete` after a load marks the record as modified, durably, before it changes a row.
-        """
+    def load_record(self, tag: str) -> LoadRecord | None: ...
 
     @abstractmethod
     def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
-        """Insert one chunk of a model in bulk, then remember `record`, which counts this chunk.
+        """Insert one chunk of a model in bulk, then store `record`, which counts this chunk.
 
         A process that is killed between the two leaves the older record; loading the chunk again changes nothing.
         """

@@ -1,10 +1,11 @@
-"""Turns what Google's libraries raise into errors that name the address, the cause and the cure."""
+"""Converts errors of Google's libraries into errors that name the address, the cause and the cure."""
 
 import ssl
+from http.client import IncompleteRead
 from typing import Any
 
 import requests
-from google.api_core.exceptions import GoogleAPICallError
+from google.api_core.exceptions import GoogleAPICallError, RetryError
 from google.auth.exceptions import GoogleAuthError, TransportError
 from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 from urllib3.exceptions import HTTPError
@@ -13,6 +14,7 @@ from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
 
 FAILURES = (
     GoogleAPICallError,
+    RetryError,
     GoogleAuthError,
     InvalidResponse,
     DataCorruption,
@@ -21,7 +23,7 @@ FAILURES = (
     OSError,
     ValueError,
 )
-"""What a question to the service raises. `gcs_failure` turns it into one of our errors."""
+"""Exceptions of requests to the service. `gcs_failure` converts them."""
 
 _PASSING = {408, 429, 500, 502, 503, 504}
 _PASSING_REASONS = {"rateLimitExceeded", "userRateLimitExceeded", "backendError", "internalError"}
@@ -31,14 +33,18 @@ _GIVE_CREDENTIALS = (
 )
 
 
-def gcs_failure(what: str, error: Exception, *, anonymous: bool) -> ModelFileError:
-    """Name what is wrong and what to do about it.
+def gcs_failure(what: str, bucket: str, error: Exception, *, anonymous: bool) -> ModelFileError:
+    """Convert an error to one with cause and cure.
 
     Args:
-        what: what was being done, e.g. `reading gs://bucket/key`.
+        what: the operation, e.g. `reading gs://bucket/key`.
         error: one of `FAILURES`.
         anonymous: whether there are no credentials.
     """
+    if isinstance(error, RetryError) and isinstance(error.cause, Exception):
+        error = error.cause
+    if isinstance(error, DataCorruption):
+        return ModelFileError(f"{what}: the checksum differs: the content was damaged in transfer; write it again")
     if isinstance(error, GoogleAuthError):
         return unusable_credentials(error)
     answer = getattr(error, "response", None)
@@ -47,7 +53,7 @@ def gcs_failure(what: str, error: Exception, *, anonymous: bool) -> ModelFileErr
             f"{what}: got an answer that is not one of Google Cloud Storage; check model_source.gcs_endpoint_url"
         )
     if isinstance(answer, requests.Response):
-        return _refusal(what, answer, anonymous=anonymous)
+        return _refusal(what, bucket, answer, anonymous=anonymous)
     cure = "check that the host is right, runs and can be reached from here"
     if isinstance(error, requests.exceptions.SSLError | ssl.SSLError):
         cure = "check that the host's certificate is valid and that its issuer is known here"
@@ -55,8 +61,10 @@ def gcs_failure(what: str, error: Exception, *, anonymous: bool) -> ModelFileErr
 
 
 def unusable_credentials(error: Exception) -> ModelFileError:
-    """The error for credentials that do not work. It quotes only the first words of Google's library: the rest may be an
-    answer that holds a token."""
+    """Return the error for credentials that do not work.
+
+    It quotes only the first words of Google's library: the rest may be a response that holds a token.
+    """
     said = str(error.args[0]) if error.args else type(error).__name__
     message = f"using Google credentials: {said[:300].rstrip('. ')}"
     if isinstance(error, TransportError) or getattr(error, "retryable", False):
@@ -64,14 +72,16 @@ def unusable_credentials(error: Exception) -> ModelFileError:
     return ModelFileError(f"{message}; they may be expired or revoked: renew them, or {_GIVE_CREDENTIALS}")
 
 
-def _refusal(what: str, answer: requests.Response, *, anonymous: bool) -> ModelFileError:
-    """The error that an answer stands for. https://cloud.google.com/storage/docs/json_api/v1/status-codes"""
+def _refusal(what: str, bucket: str, answer: requests.Response, *, anonymous: bool) -> ModelFileError:
+    """Return the error for a status code. https://cloud.google.com/storage/docs/json_api/v1/status-codes"""
     status, (said, reasons) = answer.status_code, _said(answer)
     message = f"{what}: got HTTP {status}" + (f" ({said})" if said else "")
     if status in _PASSING or reasons & _PASSING_REASONS:
         return ModelSourceError(f"{message}; GCS is overloaded or limits the rate of requests")
-    if status == 404:
-        return ModelFileNotFoundError(f"{message}; check the bucket and the path")
+    if status in (404, 410) and "upload_id=" in str(answer.url):
+        return ModelFileError(f"{message}; the service dropped the upload: write it again from the start")
+    if status == 404:  # a missing object is no failure
+        return ModelFileNotFoundError(f"{what}: there is no bucket {bucket!r}; create it, or correct the address")
     if status in (401, 403) and anonymous:
         return ModelFileError(f"{message}; no Google credentials were found, and the object is not public: {_GIVE_CREDENTIALS}")
     if status == 401:
@@ -85,7 +95,7 @@ def _refusal(what: str, answer: requests.Response, *, anonymous: bool) -> ModelF
 
 
 def _said(answer: requests.Response) -> tuple[str, set[str]]:
-    """Message and reasons of a refusal. The libraries' own messages quote the URL, which for an upload is a secret."""
+    """Return message and reasons of a refusal. The libraries' own messages quote the URL, which for an upload is a secret."""
     try:
         error: Any = answer.json()["error"]
         reasons = {str(cause["reason"]) for cause in error.get("errors", ())}
@@ -95,9 +105,11 @@ def _said(answer: requests.Response) -> tuple[str, set[str]]:
 
 
 def _cause(error: BaseException) -> str:
-    """What happened at the bottom. The errors above it quote the request, whose query may be a secret."""
+    """Return the root cause. The errors above it quote the request, whose query may be a secret."""
     while (below := error.__cause__ or error.__context__) is not None:
         error = below
     if isinstance(error, TimeoutError):
         return "no answer in time"
+    if isinstance(error, IncompleteRead):
+        return f"the body broke off ({error})"
     return str(getattr(error, "strerror", None) or error or type(error).__name__)[:300]

@@ -1,4 +1,4 @@
-"""Addresses in HDFS, and questions to it through hdfs-native, each within its time."""
+"""Addresses in HDFS, and requests to it through hdfs-native, each with a timeout."""
 
 import re
 import threading
@@ -28,9 +28,9 @@ class HdfsAddress:
     """A file or directory. *Immutable.*
 
     Attributes:
-        uri: as it was given, for messages.
+        uri: as given, for messages.
         authority: `host:port`, `host`, a nameservice, or empty for fs.defaultFS.
-        path: absolute, without a slash at its end unless it is the root.
+        path: absolute, without a trailing slash except for the root.
     """
 
     uri: str
@@ -39,10 +39,10 @@ class HdfsAddress:
 
 
 def hdfs_address(uri: str, doing: str) -> HdfsAddress:
-    """Take a URI apart. Its path is literal: percent signs are not decoded, `?` and `#` have no meaning.
+    """Parse a URI. Its path is literal: percent signs are not decoded, `?` and `#` have no meaning.
 
     Raises:
-        ModelFileError: it is not a URI of HDFS, or no file can have this name.
+        ModelFileError: it is not an HDFS URI, or its path is no legal file name.
     """
     match = _URI.fullmatch(uri)
     if match is None or (match[1] and not _AUTHORITY.fullmatch(match[1])):
@@ -63,15 +63,15 @@ def hdfs_address(uri: str, doing: str) -> HdfsAddress:
 
 
 class HdfsConnections:
-    """One client of hdfs-native for each authority, made at first use and again after one got no answer. *Thread-safe.*
+    """One hdfs-native client for each authority, made on first use and again after one got no answer. *Thread-safe.*
 
-    hdfs-native waits for ever when a NameNode accepts connections and never answers (it is stopped, or its disk hangs). So each
-    question has a thread of its own, which is left behind and ends when the NameNode goes on or dies. There are at most
+    hdfs-native waits forever if a NameNode accepts connections and never answers (it is stopped, or its disk hangs). So each
+    request has its own thread, which is abandoned on timeout and ends when the NameNode continues or dies. There are at most
     `_MOST_THREADS` of them. (hdfs-native's asynchronous client could be cancelled, but it reads at two thirds of the speed, and
     panics when the first NameNode of a nameservice is down.)
 
-    Raises of every question:
-        ModelSourceError: no answer within the deadline, or a failure that may pass until then.
+    Raises of every request:
+        ModelSourceError: no answer within the deadline, or a transient failure until then.
         ModelFileError: HDFS refused.
     """
 
@@ -83,37 +83,25 @@ class HdfsConnections:
         self._threads = threading.BoundedSemaphore(_MOST_THREADS)
 
     def ask(self, doing: str, address: HdfsAddress, question: Callable[[Any], T]) -> T:
-        """Call `question` with a client of hdfs-native, as often as the settings allow."""
-        return retried(self.settings, lambda deadline: self.ask_once(doing, address, deadline, question))
+        """Call `question` with a client of hdfs-native, with retries, each for at most `timeout_s`."""
 
-    def ask_once(self, doing: str, address: HdfsAddress, deadline: float, question: Callable[[Any], T]) -> T:
-        """Call `question` once, and wait until the deadline, but no longer than `timeout_s`."""
-        deadline = min(deadline, time.monotonic() + self.settings.timeout_s)
-        client: Any = None
+        def attempt(deadline: float) -> T:
+            seconds = min(deadline - time.monotonic(), self.settings.timeout_s)
+            return self.ask_once(doing, address, seconds, question)
+
+        return retried(self.settings, attempt)
+
+    def ask_once(self, doing: str, address: HdfsAddress, seconds: float, question: Callable[[Any], T]) -> T:
+        """Call `question` once, for at most `seconds`."""
+        what, client, deadline = f"{doing} {address.uri}", None, time.monotonic() + seconds
+        if not self._threads.acquire(timeout=max(seconds, 0.0)):
+            raise UnansweredError(what, seconds)
 
         def ask() -> T:
             nonlocal client
-            client = self.client(address)
-            return question(client)
-
-        call = self.counted(doing, address, deadline, ask)
-        try:
-            return within(f"{doing} {address.uri}", deadline, call)
-        except UnansweredError:
-            self.drop(address, client)
-            raise
-        except Exception as error:  # those of hdfs-native have no class in common
-            raise hdfs_failure(doing, address.uri, error) from error
-
-    def counted(self, doing: str, address: HdfsAddress, deadline: float, call: Callable[[], T]) -> Callable[[], T]:
-        """Count a call as one of `_MOST_THREADS` until it ends. The result is what its thread runs; it must be run."""
-        seconds = max(deadline - time.monotonic(), 0.0)
-        if not self._threads.acquire(timeout=seconds):
-            raise UnansweredError(f"{doing} {address.uri}", seconds)
-
-        def run() -> T:
             try:
-                return call()
+                client = self.client(address)
+                return question(client)
             except Exception:
                 raise
             except BaseException as error:  # a panic of Rust
@@ -121,12 +109,20 @@ class HdfsConnections:
             finally:
                 self._threads.release()
 
-        return run
+        try:
+            return within(what, deadline - time.monotonic(), ask)
+        except UnansweredError:
+            self.drop(address, client)
+            raise
+        except ModelFileError:
+            raise
+        except Exception as error:  # hdfs-native's exceptions have no common class
+            raise hdfs_failure(doing, address.uri, error) from error
 
     def client(self, address: HdfsAddress) -> Any:
-        """The client for an authority; it connects when it is asked something.
+        """Return the client for an authority; it connects on its first request.
 
-        Called in a thread that may be left behind: the first call reads the configuration of Hadoop, and may ask name servers.
+        Called in a thread that may be abandoned: the first call reads the configuration of Hadoop, and may resolve host names.
         """
         authority = address.authority
         with self._lock:
@@ -138,7 +134,7 @@ class HdfsConnections:
             return self._clients.setdefault(authority, client)
 
     def drop(self, address: HdfsAddress, client: Any) -> None:
-        """Forget a client that got no answer: it would go on waiting at the same socket. None where there is none yet."""
+        """Discard a client that got no answer, if there is one: it would keep waiting at the same socket."""
         with self._lock:
             if client is not None and self._clients.get(address.authority) is client:
                 del self._clients[address.authority]
@@ -146,13 +142,13 @@ class HdfsConnections:
 
     def _make(self, authority: str, *, shuffle: bool) -> Any:
         config = {
-            # hdfs-native goes through the NameNodes of a nameservice, but must not repeat that: it would take minutes.
+            # hdfs-native tries the NameNodes of a nameservice, but must not repeat that: it would take minutes.
             "dfs.client.failover.max.attempts": "4",
             "dfs.client.failover.sleep.base.millis": "10",
             "dfs.client.failover.sleep.max.millis": "200",
             "dfs.client.socket-timeout": str(max(1, round(self.settings.timeout_s * 1000))),
         }
-        if shuffle:  # the first NameNode of a nameservice may be the one that does not answer
+        if shuffle:  # the first NameNode of a nameservice may be the unresponsive one
             config[f"dfs.client.failover.random.order.{authority}"] = "true"
         try:
             return hdfs_native.Client(f"hdfs://{authority}/", config)

@@ -1,8 +1,8 @@
-"""Turns what hdfs-native raises into errors that name the URI, the cause and the cure.
+"""Converts errors of hdfs-native into errors that name the URI, the cause and the cure.
 
-hdfs-native 0.14 raises FileNotFoundError and FileExistsError, OSError for the network, and RuntimeError for everything
-else. The text of the last is the Rust value, `RPCError("org.apache.hadoop.security.AccessControlException", "Permission ...")`,
-so the classes of Hadoop's exceptions are found in the text; later versions word it differently and keep the class.
+hdfs-native 0.14 raises FileNotFoundError and FileExistsError, OSError for the network, and RuntimeError for everything else.
+The text of the last is the Rust value, `RPCError("org.apache.hadoop.security.AccessControlException", "Permission ...")`, so
+the classes of Hadoop's exceptions are found in the text; later versions change the wording but keep the class.
 """
 
 import re
@@ -16,8 +16,8 @@ _AUTHENTICATE = (
 )
 _DATANODES = "check that the DataNodes run and can be reached from here (dfs.client.use.datanode.hostname)"
 
-# A pattern of the text, the error that it means, cause and cure; {said} is the first line of what HDFS said. The first that
-# matches counts. Sources: exceptions of org.apache.hadoop (2.7 to 3.4) as the client protocol carries them, `HdfsError` of
+# Pattern in the text, error class, cause and cure; {said} is the first line of the HDFS message. The first match wins.
+# Sources: exceptions of org.apache.hadoop (2.7 to 3.4) as the client protocol carries them, `HdfsError` of
 # hdfs-native 0.14, the texts of getaddrinfo and of Linux's errno.
 _MEANINGS: tuple[tuple[str, type[ModelFileError], str, str], ...] = (
     ("Path is not a file|IsADirectoryError", ModelFileError, "it is a directory, expected a file", "name the file"),
@@ -97,15 +97,14 @@ _MEANINGS: tuple[tuple[str, type[ModelFileError], str, str], ...] = (
 
 
 def hdfs_failure(doing: str, uri: str, error: BaseException) -> ModelFileError:
-    """Name what is wrong and what to do about it.
+    """Convert an error to one with cause and cure.
 
     Args:
         doing: e.g. `reading`.
-        uri: of the file.
-        error: what hdfs-native raised.
+        error: raised by hdfs-native.
 
     Returns:
-        A `ModelSourceError` where it may pass, so that it is tried again.
+        A `ModelSourceError` for a transient failure, which is retried.
     """
     line, said = _first_line(error), _said(error)
     for pattern, kind, cause, cure in _MEANINGS:
@@ -119,11 +118,10 @@ def hdfs_failure(doing: str, uri: str, error: BaseException) -> ModelFileError:
 
 
 def _first_line(error: BaseException) -> str:
-    """What it says, without a Java stack trace."""
     return re.split(r"\\n|\n", str(error), maxsplit=1)[0]
 
 
 def _said(error: BaseException) -> str:
-    """The first line, without the Rust around it and the class."""
+    """Return the first line without its Rust wrapper and the class."""
     text = re.sub(r'^\w+\("(?:[\w.$]+", ")?', "", _first_line(error)).replace('\\"', '"')
     return re.sub(r'"?\)$', "", text)[:300] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Files of this machine."""
+"""Files on this machine."""
 
 import fcntl
 import os
@@ -17,20 +17,20 @@ _ABSENT = (FileNotFoundError, NotADirectoryError)
 class LocalFileSystem(FileSystem):
     """Reads and writes files by path, relative to the working directory or absolute, or by `file://` URI. *Immutable.*
 
-    The version of a file is its modification and change times, size and inode: it changes when the file is written, also if its
-    modification time is put back, or when another file takes its place, also one of the same size and time.
+    The version of a file is its modification and change times, size and inode: it changes when the file is written, even if its
+    modification time is reset, or replaced, even by a file of the same size and time.
     """
 
     is_local = renames_directories = True
-    part_bytes = 1 << 40  # one thread gets 8 GB/s out of the page cache: splitting a read gains nothing
+    part_bytes = 1 << 40  # one thread reads 8 GB/s from the page cache: splitting a read gains nothing
 
     @property
     def parallel_reads(self) -> int:
-        """Two; more where there are cores, since a GPU takes more than two threads read."""
+        """Two; more with more cores, since a GPU accepts data faster than two threads read."""
         return 4 if (os.cpu_count() or 1) >= 8 else 2
 
     def exists(self, path: str) -> bool:
-        """Tell whether a file or directory is there; a path that must not be looked at is an error."""
+        """Return whether a file or directory exists; an unreadable path is an error."""
         try:
             self._stat(path, "looking for")
         except ModelFileNotFoundError:
@@ -38,13 +38,13 @@ class LocalFileSystem(FileSystem):
         return True
 
     def status(self, path: str) -> FileStatus:
-        """Size and version of a regular file."""
+        """Return size and version of a regular file."""
         return _status_of(path, self._stat(path, "opening"))
 
     def read_into(self, path: str, offset: int, buffer: memoryview, version: str = "") -> None:
-        """Fill `buffer` from byte `offset`. The file is opened anew: each call sees what has its name now."""
+        """Fill `buffer` from byte `offset`. Opens the file again, so each call reads the current file of that name."""
         try:
-            # O_NONBLOCK: a named pipe in place of the file must not block. It changes nothing for regular files.
+            # O_NONBLOCK: a named pipe in place of the file must not block. No effect on regular files.
             descriptor = os.open(local_path(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise _refusal("opening", path, error) from error
@@ -55,7 +55,7 @@ class LocalFileSystem(FileSystem):
                 if count == 0:
                     raise too_short(path, offset + done, offset, offset + len(buffer))
                 done += count
-            # Checked last, so that a write during the read is noticed, too.
+            # Checked last, to detect a write during the read, too.
             if version and (now := _status_of(path, os.fstat(descriptor)).version) != version:
                 raise changed(path, version, now)
         except OSError as error:
@@ -64,10 +64,10 @@ class LocalFileSystem(FileSystem):
             os.close(descriptor)
 
     def may_change_unseen(self, path: str, version: str) -> bool:
-        """Whether somebody has the file open for writing: stores through a memory map change its times only now and then.
+        """Return whether a process has the file open for writing: stores through a memory map rarely update its times.
 
-        Linux grants a read lease only on a file that nobody has open, or mapped, for writing. Where it grants none at all (to a
-        user who does not own the file, on network file systems), nobody can tell, and the answer is no.
+        Linux grants a read lease only on a file that no process has open, or mapped, for writing. If it grants none at all (to
+        a user who does not own the file, on network file systems), the answer is unknown, and False.
         """
         try:
             descriptor = os.open(local_path(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -87,7 +87,7 @@ class LocalFileSystem(FileSystem):
         return False
 
     def directories(self, path: str) -> list[str]:
-        """Names of the directories in a directory, and of links to some, sorted."""
+        """Return the sorted names of a directory's subdirectories, and of links to directories."""
         return self._names(path, os.DirEntry.is_dir)
 
     def _names(self, path: str, wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:
@@ -100,15 +100,13 @@ class LocalFileSystem(FileSystem):
             raise _refusal("listing", path, error) from error
 
     def list(self, path: str) -> list[str]:
-        """Names of what a directory holds, sorted."""
         return self._names(path, lambda entry: True)
 
     def create(self, path: str) -> FileWriter:
-        """Begin to write a file under a name of its own, in the directory where it belongs."""
+        """Start to write a file under a temporary name in its directory."""
         return _LocalWriter(path)
 
     def delete(self, path: str) -> None:
-        """Remove a file."""
         try:
             os.unlink(local_path(path))
         except _ABSENT:
@@ -117,7 +115,7 @@ class LocalFileSystem(FileSystem):
             raise _refusal("removing", path, error) from error
 
     def rename(self, path: str, new_path: str) -> None:
-        """Give a directory another name, durably."""
+        """Rename a directory durably."""
         try:
             os.rename(local_path(path), local_path(new_path))
             descriptor = os.open(os.path.dirname(local_path(new_path)) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -178,10 +176,10 @@ def _status_of(path: str, status: os.stat_result) -> FileStatus:
 
 
 def local_path(path: str) -> str:
-    """The path that a `file:` URI names (RFC 8089), with percent signs decoded; any other path unchanged.
+    """Return the path of a `file:` URI (RFC 8089), with percent signs decoded; any other path unchanged.
 
     Raises:
-        ModelFileError: the URI names another host, or no file system can hold such a name.
+        ModelFileError: the URI names another host, or the path is no legal file name.
     """
     place = path
     if path[:5].lower() == "file:":

@@ -1,14 +1,16 @@
-"""Repeats what failed for a reason that may pass, and bounds calls that might never answer."""
+"""Retries requests to remote stores, and bounds requests that might never be answered."""
 
 import logging
 import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import TypeVar
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelSourceError
+from hps.ground.workers import call_in_thread
 
 _log = logging.getLogger(__name__)
 
@@ -17,24 +19,23 @@ T = TypeVar("T")
 
 
 class UnansweredError(ModelSourceError):
-    """A host did not answer at all.
-
-    Args:
-        what: was being done, e.g. `reading hdfs://nn/m/key`.
-        seconds: how long the answer was waited for.
-    """
+    """A host did not answer in time."""
 
     def __init__(self, what: str, seconds: float) -> None:
         super().__init__(
-            f"{what}: no answer in {seconds:.1f} s; check that the host is right, runs and can be reached from here"
+            f"{what}: no answer in {seconds:.1f} s; check that the host is right, runs and can be reached from here (on a slow "
+            "network, lower model_source.parallel_reads or raise its deadline_s)"
         )
 
 
 def retried(settings: ModelSourceConfig, attempt: Callable[[float], T]) -> T:
-    """Call `attempt` with the deadline, of `time.monotonic`; after a `ModelSourceError` pause and call it again.
+    """Call `attempt` with the deadline (of `time.monotonic`); after a `ModelSourceError` pause and call it again.
+
+    All stores share this loop, so that `max_attempts` and `deadline_s` mean the same everywhere: hdfs-native retries nothing,
+    boto3 neither a truncated body nor within a deadline, and google-cloud-storage does not count attempts.
 
     Raises:
-        ModelSourceError: the last one, once attempts or time are used up; it says how many attempts and how long.
+        ModelSourceError: the last one, once attempts or time are used up; it reports the number of attempts and the duration.
     """
     started = time.monotonic()
     deadline = started + settings.deadline_s
@@ -44,7 +45,7 @@ def retried(settings: ModelSourceConfig, attempt: Callable[[float], T]) -> T:
         try:
             return attempt(deadline)
         except ModelSourceError as error:
-            # Jitter, so that parts that failed together do not come back together.
+            # Jitter, so that parts that failed together are not retried together.
             pause = random.uniform(0.5, 1.0) * min(_FIRST_PAUSE_S * 2 ** (tried - 1), _LONGEST_PAUSE_S)
             now = time.monotonic()
             if tried >= settings.max_attempts or now + pause >= deadline:
@@ -54,34 +55,63 @@ def retried(settings: ModelSourceConfig, attempt: Callable[[float], T]) -> T:
             time.sleep(pause)
 
 
-def within(what: str, deadline: float, call: Callable[[], T]) -> T:
-    """Run a call that has no timeout of its own in a thread, and leave the thread behind at the deadline.
+def share(settings: ModelSourceConfig, deadline: float) -> float:
+    """Return the seconds of one attempt: half of the remaining time, so that a slow response leaves time for another."""
+    left = max(deadline - time.monotonic(), 0.0)
+    return min(left, max(left / 2, settings.timeout_s))
 
-    The call may still be running afterwards, so nobody else may use what it was given.
 
-    Args:
-        what: is being done, for the message.
-        deadline: of `time.monotonic`.
-        call: what to run; what it raises is raised here.
+class ReadTarget:
+    """The buffer of one read attempt, which is not written after the attempt has ended. *Thread-safe.*"""
+
+    def __init__(self, path: str, buffer: memoryview) -> None:
+        self.missing = len(buffer)
+        self._path, self._rest, self._lock = path, buffer, threading.Lock()
+
+    def write(self, piece: bytes) -> None:
+        """Write the next bytes.
+
+        Raises:
+            ModelSourceError: there are more bytes than requested, or the attempt has ended.
+        """
+        with self._lock:
+            if len(piece) > len(self._rest):
+                raise ModelSourceError(
+                    f"reading {self._path}: got more bytes than were asked for; the server does not serve ranges as it should"
+                )
+            self._rest[: len(piece)] = piece
+            self._rest = self._rest[len(piece) :]
+            self.missing = len(self._rest)
+
+    def end(self) -> None:
+        """Accept no more bytes."""
+        with self._lock:
+            self._rest = memoryview(b"")
+
+
+def fill(settings: ModelSourceConfig, path: str, buffer: memoryview, attempt: Callable[[ReadTarget, float], None]) -> None:
+    """Read into a buffer, with a new target for each attempt; `attempt` also gets its time limit in seconds."""
+
+    def once(deadline: float) -> None:
+        target = ReadTarget(path, buffer)
+        try:
+            attempt(target, share(settings, deadline))
+        finally:
+            target.end()
+
+    retried(settings, once)
+
+
+def within(what: str, seconds: float, call: Callable[[], T]) -> T:
+    """Run a call on its own thread, which is abandoned after `seconds`.
+
+    For operations whose client has no timeout: name resolution, sources of credentials, a slow response. The call may keep
+    running afterwards, so it must not share the objects that it was given.
 
     Raises:
-        UnansweredError: no answer in time.
+        UnansweredError: no answer in time; `what` begins the message.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="hps-bounded-call", daemon=True)
-    seconds = max(deadline - time.monotonic(), 0.0)
-    thread.start()
-    thread.join(seconds)
-    if results:
-        return results[0]
-    if errors:
-        raise errors[0]
-    raise UnansweredError(what, seconds)
+    answer = call_in_thread("bounded-call", call)
+    if not wait([answer], seconds).done:
+        raise UnansweredError(what, seconds)
+    return answer.result()

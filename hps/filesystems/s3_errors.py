@@ -1,4 +1,4 @@
-"""Turns what S3 and boto3 refuse into errors that name the address, the cause and the cure."""
+"""Converts errors of S3 and boto3 into errors that name the address, the cause and the cure."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from botocore.exceptions import (
     ConnectTimeoutError,
     CredentialRetrievalError,
     HTTPClientError,
+    IncompleteReadError,
     NoCredentialsError,
     PartialCredentialsError,
     ProfileNotFound,
@@ -23,7 +24,7 @@ from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.object_store import ObjectAddress
 
 FAILURES = (ClientError, BotoCoreError, ResponseParserError, OSError, ValueError)
-"""What a call of boto3 raises, except for mistakes of our own. `s3_failure` turns it into one of our errors."""
+"""Exceptions of boto3 calls, except programming errors. `s3_failure` converts them."""
 
 _MISSING_CREDENTIALS = (
     NoCredentialsError,
@@ -33,7 +34,7 @@ _MISSING_CREDENTIALS = (
     SSOError,
     TokenRetrievalError,
 )
-_BROKEN = (BotoConnectionError, HTTPClientError, ResponseParserError, OSError)
+_BROKEN = (BotoConnectionError, HTTPClientError, IncompleteReadError, ResponseParserError, OSError)
 _TIMEOUTS = (ReadTimeoutError, ConnectTimeoutError)
 _PASSING_CODES = {"InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling"}
 _REGION_CODES = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect", "TemporaryRedirect"}
@@ -44,7 +45,7 @@ _ALLOW = (
     "object that is not there); to write also s3:PutObject, s3:AbortMultipartUpload and s3:DeleteObject"
 )
 
-# What the codes of S3 mean here: (cause, cure).
+# Meaning of the codes of S3: (cause, cure).
 _REFUSALS = {
     "AccessDenied": ("not allowed", _ALLOW),
     "ExpiredToken": ("the credentials have expired", _RENEW),
@@ -53,23 +54,25 @@ _REFUSALS = {
     "SignatureDoesNotMatch": ("the secret access key is wrong", _WRONG),
     "RequestTimeTooSkewed": ("this machine's clock differs too much from S3's", "set the clock"),
     "InvalidObjectState": ("the object is archived", "restore it from Glacier first"),
-    "NoSuchUpload": ("somebody else ended the upload", "write the model again; check the bucket's lifecycle rules"),
+    "NoSuchUpload": (
+        "the upload has ended: by an attempt whose answer was lost, or by somebody else",
+        "write the model again; check the bucket's lifecycle rules",
+    ),
     "403": ("not allowed", _ALLOW),
 }
 
 
 def error_code(error: BaseException | None) -> str:
-    """S3's word for what is wrong; digits where an answer had no body; nothing where there was no answer."""
+    """Return S3's error code; digits if a response had no body; empty without a response."""
     return str(_details(error).get("Code", "")) if isinstance(error, ClientError) else ""
 
 
 def s3_failure(doing: str, address: ObjectAddress, client: Any, error: Exception) -> ModelFileError:
-    """Name what is wrong and what to do about it.
+    """Convert an error to one with cause and cure.
 
     Args:
         doing: e.g. `reading`.
-        address: of the object.
-        client: the boto3 client that raised it; None where there is none yet.
+        client: the boto3 client that raised it; None if there is none yet.
         error: one of `FAILURES`.
     """
     what = f"{doing} {address.uri}"
@@ -95,7 +98,7 @@ def s3_failure(doing: str, address: ObjectAddress, client: Any, error: Exception
             f"{what}: {_endpoint(client)} {how}; check that it is right (model_source.s3_endpoint_url, AWS_ENDPOINT_URL), runs "
             "and can be reached from here"
         )
-    # What is left are errors of configuration: an endpoint that is no URL, a region that cannot be one.
+    # The rest are configuration errors: an endpoint that is no URL, an impossible region.
     return ModelFileError(
         f"{what}: boto3 cannot ask {_endpoint(client)} ({type(error).__name__}); check endpoint, region and profile"
     )
@@ -133,5 +136,5 @@ def _details(error: ClientError) -> dict[str, Any]:
 
 
 def _endpoint(client: Any) -> str:
-    """The host that was asked, without user and password that a URL may hold."""
+    """Return the endpoint's host, without the user and password of its URL."""
     return "the endpoint" if client is None else str(client.meta.endpoint_url).rpartition("@")[2].rpartition("://")[2]

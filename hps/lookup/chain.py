@@ -1,4 +1,4 @@
-"""The host tiers as one: asks the volatile database, then the persistent one for what is still missing."""
+"""The chain of host tiers: asks the volatile database, then the persistent one for the missing keys."""
 
 import logging
 import threading
@@ -10,25 +10,25 @@ from typing import TypeAlias
 
 import numpy as np
 
-from hps.background import BackgroundQueue
-from hps.databases.base import Database, InProcessDatabase, LogPosition, PersistentDatabase, RowChanges, SharedDatabase
+from hps.databases.base import Database, LogPosition, Partition, RowChanges
 from hps.errors import DatabaseError, NotReadyError, UnknownTableError
-from hps.host_tables import HostTable
+from hps.ground.host_tables import HostTable
+from hps.ground.thread_pool import POOL
+from hps.ground.workers import WorkQueue
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.lookup.fences import TableFence
-from hps.metrics import TIERS, Metrics
-from hps.thread_pool import POOL
-from hps.tracing import current, ended
+from hps.statistics.metrics import TIERS, Metrics
+from hps.statistics.tracing import current, ended
 from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
 _PROMOTION_QUEUE_LENGTH = 64
 Landed: TypeAlias = Callable[[int, int], object]
-"""Is called, in order, with rows [start, stop) of a fetch that will not change any more."""
+"""Called in order, with ranges [start, stop) of final rows."""
 
 
 class _Access:
-    """Reads or writes of one database: a breaker of their own, for all models, and their metrics. *Thread-safe.*"""
+    """Reads or writes of one database, with their metrics and a circuit breaker shared by all models. *Thread-safe.*"""
 
     def __init__(self, what: str, tier: str, operation: str, metrics: Metrics, breaker: CircuitBreaker) -> None:
         self._what = what
@@ -38,20 +38,20 @@ class _Access:
 
     @property
     def available(self) -> bool:
-        """Whether calls are made, and not only now and then one that tries."""
+        """Whether calls are made; False if only an occasional probe is."""
         return not self._breaker.is_open
 
     def show(self, model: str) -> None:
-        """Show the errors of a model, also while there are none: so that the first one is an increase."""
+        """Show the error counter of a model at 0, so that its first error is an increase."""
         self._errors.labels(model, *self._where)
 
     def attempt(self, call: Callable[[], object], model: str) -> DatabaseError | None:
-        """Make a call unless the breaker is open; report the outcome to the breaker, the metrics and the caller."""
+        """Make a call unless the breaker is open; report the outcome to the breaker and the metrics, and return the error."""
         if not self._breaker.allow():
-            return DatabaseError(f"{self._what} are not tried for a moment: they failed several times")
+            return DatabaseError(f"{self._what} are suspended briefly after repeated failures")
         try:
             call()
-        except UnknownTableError as error:  # dropped under us, by healing or by another process
+        except UnknownTableError as error:  # dropped meanwhile, by healing or by another process
             return self._failed(DatabaseError(str(error)), model)
         except DatabaseError as error:
             return self._failed(error, model)
@@ -70,7 +70,7 @@ class _Access:
 class _Tier:
     """One database of the chain and its place in the metrics. *Thread-safe.*
 
-    Reads and writes fail apart: on a full disk every write fails, and what is there can be read.
+    Reads and writes fail independently: on a full disk every write fails while reads work.
     """
 
     def __init__(self, database: Database, name: str, metrics: Metrics, breaker: Callable[[], CircuitBreaker]) -> None:
@@ -91,11 +91,11 @@ class _Tier:
         open_lost: bool,
         fetched: Landed | None = None,
     ) -> DatabaseError | None:
-        """Fetch the rows that are missing. An error is counted, reported to the breaker of reads and returned.
+        """Fetch the missing rows. An error is counted, reported to the breaker of reads and returned.
 
-        Several threads share many rows; whoever counts sees one call. `fetched` is called with rows that were asked for. With
-        `open_lost`, a table that is gone, because someone emptied a shared database or dropped the table in it, is opened
-        again, empty: a lower tier has its rows.
+        Several threads share a large fetch, which the metrics count once. `fetched` gets ranges of rows that were asked for.
+        With `open_lost`, a table that is gone is opened again, empty: another process emptied the shared database or dropped
+        the table, and a lower tier has its rows.
         """
         worth = self.database.rows_worth_a_thread
 
@@ -125,18 +125,18 @@ class _Tier:
         POOL.run(keys.size, least_rows, part, fetched)
 
     def attempt(self, table: TableSpec, write: Callable[[], object]) -> DatabaseError | None:
-        """Make a call that writes a table, unless the breaker of writes is open; an error is counted and returned."""
+        """Write to a table unless the breaker of writes is open; an error is counted and returned."""
         return self.writes.attempt(write, table.model_name)
 
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """A tier as a table has it. *Immutable.*
+    """State of a tier for a table. *Immutable.*
 
     Attributes:
-        name: as in `metrics.TIERS`.
+        name: one of `metrics.TIERS`.
         database: shared by all tables of the chain.
-        read, written: whether that is done now, and not left out after failures of any table.
+        read, written: whether the tier is in use now, rather than skipped after failures of any table.
     """
 
     name: str
@@ -146,10 +146,9 @@ class TierState:
 
 
 class _Final:
-    """Reports the rows of a fetch, in their order, as soon as they will not change any more. *One per thread.*
+    """Reports the final rows of a fetch in order. *One per thread.*
 
-    Attributes:
-        for_certain: what a tier was asked for is final also where it was not found.
+    Rows that a tier was asked for are final once found; with `for_certain`, also if they were not found.
     """
 
     def __init__(self, found: BoolArray, landed: Landed) -> None:
@@ -159,13 +158,12 @@ class _Final:
         self._rows = 0
 
     def fetched(self, start: int, stop: int) -> None:
-        """Take note that a tier was asked for rows [start, stop)."""
+        """Report rows [start, stop), which a tier was asked for, if they are final."""
         if start <= self._rows < stop and (self.for_certain or self._found[self._rows : stop].all()):
             begin, self._rows = self._rows, stop
             self._landed(begin, stop)
 
     def end(self) -> None:
-        """Report the rest."""
         if self._rows < self._found.size:
             self._landed(self._rows, self._found.size)
 
@@ -173,35 +171,35 @@ class _Final:
 class DatabaseChain:
     """Fetches from the volatile, then from the persistent database. *Thread-safe.*
 
-    The last database is *authoritative*: a key that it does not have is absent. A volatile database that fails is skipped
-    as long as a persistent one can answer. When the authoritative database fails and keys are still missing, `fetch` raises:
-    a failure is never reported as an absent key.
+    The last database is *authoritative*: a key that it lacks is absent. A failing volatile database is skipped as long as a
+    persistent one can answer. When the authoritative database fails while keys are missing, `fetch` raises: a failure is never
+    reported as an absent key.
 
-    Only vectors that the persistent database really had are promoted. That happens in the background and through the table's
-    fence, so that a promotion never overwrites a newer vector.
+    Only vectors that came from the persistent database are promoted, in the background and through the table's fence, so a
+    promotion never overwrites a newer vector.
 
-    When a modification or a promotion fails in the volatile database, nobody knows what it left there, or may still leave. The
-    table is then *quarantined*: its volatile rows are neither read nor written until they have been dropped. Before a
-    modification returns that is not in the volatile database, the persistent one remembers that, also for the next start.
+    When a modification or a promotion fails in the volatile database, its rows are unknown: the write may still take effect.
+    The table is then *quarantined*: its volatile rows are neither read nor written until they have been dropped. If a
+    modification is missing in the volatile database, the persistent one records that before the modification returns, also for
+    the next start.
 
-    Embedding caches may read the table of a volatile database in this process in place, and make what they read resident (see
-    `EmbeddingCache.attach`). What changes such a table, and why no older vector stays:
+    Embedding caches may read a table of an in-process volatile database in place, and make its rows resident (see
+    `EmbeddingCache.attach`). No older vector stays in a cache:
 
-    - A modification is made inside the caches' `changing`, from before the first database is written until the caches have been
-      told: what was read before that is not admitted. So is one that fails.
-    - A promotion adds rows that the persistent database has, while no modification runs: a key has one vector, whichever tier
-      it is read from. What it evicts can still be read below, and what is resident of it stays right.
-    - A table that is quarantined, or dropped, is closed to the caches first. They then leave its misses to `fetch`, which
-      skips it; they do not come back when it has been healed, since that is another table in their eyes.
-    - A refresh changes no row. A load writes a table that no cache is attached to yet.
+    - A modification, also a failed one, runs inside the caches' `changing`, from before the first database is written until the
+      caches were updated: rows read before its end are not admitted.
+    - A promotion adds rows of the persistent database while no modification runs: both tiers hold the same vector. A row that
+      it evicts can still be read from the persistent database, and its copy in the caches stays right.
+    - A quarantined or dropped table is closed to the caches first. They then leave its misses to `fetch`, which skips the
+      table; a healed table is a different one to the caches, so they do not attach to it again.
+    - A refresh changes no row. A load writes a table that has no attached cache yet.
 
     Args:
-        volatile: the upper database, or None.
-        persistent: the lower database, or None.
-        metrics: where fetches are counted.
+        volatile: upper database, or None.
+        persistent: lower database, or None.
         promote: copy persistent hits into the volatile database (`cache_missed_embeddings`).
-        breaker: makes the circuit breakers of a tier, one of its reads and one of its writes.
-        modification_timeout_s: how long an insert or delete waits for earlier work on the table.
+        breaker: makes the two circuit breakers of a tier, for its reads and its writes.
+        modification_timeout_s: time limit for earlier work on the table to end before an insert or delete.
     """
 
     def __init__(
@@ -220,10 +218,10 @@ class DatabaseChain:
         self.metrics = metrics
         self._fences: dict[str, TableFence] = {}
         self._quarantined: set[str] = set()  # tags
-        self._doubted: set[str] = set()  # tags of those of which the persistent database remembers it
+        self._doubted: set[str] = set()  # tags whose quarantine the persistent database has recorded
         self._healing = threading.Lock()
         self._promotions = (
-            BackgroundQueue("promotion", _PROMOTION_QUEUE_LENGTH, 1, metrics) if promote and volatile and persistent else None
+            WorkQueue("promotion", _PROMOTION_QUEUE_LENGTH, 1, metrics) if promote and volatile and persistent else None
         )
         if self._promotions:
             self._promotions.end_with(self)
@@ -231,11 +229,11 @@ class DatabaseChain:
 
     @property
     def databases(self) -> list[Database]:
-        """The databases, in the order in which they are asked."""
+        """The databases in the order of `fetch`."""
         return [tier.database for tier in self._tiers]
 
     def tiers(self, table: TableSpec | None = None) -> list[TierState]:
-        """The tiers as a table has them, or all tables, in the order in which they are asked."""
+        """Return the state of each tier for a table, or for all tables, in the order of `fetch`."""
         hidden = self._volatile if table is not None and table.tag in self._quarantined else None
         return [
             TierState(tier.name, tier.database, tier.reads.available and tier is not hidden, tier.writes.available)
@@ -244,11 +242,10 @@ class DatabaseChain:
 
     @property
     def quarantined(self) -> list[str]:
-        """Tags of the tables whose volatile rows are not read."""
+        """Tags of the quarantined tables."""
         return sorted(self._quarantined)
 
     def open_table(self, table: TableSpec) -> None:
-        """Open a table in every database."""
         self._fences.setdefault(table.tag, TableFence())
         for tier in self._tiers:
             tier.database.open_table(table.tag, table.dim)
@@ -258,10 +255,10 @@ class DatabaseChain:
             counter.labels(table.model_name, table.table_name)  # seen while they are 0, too
 
     def release_table(self, table: TableSpec, *, everywhere: bool = False) -> None:
-        """Drop a table that no deployed model uses, and what was to be promoted into it.
+        """Drop a table that no deployed model uses, and its queued promotions.
 
         Args:
-            everywhere: `discard` it, too, and not only drop it where it is in this process's memory.
+            everywhere: `discard` it from every database rather than only from the memory of this process.
 
         Raises:
             DatabaseTimeoutError: earlier work on the table did not end in time.
@@ -270,8 +267,7 @@ class DatabaseChain:
             return
         with self._fences[table.tag].modifying(self._modification_timeout_s):
             for database in self.databases:
-                if isinstance(database, InProcessDatabase):
-                    database.drop_table(table.tag)
+                database.release_table(table.tag)
             if everywhere:
                 self.discard(table.tag)
             self._quarantined.discard(table.tag)
@@ -280,28 +276,24 @@ class DatabaseChain:
                 self.metrics.table_quarantined.remove(table.tag)
 
     def discard(self, tag: str) -> None:
-        """Drop a table that this process uses no more from every database that may be written to, the upper one first.
+        """Drop an unused table from every writable database, the upper one first.
 
-        Where one fails, which is logged, those below keep theirs, so that the tag is found again and dropped another time.
+        A failure is logged and leaves the databases below unchanged, so that a later discard finds the tag again.
         """
         self._fences.pop(tag, None)
         for database in self.databases:
             try:
-                if isinstance(database, SharedDatabase):
-                    database.discard_table(tag)
-                elif not (isinstance(database, PersistentDatabase) and database.read_only):
-                    database.drop_table(tag)
+                database.discard_table(tag)
             except (DatabaseError, NotReadyError) as error:
                 _log.warning("dropping table %s from %s, which keeps it for now: %s", tag, database.kind, error)
                 return
 
     def host_table(self, table: TableSpec) -> HostTable | None:
-        """A table as devices may read it in place; None where the first database is not one that they can read."""
-        first = self.databases[0] if self._tiers else None
-        return first.host_table(table.tag) if isinstance(first, InProcessDatabase) else None
+        """Return a table that devices can read in place; None if the first database does not support it."""
+        return self._tiers[0].database.host_table(table.tag) if self._tiers else None
 
     def settle(self, table: TableSpec) -> None:
-        """Wait for the modification of a table that is under way, if one is.
+        """Wait for a running modification of the table to end.
 
         Raises:
             DatabaseTimeoutError: it did not end in time.
@@ -310,7 +302,7 @@ class DatabaseChain:
             pass
 
     def fence(self, table: TableSpec) -> TableFence:
-        """The fence that must be passed to copy vectors of this table into an upper tier."""
+        """Return the fence that guards copies of this table's vectors to an upper tier."""
         return self._fences[table.tag]
 
     def fetch(
@@ -321,10 +313,10 @@ class DatabaseChain:
         found: BoolArray,  # (n,)
         landed: Landed | None = None,
     ) -> int:
-        """Fill the rows of `out` that are not yet `found`, as `Database.fetch` does. The keys of the rows left are absent.
+        """Fill the rows of `out` that are not yet `found`, as `Database.fetch` does. Keys of the remaining rows are absent.
 
         Args:
-            landed: is called, in this thread, with rows that are final, each once and in order, all of them by the end.
+            landed: called in this thread, in order, with ranges of final rows; each row once, all of them by the end.
 
         Raises:
             DatabaseError: keys are still missing and the authoritative database did not answer.
@@ -349,6 +341,8 @@ class DatabaseChain:
             spent = ended(tier.name, table.table_name, began, before) - began
             after = keys.size - int(np.count_nonzero(found))
             self._count(table, tier, before - after, 0 if error else after, spent)
+            if (tiers := current.tiers) is not None and after < before:
+                tiers[found & (tiers == 0) if before - after < keys.size else slice(None)] = tier.index
             if error and last and after:
                 raise error
             if known is not None and after < before:
@@ -359,14 +353,14 @@ class DatabaseChain:
         return missing - before
 
     def locate(self, table: TableSpec, key: KeyArray, out: FloatArray) -> str | None:
-        """Find the first database that has a key, as `fetch` would, and promote and count nothing.
+        """Find the first database that has a key, without promoting or counting it.
 
         Args:
             key: (1,) int64.
-            out: (1, dim) float32; gets the vector.
+            out: (1, dim) float32; receives the vector.
 
         Returns:
-            The name of its tier; None where the key is absent.
+            Name of the tier; None if the key is absent.
 
         Raises:
             DatabaseError: the authoritative database did not answer.
@@ -383,7 +377,7 @@ class DatabaseChain:
         return None
 
     def written_at(self, table: TableSpec, key: KeyArray) -> int:
-        """When the authoritative database took the row of a key, (1,): microseconds since 1970; 0 where nobody knows."""
+        """Return when the authoritative database stored the row of a key, (1,): microseconds since 1970; 0 if unknown."""
         for database in reversed(self.databases):
             with suppress(DatabaseError):
                 return int(database.written_at(table.tag, key)[0])
@@ -400,14 +394,19 @@ class DatabaseChain:
         """Add or replace vectors in every database, the authoritative one first.
 
         Args:
-            then: called last, before any fill of an upper tier may continue: with True to update the embedding caches, or
-                with False, after a failure, to erase the keys from them.
-            changing: held from before the first database is written until `then` has returned.
+            then: called last, before fills of an upper tier continue: with True to update the embedding caches, or with False,
+                after a failure, to erase the keys from them.
+            changing: entered before the first database is written, left after `then` has returned.
 
         Raises:
-            DatabaseError: the authoritative database failed; each of the keys has its old or its new vector.
+            DatabaseError: the authoritative database failed; each key has its old or its new vector.
         """
-        self._modify(table, keys, lambda database: database.insert(table.tag, keys, vectors), then, changing)
+
+        def write(database: Database) -> None:
+            database.insert(table.tag, keys, vectors)
+            self._count_inserts(table, database, keys.size)
+
+        self._modify(table, keys, write, then, changing)
 
     def delete(
         self,
@@ -419,62 +418,62 @@ class DatabaseChain:
         """Remove keys from every database, the authoritative one first; `then` and `changing` as for `insert`.
 
         Raises:
-            DatabaseError: the authoritative database failed; each of the keys is there or not.
+            DatabaseError: the authoritative database failed; each key may or may not remain.
         """
         self._modify(table, keys, lambda database: database.delete(table.tag, keys), then, changing)
 
-    def follow_log(self, table: TableSpec) -> dict[str, LogPosition]:
-        """As `Database.follow_log`, of the authoritative database.
+    def follow_log(self, table: TableSpec) -> dict[Partition, LogPosition]:
+        """Follow the log of the authoritative database; see `Database.follow_log`.
 
         Raises:
-            DatabaseError: there is none, or it cannot.
+            DatabaseError: there is no such database, or it has no log.
         """
         if not self._tiers:
-            raise DatabaseError(
-                f"following a log of updates for table {table.tag}: no database is configured that would keep them"
-            )
+            raise DatabaseError(f"following a log of updates for table {table.tag}: no database is configured to store them")
         return self._tiers[-1].database.follow_log(table.tag)
 
     def apply(
         self,
         table: TableSpec,
         changes: RowChanges,
-        positions: Mapping[str, LogPosition],
+        positions: Mapping[Partition, LogPosition],
         then: Callable[[BoolArray | None], None],
         changing: AbstractContextManager[object] | None = None,
     ) -> BoolArray:
-        """Make changes of a log in every database, the authoritative one first, which says which of them are the latest.
+        """Apply changes of a log to every database; the authoritative one goes first and decides which are the latest.
 
         Args:
             changes, positions: as for `Database.apply`.
-            then: as for `insert`; is called with what `Database.apply` returned, or, after a failure, with None.
+            then: as for `insert`; called with the result of `Database.apply`, or with None after a failure.
             changing: as for `insert`.
 
         Returns:
-            What `Database.apply` returned.
+            The result of `Database.apply`.
 
         Raises:
-            DatabaseError: the authoritative database failed; each of the rows has its old or its new state.
+            DatabaseError: the authoritative database failed; each row has its old or its new state.
         """
         latest: list[BoolArray] = []
 
         def write(database: Database) -> None:
             authoritative = database is self._tiers[-1].database
-            with self.metrics.apply_seconds.labels(self._tiers[-1 if authoritative else 0].name).time():
+            with self.metrics.applying(self._tiers[-1 if authoritative else 0].name):
                 if authoritative:
                     latest.append(database.apply(table.tag, changes, positions))
                 else:
                     database.copy_changes(table.tag, changes.at(latest[0]))
+            inserted = latest[0] if changes.deleted is None else latest[0] & ~changes.deleted
+            self._count_inserts(table, database, int(np.count_nonzero(inserted)))
 
         def tell(written: bool) -> None:
-            with self.metrics.apply_seconds.labels(TIERS[0]).time():
+            with self.metrics.applying(TIERS[0]):
                 then(latest[0] if written else None)
 
         self._modify(table, changes.keys, write, tell, changing)
         return latest[0]
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for queued promotions; False when the timeout comes first."""
+        """Wait for queued promotions; return False on timeout."""
         return self._promotions is None or self._promotions.drain(timeout_s)
 
     def close(self) -> None:
@@ -499,7 +498,7 @@ class DatabaseChain:
                 failure = authoritative.attempt(table, lambda: write(authoritative.database))
             if self._volatile and self._persistent:
                 upper = self._volatile.database
-                # After a failure nobody knows which vectors are below, so those above must go.
+                # After a failure the rows below are unknown, so the caches must drop theirs.
                 if table.tag not in self._quarantined and self._volatile.attempt(
                     table, lambda: upper.delete(table.tag, keys) if failure else write(upper)
                 ):
@@ -513,24 +512,22 @@ class DatabaseChain:
     def _quarantine(self, table: TableSpec) -> None:
         with suppress(UnknownTableError):
             if host := self.host_table(table):
-                host.close()  # before anybody may rely on its rows not being read
+                host.close()  # before any reader may rely on the quarantine
         self._quarantined.add(table.tag)
         self.metrics.table_quarantined.labels(table.tag).set(1)
         _log.warning("%s: a write failed; its vectors in the volatile database are not read until dropped", table.tag)
 
     def _doubt(self, table: TableSpec) -> DatabaseError | None:
-        """Let the persistent database remember, once, that the volatile one lacks a modification."""
+        """Record once in the persistent database that the volatile one lacks a modification."""
         if self._persistent and table.tag not in self._doubted:
             database = self._persistent.database
-            if isinstance(database, PersistentDatabase) and (
-                error := self._persistent.attempt(table, lambda: database.renew_writer_token(table.tag))
-            ):
+            if error := self._persistent.attempt(table, lambda: database.renew_writer_token(table.tag)):
                 return error
             self._doubted.add(table.tag)
         return None
 
     def _heal(self, table: TableSpec) -> bool:
-        """Drop the volatile rows of a table if it is quarantined; returns whether the volatile database may be read."""
+        """Drop the volatile rows of a quarantined table; return whether the volatile database may be read."""
         if table.tag not in self._quarantined or self._volatile is None:
             return True
         database = self._volatile.database
@@ -543,10 +540,10 @@ class DatabaseChain:
             return False
         try:
             fence = self._fences[table.tag]
-            with fence.filling(fence.token()) as allowed:  # a modification waits, so that it is either dropped or written
+            with fence.filling(fence.token()) as allowed:  # a concurrent modification waits: its rows are dropped or written
                 if not allowed or self._volatile.attempt(table, empty):
                     return False
-                # Nor has a promotion failed meanwhile: none runs into a table that is quarantined.
+                # No promotion has failed meanwhile: none runs into a quarantined table.
                 self._doubted.discard(table.tag)
                 self.metrics.table_quarantined.labels(table.tag).set(0)
                 self._quarantined.discard(table.tag)
@@ -564,19 +561,26 @@ class DatabaseChain:
         counts: list[int] = []
 
         def promote() -> None:
-            counts.append(-1)  # what follows may be done although it fails
+            counts.append(-1)  # a failed promotion may still take effect
             counts.append(volatile.database.promote(table.tag, promoted, vectors))
 
         def job() -> None:
-            with fence.filling(token) as allowed:  # of the table that was fetched from: its tag may be another's by now
+            with fence.filling(token) as allowed:  # of the table that was fetched: another table may use its tag by now
                 if not allowed or table.tag in self._quarantined:
                     return
                 if volatile.attempt(table, promote) is None:
                     self.metrics.promoted.labels(table.model_name, table.table_name).inc(counts[-1])
+                    self._count_inserts(table, volatile.database, counts[-1])
                 elif counts:
                     self._quarantine(table)
 
         self._promotions.submit(job)
+
+    def _count_inserts(self, table: TableSpec, database: Database, rows: int) -> None:
+        counters = self.metrics.table(table.model_name, table.table_name)
+        tier = next(one for one in self._tiers if one.database is database)
+        with self.metrics.lock:
+            counters.inserts[tier.index] += rows
 
     def _count(self, table: TableSpec, tier: _Tier, hits: int, misses: int, spent_ns: int) -> None:
         counters = self.metrics.table(table.model_name, table.table_name)
@@ -585,5 +589,5 @@ class DatabaseChain:
             times.add(spent_ns)
             counters.hits[tier.index] += hits
             counters.misses[tier.index] += misses
-        if current.stages is not None and (trace := current.trace) is not None:
+        if current.stages is not None and current.tiers is None and (trace := current.trace) is not None:
             trace.of(table.table_name).add(tier.name, hits)

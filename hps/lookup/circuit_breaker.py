@@ -1,4 +1,4 @@
-"""Stops asking an engine that keeps failing, and finds out when it is back."""
+"""Stops calls to a failing engine and probes for its recovery."""
 
 import threading
 import time
@@ -11,9 +11,9 @@ class CircuitBreaker:
     The caller asks `allow()`, makes the call, and reports `succeeded()` or `failed()`.
 
     Args:
-        failures: how many failures in a row open it.
-        open_s: how long it stays open before it lets a probe through.
-        clock: seconds that never go back; tests replace it.
+        failures: consecutive failures that open the breaker.
+        open_s: seconds from opening to the first probe, and between probes.
+        clock: monotonic seconds; tests replace it.
     """
 
     def __init__(self, failures: int = 3, open_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -26,11 +26,11 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are being refused, apart from probes."""
+        """Whether calls other than probes are refused."""
         return self._failures >= self._limit
 
     def allow(self) -> bool:
-        """Whether a call may be made now. While open, one caller every `open_s` seconds may: the probe."""
+        """Return whether a call may be made now. While open, the breaker allows one probe every `open_s` seconds."""
         if self._failures < self._limit:
             return True
         with self._lock:
@@ -41,13 +41,13 @@ class CircuitBreaker:
             return True
 
     def succeeded(self) -> None:
-        """Report a call that worked: close."""
+        """Report a successful call: close the breaker."""
         if self._failures:
             with self._lock:
                 self._failures = 0
 
     def failed(self) -> None:
-        """Report a call that failed: open at the limit."""
+        """Report a failed call: open the breaker at the limit."""
         with self._lock:
             self._failures += 1
             if self._failures >= self._limit:

@@ -1,4 +1,4 @@
-"""Keeps a vector that was read before a modification from overwriting it afterwards."""
+"""Keeps a vector read before a modification from overwriting the newer one."""
 
 import threading
 import time
@@ -11,29 +11,29 @@ from hps.errors import DatabaseTimeoutError
 class TableFence:
     """Orders fills of an upper tier against modifications of a table. *Thread-safe.*
 
-    A *fill* copies vectors from a lower tier to an upper one: a promotion, an insertion into the embedding cache, a refresh.
-    It takes a token before it reads below, and may write above only if the table has not been modified since. A
-    *modification* (an online insert, update or delete) waits for the fills that are writing, then keeps new ones out until
-    it is done. Fills never wait: a fill that is too late is dropped, which costs a later miss and nothing else.
+    A *fill* copies vectors from a lower tier to an upper one: a promotion, an insertion into the embedding cache, a refresh. It
+    takes a token before it reads the lower tier, and may write the upper one only if the table has not been modified since. A
+    *modification* (an online insert, update or delete) waits for running fills to end, then keeps new ones out until it is
+    done. Fills never wait: a late fill is dropped, which only costs a later miss.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._version = 0  # counts the modifications that have ended
+        self._version = 0  # number of finished modifications
         self._filling = 0
         self._modifying = False
 
     def token(self) -> int:
-        """A token for a fill that is about to read. One that is taken while the table is being modified is never current."""
+        """Return a token for a fill that is about to read. A token taken during a modification is never current."""
         return self._version
 
     def is_current(self, token: int) -> bool:
-        """Whether nothing was modified since `token`."""
+        """Return whether the table is unmodified since `token`."""
         return token == self._version and not self._modifying
 
     @contextmanager
     def filling(self, token: int) -> Iterator[bool]:
-        """Yield whether a fill that took `token` may write now; it may until the block ends. Does not wait."""
+        """Yield whether a fill with `token` may write until the block ends. Does not wait."""
         with self._changed:
             allowed = self.is_current(token)
             self._filling += allowed

@@ -1,7 +1,7 @@
-"""Chooses what answers the misses of a cache: the device, which reads the hash map in place, or the host, which fetches.
+"""Chooses who answers the misses of a cache: the device reads the hash map in place, or the host fetches.
 
-The first is the *link* path, the second the *copy* path; `docs/misses.md` has both. Where nobody has chosen, they are timed
-against each other when a model is deployed, once for each width of its tables, with rows of the table on an empty cache.
+These are the *link* path and the *copy* path; see `docs/gpu-cache.md`. With `auto`, a deployment times both, once for each
+table width, with rows of the table on an empty cache.
 """
 
 import logging
@@ -16,18 +16,18 @@ import numpy as np
 from hps.cache.base import EmbeddingCache
 from hps.databases.base import Database
 from hps.errors import DeviceError
-from hps.host_tables import HostTable
+from hps.ground.host_tables import HostTable
+from hps.ground.progress import size_text
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.session import CachedSession, SessionSettings
-from hps.metrics import Metrics
-from hps.progress import size_text
+from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
 from hps.types import KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
 
-_SAMPLE_KEYS, _SAMPLE_BYTES = 1 << 15, 16 << 20  # of a timed lookup at most: a large batch, and a few rounds take 0.1 s
+_SAMPLE_KEYS, _SAMPLE_BYTES = 1 << 15, 16 << 20  # largest timed lookup: a large batch, and a few rounds take 0.1 s
 _ROUNDS = 3
 _LOG_INTERVAL_S = 5.0
 _SAMPLED_CHUNKS = 8
@@ -38,7 +38,7 @@ MissPath = Literal["auto", "link", "copy"]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Keys a second by which each path answered the same misses. *Immutable.*"""
+    """Measured rate of each path for the same misses, in keys a second. *Immutable.*"""
 
     link: float
     copy: float
@@ -53,16 +53,16 @@ class Timing:
 
 @dataclass(slots=True)
 class MissPaths:
-    """What answers the misses of each table of a cache. *One thread* makes it.
+    """The miss path of each table of a cache.
 
     Attributes:
-        paths: of each table.
-        unwaitable: by table, why its lookups cannot be left to the device alone.
-        timings: by width, where the paths were timed.
+        paths: by table.
+        stream_order_refusals: by table, why the device cannot answer its lookups alone.
+        timings: by width, if the paths were timed.
     """
 
     paths: list[Literal["link", "copy"]] = field(default_factory=list)
-    unwaitable: dict[int, str] = field(default_factory=dict)
+    stream_order_refusals: dict[int, str] = field(default_factory=dict)
     timings: dict[int, Timing] = field(default_factory=dict)
 
 
@@ -73,15 +73,15 @@ def choose_paths(
     *,
     untimed: bool = False,
 ) -> MissPaths:
-    """Attach a cache to the tables that it is to read in place. Called before it is warmed, or serves.
+    """Attach a cache to the tables that it reads in place. Called before the cache is warmed or serves.
 
-    A table that cannot be read so is left to the host, which is said once in the log.
+    The host answers the misses of a table that cannot be read in place; one log line says why.
 
     Args:
-        cache: empty.
-        chain: the host tiers that hold its tables, which are loaded.
-        wanted: as configured.
-        untimed: with `auto`, link what can be, without a test.
+        cache: an empty cache.
+        chain: host tiers, with the tables loaded.
+        wanted: configured choice.
+        untimed: with `auto`, choose link wherever possible, without timing.
 
     Raises:
         DeviceError: `link` is wanted, and a table cannot be read in place.
@@ -89,7 +89,7 @@ def choose_paths(
     chosen = MissPaths()
     refusals: dict[str, list[str]] = {}
     for index, table in enumerate(cache.tables):
-        # With a database below it may lack rows that those have, for instance since a write to them failed.
+        # With a database below, it may lack rows of that one, for instance after a failed write.
         authoritative = len(chain.databases) == 1
         reason = _refusal(cache, chain, index, chosen.timings, wanted, authoritative, timed=wanted == "auto" and not untimed)
         if reason and wanted == "link":
@@ -101,7 +101,9 @@ def choose_paths(
             refusals.setdefault(reason, []).append(table.table_name)
         chosen.paths.append("copy" if reason else "link")
         if reason or not authoritative:
-            chosen.unwaitable[index] = reason or f"keys that host memory lacks may be in the {chain.databases[-1].kind} below"
+            chosen.stream_order_refusals[index] = (
+                reason or f"keys that host memory lacks may be in the {chain.databases[-1].kind} below"
+            )
     _report(cache, chosen, refusals)
     return chosen
 
@@ -116,7 +118,7 @@ def _refusal(
     *,
     timed: bool,
 ) -> str:
-    """Attach a cache to one table, or say why not."""
+    """Attach a cache to one table, or return why it cannot be."""
     table = cache.tables[index]
     if wanted == "copy":
         return "miss_path is copy"
@@ -138,7 +140,7 @@ def _refusal(
 
 
 def _attach(cache: EmbeddingCache, index: int, host: HostTable, authoritative: bool) -> str:
-    """Attach a cache to a table, or say why not. How far it is pinned is logged as often as a load is."""
+    """Attach a cache to a table, or return why it cannot be. Logs the progress of pinning as often as that of a load."""
     tag, logged_at = cache.tables[index].tag, time.monotonic()
 
     def advance(done: int, total: int) -> None:
@@ -151,7 +153,7 @@ def _attach(cache: EmbeddingCache, index: int, host: HostTable, authoritative: b
 
 
 def _sample(database: Database, table: TableSpec) -> KeyArray:
-    """Keys of a table, from several places of it, in no order; fewer where it has fewer."""
+    """Return keys from several places of a table, at most one timed lookup's, in no order."""
     most = max(1, min(_SAMPLE_KEYS, _SAMPLE_BYTES // (4 * table.dim), table.max_keys))
     chunks = []
     for nth, (keys, _vectors) in enumerate(database.scan(table.tag, most)):
@@ -164,9 +166,9 @@ def _sample(database: Database, table: TableSpec) -> KeyArray:
 
 
 def _keys_per_s(cache: EmbeddingCache, chain: DatabaseChain, index: int, keys: KeyArray) -> float:
-    """How fast lookups of keys that are not resident are answered: the best of a few rounds. The cache is as it was after it.
+    """Return the best rate of a few rounds of lookups whose keys are not resident. The cache ends up unchanged.
 
-    Their counts are nobody's business: they go through a session, a chain and metrics of their own.
+    Not counted in the metrics: the lookups use a session, a chain and metrics of their own.
     """
     if not keys.size:
         return 0.0
@@ -174,9 +176,9 @@ def _keys_per_s(cache: EmbeddingCache, chain: DatabaseChain, index: int, keys: K
     own = DatabaseChain(chain.databases[0], None, metrics=metrics)
     own.open_table(table)
     session = CachedSession(cache.tables, cache, own, FetchCoalescer(own.fetch, metrics), _SETTINGS, metrics)
-    out = cache.host_buffer((keys.size, table.dim), np.float32)  # which a device writes in place
+    out = cache.host_buffer((keys.size, table.dim), np.float32)  # the device writes it in place
     best = math.inf
-    for _ in range(_ROUNDS + 1):  # the first allocates, and compiles
+    for _ in range(_ROUNDS + 1):  # the first round allocates and compiles
         start = time.perf_counter()
         session.lookup([Segment(index, keys, out)])
         best = min(best, time.perf_counter() - start)
@@ -189,7 +191,7 @@ def _report(cache: EmbeddingCache, chosen: MissPaths, refusals: Mapping[str, Seq
     linked = [table.table_name for table, path in zip(cache.tables, chosen.paths, strict=True) if path == "link"]
     if linked:
         _log.info("%s: misses of %s are answered from host memory by the device", where, ", ".join(linked))
-    level = logging.DEBUG if cache.device == "cpu" else logging.INFO  # where nobody would expect anything else
+    level = logging.DEBUG if cache.device == "cpu" else logging.INFO  # the host path is expected on the CPU
     for reason, names in refusals.items():
         _log.log(level, "%s: misses of %s are answered through the host: %s", where, ", ".join(names), reason)
     for dim, timing in chosen.timings.items():

@@ -1,4 +1,4 @@
-"""Gives the resident keys of an embedding cache the vectors that the databases have now."""
+"""Refreshes the resident keys of an embedding cache with current vectors from the databases."""
 
 import time
 from collections.abc import Callable
@@ -11,31 +11,31 @@ from hps.errors import NotReadyError
 from hps.lookup.chain import DatabaseChain
 from hps.types import FloatArray, KeyArray, TableSpec
 
-_ATTEMPTS = 5  # to refresh a chunk of a table that is being modified
+_ATTEMPTS = 5  # attempts to refresh a chunk of a table that is being modified
 _CHUNK_BYTES = 16 * 1024 * 1024  # keys and vectors fetched at once
-_PACED_ROWS = 4096  # the same beside lookups, in rows: half a millisecond's work; 512 at a time disturb them more
-_PACED_BYTES = 1 << 20  # and at most so many
+_PACED_ROWS = 4096  # rows fetched at once beside lookups: half a millisecond's work; 512 at a time disturb lookups more
+_PACED_BYTES = 1 << 20  # upper bound on the same
 _MIN_STEP_ROWS = 64  # the smallest step; HugeCTR's is one of its sets
 
 
 @dataclass(frozen=True, slots=True)
 class RefreshReport:
-    """How many resident keys got their current vector, and how many were erased because no database has them. *Immutable.*"""
+    """Counts of the resident keys that a refresh updated, and erased because no database has them. *Immutable.*"""
 
     updated: int
     erased: int
 
 
 class Pace:
-    """Lets a refresh work for a share of the time, and ends it when told. *One per thread.*
+    """Limits a refresh to a share of the time, and ends it when told. *One per thread.*
 
-    What the share bounds is the time of the refresh's own steps: fetching a chunk from the databases and writing it to the
-    device. The device's time is a part of that, so it takes less than the share.
+    The share bounds the duration of the refresh's own steps: fetching a chunk from the databases and writing it to the device.
+    Device time is part of that, so the refresh takes less than its share of the device.
 
     Args:
-        share: of the time, above 0, at most 1.
-        wait: waits so many seconds; True says that the refresh is to end.
-        clock: tells seconds.
+        share: share of the time, above 0, at most 1.
+        wait: sleeps for a number of seconds; returns True to end the refresh.
+        clock: current time in seconds.
     """
 
     def __init__(self, share: float, wait: Callable[[float], bool], clock: Callable[[], float] = time.perf_counter) -> None:
@@ -45,10 +45,10 @@ class Pace:
         self._resumed = clock()
 
     def rest(self) -> None:
-        """Pause for as long as the work since the last pause asks for.
+        """Pause in proportion to the work since the last pause.
 
         Raises:
-            NotReadyError: the refresh is to end.
+            NotReadyError: the refresh must end.
         """
         if self._wait((self._clock() - self._resumed) * self._rest_of_work):
             raise NotReadyError(
@@ -65,24 +65,22 @@ def refresh(
     fraction_per_iteration: float,
     pace: Pace | None = None,
 ) -> RefreshReport:
-    """Give every resident key of one table the vector that the databases have now; erase keys that no database has.
+    """Fetch the current vector of every resident key of one table; erase keys that no database has.
 
-    Nothing becomes resident and no recency changes. A vector that is modified meanwhile is never overwritten by an older one:
-    a chunk that was fetched before a modification is fetched again, and erased if that keeps happening.
+    No key becomes resident, and recency does not change. A refresh never overwrites a newer vector: it fetches a chunk again if
+    the table was modified meanwhile, and erases the chunk if that keeps happening.
 
     Args:
-        cache: the cache of one device.
-        table_index: the table's place in `cache.tables`.
-        table: the same table.
-        chain: the databases.
-        fraction_per_iteration: the share of the capacity to fetch at once (`cache_refresh_percentage_per_iteration`), at most
-            one chunk of memory; 0 means one chunk.
-        pace: pauses before each chunk, which is then small enough for lookups not to notice it; None is full speed, for a
-            cache that nobody looks up yet.
+        cache: cache of one device.
+        table_index: position of the table in `cache.tables`.
+        fraction_per_iteration: share of the capacity to fetch at once (`cache_refresh_percentage_per_iteration`), at most one
+            chunk of memory; 0 means one chunk.
+        pace: pauses before each chunk and makes chunks small enough not to disturb lookups; None runs at full speed, for a
+            cache that serves no lookups yet.
 
     Raises:
-        DatabaseError: the databases failed; keys not yet reached keep their vectors. A failure never erases.
-        NotReadyError: `pace` ended it; keys not yet reached keep their vectors.
+        DatabaseError: the databases failed; remaining keys keep their vectors. A failure never erases.
+        NotReadyError: `pace` ended the refresh; remaining keys keep their vectors.
     """
     keys = cache.dump(table_index)
     row_bytes = 8 + 4 * table.dim
@@ -105,7 +103,7 @@ def _refresh_chunk(
     fence = chain.fence(table)
     for attempt in range(_ATTEMPTS):
         if attempt:
-            time.sleep(0.01 * attempt)  # gives the modification that was in the way time to end
+            time.sleep(0.01 * attempt)  # lets the conflicting modification end
         token = fence.token()
         found = np.zeros(keys.size, np.bool_)
         chain.fetch(table, keys, out, found)
@@ -117,5 +115,5 @@ def _refresh_chunk(
                 cache.update(table_index, keys[found], out[found])
                 cache.erase(table_index, keys[~found])
                 return int(np.count_nonzero(found))
-    cache.erase(table_index, keys)  # always right: a key is fetched again when it is asked for
+    cache.erase(table_index, keys)  # always safe: the next lookup fetches the key again
     return 0

@@ -1,37 +1,34 @@
-"""Refreshes the embedding caches of a model in service: on demand, one run at a time, and on time."""
+"""Refreshes the embedding caches of a served model, on demand and periodically, one run at a time."""
 
 import logging
-import queue
-import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from weakref import finalize, ref
 
 from hps.cache.base import EmbeddingCache
-from hps.errors import ConflictError, HPSError, InvalidInputError, NotReadyError
-from hps.lifetimes import close_at_exit
+from hps.errors import ConflictError, InvalidInputError, NotReadyError
+from hps.ground.open_calls import OpenCalls
+from hps.ground.workers import PeriodicTask, Stop
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.refresh import Pace, RefreshReport, refresh
-from hps.metrics import Metrics
-from hps.open_calls import OpenCalls
+from hps.statistics.metrics import Metrics
 from hps.types import TableSpec
 
 _log = logging.getLogger(__name__)
-_LONGEST_WAIT_S = 3600.0  # of a call for the runs before its own
+_LONGEST_WAIT_S = 3600.0  # limit for a call to wait for the runs before its own
 
 
 @dataclass(frozen=True, slots=True)
 class RefreshSettings:
-    """When the caches of a model are refreshed, and how fast; from its configuration. *Immutable.*
+    """When and how fast the caches of a model are refreshed; from its configuration. *Immutable.*
 
     Attributes:
-        interval_s: from the beginning of a refresh to that of the next; 0: only on demand.
-        delay_s: what comes before the first interval.
-        jitter: share of an interval by which each is longer or shorter, at random.
-        share: of the time that a refresh may work; see `Pace`.
+        interval_s: period between the starts of two refreshes; 0: only on demand.
+        delay_s: delay before the first interval.
+        jitter: random share of an interval by which each is longer or shorter.
+        share: share of the time that a refresh may use; see `Pace`.
         fraction_per_iteration: see `refresh`.
     """
 
@@ -45,15 +42,14 @@ class RefreshSettings:
 class Refresher:
     """Refreshes all caches of one deployment. *Thread-safe.*
 
-    One run at a time. Calls that come while one runs share the next: its beginning, not that of the run before, is what they
-    may rely on. Where there is an interval, a thread runs it on time, and ends with this object.
+    One run at a time. Calls that arrive during a run share the next one, since they need a run that starts after them. If an
+    interval is configured, a thread runs refreshes periodically; it ends with this object.
 
     Args:
-        tables: the model's tables, in the order of their ids.
-        caches: of its devices; none: there is nothing to do.
-        chain: the databases that hold its tables.
-        calls: of the deployment; its closing waits for the run under way.
-        metrics: where runs are counted.
+        tables: tables of the model, in the order of their ids.
+        caches: caches of its devices; a refresh without caches does nothing.
+        chain: databases that hold the tables.
+        calls: calls of the deployment; closing it waits for the current run.
     """
 
     def __init__(
@@ -72,30 +68,32 @@ class Refresher:
         self._settings = settings
         self._calls = calls
         self._metrics = metrics
-        self._stop = _Stop()
+        self._stop = Stop()
         self._running = threading.Lock()
         self._choosing = threading.Lock()
-        self._next: Future[dict[str, RefreshReport]] | None = None  # what calls share until it begins
-        self._failing = False  # the last run on time
-        self._thread: threading.Thread | None = None
+        self._next: Future[dict[str, RefreshReport]] | None = None  # pending calls share it until it begins
+        self._task: PeriodicTask | None = None
         if caches and settings.interval_s > 0:
-            finalize(self, self._stop.set).atexit = False
-            arguments = (ref(self), settings, self._stop.wait)
-            self._thread = threading.Thread(target=_run_on_time, args=arguments, name=f"hps-refresh-{self._model}", daemon=True)
-            self._thread.start()
-            close_at_exit(self, Refresher.close)
+            self._task = PeriodicTask(
+                f"refresh-{self._model}",
+                self.refresh,
+                settings.interval_s,
+                delay_s=settings.delay_s,
+                jitter=settings.jitter,
+                what=f"refreshing model {self._model!r} on time",
+                stop=self._stop,
+            )
 
     def refresh(self, share: float | None = None) -> dict[str, RefreshReport]:
-        """Read the vectors of all resident keys again, on every device; the report, by table, adds up the devices.
+        """Refresh the vectors of all resident keys on every device; return a report by table, summed over the devices.
 
         Args:
-            share: of the time that it may work, above 0, at most 1; None: as configured. A call that shares the run of another
-                takes that one's.
+            share: share of the time to use, above 0, at most 1; None: as configured. Calls that share a run share its value.
 
         Raises:
             InvalidInputError: the share is out of range.
-            NotReadyError: the deployment is closed, or was while this ran.
-            DatabaseError: the databases failed; what was not reached keeps its vectors.
+            NotReadyError: the deployment is closed, or closed meanwhile.
+            DatabaseError: the databases failed; remaining keys keep their vectors.
             ConflictError: earlier refreshes have not ended for an hour.
         """
         share = self._settings.share if share is None else share
@@ -113,34 +111,16 @@ class Refresher:
             return run.result()
 
     def stop(self) -> None:
-        """Let the run under way end with its chunk, and no other begin."""
+        """End the current run after its chunk, and start no other."""
         self._stop.set()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Stop, and wait for the thread."""
         self.stop()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-
-    def run_on_time(self) -> None:
-        """Refresh; a failure is logged once until a run succeeds again."""
-        try:
-            self.refresh()
-        except NotReadyError:
-            return  # closed
-        except HPSError as error:
-            if not self._failing:
-                _log.warning("refreshing model %r on time: %s; it is tried again at every interval", self._model, error)
-            self._failing = True
-        except Exception:  # noqa: BLE001 - logged with its traceback; the next interval may do better
-            _log.exception("refreshing model %r on time failed", self._model)
-        else:
-            if self._failing:
-                _log.info("refreshing model %r on time succeeds again", self._model)
-            self._failing = False
+        if self._task is not None:
+            self._task.join(timeout_s)
 
     def _lead(self, run: "Future[dict[str, RefreshReport]]", share: float) -> None:
-        """Do a run when the one before has ended, and tell everybody who shares it."""
+        """Run once the previous run has ended, and publish the result to all callers that share it."""
         try:
             if not self._running.acquire(timeout=_LONGEST_WAIT_S):
                 raise self._busy()
@@ -181,7 +161,7 @@ class Refresher:
         _log.debug("refreshed model %r in %.2f s: %s", model, seconds, rows)
         metrics.refreshes.labels(model).inc()
         metrics.refresh_seconds.labels(model).set(seconds)
-        metrics.refresh_succeeded_at.labels(model).set_to_current_time()
+        metrics.refresh_succeeded_at.labels(model).set(time.time())
         return reports
 
     def _busy(self) -> ConflictError:
@@ -189,62 +169,3 @@ class Refresher:
             f"refreshing model {self._model!r}: earlier refreshes have not ended for {_LONGEST_WAIT_S:g} s; raise "
             "refresh_device_share, or refresh less often"
         )
-
-
-def keep_time(
-    refresh: Callable[[], object],
-    settings: RefreshSettings,
-    *,
-    wait: Callable[[float], bool],
-    clock: Callable[[], float] = time.monotonic,
-    draw: Callable[[], float] = random.random,
-) -> None:
-    """Call `refresh` at its times, until `wait` says that this is to end.
-
-    The first begins after the delay and one interval, each other one interval after the last began; where that took longer, an
-    interval after it ended. So runs never pile up.
-
-    Args:
-        wait: waits so many seconds; True says that this is to end.
-        draw: a number in [0, 1), for the jitter.
-    """
-
-    def interval() -> float:
-        return settings.interval_s * (1 + settings.jitter * (2 * draw() - 1))
-
-    pause = settings.delay_s + interval()
-    while not wait(pause):
-        began = clock()
-        refresh()
-        took, pause = clock() - began, interval()
-        if took < pause:
-            pause -= took
-
-
-def _run_on_time(refresher: "ref[Refresher]", settings: RefreshSettings, wait: Callable[[float], bool]) -> None:
-    """What the thread does; it keeps the refresher alive only while it runs one."""
-
-    def refresh() -> None:
-        if (found := refresher()) is not None:
-            found.run_on_time()
-
-    keep_time(refresh, settings, wait=wait)
-
-
-class _Stop:
-    """Tells all who wait to end. *Thread-safe.* Also the garbage collector may set it: that takes no lock of Python's."""
-
-    def __init__(self) -> None:
-        self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-    def set(self) -> None:
-        self._signals.put(None)
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until it is set, at most so many seconds; whether it is."""
-        try:
-            self._signals.get(timeout=min(threading.TIMEOUT_MAX, seconds))
-        except queue.Empty:
-            return False
-        self._signals.put(None)  # for the next who asks
-        return True

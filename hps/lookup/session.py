@@ -10,30 +10,30 @@ from time import perf_counter_ns
 from typing import Protocol
 
 import numpy as np
-from prometheus_client import Counter
 
-from hps.background import BackgroundQueue
 from hps.cache.base import CacheLookup, EmbeddingCache, LookupGraph, MissedKeys
 from hps.errors import InvalidInputError, NotReadyError, TooManyKeysError, WorkspaceTimeoutError
+from hps.ground.numba_kernels import compile_kernels
+from hps.ground.open_calls import OpenCalls
+from hps.ground.workers import WorkQueue
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
-from hps.lookup.unwaited import UnwaitedLookups
-from hps.metrics import LookupTimes, Metrics
-from hps.numba_kernels import compile_kernels
-from hps.open_calls import OpenCalls
+from hps.lookup.stream_ordered import StreamOrderedLookups
+from hps.statistics.metrics import TIERS, LookupNs, LookupTimes, Metrics
+from hps.statistics.prometheus import Value
+from hps.statistics.tracing import LookupTrace, Span, current, ended
 from hps.tensors.bags import Pooling
 from hps.tensors.pooling import bag_arrays, counted_positions, pool_rows
 from hps.tensors.segments import Segment
-from hps.tracing import LookupTrace, Span, current, ended
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
-_PREFETCH_ROWS = 65_536  # vectors fetched at once, so that their memory is bounded
-_POOLED_BYTES = 8 << 20  # likewise of vectors that are fetched to be pooled
+_PREFETCH_ROWS = 65_536  # vectors fetched at once, to bound their memory
+_POOLED_BYTES = 8 << 20  # the same for vectors that are fetched to be pooled
 _AS_THEY_COME: IndexArray = np.empty(0, np.int64)
 
 
 class Session(Protocol):
-    """What answers the lookups of one model on one device. *Thread-safe.*"""
+    """Answers the lookups of one model on one device. *Thread-safe.*"""
 
     @property
     def tables(self) -> tuple[TableSpec, ...]:
@@ -41,7 +41,7 @@ class Session(Protocol):
 
     @property
     def cache(self) -> EmbeddingCache | None:
-        """The embedding cache of the device; None where lookups go to the databases directly."""
+        """The embedding cache of the device; None if lookups go directly to the databases."""
 
     @property
     def on_cuda(self) -> bool:
@@ -49,86 +49,86 @@ class Session(Protocol):
 
     @property
     def busy(self) -> int:
-        """Keys of the lookups that run or wait for a workspace; 0 where the model has no other session to choose."""
+        """Keys of lookups that run or wait for a workspace; 0 if the model has no other session to choose."""
 
     @property
     def workspaces(self) -> tuple[int, int]:
-        """How many lookups may run at once, and how many do; (0, 0) where that is not bounded."""
+        """Maximum and current number of running lookups; (0, 0) if unbounded."""
 
     @property
     def miss_paths(self) -> Sequence[str]:
-        """By table, what answers a miss of the cache that host memory has: `link` or `copy`; empty without a cache."""
+        """By table, the path of cache misses that host memory has: `link` or `copy`; empty without a cache."""
 
     def lookup(self, segments: Sequence[Segment], began_ns: int = 0) -> None:
-        """Write the vector of every key to its row of `out`, and `found` where it is given.
+        """Write the vector of every key to its row of `out`, and `found` if given.
 
         Args:
             segments: at most one for each table, made by `hps.tensors.segments`.
-            began_ns: when the caller began to make them, by `time.perf_counter_ns`; 0: now.
+            began_ns: `time.perf_counter_ns` when the caller began to build them; 0: now.
 
         Raises:
             TooManyKeysError: a segment has more keys than the table's `max_keys`.
-            WorkspaceTimeoutError: as many lookups as there are workspaces were running, until the timeout.
+            WorkspaceTimeoutError: no workspace became free in time.
             NotReadyError: the session is closed.
             DatabaseError: keys are missing and the authoritative database did not answer; `out` is then unspecified.
         """
 
     def enqueue(self, segments: Sequence[Segment]) -> None:
-        """Leave a lookup on the stream of its tensors, which may be captured in a CUDA graph, and wait for nothing.
+        """Enqueue a lookup on the stream of its tensors, which may be capturing a CUDA graph. Does not block.
 
         Raises:
-            InvalidInputError: a table of the lookup is not read by the device in place as the authority, or a tensor is not on
-                the device; nothing was launched. Or nothing stands by for a capture: see `UnwaitedLookups`.
+            InvalidInputError: the device does not read a table in place as the authority, a tensor is not on the device, or no
+                standby workspace fits the capture (see `StreamOrderedLookups`); nothing was launched.
             DatabaseError: keys of an earlier such lookup could not be read; nothing was launched.
-            TooManyKeysError, WorkspaceTimeoutError, NotReadyError: as `lookup`.
+            TooManyKeysError, WorkspaceTimeoutError, NotReadyError: as for `lookup`.
         """
 
     def record(self, segments: Sequence[Segment]) -> "RecordedLookup":
-        """Capture such a lookup of fixed tensors; it runs once meanwhile. Raises as `enqueue` does."""
+        """Capture such a lookup of fixed tensors, which also runs it once. Raises as `enqueue` does."""
 
     def prefetch(self, table: int, keys: KeyArray) -> int:
-        """Make keys resident, without an answer. Where there is no cache, they are promoted.
+        """Make keys resident without returning vectors. Without a cache, promote them.
 
         Args:
             keys: (n,) int64, distinct.
 
         Returns:
-            How many of them some tier has.
+            Number of keys that exist in a tier.
 
         Raises:
-            DatabaseError: as `lookup`; some keys may have become resident.
+            DatabaseError: as for `lookup`; part of the keys may have become resident.
         """
 
     def resident(self, table: int, key: KeyArray, out: FloatArray) -> bool:
-        """Whether a key, (1,) int64, is in the embedding cache; its vector then goes to `out`. Nothing is fetched or counted.
+        """Return whether a key, (1,) int64, is cached; its vector then goes to `out`. Fetches and counts nothing.
 
         Raises:
-            WorkspaceTimeoutError, NotReadyError: as `lookup`.
+            WorkspaceTimeoutError, NotReadyError: as for `lookup`.
         """
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for queued insertions; False when the timeout comes first."""
+        """Wait for queued insertions; return False on timeout."""
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Refuse new lookups, let running ones and queued insertions end, and free the cache.
+        """Refuse new lookups, wait for running ones and queued insertions, and free the cache.
 
         Returns:
-            False when lookups still run after `timeout_s`: they keep the cache, and `close` may be called again.
+            False if lookups still run after `timeout_s`: they keep the cache, and `close` may be called again.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
-    """How a session behaves; from the model's configuration. Immutable.
+    """How a session behaves; from the model's configuration. *Immutable.*
 
     Attributes:
-        hit_rate_threshold: a table whose hit rate in a lookup is at or above it is answered at once, with defaults for
-            its missing keys, which are fetched in the background. Above 1, every lookup is complete.
-        workspaces: how many lookups may run at once.
-        workspace_timeout_s: how long a lookup waits for one of them to end.
-        insert_queue_length: batches of missing keys that may wait for background insertion.
+        hit_rate_threshold: a lookup whose hit rate of a table reaches it is answered at once, with defaults for the missing
+            keys, which are fetched in the background. Above 1, every lookup is complete.
+        workspaces: maximum number of concurrent lookups.
+        workspace_timeout_s: time limit of a lookup for one of them to become free.
+        insert_queue_length: maximum number of batches of missing keys queued for insertion.
         one_of_several: the model has sessions on other devices, too, among which a lookup may choose.
-        unwaitable: by table, why a lookup cannot be left to the device alone; empty where every table can.
+        stream_order_refusals: by table, why the device cannot answer a lookup alone; empty if it can for every table.
         miss_paths: by table, see `Session.miss_paths`.
     """
 
@@ -137,30 +137,30 @@ class SessionSettings:
     workspace_timeout_s: float = 1.0
     insert_queue_length: int = 64
     one_of_several: bool = False
-    unwaitable: Mapping[int, str] = field(default_factory=dict)
+    stream_order_refusals: Mapping[int, str] = field(default_factory=dict)
     miss_paths: Sequence[str] = ()
 
 
 class RecordedLookup:
-    """A lookup of fixed tensors as a CUDA graph, which counts itself. *One per thread.*"""
+    """A lookup of fixed tensors captured in a CUDA graph; each launch is counted. *One per thread.*"""
 
-    def __init__(self, graph: LookupGraph, segments: Sequence[Segment], unwaited: UnwaitedLookups) -> None:
+    def __init__(self, graph: LookupGraph, segments: Sequence[Segment], stream_ordered: StreamOrderedLookups) -> None:
         self._graph = graph
         self._segments = segments
-        self._unwaited = unwaited
+        self._stream_ordered = stream_ordered
 
     def launch(self) -> None:
-        """Launch it on the stream that the keys' framework works on now.
+        """Launch the graph on the current stream of the keys' framework.
 
         Raises:
             DatabaseError: keys of an earlier launch could not be read.
         """
-        self._unwaited.check(self._segments)
+        self._stream_ordered.check(self._segments)
         self._graph.launch()
-        self._unwaited.count(self._segments)
+        self._stream_ordered.count(self._segments)
 
     def close(self) -> None:
-        """Free the graph. Closing twice changes nothing."""
+        """Free the graph. Idempotent."""
         self._graph.close()
 
 
@@ -168,9 +168,9 @@ class CachedSession:
     """Answers lookups from the embedding cache, then the databases, then the default vector. *Thread-safe.*
 
     Args:
-        tables: the model's tables, in the order of their ids.
-        cache: of this model and device.
-        chain: the host tiers.
+        tables: tables of the model, in the order of their ids.
+        cache: cache of this model and device.
+        chain: host tiers.
         coalescer: shared by all sessions of the chain.
     """
 
@@ -205,28 +205,25 @@ class CachedSession:
             f"model {model!r} on device {cache.device_id}",
             metrics.workspace_timeouts.labels(model),
         )
-        self._inserts = BackgroundQueue("insertion", settings.insert_queue_length, 1, metrics)
+        self._inserts = WorkQueue("insertion", settings.insert_queue_length, 1, metrics)
         self._inserts.end_with(self)
-        self._unwaited = UnwaitedLookups(self.tables, cache, settings.unwaitable, metrics)
+        self._stream_ordered = StreamOrderedLookups(self.tables, cache, settings.stream_order_refusals, metrics)
         self._pending_lock = threading.Lock()
         self._pending = [np.empty(0, np.int64) for _ in self.tables]  # ascending: queued or being inserted
 
     @property
     def busy(self) -> int:
-        """Keys of the lookups that run or wait. See `Session.busy`."""
         return sum(self._under_way.values()) if self._under_way else 0
 
     @property
     def workspaces(self) -> tuple[int, int]:
-        """How many lookups may run at once, and how many do."""
         return self._lookups.size, self._lookups.busy
 
     def lookup(self, segments: Sequence[Segment], began_ns: int = 0) -> None:
-        """Write the vector of every key to its row of `out`. See `Session.lookup`."""
         start = perf_counter_ns()
         _refuse_too_many_keys(self.tables, self._max_keys, segments)
         under_way = self._under_way
-        if under_way is not None:  # single operations of a dict are atomic: this needs no lock, and drifts never
+        if under_way is not None:  # single operations of a dict are atomic: this needs no lock and never drifts
             under_way[threading.get_ident()] = sum([segment.n for segment in segments])
         stages: dict[str, int] | None = None
         try:
@@ -251,7 +248,7 @@ class CachedSession:
                 del under_way[threading.get_ident()]
         end = perf_counter_ns()
         began = began_ns or start
-        times = (end - began, start - began, taken - start, queried - taken, end - answered)
+        times: LookupNs = (end - began, start - began, taken - start, queried - taken, end - answered)
         self._count(segments, counts, padding, times, stages)
         if linked or absent:
             self._count_linked(segments, linked, absent)
@@ -264,49 +261,43 @@ class CachedSession:
             self._trace(trace, segments, counts, linked, absent, padding)
 
     def enqueue(self, segments: Sequence[Segment]) -> None:
-        """Leave a lookup on the stream of its tensors. See `Session.enqueue`."""
         _refuse_too_many_keys(self.tables, self._max_keys, segments)
-        self._unwaited.check(segments)
+        self._stream_ordered.check(segments)
         began = perf_counter_ns()
         self._enqueue(segments)
-        if (trace := current.trace) is not None:  # the device has yet to do it: what answered is not known here
+        if (trace := current.trace) is not None:  # the device has not run it yet: the tiers that answered are not known here
             trace.spans.append(Span("query", "", began, perf_counter_ns(), sum([segment.n for segment in segments])))
             for segment in segments:
                 trace.of(self.tables[segment.table].table_name).keys += segment.n
 
     def _enqueue(self, segments: Sequence[Segment]) -> None:
-        self._unwaited.enqueue(segments, self._lookups.take, self._lookups.give_back)
+        self._stream_ordered.enqueue(segments, self._lookups.take, self._lookups.give_back)
 
     def record(self, segments: Sequence[Segment]) -> RecordedLookup:
-        """Capture a lookup of fixed tensors. See `Session.record`."""
         _refuse_too_many_keys(self.tables, self._max_keys, segments)
-        self._unwaited.check(segments)
-        return RecordedLookup(self.cache.record(segments, self._enqueue), segments, self._unwaited)
+        self._stream_ordered.check(segments)
+        return RecordedLookup(self.cache.record(segments, self._enqueue), segments, self._stream_ordered)
 
     def prefetch(self, table: int, keys: KeyArray) -> int:
-        """Make keys resident. See `Session.prefetch`."""
         starts = range(0, keys.size, _PREFETCH_ROWS)
         return sum(int(np.count_nonzero(self._fill(table, keys[start : start + _PREFETCH_ROWS]))) for start in starts)
 
     def resident(self, table: int, key: KeyArray, out: FloatArray) -> bool:
-        """Whether a key is in the embedding cache. See `Session.resident`."""
         found = np.zeros(1, np.bool_)
         lookup = self._lookups.take()
         try:
             lookup.query([Segment(table, key, out, found)])
-            elsewhere = any(lookup.linked)  # it was not resident until now
+            elsewhere = any(lookup.linked)  # it was not resident before
             lookup.finish()
         finally:
             self._lookups.give_back(lookup)
         return bool(found[0]) and not elsewhere
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for queued insertions; False when the timeout comes first."""
         return self._inserts.drain(timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Refuse new lookups, let running ones and queued insertions end, and free the cache. See `Session.close`."""
-        if not (self._lookups.close(timeout_s) and self._unwaited.close()):
+        if not (self._lookups.close(timeout_s) and self._stream_ordered.close()):
             return False
         self._inserts.close()
         self.cache.close()
@@ -347,7 +338,10 @@ class CachedSession:
         token = fence.token()
         buffer = missed.buffer()
         found = np.zeros(keys.size, np.bool_)
-        self._coalescer.fetch(table, fence, keys, buffer, found, missed.stage)
+        tiers = self._coalescer.fetch(table, fence, keys, buffer, found, missed.stage)
+        if (trace := current.trace) is not None:
+            for place, tier in enumerate(TIERS[1:], 1):
+                trace.of(table.table_name).add(tier, missed.absent(tiers != place))
         began = perf_counter_ns()
         absent = 0 if found.all() else missed.absent(found)
         missed.scatter(found)
@@ -358,11 +352,11 @@ class CachedSession:
         ended("insert", table.table_name, began, keys.size)
         if absent:
             self._count_defaults(missed.segment.table, absent)
-            if (trace := current.trace) is not None:
+            if trace is not None:
                 trace.of(table.table_name).defaults += absent
 
     def _insert_later(self, table_index: int, keys: KeyArray, positions: int) -> None:
-        """Queue the insertion of keys, which were missing at so many positions, that no queued insertion has already."""
+        """Queue the insertion of keys that missed at this number of positions, less those already queued."""
         with self._pending_lock:
             fresh = np.sort(keys[~_contained(self._pending[table_index], keys)])
             if not fresh.size:
@@ -381,7 +375,7 @@ class CachedSession:
             self._done(table_index, keys)
 
     def _fill(self, table_index: int, keys: KeyArray) -> BoolArray:
-        """Fetch distinct keys and make resident what some tier has: returns which those are."""
+        """Fetch distinct keys and make those that exist resident; return which of them exist."""
         table = self.tables[table_index]
         fence = self._chain.fence(table)
         token = fence.token()
@@ -403,14 +397,13 @@ class CachedSession:
         segments: Sequence[Segment],
         missing_counts: Sequence[int] | None,
         padding: Sequence[int],
-        times: tuple[int, ...],
+        times: LookupNs,
         stages: Mapping[str, int] | None,
     ) -> None:
-        """Count the keys of a lookup. `missing_counts` is None where no key was missing: that is quicker for many tables.
+        """Count the keys of a lookup. `missing_counts` is None if no key was missing, which is quicker for many tables.
 
         Args:
-            times: nanoseconds, as `LookupTimes.recent` has them.
-            stages: of what follows the query, where keys were missing.
+            stages: nanoseconds of the steps after the query, if keys were missing.
         """
         every = self._counters
         with self._metrics.lock:
@@ -457,7 +450,7 @@ class CachedSession:
         absent: Sequence[int],
         padding: Sequence[int],
     ) -> None:
-        """Note what the embedding cache and the device answered; the tiers below have noted theirs."""
+        """Trace the hits of the embedding cache and the device; the tiers below trace their own."""
         for i, segment in enumerate(segments):
             answers = trace.of(self.tables[segment.table].table_name)
             n = segment.n - (padding[i] if padding else 0)
@@ -472,12 +465,12 @@ class CachedSession:
 class DirectSession:
     """Answers lookups from the databases, then the default vector. *Thread-safe.* Keys and outputs are in host memory.
 
-    For models without embedding cache. The databases answer duplicate keys and write the vectors straight to the output, so
-    keys are not made unique first.
+    For models without an embedding cache. The databases answer duplicate keys and write vectors straight to the output, so keys
+    are not deduplicated first.
 
     Args:
-        tables: the model's tables, in the order of their ids.
-        chain: the host tiers.
+        tables: tables of the model, in the order of their ids.
+        chain: host tiers.
     """
 
     def __init__(self, tables: Sequence[TableSpec], chain: DatabaseChain, metrics: Metrics) -> None:
@@ -496,7 +489,6 @@ class DirectSession:
         self._calls = OpenCalls(f"the deployment of model {self.tables[0].model_name!r}")
 
     def lookup(self, segments: Sequence[Segment], began_ns: int = 0) -> None:
-        """Write the vector of every key to its row of `out`. See `Session.lookup`."""
         start = perf_counter_ns()
         _refuse_too_many_keys(self.tables, self._max_keys, segments)
         stages: dict[str, int] = {"adopt": start - (began_ns or start)}
@@ -540,10 +532,10 @@ class DirectSession:
                 answers.defaults += absent
 
     def _pool(self, table: TableSpec, segment: Segment, pooling: Pooling) -> tuple[int, int]:
-        """Write the combined vector of each bag, of vectors that are fetched some at a time.
+        """Write the combined vector of each bag; vectors are fetched in bounded pieces.
 
         Returns:
-            How many keys there were, and how many of them no tier has.
+            Number of keys, and of those that no tier has.
         """
         keys, out = segment.keys, segment.out
         bags = bag_arrays(pooling)
@@ -568,15 +560,12 @@ class DirectSession:
         return positions.size, absent
 
     def enqueue(self, segments: Sequence[Segment]) -> None:
-        """Refuse: there is no device."""
         raise self._without_device()
 
     def record(self, segments: Sequence[Segment]) -> RecordedLookup:
-        """Refuse: there is no device."""
         raise self._without_device()
 
     def prefetch(self, table: int, keys: KeyArray) -> int:
-        """Promote keys. See `Session.prefetch`."""
         spec, have = self.tables[table], 0
         with self._calls:
             for start in range(0, keys.size, _PREFETCH_ROWS):
@@ -587,7 +576,6 @@ class DirectSession:
         return have
 
     def resident(self, table: int, key: KeyArray, out: FloatArray) -> bool:
-        """Return False: there is no cache."""
         return False
 
     def _without_device(self) -> InvalidInputError:
@@ -597,41 +585,36 @@ class DirectSession:
         )
 
     def drain(self, timeout_s: float) -> bool:
-        """Return True: nothing runs in the background."""
         return True
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Refuse new lookups and let running ones end. See `Session.close`."""
         return self._calls.close(timeout_s)
 
 
 class _LookupPool:
-    """Bounds how many lookups run at once. *Thread-safe.* A lookup that waits for its turn ends with an error, never in a spin.
-
-    Attributes:
-        size: how many may run at once.
+    """Bounds the number of concurrent lookups. *Thread-safe.* A lookup that waits too long raises; it never spins.
 
     Args:
-        create: allocates a lookup; called `size` times now, so that no call has to.
-        size: how many may run at once.
-        timeout_s: how long a call waits for one.
-        owner: what the error message calls this pool.
-        timeouts: counts the calls that waited in vain.
+        create: allocates a lookup; called `size` times now, so that no call allocates.
+        size: maximum number of concurrent lookups.
+        timeout_s: time limit of a call to get one.
+        owner: names this pool in error messages.
+        timeouts: counts calls that timed out.
     """
 
-    def __init__(self, create: Callable[[], CacheLookup], size: int, timeout_s: float, owner: str, timeouts: Counter) -> None:
+    def __init__(self, create: Callable[[], CacheLookup], size: int, timeout_s: float, owner: str, timeouts: Value) -> None:
         self.size = size
         self._timeout_s = timeout_s
         self._owner = owner
         self._timeouts = timeouts
         self._closed = False
-        self._free: queue.SimpleQueue[CacheLookup | None] = queue.SimpleQueue()  # None: it is closed
+        self._free: queue.SimpleQueue[CacheLookup | None] = queue.SimpleQueue()  # None: closed
         for _ in range(size):
             self._free.put(create())
 
     @property
     def busy(self) -> int:
-        """How many lookups run, roughly."""
+        """Approximate number of running lookups."""
         return 0 if self._closed else max(0, self.size - self._free.qsize())
 
     def take(self) -> CacheLookup:
@@ -639,13 +622,13 @@ class _LookupPool:
 
         Raises:
             WorkspaceTimeoutError: all of them stayed busy for `timeout_s`.
-            NotReadyError: the pool was closed.
+            NotReadyError: the pool is closed.
         """
         try:
-            if not self._closed:  # else it would take what `close` waits for
+            if not self._closed:  # else it would take a lookup that `close` waits for
                 if (lookup := self._free.get(timeout=self._timeout_s)) is not None:
                     return lookup
-                self._free.put(None)  # for the next one that waits
+                self._free.put(None)  # for the next waiting call
             raise NotReadyError(f"{self._owner}: was undeployed")
         except queue.Empty:
             if self._closed:  # another version may serve by now
@@ -657,11 +640,10 @@ class _LookupPool:
             ) from None
 
     def give_back(self, lookup: CacheLookup) -> None:
-        """Let the next caller have a lookup."""
         self._free.put(lookup)
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Take all lookups away for good; False when some were still running after `timeout_s`, and may be asked again."""
+        """Take all lookups away for good; return False if some still ran after `timeout_s`. May be called again."""
         self._closed = True
         deadline = time.monotonic() + timeout_s
         while self.size:
@@ -686,7 +668,7 @@ def _refuse_too_many_keys(tables: Sequence[TableSpec], max_keys: Sequence[int], 
 
 
 def _contained(ascending: KeyArray, keys: KeyArray) -> BoolArray:
-    """Which of `keys` are in `ascending`."""
+    """Return which of `keys` are in `ascending`."""
     if not ascending.size:
         return np.zeros(keys.size, np.bool_)
     place = np.minimum(np.searchsorted(ascending, keys), ascending.size - 1)

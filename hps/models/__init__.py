@@ -1,0 +1,1 @@
+"""Model files: found, checked, read, loaded, imported from other formats, and written."""

@@ -1,12 +1,12 @@
-"""Versions that say only what they change: a delta is the rows of some keys, and the keys that are no more.
+"""Reads deltas: versions that consist of changed rows and deleted keys.
 
 The directory of a table in a version that is `delta_of` another one has `key` and `emb_vector` with its changed and new rows,
 perhaps none, and may have `deleted`, int64 keys without a header. The table is that of the other version without the deleted
-keys, and then with the changed rows: a key that is both deleted and changed is there. If a key occurs twice, the later row
-counts, as everywhere. The other version may be a delta, too.
+keys, then with the changed rows; so a key that is both deleted and changed is present. Of repeated keys the later row counts.
+The other version may be a delta, too.
 
-Nothing is ever deleted to make such a table: one pass yields the rows of the oldest version that no later one touches, then
-those of each delta that no later one touches. Keys that changes touch are held in memory meanwhile (13 bytes each).
+No row is deleted to make such a table: one pass yields the rows of the oldest version that no later version touches, then
+those of each delta that no later one touches. The touched keys are held in memory meanwhile (13 bytes each).
 """
 
 import hashlib
@@ -22,6 +22,7 @@ import numpy as np
 from hps.databases.base import Database
 from hps.errors import ModelFileError
 from hps.filesystems.base import FileSystem
+from hps.ground.key_sets import KeySet
 from hps.models.files import (
     CHUNK_BYTES,
     SparseModel,
@@ -31,7 +32,6 @@ from hps.models.files import (
     joint_fingerprint,
     open_sparse_model,
 )
-from hps.models.key_set import KeySet
 from hps.models.manifest import FileCheck
 from hps.models.read_ahead import read_ahead
 from hps.models.sources import ModelSources
@@ -40,18 +40,18 @@ from hps.types import FloatArray, KeyArray
 Chunks: TypeAlias = Generator[tuple[KeyArray, FloatArray], None, None]
 
 MOST_DELTAS = 64
-"""The longest chain. Every link costs a probe for each row of the first version."""
+"""Longest chain of deltas. Each costs a probe for every row of the first version."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldTable:
-    """Where this process may have the rows of a version already. *Immutable.*
+    """A place in this process that may hold the rows of a version. *Immutable.*
 
     Attributes:
-        tag: of its table. In a persistent database nothing else need be said: its load record tells whether the rows count.
-        database: a volatile database of this process that holds every row of it, and evicts none; None if there is none.
-        fingerprint: of the files that were loaded into `database`.
-        unmodified: whether nothing modified them there since; asked before and after they are copied.
+        tag: tag of the table. For a persistent database it suffices, since the load record tells whether the rows count.
+        database: a volatile database of this process that holds every row and evicts none, if any.
+        fingerprint: identifies the files loaded into `database`.
+        unmodified: tells whether the rows are unmodified there; called before and after they are copied.
     """
 
     tag: str
@@ -62,15 +62,15 @@ class HeldTable:
 
 @dataclass(frozen=True, slots=True)
 class TableSource:
-    """Where the rows of one table of one version are. *Immutable.*
+    """The source of one table of one version. *Immutable.*
 
     Attributes:
         place: directory or URI of its sparse model files.
-        checks: what `version.json` says of them, by name.
-        base: the same table of the version that they change; None if they are all of it.
-        held: where this process may have the table of this version; used when it is a base.
-        log_start: what the rows correspond to in the log of updates: the position of the last message that they contain, by
-            partition, as `VersionManifest.updates` has it.
+        checks: checks from `version.json`, by file name.
+        base: the same table of the version that the files change; None for a whole table.
+        held: where this process may hold the table of this version; used when it is a base.
+        log_start: position in the log of updates of the last message that the rows contain, by partition, as in
+            `VersionManifest.updates`.
     """
 
     place: str
@@ -80,7 +80,7 @@ class TableSource:
     log_start: Mapping[str, str] = field(default_factory=dict)
 
     def chain(self) -> "list[TableSource]":
-        """The versions that this one is made of, the whole one first."""
+        """The versions that make up this one, the whole one first."""
         return [*(self.base.chain() if self.base else ()), self]
 
 
@@ -115,7 +115,7 @@ class DeletedKeys:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one version changes in a table. *Immutable, thread-safe.*"""
+    """The changes of one version to a table. *Immutable, thread-safe.*"""
 
     changed: SparseModel
     deleted: DeletedKeys | None
@@ -123,13 +123,13 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class DeltaModel:
-    """One table of a version that is a delta, with all that it is made of. *Immutable, thread-safe.*
+    """One table of a delta, with all versions that it consists of. *Immutable, thread-safe.*
 
     Attributes:
-        base: the files of the version that has all rows.
-        deltas: what the versions after it change, the last one's changes last.
-        fingerprints: of the base, and of the table after each delta: each covers what comes before.
-        held: where this process may have the base, and the table after each delta but the last.
+        base: files of the version with all rows.
+        deltas: changes of the later versions, in order.
+        fingerprints: of the base, and of the table after each delta; each covers the versions before it.
+        held: where this process may hold the base, and the table after each delta but the last.
     """
 
     base: SparseModel
@@ -137,21 +137,21 @@ class DeltaModel:
     fingerprints: tuple[str, ...]
     held: tuple[HeldTable | None, ...]
 
-    is_local = False  # its files are never compared with what a database holds
+    is_local = False  # its files are never compared with a database
 
     @property
     def place(self) -> str:
-        """Of the last delta."""
+        """Directory of the last delta."""
         return self.deltas[-1].changed.place
 
     @property
     def fingerprint(self) -> str:
-        """Of all files."""
+        """Total size of all files."""
         return self.fingerprints[-1]
 
     @property
     def rows(self) -> int:
-        """Rows of all files: the table has no more."""
+        """Rows of all files; an upper bound for the table."""
         return self.base.rows + sum(delta.changed.rows for delta in self.deltas)
 
     @property
@@ -176,7 +176,7 @@ class DeltaModel:
         return any(one.may_change_unseen() for one in files)
 
     def verify(self) -> None:
-        """As `SparseModel.verify`, for all files but those of deleted keys, which are read whole before anything else."""
+        """As `SparseModel.verify`, for all files but those of deleted keys, which are read completely first."""
         for model in (self.base, *(delta.changed for delta in self.deltas)):
             model.verify()
 
@@ -184,7 +184,7 @@ class DeltaModel:
 def open_table_files(
     source: str | TableSource, dim: int, *, int32_keys: bool = False, sources: ModelSources
 ) -> SparseModel | DeltaModel:
-    """Find the files of a table and of all versions that it is made of, and check their sizes. No row is read.
+    """Find the files of a table and of all versions that make it up, and check their sizes. No row is read.
 
     Raises:
         ModelFileNotFoundError: files of the version, or of one that it changes, do not exist.
@@ -206,14 +206,14 @@ def open_table_files(
 
 
 def fingerprint_of(tables: Sequence[tuple[str | TableSource, int]], sources: ModelSources) -> str:
-    """Tell one state of a version's files from any other by their sizes and versions alone: no row is read.
+    """Identify the state of a version's files by their sizes and versions. No row is read.
 
     Args:
-        tables: where each table's rows are, and its dimension.
+        tables: source and dimension of each table.
         sources: the file systems.
 
     Returns:
-        32 hexadecimal digits: the same until a file is replaced, of the version or of one that it changes; equal to the
+        32 hexadecimal digits, unchanged until a file of the version or of one that it changes is replaced; equal to the
         `joint_fingerprint` of the tables' load reports.
 
     Raises:
@@ -224,13 +224,13 @@ def fingerprint_of(tables: Sequence[tuple[str | TableSource, int]], sources: Mod
 
 @dataclass(frozen=True, slots=True)
 class BaseRows:
-    """The rows of a base that this process has. *Used once.*
+    """The rows of a base that this process holds. *Used once.*
 
     Attributes:
-        level: how many deltas they have seen.
+        level: number of deltas that they include.
         chunks: the rows.
-        checksum: of them; empty if it is not known.
-        still_counts: tells, once all rows were taken, whether they are what the base's files say.
+        checksum: checksum of the rows; empty if unknown.
+        still_counts: tells, after the last chunk, whether the rows are still those of the base's files.
     """
 
     level: int
@@ -240,14 +240,14 @@ class BaseRows:
 
 
 class Merge:
-    """One pass over the rows of a version that is a delta. *One thread, one use.*
+    """One pass over the rows of a delta. *One thread, one use.*
 
     Args:
         model: its files.
-        base: the rows of a version that it is made of; without them its files are read.
+        base: rows of a version that it is based on; by default, that version's files are read.
 
     Attributes:
-        checksum: once all rows were taken, identifies the content of all files, wherever they are; empty if it is unknown.
+        checksum: after the last chunk, identifies the content of all files independently of their place; empty if unknown.
     """
 
     def __init__(self, model: DeltaModel, base: BaseRows | None = None) -> None:
@@ -256,7 +256,7 @@ class Merge:
         self.checksum = base.checksum if base else ""
 
     def chunks(self) -> Chunks:
-        """Yield the rows: if a key comes twice, the later one counts. The arrays may be overwritten by the next.
+        """Yield the rows; of repeated keys the later row counts. The next chunk may overwrite the arrays.
 
         Raises:
             ModelFileError: files changed, cannot be read, or are not those that were written.
@@ -284,11 +284,11 @@ class Merge:
 
 
 def first_rows(chunks: Chunks, rows: int) -> Chunks:
-    """Yield the first `rows` rows, and those of the others whose keys stand in them: of a key's rows the last counts."""
+    """Yield the first `rows` rows, and later rows with the same keys, since the last row of a key counts."""
     taken, left = KeySet(rows), rows
     for keys, vectors in chunks:
         if left:
-            taken.enter(keys[:left])
+            taken.add(keys[:left])
             yield keys[:left], vectors[:left]
         later = taken.contains(keys[left:])
         if later.any():
@@ -297,17 +297,17 @@ def first_rows(chunks: Chunks, rows: int) -> Chunks:
 
 
 def _touched(delta: Delta) -> tuple[KeySet, str]:
-    """The keys that a delta changes or deletes, and the checksum of those that it deletes."""
+    """Read the keys that a delta changes or deletes, and the checksum of the deleted ones."""
     changed, deleted = delta.changed, delta.deleted
     keys = KeySet(changed.rows + (deleted.rows if deleted else 0))
     buffer = np.empty(min(changed.rows, CHUNK_BYTES // 8), np.int64)
     for start in range(0, changed.rows, max(buffer.size, 1)):
         chunk = buffer[: min(buffer.size, changed.rows - start)]
         changed.read_keys(start, chunk)
-        keys.enter(chunk)
+        keys.add(chunk)
     crc = 0
     for chunk in deleted.chunks() if deleted else ():
-        keys.enter(chunk)
+        keys.add(chunk)
         crc = zlib.crc32(chunk.data.cast("B"), crc)
     return keys, f"{crc:08x}"
 

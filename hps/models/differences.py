@@ -1,8 +1,7 @@
-"""Finds the rows in which the files of a table differ from older ones, so that the differences alone need be published.
+"""Finds the differences between two sets of files of a table, so that only these need be published.
 
-Vectors are compared by 64-bit digests, so that files are read from the first row to the last, wherever they are and in whatever
-order their rows stand. Vectors that differ in one element never have the same digest, and others with a probability of 2^-64,
-whatever they are: each run draws its own digests.
+Vectors are compared by 64-bit digests, so that files can be read sequentially, whatever the order of their rows. Vectors that
+differ in one element never have the same digest; others do with a probability of 2^-64, since each run draws its own digests.
 """
 
 import secrets
@@ -14,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 from numba import types, uint32, uint64
 
-from hps.hashing import mix
+from hps.ground.hashing import mix
+from hps.ground.numba_kernels import compile_kernels, kernel, read_only
 from hps.models.deltas import DeltaModel, Merge
 from hps.models.files import CHUNK_BYTES, SparseModel, extended
 from hps.models.read_ahead import read_ahead
-from hps.numba_kernels import compile_kernels, kernel, read_only
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _void: Any = types.void
@@ -26,12 +25,12 @@ _NO_KEYS: Final = np.empty(0, np.int64)
 
 
 class Difference(NamedTuple):
-    """Some of the differences.
+    """A chunk of differences.
 
     Attributes:
-        keys, vectors: (n,) int64, (n, dim) float32: rows that are new, or whose vector differs in any bit; each key once.
-        deleted: (m,) int64: keys that are no more.
-        rows: how many rows of the newer files were compared for it.
+        keys, vectors: (n,) int64, (n, dim) float32: rows that are new or differ in any bit; each key once.
+        deleted: (m,) int64: keys that are absent from the newer files.
+        rows: number of compared rows of the newer files.
     """
 
     keys: KeyArray
@@ -41,7 +40,7 @@ class Difference(NamedTuple):
 
 
 def rows_of(model: SparseModel | DeltaModel) -> Iterator[tuple[KeyArray, FloatArray]]:
-    """Yield all rows, the later of equal keys last; the arrays are overwritten by the next.
+    """Yield all rows, the later of equal keys last. The next chunk overwrites the arrays.
 
     Raises:
         ModelFileError: the files changed, cannot be read, or are not those that were written.
@@ -60,9 +59,9 @@ def rows_of(model: SparseModel | DeltaModel) -> Iterator[tuple[KeyArray, FloatAr
 
 
 def differences(old: SparseModel, new: SparseModel | DeltaModel) -> Generator[Difference, None, None]:
-    """Yield what makes the rows of `new` of those of `old`.
+    """Yield the changes that turn the rows of `old` into those of `new`.
 
-    Takes 16 bytes a key of `old` and 17 a key of `new`, twice that while they are sorted, and some chunks.
+    Takes 16 bytes per key of `old` and 17 per key of `new`, twice that while sorting, and some chunks.
 
     Raises:
         ModelFileError: as of `rows_of`.
@@ -73,7 +72,7 @@ def differences(old: SparseModel, new: SparseModel | DeltaModel) -> Generator[Di
     counts = _last_of_each_key(new)
     gone, row = np.ones(old_keys.size, np.bool_), 0
     for keys, vectors in rows_of(new):
-        order = np.argsort(keys)  # neighbours in memory are searched for one after the other
+        order = np.argsort(keys)  # so that consecutive searches touch neighbouring memory
         places = np.empty(keys.size, np.int64)
         places[order] = np.searchsorted(old_keys, keys[order])
         np.minimum(places, max(old_keys.size - 1, 0), out=places)
@@ -90,7 +89,7 @@ def differences(old: SparseModel, new: SparseModel | DeltaModel) -> Generator[Di
 
 
 def _digests_by_key(model: SparseModel, seed: np.uint64) -> tuple[KeyArray, npt.NDArray[np.uint64]]:
-    """The distinct keys, ascending, and the digest of the last row of each."""
+    """Return the distinct keys, ascending, and the digest of each key's last row."""
     keys, digests, row = np.empty(model.rows, np.int64), np.empty(model.rows, np.uint64), 0
     for some, vectors in rows_of(model):
         keys[row : row + some.size], digests[row : row + some.size] = some, _digests(vectors, seed)
@@ -102,7 +101,7 @@ def _digests_by_key(model: SparseModel, seed: np.uint64) -> tuple[KeyArray, npt.
 
 
 def _last_of_each_key(model: SparseModel | DeltaModel) -> BoolArray:
-    """Which rows are the last of their key, in the order of `rows_of`."""
+    """Mark the last row of each key, in the order of `rows_of`."""
     keys, rows = np.empty(model.rows, np.int64), 0
     for some in _keys_of(model):
         keys[rows : rows + some.size] = some

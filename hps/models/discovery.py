@@ -1,9 +1,9 @@
-"""Finds models and their tables in a directory that nobody described: which are versions, which tables, how wide they are.
+"""Finds the models, versions and tables in a directory without a description.
 
     <dir>/key, emb_vector                     a table
     <model>/<table>/key, emb_vector           a model of several tables
     <model>/<version>/<table>/...             versions of a model: directories named by a number
-    <model>/<prefix>0_sparse_2000.model/...   what HugeCTR's training saves: of several iterations the last counts
+    <model>/<prefix>0_sparse_2000.model/...   files of HugeCTR's training; the last iteration counts
 
 HugeCTR's graph of a model (`dcn.json`) beside the directories names its tables.
 """
@@ -18,13 +18,12 @@ from typing import Any
 
 from hps.errors import ModelFileError
 from hps.models.files import stored_shape
-from hps.models.importing import natural
 from hps.models.manifest import VERSION, read_json, within
 from hps.models.repository import MODEL_ENTRY
 from hps.models.sources import ModelSources
 
 _SAVED = re.compile(r"(.*?)_?([0-9]+)_sparse_([0-9]+)(?:\.model)?")  # HugeCTR's: prefix, table, iteration
-_DEPTH = 4  # of directories below the one that is searched
+_DEPTH = 4  # levels of directories to search
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +31,10 @@ class FoundTable:
     """A table's directory. *Immutable.*
 
     Attributes:
-        name: by its directory, or HugeCTR's graph.
-        place: path or URI; relative to a version where the model has versions.
-        dim: float32 elements of a vector.
-        rows: of its files; of the latest version where there are several.
+        name: from its directory or HugeCTR's graph.
+        place: path or URI; relative to the version if the model has versions.
+        dim: float32 elements per vector.
+        rows: rows of the files, or of the latest version's.
     """
 
     name: str
@@ -46,14 +45,14 @@ class FoundTable:
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """Tables that belong together. *Immutable.*
+    """The tables of a model. *Immutable.*
 
     Attributes:
-        name: by its directory.
-        tables: in the order of their names (2 before 10), or of HugeCTR's numbers.
-        version_path: the directory whose numbered directories are the versions; empty where there are none.
+        name: from its directory.
+        tables: in the natural order of their names, or of HugeCTR's numbers.
+        version_path: directory of the numbered versions; empty without versions.
         versions: their numbers, ascending.
-        entry: what a ps.json that was found says of the model.
+        entry: the model's entry in a ps.json beside it.
     """
 
     name: str
@@ -62,14 +61,31 @@ class FoundModel:
     versions: tuple[str, ...] = ()
     entry: Mapping[str, Any] = field(default_factory=dict)
 
+    def new_entry(self) -> dict[str, Any]:
+        """Return an entry of `models` that serves the model and never gives a key of a table the default vector."""
+        count = len(self.tables)
+        return {
+            "model": self.name,
+            **({"version_path": self.version_path} if self.version_path else {}),
+            "sparse_files": [table.place for table in self.tables],
+            "embedding_table_names": [table.name for table in self.tables],
+            "embedding_vecsize_per_table": [table.dim for table in self.tables],
+            "max_batch_size": 4096,
+            "maxnum_catfeature_query_per_table_per_sample": [1] * count,
+            "default_value_for_each_table": [0.0] * count,
+            "deployed_device_list": [0],
+            "gpucacheper": 0.5,
+            "hit_rate_threshold": 1.1,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """What a directory holds. *Immutable.*
+    """The content of a directory. *Immutable.*
 
     Attributes:
         models: by name.
-        repository: whether its models describe themselves (`model.json`), so that it is a `model_repository`.
+        repository: whether its models have a `model.json`, so that it can be a `model_repository`.
     """
 
     models: tuple[FoundModel, ...]
@@ -77,10 +93,10 @@ class Discovery:
 
 
 def discover(place: str, sources: ModelSources | None = None) -> Discovery:
-    """Find the models below a directory. Sizes are looked at; no row is read.
+    """Find the models below a directory. Only the sizes of files are read.
 
     Raises:
-        ModelFileError: it cannot be listed, holds no table, or two models have one name.
+        ModelFileError: the directory cannot be listed, holds no table, or holds two models with one name.
     """
     search = _Search(sources or ModelSources())
     root = search.locate(place)
@@ -100,11 +116,11 @@ def discover(place: str, sources: ModelSources | None = None) -> Discovery:
 
 
 def relocated(place: str, entry: Mapping[str, Any], sources: ModelSources | None = None) -> FoundModel:
-    """The model of an entry of a ps.json whose files may have been moved to a directory, and how wide its tables really are.
+    """Find the files of an entry of a ps.json, which may have been moved, and the widths of its tables.
 
     Args:
-        place: where the files are looked for, by the last parts of their names, if they are not where the entry says.
-        entry: its `model` and `sparse_files`.
+        place: directory to search, by the last parts of the files' names, if they are not at the entry's paths.
+        entry: an entry of `models` with `model` and `sparse_files`.
 
     Raises:
         ModelFileError: a table is in neither place, or fits no dimension.
@@ -123,8 +139,14 @@ def relocated(place: str, entry: Mapping[str, Any], sources: ModelSources | None
 
 
 def name_of(text: str) -> str:
-    """A name of a model or a table, of what is allowed in one."""
-    return re.sub("[^a-zA-Z0-9_-]", "_", text)[:120] or "model"
+    """Turn a text into a valid name of a model or table."""
+    return re.sub("[^a-zA-Z0-9_-]", "_", text) or "model"
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Make a sort key that compares numbers in names by value (2 before 10)."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part) if i % 2 else 0, part) for i, part in enumerate(parts)]
 
 
 class _Search:
@@ -149,7 +171,7 @@ class _Search:
         return self.holds(place, "key") and self.holds(place, "emb_vector")
 
     def models(self, place: str, depth: int) -> list[FoundModel]:
-        """The models at a place and below it."""
+        """Find the models in a directory and below it."""
         name = name_of(posixpath.basename(place).removesuffix(".model"))
         if self.is_table(place):
             return [FoundModel(name, (FoundTable(name, place, *stored_shape(place, self.sources)),))]
@@ -167,7 +189,7 @@ class _Search:
         ]
 
     def _tables(self, place: str, *, relative: bool = False) -> list[FoundTable]:
-        """The tables that lie in a directory, or which it is."""
+        """Find the tables in a directory; with `relative`, the directory may be a table itself."""
         if relative and self.is_table(place):
             return [FoundTable("embedding", ".", *stored_shape(place, self.sources))]
         names = [one for one in sorted(self.directories(place), key=natural) if self.is_table(within(place, one))]
@@ -193,7 +215,7 @@ class _Search:
         ]
 
     def _graph(self, place: str) -> list[str]:
-        """Names of the sparse embeddings of HugeCTR's graph of a model, in order; none if there is no such file."""
+        """Read the names of the sparse embeddings in HugeCTR's graph of a model, in order; none without a graph."""
         filesystem = self.sources.locate(place)[0]
         for name in self.names(place):
             if os.path.splitext(name)[1] != ".json":
@@ -210,7 +232,7 @@ class _Search:
 
 
 def entries_of(path: str) -> list[dict[str, Any]]:
-    """The entries of `models` of a ps.json, as they are; none where the file is something else."""
+    """Read the entries of `models` in a ps.json, unchecked; none if the file is something else."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             models = json.load(file).get("models")

@@ -1,10 +1,9 @@
-"""Sparse model files: a directory with `key` (int64) and `emb_vector` (float32), checked and streamed.
+"""Checks and reads sparse model files: a directory with `key` (int64) and `emb_vector` (float32).
 
-HugeCTR's format: `key` holds 8 bytes a row and `emb_vector` 4 x dim bytes a row, little-endian and without a header; row i of
-one belongs to row i of the other. The dimension is in neither; it comes from the configuration. A key should occur once; if it
-occurs twice, the databases keep the later row. A file `meta` (8 bytes a row) may lie beside them; only its size is checked. A
-file `deleted` (int64 keys) makes them a delta, which `deltas.py` reads. The directory is a local path or a URI whose scheme
-selects a file system.
+HugeCTR's format: `key` has 8 bytes per row and `emb_vector` 4 x dim bytes per row, little-endian, no header; row i of one
+belongs to row i of the other. The dimension comes from the configuration. Of repeated keys databases keep the later row. The
+size of an optional file `meta` (8 bytes per row) is checked. A file `deleted` (int64 keys) makes the files a delta, which
+`deltas.py` reads. The directory is a local path or a URI whose scheme selects a file system.
 """
 
 import hashlib
@@ -24,7 +23,7 @@ from hps.models.sources import ModelSources
 from hps.types import FloatArray, KeyArray
 
 CHUNK_BYTES = 16 << 20
-"""Keys and vectors of a chunk. Larger chunks load no faster and only take memory."""
+"""Size of a chunk of keys and vectors. Larger chunks take memory and load no faster."""
 
 _KEY_BYTES = 8
 _UINT32_KEYS = 1 << 32
@@ -32,7 +31,7 @@ _UINT32_KEYS = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """A stretch of one version of a file, and the memory to read it into. Parts may be read in any order, by any thread."""
+    """A range of one version of a file, and the memory to read it into. Parts may be read in any order, by any thread."""
 
     path: str
     version: str
@@ -42,13 +41,13 @@ class FilePart:
 
 @dataclass(frozen=True, slots=True)
 class SparseModel:
-    """One table's files, found to fit each other and the dimension. *Immutable, thread-safe.* Made by `open_sparse_model`.
+    """One table's files, which fit each other and the dimension. *Immutable, thread-safe.* Made by `open_sparse_model`.
 
     Attributes:
-        place: the directory, absolute where it is local, or its URI.
-        rows: vectors in the files.
-        dim: float32 elements of a vector.
-        fingerprint: identifies the content: a hash of the place, the sizes and versions of both files, and the dimension.
+        place: absolute path or URI of the directory.
+        rows: number of vectors.
+        dim: float32 elements per vector.
+        fingerprint: hash of the place, the sizes and versions of both files, and the dimension.
         int32_keys: whether keys outside [0, 2^32) are refused.
     """
 
@@ -59,11 +58,11 @@ class SparseModel:
     int32_keys: bool
     _filesystem: FileSystem = field(repr=False)
     _versions: tuple[tuple[str, str], ...] = field(repr=False)  # (path, version) of key, then of emb_vector
-    _crc32s: tuple[str, str] = field(default=("", ""), repr=False)  # that they must have; empty for any
+    _crc32s: tuple[str, str] = field(default=("", ""), repr=False)  # expected; empty for any
 
     @property
     def is_local(self) -> bool:
-        """Whether the files are this machine's."""
+        """Whether the files are on this machine."""
         return self._filesystem.is_local
 
     @property
@@ -76,7 +75,7 @@ class SparseModel:
 
     @property
     def chunk_rows(self) -> int:
-        """How many rows a chunk of `CHUNK_BYTES` holds, at least 1."""
+        """Rows of a chunk of `CHUNK_BYTES`, at least 1."""
         return max(1, CHUNK_BYTES // self.row_bytes)
 
     def parts(
@@ -85,10 +84,10 @@ class SparseModel:
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
     ) -> list[FilePart]:
-        """Cut the n rows from `start_row` on into parts that are worth reading side by side.
+        """Cut n rows from `start_row` on into parts to read in parallel.
 
         Args:
-            keys: (n,) int64, C-contiguous, in host memory; filled once all parts are read, unspecified after an error.
+            keys: (n,) int64, C-contiguous, in host memory; filled by reading all parts, unspecified after an error.
             vectors: (n, dim) float32, likewise.
         """
         step, parts = self._filesystem.part_bytes, []
@@ -118,30 +117,30 @@ class SparseModel:
 
     @property
     def parallel_reads(self) -> int:
-        """How many parts are worth reading at a time."""
+        """Number of parts to read at a time."""
         return self._filesystem.parallel_reads
 
     @property
     def chunks_ahead(self) -> int:
-        """How many chunks to read ahead so that `parallel_reads` parts are being read."""
+        """Number of chunks to read ahead, so that `parallel_reads` parts are read at a time."""
         return max(self.parallel_reads * min(self._filesystem.part_bytes, CHUNK_BYTES) // CHUNK_BYTES, 2)
 
     @property
     def is_summed(self) -> bool:
-        """Whether `version.json` has a checksum of a file, so that `check_content` can find it wrong."""
+        """Whether `version.json` has a checksum for `check_content`."""
         return any(self._crc32s)
 
     def check_content(self, checksum: str) -> None:
-        """Compare the checksum of all rows, as `extended` computes it, with what `version.json` says.
+        """Compare the checksum of all rows, as `extended` computes it, with `version.json`.
 
         Raises:
-            ModelFileError: a file is not the one that was written.
+            ModelFileError: they differ.
         """
         for (path, _), expected, got in zip(self._versions, self._crc32s, (checksum[:8], checksum[8:]), strict=True):
             check_crc32(path, expected, got)
 
     def may_change_unseen(self) -> bool:
-        """Whether a file may change from now on without getting another version, since somebody has it open for writing.
+        """Whether a file may change without getting another version, because a process has it open for writing.
 
         Raises:
             ModelFileError: a file changed, or cannot be opened.
@@ -149,12 +148,12 @@ class SparseModel:
         return self.is_local and any(self._filesystem.may_change_unseen(path, version) for path, version in self._versions)
 
     def verify(self) -> None:
-        """Check, before any row is used, that the files are still those that were opened, and with `int32_keys` every key.
+        """Check, before any row is used, that the files have not changed since they were opened, and `int32_keys`.
 
-        32-bit serving costs one pass over `key`, which is a small part of the model.
+        The latter costs one pass over `key`, which is a small part of the model.
 
         Raises:
-            ModelFileError: a file changed, or there is a key that 32-bit serving cannot have.
+            ModelFileError: a file changed, or a key is outside [0, 2^32).
         """
         for path, opened in self._versions:
             now = self._filesystem.status(path).version
@@ -187,17 +186,17 @@ def open_sparse_model(
     """Find the files of a table and check their sizes. No row is read.
 
     Args:
-        path_or_uri: the directory; see `ModelSources.locate` for what is a URI.
-        dim: float32 elements of a vector, from the configuration.
-        int32_keys: refuse keys outside [0, 2^32) when rows are read, as `supportlonglong: false` needs.
-        sources: the file systems to use; by default new ones with default settings.
-        checks: what `version.json` says of the files, by name.
-        delta: they are the rows that a version changes, perhaps none, and not a whole table.
+        path_or_uri: the directory; see `ModelSources.locate` for URIs.
+        dim: float32 elements per vector, from the configuration.
+        int32_keys: refuse keys outside [0, 2^32) when rows are read, for `supportlonglong: false`.
+        sources: file systems to use; by default new ones with default settings.
+        checks: checks from `version.json`, by file name.
+        delta: accept the changes of a version, perhaps without rows, instead of a whole table.
 
     Raises:
         ModelFileNotFoundError: the directory or one of the two files does not exist.
         ModelSourceError: the host of the files does not answer.
-        ModelFileError: the files cannot be those of a table of this dimension; the message says why.
+        ModelFileError: the files do not fit a table of this dimension; the message says why.
     """
     filesystem, place = (sources or ModelSources()).locate(os.fspath(path_or_uri))
     key_path, vector_path, meta_path, deleted_path = (
@@ -238,7 +237,7 @@ def open_sparse_model(
 
 
 def stored_shape(path_or_uri: str | os.PathLike[str], sources: ModelSources | None = None) -> tuple[int, int]:
-    """How many float32 elements a vector of a table's files has, and how many rows there are.
+    """Compute the dimension and the number of rows of a table from the sizes of its files.
 
     Raises:
         ModelFileNotFoundError: the directory or one of the two files does not exist.
@@ -261,15 +260,15 @@ def stored_shape(path_or_uri: str | os.PathLike[str], sources: ModelSources | No
 
 
 def joint_fingerprint(fingerprints: Iterable[str]) -> str:
-    """Identify the files of several tables by the fingerprint of each, in the order of the tables."""
+    """Combine the fingerprints of several tables, in the order of the tables."""
     return hashlib.blake2b("".join(fingerprints).encode(), digest_size=16).hexdigest()
 
 
 def checked_status(filesystem: FileSystem, path: str, checks: Mapping[str, FileCheck]) -> FileStatus:
-    """Size and version of a file, which has the size that `version.json` says.
+    """Get size and version of a file, and compare the size with `version.json`.
 
     Raises:
-        ModelFileError: it has another one, or cannot be looked at.
+        ModelFileError: the size differs, or the file is unreachable.
     """
     status, check = filesystem.status(path), checks.get(path.rpartition("/")[2])
     if check is not None and status.size_bytes != check.size_bytes:
@@ -281,7 +280,7 @@ def checked_status(filesystem: FileSystem, path: str, checks: Mapping[str, FileC
 
 
 def check_crc32(path: str, expected: str, got: str) -> None:
-    """Compare the CRC-32 of a file with the expected one, if there is one.
+    """Compare the CRC-32 of a file with the expected one, if any.
 
     Raises:
         ModelFileError: they differ.
@@ -294,7 +293,7 @@ def check_crc32(path: str, expected: str, got: str) -> None:
 
 
 def extended(checksum: str, keys: KeyArray, vectors: FloatArray) -> str:
-    """The checksum of the rows loaded before followed by these rows; it does not depend on how they are cut into chunks.
+    """Extend the checksum of earlier rows by these rows. The result does not depend on the chunks.
 
     zlib's CRC-32 takes 4 GB/s, a load 0.3 GB/s.
     """
@@ -303,7 +302,7 @@ def extended(checksum: str, keys: KeyArray, vectors: FloatArray) -> str:
 
 
 def _names(filesystem: FileSystem, place: str) -> list[str]:
-    """What lies in a directory; nothing to those who may not list it."""
+    """List a directory; empty if listing is not allowed."""
     try:
         return filesystem.list(place)
     except ModelSourceError:
@@ -313,7 +312,7 @@ def _names(filesystem: FileSystem, place: str) -> list[str]:
 
 
 def _missing(filesystem: FileSystem, place: str, error: ModelFileNotFoundError) -> ModelFileError:
-    """The error that says what is there instead of a directory with both files."""
+    """Make the error that describes what is found instead of both files."""
     expected = "expected a directory with the files key and emb_vector"
     if not filesystem.exists(place):
         return ModelFileNotFoundError(f"opening sparse model {place}: there is no such directory; {expected}")

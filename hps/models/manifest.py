@@ -1,4 +1,4 @@
-"""`version.json`: what a version of a model consists of, and by what a copy of it is known to be whole.
+"""`version.json`: the content of a version of a model, with checks for a complete copy.
 
 {"delta_of": "1", "note": "hourly", "files": {"item/key": {"size_bytes": 8000, "crc32": "0a1b2c3d"}, ...},
  "updates": {"item": {"0": "8123", "1": "7990"}}}
@@ -23,11 +23,11 @@ _MOST_JSON_BYTES = 16 << 20
 
 
 class FileCheck(pydantic.BaseModel):
-    """What a file of a version must be. *Immutable.*
+    """The expected size and checksum of a file. *Immutable.*
 
     Attributes:
-        size_bytes: how long it is.
-        crc32: CRC-32 of its content (zlib's), eight hexadecimal digits; empty if it is not to be checked.
+        size_bytes: size of the file.
+        crc32: zlib's CRC-32 of its content, eight hexadecimal digits; empty for no check.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -41,14 +41,14 @@ _Position = Annotated[str, pydantic.Field(min_length=1, max_length=200)]
 
 
 class VersionManifest(pydantic.BaseModel):
-    """`version.json`: what a version consists of. *Immutable.*
+    """The content of `version.json`. *Immutable.*
 
     Attributes:
-        delta_of: the version whose rows it changes; empty if it has all its rows itself.
+        delta_of: the version that this one changes; empty for a whole version.
         note: text for people.
-        files: by path relative to the version's directory.
-        updates: by directory of a table relative to the version's, the position of the last message of each partition of the
-            log of updates that the files contain. A partition is its number, or `<topic>/<number>`.
+        files: checks by path relative to the version's directory.
+        updates: by directory of a table relative to the version's, the position of the last message that the files contain in
+            each partition of the log of updates. A partition is its number, or `<topic>/<number>`.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -59,22 +59,22 @@ class VersionManifest(pydantic.BaseModel):
     updates: Mapping[str, Mapping[_Partition, _Position]] = {}
 
     def of_table(self, sparse_file: str) -> dict[str, FileCheck]:
-        """The checks of one table's files, by their names, for its directory relative to the version's."""
+        """Return the checks of a table's files by name; `directory` is relative to the version's."""
         below = posixpath.normpath(sparse_file)
         names = ((posixpath.split(posixpath.normpath(path)), check) for path, check in self.files.items())
         return {name: check for (directory, name), check in names if (directory or ".") == below}
 
     def updates_of(self, sparse_file: str) -> Mapping[str, str]:
-        """The positions of one table, for its directory relative to the version's."""
+        """Return the positions of a table; `directory` is relative to the version's."""
         below = posixpath.normpath(sparse_file)
         return next((held for path, held in self.updates.items() if posixpath.normpath(path) == below), {})
 
 
 def read_manifest(place: str, sources: ModelSources) -> VersionManifest | None:
-    """What `version.json` says of the version in this directory; None if there is none.
+    """Read the `version.json` in a directory; None if there is none.
 
     Raises:
-        ModelFileError: it is not as it should be, or cannot be read.
+        ModelFileError: it is invalid or cannot be read.
     """
     filesystem, directory = sources.locate(place)
     path = within(directory, MANIFEST)
@@ -88,12 +88,12 @@ def read_manifest(place: str, sources: ModelSources) -> VersionManifest | None:
 
 
 def within(directory: str, name: str) -> str:
-    """The path or URI of what lies in a directory under this name."""
+    """Join the path or URI of a directory and a name in it."""
     return f"{directory.rstrip('/')}/{name}"
 
 
 def read_json(filesystem: FileSystem, path: str) -> dict[str, Any] | None:
-    """The object that a JSON file holds; None if there is no such file."""
+    """Read the object in a JSON file; None if there is no such file."""
     try:
         status = filesystem.status(path)
     except ModelFileNotFoundError:

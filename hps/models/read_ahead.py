@@ -10,7 +10,7 @@ from hps.errors import ModelFileError
 from hps.models.files import SparseModel
 from hps.types import FloatArray, KeyArray
 
-_READ_TIMEOUT_S = 600.0  # of one chunk, far beyond what a file system's own timeouts allow
+_READ_TIMEOUT_S = 600.0  # for one chunk, far beyond a file system's own timeouts
 
 
 Allocate = Callable[..., np.ndarray]
@@ -21,17 +21,16 @@ def read_ahead(
 ) -> Generator[tuple[int, KeyArray, FloatArray], None, None]:
     """Yield (first row, keys, vectors) of each range of rows, none longer than a chunk, while threads read the next ones.
 
-    A chunk is read in parts of the size that suits its file system, several at a time, into `model.chunks_ahead` + 1 buffers of
-    at most CHUNK_BYTES. The arrays are lent: they are overwritten once the next chunk is asked for. Closing the generator ends
-    the reading.
+    A chunk is read in parts of a size that suits the file system, several at a time, into `model.chunks_ahead` + 1 buffers of
+    at most CHUNK_BYTES. The next chunk may overwrite the arrays. Closing the generator stops reading.
 
     Args:
         model: the files.
-        ranges: of rows.
-        allocate: makes the arrays, by shape and dtype; `EmbeddingCache.host_buffer` if they go to a cache.
+        ranges: ranges of rows.
+        allocate: makes arrays by shape and dtype; `EmbeddingCache.host_buffer` for a cache.
 
     Raises:
-        ModelFileError: as in `SparseModel.read_part`, or a chunk took too long. Rows yielded before are of unchanged files.
+        ModelFileError: as in `SparseModel.read_part`, or a chunk took too long. Earlier rows are of unchanged files.
     """
     length = min(model.chunk_rows, model.rows)
     free = deque(

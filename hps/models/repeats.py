@@ -1,7 +1,7 @@
 """Finds keys of the first rows of a model that occur again in later rows.
 
-Of the rows of one key the last counts. Whoever holds every row gets that by itself: the later row replaces the earlier one.
-Whoever holds only the first rows would answer another vector than the rest of the hierarchy.
+The last row of a key counts. A tier that holds every row gets it naturally, since the later row replaces the earlier one. A
+tier with only the first rows would answer another vector than the rest of the hierarchy.
 """
 
 from collections.abc import Iterator
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from hps.errors import ModelFileError
+from hps.ground.key_sets import KeySet
 from hps.models.files import CHUNK_BYTES, SparseModel
-from hps.models.key_set import KeySet
 from hps.types import KeyArray
 
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """Later rows whose keys stand in the first rows. *Immutable.*
+    """Later rows with keys of the first rows. *Immutable.*
 
     Attributes:
-        rows: how many there are.
-        key, row: of the first of them.
+        rows: number of these rows.
+        key, row: the first of them.
     """
 
     rows: int
@@ -29,7 +29,7 @@ class Repeats:
     row: int
 
     def refusal(self, doing: str, holder: str, rows: int) -> ModelFileError:
-        """The error where `holder` has the first `rows` rows, and no database has the later ones."""
+        """Make the error for a holder of the first `rows` rows without a database that has the later ones."""
         return ModelFileError(
             f"{doing}: {self.rows} rows have keys that stand in earlier rows, too, the first in row {self.row}: "
             f"key {self.key}. The later row counts, but {holder} holds the first {rows} rows only, and no database the others: "
@@ -38,9 +38,9 @@ class Repeats:
 
 
 def find_repeats(model: SparseModel, rows: int) -> Repeats | None:
-    """Search the rows from `rows` on for keys of the rows before; None if there are none.
+    """Search the rows from `rows` on for keys of earlier rows; None if there are none.
 
-    Reads the keys alone, once. Takes some 13 bytes for each of the first rows, and nothing for the others.
+    Reads only the keys, once. Takes about 13 bytes per row of the first ones.
 
     Raises:
         ModelFileError: the files changed, or cannot be read.
@@ -50,7 +50,7 @@ def find_repeats(model: SparseModel, rows: int) -> Repeats | None:
     first_rows = KeySet(rows)
     found, first_key, first_row = 0, 0, 0
     for _, keys in _chunks(model, 0, rows):
-        first_rows.enter(keys)
+        first_rows.add(keys)
     for start, keys in _chunks(model, rows, model.rows):
         repeated = first_rows.contains(keys)
         more = int(np.count_nonzero(repeated))

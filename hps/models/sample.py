@@ -1,13 +1,13 @@
-"""The sample model of `hps create-model`: any number of rows whose vectors can be computed from their keys."""
+"""The sample model of `hps create-model`, whose vectors can be computed from their keys."""
 
 from collections.abc import Iterator
 
 import numpy as np
 from numba import float32, int64, void
 
-from hps.hashing import mix
+from hps.ground.hashing import mix
+from hps.ground.numba_kernels import compile_kernels, kernel, read_only
 from hps.models.files import CHUNK_BYTES
-from hps.numba_kernels import compile_kernels, kernel, read_only
 from hps.types import FloatArray, KeyArray
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -18,9 +18,9 @@ def sample_vectors(
     dim: int,
     seed: int = 0,
 ) -> FloatArray:  # (n, dim)
-    """The vectors that `hps create-model` gives to keys, so that any answer can be checked.
+    """Compute the sample vectors of keys, so that any answer can be checked.
 
-    Element j of key k is a multiple of 2^-23 in [-1, 1): with `mix` of `hps.hashing` and 64-bit wrap-around,
+    Element j of key k is a multiple of 2^-23 in [-1, 1): with `mix` of `hps.ground.hashing` and 64-bit wrap-around,
     `(mix(mix(k ^ mix(seed)) + j * 0x9E3779B97F4A7C15) >> 40) / 2^23 - 1`.
     """
     out = np.empty((keys.size, dim), np.float32)
@@ -30,7 +30,7 @@ def sample_vectors(
 
 
 def sample_chunks(rows: int, dim: int, seed: int = 0) -> Iterator[tuple[KeyArray, FloatArray]]:
-    """The sample model of keys 0 to rows - 1, in chunks for `write_sparse_model`."""
+    """Yield the sample rows of keys 0 to rows - 1 in chunks for `write_sparse_model`."""
     compile_kernels()  # before anything is written: the compiler may swallow an interrupt
     step = max(1, CHUNK_BYTES // (8 + 4 * dim))
     spans = (np.arange(start, min(start + step, rows), dtype=np.int64) for start in range(0, rows, step))

@@ -1,4 +1,4 @@
-"""Finds the file system that a path or URI belongs to."""
+"""Finds the file system of a path or URI."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from hps.registry import implementation, is_registered, names
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # two letters at least: C:\models is a path
 
-# The vendors whose files have https addresses; HugeCTR takes these.
+# HugeCTR accepts https addresses of these vendors.
 _HTTPS_HOSTS = {
     "amazonaws.com": "s3",
     "amazonaws.com.cn": "s3",
@@ -22,10 +22,10 @@ _HTTPS_HOSTS = {
 
 
 class ModelSources:
-    """Finds the file system of a path or URI by its scheme alone. *Thread-safe.* Each is made once, at first use.
+    """Finds the file system of a path or URI by its scheme. *Thread-safe.* Each is made once, at first use.
 
     Args:
-        settings: timeouts, attempts and addresses of the remote ones.
+        settings: timeouts, attempts and addresses of remote file systems.
     """
 
     def __init__(self, settings: ModelSourceConfig | None = None) -> None:
@@ -34,10 +34,9 @@ class ModelSources:
         self._making = threading.Lock()
 
     def locate(self, source: str) -> tuple[FileSystem, str]:
-        """Give the file system of a directory, and the directory as that file system takes it.
+        """Return the file system of a directory, and the directory in that file system's form.
 
-        What stands before the first colon is a scheme if it has two letters or more. A local path that exists may have
-        colons, too.
+        The text before the first colon is a scheme if it has two letters or more, unless a local path of this name exists.
 
         Raises:
             ModelFileError: the scheme is unknown; the message names the known ones.
@@ -72,6 +71,6 @@ class ModelSources:
 
 
 def _vendor(source: str) -> str:
-    """The scheme of the vendor whose host an https address names; `https` if it is no known vendor's."""
+    """Return the scheme for the vendor of an https address; `https` if unknown."""
     host = (urlsplit(source).hostname or "").lower()
     return next((scheme for end, scheme in _HTTPS_HOSTS.items() if host == end or host.endswith(f".{end}")), "https")

@@ -1,4 +1,4 @@
-"""Loads a table: its model files, read once, into every database that does not hold them yet."""
+"""Loads the model files of a table, read once, into every database that does not hold them yet."""
 
 import logging
 import time
@@ -9,16 +9,16 @@ from functools import partial
 
 import numpy as np
 
-from hps.databases.base import UNBOUNDED_ROWS, Database, InProcessDatabase, LoadRecord, PersistentDatabase, SharedDatabase
+from hps.databases.base import UNBOUNDED_ROWS, Database, LoadRecord
 from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError
 from hps.filesystems.base import changed
+from hps.ground.progress import NoProgress, Progress
 from hps.models.deltas import BaseRows, DeltaModel, Merge, TableSource, first_rows, open_table_files
 from hps.models.files import CHUNK_BYTES, SparseModel, extended
 from hps.models.read_ahead import read_ahead
 from hps.models.repeats import find_repeats
 from hps.models.sources import ModelSources
 from hps.models.warm_up import DatabaseRows, WarmUpSource
-from hps.progress import NoProgress, Progress
 from hps.types import FloatArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
@@ -30,16 +30,15 @@ _MOST_BATCH_ROWS = 1 << 20  # sorting them takes 25 bytes a row
 
 @dataclass(frozen=True, slots=True)
 class LoadTargets:
-    """Which databases are loaded from model files, and how. *Immutable.*
+    """The databases to load from model files. *Immutable.*
 
     Attributes:
         load: databases to fill.
-        keep: databases that use what they have (`initialize_after_startup: false`, `read_only`).
-        initial_cache_rate: the share of a volatile database's capacity, or of the rows if they are fewer, to load, from the
-            first row on.
-        int32_keys: refuse keys that 32-bit serving cannot have (`supportlonglong: false`).
-        sources: where model files come from.
-        force: empty the databases to be loaded first, whatever they hold.
+        keep: databases that keep their rows (`initialize_after_startup: false`, `read_only`).
+        initial_cache_rate: share of a volatile database's capacity, or of the rows if fewer, to load, from the first row on.
+        int32_keys: refuse keys outside [0, 2^32) (`supportlonglong: false`).
+        sources: file systems of the model files.
+        force: empty the databases before loading.
     """
 
     load: tuple[Database, ...] = ()
@@ -52,7 +51,7 @@ class LoadTargets:
 
 @dataclass(frozen=True, slots=True)
 class DatabaseLoad:
-    """What a load gave one database: rows [first_row, last_row) of the files; none if it had them all. *Immutable.*"""
+    """The rows [first_row, last_row) of the files loaded into one database; none if it had them all. *Immutable.*"""
 
     kind: str
     first_row: int
@@ -66,18 +65,18 @@ class DatabaseLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What `TableLoad` did. *Immutable.*
+    """The result of a `TableLoad`. *Immutable.*
 
     Attributes:
-        tag: of the table.
-        model: the files, as they were loaded; of a delta, the database that has its rows now, if there is one. `warm_up` from
-            it fills a cache with the same version, of `model.rows` rows.
-        fingerprint: of the files.
-        seconds: how long the load took.
-        loads: one entry for each of the databases to load, in their order.
-        differs: whether the database that is the authority has, or may have, other vectors than the files (it was updated
-            online, or kept as it was, or others could write to it before), or than their first rows (a later row of the same
-            key counts). A cache that is warmed up from the files must then be refreshed before it serves.
+        tag: tag of the table.
+        model: the loaded files; for a delta, a database with its rows, if any. A warm-up from it fills a cache with the same
+            version.
+        fingerprint: fingerprint of the files.
+        seconds: duration of the load.
+        loads: one entry for each loaded database, in order.
+        differs: whether the authority has, or may have, other vectors than the files (it was updated online, kept, or writable
+            by others), or than their first rows (a later row of the same key counts). A cache that is warmed up from the files
+            must then be refreshed before it serves.
     """
 
     tag: str
@@ -91,23 +90,22 @@ class LoadReport:
 class TableLoad:
     """Streams the files of a table, once, into every database that does not hold them yet. *One thread, one use.*
 
-    A persistent database is skipped if it holds these very files, continues where an interrupted load of them ended, and is
-    emptied first if it holds another version of them; rows of unknown origin (HugeCTR's) stay and are overwritten key by key.
-    Volatile databases get all rows, up to `initial_cache_rate` of what they can hold. Beside the databases' own memory a load
-    takes a few chunks, however large the model is.
+    A persistent database is skipped if it holds exactly these files, continues an interrupted load of them, and is emptied
+    first if it holds another version; rows of unknown origin (HugeCTR's) stay and are overwritten by key. Volatile databases
+    get all rows, up to `initial_cache_rate` of their capacity. A load takes the memory of a few chunks for any model.
 
-    The persistent database is the authority: if it was modified after its files were loaded, or is kept as it is, the volatile
-    databases are filled from it and not from the files, whose vectors may be old. Likewise if they are to hold the first rows
-    only, and keys of those occur again in later rows: of the rows of a key, the last counts on every tier.
+    The persistent database is the authority: if it was modified after its load, or is kept, the volatile databases are filled
+    from it instead of the files, whose vectors may be old. The same holds if they get only the first rows and keys of these
+    are repeated in later rows, since the last row of a key counts on every tier.
 
-    A delta is loaded from its base, where a database of this process has that as its files say, and else from the base's files.
-    It fills the persistent database alone, which then fills the volatile ones. An interrupted one starts over.
+    A delta is loaded from its base in a database of this process that holds it unmodified, or else from the base's files. It
+    fills only the persistent database, which then fills the volatile ones. An interrupted load of a delta starts over.
 
     Args:
         table: the table; it is opened in each database, also in those to keep.
         source: directory or URI of its sparse model files, or what says more of them.
-        targets: the databases, and how they are loaded.
-        progress: told how far the load is, if there is anything to load.
+        targets: the databases.
+        progress: receives the progress if there is anything to load.
 
     Raises:
         ModelFileError: the files are missing or do not fit.
@@ -125,7 +123,7 @@ class TableLoad:
 
     @property
     def rows(self) -> int:
-        """Of the files; of a delta, what they are at most."""
+        """Rows of the files; an upper bound for a delta."""
         return self._model.rows
 
     def run(self) -> LoadReport:
@@ -142,7 +140,7 @@ class TableLoad:
         for database in databases:
             database.open_table(self._tag, self._table.dim)
         records = [self._record(database) for database in databases]
-        authority = next((one for one in (*databases, *self._targets.keep) if isinstance(one, PersistentDatabase)), None)
+        authority = next((one for one in (*databases, *self._targets.keep) if one.persistent), None)
         differs = authority is not None and self._differs(authority)
         if not all(self._is_whole(record) for record in records):
             self._model.verify()  # before a database loses what it has
@@ -157,16 +155,16 @@ class TableLoad:
         loads = [self._planned(database, record, copied) for database, record in zip(databases, records, strict=True)]
         if authority is None and not differs:  # what a shared database had before may have been updated since
             had = {id(one): load.first_row > 0 or load.elsewhere for one, load in zip(databases, loads, strict=True)}
-            shared = (one for one in (*databases, *self._targets.keep) if isinstance(one, SharedDatabase))
+            shared = (one for one in (*databases, *self._targets.keep) if one.shared)
             differs = any(had.get(id(one), True) for one in shared)
         self._read_into([(one, load) for one, load in zip(databases, loads, strict=True) if load.rows and not load.elsewhere])
         for i, database in enumerate(databases):
-            if loads[i].elsewhere and isinstance(database, SharedDatabase):
+            if loads[i].elsewhere:
                 loads[i] = self._awaited(database, loads[i].last_row)
         if authority:
             self._put_above(authority)
         for i, database in enumerate(databases):
-            if authority and copied and not isinstance(database, PersistentDatabase):
+            if authority and copied and not database.persistent:
                 loads[i] = self._copied(authority, database, differs)
             self._log_loaded(database, loads[i])
         if not (databases or self._targets.keep) and isinstance(self._model, SparseModel) and self._model.is_summed:
@@ -175,23 +173,22 @@ class TableLoad:
         return LoadReport(self._tag, source, self._model.fingerprint, time.monotonic() - started, tuple(loads), differs)
 
     def _warm_up_source(self, authority: Database | None, loads: Sequence[DatabaseLoad]) -> WarmUpSource:
-        """What a cache is warmed up from: of a delta, a database that holds every row, if there is one."""
+        """Choose the source of warm-ups: for a delta, a database with every row, if any."""
         if isinstance(self._model, SparseModel):
             return self._model
         whole = (one for one, load in zip(self._targets.load, loads, strict=True) if load.last_row == self._model.rows)
         database = authority or next(whole, None)
         return DatabaseRows(database, self._tag, self._table.dim) if database else self._model
 
-    def _put_above(self, authority: PersistentDatabase) -> None:
+    def _put_above(self, authority: Database) -> None:
         for database in (*self._targets.load, *self._targets.keep):
-            if isinstance(database, SharedDatabase):
-                database.stand_above(self._tag, authority)
+            database.stand_above(self._tag, authority)
 
     # -- what is there ------------------------------------------------------------------------------------------------
 
     def _check_kept(self, database: Database) -> None:
         database.open_table(self._tag, self._table.dim)
-        record = database.load_record(self._tag) if isinstance(database, PersistentDatabase) else None
+        record = database.load_record(self._tag)
         if record is not None and not record.complete:
             raise DatabaseError(
                 f"keeping table {self._tag} in {database.kind} as it is (initialize_after_startup false): it holds "
@@ -200,8 +197,8 @@ class TableLoad:
             )
 
     def _record(self, database: Database) -> LoadRecord | None:
-        """What a database is known to hold, if that counts. Local files that were only copied or touched are recognised."""
-        if not isinstance(database, PersistentDatabase) or self._targets.force:
+        """Read the load record of a database, unless it is forced. Recognise local files that were only copied or touched."""
+        if self._targets.force:
             return None
         record, model = database.load_record(self._tag), self._model
         if record is None or not record.complete or not record.checksum or record.fingerprint == model.fingerprint:
@@ -223,22 +220,22 @@ class TableLoad:
     def _is_whole(self, record: LoadRecord | None) -> bool:
         return record is not None and record.complete and record.fingerprint == self._model.fingerprint
 
-    def _differs(self, authority: PersistentDatabase) -> bool:
-        """Whether the persistent database will hold other vectors than the files once it is loaded (or kept)."""
+    def _differs(self, authority: Database) -> bool:
+        """Whether the persistent database, once loaded or kept, holds other vectors than the files."""
         record, kept = authority.load_record(self._tag), authority in self._targets.keep
         if record is None or not self._is_whole(record):
             return kept
         return record.modified and (kept or not self._targets.force)
 
     def _repeats(self, authority: Database | None) -> bool:
-        """Whether a volatile database that is to hold only the first rows would hold vectors that later rows replace.
+        """Whether a volatile database would get first rows whose keys are repeated in later rows.
 
         Raises:
-            ModelFileError: it would, and no database has the later ones.
+            ModelFileError: it would, and no database has the later rows.
         """
         model = self._model
         for database in self._targets.load:
-            if isinstance(database, PersistentDatabase):
+            if database.persistent:
                 continue
             rows = self._share(database, model.rows)
             repeats = find_repeats(model, rows) if isinstance(model, SparseModel) else None
@@ -253,22 +250,16 @@ class TableLoad:
 
     def _planned(self, database: Database, record: LoadRecord | None, copied: bool) -> DatabaseLoad:
         """Decide which rows of the files a database still needs; empty it if it holds other files."""
-        if isinstance(database, PersistentDatabase):
+        if database.persistent:
             return DatabaseLoad(database.kind, self._first_row(database, record), self._model.rows)
         if copied:  # it gets its rows from the persistent database
             return DatabaseLoad(database.kind, 0, 0)
-        rows, first = self._share(database, self._model.rows), 0
-        if isinstance(database, SharedDatabase):
-            claimed = database.claim_load(self._tag, self._model.fingerprint, rows, afresh=self._targets.force)
-            database.open_table(self._tag, self._table.dim)
-            if claimed is None:
-                return DatabaseLoad(database.kind, 0, rows, elsewhere=True)
-            first = claimed
-        elif self._targets.force:
-            self._empty(database)
-        return DatabaseLoad(database.kind, first, rows)
+        rows = self._share(database, self._model.rows)
+        first = database.claim_load(self._tag, self._model.fingerprint, rows, afresh=self._targets.force)
+        database.open_table(self._tag, self._table.dim)
+        return DatabaseLoad(database.kind, first or 0, rows, elsewhere=first is None)
 
-    def _first_row(self, database: PersistentDatabase, record: LoadRecord | None) -> int:
+    def _first_row(self, database: Database, record: LoadRecord | None) -> int:
         if record is None:
             if self._targets.force or isinstance(self._model, DeltaModel):
                 self._empty(database)
@@ -296,13 +287,13 @@ class TableLoad:
         database.open_table(self._tag, self._table.dim)
 
     def _share(self, database: Database, rows: int) -> int:
-        """How many of so many rows a volatile database is to hold."""
+        """Compute how many of these rows a volatile database gets."""
         return round(self._targets.initial_cache_rate * min(rows, database.stats(self._tag).capacity_rows))
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def _read_into(self, targets: Sequence[tuple[Database, DatabaseLoad]]) -> None:
-        """Read the files once, from the first row to the last that any of the databases needs."""
+        """Read the files once, from the first to the last row that any database needs."""
         if isinstance(self._model, DeltaModel):
             for database, load in targets:
                 self._merge_into(self._model, database, load)
@@ -331,10 +322,10 @@ class TableLoad:
             _log.info("Table: %s; %s merged its rows in %.1f s.", self._tag, database.kind, seconds)
 
     def _merge_into(self, model: DeltaModel, database: Database, load: DatabaseLoad) -> None:
-        """Fill a database with the rows of a delta: from its base where that is here, else from files. Its record comes last.
+        """Fill a database with the rows of a delta from its base here, or else from files; write its load record last.
 
         Raises:
-            ModelFileError: the files changed meanwhile, cannot be read, or are not those that were written.
+            ModelFileError: the files changed meanwhile, cannot be read, or have a wrong checksum.
         """
         self._check_at_rest(model)
         for base in (self._base_rows(model, database), None):
@@ -354,7 +345,7 @@ class TableLoad:
         self._check_at_rest(model)
         feed.end()
         self._finish(database)
-        if isinstance(database, PersistentDatabase):
+        if database.persistent:
             self._remember(database, replace(feed.record, rows_done=model.rows, checksum=merge.checksum))
         self._progress.finish(self._tag)
 
@@ -366,12 +357,12 @@ class TableLoad:
             )
 
     def _base_rows(self, model: DeltaModel, database: Database) -> BaseRows | None:
-        """The rows of the latest version that the model is made of and that is here, as its files say; None if none is."""
+        """Return the rows of the latest base that this process holds unmodified; None if there is none."""
         for level in reversed(range(len(model.deltas))):
             held, fingerprint = model.held[level], model.fingerprints[level]
             if held is None:
                 continue
-            if isinstance(database, PersistentDatabase):
+            if database.persistent:
                 if (record := self._unmodified_record(database, held.tag)) and record.fingerprint == fingerprint:
                     chunks = database.scan(held.tag, model.chunk_rows)
                     still_counts = partial(self._is_unmodified, database, held.tag, record)
@@ -382,29 +373,29 @@ class TableLoad:
                     return BaseRows(level, chunks, "", held.unmodified)
         return None
 
-    def _unmodified_record(self, database: PersistentDatabase, tag: str) -> LoadRecord | None:
-        """The record of another table that is whole and was not modified; None for any other table."""
+    def _unmodified_record(self, database: Database, tag: str) -> LoadRecord | None:
+        """Return the load record of another table if it is complete and unmodified."""
         if tag not in database.tags():
             return None
         database.open_table(tag, self._table.dim)
         record = database.load_record(tag)
         return record if record is not None and record.complete and not record.modified else None
 
-    def _is_unmodified(self, database: PersistentDatabase, tag: str, record: LoadRecord) -> bool:
-        """Whether a table is still what its record said: a modification is recorded before it changes a row."""
+    def _is_unmodified(self, database: Database, tag: str, record: LoadRecord) -> bool:
+        """Whether a table still has its record; a modification changes the record before a row."""
         return tag in database.tags() and database.load_record(tag) == record
 
     def _check_unchanged(
         self, model: SparseModel, targets: Sequence[tuple[Database, DatabaseLoad]], feeds: "Sequence[LoadFeed]"
     ) -> None:
-        """Make sure that what was read is one state of the files, and the one that `version.json` says.
+        """Check that the loaded rows are of one state of the files, and of the state in `version.json`.
 
-        A local file that nobody had open for writing has another version after each write, which every read notices. One that
-        somebody may have mapped has not: it is read again, and what is loaded goes if that was not the same.
+        Each write gives a local file another version, which every read checks, unless a process has the file open and mapped.
+        Such files are read again, and the databases are emptied if the content differs.
 
         Raises:
-            ModelFileChangedError: it was not.
-            ModelFileError: it is another one.
+            ModelFileChangedError: the files changed meanwhile.
+            ModelFileError: they are not those of `version.json`.
         """
         try:
             if model.may_change_unseen() or self._watched:
@@ -421,7 +412,7 @@ class TableLoad:
             raise
 
     def _checksum(self, model: SparseModel, first: int, last: int) -> str:
-        """The checksum of rows [first, last), as the files have them now."""
+        """Read rows [first, last) and compute their checksum."""
         checksum = ""
         with closing(read_ahead(model, self._ranges(first, last))) as chunks:
             for _, keys, vectors in chunks:
@@ -431,54 +422,52 @@ class TableLoad:
     def _feed(self, database: Database, load: DatabaseLoad) -> "LoadFeed":
         model = self._model
         record = LoadRecord(model.fingerprint, load.first_row, model.rows, source=model.place, size_bytes=model.size_bytes)
-        if isinstance(database, InProcessDatabase):
-            database.reserve(self._tag, load.last_row)
-        elif isinstance(database, PersistentDatabase):
+        database.reserve(self._tag, load.last_row)
+        if database.persistent:
             before = database.load_record(self._tag) if load.first_row else None
-            if before is not None:  # the interrupted load left the checksum of its rows
+            if before is not None:  # the checksum of the interrupted load
                 record = replace(record, checksum=before.checksum)
             else:
-                self._remember(database, record)  # so that a start that keeps what is there refuses it until it is whole
+                self._remember(database, record)  # so that a start that keeps the rows refuses a partial load
         if isinstance(model, DeltaModel):
             return LoadFeed(database, self._tag, self._table.dim, record, model.rows, counts=False)
         sums = self._watched or model.is_summed
         return LoadFeed(database, self._tag, self._table.dim, record, load.last_row, sums=sums)
 
-    def _remember(self, database: PersistentDatabase, record: LoadRecord) -> None:
+    def _remember(self, database: Database, record: LoadRecord) -> None:
         database.load_chunk(self._tag, np.empty(0, np.int64), np.empty((0, self._table.dim), np.float32), record)
 
     def _ranges(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         step = self._model.chunk_rows
         return ((start, min(start + step, last)) for start in range(first, last, step))
 
-    def _awaited(self, database: SharedDatabase, rows: int) -> DatabaseLoad:
-        """Wait until another process has loaded a shared database; if it dies, its claim runs out, and we load the rest."""
+    def _awaited(self, database: Database, rows: int) -> DatabaseLoad:
+        """Wait until another process has loaded a shared database; load the rest if its claim runs out."""
         load = DatabaseLoad(database.kind, self._claim_when_free(database, rows), rows)
         if load.rows:
             self._read_into([(database, load)])
         return load
 
-    def _claim_when_free(self, database: SharedDatabase, rows: int) -> int:
+    def _claim_when_free(self, database: Database, rows: int) -> int:
         """Wait until no other process loads a shared database; return the first row that it still needs."""
         _log.info("Table: %s; another process is loading %s; waiting for it.", self._tag, database.kind)
         self._progress.start(self._tag, rows, rows * self._model.row_bytes)
         while (first := database.claim_load(self._tag, self._model.fingerprint, rows, wait_s=_CLAIM_WAIT_S)) is None:
-            self._progress.advance(self._tag, 0)  # its rows are unknown to us; but a progress that raises ends the wait
+            self._progress.advance(self._tag, 0)  # its rows are unknown here, but a progress that raises ends the wait
         self._progress.advance(self._tag, first)
         self._progress.finish(self._tag)
         return first
 
     def _copied(self, authority: Database, database: Database, differs: bool) -> DatabaseLoad:
-        """Fill a volatile database with rows of the persistent one, up to its share of them."""
-        if isinstance(database, SharedDatabase) and not differs:  # of exactly these files: other processes may count on it
+        """Fill a volatile database from the persistent one, up to its share of rows."""
+        if database.shared and not differs:  # the rows are exactly those of the files, on which other processes may rely
             return self._copied_as_files(authority, database)
         limit = self._share(database, authority.size(self._tag))
-        if isinstance(database, InProcessDatabase):
-            database.reserve(self._tag, limit)
+        database.reserve(self._tag, limit)
         return DatabaseLoad(database.kind, 0, self._copy(authority, database, limit, partial(database.promote, self._tag)))
 
-    def _copied_as_files(self, authority: Database, database: SharedDatabase) -> DatabaseLoad:
-        """Fill a shared database with rows of the persistent one, in the name of the files that those are of."""
+    def _copied_as_files(self, authority: Database, database: Database) -> DatabaseLoad:
+        """Fill a shared database from the persistent one, under the fingerprint of the files."""
         rows, fingerprint = self._share(database, self._model.rows), self._model.fingerprint
         first = database.claim_load(self._tag, fingerprint, rows, afresh=self._targets.force)
         database.open_table(self._tag, self._table.dim)
@@ -486,7 +475,7 @@ class TableLoad:
             first = self._claim_when_free(database, rows)
         if first == rows:
             return DatabaseLoad(database.kind, rows, rows)
-        record = LoadRecord(fingerprint, 0, rows)  # what others left of an interrupted load may have been in another order
+        record = LoadRecord(fingerprint, 0, rows)  # an interrupted load of another process may have had another order
         self._copy(authority, database, rows, lambda keys, vectors: database.load_chunk(self._tag, keys, vectors, record))
         database.finish_load(self._tag)
         return DatabaseLoad(database.kind, 0, rows)
@@ -494,7 +483,7 @@ class TableLoad:
     def _copy(
         self, authority: Database, database: Database, limit: int, write: Callable[[KeyArray, FloatArray], object]
     ) -> int:
-        """Write rows of the persistent database, as many as there are up to a limit; return how many."""
+        """Copy rows of the persistent database up to a limit; return how many."""
         _log.info("Table: %s; filling %s from %s.", self._tag, database.kind, authority.kind)
         row_bytes, done = self._model.row_bytes, 0
         self._progress.start(self._tag, limit, limit * row_bytes)
@@ -509,9 +498,9 @@ class TableLoad:
         return done
 
     def _log_loaded(self, database: Database, load: DatabaseLoad) -> None:
-        """Log HugeCTR's lines, which its users look for."""
+        """Log the lines that HugeCTR's users look for."""
         rows = self._model.rows
-        if isinstance(database, PersistentDatabase):
+        if database.persistent:
             how = "complete" if load.rows else "all were there"
             _log.info("Table: %s; cached %d embeddings in persistent database (%s); %s.", self._tag, rows, database.kind, how)
             return
@@ -530,16 +519,16 @@ class TableLoad:
 
 
 class LoadFeed:
-    """Gathers chunks into batches of the size that a database takes best, and counts them in its load record. *One thread.*
+    """Gathers chunks into batches of the database's preferred size, and counts them in its load record. *One thread.*
 
     Args:
-        database: to load; its table is open.
-        tag: of the table.
-        dim: floats of a vector.
-        record: what it holds already: `rows_done` is the first row to load, `checksum` that of the rows before.
-        last_row: the row behind the last to load.
-        sums: compute the checksum, also for a database that keeps none.
-        counts: whether the rows are those of files in their order, so that the record can count them; else it stays as it is.
+        database: the database to load; its table is open.
+        tag: tag of the table.
+        dim: floats per vector.
+        record: the present content: `rows_done` is the first row to load, `checksum` is of the rows before it.
+        last_row: end of the rows to load, exclusive.
+        sums: compute the checksum also for a database that stores none.
+        counts: whether rows come in the order of the files, so that the record can count them; else it is unchanged.
     """
 
     def __init__(
@@ -556,16 +545,15 @@ class LoadFeed:
         self._database, self._tag = database, tag
         self.record, self._last_row = record, last_row
         self._counts = counts
-        self._sums = sums or isinstance(database, PersistentDatabase)  # what others hold is not compared with files later
+        self._sums = sums or database.persistent  # others are never compared with files
         self.first_summed_row = 0 if record.checksum else record.rows_done
-        batch_bytes = database.load_bytes if isinstance(database, PersistentDatabase) else 0
-        rows = min(batch_bytes // (8 + 4 * dim), _MOST_BATCH_ROWS, last_row - record.rows_done)
+        rows = min(database.load_bytes // (8 + 4 * dim), _MOST_BATCH_ROWS, last_row - record.rows_done)
         self._keys, self._vectors = np.empty(rows, np.int64), np.empty((rows, dim), np.float32)
         self._held = 0
 
     @property
     def checksum(self) -> str:
-        """Of the rows from `first_summed_row` on that it has taken."""
+        """Checksum of the rows taken since `first_summed_row`."""
         return self.record.checksum
 
     def add(
@@ -574,12 +562,12 @@ class LoadFeed:
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
     ) -> None:
-        """Take those rows of a chunk that are still to be loaded. Only after `end` are they surely in the database.
+        """Load the missing rows of a chunk. They are certain to be in the database only after `end`.
 
         Args:
-            start: the chunk's first row; chunks come in order, without gaps.
-            keys: (n,) int64, C-contiguous; the caller may change them afterwards.
-            vectors: (n, dim) float32, C-contiguous; the caller may change them afterwards.
+            start: first row of the chunk; chunks come in order, without gaps.
+            keys: (n,) int64, C-contiguous; may be reused afterwards.
+            vectors: (n, dim) float32, C-contiguous; may be reused afterwards.
         """
         rows = slice(max(self.record.rows_done - start, 0), max(self._last_row - start, 0))
         keys, vectors = keys[rows], vectors[rows]
@@ -598,7 +586,7 @@ class LoadFeed:
         self._held = held.stop
 
     def end(self) -> None:
-        """Load what was gathered, and free its memory."""
+        """Load the gathered rows, and free their memory."""
         self._flush()
         self._keys, self._vectors = self._keys[:0].copy(), self._vectors[:0].copy()
 

@@ -1,4 +1,4 @@
-"""Fill an embedding cache from model files, or from a database that holds them."""
+"""Fills an embedding cache from model files, or from a database that holds their rows."""
 
 import logging
 from collections.abc import Generator, Iterator
@@ -7,26 +7,24 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
-from numba import boolean, int32, int64
 
 from hps.cache.base import EmbeddingCache
 from hps.databases.base import Database
-from hps.hashing import mix
+from hps.ground.key_sets import last_of_each
+from hps.ground.numba_kernels import compile_kernels
 from hps.models.deltas import DeltaModel, Merge, first_rows
 from hps.models.files import CHUNK_BYTES, SparseModel
 from hps.models.read_ahead import Allocate, read_ahead
-from hps.numba_kernels import compile_kernels, kernel, read_only
 from hps.types import FloatArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
 
-_MIN_STEP_ROWS = 64  # HugeCTR's least step of a warm-up: one of its sets
+_MIN_STEP_ROWS = 64  # HugeCTR's smallest step of a warm-up: one of its sets
 
 
 @dataclass(frozen=True, slots=True)
 class DatabaseRows:
-    """The rows of a table as a database of this process has them, each key once. *Immutable, thread-safe.*"""
+    """The rows of a table in a database of this process, each key once. *Immutable, thread-safe.*"""
 
     database: Database
     tag: str
@@ -38,7 +36,7 @@ class DatabaseRows:
 
     @property
     def rows(self) -> int:
-        """How many there are; an estimate where the database counts lazily."""
+        """Number of rows; an estimate if the database counts lazily."""
         return self.database.size(self.tag)
 
     @property
@@ -46,7 +44,7 @@ class DatabaseRows:
         return max(1, CHUNK_BYTES // (8 + 4 * self.dim))
 
     def may_change_unseen(self) -> bool:
-        """Modifications are no surprise: they reach caches, too."""
+        """Modifications do not matter: they reach caches, too."""
         return False
 
 
@@ -60,14 +58,14 @@ def warm_up(
 
     Args:
         cache: the cache of one device.
-        table_index: the table's place in `cache.tables`.
+        table_index: index of the table in `cache.tables`.
         table: the same table.
-        sparse_model: its files, or a database that has its rows.
-        fraction_per_iteration: `cache_refresh_percentage_per_iteration`: the share of the capacity that one step fills and
-            logs; 1.0 is everything in one step, 0 no warm-up at all. It bounds no memory: a step is read in chunks.
+        sparse_model: its files, or a database with its rows.
+        fraction_per_iteration: `cache_refresh_percentage_per_iteration`, the share of the capacity that one step fills and
+            logs; 1.0 for one step, 0 for no warm-up. Memory does not depend on it, since a step is read in chunks.
 
     Returns:
-        How many rows were inserted: those of the files, or the capacity if it is less.
+        Number of inserted rows: all, or the capacity if it is less.
 
     Raises:
         ModelFileError: the files cannot be read, or changed since they were opened.
@@ -93,14 +91,14 @@ def warm_up(
                     start // step,
                     count,
                 )
-            cache.insert(table_index, *last_of_each(keys, vectors))
+            cache.insert(table_index, *last_rows(keys, vectors))
     return rows
 
 
 def _chunks(
     source: WarmUpSource, rows: int, step: int, allocate: Allocate
 ) -> Generator[tuple[int, KeyArray, FloatArray], None, None]:
-    """Yield (number of the first row, keys, vectors) of the first rows; a row behind them has a key of one of them."""
+    """Yield (number of the first row, keys, vectors) of the first rows; later rows may have keys of these."""
     if isinstance(source, SparseModel):
         source.verify()
         yield from read_ahead(source, _pieces(rows, step, source.chunk_rows), allocate)
@@ -119,33 +117,16 @@ def _chunks(
 
 
 def _pieces(rows: int, step: int, chunk_rows: int) -> Iterator[tuple[int, int]]:
-    """Cut [0, rows) at every multiple of `step`, and between those so that no piece is longer than `chunk_rows`."""
+    """Cut [0, rows) at every multiple of `step`, and further into pieces of at most `chunk_rows`."""
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         for low in range(start, stop, chunk_rows):
             yield low, min(low + chunk_rows, stop)
 
 
-def last_of_each(keys: KeyArray, vectors: FloatArray) -> tuple[KeyArray, FloatArray]:
-    """Drop all but the last row of each key: of two rows with one key, the databases keep the last, a cache may keep either."""
+def last_rows(keys: KeyArray, vectors: FloatArray) -> tuple[KeyArray, FloatArray]:
+    """Keep only the last row of each key: databases keep the last of repeated keys, caches any."""
     if keys.size < 2 or np.all(keys[1:] > keys[:-1]):
         return keys, vectors
-    compile_kernels()
-    if not _any_twice(keys, np.full(1 << (2 * keys.size).bit_length(), -1, np.int32)):
-        return keys, vectors
-    distinct, index = np.unique(keys[::-1], return_index=True)
-    return distinct, vectors[keys.size - 1 - index]
-
-
-@kernel(boolean, read_only(int64[::1]), int32[::1])
-def _any_twice(keys: KeyArray, table: npt.NDArray[np.int32]) -> bool:
-    """Whether a key occurs twice. A sort would take as long as the insertion. `table` is at most half full."""
-    mask = np.uint64(table.size - 1)
-    for i in range(keys.size):
-        slot = mix(keys[i]) & mask
-        while table[slot] >= 0:
-            if keys[table[slot]] == keys[i]:
-                return True
-            slot = (slot + np.uint64(1)) & mask
-        table[slot] = i
-    return False
+    last = last_of_each(keys)
+    return (keys, vectors) if last.all() else (keys[last], vectors[last])

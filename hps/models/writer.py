@@ -1,4 +1,4 @@
-"""Writes sparse model files: locally whole or not at all, elsewhere so that no half passes for a whole."""
+"""Writes sparse model files: atomically on a local disk, elsewhere so that a part is never taken for the whole."""
 
 import ctypes
 import os
@@ -32,23 +32,23 @@ def write_sparse_model(
 ) -> int:
     """Write a sparse model, by its path or URI.
 
-    Locally the files are written to a temporary directory beside the target, synced to disk and renamed: whenever this process
-    is stopped, a reader finds the old model, the new one or none. A killed process leaves `.<name>.<random>.tmp` behind.
-    Elsewhere each file appears whole, `key` last, and an old `key` is removed first: a reader finds a whole model, or one
-    without `key`, which it refuses.
+    On a local disk the files are written to a temporary directory beside the target, synced and renamed: whenever the process
+    stops, a reader finds the old model, the new one or none. A killed process leaves `.<name>.<random>.tmp` behind. Elsewhere
+    each file appears complete, `key` last, and an old `key` is removed first: a reader finds a complete model, or one without
+    `key`, which it refuses.
 
     Args:
-        directory: where the files go, a path or a URI; parents are made.
+        directory: path or URI of the target; parents are created.
         rows: (keys, vectors), or an iterable of such chunks: keys (n,) int64, vectors (n, dim) float32, in host memory. A
-            chunk may be changed once the next one is asked for.
-        overwrite: replace a sparse model that is there. A directory that holds anything else is never replaced.
-        sources: the file systems to use; by default new ones with default settings.
+            chunk may change once the next one is requested.
+        overwrite: replace an existing sparse model. A directory with anything else is never replaced.
+        sources: file systems to use; by default new ones with default settings.
 
     Returns:
-        How many rows were written.
+        Number of written rows.
 
     Raises:
-        ModelFileError: something is in the way, the files cannot be written, or there is no row.
+        ModelFileError: the target exists, the files cannot be written, or there are no rows.
         InvalidInputError: a chunk has the wrong shape; `InvalidDtypeError`: or dtype.
     """
     chunks = [rows] if isinstance(rows, tuple) else rows
@@ -71,27 +71,26 @@ def write_version(
     updates: Mapping[str, Mapping[str, str]] | None = None,
     sources: ModelSources | None = None,
 ) -> None:
-    """Write a version of a model, with its `version.json`. Readers find all of it, or none, or what they refuse.
+    """Write a version of a model, with its `version.json`. Readers find all of it, none, or a part that they refuse.
 
-    Where directories can be renamed (locally, in HDFS) it is written as `.<version>.<random>.tmp` and renamed, which a killed
-    process leaves behind. Elsewhere `version.json` comes last.
+    On file systems that rename directories (local, HDFS) it is written as `.<version>.<random>.tmp`, which a killed process
+    leaves behind, and renamed. Elsewhere `version.json` is written last.
 
     Args:
-        directory: `<model>/<version>`, a path or a URI, where nothing may be; parents are made.
-        tables: the rows of each table, as `write_sparse_model` takes them, by its directory relative to the version's (its
-            entry in `sparse_files`).
-        delta_of: the version that this one changes; `tables` then has the rows that differ, perhaps none. Every table must be
-            there.
-        deleted: keys of a delta that are no more, (n,) int64, by the same names.
+        directory: path or URI of `<model>/<version>`, which must not exist; parents are created.
+        tables: rows of each table, as for `write_sparse_model`, by its directory relative to the version's (its entry in
+            `sparse_files`).
+        delta_of: the version that this one changes; `tables` then has the changed rows of every table, perhaps none.
+        deleted: deleted keys of a delta, (n,) int64, by the same names.
         note: text for people.
-        updates: what the rows correspond to in the log of online updates, by the same names: the position of the last message
-            that they contain, by partition (its number, or `<topic>/<number>`), as text. Who begins with these files follows
-            the log from there. Kafka's position of a message is its offset, one less than what a consumer commits after it.
-        sources: the file systems to use; by default new ones with default settings.
+        updates: position in the log of online updates of the last message that the rows contain, as text, by the same names
+            and by partition (its number, or `<topic>/<number>`). Servers that start from these files read the log from there.
+            Kafka's position of a message is its offset, one less than the offset that a consumer commits after it.
+        sources: file systems to use; by default new ones with default settings.
 
     Raises:
-        ModelFileError: something is in the way, the files cannot be written, or there is no row and no `delta_of`.
-        InvalidInputError: a chunk has the wrong shape (`InvalidDtypeError`: or dtype), or `updates` has no such form.
+        ModelFileError: the target exists, the files cannot be written, or there are no rows and no `delta_of`.
+        InvalidInputError: a chunk has the wrong shape (`InvalidDtypeError`: or dtype), or `updates` has another form.
     """
     filesystem, place = (sources or ModelSources()).locate(os.fspath(directory))
     parent, _, version = place.rstrip("/").rpartition("/")
@@ -143,9 +142,9 @@ def _write_files(
     outdated: Iterable[str] = (),
     deleted: KeyArray | None = None,
 ) -> dict[str, FileCheck]:
-    """Write the files of a table, `key` last, once the outdated ones are removed; those of a delta if there are deleted keys.
+    """Remove the outdated files of a table, then write its files, `key` last; those of a delta if there are deleted keys.
 
-    `deleted` comes first, also if it is empty: without it, and before `version.json` is there, a delta would pass for a table.
+    `deleted` is written first, even if empty: without it, a delta before its `version.json` would be taken for a table.
     """
     with ExitStack() as undo:
         writers = []
@@ -172,7 +171,7 @@ def _delete(filesystem: FileSystem, paths: Iterable[str]) -> None:
 
 @dataclass(slots=True)
 class _SummedWriter:
-    """A file that is being written, and what is known of it. *One thread.*"""
+    """An unfinished file, with its size and checksum so far. *One thread.*"""
 
     writer: FileWriter
     name: str
@@ -201,8 +200,8 @@ def _write_local(filesystem: FileSystem, target: str, chunks: Iterable[tuple[Key
             _put_in_place(temporary, target)
             _sync(parent)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # after an exchange this is the old model
-    except ModelFileError:  # some are OSErrors, too
+            shutil.rmtree(temporary, ignore_errors=True)  # after an exchange, this is the old model
+    except ModelFileError:  # some are also OSErrors
         raise
     except OSError as error:
         raise ModelFileError(f"writing sparse model {target}: {error.strerror or error}; nothing was changed") from error
@@ -231,7 +230,7 @@ def _check_names(target: str, names: list[str], overwrite: bool) -> None:
 
 
 def _checked(chunks: Iterable[tuple[KeyArray, FloatArray]], *, empty: bool = False) -> Iterator[tuple[KeyArray, FloatArray]]:
-    """Pass chunks on that have rows. Refuse chunks of other types or of two widths, and to write no row unless that may be."""
+    """Yield the chunks with rows. Refuse wrong types, different widths and, unless allowed, no rows at all."""
     dim = rows = 0
     for keys, vectors in chunks:
         if keys.dtype != np.int64 or vectors.dtype != np.float32:
@@ -253,14 +252,14 @@ def _checked(chunks: Iterable[tuple[KeyArray, FloatArray]], *, empty: bool = Fal
 
 
 def _put_in_place(temporary: str, target: str) -> None:
-    """Give the new directory the target's name; a directory that had it gets the temporary name."""
+    """Rename the new directory to the target; an existing target gets the temporary name."""
     if not os.path.lexists(target):
         os.rename(temporary, target)
         return
     exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Linux, glibc 2.28 or musl 1.2
     if exchange and exchange(_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) == 0:
         return
-    # The file system cannot exchange (NFS, for one): between these two renames there is no model.
+    # The file system cannot exchange names (such as NFS): between these two renames there is no model.
     aside = f"{temporary}.old"
     os.rename(target, aside)
     os.rename(temporary, target)

@@ -1,1 +1,1 @@
-"""What a configuration will need and do, before anything is loaded: memory by tier, and hit rates by the size of the cache."""
+"""Predicts, before anything is loaded, the memory that a configuration needs by tier and its hit rates by cache size."""

@@ -1,34 +1,34 @@
-"""What the caches of a configuration will do: hit rates by size, and the `gpucacheper` for a goal or a budget."""
+"""Forecasts the hit rates of a configuration's caches, and suggests a `gpucacheper` for a goal or a budget."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from hps.deployment import cache_capacities
-from hps.key_traces import KeyTrace, distinct_share
 from hps.planning.hit_rates import MOST_KEYS, TablePrediction, cache_hit_rate, predict
 from hps.planning.memory import ServedVersion
 from hps.planning.power_law import fitted_alpha, power_law_trace
+from hps.statistics.key_traces import KeyTrace, distinct_share
+from hps.versions.deployment import cache_capacities
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Of a table's rows: the sizes of caches that are predicted."""
+"""Cache sizes to predict, as shares of a table's rows."""
 CERTAIN_KEYS = 200
-"""Sampled keys in a cache from which its predicted hit rate is within 0.02."""
+"""With at least so many sampled keys in a cache, its predicted hit rate is within 0.02."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableForecast:
-    """What caches of one table would do. *Immutable.*
+    """Predicted hit rates of one table by cache size. *Immutable.*
 
     Attributes:
-        rows: of the table.
-        alpha: the exponent of the power law that its keys follow, or nearly follow.
-        recorded: whether that is from recorded keys.
-        keys_per_s: how many the table was asked for; None where nothing was recorded.
-        certain_from: the capacity in rows from which predictions are within 0.02.
-        curve: for each of `SHARES`.
-        configured: for the size that the configuration gives it.
+        rows: rows of the table.
+        alpha: exponent of the power law fitted to its keys.
+        recorded: whether the keys were recorded.
+        keys_per_s: recorded rate of keys; None without a recording.
+        certain_from: capacity in rows from which predictions are within 0.02.
+        curve: one prediction for each of `SHARES`.
+        configured: prediction for the configured size.
     """
 
     model: str
@@ -45,12 +45,12 @@ class TableForecast:
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A `gpucacheper` for a goal or a budget. *Immutable.*
+    """A suggested `gpucacheper` for a goal or a budget. *Immutable.*
 
     Attributes:
-        gpucacheper: for the model as its entry of the configuration has it; None if no cache reaches the goal.
-        hit_rate: of all tables together, by how often each is asked.
-        per_table: the share of each table's rows that would reach the goal there; empty for a budget.
+        gpucacheper: value for the model's entry; None if no cache reaches the goal.
+        hit_rate: predicted for all tables, weighted by their rates of keys.
+        per_table: share of rows with which each table alone reaches the goal; empty for a budget.
     """
 
     model: str
@@ -64,10 +64,10 @@ class Forecast:
     """Predictions for one version of a model. *One thread.*
 
     Args:
-        version: of a model.
-        traces: recorded keys; of several recordings of a table, that with the most keys counts.
-        alpha: of a power law, for tables of which nothing was recorded; without it they are left out.
-        fit: go by the power law that fits the recorded keys, rather than by these: for recordings that are short.
+        version: the version to predict.
+        traces: recorded keys; of several recordings of a table, the one with the most keys is used.
+        alpha: power law for tables without a recording; without it these are left out.
+        fit: use the power law fitted to the recorded keys instead of the keys, for short recordings.
     """
 
     def __init__(
@@ -109,25 +109,25 @@ class Forecast:
             )
 
     def hit_rate(self, share: float) -> float:
-        """Of all predicted tables together, with caches of so large a share of their rows, by how often each is asked."""
+        """Predict the hit rate of all tables for caches of a share of their rows, weighted by their rates of keys."""
         weights = self._weights()
         return sum(weights[name] * self._table_hit_rate(name, share) for name in weights) / (sum(weights.values()) or 1.0)
 
     def for_goal(self, goal: float) -> Suggestion:
-        """The least `gpucacheper` with such a hit rate."""
+        """Find the smallest `gpucacheper` that reaches a hit rate."""
         share = _least(self.hit_rate, goal)
         per_table = {name: _least(partial(self._table_hit_rate, name), goal) for name in self._traces}
         return self._suggestion(share, self.hit_rate(1.0 if share is None else share), per_table)
 
     def at(self, share: float) -> Suggestion:
-        """What caches of such a share of the rows do."""
+        """Predict the hit rate for caches of a share of the rows."""
         return self._suggestion(share, self.hit_rate(share), {})
 
     def _suggestion(self, share: float | None, hit_rate: float, per_table: dict[str, float | None]) -> Suggestion:
         return Suggestion(self.version.config.model, self.version.config.version, share, hit_rate, per_table)
 
     def _weights(self) -> dict[str, float]:
-        """By table, how many of a model's keys it is asked for."""
+        """Weigh tables by their recorded rates of keys, or else by their keys per sample."""
         config = self.version.config
         per_sample = dict(zip(config.embedding_table_names, config.maxnum_catfeature_query_per_table_per_sample, strict=True))
         rates = {one.table: one.keys_per_s for one in self.tables}
@@ -139,7 +139,7 @@ class Forecast:
 
 
 def _least(hit_rate: Callable[[float], float], goal: float) -> float | None:
-    """The least share of the rows, to three digits, whose caches have such a hit rate; None if none has."""
+    """Find the smallest share of the rows, to three digits, that reaches a hit rate; None if none does."""
     if hit_rate(1.0) < goal:
         return None
     low, high = 0.0, 1.0

@@ -1,14 +1,14 @@
-"""The hit rate that an embedding cache of each size would have, from recorded keys.
+"""Predicts the hit rate of an embedding cache of each size from recorded keys.
 
-Two predictors, both on the keys that a recording sampled by their hash:
+Two predictors use keys that a recording sampled by hash:
 
-*   `cache_hit_rate` replays them on a miniature of the NumPy cache: as many sets, of its own rules, as keys were sampled
-    (Waldspurger et al., USENIX ATC 2017). Plans go by it.
-*   `ideal_hit_rates` finds the distance of each key to its last use in distinct keys, scaled up (SHARDS, Waldspurger et al.,
-    FAST 2015): what a fully associative LRU cache would have. One pass gives all sizes.
+*   `cache_hit_rate` replays them on a miniature of the NumPy cache, with its rules and a number of sets scaled by the sampling
+    rate (Waldspurger et al., USENIX ATC 2017). Plans use it.
+*   `ideal_hit_rates` computes scaled reuse distances (SHARDS, Waldspurger et al., FAST 2015): the hit rate of a fully
+    associative LRU cache. One pass gives all sizes.
 
-Both count misses, and take all other keys for hits: whether one of the few most popular keys was sampled changes the keys that
-were recorded by a lot, and the misses by nothing (`SHARDS-adj` of the same paper).
+Both count misses and take all other keys as hits: sampling one of the few most popular keys or not changes the number of
+recorded keys a lot, but hardly the misses (`SHARDS-adj` of the same paper).
 """
 
 from collections.abc import Sequence
@@ -17,24 +17,24 @@ from dataclasses import dataclass
 import numpy as np
 from numba import int64
 
-from hps.key_traces import KeyTrace, distinct_share
-from hps.numba_kernels import compile_kernels, kernel, read_only
+from hps.ground.numba_kernels import compile_kernels, kernel, read_only
 from hps.registry import implementation
+from hps.statistics.key_traces import KeyTrace, distinct_share
 from hps.types import IndexArray
 
 MOST_KEYS = 1 << 18
-"""Distinct keys of a trace that are looked at: with these, the error of sampling is below 0.005."""
-_WARM_UP = 0.5  # of the lookups, before misses are counted
+"""Maximum distinct keys of a trace to use; with so many, the sampling error is below 0.005."""
+_WARM_UP = 0.5  # share of the lookups before misses are counted
 
 
 @dataclass(frozen=True, slots=True)
 class TablePrediction:
-    """What a cache of one size does for one table. *Immutable.*
+    """Predicted hit rate of one table for one cache size. *Immutable.*
 
     Attributes:
-        capacity_rows: of the cache.
-        hit_rate: of the cache, duplicates counted; expected in steady state.
-        ideal: the hit rate of a fully associative LRU cache of as many rows.
+        capacity_rows: rows of the cache.
+        hit_rate: hit rate in steady state, duplicates counted.
+        ideal: hit rate of a fully associative LRU cache of as many rows.
     """
 
     capacity_rows: int
@@ -43,7 +43,7 @@ class TablePrediction:
 
 
 def predict(trace: KeyTrace, capacities: Sequence[int], threshold: float = 1.1) -> list[TablePrediction]:
-    """Predict what caches of these sizes would have done with the recorded keys, after the first half.
+    """Predict hit rates for these cache sizes on the second half of the recorded keys.
 
     Args:
         capacities: rows of each cache.
@@ -57,7 +57,7 @@ def predict(trace: KeyTrace, capacities: Sequence[int], threshold: float = 1.1) 
 
 
 def cache_hit_rate(trace: KeyTrace, capacity_rows: int, threshold: float = 1.1) -> float:
-    """The hit rate of the NumPy cache after the first half of a trace. See `predict`."""
+    """Predict the hit rate of the NumPy cache on the second half of a trace; see `predict`."""
     if capacity_rows == 0:
         return 0.0
     plan = implementation("cache_plan", "cpu")
@@ -75,7 +75,7 @@ def cache_hit_rate(trace: KeyTrace, capacity_rows: int, threshold: float = 1.1) 
 
 
 def ideal_hit_rates(trace: KeyTrace, capacities: Sequence[int]) -> list[float]:
-    """The hit rates of fully associative LRU caches after the first half of a trace. See `predict`."""
+    """Compute the hit rates of fully associative LRU caches on the second half of a trace; see `predict`."""
     if not trace.keys.size:
         return [0.0] * len(capacities)
     compile_kernels()
@@ -93,7 +93,7 @@ def _rate(misses: int, rate: float, asked: float) -> float:
 
 @kernel(int64[::1], read_only(int64[::1]))
 def _distances(numbered: IndexArray) -> IndexArray:
-    """For each key, how many distinct keys were asked for since its last use; the largest number for its first."""
+    """Count, for each key, the distinct keys since its last use; the largest int64 for its first use."""
     n = numbered.size
     tree = np.zeros(n + 1, np.int64)  # a Fenwick tree of the last uses
     last = np.full(n, -1, np.int64)

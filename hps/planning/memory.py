@@ -1,4 +1,4 @@
-"""How much memory a configuration needs on each tier, before anything of it is loaded, and whether this machine has it."""
+"""Computes the memory that a configuration needs on each tier before it is loaded, and whether this machine has it."""
 
 import math
 import shutil
@@ -8,27 +8,27 @@ from pathlib import Path
 from typing import Final
 
 from hps.cache.base import CachePlan, EmbeddingCache
-from hps.capacity import Need, Place, available_memory
 from hps.configuration.load import Configuration, ModelConfig
 from hps.databases.base import Database
-from hps.deployment import RESIDENT, cache_capacities, is_direct
 from hps.errors import ConfigError, HPSError, MissingDependencyError
-from hps.models.catalog import ModelCatalog
+from hps.ground.capacity import Need, Place, available_memory
 from hps.models.deltas import open_table_files
 from hps.models.files import CHUNK_BYTES
 from hps.models.sources import ModelSources
 from hps.registry import implementation
 from hps.types import TableSpec
+from hps.versions.catalog import ModelCatalog
+from hps.versions.deployment import RESIDENT, cache_capacities, is_direct
 
 PLACES: Final[tuple[Place, ...]] = ("gpu", "pinned", "ram", "disk", "redis")
 _PROCESS_BYTES: Final = 300 << 20
-"""What a process takes that serves nothing: Python, NumPy, numba and its kernels, RocksDB's and Redis' clients."""
-_CHUNKS: Final = 4  # of a model's files that a load holds at once
+"""Memory of an idle process: Python, NumPy, numba and its kernels, RocksDB's and Redis' clients."""
+_CHUNKS: Final = 4  # chunks of model files that a load holds at once
 
 
 @dataclass(frozen=True, slots=True)
 class ServedVersion:
-    """A version of a model that is to be served, and the rows of each table. *Immutable.*"""
+    """A version to be served, with the rows of each table. *Immutable.*"""
 
     config: ModelConfig
     tables: tuple[TableSpec, ...]
@@ -37,11 +37,11 @@ class ServedVersion:
 
 @dataclass(frozen=True, slots=True)
 class PlannedNeed:
-    """What a version of a model needs; of no model where all share it. *Immutable.*
+    """Memory that a version needs on one tier; `model` is empty for what all models share. *Immutable.*
 
     Attributes:
         tier: `embedding_cache`, `volatile_db`, `persistent_db`, `workspaces` or `process`.
-        device: of the GPU that is meant.
+        device: id of the GPU.
     """
 
     model: str
@@ -53,9 +53,9 @@ class PlannedNeed:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What there is for it: bytes by place, and where the figure comes from. Places of which nothing is known are missing.
+    """Free memory: bytes by place, and the source of each figure. Unknown places are missing. *Immutable.*
 
-    *Immutable.* Of several GPUs, it is what each has.
+    For several GPUs, the figure is that of each.
     """
 
     free_bytes: Mapping[Place, int]
@@ -64,12 +64,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """What a place needs in all. *Immutable.*
+    """Total memory needed at one place. *Immutable.*
 
     Attributes:
-        size_bytes: once everything is loaded; of several GPUs, on the fullest.
-        peak_bytes: while it is loaded.
-        free_bytes: that are there; None if nobody knows.
+        size_bytes: when everything is loaded; for several GPUs, on the fullest.
+        peak_bytes: during the load.
+        free_bytes: free memory; None if unknown.
     """
 
     place: Place
@@ -79,15 +79,15 @@ class Total:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it does; None if nobody knows."""
+        """Whether it fits; None if unknown."""
         return None if self.free_bytes is None else self.peak_bytes <= self.free_bytes
 
 
 def served_versions(configuration: Configuration) -> list[ServedVersion]:
-    """The versions that a server would load, with the rows that their files have. Nothing of them is read but their sizes.
+    """List the versions that a server would load, with the rows of their files. Reads only file sizes.
 
     Raises:
-        ConfigError: files are missing or do not fit; the message is the whole report.
+        ConfigError: files are missing or do not fit; the message lists every problem.
     """
     sources = ModelSources(configuration.model_source)
     catalog = ModelCatalog(configuration, sources)
@@ -110,7 +110,7 @@ def served_versions(configuration: Configuration) -> list[ServedVersion]:
 
 
 def planned_needs(configuration: Configuration, versions: Sequence[ServedVersion], on_cuda: bool) -> list[PlannedNeed]:
-    """What each version needs on each tier: by the code that the tiers refuse by what does not fit.
+    """Compute the needs of each version on each tier, with the formulas that the tiers check before a load.
 
     Args:
         on_cuda: whether embedding caches are on GPUs.
@@ -150,7 +150,7 @@ def planned_needs(configuration: Configuration, versions: Sequence[ServedVersion
 
 
 def totals(needs: Iterable[PlannedNeed], machine: Machine) -> list[Total]:
-    """What each place needs in all; what is pinned is RAM, too."""
+    """Sum the needs by place; pinned memory counts as RAM, too."""
     needs = list(needs)
     found = []
     for place in PLACES:
@@ -169,10 +169,10 @@ def totals(needs: Iterable[PlannedNeed], machine: Machine) -> list[Total]:
 
 
 def this_machine(configuration: Configuration, given: Mapping[Place, int]) -> Machine:
-    """What this machine has free, or another that is described.
+    """Measure the free memory of this machine, or describe another.
 
     Args:
-        given: bytes by place of the other machine, which has nothing else to do.
+        given: free bytes by place of the other machine.
     """
     free, source = dict(given), dict.fromkeys(given, "as given")
     if "ram" not in free:
@@ -195,13 +195,13 @@ def caches_on_cuda(configuration: Configuration, machine: Machine) -> bool:
 
 
 def cache_plan(on_cuda: bool) -> type[CachePlan]:
-    """What says how much caches take."""
+    """Return the class that computes the memory of caches."""
     found: type[CachePlan] = implementation("cache_plan", "cuda" if on_cuda else "cpu")
     return found
 
 
 def share_within(budget: int, versions: Sequence[ServedVersion], on_cuda: bool) -> float:
-    """The largest `gpucacheper`, one for all models, whose caches take no more than a budget on a device."""
+    """Find the largest `gpucacheper`, common to all models, whose caches fit a budget on a device."""
     plan, cached = cache_plan(on_cuda), [one for one in versions if one.config.gpucache]
 
     def needed(share: float) -> int:
@@ -230,7 +230,7 @@ def _gpu_memory(configuration: Configuration) -> list[int]:
 
 
 def _databases(configuration: Configuration, model: ModelConfig) -> Iterable[tuple[str, type[Database], object, float]]:
-    """The databases that a version's tables are loaded into: tier, class, section of the configuration, share of the rows."""
+    """Yield the databases that a version is loaded into: tier, class, configuration section, share of the rows."""
     volatile, persistent = configuration.volatile_db, configuration.persistent_db
     if model.embedding_cache_type in RESIDENT:
         hash_map = type(volatile)(type="hash_map")
@@ -242,7 +242,7 @@ def _databases(configuration: Configuration, model: ModelConfig) -> Iterable[tup
 
 
 def _links(versions: Sequence[ServedVersion], model: str, number: str) -> bool:
-    """Whether a device may read the hash map of this version in place, which is pinned then."""
+    """Tell whether a device may read the hash map of this version in place, which pins it."""
     config = next(one.config for one in versions if (one.config.model, one.config.version) == (model, number))
     return config.gpucache and config.miss_path != "copy"
 

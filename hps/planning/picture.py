@@ -1,4 +1,4 @@
-"""The hit rates of a plan as a picture."""
+"""Draws the hit rates of a plan."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,11 +8,11 @@ from hps.planning.forecast import SHARES, TableForecast
 
 
 def draw(path: Path, tables: Sequence[TableForecast]) -> None:
-    """Draw the hit rate of each table by the size of its cache, as SVG or PNG by the file's ending.
+    """Draw the hit rate of each table by cache size, as SVG or PNG by the file's suffix.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
-        InvalidInputError: the ending is another.
+        InvalidInputError: another suffix.
     """
     if path.suffix not in (".svg", ".png"):
         raise InvalidInputError(f"drawing {path}: got the ending {path.suffix!r}, expected .svg or .png")

@@ -1,27 +1,27 @@
-"""Power laws: the exponent of recorded keys, and the keys that one would have recorded."""
+"""Fits power laws to recorded keys, and generates the keys that a power law would have recorded."""
 
 import numpy as np
 
-from hps.key_traces import KeyTrace
+from hps.statistics.key_traces import KeyTrace
 from hps.types import TableSpec
 
 _SAMPLED_ROWS = 1 << 16
-_ROUNDS = 20  # lookups of the whole stream ask for so many times as many keys as the table has rows
-_CAP = 8.0  # uses of a key, within an epoch of a cache of 1 % of the rows, beyond which more change nothing
+_ROUNDS = 20  # keys of the whole stream, as a multiple of the table's rows
+_CAP = 8.0  # more uses of a key within an epoch of a cache of 1 % of the rows change nothing
 _SEED = 31337
 _HEAD = 64
 _LEAST_USES = 6
 
 
 def fitted_alpha(trace: KeyTrace) -> float:
-    """The exponent by which popularity falls with its rank, by maximum likelihood on the sampled ranks.
+    """Fit the exponent of popularity by rank, by maximum likelihood on the sampled ranks.
 
-    The rank of the i-th of the sampled keys is about i / rate, and a power law looks the same at every scale.
+    The rank of the i-th sampled key is about i / rate, and a power law is scale-free.
     """
     _, counts = np.unique(trace.keys, return_counts=True)
     counts = np.sort(counts)[::-1]
-    last = int(np.searchsorted(-counts, -_LEAST_USES, side="right"))  # rarer keys are not in the order of their popularity
-    first = _HEAD if trace.rate < 1 and last > 4 * _HEAD else 0  # of the first, chance decided which ranks they have
+    last = int(np.searchsorted(-counts, -_LEAST_USES, side="right"))  # the order of rarer keys is noise
+    first = _HEAD if trace.rate < 1 and last > 4 * _HEAD else 0  # the first ranks depend on chance
     counts = counts[first:last] if last > first + 1 else counts
     logs = np.log(np.arange(first, first + counts.size) + 0.5 + trace.rate)
     weight, total = float(counts @ logs), float(counts.sum())
@@ -37,11 +37,11 @@ def fitted_alpha(trace: KeyTrace) -> float:
 
 
 def power_law_trace(table: TableSpec, rows: int, alpha: float, lookup_keys: int) -> KeyTrace:
-    """The keys that would have been recorded of a power law of so many rows, as `hps.workloads` has it.
+    """Generate the keys that a recording of `hps.ground.workloads`' power law would contain.
 
     Args:
-        rows: of the table.
-        lookup_keys: of the table in a lookup.
+        rows: rows of the table.
+        lookup_keys: keys of the table per lookup.
     """
     rng = np.random.default_rng(_SEED)
     sampled = min(rows, _SAMPLED_ROWS)
@@ -57,7 +57,7 @@ def power_law_trace(table: TableSpec, rows: int, alpha: float, lookup_keys: int)
 
 
 def _below(ranks: np.ndarray, rows: int, alpha: float) -> np.ndarray:
-    """The share of all uses of the first so many ranks, by the generator of `hps.workloads`."""
+    """Compute the cumulative share of uses of the first ranks, for the generator of `hps.ground.workloads`."""
     x = np.maximum(ranks, 0) + 1.0
     if alpha == 0:
         return np.asarray(ranks / rows)

@@ -1,13 +1,13 @@
-"""What a parameter server counted between two moments: times of stages, and keys by the tier that answered them."""
+"""A server's counters between two moments: times of stages, and keys by the tier that answered them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import Metric
 
-from hps.metrics import TIERS
-from hps.statistics import quantile
-from hps.tracing import STAGES
+from hps.statistics.metrics import TIERS
+from hps.statistics.snapshot import quantile
+from hps.statistics.tracing import STAGES
 
 HTTP = "http"
 LOOKUP = "lookup"
@@ -19,9 +19,9 @@ class StageTimes:
     """Times of one stage. *Immutable.*
 
     Attributes:
-        count: lookups that had it, of those that were timed.
-        share: of the time of whole lookups, or of HTTP requests where these are counted.
-        mean_us, p50_us, p99_us: of those that had it.
+        count: timed lookups that had this stage.
+        share: share of the time of complete lookups, or of HTTP requests if these are counted.
+        mean_us, p50_us, p99_us: of the lookups that had this stage.
     """
 
     count: int
@@ -36,8 +36,8 @@ class TierKeys:
     """Keys that one tier was asked for. *Immutable.*
 
     Attributes:
-        hit_rate: of those it was asked for, it had so many.
-        asked: how many it was asked for; the databases count keys of a lookup once, the embedding cache as they were sent.
+        hit_rate: share of the asked keys that it had.
+        asked: keys asked for; the databases count a key once per lookup, the embedding cache as often as it was sent.
     """
 
     hit_rate: float
@@ -48,9 +48,7 @@ class Counters:
     """The counters of one model and some of its tables at one moment. *Immutable.*
 
     Args:
-        families: what `/metrics` exposes.
-        model: whose counters are kept.
-        tables: likewise.
+        families: metrics as exposed by `/metrics`.
     """
 
     def __init__(self, families: Iterable[Metric], model: str, tables: Iterable[str]) -> None:
@@ -66,7 +64,7 @@ class Counters:
                     self._values[sample.name, *where] = sample.value
 
     def tiers_since(self, before: "Counters") -> dict[str, TierKeys]:
-        """By tier, what it was asked for since then; tiers that were not asked are left out."""
+        """Return the keys asked of each tier since then, without tiers that were not asked."""
         found = {}
         for tier in TIERS:
             hits, misses = (
@@ -78,13 +76,13 @@ class Counters:
         return found
 
     def defaults_since(self, before: "Counters") -> int:
-        """Keys that no tier had since then."""
+        """Return the number of keys that no tier had since then."""
         return int(sum(self._since(before, "hps_default_keys_total", table=table) for table in self._tables))
 
     def stages_since(self, before: "Counters") -> dict[str, StageTimes]:
-        """The times of requests, of lookups and of their stages since then, of all clients together.
+        """Return the times of requests, lookups and their stages since then, over all clients.
 
-        Quantiles are those of the histograms' buckets: between two bounds they are interpolated.
+        Quantiles are interpolated within the histograms' buckets.
         """
         whole = sum(self._since(before, "hps_http_request_seconds_sum", route=route) for route in _INFER)
         whole = whole or self._since(before, "hps_lookup_seconds_sum")

@@ -1,7 +1,7 @@
-"""A load generator for HTTP/1.1: one thread, a few connections, and requests one after the other or at a fixed rate.
+"""A load generator for HTTP/1.1: one thread, a few connections, requests back to back or at a fixed rate.
 
-At a fixed rate, the time of a request counts from the moment that it is due, whatever the answers before it take. So a server
-that stands still for a second shows as many slow answers as were due in that second (no coordinated omission).
+At a fixed rate, the time of a request counts from the moment that it is due, however long earlier answers take. So a server
+that stalls for a second shows as many slow answers as were due in that second (no coordinated omission).
 """
 
 import selectors
@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from hps import errors
-from hps.profiling.times import Times
+from hps.profiling.times import TimeHistogram
 
 Parts: TypeAlias = Sequence[bytes | memoryview]
 MOST_CONNECTIONS = 500
-"""Of one generator: beyond 1,024 files, no wait of Python's is exact to microseconds."""
+"""Per generator: beyond 1,024 files, no wait in Python is exact to microseconds."""
 
 DRAIN_S = 5.0
-"""After the end, what was due may still be sent and answered for so long."""
+"""Grace period after the end for sending and answering the requests that were due."""
 
 _CONNECT_S = 1.0
 _AGAIN_S = 0.1
@@ -30,23 +30,23 @@ _ANSWER_BYTES = 1 << 18
 
 @dataclass
 class LoadResult:
-    """What a load brought. *One thread.*
+    """Result of a load. *One thread.*
 
     Attributes:
-        times: of requests that were answered rightly.
-        failed: of those that were not, until that was known.
-        failures: how many of those there are, by what happened. A request at a fixed rate that was due and had no answer at the
-            end is one (`no answer`); what it had waited by then counts among `times`, too, lest a stall look quick.
-        lateness: how much later than it could have been sent each request was sent, by the generator's own fault.
-        in_time: right answers that came before the end.
-        seconds: for how long requests were due.
-        busy_s: processor time that the generator took.
+        times: latencies of correct answers.
+        failed: times until each failure was known.
+        failures: number of failures by cause. At a fixed rate, a due request without an answer at the end counts as
+            `no answer`; its wait so far also counts among `times`, so that a stall does not look fast.
+        lateness: delay of each request caused by the generator itself.
+        in_time: correct answers that arrived before the end.
+        seconds: how long requests were due.
+        busy_s: processor time of the generator.
     """
 
-    times: Times = field(default_factory=Times)
-    failed: Times = field(default_factory=Times)
+    times: TimeHistogram = field(default_factory=TimeHistogram)
+    failed: TimeHistogram = field(default_factory=TimeHistogram)
     failures: Counter[str] = field(default_factory=Counter)
-    lateness: Times = field(default_factory=Times)
+    lateness: TimeHistogram = field(default_factory=TimeHistogram)
     in_time: int = 0
     seconds: float = 0.0
     busy_s: float = 0.0
@@ -64,7 +64,7 @@ class LoadResult:
 
 
 class _Connection:
-    """One connection with at most one request under way. After an error it is made anew."""
+    """A connection with at most one request in flight. Reconnects after an error."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._address = address
@@ -84,7 +84,7 @@ class _Connection:
         self.head, self._have, self._expected = b"", 0, 0
 
     def send(self, parts: Parts) -> bool:
-        """Send what the socket takes. Returns whether that is all."""
+        """Send what the socket accepts. Returns whether the request is sent completely."""
         size, sent = sum(map(len, parts)), 0
         with suppress(BlockingIOError):
             sent = self._open().sendmsg(parts)
@@ -98,7 +98,7 @@ class _Connection:
         return not self._unsent
 
     def receive(self) -> bool:
-        """Read what is there. Returns whether the answer is complete."""
+        """Read the available bytes. Returns whether the answer is complete."""
         try:
             count = self._open().recv_into(self._buffer[self._have :])
         except BlockingIOError:
@@ -136,7 +136,7 @@ class _Connection:
 
 
 def number_of(head: bytes, name: bytes) -> int:
-    """The value of a header that is a number, of a head in lower case."""
+    """Parse a numeric header from a head in lower case."""
     _, found, rest = head.partition(b"\r\n" + name + b":")
     if not found:
         raise ConnectionError(f"an answer without {name.decode()}")
@@ -148,10 +148,10 @@ class HttpLoad:
 
     Args:
         address: host and port.
-        connections: beyond as many requests under way, one that is due waits.
-        request: makes the request of a number, counted from 0, at the moment that it is sent; its parts are bytes.
-        check: gets the number, the head in lower case and the body of each answer with status 200; returns what is wrong with
-            it, or nothing. The body is read only, and only during the call.
+        connections: maximum number of requests in flight; further due requests wait.
+        request: called with a request's number, from 0, when it is sent; returns its parts as bytes.
+        check: called with the number, the head in lower case and the body of each answer with status 200; returns an error
+            text, empty if correct. The body is read only and valid only during the call.
 
     Raises:
         InvalidInputError: more connections than one generator can have.
@@ -174,17 +174,17 @@ class HttpLoad:
         self._connections = [_Connection(address) for _ in range(connections)]
 
     def run(self, seconds: float, rate: float | None = None, first: int | None = None) -> LoadResult:
-        """Load the server for a while; numbers of requests go on from one run to the next.
+        """Load the server for a while. Request numbers continue from one run to the next.
 
         Args:
-            rate: requests a second; None: each connection sends the next one when the one before is answered.
-            first: the number of the first request.
+            rate: requests per second; None: each connection sends its next request when the last one is answered.
+            first: number of the first request.
         """
         if first is not None:
             self._number = first
         result = LoadResult(seconds=seconds)
         began_cpu = time.process_time()
-        # Only select() waits for microseconds; epoll for milliseconds, which a closed loop does not mind.
+        # Only select() waits for microseconds; epoll waits for milliseconds, fine for a closed loop.
         with selectors.SelectSelector() if rate else selectors.DefaultSelector() as selector:
             try:
                 self._loop(selector, result, seconds, rate)
@@ -274,7 +274,6 @@ class HttpLoad:
         self._count_unanswered(result, under_way, start, end, period_ns, sent if rate else None)
 
     def _answered(self, connection: _Connection, result: LoadResult, now: int, end: int) -> None:
-        """Count one answer."""
         if connection.status == 200:
             wrong = self._check(connection.number, connection.head, connection.body)
         else:
@@ -290,7 +289,7 @@ class HttpLoad:
     def _count_unanswered(
         self, result: LoadResult, under_way: set[_Connection], start: int, end: int, period_ns: float, sent: int | None
     ) -> None:
-        """Count what was due and has no answer, with the time that it has waited so far."""
+        """Count due requests without an answer, with their wait so far."""
         now = time.perf_counter_ns()
         began = [connection.began_ns for connection in under_way]
         if sent is not None:
@@ -299,7 +298,7 @@ class HttpLoad:
         for one in began:
             result.times.add(now - one)
             result.failed.add(now - one)
-        result.failures += Counter()  # leaves out what is 0
+        result.failures += Counter()  # drops zeros
 
     @staticmethod
     def _connect(selector: selectors.BaseSelector, connection: _Connection, result: LoadResult) -> bool:

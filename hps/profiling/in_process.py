@@ -1,4 +1,4 @@
-"""Threads that look keys up in an `HPS` of this process, with the stages of one lookup in eight."""
+"""Threads that look keys up in an `HPS` of this process, tracing one lookup in eight for its stages."""
 
 import threading
 import time
@@ -18,9 +18,9 @@ from hps.profiling.counters import LOOKUP, Counters, StageTimes
 from hps.profiling.http_load import LoadResult
 from hps.profiling.keys import MOST_ROWS, KeyPool
 from hps.profiling.profile import Row
-from hps.profiling.times import Times
+from hps.profiling.times import TimeHistogram
+from hps.statistics.tracing import STAGES, traced
 from hps.tensors.bags import Bags
-from hps.tracing import STAGES, traced
 from hps.types import KeyArray
 
 TRACED_OF = 8
@@ -29,27 +29,26 @@ _OUTSIDE = "outside"
 
 @dataclass
 class _Measured:
-    """What one thread measured. *One thread.*"""
-
     result: LoadResult = field(default_factory=LoadResult)
-    stages: dict[str, Times] = field(default_factory=lambda: {stage: Times() for stage in (LOOKUP, *STAGES, _OUTSIDE)})
+    stages: dict[str, TimeHistogram] = field(
+        default_factory=lambda: {stage: TimeHistogram() for stage in (LOOKUP, *STAGES, _OUTSIDE)}
+    )
     error: BaseException | None = None
 
 
 class InProcess:
-    """One model of an `HPS`, for profiles. *One thread.*
+    """Profiles one model of an `HPS`. *One thread.*
 
     Args:
-        server: has the model.
-        model: its name; empty: the only one.
-        tables: those that are asked; empty: all.
-        hotness: keys of a bag; 0: every key gets a vector.
-        device_id: whose embedding cache is asked; None: of the least busy device.
-        on_device: keys and vectors are in the memory of the GPU.
+        model: empty: the only one.
+        tables: tables to look up; empty: all.
+        hotness: keys per bag; 0: every key gets a vector.
+        device_id: device whose embedding cache is asked; None: the least busy one.
+        on_device: keys and vectors are in GPU memory.
 
     Raises:
-        UnknownModelError, UnknownTableError: there is no such model or table, or there are several models and none was named.
-        MissingDependencyError: CuPy is needed.
+        UnknownModelError, UnknownTableError: no such model or table, or several models and none was named.
+        MissingDependencyError: CuPy is missing.
     """
 
     def __init__(
@@ -71,10 +70,10 @@ class InProcess:
         self._cupy = _cupy() if on_device else None
 
     def known_keys(self) -> dict[str, tuple[int, KeyArray | None]]:
-        """How many keys the model files of each table have, and which: (rows,) int64; None where a version changes another.
+        """Return the number of keys in each table's model files, and the keys: (rows,) int64; None if it is a delta version.
 
         Raises:
-            ModelFileError: they cannot be read.
+            ModelFileError: the files cannot be read.
         """
         version = self._server.catalog.version(self.model, self._deployment.version)
         sources, found = ModelSources(self._server.config.model_source), {}
@@ -93,17 +92,17 @@ class InProcess:
     def measure(
         self, keys: dict[str, KeyArray], batch: int, concurrency: int, seconds: float, rate: float | None, warm_up_s: float
     ) -> Row:
-        """Look keys up on some threads for a while.
+        """Look keys up on several threads for a while.
 
         Args:
             keys: (n,) int64 by table.
-            batch: keys of each table in a lookup.
+            batch: keys of each table per lookup.
 
         Raises:
             InvalidInputError: a lookup has more keys than the model is configured for.
         """
         pool = KeyPool(keys, batch)
-        self._call(pool.take(0))()  # wrong input is an error here, and not a failure of every lookup
+        self._call(pool.take(0))()  # raise for wrong input here, instead of counting every lookup as a failure
         numbers = count()
         if warm_up_s:
             self._run(pool, concurrency, warm_up_s, rate, numbers)
@@ -111,7 +110,7 @@ class InProcess:
         measured = self._run(pool, concurrency, seconds, rate, numbers)
         after = self._counters()
         result = LoadResult().merge([one.result for one in measured])
-        stages = {stage: Times().merge([one.stages[stage] for one in measured]) for stage in measured[0].stages}
+        stages = {stage: TimeHistogram().merge([one.stages[stage] for one in measured]) for stage in measured[0].stages}
         return Row.of(
             result,
             batch=batch,
@@ -127,7 +126,7 @@ class InProcess:
         """Look the same keys up twice, the second time backwards and table by table, and compare all vectors bit for bit.
 
         Raises:
-            HPSError: they differ. Where rows are written meanwhile, that is no fault.
+            HPSError: they differ, which is legitimate if rows are written meanwhile.
         """
         pool = KeyPool(keys, batch)
         for number in range(lookups):
@@ -142,7 +141,6 @@ class InProcess:
         return Counters(self._server.metrics.registry.collect(), self.model, self.tables)
 
     def _call(self, asked: dict[str, Any]) -> Callable[[], object]:
-        """One lookup, ready to be called."""
         server, model, device_id = self._server, self.model, self._device_id
         if self._cupy is not None:
             return self._call_on_device(self._cupy, asked)
@@ -152,7 +150,7 @@ class InProcess:
         return lambda: server.lookup_tables(asked, model, device_id)
 
     def _call_on_device(self, cupy: Any, asked: dict[str, KeyArray]) -> Callable[[], object]:
-        """One lookup with keys and vectors on the GPU; it ends when the vectors are there."""
+        """Prepare a lookup with keys and vectors on the GPU; it ends when the vectors are there."""
         server, model, hotness, device = self._server, self.model, self._hotness, cupy.cuda.Device(self._device_id or 0)
         with device:
             keys = {table: cupy.asarray(some) for table, some in asked.items()}
@@ -174,7 +172,7 @@ class InProcess:
     ) -> list[_Measured]:
         measured = [_Measured() for _ in range(concurrency)]
         ready = threading.Barrier(concurrency + 1)
-        places = count()  # of lookups on the schedule
+        places = count()  # lookups taken from the schedule
         clock: list[int] = []  # when it begins
         threads = [
             threading.Thread(target=self._drive, args=(one, pool, ready, clock, places, numbers, seconds, rate), daemon=True)
@@ -202,7 +200,7 @@ class InProcess:
         seconds: float,
         rate: float | None,
     ) -> None:
-        """Look keys up, one lookup after the other, until the end; a thread."""
+        """Look keys up, one lookup after the other, until the end; runs on a thread."""
         result = measured.result
         result.seconds = seconds
         try:
@@ -216,7 +214,7 @@ class InProcess:
                 now = idle = time.perf_counter_ns()
                 own_ns += idle - left
                 left = idle
-                if now > last:  # the server does not hold the rate: what is left has waited as long by now
+                if now > last:  # the server cannot hold the rate: the remaining lookups have waited this long
                     result.failures["no answer"] += 1
                     result.failed.add(now - due)
                     result.times.add(now - due)
@@ -248,8 +246,8 @@ class InProcess:
             measured.error = error
 
     @staticmethod
-    def _trace(call: Callable[[], object], stages: dict[str, Times]) -> int:
-        """Make a call and add the times of its stages. Returns when it ended."""
+    def _trace(call: Callable[[], object], stages: dict[str, TimeHistogram]) -> int:
+        """Make a call and record the times of its stages. Returns its end time."""
         with traced() as trace:
             began = time.perf_counter_ns()
             call()
@@ -264,7 +262,7 @@ class InProcess:
         return ended
 
 
-def _stage(times: Times, whole: Times) -> StageTimes:
+def _stage(times: TimeHistogram, whole: TimeHistogram) -> StageTimes:
     p50, p99 = times.quantiles_s((0.5, 0.99))
     mean = times.total_s / len(times)
     return StageTimes(len(times), times.total_s / whole.total_s if whole.total_s else 0.0, 1e6 * mean, 1e6 * p50, 1e6 * p99)

@@ -1,4 +1,4 @@
-"""What is asked: keys of one table, drawn or recorded, of which each lookup takes a stretch."""
+"""Keys to look up in one table, drawn or recorded; each lookup takes a slice."""
 
 import os
 from collections.abc import Sequence
@@ -9,26 +9,24 @@ from typing import Literal
 import numpy as np
 
 from hps import errors
-from hps.key_traces import read_traces
+from hps.ground.workloads import hot_ranks, ids_of_ranks, power_law_ranks
+from hps.statistics.key_traces import read_traces
 from hps.types import KeyArray
-from hps.workloads import hot_ranks, ids_of_ranks, power_law_ranks
 
 POOL_KEYS = 1 << 21
-"""Drawn keys of a table; lookups that need more ask for the same ones again, cut elsewhere."""
+"""Keys drawn per table; longer runs reuse them, sliced elsewhere."""
 
 MOST_ROWS = 1 << 28
-"""That keys are drawn from: their permutation takes 8 bytes each."""
+"""Maximum number of rows to draw from: their permutation takes 8 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """How keys are drawn. *Immutable.*
+    """Key distribution of a profile. *Immutable.*
 
     Attributes:
-        distribution: the popularity of keys.
-        alpha: of the power law.
-        hot_share, hot_coverage: a share of the keys gets so much of the requests.
-        seed: of all random numbers.
+        alpha: exponent of the power law.
+        hot_share, hot_coverage: share of the keys that are hot, and the share of requests that ask for them.
     """
 
     distribution: Literal["power-law", "hot-keys", "uniform"] = "power-law"
@@ -39,7 +37,6 @@ class Workload:
 
     @property
     def text(self) -> str:
-        """What it is, for people."""
         match self.distribution:
             case "power-law":
                 return f"power law, alpha {self.alpha:g}"
@@ -52,9 +49,9 @@ class Workload:
         """Draw the keys of one table.
 
         Args:
-            rows: keys that there are.
-            place: of the table among the others, which get other keys.
-            ids: (rows,) int64, those keys; None: 0 to rows - 1.
+            rows: number of keys in the table.
+            place: index of the table; each table gets different keys.
+            ids: (rows,) int64, the table's keys; None: 0 to rows - 1.
 
         Returns:
             (POOL_KEYS,) int64.
@@ -79,17 +76,17 @@ class Workload:
 
 
 def recorded_keys(path: str | os.PathLike[str], model: str, tables: Sequence[str]) -> dict[str, KeyArray]:
-    """Read recorded keys, in the order in which they were asked for.
+    """Read recorded keys, in the order in which they were looked up.
 
     Args:
-        path: a recording of `hps serve --record-trace`, or a .npy file of int64, which is taken for every table.
+        path: a recording of `hps serve --record-trace`, or an int64 .npy file, used for every table.
 
     Returns:
         (n,) int64 by table.
 
     Raises:
-        InvalidInputError: the file has no keys of a table, or hashes of them.
-        ModelFileError: it is no recording.
+        InvalidInputError: the file lacks a table's keys, or has only hashes of them.
+        ModelFileError: the file is no recording.
     """
     doing = f"reading recorded keys of model {model!r} from {path}"
     if Path(path).suffix == ".npy":
@@ -106,7 +103,7 @@ def recorded_keys(path: str | os.PathLike[str], model: str, tables: Sequence[str
             f"{doing}: got no keys of {', '.join(missing)}; --table chooses those that were recorded"
         )
     if any(traces[table].hashed for table in tables):
-        raise errors.InvalidInputError(f"{doing}: got hashes of keys, which nobody can look up; record without --hash-keys")
+        raise errors.InvalidInputError(f"{doing}: got hashes of keys, which cannot be looked up; record without --hash-keys")
     return {table: traces[table].keys for table in tables}
 
 
@@ -115,7 +112,7 @@ class KeyPool:
 
     Args:
         keys: (n,) int64 by table; read only from now on.
-        batch: keys of each table in a lookup.
+        batch: keys of each table per lookup.
     """
 
     def __init__(self, keys: dict[str, KeyArray], batch: int) -> None:
@@ -123,7 +120,7 @@ class KeyPool:
         self._keys = {name: np.ascontiguousarray(np.resize(some, max(some.size, batch))) for name, some in keys.items()}
 
     def take(self, number: int) -> dict[str, KeyArray]:
-        """The keys of one lookup, by table: (batch,) int64 each, views."""
+        """Return the keys of one lookup, by table: (batch,) int64 each, views."""
         n = self.batch
         starts = ((name, keys, number * n % (keys.size - n + 1)) for name, keys in self._keys.items())
         return {name: keys[start : start + n] for name, keys, start in starts}

@@ -1,4 +1,4 @@
-"""Pictures of a profile: latency by percentile, or by rate."""
+"""Plots of a profile: latency by percentile, or by rate."""
 
 from pathlib import Path
 from typing import Any
@@ -8,14 +8,14 @@ from hps.profiling.profile import Profile, Row
 
 
 def draw(profile: Profile, path: Path) -> None:
-    """Draw a profile: quantiles against the rate where there are several, else latency by percentile, a curve a row.
+    """Plot a profile: quantiles against the rate if there are several, else latency by percentile, one curve per row.
 
     Args:
-        path: of a .svg or .png file.
+        path: path of a .svg or .png file.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
-        InvalidInputError: it is no such file, or cannot be written.
+        InvalidInputError: the file has another type, or cannot be written.
     """
     if path.suffix not in (".svg", ".png"):
         raise InvalidInputError(f"drawing {path}: got {path.suffix or 'no suffix'}, expected .svg or .png")

@@ -1,11 +1,11 @@
-"""The figures of a profile, one row a batch size and rate, and the bounds that they must keep."""
+"""The figures of a profile, one row per batch size and rate, and their bounds."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hps.profiling.counters import StageTimes, TierKeys
 from hps.profiling.http_load import LoadResult
-from hps.profiling.times import Times
+from hps.profiling.times import TimeHistogram
 
 _CURVE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9995, 0.9999, 0.99999)
 _HIT_RATE_TIER = "embedding_cache"
@@ -13,7 +13,7 @@ _HIT_RATE_TIER = "embedding_cache"
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Quantiles of times, in milliseconds. *Immutable.*"""
+    """Quantiles of latencies. *Immutable.*"""
 
     mean_ms: float
     p50_ms: float
@@ -23,8 +23,8 @@ class Latencies:
     max_ms: float
 
     @classmethod
-    def of(cls, times: Times) -> "Latencies":
-        """Of the times that were counted; zeros where there are none."""
+    def of(cls, times: TimeHistogram) -> "Latencies":
+        """Summarize a histogram; zeros if it is empty."""
         mean_s = times.total_s / max(1, len(times))
         return cls(*(round(1e3 * s, 6) for s in (mean_s, *times.quantiles_s((0.5, 0.95, 0.99, 0.999)), times.largest_s)))
 
@@ -34,22 +34,19 @@ class Row:
     """One measurement. *Immutable.*
 
     Attributes:
-        batch: keys of each table in a lookup.
-        tables: how many tables a lookup asks.
-        concurrency: threads, or connections.
-        rate: lookups a second that were due; None: each began when the one before had ended.
-        seconds: for how long.
-        lookups: those that were answered rightly.
-        lookups_per_s, keys_per_s: of those that were answered before the end.
-        latency: of right answers, and of what was due and had none at the end.
-        failures: by what happened. `no answer`: it was due, and had none at the end.
-        failed: the latency of those.
-        stages: by name.
-        tiers: by name.
+        batch: keys of each table per lookup.
+        tables: number of tables per lookup.
+        concurrency: threads or connections.
+        rate: lookups due per second; None: each began when the last one ended.
+        lookups: correct answers.
+        lookups_per_s, keys_per_s: correct answers before the end.
+        latency: of correct answers, and of due lookups without an answer at the end.
+        failures: number by cause. `no answer`: it was due, and had none at the end.
+        failed: latency of failures.
         default_keys: keys that no tier had.
-        generator_busy: processors that clients took; near the number of their processes they are what was measured.
-        lateness: how late lookups began by the fault of the client.
-        curve: share of the lookups and the milliseconds that they took at most.
+        generator_busy: processors that the clients used; near the number of client processes, the clients were the limit.
+        lateness: delay of lookups caused by the client itself.
+        curve: pairs of a share of the lookups and the highest latency among them in milliseconds.
     """
 
     batch: int
@@ -72,7 +69,6 @@ class Row:
 
     @property
     def failure_share(self) -> float:
-        """Of all lookups, those that failed."""
         failed = sum(self.failures.values())
         answered = self.lookups
         return failed / (answered + failed) if failed else 0.0
@@ -90,7 +86,7 @@ class Row:
         tiers: dict[str, TierKeys],
         default_keys: int,
     ) -> "Row":
-        """Of what a load brought, and what the server counted meanwhile."""
+        """Combine the result of a load with the server's counters of that time."""
         per_s = result.in_time / result.seconds
         return cls(
             batch,
@@ -115,7 +111,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What every row must keep; None and 0 hold nothing. *Immutable.*"""
+    """Bounds on every row; None and 0 set no bound. *Immutable.*"""
 
     p50_ms: float | None = None
     p99_ms: float | None = None
@@ -124,7 +120,7 @@ class Bounds:
     max_failure_share: float = 0.0
 
     def missed(self, row: Row) -> list[str]:
-        """Say what a row misses, one sentence each."""
+        """Describe the bounds that a row misses, one sentence each."""
         found = []
         for name in ("p50_ms", "p99_ms"):
             most, got = getattr(self, name), getattr(row.latency, name)
@@ -149,10 +145,8 @@ class Profile:
     """All rows of one run of `hps profile`. *One thread.*
 
     Attributes:
-        target: what was measured.
         about: model, tables, workload and the like.
-        rows: the measurements.
-        missed: the bounds that were missed, each with its row's number.
+        missed: missed bounds, each with its row's number.
     """
 
     target: str
@@ -161,11 +155,10 @@ class Profile:
     missed: list[str] = field(default_factory=list)
 
     def add(self, row: Row, bounds: Bounds) -> None:
-        """Take a row, and hold it against its bounds."""
+        """Add a row and check it against its bounds."""
         self.rows.append(row)
         where = f"batch {row.batch:,}" + (f" at {row.rate:,.10g}/s" if row.rate else "")
         self.missed += [f"{where}: {text}" for text in bounds.missed(row)]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""A running service under load, by the Open Inference Protocol with binary tensors."""
+"""Profiles a running service through the Open Inference Protocol with binary tensors."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from hps.types import KeyArray
 _ANSWER_S = 30.0
 _START_S = 60.0
 _WRONG_INPUT = frozenset({400, 401, 403, 404, 413})
-_barrier: Any = None  # of a client process
+_barrier: Any = None  # in a client process
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class Requests:
 
     Attributes:
         address: host and port of the server.
-        head, text: what is the same in all: the HTTP head with its empty line, and the JSON part.
+        head, text: HTTP head with its empty line, and JSON part, the same in all requests.
         keys: (n,) int64 by table.
         batch: keys of each table.
-        answer_bytes: of the binary part of an answer.
+        answer_bytes: length of an answer's binary part.
     """
 
     address: tuple[str, int]
@@ -47,31 +47,30 @@ class Requests:
     answer_bytes: int
 
     def pool(self) -> Callable[[int], Parts]:
-        """What makes the request of a number."""
+        """Return a function that makes a request from its number."""
         pool, start = KeyPool(self.keys, self.batch), self.head + self.text
         return lambda number: (start, *(memoryview(some.data).cast("B") for some in pool.take(number).values()))
 
     def check(self, number: int, head: bytes, body: memoryview) -> str:
-        """Say what is wrong with the size of an answer, or nothing."""
+        """Describe a wrong answer size; empty if it is right."""
         got = len(body) - number_of(head, b"inference-header-content-length")
         return "" if got == self.answer_bytes else f"{got} bytes of vectors"
 
 
 class Service:
-    """One model of a running server, for profiles. *One thread.*
+    """Profiles one model of a running server. *One thread.*
 
     Args:
-        url: of the server.
-        token: its bearer token, or its admin token; empty for none.
-        model: its name; empty: the only one.
-        tables: those that are asked; empty: all.
-        hotness: keys of a bag; 0: every key gets a vector.
-        processes: that make the load; 1 is this one.
+        token: bearer or admin token; empty: none.
+        model: empty: the only one.
+        tables: tables to look up; empty: all.
+        hotness: keys per bag; 0: every key gets a vector.
+        processes: client processes; 1: only this one.
 
     Raises:
-        InvalidInputError: it is no such URL, the token is wrong, or the model has no such table.
+        InvalidInputError: the URL or the token is wrong, or the model has no such table.
         UnknownModelError: the server has no such model, or several and none was named.
-        NotReadyError: nobody answers there.
+        NotReadyError: the server does not answer.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class Service:
         self._dims = dims
 
     def known_keys(self) -> dict[str, tuple[int, None]]:
-        """How many keys each table has in its model files, 0 where the server does not say; which ones it never says."""
+        """Return the number of keys in each table's model files, 0 if the server does not say. It never lists the keys."""
         answer = self._request("GET", "/v1/stats", b"", {})
         models = json.loads(answer.data)["server"]["models"] if answer.status == 200 else []
         rows = {table["name"]: table["rows"] for one in models if one["name"] == self.model for table in one["tables"]}
@@ -108,13 +107,13 @@ class Service:
 
         Args:
             keys: (n,) int64 by table.
-            batch: keys of each table in a lookup.
-            connections: of all processes together.
-            rate: lookups a second, of all of them.
+            batch: keys of each table per lookup.
+            connections: total over all processes.
+            rate: lookups per second, total over all processes.
 
         Raises:
-            InvalidInputError: the server refuses such a lookup.
-            NotReadyError: it went away before the load began.
+            InvalidInputError: the server rejects these lookups.
+            NotReadyError: the server stopped answering before the load began.
         """
         requests = self._requests(keys, batch)
         self._lookup(requests, KeyPool(keys, batch).take(0), refused_only=True)
@@ -132,7 +131,7 @@ class Service:
         try:
             after = self._counters()
         except errors.NotReadyError:
-            after = before[0]  # it has gone away meanwhile, which the failures say
+            after = before[0]  # the server has gone away; the failures show it
         return Row.of(
             result,
             batch=batch,
@@ -145,15 +144,15 @@ class Service:
         )
 
     def check(self, keys: dict[str, KeyArray], batch: int, lookups: int = 20) -> None:
-        """Look the same keys up twice, the second time backwards, and compare all vectors: bit for bit, sums of bags nearly so.
+        """Look the same keys up twice, the second time backwards, and compare vectors bit for bit, pooled ones approximately.
 
         Raises:
-            HPSError: they differ. Where rows are written meanwhile, that is no fault.
+            HPSError: they differ, which is legitimate if rows are written meanwhile.
         """
         requests, pool = self._requests(keys, batch), KeyPool(keys, batch)
         for number in range(lookups):
             asked = pool.take(number)
-            shape = (-1, self._hotness or 1)  # bags stay whole
+            shape = (-1, self._hotness or 1)  # keeps bags intact
             backwards = {table: some.reshape(shape)[::-1].reshape(-1) for table, some in asked.items()}
             answers, again = (self._lookup(requests, one) for one in (asked, backwards))
             if not all(_same(answers[table], again[table][::-1], bool(self._hotness)) for table in asked):
@@ -177,7 +176,7 @@ class Service:
         return Requests(self._address, ("\r\n".join(lines) + "\r\n\r\n").encode(), text, pools, batch, answer_bytes)
 
     def _lookup(self, requests: Requests, asked: dict[str, KeyArray], refused_only: bool = False) -> dict[str, Any]:
-        """Look up once: int32, the bits of the vectors, (rows, dim) by table."""
+        """Look up once; returns the vectors' bits as int32, (rows, dim) by table."""
         body = requests.text + b"".join(some.tobytes() for some in asked.values())
         headers = {"Inference-Header-Content-Length": str(len(requests.text))}
         answer = self._request("POST", f"/v2/models/{quote(self.model, safe='')}/infer", body, headers)
@@ -216,7 +215,7 @@ class Service:
 
     def _counters(self) -> Counters:
         answer = self._request("GET", "/metrics", b"", {})
-        text = answer.data.decode() if answer.status == 200 else ""  # what serves the same protocol need not have them
+        text = answer.data.decode() if answer.status == 200 else ""  # other servers of the same protocol may lack them
         try:
             return Counters(list(text_string_to_metric_families(text)), self.model, self.tables)
         except ValueError:
@@ -245,7 +244,7 @@ class Service:
 
 
 def _same(vectors: npt.NDArray[np.int32], again: npt.NDArray[np.int32], summed: bool) -> bool:
-    """Whether these are the bits of the same vectors; sums depend on the order in which vectors of a bag arrive."""
+    """Compare vectors bit for bit; pooled ones approximately, as sums depend on the order of a bag's vectors."""
     if summed:
         return np.allclose(vectors.view(np.float32), again.view(np.float32), rtol=1e-4, atol=1e-5, equal_nan=True)
     return np.array_equal(vectors, again)
@@ -257,7 +256,7 @@ def _share(barrier: Any) -> None:
 
 
 def _load(requests: Requests, connections: int, seconds: float, rate: float | None, first: int) -> LoadResult:
-    """Load the server from this process; if it is one of several, when all are ready."""
+    """Load the server from this process; one of several waits until all are ready."""
     load = HttpLoad(requests.address, connections, requests.pool(), requests.check)
     if _barrier is not None:
         try:

@@ -1,4 +1,4 @@
-"""How long things took: every time is counted, in bounded memory."""
+"""Histograms of durations: every one is counted, in bounded memory."""
 
 import math
 from array import array
@@ -12,10 +12,10 @@ _BUCKETS = (43 - _BITS) << _BITS
 _PENDING = 1 << 14
 
 
-class Times:
-    """Counts times in buckets whose widths are at most 1/2048 of their value, as HdrHistogram does. *One thread.*
+class TimeHistogram:
+    """Counts durations in buckets at most 1/2048 of their value wide, like HdrHistogram. *One thread.*
 
-    Below 4,096 ns a bucket is one nanosecond. Count, sum and largest time are exact. It takes 0.7 MB at most.
+    Below 4,096 ns a bucket is one nanosecond. Count, sum and maximum are exact. Takes at most 0.7 MB.
     """
 
     def __init__(self) -> None:
@@ -25,13 +25,12 @@ class Times:
         self._largest_ns = 0
 
     def add(self, ns: int) -> None:
-        """Count one time in nanoseconds."""
         self._pending.append(ns)
         if len(self._pending) >= _PENDING:
             self._settle()
 
-    def merge(self, others: "Sequence[Times]") -> "Times":
-        """Count what others have counted, too. Returns itself."""
+    def merge(self, others: "Sequence[TimeHistogram]") -> "TimeHistogram":
+        """Add the counts of other histograms. Returns itself."""
         for other in others:
             other._settle()
             self._counts += other._counts
@@ -45,18 +44,16 @@ class Times:
 
     @property
     def total_s(self) -> float:
-        """The sum of all times."""
         self._settle()
         return self._total_ns / 1e9
 
     @property
     def largest_s(self) -> float:
-        """The longest time; 0 where there is none."""
         self._settle()
         return self._largest_ns / 1e9
 
     def quantiles_s(self, shares: Sequence[float]) -> list[float]:
-        """For each share the least time that at least so many did not exceed; 0 where there is none."""
+        """Return the quantile of each share, rounded up to its bucket's end; 0 if empty."""
         self._settle()
         below = np.cumsum(self._counts)
         total = int(below[-1])
@@ -77,6 +74,6 @@ class Times:
 
 
 def _highest_of(place: int) -> int:
-    """The longest time in nanoseconds that a bucket counts."""
+    """Return the longest duration of a bucket, in nanoseconds."""
     shift = max((place >> _BITS) - 1, 0)
     return ((place - (shift << _BITS) + 1) << shift) - 1

@@ -1,4 +1,4 @@
-"""Memory for large answers that is used again: the system zeroes fresh memory page by page, for as long as a copy takes."""
+"""Reused memory for large answers: the kernel zeroes fresh pages, which takes as long as a copy."""
 
 import sys
 import threading
@@ -10,19 +10,19 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 LARGE_BYTES = 1 << 20
-"""From here on an answer gets memory that is used again; the allocator does that by itself for less."""
+"""Minimum size of reused memory; below it the allocator reuses memory itself."""
 
-_KEPT_SHARE = 4  # of the memory for clients, a fourth: what large requests may not take
+_KEPT_SHARE = 4  # a fourth of the memory for clients, the part that large requests may not take
 
 
 class AnswerMemory:
-    """Blocks of memory, each of which is lent anew once nobody refers to it any more. *Thread-safe.*
+    """Blocks of memory that are reused once they are no longer referenced. *Thread-safe.*
 
-    Nobody gives a block back. It would be freed when its last array, view or buffer is gone, those of a lookup that timed out
-    and of a client that reads slowly included; at that very moment it can be lent again.
+    Blocks are not given back explicitly: a lookup that timed out or a slow client may hold the last array, view or buffer. The
+    reference count tells when a block is free.
 
     Args:
-        limit_bytes: for clients; a fourth of them are kept.
+        limit_bytes: limit of the memory for clients; blocks of up to a fourth of it are kept.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -31,7 +31,7 @@ class AnswerMemory:
         self._lock = threading.Lock()
 
     def take(self, size: int) -> Bytes:
-        """Memory of this size, (size,) uint8; content unspecified. A block that is kept is at most twice as large."""
+        """Return memory of this size, (size,) uint8; content unspecified. A reused block is at most twice as large."""
         with self._lock:
             blocks = self._blocks
             idle = [place for place, count in enumerate(_references(blocks)) if count == _IDLE]
@@ -51,4 +51,4 @@ def _references(blocks: Sequence[Bytes]) -> list[int]:
     return [sys.getrefcount(block) for block in blocks]
 
 
-_IDLE = _references([np.empty(0, np.uint8)])[0]  # of a block that the list alone refers to
+_IDLE = _references([np.empty(0, np.uint8)])[0]  # references to a block that only the list refers to

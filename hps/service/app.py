@@ -1,4 +1,4 @@
-"""The ASGI application: lookups take the shortest way, everything else goes through FastAPI.
+"""The ASGI application: lookups take the shortest path, everything else goes through FastAPI.
 
 FastAPI's routing alone would halve the rate of lookups with small bodies.
 """
@@ -15,57 +15,56 @@ from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
 from hps.configuration.load import ServiceConfig
-from hps.deployment import Deployment
 from hps.errors import DeviceError, DeviceMemoryError, HPSError, NotReadyError, WorkspaceTimeoutError
 from hps.parameter_server import HPS
-from hps.service.admin_routes import CHANGE, admin_routes
 from hps.service.answer_memory import AnswerMemory
 from hps.service.authorization import Authorization, is_change
-from hps.service.change_log import Change, printable
-from hps.service.control_routes import ERRORS, control_app
 from hps.service.held_memory import SMALL_BYTES, HeldMemory
 from hps.service.http_answer import BINARY, JSON, HTTPAnswer, OverloadedError, RequestError, error_answer
 from hps.service.http_metrics import DISCONNECTED, HTTPMetrics, InferenceCounts, InferenceStatistics
 from hps.service.lifecycle import Lifecycle
-from hps.service.logs import RecentProblems, fields
+from hps.service.logs.changes import log_change, request_line
+from hps.service.logs.lines import RecentProblems, fields
+from hps.service.logs.requests import POLLED, SERVED, RequestLog, Served, made_id, request_id
+from hps.service.logs.spans import spans_of
 from hps.service.lookup_threads import LookupThreads
-from hps.service.model_changes import ModelChanges
 from hps.service.protocol.json_lookup import JSONLookup, decode_lookup
 from hps.service.protocol.json_size import SMALL_JSON_BYTES, parsed_bytes
 from hps.service.protocol.open_inference import Inference, decode_request, parse_header_length
 from hps.service.protocol.request_checks import ModelTables
+from hps.service.protocol.schemas import INFER, INFER_VERSION, LOOKUP
 from hps.service.refusals import Refusals
 from hps.service.request_body import BodyReader, ClientDisconnected
-from hps.service.request_log import POLLED, SERVED, RequestLog, Served, made_id, request_id
-from hps.service.request_spans import spans_of
-from hps.service.row_routes import RowRoutes, RowTarget, row_target
-from hps.service.schemas import INFER, INFER_VERSION, LOOKUP
-from hps.service.status_routes import OPEN_PATHS, status_routes
+from hps.service.routes.administration import admin_routes
+from hps.service.routes.control import ERRORS, control_app
+from hps.service.routes.rows import RowRoutes, RowTarget, row_target
+from hps.service.routes.status import OPEN_PATHS, status_routes
+from hps.statistics.tracing import LookupTrace, traced
 from hps.tensors.segments import Segment
-from hps.tracing import LookupTrace, traced
+from hps.versions.deployment import Deployment, repeated_after_takeover
 
 _log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
-"""How long running lookups, and then the parameter server, may take to end when the service stops."""
+"""Timeout for running lookups, and then for the parameter server, when the service stops."""
 
 _MOST_TARGETS = 256
-_MOST_REPORTS = 16  # that wait for the one before
-_LINGER_S = 1.0  # for a client that writes its whole body before it reads our error
+_MOST_REPORTS = 16  # reports waiting for an earlier one
+_LINGER_S = 1.0  # for a client that sends its complete body before reading our error
 _OPEN_PATHS = frozenset({"/v2/health/live", "/v2/health/ready"}) | OPEN_PATHS
 
 
 class LookupTarget(NamedTuple):
-    """The lookup route that a path belongs to, and what the path says."""
+    """The lookup route of a path, and the path's parameters."""
 
     route: str
     model_name: str
-    version: str | None = None  # the one that serves
+    version: str | None = None  # the serving one
 
 
 @lru_cache(_MOST_TARGETS)
 def lookup_target(path: str) -> LookupTarget | None:
-    """The lookup route that serves a path; None where another route does."""
+    """Return the lookup route of a path; None for other routes."""
     match path.split("/"):
         case ["", "v2", "models", model, "infer"]:
             return LookupTarget(INFER, model)
@@ -80,15 +79,12 @@ class Application:
     """The ASGI application of one service. *One per event loop.*
 
     Args:
-        lifecycle: of the parameter server behind it. The limits are those of its configuration, until `configure` changes them.
+        lifecycle: life cycle of its parameter server, whose configuration holds the limits until `configure` changes them.
 
     Attributes:
-        lifecycle: as given.
-        authorization: who may do what.
-        memory: what is held for clients.
-        problems: the warnings and errors of the process since the service was started.
-        refusals: what was refused.
-        closed: whether it was stopped, and nothing of it runs any more.
+        memory: memory held for clients.
+        problems: warnings and errors of the process since the service started.
+        closed: whether it was stopped and nothing of it runs any more.
     """
 
     def __init__(self, lifecycle: Lifecycle) -> None:
@@ -115,7 +111,7 @@ class Application:
             refusals=self.refusals,
         )
         routers = [
-            admin_routes(lifecycle, ModelChanges(lifecycle.end_when_stopping), self._reports, ERRORS),
+            admin_routes(lifecycle, self._reports, ERRORS),
             status_routes(lifecycle, self._metrics, self.problems, self._held, ERRORS),
         ]
         self._control = control_app(lifecycle, self._metrics, self._statistics, self._lifespan, self._error_answer, routers)
@@ -124,7 +120,7 @@ class Application:
         self.configure(settings)
 
     def configure(self, settings: ServiceConfig) -> None:
-        """Use the tokens and limits of these settings, for requests that come from now on."""
+        """Apply the tokens and limits of these settings to new requests."""
         self.authorization.configure(settings)
         self._requests.configure(settings)
         self._max_keys = settings.max_keys_per_request
@@ -135,7 +131,6 @@ class Application:
         self._bodies.limit_to(settings.max_body_bytes, settings.request_timeout_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or the lifespan."""
         if scope["type"] != "http":
             await self._control(scope, receive, send)
             return
@@ -164,7 +159,6 @@ class Application:
         return {"pending": self._threads.pending, "held_bytes": self.memory.held}
 
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document of all routes."""
         return self._control.openapi()
 
     async def _serve(
@@ -176,7 +170,7 @@ class Application:
         receive: Receive,
         send: Send,
     ) -> int:
-        """Serve one request: a lookup, rows, or without a target what FastAPI has. Returns the status of the answer."""
+        """Serve a lookup, rows or, without a target, a request for FastAPI. Returns the status of the answer."""
         body: bytes | bytearray | None = None
         try:
             if isinstance(target, LookupTarget):
@@ -195,7 +189,7 @@ class Application:
             if b"content-encoding" in headers:
                 body = await self._bodies.decompress(headers, body)
             if isinstance(target, LookupTarget):
-                answer = await self._look_up(server, target, headers, body, served)
+                answer = await _look_up(server, self, target, headers, body, served)
             elif rows is not None:
                 answer = await self._rows.answer(rows, headers, body)
             else:
@@ -215,21 +209,6 @@ class Application:
             self.memory.held -= answer.held
         return answer.status
 
-    async def _look_up(
-        self, server: HPS, target: LookupTarget, headers: Mapping[bytes, bytes], body: bytes | bytearray, served: Served
-    ) -> HTTPAnswer:
-        """Answer a lookup, by the next version where the one that it began with was retired before it was asked."""
-        while True:
-            deployment = server.model(target.model_name, target.version)
-            started = time.perf_counter_ns()
-            try:
-                return await self._look_up_in(deployment, server, target, headers, body, served, started)
-            except Exception as error:
-                if isinstance(error, NotReadyError) and server.model(target.model_name, target.version) is not deployment:
-                    continue
-                self._statistics.of(deployment).failed(started)
-                raise
-
     async def _look_up_in(
         self,
         deployment: Deployment,
@@ -240,15 +219,15 @@ class Application:
         served: Served,
         started: int,
     ) -> HTTPAnswer:
-        """Look up what the body asks for. The memory of the answer is held once its size is known, and stays so.
+        """Look up the keys in the body. The memory of the answer is held as soon as its size is known.
 
-        The lookup runs on another thread, and so does the parsing of much JSON. To write JSON there is no use: orjson never
-        releases the interpreter lock, so that would hold up the event loop just as long, and add a fight for the lock. It is
-        written here, in pieces, between which others have their turn.
+        The lookup runs on another thread, as does parsing large JSON. JSON is written here, in pieces between which others get
+        their turn: orjson never releases the interpreter lock, so another thread would hold up the event loop just as long, and
+        compete for the lock.
         """
         known = self._models.get(target)
-        if known is None or known[0].tables is not deployment.tables:  # unknown so far, or another one by now
-            if len(self._models) == _MOST_TARGETS:  # of versions that are gone
+        if known is None or known[0].tables is not deployment.tables:  # unknown so far, or replaced meanwhile
+            if len(self._models) == _MOST_TARGETS:  # of retired versions
                 self._models.clear()
             tables = ModelTables(target.model_name, deployment.tables, deployment.version, deployment.keys_per_sample)
             known = self._models[target] = (tables, self._statistics.of(deployment))
@@ -305,7 +284,7 @@ class Application:
     async def _decode_much(
         self, target: LookupTarget, header_length: int | None, body: bytes | bytearray, model: ModelTables
     ) -> JSONLookup | Inference:
-        """Parse a request with much JSON on another thread, and only if there is memory for what it becomes."""
+        """Parse a request with large JSON on another thread, if there is memory for the result."""
         text = memoryview(body)[:header_length]
         size = self.memory.take(await self._threads.run(parsed_bytes, text, self._max_keys), "parsing the request")
         try:
@@ -328,17 +307,19 @@ class Application:
                 served.bytes_out += len(message.get("body", b""))
             await send(message)
 
-        change = scope[CHANGE] = Change(who, printable(f"{scope['method']} {scope['path']}"), served.id.decode())
+        started, served.who = time.monotonic(), who
         try:
-            with suppress(Exception):  # FastAPI raises again what it has answered
+            with suppress(Exception):  # FastAPI raises an error again after answering it
                 await self._control(scope, receive, send_and_note)
         finally:
-            if who and not change.kept:
-                change.end(f"status {status}")
+            if who and not served.outlived:
+                log_change(
+                    request_line(scope), who, served.id, f"status {status}", served.error or "", time.monotonic() - started
+                )
         return status
 
     def _admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str:
-        """Let a request pass that is no lookup. Returns who changes something by it; empty if it changes nothing."""
+        """Authorize a request other than a lookup. Returns who makes a change by it; empty if it changes nothing."""
         if is_change(scope["method"], scope["path"]):
             return self.authorization.check_change(scope, headers)
         if scope["path"] not in _OPEN_PATHS:
@@ -349,22 +330,19 @@ class Application:
         served: Served = scope[SERVED]
         served.failed(error)
         request_id = served.id.decode()
-        change = scope.get(CHANGE)
-        if change is not None:
-            change.error = str(error)
         if isinstance(error, OverloadedError | WorkspaceTimeoutError):
             self.refusals.refuse(getattr(error, "reason", "workspaces"), error, request_id)
         elif isinstance(error, RequestError) and error.status in (401, 403):
             client = scope["client"][0] if scope.get("client") else "an unknown address"
-            what = printable(f"{scope['method']} {scope['path']}")
-            self.refusals.deny(error.status, client, f"{what}: {error}", request_id)
-        if isinstance(error, DeviceError) and not isinstance(error, DeviceMemoryError) and not (change and change.who):
+            self.refusals.deny(error.status, client, f"{request_line(scope)}: {error}", request_id)
+        if isinstance(error, DeviceError) and not isinstance(error, DeviceMemoryError) and not served.who:
             _log.error("the device failed: %s", error, extra=fields(request_id=request_id))
             self._device_failed = True
             self.lifecycle.fail(f"the device failed; restart the service: {error}")
         elif not isinstance(error, HPSError | MemoryError):
-            what = printable(f"{scope['method']} {scope['path']}")
-            _log.error("serving %s failed unexpectedly", what, exc_info=error, extra=fields(request_id=request_id))
+            _log.error(
+                "serving %s failed unexpectedly", request_line(scope), exc_info=error, extra=fields(request_id=request_id)
+            )
         return error_answer(error, request_id)
 
     @asynccontextmanager
@@ -392,11 +370,26 @@ class Application:
             logging.getLogger().removeHandler(self.problems)
 
 
+@repeated_after_takeover
+async def _look_up(
+    server: HPS, app: Application, target: LookupTarget, headers: Mapping[bytes, bytes], body: bytes | bytearray, served: Served
+) -> HTTPAnswer:
+    deployment = server.model(target.model_name, target.version)
+    started = time.perf_counter_ns()
+    try:
+        return await app._look_up_in(deployment, server, target, headers, body, served, started)
+    except NotReadyError:  # after a takeover the new version may answer, and counts the request
+        raise
+    except Exception:
+        app._statistics.of(deployment).failed(started)
+        raise
+
+
 _Looked: TypeAlias = tuple[int, int, int, LookupTrace | None]
 
 
 def _timed_lookup(server: HPS, deployment: Deployment, segments: list[Segment], device_id: int | None) -> _Looked:
-    """Do as `HPS.lookup_segments`, and say when it began and ended, too, in nanoseconds of `time.perf_counter_ns`."""
+    """Call `HPS.lookup_segments`, and return its begin and end as well, in nanoseconds of `time.perf_counter_ns`."""
     began = time.perf_counter_ns()
     device = server.lookup_segments(deployment, segments, device_id)
     return device, began, time.perf_counter_ns(), None
@@ -408,7 +401,7 @@ def _traced_lookup(server: HPS, deployment: Deployment, segments: list[Segment],
 
 
 def _replayed(body: bytes | bytearray, receive: Receive) -> Receive:
-    """A `receive` that gives a body that was read already, and then what comes after it."""
+    """Make a `receive` that returns an already read body first, and then what follows it."""
     messages: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
     async def replay() -> Message:
@@ -421,10 +414,7 @@ async def _send(answer: HTTPAnswer, request_id: bytes, send: Send, unread: Recei
     """Send an answer, and return the length of its body. Its pieces must not change until the client has read them.
 
     Args:
-        answer: to send.
-        request_id: of its request.
-        send: of its request.
-        unread: has the rest of the request's body, where that was not read: the connection then closes, a moment later.
+        unread: receives the rest of the request's body, if it was not read: the connection then closes, a moment later.
     """
     size = sum(map(len, answer.chunks))
     headers = [*answer.headers, (b"content-length", b"%d" % size), (b"x-request-id", request_id)]
@@ -434,7 +424,7 @@ async def _send(answer: HTTPAnswer, request_id: bytes, send: Send, unread: Recei
     last = len(answer.chunks) - 1
     for place, chunk in enumerate(answer.chunks):
         await send({"type": "http.response.body", "body": chunk, "more_body": unread is not None or place < last})
-    if unread is not None:  # to close at once would reset the connection before the client has read the answer
+    if unread is not None:  # an immediate close would reset the connection before the client has read the answer
         with suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_S):
                 while (await unread()).get("more_body", False):

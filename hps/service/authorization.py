@@ -1,4 +1,4 @@
-"""Who may look up, and who may change models and rows: tokens, and what loopback allows without one."""
+"""Access control: tokens, and what loopback allows without one."""
 
 import hmac
 import ipaddress
@@ -12,18 +12,18 @@ from hps.service.http_answer import RequestError
 
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 _CHANGEABLE = ("/v1/models/", "/v2/repository/")
-_INDEX = re.compile(r"/v2/repository/([^/]+/)?index")  # a POST, as Triton has it, that reads
+_INDEX = re.compile(r"/v2/repository/([^/]+/)?index")  # in Triton a POST, but it only reads
 _FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via")
 _CURE = "set service.admin_token or HPS_ADMIN_TOKEN, and send 'Authorization: Bearer <admin token>'"
 
 
 def is_change(method: str, path: str) -> bool:
-    """Whether a request that is no lookup changes models or rows."""
+    """Whether a request other than a lookup changes models or rows."""
     return method not in _READS and path.startswith(_CHANGEABLE) and not _INDEX.fullmatch(path)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address that a server is bound to can be reached from its own machine alone."""
+    """Whether a bound address can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -33,16 +33,16 @@ def is_loopback(host: str) -> bool:
 class Authorization:
     """Checks the tokens of requests. *One per event loop.*
 
-    Without an `admin_token`, changes are allowed only while the server listens on loopback: who can connect then works on this
-    machine. Two kinds of strangers can be behind such a connection, and are refused: a proxy's clients, where the proxy says
-    that it is one, and pages in a browser, which names their origin with each request that is no GET.
+    Without an `admin_token`, changes are allowed only while the server listens on loopback, where every client runs on this
+    machine. Two kinds of strangers can reach it all the same and are refused: clients behind a proxy, if the proxy adds its
+    headers, and web pages, whose browser sends their origin with every request other than GET.
 
     Args:
         settings: have the tokens, until `configure` changes them.
 
     Attributes:
         guarded: whether lookups need a token.
-        loopback: whether the server is bound to loopback; unknown, and so false, until it says so.
+        loopback: whether the server is bound to loopback; False until it is bound.
     """
 
     def __init__(self, settings: ServiceConfig) -> None:
@@ -50,12 +50,11 @@ class Authorization:
         self.configure(settings)
 
     def configure(self, settings: ServiceConfig) -> None:
-        """Use the tokens of these settings from now on."""
         self._bearer, self._admin = settings.bearer_token.encode(), settings.admin_token.encode()
         self.guarded = bool(self._bearer)
 
     def check_lookup(self, headers: Mapping[bytes, bytes]) -> None:
-        """Let a request pass that changes nothing.
+        """Authorize a request that changes nothing.
 
         Raises:
             RequestError: 401, it has neither the bearer token nor the admin token.
@@ -64,10 +63,10 @@ class Authorization:
             raise _unauthorized("<token>")
 
     def check_change(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str:
-        """Let a request pass that changes something, and say who sent it: the address that connected, and by what right.
+        """Authorize a change, and return who sent it: the address and the kind of authorization.
 
         Raises:
-            RequestError: 401, a token is missing or wrong; 403, what it has does not allow changes. The message says why.
+            RequestError: 401, the token is missing or wrong; 403, the token does not allow changes. The message says why.
         """
         client = scope["client"][0] if scope.get("client") else "an unknown address"
         if self._admin:
@@ -94,7 +93,7 @@ class Authorization:
 
 
 def _own_origins(scope: Scope) -> set[bytes]:
-    """Of the pages of this server, by its own names: a page of others may have any name that leads here (DNS rebinding)."""
+    """Return the origins of this server's own pages, by name: foreign names may resolve here, too (DNS rebinding)."""
     port = (scope.get("server") or ("", 0))[1]
     return {f"http://{host}:{port}".encode() for host in ("127.0.0.1", "localhost", "[::1]")}
 

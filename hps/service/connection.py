@@ -1,7 +1,7 @@
-"""The connections of the service: uvicorn's, with the bounds on memory and time that uvicorn does not have.
+"""uvicorn's connections, with the bounds on memory and time that uvicorn lacks.
 
-Per connection: 64 KB and 128 lines of headers, as much of trailers, and 64 requests that wait for the answer of an earlier one;
-nothing more is parsed until they are answered, and nothing more is read. All bytes that are held count in one `HeldMemory`.
+Per connection: 64 KB and 128 lines of headers, the same for trailers, and 64 requests behind an unanswered one; until they are
+answered nothing more is parsed or read. All held bytes count in one `HeldMemory`.
 """
 
 import asyncio
@@ -14,18 +14,19 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from hps.ground.log_limits import OnceAMinute
 from hps.service.held_memory import HeldMemory
-from hps.service.refusals import OnceAMinute, Refusals
+from hps.service.refusals import Refusals
 
 MAX_HEADER_BYTES = 65_536
 MAX_HEADERS = 128
 _MOST_HEADERS = (MAX_HEADER_BYTES, MAX_HEADERS)
 MAX_PIPELINED = 64
 
-_PARSED_BYTES = 16_384  # at once: bounds the objects that are made before limits are looked at
-_PIPELINED_REQUEST_BYTES = 4096  # about what a request's objects take that has few headers
-_LEAST_PROGRESS_BYTES = 65_536  # of an answer, or an eighth of what is unread, within the time for it
-_FIRST_REQUEST_S = 0.5  # from the opening of a connection, while the service stops
+_PARSED_BYTES = 16_384  # at once: bounds the objects that are created before limits are checked
+_PIPELINED_REQUEST_BYTES = 4096  # estimated size of the objects of a request with few headers
+_LEAST_PROGRESS_BYTES = 65_536  # of an answer, or an eighth of its unread bytes, within the timeout
+_FIRST_REQUEST_S = 0.5  # after a connection opens, while the service stops
 _TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     b'content-length: 62\r\n\r\n{"error":"too many connections; send the request again later"}'
@@ -37,18 +38,17 @@ _log.addFilter(OnceAMinute())
 
 
 class Connections:
-    """What the connections of a server share. *One per event loop.*
+    """State shared by the connections of a server. *One per event loop.*
 
     Args:
-        memory: where they count what they hold.
-        refusals: where they count whom they turn away.
-        max_connections: beyond them, the one that has been idle for longest is closed for a new one.
-        keep_alive_s: how long one may wait for a further request.
+        memory: counts the held bytes.
+        refusals: counts refused clients.
+        max_connections: beyond this, a new connection replaces the longest idle one.
+        keep_alive_s: how long a connection may stay idle.
 
     Attributes:
-        memory, refusals, max_connections: as given.
-        leaving: whether the service stops, and clients are told with each answer to connect anew.
-        order: all of them; those that have been idle for longest come first, to half a second.
+        leaving: whether the service is stopping, so that each answer tells its client to reconnect.
+        order: all connections, the longest idle first, to half a second.
     """
 
     def __init__(self, memory: HeldMemory, refusals: Refusals, max_connections: int, keep_alive_s: float) -> None:
@@ -59,28 +59,28 @@ class Connections:
         self.limit_to(max_connections, keep_alive_s)
 
     def limit_to(self, max_connections: int, keep_alive_s: float) -> None:
-        """Change the limits, of open connections from their next request on."""
+        """Change the limits; open connections use them from their next request."""
         self.max_connections = max_connections
         self.keep_alive_s = keep_alive_s
         for connection in self.order:
             connection.timeout_keep_alive = keep_alive_s
 
     def leave(self) -> None:
-        """Let every connection close after its next answer, or after the last one that it owes."""
+        """Let every connection close after its next answer, or the last of its outstanding ones."""
         self.leaving = True
         for connection in self.order:
             connection.leave()
 
     def longest_idle(self) -> "Connection | None":
-        """The connection that has waited longest for the headers of a request; None if all are busy."""
+        """Return the connection that has waited longest for the headers of a request; None if all are busy."""
         idle = [one for one in self.order if one.idle]
         return next((one for one in idle if not one.used), idle[0] if idle else None)
 
 
 class _Parser(httptools.HttpRequestParser):
-    """Reads a request that asks for another protocol (`Upgrade: h2c`) as one that does not: a server may ignore that.
+    """Ignores requests to switch protocols (`Upgrade: h2c`), as servers may.
 
-    httptools ends such a request with its headers, as if its body was of the other protocol.
+    httptools would end such a request at its headers and treat its body as the other protocol.
     """
 
     def __init__(self, connection: "Connection") -> None:
@@ -99,7 +99,7 @@ class _Parser(httptools.HttpRequestParser):
 
 
 class _Flow(FlowControl):
-    """Reads nothing while there is something to parse: uvicorn would read on with each request that it begins or ends."""
+    """Reads nothing while unparsed bytes remain: uvicorn would resume reading with each request that begins or ends."""
 
     unparsed = False
 
@@ -109,18 +109,16 @@ class _Flow(FlowControl):
 
 
 class Connection(HttpToolsProtocol):
-    """A connection of uvicorn's within limits. *Used by its event loop alone.*
+    """A connection of uvicorn's with limits. *Used only by its event loop.*
 
-    It is closed when its client stalls: the headers of a request are not complete in time, be it the first request or a later
-    one, or the client does not read its answer. Bodies and lookups have timeouts of their own, and uvicorn closes idle
-    connections.
+    It closes if its client stalls: the headers of the first or a later request are incomplete for too long, or an answer is not
+    read. Bodies and lookups have their own timeouts, and uvicorn closes idle connections.
 
-    It extends uvicorn only in the methods of `asyncio.Protocol`, in the callbacks of httptools' parser, and in the public
-    methods that these call.
+    It overrides only the methods of `asyncio.Protocol`, the callbacks of httptools' parser, and the public methods that these
+    call.
 
     Args:
-        shared: with the other connections.
-        more: as uvicorn calls it.
+        more: arguments from uvicorn.
     """
 
     timeout_keep_alive: float  # type: ignore[assignment]  # uvicorn hands it to `call_later`
@@ -132,16 +130,16 @@ class Connection(HttpToolsProtocol):
         self._shared = shared
         self._memory = shared.memory
         self.timeout_keep_alive = shared.keep_alive_s
-        self.used = False  # since `abort_if_stalled` was called last
-        self._held = self._held_unsent = 0  # of the memory's bytes
-        self._in_body = self._busy = self._ended = False  # busy: requests are complete and not answered
+        self.used = False  # since the last `abort_if_stalled`
+        self._held = self._held_unsent = 0  # bytes counted in the memory
+        self._in_body = self._busy = self._ended = False  # busy: complete requests are unanswered
         self._unparsed = bytearray()  # while it is busy
-        self._header_bytes = 0  # of a request whose headers, or trailers, are not complete
+        self._header_bytes = 0  # of incomplete headers or trailers
         self._header_since: float | None = time.monotonic()  # None while no headers are expected
         self._upgrade = b""
-        self._answering: RequestResponseCycle | None = None  # of those that came at once, the one whose turn it is
+        self._answering: RequestResponseCycle | None = None  # the pipelined request being answered
         self._unread, self._unread_since, self._progressed = 0, 0.0, False
-        self._last: RequestResponseCycle | None = None  # whose answer says that the connection closes
+        self._last: RequestResponseCycle | None = None  # its answer says that the connection closes
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -162,7 +160,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._answering is not None:  # uvicorn tells the request that came last
+        if self._answering is not None:  # uvicorn notifies the latest request
             self._answering.disconnected = True
         self._shared.order.pop(self, None)
         self._unparsed.clear()
@@ -200,7 +198,7 @@ class Connection(HttpToolsProtocol):
             self._answering = self.cycle
         if self._shared.leaving:
             self.leave()
-        self.headers = []  # for the trailers, which count for nothing
+        self.headers = []  # for the trailers, which are not counted
         self._in_body = self.used = True
 
     def on_message_complete(self) -> None:
@@ -216,7 +214,7 @@ class Connection(HttpToolsProtocol):
             self._answering = self.pipeline[-1][0]
         super().on_response_complete()
         self._progressed = True
-        if self.cycle.response_complete or (self._in_body and not self.pipeline):  # else a complete request has its turn
+        if self.cycle.response_complete or (self._in_body and not self.pipeline):  # else a complete request is next
             self._busy = False
             self._memory.held -= self._held
             self._held = 0
@@ -242,38 +240,37 @@ class Connection(HttpToolsProtocol):
 
     @property
     def idle(self) -> bool:
-        """Whether it waits for the headers of a request."""
         return not (self._in_body or self._busy or self._ended)
 
     def take_upgrade(self) -> bytes:
-        """The headers of the request that asked for another protocol, without asking for it; empty if there was none."""
+        """Take the headers of an upgrade request without the upgrade; empty if there was none."""
         head, self._upgrade = self._upgrade, b""
         return head
 
     def close(self) -> None:
-        """Close an idle connection, for another one."""
+        """Close an idle connection to make room for another."""
         self._ended = True
         self.transport.close()
 
     def leave(self) -> None:
-        """Have the answer to the latest request say that the connection closes, and that to no earlier one."""
+        """Announce the close of the connection in the answer to the latest request only."""
         self._stay()
         cycle = self.cycle
         if cycle is not None and cycle.keep_alive and not cycle.response_started:
             cycle.keep_alive, self._last = False, cycle
 
     def close_if_quiet(self) -> None:
-        """Close the connection unless there is a request, or one may be under way: it was opened just now, or bytes arrive."""
+        """Close the connection unless a request is or may be under way: it has just opened, or bytes arrive."""
         new = self._header_since is not None and time.monotonic() - self._header_since < _FIRST_REQUEST_S
         if not self.idle or self._header_bytes or self._unparsed or new or self.transport.is_closing():
             return
-        received = select.poll()  # bytes that the event loop has not read: to close now would reset the connection
+        received = select.poll()  # bytes that the event loop has not read: closing now would reset the connection
         received.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
         if not received.poll(0):
             self.close()
 
     def abort_if_stalled(self, header_timeout_s: float, answer_timeout_s: float) -> None:
-        """Abort the connection when its client has stalled for longer than this. Called twice a second."""
+        """Abort the connection if its client has stalled for longer than this. Called twice a second."""
         now = time.monotonic()
         if self.used:
             self.used = False
@@ -282,14 +279,14 @@ class Connection(HttpToolsProtocol):
         unread = self.transport.get_write_buffer_size()
         self._hold_unsent(unread)
         if self._in_body and not self.pipeline:
-            self._hold(len(self.cycle.body))  # the application has taken, and counts, the rest
+            self._hold(len(self.cycle.body))  # the rest was taken, and is counted, by the application
         if not unread or not self._unread or self._progressed or unread <= self._unread - self._least_progress:
             self._unread, self._unread_since, self._progressed = unread, now, False
         if self._header_since is not None and now - self._header_since > header_timeout_s:
             if self._header_bytes:
                 self._abort("headers", f"they did not arrive within {header_timeout_s:g} s (service.request_timeout_s)")
             else:
-                self.transport.abort()  # nobody has begun a request
+                self.transport.abort()  # no request has begun
         elif now - self._unread_since > answer_timeout_s:
             self._abort("answer", f"{unread} bytes wait, no progress in {answer_timeout_s:g} s (service.answer_timeout_s)")
 
@@ -318,7 +315,7 @@ class Connection(HttpToolsProtocol):
             self._look_at(len(data), cycle, size)
 
     def _look_at(self, received: int, cycle: RequestResponseCycle | None, size: int) -> None:
-        """Hold a request to its limits that is not complete after these bytes; before, this one had that much of its body."""
+        """Check the limits of an incomplete request; before these bytes, its body had this length."""
         if self._in_body and (self.cycle is not cycle or len(self.cycle.body) > size):
             self._header_bytes, self._header_since = 0, None
             self._hold(len(self.cycle.body))
@@ -343,7 +340,7 @@ class Connection(HttpToolsProtocol):
         self._last = None
 
     def _set_aside(self, data: memoryview) -> None:
-        self._stay()  # until the requests in it are answered, too
+        self._stay()  # until its requests are answered, too
         self._unparsed += data
         self._hold(self._held + len(data))
         self.flow.pause_reading()

@@ -1,23 +1,23 @@
-"""The one budget for all memory that clients can make the service hold."""
+"""The single memory budget for everything that clients make the service hold."""
 
 from hps.service.http_answer import OverloadedError, RequestError
 
 SMALL_BYTES = 65_536
-"""What is no larger may use all of the budget, anything else three quarters: small requests go on being answered."""
+"""Requests up to this size may use the entire budget, larger ones three quarters: small requests still get answers."""
 
 
 class HeldMemory:
-    """Counts the bytes that are held for clients. *One per event loop*, which alone changes it.
+    """Counts the bytes that are held for clients. *One per event loop*; only the loop changes it.
 
-    They are: what was received and is not answered, what it is decompressed and parsed to, the vectors of an answer and its
-    text, and what a client has not read of its answer.
+    These are bytes received and not yet answered, their decompressed and parsed forms, the vectors and text of answers, and the
+    unread part of sent answers.
 
     Args:
-        limit_bytes: what may be held.
+        limit_bytes: the budget.
 
     Attributes:
-        held: bytes that are held now. Whoever holds a little adds to it, and subtracts it again, without asking.
-        limit, large_limit: what may be held after a small request got its share, and after a larger one did.
+        held: bytes held now. Small amounts are added and subtracted directly.
+        limit, large_limit: bounds on `held` including a new small or larger request.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -25,15 +25,15 @@ class HeldMemory:
         self.limit_to(limit_bytes)
 
     def limit_to(self, limit_bytes: int) -> None:
-        """Change what may be held. What is held already stays."""
+        """Change the budget. Bytes already held are unaffected."""
         self.limit = limit_bytes
         self.large_limit = limit_bytes * 3 // 4
 
     def take(self, size: int, what: str) -> int:
-        """Hold this many bytes more, and return their number; the caller subtracts it from `held` in the end.
+        """Hold this many more bytes, and return their number; the caller subtracts it from `held` afterwards.
 
         Raises:
-            RequestError: 413, they would not fit if nothing else was held.
+            RequestError: 413, they exceed the budget by themselves.
             OverloadedError: they do not fit now.
         """
         limit = self.limit if size <= SMALL_BYTES else self.large_limit
@@ -46,6 +46,5 @@ class HeldMemory:
         return size
 
     def full(self, what: str, limit: int) -> OverloadedError:
-        """The error of a request for which there is no memory now."""
         held = f"other requests hold {self.held} bytes, expected at most {limit} (from service.max_held_bytes)"
         return OverloadedError("memory", f"{what}: {held}; send the request again later")

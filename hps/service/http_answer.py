@@ -1,4 +1,4 @@
-"""What a request is answered with, and the status of every error."""
+"""Answers to requests, and the status of every error."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -48,16 +48,11 @@ STATUS_OF_ERROR: dict[type[BaseException], int] = {
     DeviceError: 503,
     MemoryError: 503,
 }
-"""The status of every error by its nearest class; 500 for all others. A `RequestError` carries its own."""
+"""Status by nearest error class; 500 for all others. A `RequestError` carries its own."""
 
 
 class RequestError(HPSError):
-    """A request cannot be served, for a reason that only HTTP knows.
-
-    Attributes:
-        status: of the answer.
-        headers: further headers of the answer.
-    """
+    """A request cannot be served, for a reason specific to HTTP."""
 
     def __init__(self, status: int, message: str, *headers: Header) -> None:
         super().__init__(message)
@@ -66,7 +61,7 @@ class RequestError(HPSError):
 
 
 class OverloadedError(RequestError):
-    """A request is refused with 503 because a limit is reached now.
+    """A request is refused with 503 because a limit is reached.
 
     Attributes:
         reason: the limit, one of `refusals.REFUSED`.
@@ -78,9 +73,9 @@ class OverloadedError(RequestError):
 
 
 class HTTPAnswer(NamedTuple):
-    """An answer: its status, its headers without Content-Length, and its body in pieces, which are sent uncopied.
+    """Status, headers without Content-Length, and the body in pieces, which are sent without a copy.
 
-    `held` are bytes of `HeldMemory` that the answer takes until it is sent.
+    The answer occupies `held` bytes of `HeldMemory` until it is sent.
     """
 
     status: int
@@ -90,14 +85,13 @@ class HTTPAnswer(NamedTuple):
 
 
 def status_of(error: BaseException) -> int:
-    """The status of the answer to a request that raised `error`."""
     if isinstance(error, RequestError):
         return error.status
     return next((STATUS_OF_ERROR[kind] for kind in type(error).__mro__ if kind in STATUS_OF_ERROR), 500)
 
 
 def error_answer(error: BaseException, request_id: str) -> HTTPAnswer:
-    """The answer to a request that raised `error`: its status, and `{"error": message}` as the protocol has it, with the id."""
+    """Answer a request that raised `error`: status, and `{"error": message}` as in the protocol, with the request id."""
     status, headers = status_of(error), [JSON]
     if isinstance(error, RequestError):
         headers += error.headers

@@ -1,45 +1,34 @@
-"""Counts of HTTP requests: Prometheus metrics by route, and by version what Triton's statistics report."""
+"""Counts HTTP requests: Prometheus metrics by route, and Triton's statistics by version."""
 
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from prometheus_client import ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from hps.deployment import Deployment
-from hps.statistics import Latency
+from hps.service.refusals import Refusals
+from hps.statistics.metrics import Times
+from hps.statistics.prometheus import Family, family, histogram, label_text
+from hps.versions.deployment import Deployment
 
 _BUCKETS = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 DISCONNECTED = 499
-"""The status that is counted when a client goes away before its request is complete, and nothing is answered."""
+"""Status counted when a client disconnects before its request is complete; no answer is sent."""
 
 
-@dataclass(slots=True)
-class _RouteTimes:
-    """Requests of a route: how many ended below each bound of `_BUCKETS` (the last: above), and the sum of their times."""
+class HTTPMetrics:
+    """Counts requests. *One per event loop*; only the loop calls it.
 
-    buckets: list[int] = field(default_factory=lambda: [0] * (len(_BUCKETS) + 1))
-    seconds: float = 0.0
-
-
-class HTTPMetrics(Collector):
-    """Counts requests, once each. *One per event loop*, which alone calls it.
-
-    The counts are plain integers: a counter and a histogram of prometheus-client take locks that are not needed here, and
-    together cost 1.5 us a request.
+    The counts are plain integers: a counter and a histogram of prometheus-client take locks, 1.5 us a request together.
 
     Args:
-        pending: returns how many lookups run or wait now.
-        held_bytes: returns how many bytes of memory are held for clients now.
-        ready: returns whether lookups of every model are answered now, except of those that cannot be loaded.
+        pending: returns the number of lookups that run or wait.
+        held_bytes: returns the bytes held for clients.
+        ready: returns whether lookups of every model that can be loaded are answered.
         device_failed: returns whether a device has failed.
-        refusals: are shown, too.
+        refusals: exposed with the requests.
     """
 
     def __init__(
@@ -48,10 +37,10 @@ class HTTPMetrics(Collector):
         held_bytes: Callable[[], float],
         ready: Callable[[], float],
         device_failed: Callable[[], float],
-        refusals: Collector,
+        refusals: Refusals,
     ) -> None:
         self._counts: dict[tuple[str, int], int] = {}
-        self._routes: dict[str, _RouteTimes] = {}
+        self._routes: dict[str, Times] = {}
         self._gauges = (
             ("hps_http_lookups_pending", "Lookups that run or wait for a thread.", pending),
             ("hps_http_held_bytes", "Bytes of memory that are held for clients.", held_bytes),
@@ -62,58 +51,49 @@ class HTTPMetrics(Collector):
         self._process = ProcessCollector(registry=None)
 
     def count(self, route: str, status: int, seconds: float) -> None:
-        """Count one request. `route` is a template, never the path of a request, so that its values are few."""
+        """Count one request. `route` is a template, not the path, to keep the number of labels small."""
         key = (route, status)
         self._counts[key] = self._counts.get(key, 0) + 1
         times = self._routes.get(route)
         if times is None:
-            times = self._routes[route] = _RouteTimes()
-        times.buckets[bisect_left(_BUCKETS, seconds)] += 1
-        times.seconds += seconds
+            times = self._routes[route] = Times(_BUCKETS)
+        times.add(round(1e9 * seconds))
 
     def requests(self) -> list[dict[str, Any]]:
-        """By route: how many requests were answered with which status, and their times as `statistics.Latency` has them."""
-        found: dict[str, dict[str, Any]] = {}
-        for route, times in self._routes.items():
-            below = list(accumulate(times.buckets))
-            latency = Latency(below[-1], times.seconds, tuple(zip(_BUCKETS, below, strict=False)))
-            found[route] = {"route": route, "statuses": {}, "latency": latency}
+        """Return the number of requests by status and their times (`snapshot.Latency`), by route."""
+        found: dict[str, dict[str, Any]] = {
+            route: {"route": route, "statuses": {}, "latency": times.latency()} for route, times in self._routes.items()
+        }
         for (route, status), count in self._counts.items():
             found[route]["statuses"][str(status)] = count
         return list(found.values())
 
-    def collect(self) -> Iterable[Metric]:
-        """Yield the counts in Prometheus' form."""
-        requests = CounterMetricFamily("hps_http_requests", "Requests by route and status.", labels=["route", "status"])
-        for (route, status), count in self._counts.items():
-            requests.add_metric([route, str(status)], count)
-        seconds = HistogramMetricFamily(
-            "hps_http_request_seconds", "Time from the headers of a request to the end of its answer.", labels=["route"]
-        )
-        for route, times in self._routes.items():
-            below = list(zip([*map(str, _BUCKETS), "+Inf"], accumulate(times.buckets), strict=True))
-            seconds.add_metric([route], below, times.seconds)
-        yield from (requests, seconds)
-        yield from (GaugeMetricFamily(name, text, value()) for name, text, value in self._gauges)
-        yield from self._refusals.collect()
-        yield from self._process.collect()
+    def families(self) -> Iterator[Family]:
+        requests = [(label_text(("route", "status"), (where, str(status))), n) for (where, status), n in self._counts.items()]
+        yield family("counter", "hps_http_requests", "Requests by route and status.", requests)
+        times = [(label_text(["route"], [route]), one.latency()) for route, one in self._routes.items()]
+        yield histogram("hps_http_request_seconds", "Time from the headers of a request to the end of its answer.", times)
+        for name, text, value in self._gauges:
+            yield family("gauge", name, text, [("", value())])
+        yield from self._refusals.families()
+        for one in self._process.collect():
+            yield family(one.type, one.name, one.documentation, [("", sample.value) for sample in one.samples])
 
 
 @dataclass(slots=True, eq=False)
 class InferenceCounts:
-    """Requests of one version that were answered, and that failed. *One per event loop*, which alone changes it.
+    """Answered and failed requests of one version. *One per event loop*; only the loop changes it.
 
-    All times are nanoseconds of `time.perf_counter_ns`. Together, those of requests that were answered are the time from the
-    complete body to the body of the answer.
+    Times are nanoseconds of `time.perf_counter_ns`. For answered requests they add up to the time from the complete body to the
+    body of the answer.
 
     Attributes:
-        successes, failures: how many.
         input_ns: reading the request.
-        queue_ns: waiting for a thread, and then for the event loop.
+        queue_ns: waiting for a thread, then for the event loop.
         infer_ns: the lookup.
-        output_ns: writing the answer; none where the lookup wrote it.
-        failure_ns: requests that failed.
-        last_ns: when the last one ended; 0 if there was none.
+        output_ns: writing the answer; 0 if the lookup wrote it.
+        failure_ns: failed requests.
+        last_ns: end of the last request; 0 before the first.
     """
 
     successes: int = 0
@@ -126,7 +106,7 @@ class InferenceCounts:
     last_ns: int = 0
 
     def succeeded(self, started: int, submitted: int, began: int, ended: int, resumed: int) -> None:
-        """Count a request that is answered, but for the time to write the answer."""
+        """Count an answered request, before its answer is written."""
         self.successes += 1
         self.input_ns += submitted - started
         self.queue_ns += began - submitted + resumed - ended
@@ -134,36 +114,34 @@ class InferenceCounts:
         self.last_ns = resumed
 
     def failed(self, started: int) -> None:
-        """Count a request that failed now."""
+        """Count a request that fails now."""
         self.failures += 1
         self.last_ns = time.perf_counter_ns()
         self.failure_ns += self.last_ns - started
 
 
-class InferenceStatistics(Collector):
-    """The counts of every version in service. They go with it. *One per event loop.*"""
+class InferenceStatistics:
+    """The counts of every version in service; dropped with the version. *One per event loop.*"""
 
     def __init__(self) -> None:
         self._counts: WeakKeyDictionary[Deployment, InferenceCounts] = WeakKeyDictionary()
 
     def of(self, deployment: Deployment) -> InferenceCounts:
-        """The counts of a version, which begin with its first request."""
+        """Return the counts of a version, created by its first request."""
         counts = self._counts.get(deployment)
         if counts is None:
             counts = self._counts[deployment] = InferenceCounts()
         return counts
 
-    def collect(self) -> Iterable[Metric]:
-        """Yield the counts under the names that Triton has for them, which do not end as counters of Prometheus do."""
-        versions: dict[tuple[str, str], list[InferenceCounts]] = {}
+    def families(self) -> Iterator[Family]:
+        """Return the counts under Triton's names, which lack the `_total` of Prometheus counters."""
+        versions: dict[str, list[InferenceCounts]] = {}
         for deployment, counts in self._counts.items():
-            versions.setdefault((deployment.config.model, deployment.version), []).append(counts)
+            where = label_text(("model", "version"), (deployment.config.model, deployment.version))
+            versions.setdefault(where, []).append(counts)
         for name, text, value in _TRITON:
-            family = Metric(f"nv_inference_{name}", text, "untyped")
-            for (model, version), of_version in versions.items():
-                labels = {"model": model, "version": version}
-                family.add_sample(family.name, labels, sum(value(one) for one in of_version))
-            yield family
+            sums = [(where, sum(value(one) for one in counts)) for where, counts in versions.items()]
+            yield family("untyped", f"nv_inference_{name}", text, sums)
 
 
 _TRITON: tuple[tuple[str, str, Callable[[InferenceCounts], int]], ...] = (
@@ -181,4 +159,4 @@ _TRITON: tuple[tuple[str, str, Callable[[InferenceCounts], int]], ...] = (
     ("compute_infer_duration_us", "Time of lookups.", lambda one: one.infer_ns // 1000),
     ("compute_output_duration_us", "Time of writing answers.", lambda one: one.output_ns // 1000),
 )
-"""Names after `nv_inference_` of Triton's docs/user_guide/metrics.md. There is no cache of answers, so no `nv_cache_*`."""
+"""Names after `nv_inference_` in Triton's docs/user_guide/metrics.md. Answers are not cached, so there is no `nv_cache_*`."""

@@ -1,4 +1,4 @@
-"""The life of the parameter server behind the service: it opens the tiers, loads one model after the other, and closes."""
+"""The life cycle of the parameter server behind the service: opens the tiers, loads one model after the other, and closes."""
 
 import logging
 import math
@@ -7,66 +7,71 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from contextlib import suppress
 
 from hps.configuration.load import Configuration, ModelConfig
-from hps.errors import (
-    ConfigError,
-    DatabaseCorruptError,
-    DatabaseError,
-    HPSError,
-    ModelFileChangedError,
-    ModelSourceError,
-    NotReadyError,
-    TableWidthError,
-)
+from hps.errors import ConfigError, ConflictError, HPSError, NotReadyError
+from hps.ground.progress import FailureProgress, LogProgress, Progress, time_text
 from hps.parameter_server import HPS
-from hps.progress import LogProgress, Progress, time_text
-from hps.service.model_states import ModelStates
+from hps.service.readiness import Readiness
+from hps.versions.changes import cause_of
+from hps.versions.live_models import FIRST_RETRY_S, LiveModels
 
 _log = logging.getLogger(__name__)
 
 STOPPING = "shutting down"
-"""Why a service that stops is not ready."""
+"""Why a stopping service is not ready."""
 
-FIRST_RETRY_S, LONGEST_RETRY_S = 5.0, 300.0
-"""The first and the longest wait before a model is tried again, after a failure that may pass. Each failure doubles it."""
-
-_MAY_PASS = (ModelSourceError, ModelFileChangedError, DatabaseError)
-_STAYS = (DatabaseCorruptError, TableWidthError)
+_LONGEST_WAIT_S = 300.0
+_BUSY_WAIT_S = 1.0  # while another thread changes a model that is to be loaded
 
 
-class _FailedModel(NamedTuple):
-    """A model that could not be loaded."""
+class _StoppableProgress:
+    """Ends the loading when the service stops."""
 
-    model: ModelConfig
-    error: Exception
-    failures: int
-    due: float  # the time.monotonic of the next try; infinite: there is none
+    def __init__(self, listener: Progress, proceed: Callable[[], None]) -> None:
+        self._listener = listener
+        self._proceed = proceed
+
+    def start(self, tag: str, rows: int, size_bytes: int) -> None:
+        self._proceed()
+        self._listener.start(tag, rows, size_bytes)
+
+    def advance(self, tag: str, rows: int) -> None:
+        self._listener.advance(tag, rows)
+        self._proceed()
+
+    def finish(self, tag: str) -> None:
+        self._listener.finish(tag)
+
+    def fail(self, tag: str) -> None:
+        if isinstance(self._listener, FailureProgress):
+            self._listener.fail(tag)
 
 
 class Lifecycle:
-    """Loads a parameter server without blocking the event loop, says what is ready, and closes it. *Thread-safe.*
+    """Loads a parameter server off the event loop, reports readiness, and closes it. *Thread-safe.*
 
-    Each model answers as soon as it is loaded. One that cannot be loaded does not stop the others: it is not ready, and is
-    tried again when the cause may pass by itself. Loading as a whole fails when the databases cannot be opened, or when no
-    model at all can be loaded.
+    One thread makes all changes other than requested ones: it loads the models at the start, retries failed ones, polls the
+    catalog, and applies changes of the configuration. Each model answers as soon as it is loaded. A model that cannot be loaded
+    does not stop the others: it is not ready, and is retried if the cause may be transient. Loading as a whole fails if the
+    databases cannot be opened or no model can be loaded.
 
     Args:
-        configuration: what to load.
-        parameter_server: one that is loaded already; the caller closes it.
-        progress: gets reports of the loading; by default they are logged.
-        force: load the models' files even where a database holds them already; its online updates are lost.
-        first_retry_s: how long to wait before a failed model is tried again.
-        on_open: is told the parameter server that it makes, before any model is loaded; what it raises ends the service.
+        parameter_server: an already loaded one; the caller closes it.
+        progress: receives loading progress; by default it is logged.
+        force: load the model files even if a database already holds them; online updates are lost.
+        first_retry_s: wait before the first retry of a failed model.
+        on_open: receives the new parameter server before any model is loaded; what it raises ends the service.
 
     Attributes:
-        configuration: as given; the service replaces it where it takes over changes of its file.
-        states: the progress of each model, for people and for Prometheus.
-        opened: the parameter server once its databases are open, ready or not: its metrics are worth reading even then.
+        configuration: replaced when changes of its file are applied.
+        live: states of the models; those of the parameter server once it is opened.
+        states: a view of them for operators and Prometheus.
+        opened: the parameter server once its databases are open, ready or not, so that its metrics can be read early.
         serving: the parameter server while lookups of every model are answered, else None; then `server_of` says why.
-        failure: what ended the loading as a whole, if something did.
-        leaving: whether the service is about to stop, and not ready for that reason; lookups are still answered.
+        failure: error that ended the loading as a whole.
+        leaving: whether the service is about to stop and therefore not ready; lookups are still answered.
     """
 
     def __init__(
@@ -86,35 +91,33 @@ class Lifecycle:
         self.leaving = False
         self._force = force
         self._first_retry_s = first_retry_s
+        self._progress = _StoppableProgress(progress or LogProgress(), self._end_when_stopping)
         self._on_open = on_open
         self._stopping = threading.Event()
-        models = [one for one in configuration.models if self._loads(one.model)] if self._owned else []
-        self.states = ModelStates(
-            models,
-            lambda: server.models if (server := self.opened) else (),
-            progress or LogProgress(),
-            self.end_when_stopping,
-        )
-        self._blocked = "not started" if self._owned else ""  # why nothing at all is answered
+        self.live = LiveModels() if parameter_server is None else parameter_server.live
+        self.states = Readiness(lambda: self.live)
+        for model in configuration.models if self._owned else ():
+            if self._loads(model.model):
+                self.live.want(model)
+        self._blocked = "not started" if self._owned else ""  # why no request at all is answered
         self._all_tried = not self._owned
-        self._given_up: set[str] = set()  # models that somebody has unloaded before they were loaded
         self._changing = threading.Lock()  # the loading may end while the service stops
         self._loader: threading.Thread | None = None
         self._changes: queue.SimpleQueue[ModelConfig | str | None] = queue.SimpleQueue()  # None wakes the loader
 
     @property
     def settled(self) -> bool:
-        """Whether lookups of every model are answered, except of those that failed."""
+        """Whether lookups are answered for every model that has not failed."""
         return not (self.leaving or self._blocked) and (self._all_tried or not self.states.summary())
 
     @property
     def not_ready_reason(self) -> str:
-        """Why lookups of some or all models are not answered, or soon will not be; empty when all are."""
+        """Why lookups of some models are not answered, or soon will not be; empty if all are."""
         return self._blocked or (STOPPING if self.leaving else "" if self.serving else self.states.summary())
 
     @property
     def server(self) -> HPS:
-        """The parameter server, whichever models it has.
+        """The parameter server, whatever the states of its models.
 
         Raises:
             NotReadyError: it is being opened, failed or is closed.
@@ -124,7 +127,7 @@ class Lifecycle:
         return server
 
     def server_of(self, model_name: str) -> HPS:
-        """The parameter server, for a lookup of a model. Does not check that there is such a model.
+        """Return the parameter server for a lookup of a model. Does not check that the model exists.
 
         Raises:
             NotReadyError: the parameter server is being opened, failed or is closed; or the model waits, is being loaded or
@@ -136,16 +139,10 @@ class Lifecycle:
         return server
 
     def start(self) -> None:
-        """Begin to load."""
         if self._owned:
             self._blocked = "opening the databases"
             self._loader = threading.Thread(target=self._load, name="hps-load", daemon=True)
             self._loader.start()
-
-    def give_up(self, name: str) -> None:
-        """Do not load a model that was to be loaded at the start, if it is not loaded yet."""
-        self._given_up.add(name)
-        self.states.given_up(name)
 
     def fail(self, reason: str) -> None:
         """Stop answering for good, for a reason that only a restart removes."""
@@ -153,21 +150,18 @@ class Lifecycle:
             self._blocked, self.serving = reason, None
 
     def change(self, deploy: Iterable[ModelConfig], undeploy: Iterable[str]) -> None:
-        """Load these models and take those out of service, in the background, after what is being loaded already.
+        """Queue models to load and to undeploy, behind the current loading.
 
-        Of a model that is in service, or that only clients load, the entry is replaced, for later deployments. A model that is
-        loaded or cannot be loaded does not make a service unready that was ready.
+        The entry of a model that is in service, or that only clients load, is replaced for later deployments. A ready
+        service stays ready while the model is loaded, and if that fails.
         """
         for model in deploy:
-            self._given_up.discard(model.model)
-            if self._loads(model.model):
-                self.states.add(model)
             self._changes.put(model)
         for name in undeploy:
             self._changes.put(name)
 
     def leave(self) -> None:
-        """Turn not ready, and load no more: the service stops soon. Lookups are still answered."""
+        """Turn not ready and load no more, before a stop. Lookups are still answered."""
         self.leaving = True
         self._stopping.set()
         self._changes.put(None)
@@ -178,7 +172,7 @@ class Lifecycle:
         self.fail(STOPPING)
 
     def close(self, timeout_s: float) -> bool:
-        """Stop loading and close the parameter server; False when that takes longer. Blocks."""
+        """Stop loading and close the parameter server; False on timeout. Blocks."""
         self.refuse()
         if not self._owned:
             return True
@@ -194,8 +188,11 @@ class Lifecycle:
             return not closer.is_alive()
         return self._loader is None or not self._loader.is_alive()
 
-    def end_when_stopping(self) -> None:
-        """Raise a NotReadyError if the service is stopping; to be called by what takes long."""
+    def progress(self) -> Progress:
+        """Return progress for a requested change: logs the loading, and ends it when the service stops."""
+        return _StoppableProgress(LogProgress(), self._end_when_stopping)
+
+    def _end_when_stopping(self) -> None:
         if self._stopping.is_set():
             raise NotReadyError("the service is stopping")
 
@@ -203,119 +200,131 @@ class Lifecycle:
         started = time.monotonic()
         try:
             server = HPS(self.configuration, deploy_models=False)
-            models = self._opened(server)
+            self._opened(server)
         except BaseException as error:  # noqa: BLE001 - the end of a thread: `failure` carries it to the caller of serve
             self._end(error)
             return
         with self._changing:
             stopped = self._stopping.is_set()
             if not stopped:
-                self.opened, self._blocked = server, ""
+                self.live, self.opened, self._blocked = server.live, server, ""
         if stopped:
             server.close()
             return
-        failed = [one for model in models if (one := self._deploy(server, model))]
+        outcomes = {name: self._deploy(server, name) for name in server.live.due()}
+        errors = {name: failed for name, failed in outcomes.items() if failed is not None}
         if self._stopping.is_set():
             return
-        if failed and not server.models:
-            self._end(_all_failed(failed))
+        if errors and not server.models:
+            self._end(_all_failed(errors))
             with self._changing:
                 self.opened = None
             server.close()
             return
         seconds, names = time.monotonic() - started, ", ".join(server.models)
-        if failed:
+        if errors:
             _log.warning("ready after %.1f s: %s; not ready: %s", seconds, names, self.states.summary())
         else:
             _log.info("ready after %.1f s: %s", seconds, names)
         self._all_tried = True
-        if self.configuration.service.model_control_mode == "poll":
-            threading.Thread(target=self._poll, args=(server,), name="hps-poll", daemon=True).start()
-        self._tend(server, failed)
+        self._tend(server)
 
-    def _tend(self, server: HPS, failed: list[_FailedModel]) -> None:
-        """Try those again whose cause may pass, as each is due, and make the changes that come, until the service stops."""
+    def _tend(self, server: HPS) -> None:
+        """Retry failed models, poll the catalog, and apply queued changes, until the service stops."""
+        poll_at = self._next_poll()
         while not self._stopping.is_set():
-            if not failed:
+            states = {life.state for life in server.live.models()}
+            if states <= {"serving"}:
                 with self._changing:
                     if not self._blocked:
                         self.serving = server
-            first = min(failed, key=lambda one: one.due, default=None)
-            due = math.inf if first is None else first.due
-            try:
-                change = self._changes.get(timeout=min(max(0.0, due - time.monotonic()), LONGEST_RETRY_S))
-            except queue.Empty:
-                if first is not None and first.due <= time.monotonic():
-                    failed.remove(first)
-                    if again := self._deploy(server, first.model, first.failures):
-                        failed.append(again)
-                continue
-            if change is None:
-                continue
-            name = change if isinstance(change, str) else change.model
-            failed = [one for one in failed if one.model.model != name]
-            if isinstance(change, str):
-                self._undeploy(server, name)
-                continue
+            now = time.monotonic()
+            if due := [name for name, at in server.live.due().items() if at <= now]:
+                self._deploy(server, due[0])
+            elif poll_at <= now:
+                self._poll(server)
+                poll_at = self._next_poll()
+            else:
+                longest_s = _BUSY_WAIT_S if "loading" in states else _LONGEST_WAIT_S
+                wait_s = min(longest_s, *(max(0.0, at - now) for at in (poll_at, *server.live.due().values())))
+                with suppress(queue.Empty):
+                    self._make(server, self._changes.get(timeout=wait_s))
+
+    def _make(self, server: HPS, change: ModelConfig | str | None) -> None:
+        if isinstance(change, str):
+            self._undeploy(server, change)
+        elif change is not None:
             server.catalog.add(change)
-            if name not in server.models and self._loads(name):
-                self.states.forget(name)  # the entry that could not be loaded
-                if again := self._deploy(server, change):
-                    failed.append(again)
+            if change.model not in server.models and self._loads(change.model):
+                server.live.want(change)
+
+    def _next_poll(self) -> float:
+        """Return the time of the next poll, jittered so that replicas do not poll together."""
+        service = self.configuration.service
+        if service.model_control_mode != "poll":
+            return math.inf
+        return time.monotonic() + service.repository_poll_s * random.uniform(0.9, 1.1)
 
     def _poll(self, server: HPS) -> None:
-        """Look at the models' files again and again, at times that differ from those of other replicas."""
-        while not self._stopping.wait(self.configuration.service.repository_poll_s * random.uniform(0.9, 1.1)):
-            started = time.monotonic()
-            try:
-                outcome = server.poll(progress=self.states)
-            except Exception as error:  # noqa: BLE001 - polling goes on
-                cause, bug = _describe(error)
-                _log.error("polling failed: %s", cause, exc_info=bug)
-                continue
-            for name, failure in outcome.items():
-                if failure is None:
-                    _log.info("polling changed model %s after %.1f s", name, time.monotonic() - started)
-                elif not self._stopping.is_set():
-                    cause, bug = _describe(failure)
-                    _log.error("polling could not change model %s: %s", name, cause, exc_info=bug)
+        started = time.monotonic()
+        try:
+            outcome = server.poll(progress=self._progress)
+        except Exception as error:  # noqa: BLE001 - polling goes on
+            cause, bug = cause_of(error)
+            _log.error("polling failed: %s", cause, exc_info=bug)
+            return
+        for name, failure in outcome.items():
+            if failure is None:
+                _log.info("polling changed model %s after %.1f s", name, time.monotonic() - started)
+            elif not self._stopping.is_set():
+                cause, bug = cause_of(failure)
+                _log.error("polling could not change model %s: %s", name, cause, exc_info=bug)
 
-    def _opened(self, server: HPS) -> list[ModelConfig]:
-        """Tell of the parameter server, and return the models that are loaded at the start."""
+    def _opened(self, server: HPS) -> None:
+        """Announce the parameter server, and queue the models that are loaded at the start."""
+        server.live.first_retry_s = self._first_retry_s
         try:
             self._on_open(server)
-            models = [server.catalog.model(name) for name in server.catalog.names if self._loads(name)]
+            for name in server.catalog.names:
+                if self._loads(name):
+                    server.live.want(server.catalog.model(name))
         except BaseException:
             server.close()
             raise
         for name, problem in server.catalog.problems.items():
             _log.error("model %s of the repository is left out: %s", name, problem)
-        return models
 
     def _loads(self, name: str) -> bool:
-        """Whether a model is loaded at the start."""
         settings = self.configuration.service
         return settings.model_control_mode != "explicit" or not {"*", name}.isdisjoint(settings.load_models)
 
-    def _deploy(self, server: HPS, model: ModelConfig, failures: int = 0) -> _FailedModel | None:
-        """Load one model and report the outcome. Returns the failure; None when there was none or the service is stopping."""
-        name = model.model
-        if self._stopping.is_set() or name in server.models or name in self._given_up:  # somebody else has changed it
+    def _deploy(self, server: HPS, name: str) -> Exception | None:
+        """Load a model and log the outcome. Returns why it failed; None also on a stop or another thread's change."""
+        started = time.monotonic()
+        if self._stopping.is_set() or name not in server.live.due():  # another thread has changed it
             return None
-        self.states.add(model)
-        self.states.model_started(name)
+        before = server.live.failure(name)
         try:
-            server.deploy(model.model, progress=self.states, force=self._force)
+            server.deploy(name, progress=self._progress, force=self._force)
         except Exception as error:  # noqa: BLE001 - reported as the state of the model; the others go on
             if self._stopping.is_set():
                 _log.info("loading model %s was stopped: %s", name, error)
                 return None
-            return self._report(model, error, failures + 1)
-        _log.info("model %s is ready after %.1f s", name, self.states.model_ready(name))
+            if server.live.failure(name) is before:  # it did not begin
+                if isinstance(error, ConflictError):
+                    return None
+                server.live.failed(name, error)
+            cause, bug = cause_of(error)
+            again = "not trying again: the cause does not pass by itself"
+            if (failure := server.live.failure(name)) and failure.may_pass:
+                again = f"trying again in {time_text(max(0.0, failure.due - time.monotonic()))}"
+            _log.error("loading model %s failed: %s; %s", name, cause, again, exc_info=bug)
+            return error
+        _log.info("model %s is ready after %.1f s", name, time.monotonic() - started)
         return None
 
     def _undeploy(self, server: HPS, name: str) -> None:
-        self.states.forget(name)
+        server.live.give_up(name)
         started = time.monotonic()
         try:
             if name in server.models:
@@ -325,22 +334,8 @@ class Lifecycle:
         else:
             _log.info("model %s is out of service after %.1f s", name, time.monotonic() - started)
 
-    def _report(self, model: ModelConfig, error: Exception, failures: int) -> _FailedModel:
-        pause = math.inf
-        if isinstance(error, _MAY_PASS) and not isinstance(error, _STAYS):
-            pause = min(self._first_retry_s * 2.0 ** min(failures - 1, 32), LONGEST_RETRY_S)
-            pause *= random.uniform(0.75, 1.0)  # so that replicas that failed together do not come back together
-        cause, bug = _describe(error)
-        again = (
-            f"trying again in {time_text(pause)}" if pause < math.inf else "not trying again: the cause does not pass by itself"
-        )
-        _log.error("loading model %s failed: %s; %s", model.model, cause, again, exc_info=bug)
-        self.states.model_failed(model.model, cause, pause if pause < math.inf else None)
-        return _FailedModel(model, error, failures, time.monotonic() + pause)
-
     def _end(self, error: BaseException) -> None:
-        """Report that the loading as a whole failed."""
-        cause, bug = _describe(error)
+        cause, bug = cause_of(error)
         with self._changing:
             if self._stopping.is_set():
                 _log.info("loading was stopped: %s", error)
@@ -349,17 +344,9 @@ class Lifecycle:
         _log.error("loading failed: %s", cause, exc_info=bug)
 
 
-def _describe(error: BaseException) -> tuple[str, BaseException | None]:
-    """What people are told of an error; and the error itself where it is a bug, for the log alone."""
-    if isinstance(error, HPSError | MemoryError):
-        return str(error) or "not enough memory", None
-    return "internal error; the log has the details", error
-
-
-def _all_failed(failed: list[_FailedModel]) -> BaseException:
-    """What to raise when no model could be loaded."""
-    first = failed[0].error
-    if len(failed) == 1 or not isinstance(first, HPSError) or isinstance(first, ConfigError):
+def _all_failed(errors: dict[str, Exception]) -> BaseException:
+    first = next(iter(errors.values()))
+    if len(errors) == 1 or not isinstance(first, HPSError) or isinstance(first, ConfigError):
         return first
-    causes = "".join(f"\n  {one.model.model}: {one.error}" for one in failed)
-    return type(first)(f"none of {len(failed)} models could be loaded:{causes}")
+    causes = "".join(f"\n  {name}: {error}" for name, error in errors.items())
+    return type(first)(f"none of {len(errors)} models could be loaded:{causes}")

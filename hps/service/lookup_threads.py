@@ -1,13 +1,12 @@
 """The threads that lookups run on, so that the event loop never waits for a database.
 
-The cost of a hop to a thread is not its work but the hand-over of the interpreter lock, twice a hop: each hand-over wakes a
-sleeping thread, and meanwhile nothing runs. The two together take as long as a lookup of a thousand resident keys. So
-hand-overs are shared. The calls of one turn of the event loop are handed over together at its end, to one thread as long as
-that thread keeps up, and it reports all results at once when it has nothing left to do.
+Most of the cost of a hop to a thread is handing over the interpreter lock, twice a hop: each hand-over wakes a sleeping
+thread, and nothing runs meanwhile. The two together take as long as a lookup of a thousand resident keys, so calls share
+hand-overs. The calls of one turn of the event loop are handed over together at its end, to a single thread while that thread
+keeps up, and it reports all results at once when it runs out of calls.
 
 A long call delays the others by at most a tick of a millisecond: calls that have waited for a tick get further threads, and
-every tick collects the results that no thread has reported yet. A call that arrives while a long one runs gets a thread at
-once.
+every tick collects unreported results. A call that arrives while a long one runs gets a thread at once.
 """
 
 import asyncio
@@ -24,10 +23,10 @@ from hps.service.http_answer import OverloadedError, RequestError
 _T = TypeVar("_T")
 
 MAX_WAITING = 256
-"""Calls that may wait for a thread. At 0.1 ms a lookup the last of them waits for some 25 ms; further requests are refused."""
+"""Maximum number of waiting calls; further requests are refused. At 0.1 ms a lookup the last one waits about 25 ms."""
 
 _TICK_S = 0.001
-_LONG_S = 0.0005  # a call that has run for longer is not waited for
+_LONG_S = 0.0005  # calls that have run for longer are not waited for
 
 
 @dataclass(slots=True, eq=False)
@@ -44,10 +43,10 @@ class LookupThreads:
     """Runs calls on a fixed number of threads for one event loop. *One per event loop.*
 
     Args:
-        threads: calls that run at once.
-        timeout_s: how long a call may take, including its wait for a thread.
-        max_waiting: calls that may wait for a thread.
-        what: a call is, for messages.
+        threads: number of calls that run at once.
+        timeout_s: timeout of a call, including its wait for a thread.
+        max_waiting: number of calls that may wait for a thread.
+        what: name of a call in messages.
 
     Attributes:
         pending: calls that run or wait.
@@ -57,15 +56,15 @@ class LookupThreads:
         self._what = what
         self.limit_to(timeout_s)
         self._limit = threads + max_waiting
-        # Touched by the event loop alone.
+        # Used only by the event loop.
         self.pending = 0
         self._submitted: list[_Call] = []
-        self._unanswered: dict[_Call, None] = {}  # in the order of their submission
+        self._unanswered: dict[_Call, None] = {}  # in order of submission
         self._ticking = False
         # Shared with the threads: single operations of a deque are atomic.
         self._waiting: deque[_Call] = deque()
         self._done: deque[_Call] = deque()
-        self._sleepers: deque[threading.Lock] = deque()  # a thread sleeps on its lock until it is taken out and released
+        self._sleepers: deque[threading.Lock] = deque()  # a thread sleeps on its lock until another removes and releases it
         self._last_start_s = 0.0
         self._closing = False
         self._threads = [
@@ -75,14 +74,13 @@ class LookupThreads:
             thread.start()
 
     def limit_to(self, timeout_s: float) -> None:
-        """Change how long a call may take."""
         self._timeout_s = timeout_s
 
     async def run(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """Run `function(*arguments)` on a thread, and return or raise what it does.
+        """Run `function(*arguments)` on a thread, and return or raise its result.
 
         Raises:
-            OverloadedError: too many calls wait already.
+            OverloadedError: too many calls are waiting.
             RequestError: 504, it did not end in time. Its thread then runs on until the call ends.
         """
         if self.pending >= self._limit:
@@ -102,7 +100,7 @@ class LookupThreads:
         return result
 
     def close(self, timeout_s: float) -> bool:
-        """Let the calls that run or wait end, then end the threads. False when that takes longer. Blocks."""
+        """Finish all calls, then end the threads; False on timeout. Blocks."""
         deadline = time.monotonic() + timeout_s
         self._closing = True
         self._wake(len(self._threads))
@@ -120,7 +118,7 @@ class LookupThreads:
         try:
             for _ in range(count):
                 self._sleepers.pop().release()
-        except IndexError:  # all are awake, and they look for waiting calls before they sleep
+        except IndexError:  # all are awake, and look for waiting calls before they sleep
             pass
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -153,19 +151,19 @@ class LookupThreads:
     def _work(self) -> None:
         turn = threading.Lock()
         turn.acquire()
-        loop: asyncio.AbstractEventLoop | None = None  # that has results to collect
+        loop: asyncio.AbstractEventLoop | None = None  # a thread with results to collect
         while True:
             try:
                 call = self._waiting.popleft()
             except IndexError:
                 if loop is not None:
-                    with suppress(RuntimeError):  # the event loop is closed: nobody waits
+                    with suppress(RuntimeError):  # the event loop is closed: no request waits
                         loop.call_soon_threadsafe(self._settle)
                     loop = None
                 if self._closing:
                     return
                 self._sleepers.append(turn)
-                if self._waiting or self._closing:  # since we looked: the event loop may not have seen us asleep
+                if self._waiting or self._closing:  # since our check: the event loop may not have seen us asleep
                     self._wake(1)
                 turn.acquire()
                 continue
@@ -174,7 +172,7 @@ class LookupThreads:
                 self._last_start_s = time.monotonic()
                 try:
                     call.result = call.function(*call.arguments)
-                except StopIteration as error:  # a future refuses it
+                except StopIteration as error:  # a future rejects it
                     call.error = RuntimeError("a lookup raised StopIteration")
                     call.error.__cause__ = error
                 except BaseException as error:  # noqa: BLE001 - it is raised where the call is awaited

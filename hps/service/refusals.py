@@ -1,43 +1,13 @@
-"""What the service turns away, and why: counted for alerts, and in the log, so that both name the limit or the client."""
+"""Counts and logs refused requests, so that alerts and log name the limit or the client."""
 
 import logging
-import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
+from hps.ground.log_limits import OnceAMinute
+from hps.service.logs.lines import fields
+from hps.statistics.prometheus import Family, family, label_text
 
-from hps.service.logs import fields
-
-_LOG_PAUSE_S = 60.0
 _log = logging.getLogger(__name__)
-
-
-class OnceAMinute(logging.Filter):
-    """Lets each message below ERROR pass once a minute, with the number of those in between. *Thread-safe* as logging is.
-
-    Clients cause these messages, as many as they like.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._passed: dict[object, tuple[float, int]] = {}  # by its format: when it passed, how often it did not since
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to log the record."""
-        if record.levelno >= logging.ERROR:
-            return True
-        since, dropped = self._passed.get(record.msg, (float("-inf"), 0))
-        now = time.monotonic()
-        if now - since < _LOG_PAUSE_S:
-            self._passed[record.msg] = (since, dropped + 1)
-            return False
-        self._passed[record.msg] = (now, 0)
-        if dropped:
-            record.msg = f"{record.msg} ({dropped} more since the last such line)"
-        return True
-
-
 _log.addFilter(OnceAMinute())
 
 REFUSED = {
@@ -47,22 +17,18 @@ REFUSED = {
     "changes": "refusing changes of models: %s",
     "workspaces": "refusing lookups, num_of_worker_buffer_in_pool are busy: %s",
 }
-"""The limits for which a request is refused, and what the log says; each line once a minute."""
+"""Log line by limit; logged once a minute."""
 
 ABORTED = {
     "answer": "closing the connection of %s, which does not read its answer: %s",
     "headers": "closing the connection of %s, which does not end the headers of a request: %s",
     "memory": "closing the connection of %s, for whose request there is no memory: %s",
 }
-"""Why a connection is closed amid a request, and what the log says; each line once a minute."""
+"""Log line by reason for closing a connection amid a request; logged once a minute."""
 
 
-class Refusals(Collector):
-    """Counts and logs what is refused or aborted. *One per event loop*, which alone calls it.
-
-    Attributes:
-        refused, aborted: how often, by reason.
-    """
+class Refusals:
+    """Counts and logs refusals. *One per event loop*; only the loop calls it."""
 
     def __init__(self) -> None:
         self.refused = dict.fromkeys(REFUSED, 0)
@@ -79,16 +45,12 @@ class Refusals(Collector):
         _log.warning(ABORTED[reason], client, what)
 
     def deny(self, status: int, client: str, what: str, request_id: str | None) -> None:
-        """Log a request that has not the right token. It is counted by its route and status, as every request is."""
+        """Log a request without the right token. Like all requests, it is counted by route and status."""
         _log.warning("answering %d to %s: %s", status, client, what, extra=fields(request_id=request_id))
 
-    def collect(self) -> Iterable[Metric]:
-        """Yield the counts in Prometheus' form."""
+    def families(self) -> Iterator[Family]:
         for name, text, counts in (
             ("hps_http_refused", "Requests refused with 503, by the limit that was reached.", self.refused),
             ("hps_http_aborted_connections", "Connections closed amid a request, by what was waited for.", self.aborted),
         ):
-            family = CounterMetricFamily(name, text, labels=["reason"])
-            for reason, count in counts.items():
-                family.add_metric([reason], count)
-            yield family
+            yield family("counter", name, text, [(label_text(["reason"], [reason]), n) for reason, n in counts.items()])

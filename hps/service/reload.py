@@ -1,4 +1,4 @@
-"""What a configuration that was read again changes in a running service, and what only a restart does."""
+"""Compares a reread configuration with the running one: which changes apply now, and which need a restart."""
 
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
@@ -28,21 +28,21 @@ CHANGEABLE = frozenset(
         "triton_metrics",
     }
 )
-"""Keys of `service` whose values a running service takes over."""
+"""Keys of `service` that a running service applies."""
 
 
 _OF_VERSIONS = {"keep_versions", "version_path", "version_policy", "versions"}
 
 
-class Changes(NamedTuple):
-    """What a running service is to do, and lines for its log.
+class ReloadPlan(NamedTuple):
+    """Actions for a running service, and lines for its log.
 
     Attributes:
-        configuration: what holds from now on: the running one with all changes that can be made.
-        deploy: models that are new, or could not be loaded and have changed, or are in service and have other versions.
-        undeploy: names of models that are gone.
-        made: a line for each change.
-        refused: a line for each difference that stays until a restart.
+        configuration: the running configuration with all applicable changes.
+        deploy: models that are new, failed to load and have changed, or are in service with other versions.
+        undeploy: names of removed models.
+        made: a line for each applied change.
+        refused: a line for each difference that needs a restart.
     """
 
     configuration: Configuration
@@ -52,14 +52,12 @@ class Changes(NamedTuple):
     refused: list[str]
 
 
-def compare(running: Configuration, wanted: Configuration, failed: Collection[str], kept: Collection[str]) -> Changes:
-    """Find what changes.
+def compare(running: Configuration, wanted: Configuration, failed: Collection[str], kept: Collection[str]) -> ReloadPlan:
+    """Plan the changes.
 
     Args:
-        running: what holds now.
-        wanted: what was read.
         failed: names of models that could not be loaded: their entries may change.
-        kept: keys of `service` that stay as they are although they might change.
+        kept: keys of `service` that are not applied although they could be.
     """
     made, refused = [], []
     settings: dict[str, Any] = {}
@@ -87,11 +85,11 @@ def compare(running: Configuration, wanted: Configuration, failed: Collection[st
     made += [f"model {name} is gone, and will be taken out of service" for name in before]
     service = running.service.model_copy(update=settings)
     configuration = running.model_copy(update={"service": service, "models": tuple(models)})
-    return Changes(configuration, deploy, list(before), made, refused)
+    return ReloadPlan(configuration, deploy, list(before), made, refused)
 
 
 def _differences(where: str, old: Section, new: Section) -> Iterator[tuple[str, bool, Any, Any]]:
-    """Yield the path of every key, models aside, whose values differ, whether these are secret, and the two."""
+    """Yield each differing key outside the models: its path, whether it is secret, and the two values."""
     fields = type(old).model_fields
     for (key, before), (_, after) in zip(old, new, strict=True):
         if before == after or fields[key].deprecated or key == "models":

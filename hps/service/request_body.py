@@ -19,45 +19,43 @@ _Object = TypeVar("_Object", bound=BaseModel)
 _MOST_OBJECT_BYTES = 1 << 20
 _ENCODINGS = (b"identity", b"gzip", b"deflate")
 _EXPIRED = -1.0
-_COMPRESSED_BYTES, _INFLATED_BYTES = 1 << 16, 1 << 20  # at once
-_MOST_INFLATION = 1032  # of deflate: https://zlib.net/zlib_tech.html
+_COMPRESSED_BYTES, _INFLATED_BYTES = 1 << 16, 1 << 20  # per step
+_MOST_INFLATION = 1032  # maximum of deflate: https://zlib.net/zlib_tech.html
 
 
 class ClientDisconnected(Exception):
-    """The client went away before its request was complete: there is nobody to answer."""
+    """The client disconnected before its request was complete; no answer is possible."""
 
 
 class BodyReader:
     """Reads request bodies. *One per event loop.*
 
     Args:
-        max_bytes: of one body, as sent and decompressed.
-        timeout_s: for the whole body to arrive.
-        threads: where bodies are decompressed.
-        memory: what counts them.
+        max_bytes: maximum size of a body, as sent and decompressed.
+        timeout_s: time for the complete body to arrive.
+        threads: threads that decompress bodies.
+        memory: counts the bodies.
     """
 
     def __init__(self, max_bytes: int, timeout_s: float, threads: LookupThreads, memory: HeldMemory) -> None:
         self.limit_to(max_bytes, timeout_s)
         self._threads = threads
         self._memory = memory
-        self._deadlines: dict[asyncio.Task[Any], float] = {}  # of the bodies that are being read
+        self._deadlines: dict[asyncio.Task[Any], float] = {}  # of the bodies being read
         self._sweeping = False
 
     def limit_to(self, max_bytes: int, timeout_s: float) -> None:
-        """Change the limits."""
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._sweep_s = min(timeout_s / 4, 0.25)
 
     async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes | bytearray:
-        """Read the whole body, as it was sent. Its length is held; the caller subtracts it when the request is done.
+        """Read the complete body, as sent. Its length is held; the caller subtracts it when the request is done.
 
         Raises:
-            RequestError: 408, it did not arrive in time; 413, it is declared or found to be too large, and the rest of it is
-                not read; 415, it is compressed in a way that is not supported; 503, the bodies of other requests fill the
-                memory that is set aside for bodies.
-            ClientDisconnected: the client went away.
+            RequestError: 408, it did not arrive in time; 413, its declared or actual size is too large (the rest is not read);
+                415, its compression is not supported; 503, the bodies of other requests fill the memory set aside for bodies.
+            ClientDisconnected: the client disconnected.
         """
         declared = headers.get(b"content-length")
         if declared is not None and int(declared) > self._max_bytes:  # the server checked that it is a number
@@ -78,7 +76,7 @@ class BodyReader:
                 chunk = message.get("body", b"")
                 if body:
                     if type(body) is bytes:
-                        body = bytearray(body)  # which pieces of any size are added to
+                        body = bytearray(body)  # grows by pieces of any size
                     body += chunk
                 else:
                     body = chunk
@@ -101,18 +99,18 @@ class BodyReader:
         return body
 
     async def decompress(self, headers: Mapping[bytes, bytes], body: bytes | bytearray) -> bytes | bytearray:
-        """Decompress a body that was read, of a request with a Content-Encoding. The result replaces it, also as what is held.
+        """Decompress the body of a request with a Content-Encoding. The result replaces the body, also in the held memory.
 
-        The memory for it is held before there is any of it.
+        Its memory is held before it is allocated.
 
         Raises:
             RequestError: 413, it decompresses to more than the limit, which is never passed; 503, there is no memory for it
                 now; 503 and 504, as `LookupThreads.run`.
-            InvalidInputError: it is not what the headers say.
+            InvalidInputError: it does not match its headers.
         """
         if _encoding(headers) == b"identity":
             return body
-        max_bytes = self._max_bytes  # which may change while the body is decompressed
+        max_bytes = self._max_bytes  # may change while the body is decompressed
         most = self._memory.take(min(_MOST_INFLATION * len(body), max_bytes), "decompressing the request")
         try:
             decompressed = await self._threads.run(self._inflate, body, max_bytes)
@@ -124,7 +122,7 @@ class BodyReader:
     def _start_clock(self, task: "asyncio.Task[Any]") -> None:
         """Cancel the task when its body takes too long.
 
-        One timer serves all tasks: most bodies are there already, and a timer of its own would cost each of them 3 us.
+        One timer serves all tasks: most bodies have already arrived, and a timer per task would cost each 3 us.
         """
         loop = asyncio.get_running_loop()
         self._deadlines[task] = loop.time() + self._timeout_s
@@ -144,7 +142,7 @@ class BodyReader:
 
     def _inflate(self, body: bytes | bytearray, max_bytes: int) -> bytes | bytearray:
         decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip or zlib, by its header
-        decompressed = bytearray()  # in pieces: zlib itself would hold the whole twice
+        decompressed = bytearray()  # in pieces: zlib itself would hold two copies
         taken = 0
         try:
             while taken < len(body) and not decompressor.eof:
@@ -176,11 +174,11 @@ def _encoding(headers: Mapping[bytes, bytes]) -> bytes:
 
 
 async def read_object(request: Request, kind: type[_Object]) -> _Object:
-    """Read the small body of a request that is no lookup: JSON, whatever its content type says. An empty one has no members.
+    """Read the small JSON body of a request other than a lookup, ignoring its content type. An empty body is an empty object.
 
     Raises:
-        InvalidInputError: it is none of this kind.
-        RequestError: 413, it is too large for one.
+        InvalidInputError: the body is not of this kind.
+        RequestError: 413, it is too large.
     """
     body = await request.body()
     if len(body) > _MOST_OBJECT_BYTES:
@@ -193,5 +191,5 @@ async def read_object(request: Request, kind: type[_Object]) -> _Object:
 
 
 def described_object(kind: type[BaseModel]) -> dict[str, Any]:
-    """How OpenAPI describes a body that `read_object` reads: the value of `openapi_extra`."""
+    """Describe a body that `read_object` reads for OpenAPI: the value of `openapi_extra`."""
     return {"requestBody": {"content": {"application/json": {"schema": kind.model_json_schema()}}}}

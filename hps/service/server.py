@@ -1,4 +1,4 @@
-"""Runs the service under uvicorn: bound before anything is loaded, strict about slow clients, graceful about signals."""
+"""Runs the service under uvicorn: binds before loading, drops slow clients, stops gracefully on signals."""
 
 import asyncio
 import logging
@@ -19,14 +19,14 @@ import uvloop
 
 from hps.configuration.load import Configuration, ServiceConfig, load_configuration
 from hps.errors import ConfigError
+from hps.ground.log_limits import OnceAMinute
+from hps.ground.progress import Progress
 from hps.parameter_server import HPS
-from hps.progress import Progress
 from hps.service.app import CLOSE_TIMEOUT_S, Application
 from hps.service.authorization import is_loopback
 from hps.service.connection import Connection, Connections
 from hps.service.lifecycle import Lifecycle
-from hps.service.logs import LogFormat, use
-from hps.service.refusals import OnceAMinute
+from hps.service.logs.lines import LogFormat, use
 from hps.service.reload import compare
 
 _log = logging.getLogger(__name__)
@@ -49,25 +49,24 @@ def serve(
     log_format: LogFormat | None = None,
     on_open: Callable[[HPS], object] = lambda server: None,
 ) -> bool:
-    """Serve a configuration over HTTP until SIGTERM or SIGINT. Blocks; to be called in the main thread.
+    """Serve a configuration over HTTP until SIGTERM or SIGINT. Blocks; must run in the main thread.
 
     Args:
-        configuration: what to serve.
-        host: in place of the configured one.
-        port: in place of the configured one; 0 picks a free one, which is logged.
-        progress: gets reports of the loading; by default they are logged.
-        force: load the models' files even where a database holds them already; its online updates are lost.
-        path: where the configuration was read from: SIGHUP has it read again.
-        log_level: in place of the configured one.
-        log_format: in place of the configured one, where handlers of `hps serve` write the lines.
-        on_open: is told the parameter server before any model is loaded; what it raises ends the service.
+        host: overrides the configured host.
+        port: overrides the configured port; 0 picks a free one, which is logged.
+        progress: receives loading progress; by default it is logged.
+        force: load the model files even if a database already holds them; online updates are lost.
+        path: file of the configuration, reread on SIGHUP.
+        log_level: overrides the configured level.
+        log_format: overrides the configured format, if the lines are written by the handlers of `hps serve`.
+        on_open: receives the parameter server before any model is loaded; what it raises ends the service.
 
     Returns:
-        Whether everything was closed. If not, a thread waits for a source or a database that does not answer, and the
-        interpreter would wait for that thread when it exits.
+        Whether everything was closed. If not, a thread waits for an unresponsive source or database, and would keep the
+        interpreter from exiting.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: the address cannot be bound.
         HPSError: the databases could not be opened, or no model could be loaded.
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -94,7 +93,7 @@ def serve(
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves the signals to whoever runs it."""
+    """Leaves signals to the caller."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -107,11 +106,10 @@ class Server:
     *One per event loop*; `stop` and `reload` may be called from any thread and from signal handlers.
 
     Args:
-        app: what to run.
-        listener: a socket that listens; the server closes it.
+        listener: a listening socket; the server closes it.
 
     Attributes:
-        url: where it listens.
+        url: address of the listener.
     """
 
     def __init__(self, app: Application, listener: socket.socket) -> None:
@@ -126,7 +124,7 @@ class Server:
             uvicorn.Config(
                 app,
                 loop="none",
-                http=cast(Any, partial(Connection, self._connections)),  # which uvicorn calls, and asks for nothing else
+                http=cast(Any, partial(Connection, self._connections)),  # uvicorn only calls it
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -138,7 +136,7 @@ class Server:
             )
         )
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._told: deque[Callable[[], None]] = deque()  # by other threads and signals, for the event loop to do
+        self._told: deque[Callable[[], None]] = deque()  # requests from other threads and signals to the event loop
         self._serving: asyncio.Task[None]  # while the event loop runs
         self._stopping: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()
@@ -149,22 +147,21 @@ class Server:
         uvloop.run(self._serve())
 
     def stop(self, why: str = "stopping", *, drain: bool = False, force: bool = False) -> None:
-        """Turn not ready, take no new connections, let running requests end, and stop.
+        """Turn not ready, refuse new connections, finish running requests, and stop.
 
-        Called again, it ends the draining at once; and with `force` after that, the wait for running requests.
+        A second call ends the draining at once; with `force`, a later one ends the wait for running requests.
 
         Args:
-            why: for the log.
-            drain: go on as before for `service.drain_s` after turning not ready, so that balancers can look elsewhere.
-            force: see above.
+            why: reason for the log.
+            drain: keep serving for `service.drain_s` after turning not ready, so that load balancers can switch.
         """
         self._tell(partial(self._on_stop, why, drain=drain, force=force))
 
     def reload(self, path: str | os.PathLike[str], kept: Collection[str] = ()) -> None:
-        """Read the configuration again, make the changes that a running service can make, and log those that it cannot.
+        """Reread the configuration, apply the changes that a running service can apply, and log the others.
 
         Args:
-            path: of the configuration. Where it is wrong nothing changes.
+            path: file of the configuration. If it is wrong nothing changes.
             kept: keys of `service` that stay as they are.
         """
         self._tell(partial(self._on_reload, path, kept))
@@ -241,7 +238,7 @@ class Server:
         _log.info("stopped, %.1f s after %s", time.monotonic() - began, why)
 
     async def _stop_listening(self) -> None:
-        """Close the listener once its queue is empty: connections that nobody has accepted would be reset."""
+        """Close the listener once its queue is empty; closing resets unaccepted connections."""
         if not self._uvicorn.started:
             return
         queued = select.poll()
@@ -249,7 +246,7 @@ class Server:
         turns = 0
         while queued.poll(0) and turns < _BACKLOG:
             turns += 1
-            await asyncio.sleep(0)  # in each turn the event loop accepts at least one
+            await asyncio.sleep(0)  # each turn of the event loop accepts at least one connection
         for server in self._uvicorn.servers:
             server.close()
 
@@ -267,7 +264,7 @@ class Server:
             self._tell(partial(self._take_over, wanted, kept, number))
 
     def _take_over(self, wanted: Configuration, kept: Collection[str], number: int) -> None:
-        if number < self._reads:  # it is being read once more
+        if number < self._reads:  # another reload has begun
             return
         lifecycle = self._app.lifecycle
         failed = {one.name for one in lifecycle.states.models() if one.state == "failed"}
@@ -286,7 +283,7 @@ class Server:
         lifecycle.change(changes.deploy, changes.undeploy)
 
     def _announce(self) -> None:
-        """Log a lookup of a model that is in service."""
+        """Log an example lookup of a model in service."""
         server = self._app.lifecycle.opened
         models = self._app.lifecycle.configuration.models
         model = next((one for one in models if server and one.model in server.models), None)
@@ -300,7 +297,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Bind and listen; port 0 picks a free one.
 
     Raises:
-        ConfigError: the address cannot be listened on; the message says why.
+        ConfigError: the address cannot be bound; the message says why.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

@@ -1,14 +1,14 @@
-"""Bags of keys: each bag is answered with one vector, which is combined from those of its keys.
+"""Bags of keys: the vectors of a bag's keys are combined into one vector.
 
-With v_i the vectors of a bag's keys, clipped to `max_norm` first, and w_i their weights, or 1:
+With v_i the vectors of a bag's keys, clipped to `max_norm`, and w_i their weights or 1:
 
     sum      sum of w_i v_i                               torch.nn.functional.embedding_bag(mode="sum")
     mean     sum of w_i v_i / sum of w_i                  mode="mean"; with weights as TensorFlow's embedding_lookup_sparse
     sqrtn    sum of w_i v_i / sqrt(sum of w_i w_i)        embedding_lookup_sparse(combiner="sqrtn")
 
-A vector is clipped as torch does: where its L2 norm is above `max_norm`, it is multiplied by max_norm / (norm + 1e-7). Keys
-that equal the padding key are left out, and are not looked up. A bag without keys, or whose divisor is 0, is zeros. Keys that
-no tier has count with the table's default vector, as in a lookup of rows.
+A vector is clipped as torch does: if its L2 norm is above `max_norm`, it is multiplied by max_norm / (norm + 1e-7). Keys equal
+to the padding key are skipped and not looked up. A bag that is empty or has divisor 0 yields zeros. Keys that no tier has
+contribute the table's default vector, as in a lookup of rows.
 """
 
 import math
@@ -22,13 +22,13 @@ import numpy as np
 from hps.errors import InvalidDtypeError, InvalidInputError
 from hps.tensors.dlpack import CAPSULE, adopt
 from hps.tensors.segments import (
-    CUDA_ARRAYS,
     Segment,
     adopt_keys,
     adopt_output,
     as_host_array,
     as_host_keys,
     refuse_repeated_tables,
+    size_on_device,
 )
 from hps.types import DeviceArray, TableSpec
 
@@ -36,7 +36,7 @@ _EXPECTED = {"offsets": "int64 or int32", "weights": "float32"}
 
 
 class Combiner(IntEnum):
-    """How the vectors of a bag become one; `cuda/pool.cu` knows these numbers."""
+    """Combines the vectors of a bag; `cuda/pool.cu` uses the same numbers."""
 
     SUM = 0
     MEAN = 1
@@ -49,17 +49,18 @@ _COMBINERS = {combiner.name.lower(): combiner for combiner in Combiner}
 class Bags:
     """Keys of one table in bags, as `HPS.lookup_pooled` takes them. *Immutable*; the tensors stay the caller's.
 
-    Any tensor may be in host memory or on the GPU that answers: an array of NumPy's, or an object with `__dlpack__`.
+    Each tensor may be in host memory or on the GPU that answers: a NumPy array, or an object with `__dlpack__`.
 
     Args:
-        keys: int64 (int32 is widened), C-contiguous. With offsets (n,); without them (B, hotness): as many keys in every bag.
-        offsets: (B + 1,) int64 or int32, C-contiguous: bag b has keys [offsets[b], offsets[b + 1]); they begin with 0, never
-            fall, and end with n.
-        weights: float32, C-contiguous, as many as keys; None: every key counts 1.
-        combiner: see this module's docstring.
+        keys: int64 (int32 is widened), C-contiguous. With offsets (n,); without them (B, hotness): every bag has `hotness`
+            keys.
+        offsets: (B + 1,) int64 or int32, C-contiguous: bag b has keys [offsets[b], offsets[b + 1]); they start at 0, never
+            decrease, and end with n.
+        weights: float32, C-contiguous, one per key; None: every weight is 1.
+        combiner: see the module's docstring.
         max_norm: above 0; None: vectors are not clipped.
-        padding_key: is left out wherever it stands; None: no key is.
-        include_last_offset: False: offsets are (B,), without the n at their end, as torch's `EmbeddingBag` has them by default.
+        padding_key: key to skip; None: no key is skipped.
+        include_last_offset: False: offsets are (B,), without the final n, the default of torch's `EmbeddingBag`.
     """
 
     __slots__ = ("combiner", "include_last_offset", "keys", "max_norm", "offsets", "padding_key", "weights")
@@ -88,14 +89,13 @@ class Pooling:
     """The bags of a segment. *Immutable.*
 
     Attributes:
-        count: how many bags (B).
-        offsets: (B,) or (B + 1,) int64 or int32, in host memory (then checked) or on the device (then not); None: every bag has
-            `hotness` keys. What follows the last given offset belongs to the last bag.
-        hotness: n / B where there are no offsets.
-        weights: (n,) float32, in host memory or on the device; None: every key counts 1.
-        combiner: how the vectors of a bag become one.
+        count: number of bags (B).
+        offsets: (B,) or (B + 1,) int64 or int32, in host memory (checked) or on the device (not checked); None: every bag has
+            `hotness` keys. Keys after the last given offset belong to the last bag.
+        hotness: n / B, used without offsets.
+        weights: (n,) float32, in host memory or on the device; None: every weight is 1.
         max_norm: 0.0: vectors are not clipped.
-        padding_key: None: no key is left out.
+        padding_key: None: no key is skipped.
     """
 
     __slots__ = ("combiner", "count", "hotness", "max_norm", "offsets", "padding_key", "weights")
@@ -123,9 +123,9 @@ class Columns:
     """Consecutive columns of a (rows, width) float32 tensor that several segments share, in CUDA memory.
 
     Attributes:
-        tensor: C-contiguous; a CUDA cache reads it once for all of them.
-        start: the first column.
-        rows, width: what the tensor must have, at least rows x width elements.
+        tensor: C-contiguous; a CUDA cache inspects it once for all segments.
+        start: first column.
+        rows, width: expected dimensions; the tensor has at least rows x width elements.
     """
 
     __slots__ = ("rows", "start", "tensor", "width")
@@ -145,17 +145,17 @@ def pooled_segments(
     *,
     on_cuda: bool,
 ) -> list[Segment]:
-    """One segment with `pooling` for each table that a caller names.
+    """Build one segment with `pooling` for each table that a caller names.
 
     Args:
-        out: by table, (B, dim) float32 each; or one tensor (B, sum of dims), whose columns are those of the tables in their
-            order; None: new host arrays.
-        table_index: finds or refuses a table.
+        out: by table, (B, dim) float32 each; or one tensor (B, sum of dims), with the columns of the tables in their order;
+            None: new host arrays.
+        table_index: finds a table, or raises.
 
     Raises:
-        UnknownTableError: as `table_index` does.
-        InvalidDtypeError, InvalidInputError: the tensors cannot be what they should; a table is named twice; with one output
-            for all, tables have different numbers of bags.
+        UnknownTableError: raised by `table_index`.
+        InvalidDtypeError, InvalidInputError: a tensor has a wrong dtype or shape; a table is named twice; tables that share one
+            output have different numbers of bags.
     """
     found = [(name, table_index(name), bags) for name, bags in tables.items()]
     width = sum([specs[index].dim for _name, index, _bags in found])
@@ -192,7 +192,7 @@ def pooled_segments(
 
 
 def _keys_of(keys: Any, on_cuda: bool) -> tuple[Any, int, Sequence[int]]:
-    """Adopt keys as `HPS.lookup_tables` does: tensors, sequences, arrays of any integers; and their number and shape."""
+    """Adopt keys as `HPS.lookup_tables` does: tensors, sequences, integer arrays. Return them with their number and shape."""
     if isinstance(keys, np.ndarray) or not (type(keys) is CAPSULE or hasattr(keys, "__dlpack__")):
         array = as_host_array(keys, "keys", "integers, or as many of them for every bag")
         flat = np.require(as_host_keys(array.reshape(-1)), requirements=["ALIGNED"])
@@ -202,10 +202,10 @@ def _keys_of(keys: Any, on_cuda: bool) -> tuple[Any, int, Sequence[int]]:
 
 
 def pooling_of(name: Any, bags: Bags, n: int, shape: Sequence[int], on_cuda: bool) -> Pooling:
-    """Check the bags of n keys of a table, which have a shape, and adopt their offsets and weights.
+    """Check the bags of n keys of a table, whose tensor has `shape`, and adopt their offsets and weights.
 
     Raises:
-        InvalidDtypeError, InvalidInputError: they are not as `Bags` says.
+        InvalidDtypeError, InvalidInputError: they are not as `Bags` requires.
     """
     doing = f"looking up bags of table {name!r}"
     combiner = _COMBINERS.get(bags.combiner) if isinstance(bags.combiner, str) else None
@@ -229,7 +229,7 @@ def pooling_of(name: Any, bags: Bags, n: int, shape: Sequence[int], on_cuda: boo
 
 
 def _checked(doing: str, bags: Bags) -> tuple[float, int | None]:
-    """max_norm, 0.0 for none, and the padding key of bags."""
+    """Check max_norm (0.0: none) and the padding key of bags, and return both."""
     try:
         max_norm = 0.0 if bags.max_norm is None else float(bags.max_norm)
     except (TypeError, ValueError):
@@ -255,18 +255,16 @@ def _check_offsets(doing: str, offsets: np.ndarray, n: int, include_last: bool) 
 
 
 def _adopted(doing: str, tensor: Any, on_cuda: bool, what: str, dtypes: tuple[type, ...]) -> tuple[Any, int]:
-    """Adopt offsets or weights: a contiguous host array, or the tensor that a CUDA cache reads itself; and its size."""
+    """Adopt offsets or weights as a contiguous host array, or as the tensor that a CUDA cache reads; also return the size."""
     if tensor is None:
         return None, 0
-    if on_cuda and type(tensor) in CUDA_ARRAYS:
-        return tensor, tensor.size
-    if on_cuda and getattr(tensor, "is_cuda", False):
-        return tensor, tensor.numel()
+    if on_cuda and (size := size_on_device(tensor)) >= 0:
+        return tensor, size
     expected = _EXPECTED[what]
     if isinstance(tensor, np.ndarray) or not (type(tensor) is CAPSULE or hasattr(tensor, "__dlpack__")):
         array = as_host_array(tensor, what, expected)
         if not isinstance(tensor, np.ndarray) and (not array.size or array.dtype.kind in ("iuf" if what == "weights" else "")):
-            array = array.astype(dtypes[0])  # numbers of Python's
+            array = array.astype(dtypes[0])  # Python's numbers
     else:
         view = adopt(tensor, what=what)
         if not view.on_host:

@@ -1,27 +1,26 @@
 """Adopts tensors of other frameworks through DLPack (https://dmlc.github.io/dlpack), without copying them.
 
-Reads DLPack's C structs from capsules, and through the C exchange table of a tensor type. Nothing is consumed: a capsule
-keeps its name and its deleter, so the owner of a bare one can use it again, as HugeCTR's users do, and one that an object
-made for us releases the tensor when it is collected.
+Reads DLPack's C structs from capsules, and through the C exchange table of a tensor type. Adopting a capsule does not consume
+it: it keeps its name and its deleter. So the owner of a bare capsule can use it again, as HugeCTR's users do, and a capsule
+exported for this adoption releases the tensor when it is collected.
 """
 
 import ctypes
 import math
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from hps.errors import InvalidDtypeError, InvalidInputError
-from hps.types import FloatArray, KeyArray
 
 CPU, CUDA, CUDA_HOST, ROCM, CUDA_MANAGED = 1, 2, 3, 10, 13
 _DEVICES = {CPU: "CPU", CUDA: "CUDA", CUDA_HOST: "CUDAHost", ROCM: "ROCm", CUDA_MANAGED: "CUDAManaged"}
 
 INT, UINT, FLOAT, BFLOAT, COMPLEX, BOOL = 0, 1, 2, 4, 5, 6
 _KINDS = {INT: "int", UINT: "uint", FLOAT: "float", BFLOAT: "bfloat", COMPLEX: "complex", BOOL: "bool"}
-_TYPESTRS = {(INT, 32): "=i4", (INT, 64): "=i8", (FLOAT, 32): "=f4"}  # of keys and outputs
+_TYPESTRS = {(INT, 32): "=i4", (INT, 64): "=i8", (FLOAT, 32): "=f4"}  # keys and outputs
 _HOST = frozenset({CPU, CUDA_HOST})
 NUMPY_CODES = {"i": INT, "u": UINT, "f": FLOAT, "c": COMPLEX, "b": BOOL}
 
@@ -58,15 +57,14 @@ class TensorView:
     """A tensor of another framework, in place. *Immutable*; `owner` keeps the memory alive.
 
     Attributes:
-        pointer: address of the first element, byte offset included; 0 only where there is no element.
-        shape: as the producer has it.
+        pointer: address of the first element, byte offset included; 0 only if there is no element.
         strides: in elements; None for C-contiguous.
-        code, bits, lanes: of the element type (`DLDataType`).
+        code, bits, lanes: element type (`DLDataType`).
         device_type, device_id: `DLDevice`.
-        read_only: the producer forbids writing. Capsules without a version cannot say so.
-        producer_stream: the CUDA stream that the producer works on; the caller must order its own work after it. None where
-            the memory is not CUDA's, or where the producer has ordered its work itself.
-        owner: what was adopted. A bare capsule no longer keeps the memory alive once someone else consumes it.
+        read_only: the producer forbids writing. Unversioned capsules cannot express it.
+        producer_stream: CUDA stream of the producer, after which the caller must order its own work. None if the memory is not
+            CUDA memory, or the producer has ordered its work itself.
+        owner: the adopted object. A bare capsule stops keeping the memory alive once another consumer takes it.
     """
 
     __slots__ = (
@@ -104,29 +102,28 @@ class TensorView:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def dtype_name(self) -> str:
-        """The element type as people write it, e.g. `float32`."""
+        """Name of the element type, e.g. `float32`."""
         kind = _KINDS.get(self.code)
         name = f"dtype code {self.code} of {self.bits} bits" if kind is None else f"{kind}{self.bits}"
         return "bool" if name == "bool8" else name if self.lanes == 1 else f"{name}x{self.lanes}"
 
     @property
     def device_name(self) -> str:
-        """The device as people write it, e.g. `CUDA device 0`."""
+        """Name of the device, e.g. `CUDA device 0`."""
         return f"{_DEVICES.get(self.device_type, f'type {self.device_type}')} device {self.device_id}"
 
     @property
     def on_host(self) -> bool:
-        """Whether the CPU may read and write the memory: pageable, or pinned by CUDA."""
+        """Whether the CPU can read and write the memory: pageable, or pinned by CUDA."""
         return self.device_type in _HOST
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements follow each other in C order."""
+        """Whether the elements are contiguous in C order."""
         strides, shape = self.strides, self.shape
         if strides is None:
             return True
@@ -138,7 +135,7 @@ class TensorView:
         return True
 
     def host_array(self, shape: tuple[int, ...]) -> np.ndarray:
-        """An array of some shape over the first elements of contiguous keys or an output in host memory."""
+        """Return an array of the given shape over the first elements of a contiguous tensor in host memory."""
         typestr = _TYPESTRS[self.code, self.bits]
         if not self.pointer:
             return np.empty(shape, typestr)
@@ -154,7 +151,7 @@ class TensorView:
 
 
 class _Memory:
-    """What NumPy makes an array of, and then keeps alive."""
+    """The array interface that NumPy reads and keeps alive."""
 
     __slots__ = ("__array_interface__", "owner")
 
@@ -163,17 +160,17 @@ class _Memory:
 
 
 def adopt(tensor: Any, stream: int | None = None, what: str = "tensor") -> TensorView:
-    """Read where a tensor is. Nothing is copied, and a bare capsule stays usable by its owner.
+    """Read the address and layout of a tensor. Copies nothing; a bare capsule stays usable by its owner.
 
     Args:
-        tensor: an object with `__dlpack__` (NumPy, torch, CuPy, JAX), or a capsule of DLPack, with or without version.
-        stream: the CUDA stream that will use the tensor, as DLPack numbers it. A producer of CUDA memory orders its own
-            work before that stream, unless it reports a `producer_stream`: then the caller has to. A bare capsule says
-            nothing about streams.
+        tensor: an object with `__dlpack__` (NumPy, torch, CuPy, JAX), or a DLPack capsule, versioned or not.
+        stream: CUDA stream that will use the tensor, in DLPack's numbering. A producer of CUDA memory orders its own work
+            before that stream, unless it reports a `producer_stream`: then the caller must. A bare capsule has no information
+            about streams.
         what: names the tensor in errors.
 
     Raises:
-        InvalidInputError: it is not a tensor, it cannot be exported, or its capsule has been consumed already.
+        InvalidInputError: it is not a tensor, it cannot be exported, or its capsule was already consumed.
     """
     if isinstance(tensor, np.ndarray):
         return _of_numpy(tensor, what)
@@ -183,7 +180,7 @@ def adopt(tensor: Any, stream: int | None = None, what: str = "tensor") -> Tenso
 
 
 def cuda_device_of(tensor: Any) -> int | None:
-    """The CUDA device that a tensor is on; None where it is elsewhere, or is no tensor that says so."""
+    """Return the CUDA device of a tensor; None if it is elsewhere, or does not report a device."""
     if type(tensor) is np.ndarray:
         return None
     if type(tensor) is CAPSULE:
@@ -194,125 +191,6 @@ def cuda_device_of(tensor: Any) -> int | None:
     else:
         return None
     return int(device[1]) if device[0] in (CUDA, CUDA_MANAGED) else None
-
-
-def as_keys(keys: Any, what: str = "keys") -> KeyArray:
-    """Adopt keys in host memory: an int64 tensor of any shape.
-
-    Args:
-        keys: as for `adopt`.
-        what: names the keys in errors.
-
-    Returns:
-        (n,) int64, aligned: over the same memory where the keys are int64, else (int32) a widened copy. Read only.
-
-    Raises:
-        InvalidDtypeError: the elements are neither int64 nor int32.
-        InvalidInputError: they are not C-contiguous or not in host memory; and as `adopt`.
-    """
-    array = _array(keys)
-    if array is not None and array.dtype == np.int64 and array.flags.c_contiguous and array.flags.aligned:
-        flat: KeyArray = array if array.ndim == 1 else array.reshape(-1)
-        return flat
-    return view_as_keys(adopt(keys, None, what), what)
-
-
-def view_as_keys(view: TensorView, what: str = "keys") -> KeyArray:
-    """As `as_keys`, of a tensor that was adopted."""
-    check_keys(view, what)
-    _check_host(view, what)
-    given = view.host_array((view.size,))
-    return given if view.bits == 64 and given.flags.aligned else given.astype(np.int64)
-
-
-def as_output(out: Any, rows: int, dim: int, what: str = "output") -> FloatArray:  # (rows, dim)
-    """Adopt an output in host memory: a float32 tensor of any shape with room for rows x dim elements.
-
-    Args:
-        out: as for `adopt`.
-        what: names the output in errors.
-
-    Returns:
-        (rows, dim) float32 over its first elements, for writing.
-
-    Raises:
-        InvalidDtypeError: the elements are not float32.
-        InvalidInputError: it is read-only, too small, not C-contiguous or not in host memory; and as `adopt`.
-    """
-    array = _array(out)
-    if array is not None and array.dtype == np.float32 and array.size >= rows * dim:
-        flags = array.flags
-        if flags.c_contiguous and flags.writeable and flags.aligned:
-            fits: FloatArray = array if array.shape == (rows, dim) else array.reshape(-1)[: rows * dim].reshape(rows, dim)
-            return fits
-    return view_as_output(adopt(out, None, what), rows, dim, what)
-
-
-def view_as_output(view: TensorView, rows: int, dim: int, what: str = "output") -> FloatArray:  # (rows, dim)
-    """As `as_output`, of a tensor that was adopted."""
-    check_output(view, rows, dim, what)
-    _check_host(view, what)
-    return view.host_array((rows, dim))
-
-
-def _array(tensor: Any) -> np.ndarray | None:
-    """A tensor in host memory as NumPy reads it, which is the fastest way; None where only `adopt` can read or refuse it."""
-    if type(tensor) is np.ndarray:
-        return tensor
-    if type(tensor) is CAPSULE:
-        return None
-    try:
-        return np.from_dlpack(tensor)
-    except (AssertionError, AttributeError, BufferError, RuntimeError, TypeError, ValueError):
-        return None
-
-
-def check_keys(view: TensorView, what: str = "keys") -> None:
-    """Check that a tensor on any device can be keys: int64 or int32 (`view.bits` tells), C-contiguous.
-
-    Raises:
-        InvalidDtypeError, InvalidInputError: it cannot.
-    """
-    if view.code != INT or view.bits not in (32, 64) or view.lanes != 1:
-        hint = "; view the same bits as int64" if (view.code, view.bits) == (UINT, 64) else "; convert them"
-        raise InvalidDtypeError(f"adopting {what}: got {view.dtype_name}, expected int64 (or int32, which is widened){hint}")
-    if not view.contiguous:
-        _fail_layout(view, what)
-
-
-def check_output(view: TensorView, rows: int, dim: int, what: str = "output") -> None:
-    """Check that a tensor on any device can take rows x dim float32 elements.
-
-    Raises:
-        InvalidDtypeError, InvalidInputError: it cannot.
-    """
-    if (view.code, view.bits, view.lanes) != (FLOAT, 32, 1):
-        raise InvalidDtypeError(f"adopting {what}: got {view.dtype_name}, expected float32; allocate it as float32")
-    if not view.contiguous:
-        _fail_layout(view, what)
-    if view.read_only:
-        raise InvalidInputError(f"adopting {what}: got a read-only tensor, expected a writable one; pass a copy")
-    if view.size < rows * dim:
-        raise InvalidInputError(
-            f"adopting {what}: got shape {view.shape} with {view.size} elements, expected at least {rows * dim} for {rows} "
-            f"vectors of {dim}; allocate it larger"
-        )
-    if view.pointer % 4:
-        raise InvalidInputError(f"adopting {what}: got memory that is not aligned to float32; pass a tensor of its own")
-
-
-def _check_host(view: TensorView, what: str) -> None:
-    if not view.on_host:
-        raise InvalidInputError(
-            f"adopting {what}: got a tensor on {view.device_name}, expected host memory; copy it to the CPU"
-        )
-
-
-def _fail_layout(view: TensorView, what: str) -> NoReturn:
-    raise InvalidInputError(
-        f"adopting {what}: got shape {view.shape} with strides {view.strides}, expected a C-contiguous tensor; make it "
-        "contiguous"
-    )
 
 
 def _of_numpy(array: np.ndarray, what: str) -> TensorView:
@@ -329,7 +207,7 @@ def _of_numpy(array: np.ndarray, what: str) -> TensorView:
 
 
 def _exported(tensor: Any, stream: int | None, what: str) -> Any:
-    """The capsule that a tensor's producer makes."""
+    """Ask a tensor's producer for a capsule."""
     try:
         export = tensor.__dlpack__
     except AttributeError:
@@ -343,7 +221,7 @@ def _exported(tensor: Any, stream: int | None, what: str) -> Any:
             arguments["stream"] = stream
         try:
             capsule = export(**arguments, max_version=MAX_VERSION)
-        except TypeError:  # a producer older than DLPack 1.0
+        except TypeError:  # the producer is older than DLPack 1.0
             capsule = export(**arguments)
     except (AssertionError, AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidInputError(f"adopting {what}: its {type(tensor).__name__} cannot be exported: {error}") from error
@@ -355,10 +233,10 @@ def _exported(tensor: Any, stream: int | None, what: str) -> Any:
 
 
 def read_capsule(capsule: Any, what: str) -> TensorView:
-    """Read the tensor of a capsule, with or without version; the view keeps the capsule alive.
+    """Read the tensor of a capsule, versioned or not; the view keeps the capsule alive.
 
     Raises:
-        InvalidInputError: the capsule is another library's, consumed, of another major version, or damaged.
+        InvalidInputError: the capsule belongs to another library, was consumed, has another major version, or is damaged.
     """
     name = _capsule_name(capsule)
     if name == b"dltensor":
@@ -372,9 +250,9 @@ def read_capsule(capsule: Any, what: str) -> TensorView:
 
 
 def read_object(tensor: Any, what: str) -> TensorView | None:
-    """Read a tensor through its type's `__dlpack_c_exchange_api__`; None where the type has none that we understand.
+    """Read a tensor through its type's `__dlpack_c_exchange_api__`; return None without a supported table.
 
-    The view keeps the tensor alive. CUDA memory comes with the producer's stream, unordered.
+    The view keeps the tensor alive. CUDA memory comes with the producer's stream and is not ordered.
     """
     kind = type(tensor)
     try:
@@ -388,7 +266,7 @@ def read_object(tensor: Any, what: str) -> TensorView | None:
     try:
         from_object(tensor, made)
     except (BufferError, RuntimeError, TypeError, ValueError):
-        return None  # `__dlpack__` says why
+        return None  # `__dlpack__` raises with the reason
     managed = made.value or 0
     try:
         view = _read_versioned(managed, tensor, what)
@@ -402,10 +280,10 @@ def read_object(tensor: Any, what: str) -> TensorView | None:
 
 
 def work_stream_of(kind: type) -> Callable[[int], int] | None:
-    """How to ask a framework for the CUDA stream that it works on; None where its tensor type publishes no exchange table.
+    """Return a reader of a framework's current CUDA stream; None if the tensor type publishes no exchange table.
 
     Returns:
-        A function of a CUDA device's id that returns the address of the calling thread's current stream there.
+        Function of a CUDA device's id that returns the address of the calling thread's current stream there.
     """
     exchange = _exchange_of(kind)
     if exchange is None:
@@ -421,7 +299,7 @@ def work_stream_of(kind: type) -> Callable[[int], int] | None:
 
 
 def _exchange_of(kind: type) -> tuple[Callable[..., int], Callable[..., int]] | None:
-    capsule = vars(kind).get("__dlpack_c_exchange_api__")  # not a base class's: a subclass may be no plain tensor
+    capsule = vars(kind).get("__dlpack_c_exchange_api__")  # not a base class's: a subclass may not be a plain tensor
     if type(capsule) is not CAPSULE or _capsule_name(capsule) != b"dlpack_exchange_api":
         return None
     address = _capsule_pointer(capsule, b"dlpack_exchange_api")

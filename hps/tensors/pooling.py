@@ -1,7 +1,7 @@
-"""Pools vectors that are in host memory: numba kernels, and the parts of kernels that a cache pools with.
+"""Pools vectors in host memory with numba kernels, and provides the kernel parts that a cache pools with.
 
 The arithmetic is defined in `bags.py`. Products and sums are float32, with or without fma; norms and sums of weights are
-float64, and rounded once.
+float64, rounded once.
 """
 
 import math
@@ -11,8 +11,8 @@ import numpy as np
 from llvmlite import ir
 from numba import boolean, float32, float64, int64, njit, types, void
 
-from hps.numba_atomics import address_of, cgutils, intrinsic
-from hps.numba_kernels import kernel, read_only
+from hps.ground.numba_atomics import address_of, cgutils, intrinsic
+from hps.ground.numba_kernels import kernel, read_only
 from hps.tensors.bags import Pooling
 from hps.types import FloatArray, IndexArray, KeyArray
 
@@ -27,11 +27,11 @@ KEYS, OFFSETS, WEIGHTS, OUT = (
 _NO_OFFSETS: IndexArray = np.empty(0, np.int64)
 _NO_WEIGHTS: FloatArray = np.empty(0, np.float32)
 BagArrays: TypeAlias = tuple[IndexArray, int, FloatArray, int, float, bool, int]
-"""Of a `Pooling`, as kernels take it: offsets, hotness, weights, combiner, max_norm, padded, padding_key."""
+"""Kernel arguments of a `Pooling`: offsets, hotness, weights, combiner, max_norm, padded, padding_key."""
 
 
 def bag_arrays(pooling: Pooling) -> BagArrays:
-    """The bags of a segment in host memory, as kernels take them."""
+    """Convert the bags of a segment in host memory to kernel arguments."""
     offsets = _NO_OFFSETS if pooling.offsets is None else pooling.offsets.astype(np.int64, copy=False)
     weights = _NO_WEIGHTS if pooling.weights is None else pooling.weights
     padding_key = pooling.padding_key
@@ -41,20 +41,20 @@ def bag_arrays(pooling: Pooling) -> BagArrays:
 
 @njit(inline="always")
 def bound(offsets: IndexArray, hotness: int, bag: int, n: int) -> int:
-    """The first key of a bag, as the caller says; of the bag after the last one, how many keys there are."""
+    """Return the given position of a bag's first key; for the bag after the last one, the number of keys."""
     if offsets.size == 0:
         return bag * hotness
     return int(offsets[bag]) if bag < offsets.size else n
 
 
 def first_key(bags: BagArrays, bag: int, n: int) -> int:
-    """As the part of kernels `bound`."""
+    """Call `bound` from Python."""
     return int(bound.py_func(bags[0], bags[1], bag, n))
 
 
 @njit(fastmath={"reassoc", "contract"})
 def _clipped(row: FloatArray, weight: float, max_norm: float) -> float:
-    """The weight of a vector, less if the vector is to be clipped."""
+    """Return the weight of a vector, reduced if the vector must be clipped."""
     squares = 0.0
     for j in range(row.size):
         squares += float64(row[j]) * float64(row[j])
@@ -94,7 +94,7 @@ def _add_floats(typing_context: Any, target: Any, source: Any, factor: Any, coun
 
 @njit(inline="always")
 def add_vector(total_at: int, row_at: int, row: FloatArray, weight: float, max_norm: float) -> None:
-    """Add a vector to the total of its bag: clipped, unless `max_norm` is 0, and weighted. Both are given by address."""
+    """Add a vector to the total of its bag, weighted, and clipped unless `max_norm` is 0. Both are given by address."""
     factor = float32(_clipped(row, float64(weight), max_norm) if max_norm > 0.0 else weight)
     _add_floats(total_at, row_at, factor, row.size)
 
@@ -110,7 +110,7 @@ def divide(
     padded: bool,
     padding_key: int,
 ) -> None:
-    """Divide the total of a bag, which has keys [begin, end), as its combiner says; not for sums."""
+    """Divide the total of a bag with keys [begin, end) as its combiner requires; not for sums."""
     divisor = 0.0
     if weights.size == 0 and not padded:
         divisor = float64(end - begin)
@@ -132,7 +132,7 @@ def counted_positions(
     padding_key: int,
     positions: IndexArray,  # (n,) int64
 ) -> int:
-    """Write the positions of the keys that are not padding; returns their number."""
+    """Write the positions of the keys that are not padding; return their number."""
     count = 0
     for i in range(keys.size):
         if keys[i] != padding_key:
@@ -176,15 +176,15 @@ def pool_rows(
     total: FloatArray,  # (dim,) float32, scratch
     out: FloatArray,  # (B, dim) float32
 ) -> None:
-    """Add the vectors of the keys at `positions[start:stop]` to the totals of their bags, which are in `out`.
+    """Add the vectors of the keys at `positions[start:stop]` to the totals of their bags in `out`.
 
-    The i-th position has row `places[i]`, or i - start. A bag that has no position after `stop` is divided, too.
+    The i-th position has row `places[i]`, or i - start. Also divides each bag that has no position after `stop`.
     """
     n, count = keys.size, out.shape[0]
     total_at, rows_at, row_bytes = address_of(total), address_of(rows), 4 * rows.shape[1]
     if start >= stop:
         return
-    bag, after = 0, count  # the bag of the first position, by bisection: the last one that begins at or before it
+    bag, after = 0, count  # find the bag of the first position by bisection: the last one that starts at or before it
     while after - bag > 1:
         middle = (bag + after) // 2
         if bound(offsets, hotness, middle, n) <= positions[start]:

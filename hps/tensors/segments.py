@@ -1,11 +1,12 @@
-"""The segments of a lookup: the keys of one table and where their vectors go, made from tensors as callers pass them.
+"""The segments of a lookup: keys and outputs of one table each, built from callers' tensors.
 
-Every tensor is adopted once. What is in host memory becomes a NumPy array over the same memory. What is in CUDA memory stays
-as it is, where the lookup runs on a CUDA cache: that cache finds and checks it itself, ten times as fast for torch's and CuPy's
-tensors as DLPack would.
+Every tensor is adopted once. A tensor in host memory becomes a NumPy array over the same memory. A tensor in CUDA memory is
+passed on unchanged to a CUDA cache, which inspects and checks it itself: for torch's and CuPy's tensors ten times as fast as
+DLPack.
 """
 
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,23 +14,21 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.errors import InvalidDtypeError, InvalidInputError
-from hps.tensors.dlpack import adopt, as_keys, as_output, view_as_keys, view_as_output
+from hps.tensors.array_checks import as_keys, as_output, check_array, view_as_keys, view_as_output
+from hps.tensors.dlpack import adopt
 from hps.types import BoolArray, DeviceArray, FloatArray, KeyArray, TableSpec
 
 if TYPE_CHECKING:
     from hps.tensors.bags import Pooling
 
-CUDA_ARRAYS: set[type] = set()
-"""Types of arrays that are in CUDA memory, always, and have a `size`. The CUDA cache, which reads them itself, adds CuPy's."""
-
 
 class Stretch:
-    """Consecutive elements of a tensor that several segments share; a CUDA cache reads the tensor once for all of them.
+    """Consecutive elements of a tensor that several segments share; a CUDA cache inspects the tensor once for all of them.
 
     Attributes:
-        tensor: keys or output of a whole lookup, in CUDA memory.
-        start, size: the stretch, in elements.
-        total: elements that the tensor must have: exactly so many keys, at least so many of an output.
+        tensor: keys or output of all tables of a lookup, in CUDA memory.
+        start, size: position and length, in elements.
+        total: expected size of the tensor: the exact number of keys, the minimum number of elements of an output.
     """
 
     __slots__ = ("size", "start", "tensor", "total")
@@ -42,16 +41,16 @@ class Stretch:
 
 
 class Segment:
-    """The keys of one table within a lookup, and where their vectors go.
+    """The keys of one table within a lookup, and the output for their vectors.
 
     Attributes:
         table: index of the table within the model. A lookup has at most one segment per table.
         keys: (n,) int64, C-contiguous; read only. n may be 0.
         out: (n, dim) float32, C-contiguous; every row has been written when the lookup returns.
         found: (n,) bool or None; set to True for keys that a tier answered, False for those that got the default.
-        n: number of keys; given where `keys` is a tensor of any shape in CUDA memory.
-        pooling: the bags that the keys are pooled in; None: every key gets a row. Of the segments of a lookup, all have bags or
-            none has. With B bags `out` is (B, dim), in host memory with rows of any stride, and there is no `found`.
+        n: number of keys; given if `keys` is a tensor of any shape in CUDA memory.
+        pooling: bags of the keys; None: every key gets a row. Either all segments of a lookup have bags or none has. With B
+            bags `out` is (B, dim), in host memory with rows of any stride, and there is no `found`.
     """
 
     __slots__ = ("found", "keys", "n", "out", "pooling", "table")
@@ -74,7 +73,7 @@ class Segment:
 
 
 def as_host_keys(keys: Any) -> KeyArray:
-    """Bring a sequence or array of integers to (n,) int64, C-contiguous, in host memory; copies only where necessary.
+    """Convert a sequence or array of integers to (n,) int64, C-contiguous, in host memory; copy only if necessary.
 
     uint64 is taken bit for bit, as HugeCTR's `lookup` does.
 
@@ -95,7 +94,7 @@ def as_host_keys(keys: Any) -> KeyArray:
 
 
 def as_host_vectors(vectors: Any) -> FloatArray:
-    """Bring an array, or nested sequences, of numbers to float32, C-contiguous, in host memory; copies only where necessary.
+    """Convert an array or nested sequences of numbers to float32, C-contiguous, in host memory; copy only if necessary.
 
     Raises:
         InvalidDtypeError: they are not real numbers.
@@ -108,10 +107,10 @@ def as_host_vectors(vectors: Any) -> FloatArray:
 
 
 def as_host_array(values: Any, what: str, expected: str) -> npt.NDArray[Any]:
-    """Read a sequence, or nested ones, or an array.
+    """Read an array or nested sequences as an array in host memory.
 
     Raises:
-        InvalidInputError: they are ragged, or no array in host memory.
+        InvalidInputError: they are ragged, or not in host memory.
     """
     try:
         return np.asarray(values)
@@ -120,7 +119,7 @@ def as_host_array(values: Any, what: str, expected: str) -> npt.NDArray[Any]:
 
 
 def _as_counts(counts: Iterable[Any]) -> list[int]:
-    """Bring the counts of concatenated tables to Python's integers, whose sums cannot wrap.
+    """Convert the counts of concatenated tables to Python integers, whose sums cannot overflow.
 
     Raises:
         InvalidInputError: they are not integers.
@@ -134,11 +133,11 @@ def _as_counts(counts: Iterable[Any]) -> list[int]:
 
 
 def tensor_segment(table: int, dim: int, keys: Any, out: Any, *, on_cuda: bool, with_found: bool) -> Segment:
-    """The segment of one table whose keys and output are tensors.
+    """Build the segment of one table from tensors for keys and output.
 
     Args:
-        on_cuda: the lookup runs on a CUDA cache; without it, both tensors must be in host memory.
-        with_found: give the segment a found-mask, in host memory.
+        on_cuda: the lookup runs on a CUDA cache; otherwise both tensors must be in host memory.
+        with_found: add a found-mask in host memory.
 
     Raises:
         InvalidDtypeError, InvalidInputError: the tensors cannot be keys or an output of `dim` elements per key.
@@ -157,23 +156,25 @@ def named_segments(
     on_cuda: bool,
     with_found: bool,
 ) -> list[Segment]:
-    """One segment for each table that a caller names: keys as tensors or sequences, outputs as tensors or new host arrays.
+    """Build one segment for each table named by the caller.
+
+    Keys are tensors or sequences; outputs are tensors or new host arrays.
 
     Args:
-        table_index: finds or refuses what `indices` does not hold.
-        indices: of the tables, by name and by id.
+        table_index: finds a table that `indices` lacks, or raises.
+        indices: table indices by name and by id.
 
     Raises:
-        UnknownTableError: as `table_index` does.
-        InvalidDtypeError, InvalidInputError: as `tensor_segment`; also when `out` lacks a table, or a table is named twice.
+        UnknownTableError: raised by `table_index`.
+        InvalidDtypeError, InvalidInputError: as for `tensor_segment`; also if `out` lacks a table, or a table is named twice.
     """
     segments = []
-    by_id = False
+    by_id, cupy_array = False, _cupy_array()
     for name, keys in tables.items():
         index = indices.get(name) if type(name) is str else None
         if index is None:
             index, by_id = table_index(name), True
-        if on_cuda and type(keys) in CUDA_ARRAYS:  # here and below without a call: this runs once per table
+        if on_cuda and type(keys) is cupy_array:  # inlines `size_on_device`: this runs once per table
             n = keys.size
         elif on_cuda and getattr(keys, "is_cuda", False):
             n = keys.numel()
@@ -188,7 +189,7 @@ def named_segments(
             raise InvalidInputError(f"looking up tables: out has no entry for {name!r}; name an output for every table")
         else:
             place = out[name]
-            if not on_cuda or not (type(place) in CUDA_ARRAYS or getattr(place, "is_cuda", False)):
+            if not on_cuda or not (type(place) is cupy_array or getattr(place, "is_cuda", False)):
                 place = adopt_output(place, n, specs[index].dim, on_cuda)
         segments.append(Segment(index, keys, place, np.empty(n, np.bool_) if with_found else None, n))
     if by_id:
@@ -205,10 +206,10 @@ def concatenated_segments(
     on_cuda: bool,
     with_found: bool,
 ) -> tuple[list[Segment], BoolArray | None]:
-    """One segment for each table of a model whose keys, outputs and masks follow each other in one tensor each; and the masks.
+    """Build one segment for each table from tensors that concatenate the keys and outputs; also return the masks.
 
     Raises:
-        InvalidDtypeError, InvalidInputError: as `tensor_segment`; also when there is not one count for each table, or the
+        InvalidDtypeError, InvalidInputError: as for `tensor_segment`; also without exactly one count for each table, or if the
             counts do not add up to the keys.
     """
     counts = _as_counts(counts)
@@ -248,72 +249,49 @@ def refuse_repeated_tables(segments: Sequence[Segment], specs: Sequence[TableSpe
     """Check that no table has two segments.
 
     Raises:
-        InvalidInputError: one has.
+        InvalidInputError: a table has two.
     """
     if len({segment.table for segment in segments}) != len(segments):
         raise InvalidInputError(f"looking up model {specs[0].model_name!r}: a table is named twice; name each once")
 
 
-def check_segment(table: TableSpec, segment: Segment, n: int) -> None:
-    """Check those arrays of a segment of n keys that are in host memory; a query takes keys that are not aligned.
+def check_segment(doing: str, segment: Segment, n: int, dim: int) -> None:
+    """Check the arrays of a segment of n keys that are in host memory; a query accepts unaligned keys.
+
+    Args:
+        doing: begins the message.
+        dim: dimension of the table.
 
     Raises:
         InvalidDtypeError, InvalidInputError: a kernel would misread one of them.
     """
-    keys, out, found = segment.keys, segment.out, segment.found
+    keys, out, found, pooling = segment.keys, segment.out, segment.found, segment.pooling
     if isinstance(keys, np.ndarray):
-        _check_array("querying", table, "keys", keys, np.int64, (n,), aligned=False)
+        check_array(doing, "keys", keys, np.int64, (n,))
     if isinstance(out, np.ndarray):
-        rows, of_rows = (n, out) if segment.pooling is None else (segment.pooling.count, out[:1])  # which may be columns
-        _check_array("querying", table, "out", out, np.float32, (rows, table.dim), writable=True, laid_out=of_rows)
+        shape = (n if pooling is None else pooling.count, dim)
+        check_array(doing, "out", out, np.float32, shape, writable=True, aligned=True, rows_apart=pooling is not None)
     if isinstance(found, np.ndarray):
-        _check_array("querying", table, "found", found, np.bool_, (n,), writable=True)
+        check_array(doing, "found", found, np.bool_, (n,), writable=True, aligned=True)
 
 
-def check_rows(table: TableSpec, keys: np.ndarray, vectors: np.ndarray | None, doing: str) -> None:
-    """Check the host arrays of a modification: keys (n,) int64 and, unless they are to be erased, vectors (n, dim) float32.
-
-    Raises:
-        InvalidDtypeError, InvalidInputError: a kernel would misread one of them.
-    """
-    _check_array(doing, table, "keys", keys, np.int64, (keys.size,))
-    if vectors is not None:
-        _check_array(doing, table, "vectors", vectors, np.float32, (keys.size, table.dim))
+def size_on_device(tensor: Any) -> int:
+    """Return the size of a tensor in CUDA memory that a CUDA cache reads itself; -1 for any other."""
+    if type(tensor) is _cupy_array():
+        return int(tensor.size)
+    return int(tensor.numel()) if getattr(tensor, "is_cuda", False) else -1
 
 
-def _check_array(
-    doing: str,
-    table: TableSpec,
-    name: str,
-    array: np.ndarray,
-    dtype: npt.DTypeLike,
-    shape: tuple[int, ...],
-    *,
-    aligned: bool = True,
-    writable: bool = False,
-    laid_out: np.ndarray | None = None,
-) -> None:
-    flags = array.flags
-    contiguous = (array if laid_out is None else laid_out).flags.c_contiguous
-    if array.dtype != dtype:
-        raise InvalidDtypeError(
-            f"{doing} the cached table {table.tag}: {name}: got dtype {array.dtype}, expected {np.dtype(dtype)}"
-        )
-    if array.shape != shape or not contiguous or (aligned and not flags.aligned) or (writable and not flags.writeable):
-        state = ("" if flags.aligned else ", not aligned") + ("" if flags.writeable else ", read-only")
-        raise InvalidInputError(
-            f"{doing} the cached table {table.tag}: {name}: got shape {array.shape}, strides {array.strides}{state}; expected "
-            f"shape {shape}, C-contiguous{', aligned' if aligned else ''}{', writable' if writable else ''}; pass a copy"
-        )
+def _cupy_array() -> Any:
+    """Return the type of CuPy's arrays, which are always in CUDA memory; None until CuPy is imported."""
+    return getattr(sys.modules.get("cupy"), "ndarray", None)
 
 
 def adopt_keys(keys: Any, on_cuda: bool) -> tuple[Any, int]:
-    """Adopt keys: (n,) int64 in host memory, or the tensor that a CUDA cache reads itself; and n."""
+    """Adopt keys: (n,) int64 in host memory, or the tensor that a CUDA cache reads itself. Also return n."""
     if on_cuda and type(keys) is not np.ndarray:
-        if type(keys) in CUDA_ARRAYS:
-            return keys, keys.size
-        if getattr(keys, "is_cuda", False):
-            return keys, keys.numel()
+        if (size := size_on_device(keys)) >= 0:
+            return keys, size
         view = adopt(keys, what="keys")
         if not view.on_host:
             return view, view.size
@@ -326,7 +304,7 @@ def adopt_keys(keys: Any, on_cuda: bool) -> tuple[Any, int]:
 def adopt_output(out: Any, rows: int, dim: int, on_cuda: bool) -> Any:
     """Adopt an output: (rows, dim) float32 in host memory, or the tensor that a CUDA cache writes itself."""
     if on_cuda and type(out) is not np.ndarray:
-        if type(out) in CUDA_ARRAYS or getattr(out, "is_cuda", False):
+        if size_on_device(out) >= 0:
             return out
         view = adopt(out, what="output")
         return view_as_output(view, rows, dim) if view.on_host else view

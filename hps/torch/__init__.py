@@ -1,9 +1,9 @@
-"""Embedding layers for PyTorch, whose vectors come from a parameter server.
+"""Embedding layers for PyTorch that look vectors up in a parameter server.
 
     import hps.torch
 
     bag = hps.torch.EmbeddingBag("ps.json", "ranking", "item", 128, mode="sum")
-    pooled = bag(keys, offsets)  # (B, 128) float32, where the keys are
+    pooled = bag(keys, offsets)  # (B, 128) float32, on the device of the keys
 
 Importing it imports torch; `import hps` does not. See docs/torch.md.
 """

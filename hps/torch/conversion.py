@@ -1,4 +1,4 @@
-"""Replaces the embeddings of a trained PyTorch module by layers that look up in a parameter server."""
+"""Converts a trained PyTorch module to one that looks its embeddings up in a parameter server."""
 
 import copy
 import os
@@ -31,34 +31,33 @@ def convert(
     settings: Mapping[str, Any] | None = None,
     wait: bool = True,
 ) -> nn.Module:
-    """Replace the embeddings of a trained module by layers that look the same rows up in a parameter server.
+    """Replace the embeddings of a trained module with layers that look the same rows up in a parameter server.
 
     `nn.Embedding` becomes `LookupLayer`, `nn.EmbeddingBag` becomes `EmbeddingBag`, and torchrec's `EmbeddingBagCollection` and
-    `EmbeddingCollection` become ours, with the same mode, `max_norm`, `padding_idx`, `include_last_offset` and weights. Their
-    inputs and outputs stay as they were, the dtype of outputs included. Three things differ: a key that no table has gets the
-    table's default vector, where torch raises IndexError; outputs have no gradient; layers have no `weight`.
+    `EmbeddingCollection` become ours, with the same mode, `max_norm`, `padding_idx`, `include_last_offset` and weights. Inputs
+    and outputs keep their shapes and dtypes. Three things differ: an absent key gets the table's default vector, where torch
+    raises IndexError; outputs have no gradient; layers have no `weight`.
 
     Args:
-        module: what was trained. Its submodules may be on any device.
-        server: where the rows are looked up; or the path of a `ps.json` or the name of an attached server, as for the layers.
-        model_name: the model in the server.
-        repository: where the weights are saved, as `<repository>/<model_name>/<version>`, a path or URI, which the server's
-            `model_source` says how to reach; they are then deployed. None: the model is deployed already, from what `save`
-            wrote of this module.
+        module: the trained module, on any devices.
+        server: an `HPS`, the path of a `ps.json`, or the name of an attached server.
+        model_name: the model of the server to look up in.
+        repository: path or URI; the weights are saved as `<repository>/<model_name>/<version>`, with the server's
+            `model_source` settings, and deployed. Default: the model is already deployed from what `save` wrote.
         version, hotness, settings: with `repository`, as for `save`.
-        in_place: replace the embeddings in `module` itself. By default it is left as it is: the result has copies of all its
-            parameters but those of embeddings.
+        in_place: replace the embeddings in `module` itself. By default `module` is unchanged, and the result has copies of all
+            parameters except the embeddings.
         wait: as for the layers.
 
     Returns:
-        The converted module in evaluation mode. Where `module` is an embedding itself, the layer in its place.
+        The converted module in evaluation mode; if `module` is itself an embedding, its layer.
 
     Raises:
-        InvalidInputError: as for `save`; or an embedding that no layer can stand for: mode `max`, a `norm_type` other than 2, a
+        InvalidInputError: as for `save`; or an embedding without an equivalent layer: mode `max`, a `norm_type` other than 2, a
             `forward` or hooks of its own; or a table that is deployed with another width.
         UnknownModelError, UnknownTableError: the model is not deployed, or has no such table.
-        CapacityError: the tables do not fit into the server's tiers.
-        HPSError: as for `save` and `HPS.deploy`. After any error `module` is as it was.
+        CapacityError: the tables do not fit the server's tiers.
+        HPSError: as for `save` and `HPS.deploy`. After any error `module` is unchanged.
     """
     found = embeddings_of(module)
     for one in found:
@@ -89,12 +88,12 @@ def convert(
 
 
 class EmbeddingCollection(nn.Module):
-    """torchrec's `EmbeddingCollection`, whose rows are looked up; one lookup for each feature. *Thread-safe.*
+    """Replaces torchrec's `EmbeddingCollection`; one lookup per feature. *Thread-safe.*
 
     Args:
-        layers: of each table.
-        features: of each output its name, the feature and the number of its layer.
-        need_indices: give the keys as weights of the outputs, as torchrec does.
+        layers: one per table.
+        features: name, feature and layer number of each output.
+        need_indices: return the keys as weights of the outputs, as torchrec does.
     """
 
     def __init__(self, layers: list[LookupLayer], features: list[tuple[str, str, int]], need_indices: bool) -> None:
@@ -105,7 +104,7 @@ class EmbeddingCollection(nn.Module):
         self.training = False
 
     def forward(self, features: Any) -> dict[str, Any]:
-        """Look the keys of a `KeyedJaggedTensor` up: a `JaggedTensor` of rows for each feature."""
+        """Look up a `KeyedJaggedTensor`; returns a `JaggedTensor` of rows for each feature."""
         given = features.to_dict()
         answer = {}
         for name, feature, number in self._features:
@@ -119,7 +118,7 @@ class EmbeddingCollection(nn.Module):
 
 
 class _Rounded(nn.Module):
-    """A layer whose output, and per-sample weights, have the dtype of the weights that it stands for."""
+    """Casts outputs and per-sample weights of a layer to the dtype of the weights that it replaces."""
 
     def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -174,7 +173,7 @@ def _layer(one: Embedding, server: HPS | str, model_name: str, wait: bool) -> nn
 
 
 def _check(one: Embedding) -> None:
-    """Refuse an embedding that answers otherwise than a layer would."""
+    """Refuse an embedding whose answers a layer cannot reproduce."""
     collections = [torchrec_class("EmbeddingBagCollection"), torchrec_class("EmbeddingCollection")]
     kinds: list[Any] = [nn.Embedding, nn.EmbeddingBag, *collections]
     for part in one.module.modules():

@@ -1,4 +1,4 @@
-"""Layers that answer every bag of keys with one vector, as `torch.nn.EmbeddingBag` and torchrec's `EmbeddingBagCollection`."""
+"""Layers that return one vector per bag of keys, like `torch.nn.EmbeddingBag` and torchrec's `EmbeddingBagCollection`."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -15,15 +15,15 @@ from hps.torch.operators import Feature, as_text, lookup_bags, lookup_jagged
 
 
 class EmbeddingBag(torch.nn.Module):
-    """Looks up bags of keys of one table, and combines the vectors of each. *Thread-safe*; it has no parameters.
+    """Looks up bags of keys of one table and pools each. *Thread-safe*; it has no parameters.
 
-    Vectors are float32, also under autocast, and have no gradient; weights are detached.
+    Vectors are float32, also under autocast, without gradient; weights are detached.
 
     Args:
         ps_config_file, model_name, table_id, emb_vec_size, wait: as for `LookupLayer`.
         mode: sum, mean or sqrtn.
-        max_norm: vectors are scaled down to this L2 norm before they are combined; None: they are not.
-        padding_idx: a key that is left out wherever it stands.
+        max_norm: vectors with a larger L2 norm are scaled down to it before pooling. Default: no limit.
+        padding_idx: a key that is ignored.
         include_last_offset: offsets end with the number of keys.
     """
 
@@ -62,7 +62,7 @@ class EmbeddingBag(torch.nn.Module):
             per_sample_weights: float32, as `input`; with any mode.
 
         Returns:
-            (B, emb_vec_size) float32, where the keys are; zeros for an empty bag.
+            (B, emb_vec_size) float32, on the device of the keys; zeros for an empty bag.
 
         Raises:
             TrainingModeError: the layer is in training mode.
@@ -109,9 +109,9 @@ class BagTable:
     """A table of an `EmbeddingBagCollection`. *Immutable.*
 
     Attributes:
-        name: of the table within the model.
-        features: whose keys are of this table; one feature may be of several tables.
-        emb_vec_size: the table's width.
+        name: name of the table in the model.
+        features: features looked up in this table; a feature may use several tables.
+        emb_vec_size: width of the table.
         pooling: sum, mean or sqrtn.
         max_norm, padding_idx: as for `EmbeddingBag`.
     """
@@ -125,14 +125,14 @@ class BagTable:
 
 
 class EmbeddingBagCollection(torch.nn.Module):
-    """Looks up bags of many features at once, each of its table, as torchrec's `EmbeddingBagCollection`. *Thread-safe.*
+    """Looks up bags of many features at once, like torchrec's `EmbeddingBagCollection`. *Thread-safe.*
 
-    One kernel looks up and combines all of them; features that share a table are looked up in turns. It has no parameters.
+    One kernel looks up and pools all features; features that share a table need one launch each. It has no parameters.
 
     Args:
         ps_config_file, model_name, wait: as for `LookupLayer`.
-        tables: what is looked up; a feature once a table.
-        is_weighted: keys have weights.
+        tables: the tables; each names a feature at most once.
+        is_weighted: whether keys have weights.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The layer that answers every key with its vector, as `torch.nn.Embedding` does."""
+"""A layer that returns the vector of every key, like `torch.nn.Embedding`."""
 
 import operator
 
@@ -11,29 +11,29 @@ from hps.torch.servers import attach
 
 
 def place_of(server: str | HPS) -> str:
-    """The string under which a layer finds its server."""
+    """Return the string under which a layer finds its server."""
     return attach(server) if isinstance(server, HPS) else str(server)
 
 
 def called_directly(tensor: Tensor) -> bool:
-    """Whether a call needs no dispatcher: nothing compiles, exports or traces it."""
+    """Tell whether a call can bypass the dispatcher: it is not compiled, exported or traced."""
     return type(tensor) is Tensor and not torch.compiler.is_compiling() and not torch.jit.is_tracing()
 
 
 class LookupLayer(torch.nn.Module):
-    """Looks up keys of one table. *Thread-safe*; it has no parameters, and its `state_dict` is empty.
+    """Looks up keys of one table. *Thread-safe*; it has no parameters and an empty `state_dict`.
 
-    Vectors are float32, also under autocast, and have no gradient.
+    Vectors are float32, also under autocast, without gradient.
 
     Args:
-        ps_config_file: path of a `ps.json`, opened when it is first looked up in, once a process; a name that
-            `hps.torch.attach` gave; or an `HPS`, which is then attached.
+        ps_config_file: path of a `ps.json`, opened once per process at the first lookup; a name returned by
+            `hps.torch.attach`; or an `HPS`, which is then attached.
         model_name: a deployed model.
-        table_id: the table, by id (its place in `sparse_files`) or by name.
+        table_id: the table's id (its position in `sparse_files`) or name.
         emb_vec_size: its width.
-        max_norm: vectors whose L2 norm is above it are scaled down to it; None: none is.
-        wait: False leaves a lookup on torch's current stream and returns at once; see `HPS.lookup_fromdlpack`. While that
-            stream is being captured in a CUDA graph, no lookup waits.
+        max_norm: vectors with a larger L2 norm are scaled down to it. Default: no limit.
+        wait: False enqueues the lookup on torch's current stream and returns at once; see `HPS.lookup_fromdlpack`. While a
+            CUDA graph captures that stream, no lookup waits.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LookupLayer(torch.nn.Module):
             keys: int64 or int32 of any shape, on the CPU or a CUDA device of the model.
 
         Returns:
-            (*shape, emb_vec_size) float32, where the keys are; the table's default vector where no tier has a key.
+            (*shape, emb_vec_size) float32, on the device of the keys; absent keys get the table's default vector.
 
         Raises:
             TrainingModeError: the layer is in training mode.

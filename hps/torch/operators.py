@@ -1,21 +1,20 @@
-"""The operators that layers are made of, as torch's compilers, exporters and TorchScript see them.
+"""The operators behind the layers, as seen by torch's compilers, exporters and TorchScript.
 
     hps::lookup          rows of one table                                                       (*shape of keys, dim)
-    hps::lookup_bags     bags of several features, each a tensor of its own                      (B, sum of dims)
-    hps::lookup_jagged   bags of several features that follow each other in one tensor           (B, sum of dims)
+    hps::lookup_bags     bags of several features, one tensor each                              (B, sum of dims)
+    hps::lookup_jagged   bags of several features, concatenated in one tensor                    (B, sum of dims)
 
-An operator's arguments are tensors, strings and numbers only, so that a saved program carries all of them; what is looked up
-for each feature is a string (`Feature`, `as_text`). An operator is functional: it makes its output, and keeps nothing of its
+An operator's arguments are tensors, strings and numbers only, so that a saved program contains all of them; each feature is
+described by a string (`Feature`, `as_text`). An operator is functional: it allocates its output and keeps no reference to its
 inputs.
 
 Answers change with every online update, so the operators are tagged `nondeterministic_seeded`: torch then does not evaluate
-them while it compiles, even where the keys are constants. Of two lookups of the same keys within one compiled graph it may
-drop one: both answers are then those of one moment of the call.
+them at compile time, even for constant keys. It may merge two lookups of the same keys within one compiled graph.
 """
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -24,12 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hps.deployment import Deployment
-from hps.errors import InvalidDtypeError, InvalidInputError, NotReadyError, TrainingModeError
+from hps.errors import InvalidDtypeError, InvalidInputError, TrainingModeError
 from hps.lookup.session import Session
+from hps.parameter_server import HPS
 from hps.tensors.bags import Bags, pooled_segments
 from hps.tensors.segments import Segment, tensor_segment
 from hps.torch.servers import server_of
+from hps.versions.deployment import Deployment, repeated_after_takeover
 
 _LIBRARY = torch.library.Library("hps", "DEF")
 _TAGS = (torch.Tag.nondeterministic_seeded,)
@@ -39,11 +39,11 @@ _TO_TABLES = "str ps_config_file, str model_name"
 
 @dataclass(frozen=True)
 class Feature:
-    """The bags of one feature: which table they are of and how they are combined. *Immutable.*
+    """The bags of one feature: their table and how they are pooled. *Immutable.*
 
     Attributes:
         table: id or name.
-        dim: the table's width.
+        dim: width of the table.
         combiner: sum, mean or sqrtn.
     """
 
@@ -55,18 +55,12 @@ class Feature:
 
 
 def as_text(features: Sequence[Feature]) -> str:
-    """What the operators take for some features."""
+    """Serialise features as the operators take them."""
     return json.dumps([asdict(feature) for feature in features])
 
 
 class _Features:
-    """The features of a lookup. *Immutable.*
-
-    Attributes:
-        of: the features.
-        width: the sum of their dims.
-        calls: their places by call; a call takes at most one feature of a table.
-    """
+    """The features of a lookup, split into calls that name each table at most once. *Immutable.*"""
 
     def __init__(self, features: Iterable[Feature]) -> None:
         self.of = tuple(features)
@@ -86,7 +80,7 @@ def _features_of(text: str) -> _Features:
 
 
 def refuse_training() -> None:
-    """Raise the error of a layer that is in training mode."""
+    """Raise the error for a layer in training mode."""
     raise TrainingModeError(
         "looking up through a layer of hps.torch: got training mode, expected inference: vectors have no gradient; call "
         ".eval() on the layer, or on the whole model, before it is called, compiled or exported"
@@ -94,7 +88,7 @@ def refuse_training() -> None:
 
 
 def _doing(model_name: str, table: Any) -> str:
-    """What a call does, for its errors. `table` None: it looks up bags of all features."""
+    """Name a call in error messages. `table` None: bags of all features."""
     what = "bags" if table is None else f"table {table!r}"
     return f"looking up {what} of model {model_name!r} through a layer"
 
@@ -124,21 +118,10 @@ def _check_beside(
         )
 
 
-def _of_one_version(
-    ps_config_file: str, model_name: str, features: Sequence[Feature], answer: Callable[[Deployment], Tensor]
-) -> Tensor:
-    """Answer from the version that serves, if its tables are as wide as the layer says; from the next if it retires first."""
-    server = server_of(ps_config_file)
-    while True:
-        deployment = server.model(model_name)
-        for feature in features:
-            if deployment.tables[deployment.table_index(feature.table)].dim != feature.dim:
-                _refuse_width(deployment, feature.table, feature.dim)
-        try:
-            return answer(deployment)
-        except NotReadyError:
-            if server.model(model_name) is deployment:
-                raise
+def _check_widths(deployment: Deployment, features: Sequence[Feature]) -> None:
+    for feature in features:
+        if deployment.tables[deployment.table_index(feature.table)].dim != feature.dim:
+            _refuse_width(deployment, feature.table, feature.dim)
 
 
 def _refuse_width(deployment: Deployment, table: int | str, dim: int) -> NoReturn:
@@ -158,36 +141,34 @@ def _look_up(session: Session, segments: Sequence[Segment], on_cuda: bool, wait:
 def lookup_rows(
     keys: Tensor, ps_config_file: str, model_name: str, table: int | str, emb_vec_size: int, wait: bool = True
 ) -> Tensor:
-    """What `hps::lookup` does without max_norm, for those who call it without the dispatcher."""
-    dtype = keys.dtype
-    if dtype not in _KEY_DTYPES:
+    """Implement `hps::lookup` without max_norm; also called directly, bypassing the dispatcher."""
+    if keys.dtype not in _KEY_DTYPES:
         _refuse_keys(keys, model_name, table)
     if not keys.is_contiguous():
         keys = keys.contiguous()
-    server = server_of(ps_config_file)
-    while True:  # as _of_one_version, in line: its calls would cost as much as all of this
-        deployment = server.model(model_name)
-        index = deployment.table_index(table)
-        if deployment.tables[index].dim != emb_vec_size:
-            _refuse_width(deployment, table, emb_vec_size)
-        on_cuda = keys.is_cuda
-        session = deployment.session(keys.get_device() if on_cuda else None)
-        try:
-            if wait and not on_cuda:
-                flat = keys.numpy().reshape(-1)
-                vectors = np.empty((flat.size, emb_vec_size), np.float32)
-                session.lookup([Segment(index, flat if dtype is torch.int64 else flat.astype(np.int64), vectors)])
-                return torch.from_numpy(vectors if keys.dim() == 1 else vectors.reshape(*keys.shape, emb_vec_size))
-            out = keys.new_empty((*keys.shape, emb_vec_size), dtype=torch.float32)
-            if on_cuda and session.on_cuda:  # the cache reads torch's tensors by itself
-                segment = Segment(index, keys, out, None, keys.numel())
-            else:
-                segment = tensor_segment(index, emb_vec_size, keys, out, on_cuda=session.on_cuda, with_found=False)
-            _look_up(session, [segment], on_cuda, wait)
-            return out
-        except NotReadyError:
-            if server.model(model_name) is deployment:
-                raise
+    return _rows(server_of(ps_config_file), keys, model_name, table, emb_vec_size, wait)
+
+
+@repeated_after_takeover
+def _rows(server: HPS, keys: Tensor, model_name: str, table: int | str, emb_vec_size: int, wait: bool) -> Tensor:
+    deployment = server.model(model_name)
+    index = deployment.table_index(table)
+    if deployment.tables[index].dim != emb_vec_size:
+        _refuse_width(deployment, table, emb_vec_size)
+    on_cuda = keys.is_cuda
+    session = deployment.session(keys.get_device() if on_cuda else None)
+    if wait and not on_cuda:
+        flat = keys.numpy().reshape(-1)
+        vectors = np.empty((flat.size, emb_vec_size), np.float32)
+        session.lookup([Segment(index, flat if keys.dtype is torch.int64 else flat.astype(np.int64), vectors)])
+        return torch.from_numpy(vectors if keys.dim() == 1 else vectors.reshape(*keys.shape, emb_vec_size))
+    out = keys.new_empty((*keys.shape, emb_vec_size), dtype=torch.float32)
+    if on_cuda and session.on_cuda:  # the cache reads torch's tensors by itself
+        segment = Segment(index, keys, out, None, keys.numel())
+    else:
+        segment = tensor_segment(index, emb_vec_size, keys, out, on_cuda=session.on_cuda, with_found=False)
+    _look_up(session, [segment], on_cuda, wait)
+    return out
 
 
 def _lookup(
@@ -209,7 +190,7 @@ def _lookup(
     _check_keys(keys, model_name, table)
     feature = Feature(table, emb_vec_size, max_norm=max_norm)
     bags = [_bags(feature, keys.reshape(-1, 1), None, None)]  # of one key each
-    out = _pooled(ps_config_file, model_name, _Features((feature,)), bags, keys.numel(), keys.device, wait)
+    out = _pooled(server_of(ps_config_file), model_name, _Features((feature,)), bags, keys.numel(), keys.device, wait)
     return out.view(*keys.shape, emb_vec_size)
 
 
@@ -231,7 +212,7 @@ def fake_lookup(
 
 
 def _count_of(keys: Tensor, offsets: Tensor | None, include_last_offset: bool, model_name: str, table: Any) -> Any:
-    """How many bags some keys have."""
+    """Count the bags of a feature."""
     if offsets is None:
         if keys.dim() != 2:
             raise InvalidInputError(
@@ -259,7 +240,7 @@ def _check_bags(
     include_last_offset: bool,
     training: bool,
 ) -> tuple[Any, int]:
-    """Check what can be checked without values. How many bags each feature has, and the sum of dims."""
+    """Check everything but values. Returns the bags per feature and the sum of dims."""
     if training:
         refuse_training()
     described = _features_of(features)
@@ -303,23 +284,20 @@ def _bags(
 
 
 def _adopted(tensor: Tensor) -> Any:
-    """A tensor as a lookup takes it the quickest."""
+    """Convert a tensor to the form that a lookup takes fastest."""
     tensor = tensor.contiguous()
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
+@repeated_after_takeover
 def _pooled(
-    ps_config_file: str,
-    model_name: str,
-    features: "_Features",
-    bags: Sequence[Bags],
-    count: int,
-    device: torch.device,
-    wait: bool,
+    server: HPS, model_name: str, features: _Features, bags: Sequence[Bags], count: int, device: torch.device, wait: bool
 ) -> Tensor:
-    """Look up bags of all features in one version, the k-th of every table in the k-th call."""
+    """Look up bags of all features in one version: the k-th feature of every table in the k-th call."""
+    deployment = server.model(model_name)
+    _check_widths(deployment, features.of)
 
-    def call(deployment: Deployment, places: Sequence[int]) -> Tensor:
+    def call(places: Sequence[int]) -> Tensor:
         session = deployment.session(device.index)
         shape = count, sum([features.of[place].dim for place in places])
         on_host = device.type == "cpu"
@@ -329,16 +307,13 @@ def _pooled(
         _look_up(session, segments, not on_host, wait)
         return torch.from_numpy(out) if on_host else out
 
-    def answer(deployment: Deployment) -> Tensor:
-        if len(features.calls) == 1:
-            return call(deployment, features.calls[0])
-        columns: dict[int, Tensor] = {}
-        for places in features.calls:
-            part = call(deployment, places)
-            columns.update(zip(places, part.split([features.of[place].dim for place in places], 1), strict=True))
-        return torch.cat([columns[place] for place in range(len(features.of))], 1)
-
-    return _of_one_version(ps_config_file, model_name, features.of, answer)
+    if len(features.calls) == 1:
+        return call(features.calls[0])
+    columns: dict[int, Tensor] = {}
+    for places in features.calls:
+        part = call(places)
+        columns.update(zip(places, part.split([features.of[place].dim for place in places], 1), strict=True))
+    return torch.cat([columns[place] for place in range(len(features.of))], 1)
 
 
 def lookup_bags(
@@ -352,11 +327,11 @@ def lookup_bags(
     wait: bool = True,
     training: bool = False,
 ) -> Tensor:
-    """What `hps::lookup_bags` does, for those who call it without the dispatcher."""
+    """Implement `hps::lookup_bags`; also called directly, bypassing the dispatcher."""
     count, _ = _check_bags(keys, offsets, weights, model_name, features, include_last_offset, training)
     described = _features_of(features)
     bags = [_bags(*one, include_last_offset) for one in zip(described.of, keys, offsets, weights, strict=True)]
-    return _pooled(ps_config_file, model_name, described, bags, count, keys[0].device, wait)
+    return _pooled(server_of(ps_config_file), model_name, described, bags, count, keys[0].device, wait)
 
 
 def _fake_lookup_bags(
@@ -407,7 +382,7 @@ def lookup_jagged(
     wait: bool = True,
     training: bool = False,
 ) -> Tensor:
-    """What `hps::lookup_jagged` does, for those who call it without the dispatcher."""
+    """Implement `hps::lookup_jagged`; also called directly, bypassing the dispatcher."""
     count, _ = _check_jagged(values, offsets, weights, model_name, features, feature_count, training)
     described = _features_of(features)
     if borders is None:
@@ -416,7 +391,7 @@ def lookup_jagged(
                 f"{_doing(model_name, None)}: got keys of unknown counts while a CUDA graph is captured, expected their "
                 "counts on the host; call offset_per_key() of the KeyedJaggedTensor before"
             )
-        borders = offsets[::count].tolist() if count else [0] * (feature_count + 1)  # the one wait for the device
+        borders = offsets[::count].tolist() if count else [0] * (feature_count + 1)  # the only synchronisation
     if any(after < before for before, after in zip([0, *borders], [*borders, values.shape[0]], strict=True)) or borders[0]:
         raise InvalidInputError(
             f"{_doing(model_name, None)}: got offsets {list(borders)[:8]} of the features' first bags for {values.shape[0]} "
@@ -432,7 +407,7 @@ def lookup_jagged(
         )
         for feature, place in zip(described.of, places, strict=True)
     ]
-    return _pooled(ps_config_file, model_name, described, bags, count, values.device, wait)
+    return _pooled(server_of(ps_config_file), model_name, described, bags, count, values.device, wait)
 
 
 def _fake_lookup_jagged(
@@ -453,7 +428,7 @@ def _fake_lookup_jagged(
 
 
 def define(library: torch.library.Library, schema: str, real: Any, fake: Any) -> None:
-    """Make an operator that is opaque to compilers and runs wherever its tensors are."""
+    """Define an operator that is opaque to compilers and runs on the device of its tensors."""
     library.define(schema, "CONSERVATIVE", tags=_TAGS)  # else TorchScript evaluates it where its keys are constants
     name = schema.partition("(")[0]
     library.impl(name, real, "CompositeExplicitAutograd")

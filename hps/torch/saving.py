@@ -1,10 +1,10 @@
-"""Saves the embeddings of a PyTorch module as a version of a model, which servers load as any other.
+"""Saves the embeddings of a PyTorch module as a version of a model.
 
     <uri>/model.json                  the entry of `models`: names, widths, settings
-    <uri>/<version>/version.json      what the version consists of
+    <uri>/<version>/version.json      manifest of the version
     <uri>/<version>/<table>/key, emb_vector
 
-A key is the number of a row, unless the caller names others. `docs/versions.md` says how servers find versions.
+Keys are row numbers unless the caller gives others. `docs/versions.md` says how servers find versions.
 """
 
 import json
@@ -38,9 +38,9 @@ class Embedding:
     """An embedding of a module. *Immutable.*
 
     Attributes:
-        path: of the submodule, as `named_modules` has it; of one that is shared, the first.
+        path: path of the submodule, as in `named_modules`; the first one if it is shared.
         module: the submodule.
-        tables: the weights of each of its tables, (rows, dim), by the name that the table is saved under.
+        tables: weights of its tables, (rows, dim), by the name under which the table is saved.
     """
 
     path: str
@@ -50,13 +50,13 @@ class Embedding:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """What `save` wrote. *Immutable.*
+    """The result of `save`. *Immutable.*
 
     Attributes:
         place: path or URI of the model's directory.
-        version: the number of the version.
+        version: version number.
         entry: the entry of `models` that serves it in a `ps.json`.
-        tables: the names of the tables of each submodule, by its path.
+        tables: table names of each submodule, by its path.
     """
 
     place: str
@@ -79,35 +79,36 @@ def save(
     updates: Mapping[str, Mapping[str, str]] | None = None,
     sources: ModelSources | None = None,
 ) -> SavedModel:
-    """Write every embedding of a module as a table of one version of a model. Readers find all of it, or none.
+    """Write every embedding of a module as a table of one version of a model. Readers see all of it or nothing.
 
     Embeddings are `nn.Embedding`, `nn.EmbeddingBag`, and torchrec's `EmbeddingBagCollection` and `EmbeddingCollection` (not
-    sharded, not quantised). A table has the path of its submodule as name, with `_` for what is no letter, digit, `_` or `-`;
-    torchrec's tables have their own names. A submodule in several places is saved once. Weights go to host memory 16 MB at a
+    sharded, not quantised). A table is named by the path of its submodule, with `_` for anything but letters, digits, `_`
+    and `-`; torchrec's tables keep their names. A shared submodule is saved once. Weights are copied to host memory 16 MB at a
     time; no optimiser may change them meanwhile.
 
     Args:
-        module: what was trained, on any device; weights float32, or float16 and bfloat16, which are widened.
-        uri: the model's directory, whose last part is the model's name; a path or a URI of any file system that models can be
-            read from. Parents are made.
-        version: its number; by default one above the highest that is there, or 1.
-        keys: by table, (rows,) int64, which differ: the key of each row. Default: the row's number.
-        delta_of: the version of which this one holds the changes alone.
-        changed: with `delta_of`, the numbers of the rows that differ, by table, int64 in any order; a table that is not named
-            has none.
-        hotness: most keys of a sample in a table (`maxnum_catfeature_query_per_table_per_sample`), for all tables or by table;
-            1 unless `model.json` has another value.
-        settings: keys of the entry of `models`, such as `max_batch_size` and `gpucacheper`. What is not given stays as
-            `model.json` has it; a new one has 4,096 samples, half of the rows cached, and no default vector for a key that a
-            table has.
+        module: the trained module, on any device; weights float32, or float16 and bfloat16, which are widened.
+        uri: path or URI of the model's directory on any supported file system; its last part is the model's name. Parents are
+            created.
+        version: version number. Default: one above the highest existing one, or 1.
+        keys: by table, (rows,) distinct int64: the key of each row. Default: row numbers.
+        delta_of: the base version, if this version holds only changes.
+        changed: with `delta_of`, the numbers of the changed rows by table, int64 in any order; tables that are not named are
+            unchanged.
+        hotness: maximum keys per sample of a table (`maxnum_catfeature_query_per_table_per_sample`), for all tables or by
+            table. Default: the value in `model.json`, or 1.
+        settings: keys of the entry of `models`, such as `max_batch_size` and `gpucacheper`. Others keep
+            their values in `model.json`; a new model gets 4,096 samples and half of the rows cached, and present keys are
+            never answered with default vectors.
         note, updates, sources: as for `hps.write_version`.
 
     Returns:
-        What was written, with the entry of `models`. `model.json` has it, too, so that a `model_repository` finds the model.
+        What was written, with the entry of `models`, which `model.json` contains too, so that a `model_repository` finds the
+        model.
 
     Raises:
-        InvalidInputError: there is no embedding, or one that cannot be saved (sharded, quantised, on the meta device); two
-            tables get one name; keys or numbers of rows do not fit. `InvalidDtypeError`: weights of another dtype.
+        InvalidInputError: the module has no embedding, or one that cannot be saved (sharded, quantised, on the meta device);
+            two tables get the same name; keys or row numbers do not fit. `InvalidDtypeError`: weights of another dtype.
         ModelFileError: the version exists, `model.json` has other tables, or files cannot be written.
         ConfigError: settings or the name of the model are wrong.
     """
@@ -143,10 +144,10 @@ def save(
 
 
 def embeddings_of(module: nn.Module) -> list[Embedding]:
-    """Find the embeddings of a module, each once, in the order of `named_modules`.
+    """List the embeddings of a module, each once, in the order of `named_modules`.
 
     Raises:
-        InvalidInputError: as for `save`; also where there is none.
+        InvalidInputError: as for `save`.
     """
     found = list(_walk("", module, set()))
     owners: dict[str, str] = {}
@@ -168,7 +169,7 @@ def embeddings_of(module: nn.Module) -> list[Embedding]:
 
 
 def torchrec_class(name: str) -> Any:
-    """A class of torchrec's collections; none, if torchrec was not imported: then no module is an instance of it."""
+    """Return a class of torchrec's collections; an empty tuple if torchrec was not imported, for `isinstance`."""
     return getattr(sys.modules.get("torchrec.modules.embedding_modules"), name, ())
 
 
@@ -252,7 +253,7 @@ def _entry(
     hotness: int | Mapping[str, int] | None,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The entry of `models`: new, or what `model.json` has, with what the caller wants otherwise."""
+    """Build the entry of `models` from defaults, `model.json` and the caller's settings, in this order."""
     count = len(weights)
     tables = {
         "sparse_files": list(weights),

@@ -1,8 +1,8 @@
-"""The parameter servers that layers look up in: process-wide, by the path of their configuration or by a name.
+"""Resolves the string that a layer holds to a parameter server: the path of a configuration, or a name. Process-wide.
 
-A layer, an exported program or a scripted module holds only a string. A path is opened when it is first looked up in, once in a
-process, and stays open until `close` or the exit of the process. A name stands for a server that the process made itself, and
-wants `attach` before.
+A layer, an exported program or a scripted module holds only a string. A path is opened once per process, at the first lookup,
+and stays open until `close` or the exit of the process. A name stands for a server that the process created itself and
+registered with `attach`.
 """
 
 import itertools
@@ -13,16 +13,16 @@ from contextlib import contextmanager
 from typing import Final
 
 from hps.errors import NotReadyError
-from hps.lifetimes import disown_in_children
+from hps.ground.lifetimes import disown_in_children
 from hps.parameter_server import HPS
 
-_OPENING_TIMEOUT_S = 3600.0  # loading a large model takes its time
-_known: Final[dict[str, HPS]] = {}  # by every string that was asked for
+_OPENING_TIMEOUT_S = 3600.0  # large models load slowly
+_known: Final[dict[str, HPS]] = {}  # by path or name
 _names = itertools.count(1)
 
 
 class _Opened:
-    """The servers that paths opened, by the files' real paths. *Thread-safe.* A forked child opens its own."""
+    """Holds the servers opened from paths, by real path. *Thread-safe.* A forked child opens its own."""
 
     def __init__(self) -> None:
         self.servers: dict[str, HPS] = {}
@@ -47,14 +47,14 @@ _opened: Final = _Opened()
 
 
 def attach(server: HPS, name: str | None = None) -> str:
-    """Let layers of this process find a server under a name.
+    """Register a server under a name for the layers of this process.
 
     Args:
-        server: stays its owner's, who closes it.
-        name: any string; what it stood for before, it stands for no longer. None: the one that the server has, or a new one.
+        server: the caller still owns it and closes it.
+        name: any string; an earlier registration of it is replaced. Default: the name that the server has, or a new one.
 
     Returns:
-        The name, which layers take in place of a path.
+        The name, to be given to layers in place of a path.
     """
     if name is None:
         found = [known for known, one in list(_known.items()) if one is server]
@@ -65,10 +65,10 @@ def attach(server: HPS, name: str | None = None) -> str:
 
 
 def server_of(place: str) -> HPS:
-    """The server of a path or name. A path that is not open yet is opened, which takes as long as loading its models.
+    """Return the server of a path or name. Opens a new path, which takes as long as loading its models.
 
     Raises:
-        NotReadyError: there is neither such a file nor such a name; or another thread has not finished opening it.
+        NotReadyError: neither a file nor a registered name; or another thread is still opening it.
         HPSError: the server cannot be opened; the next call tries again.
     """
     server = _known.get(place)
@@ -94,7 +94,7 @@ def _open(place: str) -> HPS:
 
 
 def close() -> None:
-    """Close the servers that paths opened, and forget all names. Attached servers stay open; a path opens again when asked."""
+    """Close the servers opened from paths and forget all names. Attached servers stay open; a path is reopened on demand."""
     with _opened.locked("closing the servers of layers"):
         servers = list(_opened.servers.values())
         _opened.servers.clear()

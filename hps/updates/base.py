@@ -1,12 +1,12 @@
-"""The contract of a log of online updates: who trains publishes changes of rows there, and every replica reads all of them.
+"""The contract of a log of online updates: trainers publish changed rows, and every replica reads all of them.
 
-A *log* has one *topic* a table, `hps_et.<model>.<table>`, of one or more *partitions*. A partition is a sequence of messages,
-each with a *position* in it. All changes of a key are in one partition, so that their order there is that of their making.
+A *log* has one *topic* per table, `hps_et.<model>.<table>`, of one or more *partitions*. A partition is a sequence of messages,
+each with a *position* in it. All changes of a key go to one partition, which keeps them in order.
 
-A reader says itself from where it reads: what it has applied is remembered with the rows (`Database.apply`), not in the log.
-What is committed to the log is for people and their tools alone.
+A reader chooses its own starting positions: the database stores with the rows how far they have been applied
+(`Database.apply`). Positions are committed to the log only for operators and their tools.
 
-`UpdateLog` reads, `UpdateLogWriter` writes; each kind of log brings both. What is in a message is not theirs (framing.py).
+`UpdateLog` reads and `UpdateLogWriter` writes; each kind of log implements both. Neither looks inside a message (framing.py).
 """
 
 from abc import ABC, abstractmethod
@@ -14,36 +14,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Self
 
-from hps.findings import Finding
+from hps.databases.base import Partition as Partition  # part of this contract
+from hps.types import CheckResult
 
 TOPIC_PREFIX: Final = "hps_et."
-"""HugeCTR's: the topic of a table is this, the model, a dot and the table."""
+"""Prefix of a table's topic, as in HugeCTR: prefix, model, dot, table."""
 
 DEAD_LETTER_PREFIX: Final = "hps_dead."
-"""The same of the topic that takes messages which cannot be applied. HugeCTR's consumers do not subscribe to it."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Partition:
-    """A partition of a topic. *Immutable.*"""
-
-    topic: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.topic}/{self.number}"
+"""Prefix of the topic for messages that cannot be applied. HugeCTR's consumers do not subscribe to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message as it lies in the log. *Immutable.*
+    """A message in the log. *Immutable.*
 
     Attributes:
-        partition: where it lies.
-        position: its place there, as the log writes it (an offset of Kafka, an id of a Redis stream).
-        time_us: when it was published, in microseconds since 1970, by the clock of the publisher or the broker; 0 if unknown.
-        key: Kafka's message key; empty where there is none.
-        value: what it says.
+        position: position in the partition, as the log writes it (a Kafka offset, a Redis stream id).
+        time_us: publication time in microseconds since 1970, by the publisher's or broker's clock; 0 if unknown.
+        key: Kafka's message key; empty by default.
     """
 
     partition: Partition
@@ -54,11 +42,10 @@ class Message:
 
 
 class UpdateLog(ABC):
-    """Reads messages of some topics, in the order of each partition. *One thread*, but for `close` and what says otherwise.
+    """Reads the messages of its topics, in order within each partition. *One thread*, unless a method says otherwise.
 
-    A log that cannot be reached is no error: `poll` returns nothing, goes on trying, and `problem` says what is wrong. No call
-    blocks for longer than its timeout, and memory is bounded: what is read ahead and not yet polled is at most
-    `update_source.read_ahead_bytes`, whatever the caller does.
+    An unreachable log is not an error: `poll` returns nothing and keeps trying, and `problem` says what is wrong. No call
+    blocks for longer than its timeout. Messages read ahead take at most `update_source.read_ahead_bytes`.
     """
 
     kind: ClassVar[str]
@@ -67,114 +54,113 @@ class UpdateLog(ABC):
     @classmethod
     @abstractmethod
     def from_config(cls, config: Any, group: str) -> Self:
-        """A reader as `config` (an `UpdateSourceConfig`) describes. Nothing is connected to yet, and nothing fails.
+        """Make a reader from `config` (an `UpdateSourceConfig`). It does not connect yet.
 
         Args:
-            group: under which positions are committed.
+            group: consumer group for committed positions.
 
         Raises:
-            ConfigError: the settings contradict each other, or the client refuses them.
+            ConfigError: the settings contradict each other, or the client rejects them.
         """
 
     @classmethod
-    def probe(cls, config: Any, topics: Sequence[str], timeout_s: float) -> list[Finding]:
-        """Find out whether the log can be reached and has these topics. Nothing is written there.
+    def probe(cls, config: Any, topics: Sequence[str], timeout_s: float) -> list[CheckResult]:
+        """Check that the log can be reached and has these topics. Writes nothing.
 
         Returns:
-            What was found; nothing where this kind of log cannot be asked.
+            One result per check; empty if this kind of log cannot be probed.
         """
         return []
 
     @abstractmethod
     def follow(self, topics: Sequence[str], after: Mapping[Partition, str], begin: str) -> None:
-        """Read these topics from now on, all their partitions, also those that are added later. Called once.
+        """Start to read all partitions of these topics, including those added later. Called once.
 
-        A topic that does not exist is waited for.
+        A missing topic is waited for.
 
         Args:
-            topics: whose messages are wanted.
-            after: the position of the last message that is not wanted any more, by partition.
-            begin: where to begin in other partitions that are there now: `earliest` or `latest`; of partitions that are added
-                later everything is wanted.
+            after: last position to skip, by partition.
+            begin: `earliest` or `latest`, for existing partitions without a position; partitions added later are read from
+                their start.
         """
 
     @abstractmethod
     def poll(self, timeout_s: float, most_bytes: int) -> list[Message]:
-        """Messages that have come, at once if there are any, else after at most `timeout_s`.
+        """Return the messages that have arrived, waiting at most `timeout_s` for the first one.
 
         Args:
-            most_bytes: no further message is taken once their values have so many bytes; one message may have more.
+            most_bytes: stop once the values have this many bytes; a single message may be larger.
         """
 
     @abstractmethod
     def pause(self, partitions: Sequence[Partition]) -> None:
-        """Fetch no more of these partitions; `poll` returns none of their messages until `resume`."""
+        """Stop fetching these partitions; `poll` returns none of their messages until `resume`."""
 
     @abstractmethod
     def resume(self, partitions: Sequence[Partition]) -> None:
-        """Fetch of these partitions again, from where it was stopped."""
+        """Fetch these partitions again, from where they were paused."""
 
     @abstractmethod
     def behind(self) -> dict[Partition, int | None]:
-        """How many messages of each partition have not been polled yet; None where that is not known now. Does not block.
+        """Return the number of unread messages in each known partition; None if unknown now. Does not block. *Thread-safe.*
 
-        A partition that was found belongs here, also one that is empty. *Any thread.*
+        Includes empty partitions.
         """
 
     @abstractmethod
     def commit(self, positions: Mapping[Partition, str]) -> None:
-        """Tell the log, in the background, that all messages up to these positions are applied. Failures are `problem`s."""
+        """Commit these positions to the log in the background. `problem` reports failures."""
 
     @property
     @abstractmethod
     def problem(self) -> str:
-        """What keeps messages from coming, for people; empty while nothing does. *Any thread.*"""
+        """Describe what keeps messages from arriving; empty if nothing does. *Thread-safe.*"""
 
     @abstractmethod
     def lost(self) -> dict[Partition, str]:
-        """Partitions of which messages that were wanted are gone (retention, a topic made anew), and what happened, for people.
+        """Return partitions that lost unread messages (retention, a topic made anew), with a description of the loss.
 
-        Reading goes on with the first message that is there. Each is reported once.
+        Reading continues with the first message available. Each loss is reported once.
         """
 
     def begun(self) -> dict[Partition, str]:
-        """Partitions that reading began at without a position being given, and behind which: to be given next time.
+        """Return the starting positions of partitions that were followed without one, to be passed to the next `follow`.
 
-        Without it, what comes to a partition between two starts, before its first message is applied, would be skipped with
-        `latest`. Each is reported once, at the latest with its first message. A log that cannot tell reports none.
+        Otherwise a restart with `latest` would skip messages that arrive before the first one of the partition is applied. Each
+        partition is reported once, at the latest with its first message; logs that cannot tell report none.
         """
         return {}
 
     @abstractmethod
     def close(self) -> None:
-        """Stop reading and release connections, within some seconds. Closing twice changes nothing."""
+        """Stop reading and release connections, within a few seconds. May be called twice. *Thread-safe.*"""
 
 
 class UpdateLogWriter(ABC):
-    """Writes messages. *Thread-safe.*"""
+    """Appends messages to a log. *Thread-safe.*"""
 
     kind: ClassVar[str]
 
     @classmethod
     @abstractmethod
     def from_config(cls, config: Any) -> Self:
-        """A writer as `config` (an `UpdateSourceConfig`) describes.
+        """Make a writer from `config` (an `UpdateSourceConfig`).
 
         Raises:
-            ConfigError: as `UpdateLog.from_config`.
+            ConfigError: as for `UpdateLog.from_config`.
         """
 
     @abstractmethod
     def partitions(self, topic: str, timeout_s: float, create: int = 0) -> int:
-        """How many partitions a topic has; with `create` it is made with so many where it does not exist.
+        """Return the number of partitions of a topic; `create` makes a missing topic with that many.
 
         Raises:
-            UpdateLogError: the log cannot be reached in time, or there is no such topic.
+            UpdateLogError: the log cannot be reached in time, or the topic does not exist.
         """
 
     @abstractmethod
     def last(self, partition: Partition, timeout_s: float) -> Message | None:
-        """The last message of a partition; None where it is empty.
+        """Return the last message of a partition; None if it is empty.
 
         Raises:
             UpdateLogError: the log cannot be reached in time.
@@ -189,31 +175,33 @@ class UpdateLogWriter(ABC):
         time_us: int = 0,
         sent: Callable[[str | Exception], None] | None = None,
     ) -> None:
-        """Append a message; waits while too much is under way.
+        """Append a message; blocks while too many are in flight.
 
-        Messages of one partition are appended in the order of the calls, none twice.
+        The messages of a partition are appended in the order of the calls, each once.
 
         Args:
-            time_us: when it was made; 0: now.
-            sent: is called, in some thread and in the order of a partition's messages, with its position once the log has it
-                for good (empty where the log does not say it), or with what went wrong.
+            time_us: time of the change; 0: now.
+            sent: called on any thread, in order within a partition, with the position of the stored message (empty if the log
+                does not report it) or the error.
 
         Raises:
-            UpdateLogError: it is too large for the log, or nothing was taken for a long time.
+            UpdateLogError: the message is too large for the log, or the log has accepted nothing for a long time.
         """
 
     @abstractmethod
     def flush(self, timeout_s: float) -> int:
-        """Wait for what is under way; how many messages still are after `timeout_s`."""
+        """Wait for messages in flight; returns how many remain after `timeout_s`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give up what is under way and release connections."""
+        """Drop messages in flight and release connections."""
 
 
-def missing_topics(topics: Sequence[str], there: Sequence[str], where: str) -> list[Finding]:
-    """What a `probe` says of topics, given those that exist."""
+def missing_topics(topics: Sequence[str], there: Sequence[str], where: str) -> list[CheckResult]:
+    """Turn missing topics into the results of `probe`."""
     missing = [topic for topic in topics if topic not in there]
     if missing:
-        return [Finding("warning", where, f"no topic {', '.join(missing)} yet; it is waited for, and made by who publishes")]
-    return [Finding("good", where, f"{len(topics)} of {len(topics)} topics are there")]
+        return [
+            CheckResult("warning", where, f"no topic {', '.join(missing)} yet; it is waited for, and made by who publishes")
+        ]
+    return [CheckResult("good", where, f"{len(topics)} of {len(topics)} topics are there")]

@@ -1,13 +1,13 @@
-"""Keeps messages that cannot be applied, so that `hps updates replay` can publish them again once their cause is removed.
+"""Keeps messages that cannot be applied, so that `hps updates replay` can republish them once the cause is fixed.
 
-They go into a directory as JSON lines, one object a message:
+In a directory they are JSON lines, one object per message:
 
     {"when": "2026-03-01T12:00:00.000000+00:00", "reason": "width", "detail": "...", "model": "shop", "table": "item",
      "topic": "hps_et.shop.item", "partition": 0, "position": "17", "time_us": 1772366400000000, "sequence": 1772366400000000,
      "key": "", "value": "SFBTMQ..."}
 
-`key` and `value` are base64. Files are called `<microseconds since 1970>.<random>.jsonl`; when one is large another is begun.
-Or they go to the topic `hps_dead.<model>.<table>`: the same object without `value`, a line feed, and the message as it was.
+`key` and `value` are base64. Files are named `<microseconds since 1970>.<random>.jsonl`; when one is large another is begun.
+In the topic `hps_dead.<model>.<table>`, a message is the same object without `value`, a line feed, and the original value.
 """
 
 import json
@@ -26,11 +26,12 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Final, Self
 
-from hps.background import BackgroundQueue
 from hps.configuration.tiers import UpdateSourceConfig
 from hps.errors import HPSError, UpdateFormatError, UpdateLogError
-from hps.metrics import Metrics
+from hps.ground.log_limits import LineLimit
+from hps.ground.workers import WorkQueue
 from hps.registry import implementation
+from hps.statistics.metrics import Metrics
 from hps.types import split_tag
 from hps.updates.base import DEAD_LETTER_PREFIX, Message, Partition, UpdateLog, UpdateLogWriter
 
@@ -39,11 +40,11 @@ _log = logging.getLogger(__name__)
 LOG_INTERVAL_S: Final = 60.0
 
 _TOPIC = "topic"
-_QUEUED_BYTES = 64 << 20  # that wait for the disk; one message may be larger
+_QUEUED_BYTES = 64 << 20  # queued for the disk; a single message may be larger
 _QUEUED = 4096
-_FILES = 8  # among which the bound is shared out: so much is dropped at a time
-_PIECE = 3 << 20  # of base64; a multiple of 3
-_TIMEOUT_S = 10.0  # of the log that takes dead letters
+_FILES = 8  # the bound is divided among this many files; the oldest is dropped to make room
+_PIECE = 3 << 20  # base64 characters; a multiple of 3
+_TIMEOUT_S = 10.0  # for the log that takes dead letters
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,10 @@ class DeadLetter:
     """A message that could not be applied. *Immutable.*
 
     Attributes:
-        message: as it lay in the log.
-        reason: of the `UpdateFormatError`.
-        detail: its text.
-        model, table: whose changes it was to bring; empty if the topic does not tell.
-        sequence: its place in the order of changes, its own or the one that the replica gave it; 0 if unknown.
-        when: it was put aside, in ISO 8601.
+        reason, detail: reason and text of the `UpdateFormatError`.
+        model, table: the table it was meant for; empty if the topic does not say.
+        sequence: place in the order of changes, its own or assigned by the replica; 0 if unknown.
+        when: time it was set aside, ISO 8601.
     """
 
     message: Message
@@ -68,7 +67,6 @@ class DeadLetter:
     when: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="microseconds"))
 
     def header(self) -> dict[str, Any]:
-        """All of it but the message's value."""
         message = self.message
         return {
             **{"when": self.when, "reason": self.reason, "detail": self.detail, "model": self.model, "table": self.table},
@@ -78,7 +76,10 @@ class DeadLetter:
 
     @classmethod
     def read(cls, text: bytes, value: bytes | None = None) -> Self:
-        """Read an object as it was written; its `value` is in it if it is not given.
+        """Read a written object.
+
+        Args:
+            value: value of the message; by default it is in the object.
 
         Raises:
             UpdateFormatError: it is no dead letter.
@@ -96,16 +97,15 @@ class DeadLetter:
 
 
 class DeadLetters:
-    """Takes messages that cannot be applied, and never stops who brings them. *Thread-safe.*
+    """Stores messages that cannot be applied, without ever blocking the feed. *Thread-safe.*
 
-    A thread of its own writes them. What it cannot write (the disk is full or too slow, the log is away) is counted and logged.
+    A thread writes them. Losses (a full or slow disk, an unreachable log) are counted and logged.
 
     Args:
-        directory: where they go, and nobody else's do; empty for nowhere.
-        most_bytes: of all files in the directory; the oldest are removed for it.
-        connect: makes the writer of a topic, at the first message; they go there then, and to no directory.
-        metrics: of the thread.
-        clock: seconds, from any start.
+        directory: a directory of its own; empty: none.
+        most_bytes: bound on all files in the directory; the oldest are removed to keep it.
+        connect: makes the writer of a topic at the first message; then the directory is not used.
+        clock: monotonic time in seconds.
     """
 
     def __init__(
@@ -116,25 +116,25 @@ class DeadLetters:
         connect: Callable[[], UpdateLogWriter] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._directory, self._most_bytes, self._connect, self._clock = directory, most_bytes, connect, clock
-        self._queue = BackgroundQueue("dead-letters", _QUEUED, 1, metrics)
+        self._directory, self._most_bytes, self._connect = directory, most_bytes, connect
+        self._queue = WorkQueue("dead-letters", _QUEUED, 1, metrics)
         self._writer: UpdateLogWriter | None = None
-        self._partitions: dict[str, int] = {}  # of topics that were asked for
+        self._partitions: dict[str, int] = {}  # number of partitions by topic
         self._path = ""
         self._lock = threading.Lock()
         self._queued_bytes = 0
         self._lost = 0
-        self._cause = ""  # of the last loss
+        self._cause = ""  # cause of the last loss
         self._unlogged: Counter[str] = Counter()
-        self._logged_at = -LOG_INTERVAL_S + clock()
+        self._lines = LineLimit(1, LOG_INTERVAL_S, clock)
 
     @classmethod
     def from_config(cls, settings: UpdateSourceConfig, persistent_path: str, metrics: Metrics) -> Self:
-        """Those of a server.
+        """Make the store of a server.
 
         Args:
             settings: `dead_letters` is a directory, `topic`, or empty.
-            persistent_path: of the persistent database, beside which they go by default; empty if there is none.
+            persistent_path: path of the persistent database, beside which the default directory lies; empty if there is none.
         """
         if (place := place_of(settings, persistent_path)) != _TOPIC:
             return cls(place, settings.dead_letter_bytes, metrics)
@@ -143,20 +143,20 @@ class DeadLetters:
 
     @property
     def place(self) -> str:
-        """Where they go, for people; empty if nowhere."""
+        """Where they are stored, `topic` or a directory; empty if nowhere."""
         return f"topics {DEAD_LETTER_PREFIX}*" if self._connect else self._directory
 
     @property
     def lost(self) -> int:
-        """How many messages could not be kept, or were removed to keep the bound."""
+        """Messages that could not be stored, or were removed to keep the bound."""
         return self._lost
 
     def add(self, message: Message, reason: str, detail: str, sequence: int) -> None:
-        """Keep a message. Does not block, and raises nothing.
+        """Queue a message. Does not block and raises nothing.
 
         Args:
             reason, detail: why it cannot be applied.
-            sequence: its place in the order of changes; 0 if unknown.
+            sequence: place in the order of changes; 0 if unknown.
         """
         model, _, table = split_tag(message.partition.topic) or ("", "", "")
         letter = DeadLetter(message, reason, detail, model, table, sequence)
@@ -172,12 +172,12 @@ class DeadLetters:
         self._report(reason, f"{message.partition} at {message.position}: {detail}")
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was added is kept or lost."""
+        """Wait until every added message is stored or lost."""
         done = self._queue.drain(timeout_s)
         return done and (self._writer is None or self._writer.flush(timeout_s) == 0)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Write what is queued, for at most `timeout_s`. Closing twice changes nothing."""
+        """Write the queued messages, for at most `timeout_s`. May be called twice."""
         self._queue.close(timeout_s)
         if self._writer is not None:
             self._writer.flush(timeout_s)
@@ -230,12 +230,12 @@ class DeadLetters:
                 file.write(b'"}\n')
                 file.flush()
             except OSError:
-                with suppress(OSError):  # half a line is no dead letter
+                with suppress(OSError):  # remove the partial line
                     os.truncate(self._path, begun)
                 raise
 
     def _make_room(self, size: int) -> None:
-        """Let the next `size` bytes go to a file that is not too large, and remove the oldest where all would be."""
+        """Choose a file with room for `size` bytes, and remove the oldest files beyond the bound."""
         sizes = {path: path.stat().st_size for path in _files(self._directory)}
         held = sizes.get(Path(self._path), 0)
         if not self._path or (held and held + size > self._most_bytes // _FILES):
@@ -256,13 +256,13 @@ class DeadLetters:
             self._cause = cause
 
     def _report(self, reason: str, detail: str) -> None:
-        """Log what came since the last line, at most once a minute; at the end what is left."""
+        """Log losses since the last line, at most once a minute; on close, the rest."""
         with self._lock:
             if reason:
                 self._unlogged[reason] += 1
-            if not self._unlogged or (reason and self._clock() - self._logged_at < LOG_INTERVAL_S):
+            if not self._unlogged or (reason and not self._lines.take()):
                 return
-            counts, self._unlogged, self._logged_at = self._unlogged, Counter(), self._clock()
+            counts, self._unlogged = self._unlogged, Counter()
             lost, cause = self._lost, self._cause
         counted = ", ".join(f"{count} x {name}" for name, count in sorted(counts.items()))
         kept = f"they go to {self.place}" if self.place else "they are kept nowhere: set update_source.dead_letters"
@@ -272,13 +272,13 @@ class DeadLetters:
 
 
 def place_of(settings: UpdateSourceConfig, persistent_path: str) -> str:
-    """Where dead letters go, `topic` or a directory; empty if nowhere. The arguments are those of `from_config`."""
+    """Return where dead letters go, `topic` or a directory; empty if nowhere. Arguments as for `from_config`."""
     beside = f"{persistent_path.rstrip('/')}.dead-letters" if persistent_path else ""
     return settings.dead_letters or beside
 
 
 def read_directory(directory: str) -> Iterator[DeadLetter | UpdateFormatError]:
-    """Yield the dead letters of a directory, the oldest first, and the errors of lines that are none."""
+    """Yield the dead letters of a directory, oldest first, and the errors of unreadable lines."""
     for path in _files(directory):
         with path.open("rb") as file:
             for line in file:
@@ -289,15 +289,15 @@ def read_directory(directory: str) -> Iterator[DeadLetter | UpdateFormatError]:
 
 
 def read_topics(log: UpdateLog, topics: list[str], timeout_s: float) -> Iterator[DeadLetter | UpdateFormatError]:
-    """Yield the dead letters that lie in topics, in the order of each partition.
+    """Yield the dead letters in topics, in the order of each partition.
 
     Args:
         log: not yet followed.
-        topics: those that do not exist are looked for, too.
-        timeout_s: for how long nothing may come while there may be more.
+        topics: topics to read; missing ones are looked for, too.
+        timeout_s: longest silence while more messages may come.
 
     Raises:
-        UpdateLogError: nothing has come for so long, and it is not known that there is nothing.
+        UpdateLogError: the log stayed silent for that long, and it is not known to be exhausted.
     """
     log.follow(topics, {}, "earliest")
     deadline = time.monotonic() + timeout_s
@@ -322,5 +322,5 @@ def read_topics(log: UpdateLog, topics: list[str], timeout_s: float) -> Iterator
 
 
 def _files(directory: str) -> list[Path]:
-    """The oldest first: they are called after the time."""
+    """List the files, oldest first: their names begin with the time."""
     return sorted(Path(directory).glob("*.jsonl"))

@@ -1,12 +1,11 @@
-"""Applies a log of online updates to the tables of one deployment, in order, for as long as it is in service.
+"""Applies the log of online updates to the tables of one deployment, in order, while it is in service.
 
-One thread reads, decodes and applies; so nothing is decoded while a batch is applied, and memory is bounded by what the log
-reads ahead and one batch. A table whose database fails keeps what it was about to apply, its partitions are paused, and the
-others go on. After a crash each table is read again from what its database says; what is then applied again changes nothing.
+One thread reads, decodes and applies. It decodes nothing while it applies a batch, so memory is bounded by the log's
+read-ahead and one batch. A table whose database fails keeps its batch and pauses its partitions; the others go on. After a
+crash each table is read again from the position that its database stored; applying a change again has no effect.
 """
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -17,42 +16,39 @@ from typing import Final
 import numpy as np
 
 from hps.configuration.tiers import UpdateSourceConfig
-from hps.considerate import considerate
-from hps.databases.base import LogPosition, RowChanges
+from hps.databases.base import LogPosition, Partition, RowChanges
 from hps.errors import HPSError, NotReadyError, UpdateFormatError
-from hps.lifetimes import close_at_exit, disown_in_children
-from hps.progress import TableProgress
+from hps.ground.pacing import paced
+from hps.ground.progress import TableProgress
+from hps.ground.workers import Worker
+from hps.statistics.metrics import Metrics
+from hps.statistics.snapshot import UpdateStatus
 from hps.types import IndexArray
-from hps.updates.base import Message, Partition, UpdateLog
+from hps.updates.base import Message, UpdateLog
 from hps.updates.dead_letters import DeadLetters
 from hps.updates.framing import HIGHEST_SEQUENCE, Changes, decode, sequence_of
-from hps.updates.metrics import TableStatus, UpdateMetrics
 from hps.updates.target import UpdateTarget
 
 _log = logging.getLogger(__name__)
 
-REPLACEMENT_WAIT_S: Final = 30.0
-"""For how long a feed whose target is out of service waits for another one before it ends."""
-
-_CONSIDERATE_ROWS = 8192  # of a batch; a feed that cannot keep up in small pieces gets larger ones, and then hurries
-_LONGEST_POLL_S = 0.5  # a feed ends as soon as that
+_REPLACEMENT_WAIT_S: Final = 30.0  # how long a feed whose target is out of service waits for another one
+_PACED_ROWS = 8192  # rows of a batch; a feed that falls behind gets larger batches
+_LONGEST_POLL_S = 0.5  # bounds how long a stop takes
 _LONGEST_BACKOFF_S = 5.0
-_LATE_S = 60.0  # which the log mentions
+_LATE_S = 60.0  # lag that the log mentions
 _LATE_SAID_AGAIN_S = 60.0
-_LOST_SHOWN_S = 3600.0  # for so long a status speaks of messages that are gone
+_LOST_SHOWN_S = 3600.0  # how long a status mentions lost messages
 
 
 @dataclass(frozen=True, slots=True)
-class FollowedTable:
+class TableTopic:
     """A table that follows a topic. *Immutable.*
 
     Attributes:
-        index: of the table in its deployment.
-        name: of the table.
-        topic: where its updates come from.
+        index: index of the table in its deployment.
         dim: elements of a vector.
-        key_bytes: 8, or 4 where HugeCTR's messages have such keys.
-        start: the position of the last message that its model files contain, by `str(Partition)`; from their manifest.
+        key_bytes: 8, or 4 for HugeCTR messages with such keys.
+        start: positions up to which the model files contain the log, from their manifest.
     """
 
     index: int
@@ -60,42 +56,33 @@ class FollowedTable:
     topic: str
     dim: int
     key_bytes: int
-    start: Mapping[str, str]
+    start: Mapping[Partition, LogPosition]
 
 
 class UpdateFeed:
-    """Follows the log of all tables of one deployment. *Thread-safe.*
+    """Follows the log for all tables of one deployment. *Thread-safe.*
 
-    A table begins where its database says that it has been, else behind what its model files contain, else at
-    `update_source.begin`.
+    A table starts at the position that its database stored, else at that of its model files, else at `update_source.begin`.
 
     Args:
-        model, version: which deployment this is.
-        tables: those of its tables that follow a topic, each of its own.
-        target: applies changes.
+        tables: the tables that follow a topic, each its own.
+        target: where changes are applied.
         log: not yet followed; the feed closes it.
-        dead_letters: gets messages that cannot be applied; whoever made it closes it, after the feed.
+        dead_letters: takes messages that cannot be applied; the caller closes it after the feed.
         settings: `update_source`.
-        metrics: where rows are counted.
-        replacement_wait_s: see `REPLACEMENT_WAIT_S`.
-        clock: tells seconds, from any start.
-        now_us: tells microseconds since 1970.
+        metrics: counts rows.
     """
 
     def __init__(
         self,
         model: str,
         version: str,
-        tables: Sequence[FollowedTable],
+        tables: Sequence[TableTopic],
         target: UpdateTarget,
         log: UpdateLog,
         dead_letters: DeadLetters,
         settings: UpdateSourceConfig,
-        metrics: UpdateMetrics,
-        *,
-        replacement_wait_s: float = REPLACEMENT_WAIT_S,
-        clock: Callable[[], float] = time.monotonic,
-        now_us: Callable[[], int] = lambda: time.time_ns() // 1000,
+        metrics: Metrics,
     ) -> None:
         self._model = model
         self._version = version
@@ -104,67 +91,50 @@ class UpdateFeed:
         self._dead_letters = dead_letters
         self._settings = settings
         self._metrics = metrics
-        self._replacement_wait_s = replacement_wait_s
-        self._clock = clock
-        self._now_us = now_us
-        self._tables = {table.topic: _Table(table, TableProgress(HIGHEST_SEQUENCE, 0, clock)) for table in tables}
+        self._tables = {table.topic: _Table(table, TableProgress(HIGHEST_SEQUENCE, 0, _clock)) for table in tables}
         widest = max(8 + 4 * table.dim for table in tables)
-        self._most_bytes = min(settings.max_batch_size * widest, settings.read_ahead_bytes)  # that are polled at once
-        self._uncommitted = 0  # messages
-        self._orphaned_at: float | None = None  # since when the target has been out of service
-        self._problem = ""  # of the whole feed
-        self._look_at = 0.0  # when to look for tables that are late
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._most_bytes = min(settings.max_batch_size * widest, settings.read_ahead_bytes)  # per poll
+        self._uncommitted = 0  # messages since the last commit
+        self._orphaned_at: float | None = None  # when the target went out of service
+        self._problem = ""  # a problem of the feed, not of one table
+        self._look_at = 0.0  # next look for late tables
+        self._worker = Worker(f"updates-{model}", self._run)
 
     def start(self) -> None:
-        """Begin to follow, in a thread. Called once."""
-        self._thread = threading.Thread(target=self._run, name=f"hps-updates-{self._model}", daemon=True)
-        self._thread.start()
-        self._metrics.show(self._shown)
-        close_at_exit(self, UpdateFeed.stop)
-        disown_in_children(self)
+        """Start the thread. Called once."""
+        self._worker.start()
+        self._metrics.show_updates(self._shown)
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """End after the batch that is being applied; returns whether it has ended in time. Stopping twice changes nothing."""
-        self._stopping.set()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            return not self._thread.is_alive()
-        return True
-
-    def disown(self) -> None:
-        """In a forked child, where the thread is not: be stopped."""
-        self._thread = None
-        self._stopping = threading.Event()
-        self._stopping.set()
+        """End after the current batch; returns whether it ended in time. May be called twice."""
+        self._worker.stop.set()
+        return self._worker.join(timeout_s)
 
     @property
     def alive(self) -> bool:
-        """Whether it follows; False once it has been stopped, or has waited in vain for another target."""
-        return self._thread is not None and self._thread.is_alive()
+        """Whether the thread runs; False once stopped, or after waiting too long for another target."""
+        return self._worker.alive
 
     def replace_target(self, target: UpdateTarget) -> None:
-        """Apply to another deployment of the same tables from now on, also what the last one refused."""
+        """Switch to another deployment of the same tables, including for changes that the last one refused."""
         self._target = target
 
-    def status(self) -> list[TableStatus]:
-        """How far each table is."""
+    def status(self) -> list[UpdateStatus]:
         behind, problem = self._log.behind(), self._problem or self._log.problem
         return [self._status(table, behind, not problem, problem) for table in self._tables.values()]
 
     def wait_for_lag(self, lag_s: float, timeout_s: float, give_up: Callable[[], bool]) -> bool:
-        """Wait until every table is at most so far behind; False when the time is over, on `give_up`, or when the feed ends."""
-        deadline = self._clock() + timeout_s
+        """Wait until no table lags by more than this; False on timeout, on `give_up`, or when the feed ends."""
+        deadline = _clock() + timeout_s
         while any(one.lag_s is None or one.lag_s > lag_s for one in self.status()):
-            if give_up() or not self.alive or self._clock() >= deadline or self._stopping.wait(0.05):
+            if give_up() or not self.alive or _clock() >= deadline or self._worker.stop.wait(0.05):
                 return False
         return True
 
     def _run(self) -> None:
         try:
             if self._begin():
-                while not self._stopping.is_set():
+                while not self._worker.stop.is_set():
                     self._round()
                 self._finish()
         except _Orphaned:
@@ -174,16 +144,15 @@ class UpdateFeed:
             self._log.close()
 
     def _begin(self) -> bool:
-        """Ask the databases how far each table is, and follow the log from there; False if the feed was stopped before.
+        """Read the stored positions from the databases and follow the log from there; False if the feed was stopped before.
 
-        A log is followed once, for all tables, so here a table that fails holds up the others.
+        The log is followed once for all tables, so here a failing table holds up the others.
         """
         for table in self._tables.values():
             while not self._follow(table):
-                if self._stopping.wait(self._pause_s([table])):
+                if self._worker.stop.wait(self._pause_s([table])):
                     return False
-        after = {one: at.position for table in self._tables.values() for one, at in table.applied.items() if at.position}
-        self._log.follow(list(self._tables), after, self._settings.begin)
+        self._log.follow(list(self._tables), self._positions(), self._settings.begin)
         return True
 
     def _follow(self, table: "_Table") -> bool:
@@ -193,28 +162,31 @@ class UpdateFeed:
         except Exception as error:  # noqa: BLE001 - tried again
             self._fail(table, target, error)
             return False
-        starts = {name: LogPosition(position) for name, position in table.followed.start.items()}
-        table.stored = _of_topic(table.followed.topic, stored)
-        table.applied = _of_topic(table.followed.topic, starts) | table.stored
+        # Positions of another topic date from before the model was renamed.
+        table.stored, start = (
+            {Partition(one): at for one, at in known.items() if Partition(one).topic == table.followed.topic}
+            for known in (stored, table.followed.start)
+        )
+        table.applied = start | table.stored
         self._succeed(table)
         return True
 
     def _round(self) -> None:
-        """Take what has come, and apply it; where nothing has, store how far everything is applied."""
+        """Take and apply the messages that have arrived; if there are none, store the positions."""
         failing = [table for table in self._tables.values() if table.refused_by]
         messages = self._poll(min(self._settings.poll_timeout_ms / 1000, _LONGEST_POLL_S, self._pause_s(failing)))
         for partition, what in self._log.lost().items():
             table = self._tables[partition.topic]
             _log.error("updates of model %r, %s: %s", self._model, partition, what)
-            self._metrics.gaps.labels(self._model, table.followed.name).inc()
-            table.lost, table.lost_at = f"{partition}: {what}", self._clock()
+            self._metrics.update_gaps.labels(self._model, table.followed.name).inc()
+            table.lost, table.lost_at = f"{partition}: {what}", _clock()
         for partition, position in self._log.begun().items():
             table = self._tables[partition.topic]
             table.applied = {partition: LogPosition(position)} | table.applied
         for message in messages:
             self._tables[message.partition.topic].messages.append(message)
         for table in failing:
-            if table.messages:  # of a partition that was not known
+            if table.messages:  # messages of a partition that was unknown
                 self._pause(table)
         for table in self._tables.values():
             if not messages or table.unstored >= self._settings.max_commit_interval:
@@ -222,7 +194,7 @@ class UpdateFeed:
             self._work(table)
         if not messages:
             self._note_quiet()
-        if self._clock() >= self._look_at:
+        if _clock() >= self._look_at:
             self._say_late()
         if self._uncommitted >= (self._settings.max_commit_interval if messages else 1):
             self._commit()
@@ -234,15 +206,15 @@ class UpdateFeed:
             if not self._problem:
                 _log.exception("updates of model %r: polling the log failed; it is tried again", self._model)
             self._problem = f"polling the log failed: {error!r}"
-            self._stopping.wait(_LONGEST_POLL_S)
+            self._worker.stop.wait(_LONGEST_POLL_S)
             return []
         self._problem = ""
         return messages
 
     def _work(self, table: "_Table") -> None:
-        """Apply what a table has, batch after batch, until nothing is left or it fails."""
-        while (table.batch or table.messages) and not self._stopping.is_set():
-            if table.refused_by is self._target and self._clock() < table.retry_at:
+        """Apply a table's messages, batch after batch, until none are left or a batch fails."""
+        while (table.batch or table.messages) and not self._worker.stop.is_set():
+            if table.refused_by is self._target and _clock() < table.retry_at:
                 return
             target = self._target
             try:
@@ -253,7 +225,7 @@ class UpdateFeed:
                 return
 
     def _gather(self, table: "_Table") -> "_Batch":
-        """Decode messages until they have the rows of a batch, or all that are there."""
+        """Decode messages until they fill a batch or run out."""
         followed, applied = table.followed, dict(table.applied)
         parts: list[Changes] = []
         sequences: list[int] = []
@@ -263,7 +235,7 @@ class UpdateFeed:
         for message in table.messages:
             if rows >= self._settings.max_batch_size:
                 break
-            if message.partition is not here:  # seldom: a log hands out what it has of one, then of the next
+            if message.partition is not here:  # rare: a log returns the messages of one partition, then those of the next
                 if here is not None:
                     applied[here] = LogPosition(position, last)
                 here = message.partition
@@ -283,14 +255,14 @@ class UpdateFeed:
         deletes = sum(part.deleted_keys.size for part in parts)
         counts = np.array([part.keys.size + part.deleted_keys.size for part in parts], np.int64)
         batch = _Batch(pieces, applied, taken, size_bytes, rows - deletes, deletes, np.array(times, np.int64), counts)
-        del table.messages[:taken]  # at last: had anything failed, they would still be there
+        del table.messages[:taken]  # last: after a failure they would still be there
         return batch
 
     def _decode(self, table: "_Table", message: Message, last: int) -> tuple[Changes | None, int]:
-        """What a message says, and its place in the order; no changes if it says nothing, or is a dead letter.
+        """Decode a message and return its changes and sequence; no changes for a beacon or a dead letter.
 
         Args:
-            last: the highest sequence in its partition before it.
+            last: the highest sequence in its partition so far.
         """
         followed, most_bytes = table.followed, self._settings.max_message_bytes
         try:
@@ -301,9 +273,9 @@ class UpdateFeed:
             reason = error.reason if isinstance(error, UpdateFormatError) else "internal"
             if reason == "internal" and reason not in table.dead_letters:
                 _log.exception("updates of model %r: decoding %s at %s", self._model, message.partition, message.position)
-            sequence = sequence_of(message.value) or last + 1  # it has its place, too: it may be repaired and replayed
+            sequence = sequence_of(message.value) or last + 1  # it keeps its place: it may be repaired and replayed
             self._dead_letters.add(message, reason, str(error), sequence)
-            self._metrics.dead_letters.labels(self._model, followed.name, reason).inc()
+            self._metrics.update_dead_letters.labels(self._model, followed.name, reason).inc()
             table.dead_letters = table.dead_letters | {reason: table.dead_letters.get(reason, 0) + 1}
             return None, sequence
         if changes is None:
@@ -311,16 +283,15 @@ class UpdateFeed:
         return changes, changes.sequence or max(min(message.time_us, HIGHEST_SEQUENCE), last + 1)
 
     def _apply(self, table: "_Table", batch: "_Batch", target: UpdateTarget) -> None:
-        positions = {str(partition): at for partition, at in table.applied.items()}
         while batch.pieces:
-            began = self._clock()
+            began = _clock()
             piece = batch.pieces[-1]
-            with considerate() if piece.keys.size <= _CONSIDERATE_ROWS else nullcontext():
-                batch.stale += piece.keys.size - target.apply(table.followed.index, piece, positions)
+            with paced() if piece.keys.size <= _PACED_ROWS else nullcontext():
+                batch.stale += piece.keys.size - target.apply(table.followed.index, piece, table.applied)
             batch.pieces.pop()
             table.stored, table.unstored = table.applied, 0
             self._succeed(table)
-            self._stopping.wait((self._clock() - began) * (1 / self._settings.device_share - 1))
+            self._worker.stop.wait((_clock() - began) * (1 / self._settings.device_share - 1))
         table.applied, table.batch = table.applied | batch.applied, None
         table.unstored += batch.messages
         self._uncommitted += batch.messages
@@ -328,33 +299,33 @@ class UpdateFeed:
 
     def _count(self, table: "_Table", batch: "_Batch") -> None:
         where, metrics = (self._model, table.followed.name), self._metrics
-        metrics.bytes.labels(*where).inc(batch.size_bytes)
+        metrics.update_bytes.labels(*where).inc(batch.size_bytes)
         if not batch.rows.size:
             return
         for change, count in (("upsert", batch.upserts), ("delete", batch.deletes)):
-            metrics.rows.labels(*where, change).inc(count)
-        metrics.stale_rows.labels(*where).inc(batch.stale)
+            metrics.update_rows.labels(*where, change).inc(count)
+        metrics.update_stale_rows.labels(*where).inc(batch.stale)
         table.progress.advance(batch.upserts + batch.deletes)
         table.stale_rows += batch.stale
         known = batch.times_us > 0
-        metrics.observe_visible(*where, (self._now_us() - batch.times_us[known]) / 1e6, batch.rows[known])
+        metrics.observe_visible(*where, (_now_us() - batch.times_us[known]) / 1e6, batch.rows[known])
         table.newest_us = max(table.newest_us, int(batch.times_us.max()))
 
     def _fail(self, table: "_Table", target: UpdateTarget, error: Exception) -> None:
-        """Let a table wait, and end the feed if its target has been out of service for too long."""
-        now = self._clock()
+        """Back off a table, and end the feed if its target has been out of service for too long."""
+        now = _clock()
         if not isinstance(error, NotReadyError) or target is not self._target:
             self._orphaned_at = None
         elif self._orphaned_at is None:
             self._orphaned_at = now
-        elif now - self._orphaned_at >= self._replacement_wait_s:
+        elif now - self._orphaned_at >= _REPLACEMENT_WAIT_S:
             raise _Orphaned
         where = f"updates of model {self._model!r}, table {table.followed.name!r}"
         if not table.problem:
             known = isinstance(error, HPSError)
             _log.warning("%s: %s; they are tried again until it succeeds", where, error, exc_info=None if known else error)
         table.problem = str(error) or repr(error)
-        self._metrics.failures.labels(self._model, table.followed.name).inc()
+        self._metrics.update_failures.labels(self._model, table.followed.name).inc()
         shortest_s = max(self._settings.failure_backoff_ms, 1) / 1000
         table.backoff_s = min(max(2 * table.backoff_s, shortest_s), max(_LONGEST_BACKOFF_S, shortest_s))
         table.retry_at, table.refused_by = now + table.backoff_s, target
@@ -375,19 +346,19 @@ class UpdateFeed:
             self._log.pause(table.paused)
 
     def _pause_s(self, failing: Sequence["_Table"]) -> float:
-        """How long until one of these tables is to be tried again."""
-        due = [0.0 if table.refused_by is not self._target else table.retry_at - self._clock() for table in failing]
+        """Return the seconds until the first of these tables is tried again."""
+        due = [0.0 if table.refused_by is not self._target else table.retry_at - _clock() for table in failing]
         return max(0.0, min(due, default=_LONGEST_POLL_S))
 
     def _store(self, table: "_Table") -> None:
-        """Let the database know how far everything is applied, where it does not."""
+        """Store positions that the database does not have yet."""
         if table.batch is None and table.applied != table.stored:
             nothing = np.empty(0, np.int64)
             changes = RowChanges(nothing, np.empty((0, table.followed.dim), np.float32), nothing)
             table.batch = _Batch([changes], table.applied, 0, 0, 0, 0, nothing, nothing)
 
     def _finish(self) -> None:
-        """Store and commit how far everything is applied; what fails is applied again at the next start."""
+        """Store and commit the positions; after a failure, changes are applied again at the next start."""
         target = self._target
         for table in self._tables.values():
             self._store(table)
@@ -398,22 +369,24 @@ class UpdateFeed:
 
     def _commit(self) -> None:
         self._uncommitted = 0
-        positions = {one: at.position for table in self._tables.values() for one, at in table.applied.items() if at.position}
         try:
-            self._log.commit(positions)
+            self._log.commit(self._positions())
         except Exception:  # noqa: BLE001 - a bug: it raises nothing; and only people read what is committed
             _log.exception("updates of model %r: committing positions failed", self._model)
 
+    def _positions(self) -> dict[Partition, str]:
+        return {one: at.position for table in self._tables.values() for one, at in table.applied.items() if at.position}
+
     def _note_quiet(self) -> None:
-        behind, now = self._log.behind(), self._clock()
+        behind, now = self._log.behind(), _clock()
         for table in self._tables.values():
             if self._behind(table, behind) == 0:
                 table.quiet_at = now
 
     def _say_late(self) -> None:
-        """Log which tables are late; the next time in a minute."""
+        """Log which tables are late, at most once a minute."""
         late = [one for one in self.status() if (one.lag_s or 0.0) > _LATE_S]
-        self._look_at = self._clock() + (_LATE_SAID_AGAIN_S if late else 1.0)
+        self._look_at = _clock() + (_LATE_SAID_AGAIN_S if late else 1.0)
         for one in late:
             behind = "" if one.behind is None else f", {one.behind} messages behind"
             text = "updates of model %r, table %r are late: lag %.0f s%s; %.0f rows are applied a second%s"
@@ -427,20 +400,20 @@ class UpdateFeed:
         batch = table.batch
         return sum(known) + len(table.messages) + (batch.messages if batch else 0)
 
-    def _status(self, table: "_Table", behind: Mapping[Partition, int | None], connected: bool, problem: str) -> TableStatus:
-        count, now = self._behind(table, behind), self._clock()
+    def _status(self, table: "_Table", behind: Mapping[Partition, int | None], connected: bool, problem: str) -> UpdateStatus:
+        count, now = self._behind(table, behind), _clock()
         lags_s = [0.0] if count == 0 else []
         if table.newest_us:
-            lags_s.append(max(0.0, (self._now_us() - table.newest_us) / 1e6))
+            lags_s.append(max(0.0, (_now_us() - table.newest_us) / 1e6))
         if table.quiet_at is not None:
             lags_s.append(now - table.quiet_at)
         lost = table.lost if table.lost and now - table.lost_at < _LOST_SHOWN_S else ""
-        return TableStatus(
+        return UpdateStatus(
             model=self._model,
             version=self._version,
             table=table.followed.name,
             topic=table.followed.topic,
-            positions={str(partition): at.position for partition, at in table.applied.items() if at.position},
+            positions={str(one): at.position for one, at in table.applied.items() if at.position},
             behind=count,
             lag_s=min(lags_s, default=None),
             rows_per_s=table.progress.rows_per_s,
@@ -451,8 +424,16 @@ class UpdateFeed:
             connected=connected,
         )
 
-    def _shown(self) -> list[TableStatus]:
-        return [] if self._stopping.is_set() else self.status()
+    def _shown(self) -> list[UpdateStatus]:
+        return [] if self._worker.stop.is_set() else self.status()
+
+
+def _clock() -> float:
+    return time.monotonic()
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000
 
 
 class _Orphaned(Exception):
@@ -463,12 +444,8 @@ class _Orphaned(Exception):
 class _Batch:
     """Messages that are applied together.
 
-    Attributes:
-        pieces: what is still to be applied: distinct keys.
-        applied: how far the table is when all of it is applied.
-        messages, size_bytes, upserts, deletes: what it came from.
-        times_us, rows: of each message that changes something, (n,) int64: when it was made, 0 if unknown, and its rows.
-        stale: rows that were older than what was there.
+    `pieces` remain to be applied and have distinct keys; `applied` are the positions once they are. `times_us` and `rows`, (n,)
+    int64, hold the time (0 if unknown) and the number of rows of each message with changes.
     """
 
     pieces: list[RowChanges]
@@ -484,20 +461,13 @@ class _Batch:
 
 @dataclass(slots=True)
 class _Table:
-    """Where a table is. Others than the thread may read; dicts are replaced, never changed.
+    """State of a table. Other threads may read it; dicts are replaced, never changed.
 
-    Attributes:
-        applied: how far everything is applied to every tier.
-        stored: how far its database says that it is.
-        unstored: messages since.
-        messages: that were polled and are not decoded.
-        batch: what is being applied, or is tried again.
-        refused_by: the target that failed last; None while none does.
-        newest_us: when the newest change that is applied was made.
-        quiet_at: when nothing was behind last.
+    Every tier has the changes up to `applied`; the database has stored the positions `stored`, `unstored` messages ago.
+    `messages` are polled but not decoded. `refused_by` is the target that failed last, None after a success.
     """
 
-    followed: FollowedTable
+    followed: TableTopic
     progress: TableProgress
     applied: dict[Partition, LogPosition] = field(default_factory=dict)
     stored: dict[Partition, LogPosition] = field(default_factory=dict)
@@ -517,14 +487,8 @@ class _Table:
     quiet_at: float | None = None
 
 
-def _of_topic(topic: str, positions: Mapping[str, LogPosition]) -> dict[Partition, LogPosition]:
-    """Those of a topic; those of another are from when the model had another name."""
-    named = ((name.rpartition("/"), at) for name, at in positions.items())
-    return {Partition(topic, int(number)): at for (its, _, number), at in named if its == topic}
-
-
 def _resolve(parts: Sequence[Changes], sequences: Sequence[int], dim: int) -> RowChanges:
-    """The latest change of each key: by sequence, and of those with the same, the one that came last."""
+    """Keep the latest change of each key: the highest sequence, and among equal ones the last to arrive."""
     counts = [part.keys.size + part.deleted_keys.size for part in parts]
     keys = np.concatenate([some for part in parts for some in (part.keys, part.deleted_keys)])
     of_rows = np.repeat(np.array(sequences, np.int64), counts)
@@ -540,15 +504,14 @@ def _resolve(parts: Sequence[Changes], sequences: Sequence[int], dim: int) -> Ro
             start += count
     changes = RowChanges(keys, vectors, of_rows, deleted)
     ordered = np.sort(keys)
-    if not (ordered[1:] == ordered[:-1]).any():  # nearly always
+    if not (ordered[1:] == ordered[:-1]).any():  # almost always
         return changes
-    order = np.lexsort((of_rows, keys))  # stable: of equal ones the last that came stays the last
+    order = np.lexsort((of_rows, keys))  # stable: among equal sequences the last to arrive stays last
     latest = order[np.append(keys[order][1:] != keys[order][:-1], True)]
     return RowChanges(keys[latest], vectors[latest], of_rows[latest], None if deleted is None else deleted[latest])
 
 
 def _pieces(changes: RowChanges, most_rows: int) -> list[RowChanges]:
-    """Cut changes into pieces of about the same size."""
     count = -(-changes.keys.size // most_rows)
     edges = [changes.keys.size * i // count for i in range(count + 1)]
     cuts = [slice(low, high) for low, high in pairwise(edges)]

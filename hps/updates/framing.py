@@ -1,4 +1,4 @@
-"""What a message of an update log says: changes of rows of one table, in a framing of ours or in HugeCTR's.
+"""Encodes and decodes update messages: changes to rows of one table, in the `HPS1` or the HugeCTR framing.
 
 Everything is little-endian, without padding. A producer in any language can be written from these tables.
 
@@ -6,14 +6,14 @@ Everything is little-endian, without padding. A producer in any language can be 
 
     at        bytes   type     what
     0         4       bytes    "HPS1"
-    4         4       uint32   CRC-32 (zlib's) of the whole message without these 4 bytes
+    4         4       uint32   CRC-32 (zlib's) of the message without these 4 bytes
     8         8       int64    sequence: 1 to 2^62. Of two changes of a key the one with the higher sequence is the later one,
                                on every replica. It ascends strictly from message to message of a partition:
                                max(microseconds since 1970, last + 1)
     16        8       int64    when the changes were made, in microseconds since 1970, at most 2^62; 0: unknown
     24        4       uint32   n, rows that are inserted or replaced
     28        4       uint32   m, keys that are deleted
-    32        4       uint32   dim, elements of a vector; where n is 0 it says nothing
+    32        4       uint32   dim, elements of a vector; ignored if n is 0
     36        1       uint8    dtype of the vectors: 0 float32, 1 float16, 2 bfloat16 (the upper half of a float32)
     37        1       uint8    t, bytes of the table's name; 0: the table is the topic's
     38        2       uint16   0; another value is of a later version, and refused
@@ -22,17 +22,17 @@ Everything is little-endian, without padding. A producer in any language can be 
     ...       8 m     int64    deleted keys
     ...       s n dim          vectors, row by row; s is 4 for float32, else 2. All are finite.
 
-Of a key that occurs twice the last row counts; one that is among the deleted keys is deleted. A message without rows is legal.
-All changes of a key go to one partition. Beside the vectors a row takes 8 bytes, and 16 or less from 5 rows on.
+Of a key that occurs twice the last row counts; a key among the deleted keys is deleted. A message without rows is legal.
+All changes of a key go to one partition. Beside its vector a row takes 8 bytes, plus at most 8 more of header from 5 rows on.
 
-HugeCTR's, which has no order, no time, no deletions and no checksum:
+HugeCTR's framing has no order, time, deletions or checksum:
 
     0         4       bytes    "HCTR"
     4         4       uint32   v, bytes of a vector (4 dim)
     8         ...              rows: a key (int64, or uint32 where `supportlonglong` is false), then a vector (float32)
 
-A message of its first 8 bytes alone is a beacon. The width of a key is not said: keys of another width are noticed only by a
-size that does not fit, and where the number of rows with 4-byte keys is a multiple of dim + 2 it fits keys of 8 bytes, too.
+A message of only the first 8 bytes is a beacon. The width of a key is not stated: a wrong width shows only in a size that does
+not fit, and if the number of rows with 4-byte keys is a multiple of dim + 2 the size fits 8-byte keys, too.
 """
 
 import struct
@@ -49,7 +49,7 @@ from hps.types import FloatArray, KeyArray
 VectorDtype: TypeAlias = Literal["float32", "float16", "bfloat16"]
 
 HEADER_BYTES: Final = 40
-"""Of an `HPS1` message, before the table's name."""
+"""Bytes of an `HPS1` header, without the table's name."""
 
 HIGHEST_SEQUENCE: Final = 1 << 62
 
@@ -64,15 +64,15 @@ _BFLOAT16 = 2
 
 
 class Changes(NamedTuple):
-    """What one message says. *Immutable.* The arrays may lie in the message.
+    """The changes in one message. *Immutable.* The arrays may be views of the message.
 
     Attributes:
         keys: (n,) int64. Of a key that occurs twice the last row counts.
         vectors: (n, dim) float32, finite.
-        deleted_keys: (m,) int64; one that is among `keys`, too, is deleted.
-        sequence: place of all these changes in the order of the table; 0 if the message has none.
-        time_us: when they were made, in microseconds since 1970; 0 if the message does not say.
-        table: name of the table; empty if it is the topic's.
+        deleted_keys: (m,) int64; these win over `keys`.
+        sequence: place of these changes in the order of the table; 0 if the message has none.
+        time_us: time of the changes in microseconds since 1970; 0 if unknown.
+        table: name of the table; empty: the topic's.
     """
 
     keys: KeyArray
@@ -86,23 +86,21 @@ class Changes(NamedTuple):
 def decode(
     value: bytes, dim: int, key_bytes: int = 8, *, key: bytes = b"", table: str = "", most_bytes: int = 0
 ) -> Changes | None:
-    """Read a message of either framing.
+    """Decode a message of either framing.
 
     Args:
-        value: the message.
         dim: elements of a vector of the table.
-        key_bytes: 8, or 4 where `supportlonglong` is false: HugeCTR's keys are uint32 then, and ours must lie in [0, 2^32).
+        key_bytes: 8, or 4 if `supportlonglong` is false: HugeCTR's keys are then uint32, and ours must lie in [0, 2^32).
         key: Kafka's message key, which must be empty.
-        table: name of the topic's table; empty to take any.
-        most_bytes: the size of the largest message that is read; 0 for any.
+        table: name of the topic's table; empty accepts any.
+        most_bytes: maximum message size; 0: unlimited.
 
     Returns:
-        The changes; None for a beacon. Arrays are C-contiguous, aligned and in host memory, and read only where they lie in
-        `value`.
+        The changes; None for a beacon. Arrays are C-contiguous, aligned and in host memory; views of `value` are read only.
 
     Raises:
-        UpdateFormatError: it is no such message; `reason` is `keyed`, `too_large`, `magic`, `size`, `checksum`, `dtype`,
-            `width`, `table`, `sequence`, `key` or `not_finite`. Nothing of it may be applied.
+        UpdateFormatError: the message is invalid; `reason` is `keyed`, `too_large`, `magic`, `size`, `checksum`, `dtype`,
+            `width`, `table`, `sequence`, `key` or `not_finite`. None of it may be applied.
     """
     if key:
         raise _wrong("keyed", f"a message key of {len(key)} bytes", "none: a compacted topic would drop changes")
@@ -124,7 +122,7 @@ def decode(
 
 
 def sequence_of(value: bytes) -> int:
-    """The sequence of a message of any table; 0 if it is no whole `HPS1` message."""
+    """Return the sequence of a message of any table; 0 if it is not a complete `HPS1` message."""
     if value[:4] != b"HPS1" or len(value) < HEADER_BYTES:
         return 0
     _, crc, sequence, *_ = _HEADER.unpack_from(value)
@@ -141,17 +139,16 @@ def encode(
     table: str = "",
     dtype: VectorDtype = "float32",
 ) -> bytes:
-    """Write an `HPS1` message.
+    """Encode an `HPS1` message.
 
     Args:
         keys: (n,) int64, in host memory.
-        vectors: (n, dim) float32; rounded to the nearest where `dtype` is smaller.
+        vectors: (n, dim) float32; rounded to the nearest value of `dtype`.
         deleted_keys: (m,) int64; none by default.
-        sequence, time_us, table: as in the table above.
-        dtype: of the vectors in the message.
+        sequence, time_us, table: as in the layout above.
 
     Raises:
-        InvalidInputError: a value is out of its range, or a vector is not finite as `dtype`.
+        InvalidInputError: a value is out of range, or a vector is not finite as `dtype`.
     """
     code, stored = _DTYPES[dtype]
     keys, vectors = _checked(keys, vectors)
@@ -185,7 +182,7 @@ def encode_hugectr(
     vectors: FloatArray,  # (n, dim)
     key_bytes: int = 8,
 ) -> bytes:
-    """Write a message as HugeCTR's `KafkaMessageSink` does.
+    """Encode a message as HugeCTR's `KafkaMessageSink` does.
 
     Args:
         keys: (n,) int64; with 4-byte keys all in [0, 2^32).
@@ -193,7 +190,7 @@ def encode_hugectr(
         key_bytes: 8 or 4.
 
     Raises:
-        InvalidInputError: the arrays do not fit each other, or a key does not fit.
+        InvalidInputError: the shapes do not match, or a key does not fit.
     """
     keys, vectors = _checked(keys, vectors)
     if key_bytes == 4 and keys.size and not 0 <= keys.min() <= keys.max() < 1 << 32:
@@ -264,7 +261,7 @@ def _hugectr_row(dim: int, key_bytes: int) -> npt.DTypeLike:
 
 
 def _aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The array itself, or a copy where the table's name has put it between two places of memory."""
+    """Return the array, or an aligned copy if the table's name has shifted it."""
     return array if array.flags.aligned else array.copy()
 
 

@@ -1,8 +1,8 @@
-"""Online updates from Apache Kafka, and whatever speaks its protocol, through librdkafka (confluent-kafka).
+"""Online updates from Apache Kafka and compatible brokers, through librdkafka (confluent-kafka).
 
-The reader assigns itself every partition of its topics at offsets of its own and joins no group. What others do with the group,
-which merely names its commits, does not disturb it. A thread, the *survey*, asks the cluster what the topics' partitions
-are and, where a partition is not being read well, which offsets there are.
+The reader assigns itself every partition of its topics at its own offsets and joins no group; the group only names its commits,
+so other members do not disturb it. A thread, the *survey*, asks the cluster for the topics' partitions and, for partitions
+that are not being read well, their offsets.
 
 A position is the offset of a message.
 """
@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Self
@@ -21,17 +22,18 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, Topi
 from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
 
 from hps.errors import ConfigError, UpdateLogError
-from hps.findings import Finding
-from hps.lifetimes import close_at_exit, disown_in_children, refusal
+from hps.ground.lifetimes import close_at_exit, disown_in_children, refusal
+from hps.ground.log_limits import LineLimit
+from hps.ground.workers import call_in_thread
+from hps.types import CheckResult
 from hps.updates.base import Message, Partition, UpdateLog, UpdateLogWriter, missing_topics
 
 _log = logging.getLogger(__name__)
-_ANSWER_S: Final = 3.0  # for a request of the survey, whose result then comes; a close waits for one
+_ANSWER_S: Final = 3.0  # timeout of a survey's request; a close waits for one
 _LOOK_AGAIN_S: Final = 1.0  # while something is wrong
-_SLICE_S: Final = 0.1  # of a poll: how late it sees what the survey found, and that it is to end
-_LOG_PAUSE_S: Final = 60.0
+_SLICE_S: Final = 0.1  # of a poll: bounds its delay in acting on the survey or a close
 _CLOSE_S: Final = 10.0
-_SEND_S: Final = 30.0  # for room in the writer's queue
+_SEND_S: Final = 30.0  # wait for room in the writer's queue
 _FULL_S: Final = 0.002
 _REPORTED_S: Final = 0.002
 _MOST_COMMITS: Final = 8
@@ -46,15 +48,15 @@ _OURS: Final = {
 
 
 def _settings(config: Any, own: Mapping[str, str | int | bool]) -> dict[str, Any]:
-    """Ours, then what the user says, in librdkafka's names."""
+    """Merge our settings with the user's, under librdkafka's names."""
     if both := sorted(config.config.keys() & _OURS.keys()):
         raise ConfigError("update_source.config", [f"{key}: cannot be set, since {_OURS[key]}; remove it" for key in both])
     return {
         "bootstrap.servers": config.brokers,
         "topic.metadata.refresh.interval.ms": config.metadata_refresh_interval_ms,
-        "receive.message.max.bytes": _MOST_BYTES,  # a message that is too large still has to be passed by
+        "receive.message.max.bytes": _MOST_BYTES,  # an oversized message must still be skipped
         "reconnect.backoff.max.ms": 2000,
-        "log_level": 2,  # of syslog: what is wrong is said by `problem`
+        "log_level": 2,  # syslog level; `problem` reports the errors
         **own,
         **config.config,
     }
@@ -69,7 +71,7 @@ def _client(kind: Callable[[dict[str, Any]], Any], settings: dict[str, Any]) -> 
 
 
 class _Offsets(NamedTuple):
-    """Which messages a partition has: from `low` up to, not including, `high`."""
+    """Offsets of the messages of a partition: [low, high)."""
 
     low: int
     high: int
@@ -77,28 +79,24 @@ class _Offsets(NamedTuple):
 
 @dataclass(slots=True)
 class _Survey:
-    """What the cluster said."""
-
-    topics: dict[str, tuple[str, list[int]]] = field(default_factory=dict)  # its id, which changes when it is made anew
-    absent: dict[str, str] = field(default_factory=dict)  # topics that cannot be read, and why
-    unknown: set[str] = field(default_factory=set)  # of these: they do not exist
+    topics: dict[str, tuple[str, list[int]]] = field(default_factory=dict)  # id, new if made anew; partitions
+    absent: dict[str, str] = field(default_factory=dict)  # reasons by topic that cannot be read
+    unknown: set[str] = field(default_factory=set)  # absent topics that do not exist
     offsets: dict[Partition, _Offsets] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class _Reading:
-    """How far a partition has been read."""
-
+class _PartitionState:
     next: int
-    end: int = -1  # the offset behind its last message; -1: not known
+    end: int = -1  # the offset after its last message; -1: unknown
     assigned: bool = False
     paused: bool = False
-    refused: bool = False  # the broker said that there is no such offset
-    trouble: str = ""  # until something comes
+    refused: bool = False  # the broker said that the offset does not exist
+    trouble: str = ""  # cleared by the next message
 
 
 class KafkaLog(UpdateLog):
-    """Reads topics of a Kafka cluster. *One thread*, but for `close` and what the contract says otherwise."""
+    """Reads topics of a Kafka cluster. *One thread*, unless the contract says otherwise."""
 
     kind = "kafka_message_queue"
 
@@ -110,9 +108,9 @@ class KafkaLog(UpdateLog):
         self._topics: Sequence[str] = ()
         self._after: dict[Partition, str] = {}
         self._begin = "earliest"
-        self._readings: dict[Partition, _Reading] = {}
+        self._readings: dict[Partition, _PartitionState] = {}
         self._partitions: dict[tuple[str, int], Partition] = {}
-        self._ids: dict[str, str] = {}  # of topics that were met; "" of one that did not exist then
+        self._ids: dict[str, str] = {}  # id by known topic; "" if it did not exist then
         self._absent: dict[str, str] = {}
         self._away = ""  # why the cluster does not answer
         self._commit_failed = ""
@@ -120,10 +118,10 @@ class KafkaLog(UpdateLog):
         self._committing = 0  # commits under way
         self._lost: dict[Partition, str] = {}
         self._begun: dict[Partition, str] = {}
-        self._logged = float("-inf")
+        self._lines = LineLimit()
         self._found: deque[_Survey | str] = deque(maxlen=1)
         self._look = threading.Event()
-        self._using = threading.Lock()  # the consumer, which must not be closed under a call
+        self._using = threading.Lock()  # guards the consumer, which must not be closed during a call
         self._closed = self._disowned = False
         self._surveyor = threading.Thread(target=self._keep_looking, name="hps-kafka-survey", daemon=True)
         close_at_exit(self, KafkaLog.close)
@@ -131,8 +129,7 @@ class KafkaLog(UpdateLog):
 
     @classmethod
     def from_config(cls, config: Any, group: str) -> Self:
-        """Connect in the background; see `UpdateLog.from_config`."""
-        # librdkafka fetches from each broker while less than the first is queued: four brokers may overshoot by their answers.
+        # librdkafka fetches from each broker until the first limit is queued: four brokers may overshoot by their answers.
         queued, answer = config.read_ahead_bytes // 2, config.read_ahead_bytes // 8
         own: dict[str, str | int | bool] = {
             "group.id": group,
@@ -143,24 +140,24 @@ class KafkaLog(UpdateLog):
             "allow.auto.create.topics": False,
             "check.crcs": True,
             "queued.max.messages.kbytes": min(max(queued // 1024, 1), 2_097_151),
-            "queued.min.messages": 1_000_000,  # the bytes bound it
+            "queued.min.messages": 1_000_000,  # bounded by the bytes
             "fetch.max.bytes": min(max(answer, 65_536), _MOST_BYTES - 512),
-            "message.max.bytes": 65_536,  # a lower bound of the former
+            "message.max.bytes": 65_536,  # fetch.max.bytes must not be smaller
             "fetch.message.max.bytes": min(max(answer, 65_536), config.max_message_bytes, 1_000_000_000),
             "fetch.queue.backoff.ms": 10,
         }
         return cls(_settings(config, own), config.metadata_refresh_interval_ms / 1000)
 
     @classmethod
-    def probe(cls, config: Any, topics: Sequence[str], timeout_s: float) -> list[Finding]:
+    def probe(cls, config: Any, topics: Sequence[str], timeout_s: float) -> list[CheckResult]:
         where = "update_source.brokers"
         try:
             cluster = _client(AdminClient, _settings(config, {})).list_topics(timeout=timeout_s)
         except ConfigError as error:
-            return [Finding("wrong", "update_source", problem) for problem in error.problems]
+            return [CheckResult("wrong", "update_source", problem) for problem in error.problems]
         except KafkaException as error:
-            return [Finding("unreachable", where, f"{config.brokers}: {error.args[0].str()}; see that a broker runs there")]
-        found = Finding("good", where, f"{config.brokers}: {len(cluster.brokers)} brokers answer")
+            return [CheckResult("unreachable", where, f"{config.brokers}: {error.args[0].str()}; see that a broker runs there")]
+        found = CheckResult("good", where, f"{config.brokers}: {len(cluster.brokers)} brokers answer")
         return [found, *missing_topics(topics, list(cluster.topics), where)]
 
     def follow(self, topics: Sequence[str], after: Mapping[Partition, str], begin: str) -> None:
@@ -238,14 +235,13 @@ class KafkaLog(UpdateLog):
         if self._surveyor.is_alive():
             self._surveyor.join(_CLOSE_S)
         if self._using.acquire(timeout=_CLOSE_S):
-            closing = threading.Thread(target=self._consumer.close, name="hps-kafka-close", daemon=True)
-            closing.start()
-            closing.join(_ANSWER_S)  # where the cluster is away, librdkafka waits 45 s for what was committed
+            # librdkafka waits 45 s for commits to an unreachable cluster.
+            wait([call_in_thread("kafka-close", self._consumer.close)], _ANSWER_S)
             self._admin = None  # ends its threads
             self._using.release()
 
     def disown(self) -> None:
-        """In a forked child: the clients' threads are not here, so that they are never closed."""
+        """Leak the clients in a forked child: their threads did not survive, so closing could hang."""
         self._closed = self._disowned = True
         self._using = threading.Lock()
 
@@ -254,7 +250,7 @@ class KafkaLog(UpdateLog):
             raise refusal(self, "a reader of Kafka")
         return not self._closed
 
-    # --- what comes from the consumer, while it is in use -------------------------------------------------------------------
+    # --- messages, with the consumer in use ----------------------------------------------------------------------------------
 
     def _taken(self, got: Any) -> Message | None:
         partition = self._partitions[got.topic(), got.partition()]
@@ -277,14 +273,14 @@ class KafkaLog(UpdateLog):
             self._look.set()
 
     def _on_error(self, error: KafkaError) -> None:
-        """Called within `poll`. The survey finds out whether the cluster answers all the same, and then it is forgotten."""
-        if not self._away or error.code() != KafkaError._ALL_BROKERS_DOWN:  # of which the cause was told before
+        """Called within `poll`. The survey clears the error if the cluster answers after all."""
+        if not self._away or error.code() != KafkaError._ALL_BROKERS_DOWN:  # else the cause is known already
             self._away = error.str()
         self._tell()
         self._look.set()
 
     def _end_of_fetch(self, partition: Partition) -> int:
-        """The partition's end as the last answer with messages of it had it; negative where there was none."""
+        """Return the partition's end from the last fetch; negative if none."""
         seen = self._consumer.get_watermark_offsets(TopicPartition(partition.topic, partition.number), cached=True)
         return int(seen[1])
 
@@ -295,7 +291,7 @@ class KafkaLog(UpdateLog):
         self._commit_next()
 
     def _commit_next(self) -> None:
-        """Commit the newest positions, unless too many commits are under way."""
+        """Commit the newest positions, unless too many commits are in flight."""
         if self._committing >= _MOST_COMMITS or not self._commits or self._closed:
             return
         offsets = [TopicPartition(one.topic, one.number, _offset(position) + 1) for one, position in self._commits.items()]
@@ -307,7 +303,7 @@ class KafkaLog(UpdateLog):
         else:
             self._committing += 1
 
-    # --- what comes from the survey -----------------------------------------------------------------------------------------
+    # --- results of the survey -----------------------------------------------------------------------------------------------
 
     def _act_on_survey(self) -> None:
         if not self._found or self._closed:
@@ -342,22 +338,22 @@ class KafkaLog(UpdateLog):
         self._tell()
 
     def _place(self, partition: Partition, there: _Offsets, begin: str) -> None:
-        """Start to read a partition, or start again where something was wrong."""
+        """Start to read a partition, or restart it after a problem."""
         reading = self._readings.get(partition)
         if reading is None:
             after = self._after.get(partition)
             wanted = _offset(after) + 1 if after is not None else there.high if begin == "latest" else there.low
-            reading = self._readings[partition] = _Reading(wanted)
+            reading = self._readings[partition] = _PartitionState(wanted)
             self._partitions[partition.topic, partition.number] = partition
             if after is None and begin == "latest":
                 self._begun[partition] = str(wanted - 1)
-        elif reading.assigned and not reading.trouble:  # paused: only its end was wanted
+        elif reading.assigned and not reading.trouble:  # paused: only its end was needed
             reading.end = max(reading.end, there.high)
             return
         if reading.next < there.low:
             self._lose(partition, reading, f"messages {reading.next} to {there.low - 1} are no longer there", there.low)
         elif reading.next > there.high:
-            # Neither side alone is to be believed: some brokers give too small an end here, new leaders do when they are read.
+            # Trust neither end alone: some brokers report too small a one here, new leaders do in fetches.
             if reading.refused or 0 <= self._end_of_fetch(partition) < reading.next:
                 what = f"message {reading.next - 1} was read and is no longer there, the last one is {there.high - 1}"
                 self._lose(partition, reading, what, there.low)
@@ -368,7 +364,7 @@ class KafkaLog(UpdateLog):
         reading.end = there.high
 
     def _reopen(self) -> None:
-        """Forget the leaders' epochs. librdkafka takes those of a topic that was made anew, which begin at 0, for outdated."""
+        """Reopen the consumer to drop leader epochs: a topic made anew restarts them at 0, stale to librdkafka."""
         self._consumer.close()
         self._consumer = _client(Consumer, self._settings)
         for reading in self._readings.values():
@@ -376,11 +372,11 @@ class KafkaLog(UpdateLog):
         self._committing = 0
         self._look.set()
 
-    def _lose(self, partition: Partition, reading: _Reading, what: str, begin: int) -> None:
+    def _lose(self, partition: Partition, reading: _PartitionState, what: str, begin: int) -> None:
         self._lost[partition] = f"{what}; reading goes on with message {begin}"
         reading.next = begin
 
-    def _restart(self, partition: Partition, reading: _Reading, trouble: str) -> None:
+    def _restart(self, partition: Partition, reading: _PartitionState, trouble: str) -> None:
         self._let_go(partition, reading)
         place = TopicPartition(partition.topic, partition.number, reading.next)
         self._consumer.incremental_assign([place])
@@ -388,7 +384,7 @@ class KafkaLog(UpdateLog):
             self._consumer.pause([place])
         reading.assigned, reading.refused, reading.trouble = True, False, trouble
 
-    def _let_go(self, partition: Partition, reading: _Reading) -> None:
+    def _let_go(self, partition: Partition, reading: _PartitionState) -> None:
         if reading.assigned:
             self._consumer.incremental_unassign([TopicPartition(partition.topic, partition.number)])
         reading.assigned = False
@@ -408,11 +404,10 @@ class KafkaLog(UpdateLog):
 
     def _tell(self) -> None:
         problem = self.problem
-        if problem and time.monotonic() - self._logged >= _LOG_PAUSE_S:
-            self._logged = time.monotonic()
+        if problem and self._lines.take():
             _log.warning("Kafka: %s", problem)
 
-    # --- the survey, in a thread of its own ---------------------------------------------------------------------------------
+    # --- the survey thread ---------------------------------------------------------------------------------------------------
 
     def _keep_looking(self) -> None:
         while not self._closed:
@@ -428,7 +423,7 @@ class KafkaLog(UpdateLog):
                 finally:
                     self._using.release()
             if self._look.wait(min(_LOOK_AGAIN_S, self._refresh_s) if self._needs_another_look(found) else self._refresh_s):
-                time.sleep(min(0.05, self._refresh_s))  # what is wrong may be wrong in many places
+                time.sleep(min(0.05, self._refresh_s))  # one fault may show in many partitions
 
     def _needs_another_look(self, found: _Survey | str) -> bool:
         if isinstance(found, str) or found.absent or self._away:
@@ -468,8 +463,8 @@ class KafkaLog(UpdateLog):
         waiting = self._admin.list_offsets(asked, request_timeout=_ANSWER_S) if asked else {}
         known = {}
         for place, answer in waiting.items():
-            with suppress(KafkaException):  # asked again at the next look
-                if (offset := answer.result().offset) >= 0:  # as it is not while leaders change
+            with suppress(KafkaException):  # asked again in the next survey
+                if (offset := answer.result().offset) >= 0:  # negative while leaders change
                     known[Partition(place.topic, place.partition)] = offset
         return known
 
@@ -492,7 +487,6 @@ class KafkaWriter(UpdateLogWriter):
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
-        """Connect in the background; see `UpdateLogWriter.from_config`."""
         largest = min(config.max_message_bytes, 999_999_000)
         own: dict[str, str | int | bool] = {
             "linger.ms": 2,
@@ -545,7 +539,7 @@ class KafkaWriter(UpdateLogWriter):
         sent: Callable[[str | Exception], None] | None = None,
     ) -> None:
         def delivered(error: KafkaError | None, message: Any) -> None:
-            if sent is not None:  # of a message that a broker had before it was killed, it may not know the offset
+            if sent is not None:  # may be unknown for a message that a broker stored before it was killed
                 offset = "" if message.offset() is None else str(message.offset())
                 sent(_failed(f"sending to {partition}", error) if error else offset)
 
@@ -572,7 +566,7 @@ class KafkaWriter(UpdateLogWriter):
         self._check_open()
         deadline = time.monotonic() + timeout_s
         while (waiting := len(self._producer)) and time.monotonic() < deadline:
-            time.sleep(_REPORTED_S)  # librdkafka's own flush would report in this thread, beside the other: out of order
+            time.sleep(_REPORTED_S)  # librdkafka's own flush would report on this thread as well: out of order
         return waiting
 
     def close(self) -> None:
@@ -584,7 +578,7 @@ class KafkaWriter(UpdateLogWriter):
         self._producer = self._admin = None  # ends their threads
 
     def disown(self) -> None:
-        """In a forked child: the clients' threads are not here, so that they are never closed."""
+        """Leak the clients in a forked child: their threads did not survive, so closing could hang."""
         self._closed = self._disowned = True
 
     def _check_open(self) -> None:
@@ -594,7 +588,7 @@ class KafkaWriter(UpdateLogWriter):
             raise UpdateLogError("using a writer of Kafka: it is closed; open another")
 
     def _report(self) -> None:
-        """Have librdkafka call `sent` for messages that were delivered, or given up."""
+        """Let librdkafka call `sent` for messages that were delivered or given up."""
         while not self._closed or len(self._producer):
             try:
                 self._producer.poll(_SLICE_S)
@@ -623,12 +617,12 @@ class KafkaWriter(UpdateLogWriter):
                 return _message(partition, last)
             if begin == low:
                 break
-            back *= 4  # the end of a transaction takes an offset, too, and so does what a compaction has removed
+            back *= 4  # transaction markers and compacted messages take offsets, too
         return None
 
 
 def _offset(position: str) -> int:
-    """The offset that a position is; -1, which is before all, for that of another kind of log."""
+    """Return the offset of a position; -1, before all, for a position of another kind of log."""
     return int(position) if re.fullmatch("-?[0-9]{1,18}", position) else -1
 
 

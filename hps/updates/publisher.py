@@ -1,4 +1,4 @@
-"""Publishes changes of rows of a table: framed, in order, and each key always in the same partition."""
+"""Publishes row changes of a table: framed, in order, and each key always to the same partition."""
 
 import threading
 import time
@@ -11,16 +11,16 @@ from numba import int64, types
 
 from hps.configuration.load import Source, load_configuration
 from hps.errors import ConfigError, InvalidDtypeError, InvalidInputError, UnknownTableError, UpdateLogError
-from hps.hashing import mix
-from hps.numba_kernels import compile_kernels, kernel, read_only
-from hps.progress import NoProgress, Progress
+from hps.ground.hashing import mix
+from hps.ground.numba_kernels import compile_kernels, kernel, read_only
+from hps.ground.progress import NoProgress, Progress
 from hps.registry import implementation
 from hps.types import FloatArray, IndexArray, KeyArray
 from hps.updates.base import TOPIC_PREFIX, Partition, UpdateLogWriter
 from hps.updates.framing import HEADER_BYTES, Changes, VectorDtype, encode, sequence_of
 
 MESSAGE_BYTES: Final = 256 << 10
-"""Of a message, where one row is not more: brokers take a megabyte by default."""
+"""Default message size in bytes; a single row may exceed it. Brokers accept a megabyte by default."""
 
 _TIMEOUT_S: Final = 30.0
 _void: Any = types.void
@@ -29,10 +29,10 @@ _NO_VECTORS: Final = np.empty((0, 0), np.float32)
 
 
 class Publisher:
-    """Publishes changes of the rows of one table to its topic. *One thread.* A context manager, made by `open_publisher`.
+    """Publishes row changes of one table to its topic. *One thread.* A context manager, made by `open_publisher`.
 
-    Every change gets a sequence, by which all replicas tell which of two changes of a key is the later one: the time in
-    microseconds, or one more than the last if that is not later, also over a restart and where the clock was put back.
+    Every change gets a sequence, by which replicas order two changes of a key: the time in microseconds, or the last sequence
+    plus one if that is higher. It ascends across restarts and when the clock is set back.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Publisher:
         self._sequence = 0
         self._positions: dict[str, str] = {}
         self.rows = 0
-        """How many changes were published, deletions among them."""
+        """Number of published changes, including deletions."""
         self._partitions = [Partition(topic, i) for i in range(writer.partitions(topic, _TIMEOUT_S, create=create_partitions))]
         for partition in self._partitions:
             if (last := writer.last(partition, _TIMEOUT_S)) is not None:
@@ -74,17 +74,17 @@ class Publisher:
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
     ) -> None:
-        """Publish rows to be inserted or replaced. Waits for the rate limit, and while too much is on its way.
+        """Publish rows to insert or replace. Blocks for the rate limit, and while too many messages are in flight.
 
-        What is published is on its way when the call returns; `flush` waits until the log has it.
+        When the call returns the rows are in flight; `flush` waits until the log has them.
 
         Args:
             keys: (n,) int64, in host memory. Of a key that occurs twice the last row counts.
             vectors: (n, dim) float32, finite, in host memory.
 
         Raises:
-            InvalidInputError: the arrays do not fit each other or the table, or a vector is not finite as it is to be sent;
-                rows before it may have been published.
+            InvalidInputError: the shapes do not match each other or the table, or a vector is not finite in the sent dtype;
+                earlier rows may have been published.
             UpdateLogError: the log cannot be reached, or it refused this or an earlier message.
         """
         if vectors.shape != (keys.size, self._dim or vectors.shape[-1]):
@@ -106,11 +106,11 @@ class Publisher:
             self._send(partition, _NO_KEYS, _NO_VECTORS, keys[rows])
 
     def flush(self, timeout_s: float = 60.0) -> dict[str, str]:
-        """Wait until the log has all that was published.
+        """Wait until the log has everything published.
 
         Returns:
-            The position of the last message of each partition, by its name, for `updates` of `write_version`: model files that
-            have all that was published belong to them. Partitions that are empty are left out.
+            Position of the last message by partition name, without empty partitions: the `updates` of `write_version` for
+            model files that contain everything published.
 
         Raises:
             UpdateLogError: the log refused a message, or does not have them all in time.
@@ -125,7 +125,7 @@ class Publisher:
             return dict(self._positions)
 
     def close(self) -> None:
-        """Release the connection, if this is its only user. What was not flushed may be lost."""
+        """Release the connection, unless it is shared. Unflushed messages may be lost."""
         if self._owned:
             self._writer.close()
 
@@ -140,7 +140,7 @@ class Publisher:
             self.close()
 
     def _shares(self, keys: KeyArray, row_bytes: int) -> Iterator[tuple[Partition, IndexArray]]:
-        """Which rows go into each message, in their order."""
+        """Split rows by partition, in order; yields indices."""
         if keys.dtype != np.int64 or keys.ndim != 1:
             raise InvalidDtypeError(f"publishing to {self._topic}: got keys {keys.dtype} {keys.shape}, expected int64 (n,)")
         step = self._step(row_bytes)
@@ -153,7 +153,6 @@ class Publisher:
                 yield partition, rows[low : low + step]
 
     def _step(self, row_bytes: int) -> int:
-        """Rows of a message."""
         step = max(1, (self._message_bytes - HEADER_BYTES) // row_bytes)
         return min(step, max(1, int(self._rows_per_s))) if self._rows_per_s else step
 
@@ -192,7 +191,7 @@ class Publisher:
             raise UpdateLogError(f"publishing to {self._topic}: a message was not taken: {failure}") from failure
 
     def _wait(self, rows: int) -> None:
-        """Sleep until the rate allows these rows; what was not used of it in the past is not made up for beyond a second."""
+        """Sleep until the rate allows these rows; at most a second of unused rate carries over."""
         if not self._rows_per_s:
             return
         ahead = self._begun + self._paced_rows / self._rows_per_s - self._clock()
@@ -204,13 +203,13 @@ class Publisher:
 
 
 class Republisher(Publisher):
-    """Publishes what messages said that could not be applied, at their own place in the order of changes. *One thread.*"""
+    """Republishes messages that could not be applied, at their own place in the order of changes. *One thread.*"""
 
     def republish(self, number: int, changes: Changes, sequence: int) -> None:
-        """Publish the changes of a message again, with the sequence that they had, so that they replace nothing newer.
+        """Republish a message's changes with their original sequence, so that they replace nothing newer.
 
         Args:
-            number: of the partition where they were, if the topic has as many.
+            number: original partition, modulo the topic's partitions.
 
         Raises:
             As `insert`.
@@ -226,7 +225,7 @@ class Republisher(Publisher):
             self._send(partition, _NO_KEYS, _NO_VECTORS, some, sequence, changes.time_us)
 
     def mark(self) -> None:
-        """End each partition with a message without rows that has a new sequence, for publishers that start to find."""
+        """End each partition with an empty message that has a new sequence, so that later publishers find a last sequence."""
         for partition in self._partitions:
             self._send(partition, _NO_KEYS, _NO_VECTORS, _NO_KEYS)
 
@@ -244,16 +243,16 @@ def open_publisher(
     """Connect to the log of online updates of a configuration, to publish changes of one table.
 
     Args:
-        config: as `HPS` takes it; `update_source` names the log.
+        config: as for `HPS`; `update_source` names the log.
         model: name of the model.
-        table: name of the table. Where the configuration lists the model, it must have the table.
-        dtype: of the vectors in messages: float32, float16 or bfloat16. Rows become float32 again.
-        message_bytes: of a message, where one row is not more.
-        rows_per_s: the most rows to publish a second; 0 for any.
-        create_partitions: make the topic with so many partitions where there is none.
+        table: name of the table. If the configuration lists the model, it must have the table.
+        dtype: dtype of vectors in messages: float32, float16 or bfloat16. Replicas convert back to float32.
+        message_bytes: message size in bytes; a single row may exceed it.
+        rows_per_s: rate limit; 0: unlimited.
+        create_partitions: number of partitions to create a missing topic with; 0: do not create it.
 
     Raises:
-        ConfigError: it is wrong, or names no log.
+        ConfigError: the configuration is wrong, or names no log.
         UnknownTableError: the model has no such table.
         MissingDependencyError: the log's client is not installed.
         UpdateLogError: the log cannot be reached, or has no such topic.
@@ -284,10 +283,10 @@ def open_publisher(
 
 
 def open_writer(settings: Any) -> UpdateLogWriter:
-    """The writer of a configured log.
+    """Open the writer of the configured log.
 
     Raises:
-        ConfigError: none is configured, or its settings are wrong.
+        ConfigError: no log is configured, or its settings are wrong.
         MissingDependencyError: its client is not installed.
     """
     if settings.type == "null":

@@ -1,16 +1,16 @@
-"""Online updates in Redis Streams, of a server or a cluster. Redis 7 or newer, or Valkey.
+"""Online updates in Redis Streams, on a server or a cluster. Redis 7 or newer, or Valkey.
 
-    hps_et.<model>.<table>        a string: how many partitions the topic has
+    hps_et.<model>.<table>        a string: the number of partitions of the topic
     {hps_et.<model>.<table>}/<n>  the stream of partition n, with the fields `value` and `time` (microseconds since 1970)
 
 So `SET hps_et.shop.items 1` and `XADD {hps_et.shop.items}/0 * value ...` are all that a publisher in another language needs.
-The braces put a topic into one slot of a cluster, because XREAD waits for streams of one slot only: a cluster spreads tables.
+The braces keep a topic in one slot of a cluster, because XREAD waits only for streams of one slot: a cluster spreads tables.
 
-One thread a server, or a topic of a cluster, asks with XREAD BLOCK and reads ahead. How many messages it asks for follows from
-the sizes of those before, at first from the largest that is allowed, so that a reply fits the room that is left.
+One thread per server, or per topic in a cluster, reads ahead with XREAD BLOCK. The number of messages per read is estimated
+from the sizes of earlier ones, at first from the largest allowed, so that a reply fits the remaining room.
 
-An id does not tell how many messages are behind it. Redis counts what was ever added to a stream, we what we read of it. Once
-we have read everything the two must agree; if they do not, messages are gone.
+An id does not tell how many messages follow it. Redis counts the entries ever added to a stream, and the reader those it read.
+Once it has caught up the two must agree; otherwise messages were lost.
 """
 
 import re
@@ -40,17 +40,17 @@ from redis.retry import Retry
 
 from hps.configuration.tiers import UpdateSourceConfig
 from hps.errors import ConfigError, UpdateLogError
-from hps.findings import Finding
+from hps.types import CheckResult
 from hps.updates.base import Message, Partition, UpdateLog, UpdateLogWriter, missing_topics
 
 _Client: TypeAlias = "Redis | RedisCluster"
 
 _BEFORE_ALL: Final = "0-0"
-_TIMEOUT_S: Final = 3.0  # of a server's silence
-_BLOCK_MS: Final = 100  # what was resumed or committed waits so long for a read that is blocked
+_TIMEOUT_S: Final = 3.0  # without an answer from the server
+_BLOCK_MS: Final = 100  # bounds how long a resume or a commit waits for a blocked read
 _LOOK_S: Final = 1.0
 _MOST_BACKOFF_S: Final = 2.0
-_MESSAGE_BYTES: Final = 300  # of a message in memory beyond its value
+_MESSAGE_BYTES: Final = 300  # memory of a message beyond its value
 _REPLY_MESSAGES: Final = 4096
 _BATCH_MESSAGES: Final = 1024
 _BATCH_BYTES: Final = 4 << 20
@@ -58,7 +58,7 @@ _GIVE_UP_S: Final = 300.0  # Kafka's message.timeout.ms
 _FULL_S: Final = 60.0
 _AWAY: Final = (RedisError, RedisClusterException, OSError, UpdateLogError)
 _PASSING: Final = (OutOfMemoryError, ReadOnlyError, ClusterError, TryAgainError)
-"""Refusals after which a writer tries again."""
+"""Errors after which a writer tries again."""
 
 _LOOK: Final = """
 local answers = {}
@@ -74,7 +74,7 @@ for i, key in ipairs(KEYS) do
 end
 return answers
 """
-"""XINFO STREAM without the entries that it would send, each as large as a message."""
+"""XINFO STREAM without the first and last entries, each as large as a message."""
 
 _APPEND: Final = """
 local done = redis.call('GET', KEYS[2])
@@ -91,12 +91,13 @@ end
 redis.call('SET', KEYS[2], ARGV[1] .. ' ' .. first, 'EX', 3600)
 return first
 """
-"""Append a batch whole, and remember its number and first id: a batch that is sent again because its reply was lost is only
-answered, and so is one that a broken connection delivers late."""
+"""Append a batch atomically and store its number and first id. A batch that was appended before is only answered: one resent
+after a lost reply, or delivered late by a broken connection.
+"""
 
 
 def _connect(config: UpdateSourceConfig, timeout_s: float) -> _Client:
-    """A client of the first address that answers."""
+    """Connect to the first address that answers."""
     settings: dict[str, Any] = {
         "protocol": 2,
         "username": config.user_name if config.password and config.user_name != "default" else None,
@@ -144,7 +145,7 @@ def _key(partition: Partition) -> str:
 
 
 def _order(position: str) -> tuple[int, int]:
-    """Where a position is among others; that of another kind of log is before all."""
+    """Return the sort key of a position; a position of another kind of log sorts first."""
     if not re.fullmatch("[0-9]{1,20}(-[0-9]{1,20})?", position):
         return 0, 0
     ms, _, number = position.partition("-")
@@ -159,7 +160,7 @@ def _message(partition: Partition, entry: tuple[bytes, dict[bytes, bytes]]) -> M
 
 
 class _Facts(NamedTuple):
-    """What Redis says of a stream; first and last are the ids of entries, empty where there are none."""
+    """Redis' facts about a stream; `first` and `last` are ids of entries, empty for an empty stream."""
 
     length: int
     added: int
@@ -170,15 +171,11 @@ class _Facts(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """How far a partition was read. *Guarded by the log's lock.*
+    """Reading state of a partition. *Guarded by the log's lock.*
 
-    Attributes:
-        read: id of the last message that was read ahead; None until it is known where `latest` is.
-        polled: of the last that `poll` returned, or where reading began.
-        queued: messages between the two.
-        count: how many were ever added to the stream up to `read`.
-        exact: whether `count` is more than an estimate.
-        added: how many were ever added; None until Redis was asked.
+    `read` is the id of the last message read ahead (None until `latest` is resolved), `polled` that of the last one returned by
+    `poll` or the start, with `queued` messages between. `count` estimates the entries ever added up to `read`; it is
+    no estimate if `exact`. `added` is Redis' own count, None until asked.
     """
 
     partition: Partition
@@ -192,7 +189,7 @@ class _Stream:
     paused: bool = False
 
     def compare(self, facts: _Facts) -> str:
-        """Correct the count by what Redis says; what was lost, for people."""
+        """Correct the count by Redis' facts; returns a description of lost messages, if any."""
         if self.read is None:
             self.read = self.polled = facts.generated
         at, removed = _order(self.read), facts.added - facts.length
@@ -216,7 +213,7 @@ class _Stream:
             self.count, self.exact = facts.added, True
         elif facts.first == self.read:
             self.count, self.exact = removed + 1, True
-        elif not self.exact:  # somewhere in the middle: as if messages came evenly
+        elif not self.exact:  # mid-stream: assume that messages arrived evenly
             start, now, end = (_order(position)[0] for position in (facts.first, self.read, facts.last))
             left = round(facts.length * (end - now) / max(1, end - start))
             self.count = facts.added - min(max(left, 1), facts.length - 1)
@@ -224,7 +221,7 @@ class _Stream:
 
 
 class RedisStreamLog(UpdateLog):
-    """Reads streams. *One thread*, but for what the contract says otherwise."""
+    """Reads streams. *One thread*, unless the contract says otherwise."""
 
     kind: ClassVar[str] = "redis_stream"
 
@@ -235,8 +232,8 @@ class RedisStreamLog(UpdateLog):
         self.closing = threading.Event()
         self.streams: dict[Partition, _Stream] = {}
         self.queue: deque[tuple[_Stream, Message]] = deque()
-        self.queued_bytes = 0  # read ahead, or asked for
-        self.problems: dict[str, str] = {}  # of reading, by the first topic of a reader
+        self.queued_bytes = 0  # read ahead or requested
+        self.problems: dict[str, str] = {}  # read errors by the first topic of a reader
         self.commit_problem = ""
         self.commits: dict[Partition, tuple[str, int | None]] = {}
         self.after: dict[Partition, str] = {}
@@ -250,24 +247,24 @@ class RedisStreamLog(UpdateLog):
         return cls(config, group)
 
     @classmethod
-    def probe(cls, config: UpdateSourceConfig, topics: Sequence[str], timeout_s: float) -> list[Finding]:
+    def probe(cls, config: UpdateSourceConfig, topics: Sequence[str], timeout_s: float) -> list[CheckResult]:
         where = "update_source.address"
         try:
             with closing(_connect(_checked(config), timeout_s)) as server:
                 there = [topic for topic in topics if server.exists(topic, _key(Partition(topic, 0)))]
         except ConfigError as error:
-            return [Finding("wrong", error.source, problem) for problem in error.problems]
+            return [CheckResult("wrong", error.source, problem) for problem in error.problems]
         except _AWAY as error:
             wrong = re.search("NOAUTH|WRONGPASS|NOPERM|Authentication|no permissions|invalid username", str(error))
-            return [Finding("wrong" if wrong else "unreachable", where, str(error))]
-        return [Finding("good", where, f"{config.address}: Redis answers"), *missing_topics(topics, there, where)]
+            return [CheckResult("wrong" if wrong else "unreachable", where, str(error))]
+        return [CheckResult("good", where, f"{config.address}: Redis answers"), *missing_topics(topics, there, where)]
 
     def follow(self, topics: Sequence[str], after: Mapping[Partition, str], begin: str) -> None:
         self.after, self.begin = dict(after), begin
         self.read_on_thread(list(topics))
 
     def read_on_thread(self, topics: list[str]) -> None:
-        """Start to read topics of one server, or slot."""
+        """Start a thread that reads topics of one server or slot."""
         thread = threading.Thread(target=_Reader(self, topics).run, name=f"hps-redis-stream-{topics[0]}", daemon=True)
         with self.changed:
             self._threads.append(thread)
@@ -351,7 +348,6 @@ class RedisStreamLog(UpdateLog):
             thread.join(3 * _TIMEOUT_S)
 
     def note(self, answers: Sequence[tuple[_Stream, _Facts]]) -> None:
-        """Take in what Redis says of streams."""
         with self.changed:
             for stream, facts in answers:
                 if stream.read is None:
@@ -361,18 +357,18 @@ class RedisStreamLog(UpdateLog):
 
 
 class _Reader:
-    """Reads some topics of a log, all in one slot where it is a cluster, and commits. *One thread.*"""
+    """Reads topics of a log, all in one slot of a cluster, and commits. *One thread.*"""
 
     def __init__(self, log: RedisStreamLog, topics: list[str]) -> None:
         self._log = log
         self._topics = topics
-        self._largest = log.config.max_message_bytes + _MESSAGE_BYTES  # that is expected
-        self._met: set[str] = set()  # topics that were looked for
+        self._largest = log.config.max_message_bytes + _MESSAGE_BYTES  # expected
+        self._met: set[str] = set()  # topics looked for so far
         self._turn = 0
-        self._in_vain = 0  # reads one after the other that brought nothing
+        self._in_vain = 0  # consecutive empty reads
 
     def run(self) -> None:
-        """Read until the log is closed, whatever happens to the server."""
+        """Read until the log is closed, through all failures of the server."""
         name, failures = self._topics[0], 0
         while not self._log.closing.is_set():
             started = time.monotonic()
@@ -405,7 +401,6 @@ class _Reader:
         self._commit(client)
 
     def _find(self, client: _Client) -> None:
-        """Find partitions that there were not before."""
         for topic in self._topics:
             answer = client.get(topic)
             if answer is not None and not answer.isdigit():
@@ -435,7 +430,7 @@ class _Reader:
             self._log.problems.pop(self._topics[0], None)
 
     def _commit(self, client: _Client) -> None:
-        """Move our group in the streams, which nobody reads by it; `XINFO GROUPS` then shows how far we are behind."""
+        """Move our group in the streams. Nothing reads by it, but `XINFO GROUPS` then shows the lag."""
         with self._log.changed:
             commits = {one: where for one, where in self._log.commits.items() if one.topic in self._topics}
             for one in commits:
@@ -457,15 +452,14 @@ class _Reader:
     def _read(self, client: _Client) -> None:
         log, room = self._log, self._log.config.read_ahead_bytes
         with log.changed:
-            streams = [one for one in log.streams.values() if one.partition.topic in self._topics]
-            streams = [one for one in streams if not one.paused and one.read is not None]
-            # One message may be larger than all the room that there is.
+            streams = [one for one in self._streams() if not one.paused and one.read is not None]
+            # A single message may exceed the remaining room.
             if not streams or (log.queued_bytes and log.queued_bytes + self._largest > room):
                 log.changed.wait(_BLOCK_MS / 1000)
                 return
             free = min(room - log.queued_bytes, max(room // 4, self._largest))
             wanted = max(1, min(len(streams), free // self._largest))
-            # What comes while a read is blocked is of one stream, so all may be asked once each alone had nothing.
+            # A blocked read returns messages of one stream, so ask for all streams only after each alone was empty.
             block = wanted == len(streams) or self._in_vain >= len(streams)
             wanted = len(streams) if block else wanted
             start = self._turn % len(streams)
@@ -509,8 +503,8 @@ class _Waiting(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Batch:
-    """Messages of one partition that are sent together, again and again until Redis answers."""
+class _UnansweredBatch:
+    """Messages of one partition that are sent together, and resent until Redis answers."""
 
     partition: Partition
     number: int
@@ -519,10 +513,10 @@ class _Batch:
 
 
 class RedisStreamWriter(UpdateLogWriter):
-    """Writes streams, from one thread, one batch a partition at a time. *Thread-safe.*
+    """Writes streams from one thread, one batch per partition at a time. *Thread-safe.*
 
-    Several writers may write the same stream. Redis acknowledges what it has in memory: `appendfsync always` is for those who
-    must not lose a message when it dies.
+    Several writers may share a stream. Redis acknowledges messages in memory: set `appendfsync always` if none may be lost when
+    it dies.
     """
 
     kind: ClassVar[str] = "redis_stream"
@@ -532,8 +526,8 @@ class RedisStreamWriter(UpdateLogWriter):
         self._name = uuid.uuid4().hex
         self._changed = threading.Condition()
         self._waiting: dict[Partition, deque[_Waiting]] = {}
-        self._batches: dict[Partition, _Batch] = {}
-        self._messages = 0  # under way
+        self._batches: dict[Partition, _UnansweredBatch] = {}
+        self._messages = 0  # in flight
         self._bytes = 0
         self._made = 0
         self._closing = threading.Event()
@@ -636,7 +630,7 @@ class RedisStreamWriter(UpdateLogWriter):
             self._take_batches()
 
     def _take_batches(self) -> None:
-        """Make a batch of each partition that has none and has messages; wait for some."""
+        """Take a batch from each partition that has messages and none in flight; waits for one."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._batches or self._closing.is_set(), _BLOCK_MS / 1000)
             for partition in [one for one in self._waiting if one not in self._batches]:
@@ -648,7 +642,7 @@ class RedisStreamWriter(UpdateLogWriter):
                 if not queue:
                     del self._waiting[partition]
                 self._made += 1
-                self._batches[partition] = _Batch(partition, self._made, messages)
+                self._batches[partition] = _UnansweredBatch(partition, self._made, messages)
 
     def _append(self, client: _Client) -> None:
         for batch in list(self._batches.values()):
@@ -663,7 +657,7 @@ class RedisStreamWriter(UpdateLogWriter):
                 continue
             self._finish(batch, first.decode())
 
-    def _finish(self, batch: _Batch, answer: str | UpdateLogError) -> None:
+    def _finish(self, batch: _UnansweredBatch, answer: str | UpdateLogError) -> None:
         if isinstance(answer, str):
             ms, number = _order(answer)
         for index, message in enumerate(batch.messages):

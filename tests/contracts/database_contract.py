@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hps.databases.base import Database, LoadRecord, LogPosition, PersistentDatabase, RowChanges
+from hps.databases.base import Database, LoadRecord, LogPosition, Partition, PersistentDatabase, RowChanges
 from hps.errors import (
     CapacityError,
     DatabaseError,
@@ -83,7 +83,7 @@ def changes_of(
 
 
 def applied(
-    database: Database, tag: str, changes: RowChanges, positions: Mapping[str, LogPosition] | None = None
+    database: Database, tag: str, changes: RowChanges, positions: Mapping[Partition, LogPosition] | None = None
 ) -> list[bool]:
     latest = database.apply(tag, changes, positions or {})
     assert latest.dtype == np.bool_

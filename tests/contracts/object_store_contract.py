@@ -100,7 +100,7 @@ class ObjectStoreContract(FileSystemContract):
             filesystem.read_into(path, 0, memoryview(bytearray(8)))
         writer = filesystem.create(path)
         writer.write(memoryview(b"x"))
-        with pytest.raises(ModelFileNotFoundError, match=f"writing {path}"):
+        with pytest.raises(ModelFileNotFoundError, match=f"writing {said}"):
             writer.commit()
 
     def test_a_read_of_a_file_that_was_cut_or_removed_says_so(self, filesystem: FileSystem, top: str) -> None:

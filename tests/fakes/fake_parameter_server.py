@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hps.errors import UnknownModelError, UnknownVersionError
-from hps.live_models import VersionStatus
-from hps.metrics import Metrics
+from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
 from hps.types import TableSpec
+from hps.versions.live_models import LiveModels, VersionInfo
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class FakeParameterServer:
         self.lookups = 0
         self.closed = False
         self._deployment = FakeDeployment(tuple(tables))
+        self.live = LiveModels({model: self._deployment})  # type: ignore[dict-item]
 
     def model(self, name: str, version: str | None = None) -> FakeDeployment:
         if name not in self.models:
@@ -48,8 +49,8 @@ class FakeParameterServer:
             )
         return self._deployment
 
-    def versions(self, name: str) -> list[VersionStatus]:
-        return [VersionStatus(name, self.model(name).version, "serving", 0.0, 0, {})]
+    def versions(self, name: str) -> list[VersionInfo]:
+        return [VersionInfo(name, self.model(name).version, "serving", 0.0, 0, {})]
 
     def lookup_segments(self, deployment: FakeDeployment, segments: Sequence[Segment], device_id: int | None = None) -> int:
         self.lookups += 1

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from hps.databases.base import Database, LogPosition, RowChanges, TableStats
+from hps.databases.base import Database, LogPosition, Partition, RowChanges, TableStats
 from hps.errors import DatabaseError
 from hps.types import BoolArray, FloatArray, KeyArray
 
@@ -58,7 +58,7 @@ class FaultyDatabase(Database):
         self.fetched.append(keys[~found])
         if self.gate_late is None:
             self.entered.release()
-        if self.gate is not None and not self.gate.wait(10):
+        if self.gate is not None and not self.gate.wait(30):
             raise DatabaseError("the gate stayed closed")
         self._enter("fetch")
         rows = self._half("fetch", keys.size)
@@ -66,7 +66,7 @@ class FaultyDatabase(Database):
         self._leave("fetch")
         if self.gate_late is not None:
             self.entered.release()
-            if not self.gate_late.wait(10):
+            if not self.gate_late.wait(30):
                 raise DatabaseError("the gate stayed closed")
         return filled
 
@@ -82,11 +82,11 @@ class FaultyDatabase(Database):
         self._leave("delete")
         return removed
 
-    def follow_log(self, tag: str) -> dict[str, LogPosition]:
+    def follow_log(self, tag: str) -> dict[Partition, LogPosition]:
         self._enter("follow_log")
         return self.inner.follow_log(tag)
 
-    def apply(self, tag: str, changes: RowChanges, positions: Mapping[str, LogPosition]) -> BoolArray:
+    def apply(self, tag: str, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
         """As the inner one; of a call that fails halfway the first half of the changes is made, and no position stored."""
         self._enter("apply")
         if "apply" in self.failing_halfway:

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from hps.cache.base import CacheLookup, LookupGraph, MissedKeys, StreamCapture, UnwaitedCounts
+from hps.cache.base import CacheLookup, LookupGraph, MissedKeys, StreamCapture, StreamOrderedCounts
 from hps.cache.cpu.cache import NumpyCache, NumpyLookup
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.errors import DatabaseError, DeviceError, InvalidInputError, NotReadyError
-from hps.host_tables import HostTable
+from hps.ground.host_tables import HostTable
 from hps.tensors.segments import Segment
 from hps.types import BoolArray, FloatArray, KeyArray
 from tests.fakes.populating_pinner import PopulatingPinner
@@ -92,8 +92,8 @@ class LinkedCache(NumpyCache):
         finally:
             self._next_epoch(table)
 
-    def unwaited(self, table):
-        return UnwaitedCounts(*self.counts[table])
+    def stream_ordered_counts(self, table):
+        return StreamOrderedCounts(*self.counts[table])
 
     def capture_of(self, segments):
         return self.capturing

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from hps.databases.base import Database, LoadRecord, LogPosition, PersistentDatabase, RowChanges, TableStats
+from hps.databases.base import Database, LoadRecord, LogPosition, Partition, PersistentDatabase, RowChanges, TableStats
 from hps.errors import NotReadyError, TableWidthError, UnknownTableError
 from hps.types import BoolArray, FloatArray, KeyArray
 
@@ -23,7 +23,7 @@ class MemoryDatabase(Database):
         self._dims: dict[str, int] = {}
         self._sequences: dict[str, dict[int, int]] = {}  # of each change of a row, also of rows that are gone
         self._applied: dict[str, int] = {}  # the highest sequence that was applied
-        self._positions: dict[str, dict[str, LogPosition]] = {}
+        self._positions: dict[str, dict[Partition, LogPosition]] = {}
         self._closed = False
 
     @classmethod
@@ -72,12 +72,12 @@ class MemoryDatabase(Database):
         if highest := self._applied.get(tag, 0):
             self._sequences[tag] |= dict.fromkeys(keys.tolist(), highest + 1)
 
-    def follow_log(self, tag: str) -> dict[str, LogPosition]:
+    def follow_log(self, tag: str) -> dict[Partition, LogPosition]:
         with self._lock:
             self._table(tag)
             return dict(self._positions.setdefault(tag, {}))
 
-    def apply(self, tag: str, changes: RowChanges, positions: Mapping[str, LogPosition]) -> BoolArray:
+    def apply(self, tag: str, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
         with self._lock:
             rows, known = self._table(tag), self._sequences.setdefault(tag, {})
             numbers = zip(changes.keys.tolist(), changes.sequences.tolist(), strict=True)
@@ -152,7 +152,7 @@ class PersistentMemoryDatabase(MemoryDatabase, PersistentDatabase):
         self._mark_modified(tag)
         return super().delete(tag, keys)
 
-    def apply(self, tag: str, changes: RowChanges, positions: Mapping[str, LogPosition]) -> BoolArray:
+    def apply(self, tag: str, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
         if changes.keys.size:
             self._mark_modified(tag)
         return super().apply(tag, changes, positions)

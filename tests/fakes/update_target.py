@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from hps.databases.base import LogPosition, RowChanges
+from hps.databases.base import LogPosition, Partition, RowChanges
 
 
 class MemoryTarget:
@@ -23,22 +23,22 @@ class MemoryTarget:
 
     def __init__(self) -> None:
         self.rows: dict[int, dict[int, tuple[int, list[float] | None]]] = defaultdict(dict)
-        self.positions: dict[int, dict[str, LogPosition]] = defaultdict(dict)
+        self.positions: dict[int, dict[Partition, LogPosition]] = defaultdict(dict)
         self.calls: list[tuple[int, list[int], dict[str, str]]] = []
-        self.given: Mapping[str, LogPosition] = {}
+        self.given: Mapping[Partition, LogPosition] = {}
         self.before: Callable[[int, RowChanges], object] = lambda index, changes: None
         self.applied = threading.Condition()
 
-    def follow_log(self, index: int) -> dict[str, LogPosition]:
+    def follow_log(self, index: int) -> dict[Partition, LogPosition]:
         self.before(index, RowChanges(*[np.empty(0)] * 3))
         return dict(self.positions[index])
 
-    def apply(self, index: int, changes: RowChanges, positions: Mapping[str, LogPosition]) -> int:
+    def apply(self, index: int, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> int:
         self.given = positions
         self.before(index, changes)
         return self.make(index, changes, positions)
 
-    def make(self, index: int, changes: RowChanges, positions: Mapping[str, LogPosition]) -> int:
+    def make(self, index: int, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> int:
         assert np.unique(changes.keys).size == changes.keys.size
         rows, latest = self.rows[index], 0
         for i, (key, sequence) in enumerate(zip(changes.keys.tolist(), changes.sequences.tolist(), strict=True)):

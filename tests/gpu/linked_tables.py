@@ -9,7 +9,7 @@ from numba import njit
 
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.errors import UnknownTableError
-from hps.hashing import mix, scale
+from hps.ground.hashing import mix, scale
 from hps.tensors.segments import Segment
 from hps.types import BoolArray, FloatArray, KeyArray
 from tests.contracts.cache_contract import spec, vectors_of

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from hps.errors import DeviceError, InvalidInputError, NotReadyError
-from hps.host_tables import HostLayout, HostTable, Pinner
+from hps.ground.host_tables import HostLayout, HostTable, Pinner
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.session import CachedSession, SessionSettings
-from hps.metrics import Metrics
+from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
 from tests.contracts.cache_contract import AWKWARD_KEYS, DEFAULT, distinct_keys
 from tests.fakes.memory_database import PersistentMemoryDatabase
@@ -419,7 +419,7 @@ def test_a_lookup_that_is_only_enqueued_answers_what_the_map_holds(n):
         for table, segment in enumerate(segments):
             check(keys, cupy.asnumpy(segment.out), known, table)
             assert np.array_equal(cupy.asnumpy(segment.found), there)
-            counts = tables.cache.unwaited(table)
+            counts = tables.cache.stream_ordered_counts(table)
             assert (counts.misses, counts.linked, counts.absent, counts.unread) == (n, there.sum(), (~there).sum(), 0)
 
 
@@ -442,14 +442,14 @@ def test_enqueued_lookups_of_a_dropped_table_count_what_nobody_read():
         lookup, segment = tables.cache.create_lookup(), tables.segment(known)
         lookup.enqueue([segment])
         cupy.cuda.get_current_stream().synchronize()
-        before = tables.cache.unwaited(0)
+        before = tables.cache.stream_ordered_counts(0)
         tables.database.drop_table(tables.specs[0].tag)
         try:
             lookup.enqueue([tables.segment(known)])
         except NotReadyError:  # it may as well be refused
             return
         cupy.cuda.get_current_stream().synchronize()
-        after = tables.cache.unwaited(0)
+        after = tables.cache.stream_ordered_counts(0)
         assert after.absent == before.absent == 0
         assert after.unread - before.unread == SMALL
 

@@ -22,11 +22,11 @@ import pytest
 
 import hps
 from hps.databases.base import RowChanges
-from hps.deployment import Deployment
 from hps.errors import DatabaseError
 from hps.models.writer import write_sparse_model
 from hps.tensors.segments import Segment
 from hps.types import BoolArray, FloatArray, KeyArray
+from hps.versions.deployment import Deployment
 from tests.contracts.cache_contract import DEFAULT, distinct_keys
 from tests.gpu.cupy_if_installed import cupy
 from tests.gpu.linked_tables import LinkedTables, homes_of
@@ -199,10 +199,11 @@ def link_lookups(tables: LinkedTables) -> Callable[[int], Lookup]:
             calls += 1
             segment = Segment(0, keys, out, found)
             if reader >= 2 and calls % 2:
-                before = tables.cache.unwaited(0).unread
+                before = tables.cache.stream_ordered_counts(0).unread
                 lookup.enqueue([segment])
                 cupy.cuda.get_current_stream().synchronize()
-                if tables.cache.unwaited(0).unread == before:  # else some have the default, though they may be there
+                after = tables.cache.stream_ordered_counts(0).unread
+                if after == before:  # else some have the default, though they may be there
                     return
             tables.finish_on_host(lookup, lookup.query([segment]))
 
@@ -237,7 +238,7 @@ def test_no_vector_is_wrong_beside_writers_of_the_map(dim, capacity, options, ca
                     tables.write(fresh, vectors_of(fresh, dim, 1))
 
         said = stress(population, dim, link_lookups(tables), tables.write, tables.delete, also=grow)
-        stats, unread = tables.cache.stats(0), tables.cache.unwaited(0).unread
+        stats, unread = tables.cache.stats(0), tables.cache.stream_ordered_counts(0).unread
         resident = tables.cache.dump(0)
         assert stats.resident_rows == resident.size == np.unique(resident).size
         assert capacity == 0 or stats.inserts > capacity
@@ -312,11 +313,11 @@ def test_no_vector_is_wrong_through_a_parameter_server(writing, options, tmp_pat
             [cache] = server.model("shop").caches
 
             def look_up(keys: Any, out: Any, found: Any) -> None:
-                unread = cache.unwaited(0).unread
+                unread = cache.stream_ordered_counts(0).unread
                 with suppress(DatabaseError):  # an earlier one had unread keys
                     server.lookup_fromdlpack(keys, out, "shop", 0, **options)
                     cupy.cuda.get_current_stream().synchronize()
-                    if cache.unwaited(0).unread == unread:
+                    if cache.stream_ordered_counts(0).unread == unread:
                         unread = -1
                 if unread >= 0:  # some have the default, though they may be there
                     server.lookup_fromdlpack(keys, out, "shop", 0)

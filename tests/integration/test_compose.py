@@ -24,11 +24,10 @@ REPLICAS = ("hps-1", "hps-2", "hps-3")
 TOKEN = {"authorization": "Bearer token4tests"}
 TABLES = {"user": (16, 1, 10_000), "item": (32, 2, 50_000)}  # dim, seed, rows: as in docker-compose.yml
 HAPROXY = shutil.which("haproxy")
-needs_balancer = pytest.mark.skipif(HAPROXY is None, reason="no haproxy on the PATH")
 needs_isolation = pytest.mark.skipif(not can_isolate(), reason="not root: file systems cannot be made read-only")
 _COMPILE = (
     "import hps.cache.cpu.cache, hps.databases.redis.database, hps.databases.rocks_db.database, hps.models.table_load;"
-    "from hps.numba_kernels import compile_kernels; compile_kernels()"
+    "from hps.ground.numba_kernels import compile_kernels; compile_kernels()"
 )
 
 
@@ -147,7 +146,7 @@ def test_rocksdb_of_a_replica_is_locked_against_another(stack, tmp_path):
     assert "lock" in done.stderr
 
 
-@needs_balancer
+@pytest.mark.haproxy
 def test_balancer_answers_and_keeps_the_metrics_of_replicas_to_itself(stack):
     assert_answers(stack, "balancer", range(100))
     assert httpx.get(f"{stack.url('balancer')}/metrics", headers=TOKEN).status_code == 404
@@ -164,7 +163,7 @@ def test_others_go_on_when_a_replica_is_killed(stack):
     assert_answers(stack, "hps-2", range(1000))
 
 
-@needs_balancer
+@pytest.mark.haproxy
 def test_no_lookup_through_the_balancer_fails_while_replicas_are_replaced(stack):
     ended, failures, answered = threading.Event(), [], [0]
 

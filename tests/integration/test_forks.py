@@ -166,8 +166,9 @@ def run(children, program, document, *arguments):
     return json.loads(output)
 
 
-@pytest.mark.parametrize("gpucache", [True, False], ids=["cached", "direct"])
-@pytest.mark.parametrize("kind", ["rocks_db", "hash_map", pytest.param("redis", marks=pytest.mark.redis)])
+@pytest.mark.parametrize(
+    ("kind", "gpucache"), [("rocks_db", True), ("hash_map", False), pytest.param("redis", False, marks=pytest.mark.redis)]
+)
 def test_a_forked_child_is_refused_and_the_parent_unharmed(kind, gpucache, model, tmp_path, children):
     path = tmp_path / "db"
     with RedisServer(tmp_path / "redis") if kind == "redis" else open(tmp_path / "t" / "key", "rb") as server:

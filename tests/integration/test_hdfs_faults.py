@@ -202,6 +202,7 @@ def test_a_namenode_that_dies_during_a_load_is_an_error_and_the_load_is_repeated
         assert database.size(TABLE.tag) == ROWS
 
 
+@pytest.mark.slow
 def test_a_namenode_that_restarts_during_a_load_is_got_over(cluster: HdfsCluster, model: str) -> None:
     opened = open_sparse_model(model, DIM, sources=ModelSources(PATIENT))
     ranges = [(start, start + 1000) for start in range(0, ROWS, 1000)]
@@ -214,6 +215,7 @@ def test_a_namenode_that_restarts_during_a_load_is_got_over(cluster: HdfsCluster
         assert rest.result(60) == list(range(1000, ROWS, 1000))
 
 
+@pytest.mark.slow
 def test_a_paused_namenode_is_an_error_within_the_deadline_and_serves_when_it_goes_on(
     cluster: HdfsCluster, model: str, root: str
 ) -> None:
@@ -237,6 +239,7 @@ def test_a_paused_namenode_is_an_error_within_the_deadline_and_serves_when_it_go
     assert content == KEYS.tobytes()[:100]
 
 
+@pytest.mark.slow
 def test_a_short_pause_of_the_namenode_is_got_over(cluster: HdfsCluster, model: str) -> None:
     filesystem = HdfsFileSystem(ModelSourceConfig(timeout_s=0.2, deadline_s=60, max_attempts=100))
     content = bytearray(100)
@@ -293,6 +296,7 @@ def write_and_commit(writer: FileWriter) -> None:
     writer.commit()
 
 
+@pytest.mark.slow
 def test_a_paused_datanode_is_an_error_within_the_deadline(cluster: HdfsCluster, model: str) -> None:
     filesystem, content = HdfsFileSystem(HASTY), bytearray(100)
     started = time.monotonic()
@@ -356,6 +360,7 @@ def test_a_nameservice_is_found_in_hadoops_configuration_and_its_dead_namenode_p
         assert done.stdout.strip() == str(int(KEYS.sum())), done.stderr
 
 
+@pytest.mark.slow
 def test_a_namenode_of_a_nameservice_that_never_answers_is_passed_over(model: str, nameservice: Callable[[str], Path]) -> None:
     with mute_server() as server:
         home = nameservice(f"127.0.0.1:{server.getsockname()[1]}")

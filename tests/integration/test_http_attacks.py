@@ -195,7 +195,7 @@ def test_headers_and_trailers_without_end(victim, start, piece):
         victim.check()
 
 
-@pytest.mark.parametrize("request_bytes", [1700, 30])
+@pytest.mark.parametrize("request_bytes", [pytest.param(1700, marks=pytest.mark.slow), 30])
 def test_requests_that_are_sent_without_reading_an_answer(victim, request_bytes):
     more = b"X: %s\r\n" % (b"y" * (request_bytes - 40)) if request_bytes > 100 else b""
     piece = b"GET /v2/health/live HTTP/1.1\r\n" + more + b"\r\n"

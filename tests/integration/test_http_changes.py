@@ -171,7 +171,7 @@ def test_a_change_goes_on_beside_lookups_and_is_seen(content: dict[str, Any], ga
 def test_a_client_that_goes_away_does_not_stop_a_change(
     content: dict[str, Any], gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "hps.service.change_log")
+    caplog.set_level(logging.INFO, "hps.service.logs.changes")
     with running_service(content) as service:
         with service.connect() as connection:
             body = b'{"version": 2}'
@@ -269,11 +269,11 @@ def test_a_page_in_a_browser_changes_nothing(service: RunningService) -> None:
 
 
 def test_every_change_is_one_line_of_who_what_and_how_long(service: RunningService, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "hps.service.change_log")
+    caplog.set_level(logging.INFO, "hps.service.logs.changes")
     client, base = service.client, "/v1/models/shop"
 
     def changes() -> list[logging.LogRecord]:
-        return [one for one in caplog.records if one.name == "hps.service.change_log"]
+        return [one for one in caplog.records if one.name == "hps.service.logs.changes"]
 
     client.post(f"{base}/deploy", json={"version": 2})
     client.post(f"{base}/deploy", json={"version": 3})
@@ -323,7 +323,7 @@ def test_commands_change_a_running_server(content: dict[str, Any], tmp_path: Pat
     token = tmp_path / "token"
     token.write_text("t-change\n")
     done = run("deploy", "shop", "--config", str(config), "--no-wait", "--token-file", str(token), "--url", url)
-    assert (done.exit_code, done.stdout) == (0, "shop: under way; hps models tells how it goes on\n")
+    assert (done.exit_code, done.stdout) == (0, "shop: in progress; `hps models` shows its state\n")
     for token_arguments, text in (([], "missing"), (["--token", "x"], "wrong token")):
         done = run("deploy", "shop", "--url", url, *token_arguments)
         assert (done.exit_code, text in done.stderr) == (2, True)

@@ -126,7 +126,7 @@ def test_a_client_that_goes_away_in_mid_body_leaves_nothing(fake):
         wait_until(lambda: is_idle(service), "the body is dropped")
         wait_until(lambda: service.connections == 0, "the connection is gone")
         assert (
-            'hps_http_requests_total{route="/v1/models/{model}/lookup",status="499"} 2.0' in service.client.get("/metrics").text
+            'hps_http_requests_total{route="/v1/models/{model}/lookup",status="499"} 2\n' in service.client.get("/metrics").text
         )
         assert fake.lookups == 0
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import hps
-from hps.progress import LogProgress
+from hps.ground.progress import LogProgress
 from hps.service.lifecycle import Lifecycle
 from hps.service.server import listen
-from tests.servers.running_service import RunningService, document_of, model_of, running_service, wait_until
+from tests.servers.running_service import RunningService, document_of, model_of, running_service, samples, wait_until
 
 EXIT_S = 60
 
@@ -73,7 +73,7 @@ def test_while_it_loads_it_is_live_and_counts_and_is_not_ready(held):
     assert ready.status_code == 503
     assert ready.json()["reason"] == "loading m.item: 0 % (0 B of 2.0 kB, starting); 0 of 1 tables"
     assert client.get("/v2").json()["models"] == []
-    assert "hps_ready 0.0" in client.get("/metrics").text
+    assert samples(service)["hps_ready",] == 0
     for response in (
         client.get("/v2/models/m"),
         client.get("/v2/models/m/ready"),
@@ -87,7 +87,7 @@ def test_while_it_loads_it_is_live_and_counts_and_is_not_ready(held):
     progress.release.set()
     wait_until(lambda: client.get("/v2/health/ready").status_code == 200, "it is ready")
     assert client.post("/v1/models/m/lookup", json={"tables": {"item": [7]}}).json() == {"tables": {"item": [[7, 7, 7]]}}
-    assert "hps_ready 1.0" in client.get("/metrics").text
+    assert samples(service)["hps_ready",] == 1
 
 
 def test_stopping_ends_the_loading_and_does_not_drain(held):

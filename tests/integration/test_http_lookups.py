@@ -14,7 +14,7 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 import hps
-from hps.deployment import Deployment
+from hps.versions.deployment import Deployment
 from tests.servers.running_service import document_of, model_of, running_service, samples
 
 ROWS = 500

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import hps
-from hps.deployment import Deployment
+from hps.versions.deployment import Deployment
 from tests.servers.redis_server import RedisServer
 from tests.servers.running_service import RunningService, document_of, model_of, running_service
 
@@ -393,7 +393,7 @@ def test_compressed_and_large_bodies_are_written(service: RunningService) -> Non
 
 
 def test_writes_are_a_line_at_once_and_then_a_sum(service: RunningService, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "hps.service.change_log")
+    caplog.set_level(logging.INFO, "hps.service.logs.changes")
     for _ in range(5):
         service.client.post(ROUTE, **as_json(GOOD, vectors_of(GOOD, 1)))
     service.client.post(ROUTE, json={"keys": [1]})

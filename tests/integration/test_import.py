@@ -19,7 +19,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import hps
-import hps.models.importing
+import hps.models.checkpoint
 from hps.cli.app import app
 from hps.configuration.load import load_configuration
 from hps.configuration.tiers import ModelSourceConfig
@@ -31,9 +31,10 @@ from hps.errors import (
     ModelFileError,
     ModelFileNotFoundError,
 )
-from hps.formats.base import ArrayInfo, ArraySource
+from hps.models.checkpoint import list_arrays
 from hps.models.files import open_sparse_model
-from hps.models.importing import import_model, import_tables, list_arrays
+from hps.models.formats.base import ArrayInfo, ArraySource
+from hps.models.importing import import_model, import_tables
 from hps.models.sources import ModelSources
 from hps.registry import IMPLEMENTATIONS, Ours
 from tests.servers.s3_server import S3Server, know_only_moto, s3_server
@@ -57,7 +58,7 @@ def table() -> tuple[Array, Array]:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hps.models.importing, "CHUNK_BYTES", 28 * 96)
+    monkeypatch.setattr(hps.models.checkpoint, "CHUNK_BYTES", 28 * 96)
 
 
 def run(*arguments: object) -> Result:
@@ -251,13 +252,13 @@ def test_a_source_that_is_replaced_after_its_head_was_read_is_noticed(
 ) -> None:
     source, other = table_files.save_safetensors(tmp_path, *table), tmp_path / "other"
     other.write_bytes(source.read_bytes())
-    select = hps.models.importing.select
+    select = hps.models.checkpoint.select
 
     def replaced(*arguments: Any) -> Any:
         other.replace(source)
         return select(*arguments)
 
-    monkeypatch.setattr(hps.models.importing, "select", replaced)
+    monkeypatch.setattr(hps.models.checkpoint, "select", replaced)
     with pytest.raises(ModelFileChangedError, match=source.name):
         import_model(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

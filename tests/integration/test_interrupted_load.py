@@ -92,6 +92,7 @@ def kill_while_loading(command: list[str], delay_s: float) -> bool:
     return process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_the_load_command_ends_whole_whenever_it_was_killed(tmp_path: Path) -> None:
     config = configuration(tmp_path)
     command = [sys.executable, "-m", "hps", "load", str(config)]
@@ -161,6 +162,7 @@ def check_prefix(directory: Path, numbers: KeyArray, seed: int) -> int:
         return record.rows_done
 
 
+@pytest.mark.slow
 def test_a_load_that_is_killed_at_ten_random_moments_comes_back_right(tmp_path: Path) -> None:
     sys.stdout.write(f"seed {SEED}\n")
     rng = random.Random(SEED)
@@ -244,6 +246,7 @@ def check_killed_delta(directory: Path, versions: Versions, base_there: bool) ->
             assert (base.complete, base.modified) == (True, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base_there", [True, False])
 def test_a_delta_that_is_killed_at_random_moments_is_whole_in_the_end_and_its_base_unharmed(
     tmp_path: Path, base_there: bool

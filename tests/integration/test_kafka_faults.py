@@ -75,6 +75,7 @@ def lost(log: KafkaLog) -> dict[Partition, str]:
     return found
 
 
+@pytest.mark.slow
 def test_messages_come_once_and_in_order_while_leaders_change_and_connections_break(cluster, writer, opened):
     log = opened(cluster.address)
     read: list[bytes] = []

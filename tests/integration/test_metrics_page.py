@@ -1,4 +1,4 @@
-"""`docs/metrics.md` and `/metrics` say the same, and so does Triton's statistics extension."""
+"""`docs/observability.md` and `/metrics` say the same, and so does Triton's statistics extension."""
 
 import re
 from pathlib import Path
@@ -8,10 +8,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import hps
-from hps.tracing import STAGES
+from hps.statistics.tracing import STAGES
 from tests.servers.running_service import document_of, model_of, running_service, samples, wait_until
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "observability.md"
 _ROW = re.compile(r"^\| `(\w+)` \| (counter|gauge|histogram|untyped) \|(.*?)\| .+ \| .+ \|$", re.MULTILINE)
 ROWS, DIM = 100, 4
 

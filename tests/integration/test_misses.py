@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hps
-from hps.lookup import miss_path, unwaited
+from hps.lookup import miss_path, stream_ordered
 from hps.registry import IMPLEMENTATIONS, Ours
 from tests.fakes.linked_cache import LinkedCache
 from tests.fakes.populating_pinner import PopulatingPinner
@@ -32,7 +32,7 @@ def linked(monkeypatch):
             IMPLEMENTATIONS["database"], kind, Ours("tests.fakes.linked_cache:FailingHashMap", section="volatile_db")
         )
     monkeypatch.setattr(miss_path, "_keys_per_s", lambda *_: 1.0)
-    monkeypatch.setattr(unwaited, "_ASK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(stream_ordered, "_ASK_INTERVAL_S", 0.0)
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_a_modification_under_way_when_other_settings_are_deployed_reaches_their
         written = pool.submit(server.insert, [7], vectors_of([7], 1), "m", "a")
         assert writing.wait(30)
         deployed = pool.submit(server.deploy, config.model_copy(update={"gpucacheper": 0.2}))
-        wait_until(lambda: server.model("m").heirs or deployed.done(), "the new caches are heard of")
+        wait_until(lambda: server.model("m").successors or deployed.done(), "the new caches are heard of")
         assert not deployed.done()
         go_on.set()
         written.result()

@@ -9,7 +9,7 @@ import torch
 
 import hps
 from hps.cache.cpu.cache import NumpyCache
-from hps.progress import NoProgress
+from hps.ground.progress import NoProgress
 from hps.registry import IMPLEMENTATIONS
 from tests.servers.running_service import document_of, model_of, wait_until
 from tests.tables.readers import reading

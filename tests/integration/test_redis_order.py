@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import hps
-from hps.databases.redis.layout import Partition
+from hps.databases.redis.layout import KeyPartition
 from tests.contracts.database_contract import distinct_keys, vectors_of
 from tests.servers.redis_proxy import Proxy
 from tests.servers.redis_server import RedisServer
@@ -71,11 +71,11 @@ def expect(one, version, keys=KEY, times=3):
 
 def evict(client, keys=KEY):
     for i in range(PARTITIONS):
-        client.hdel(Partition(TAG, i).values, *(key.tobytes() for key in keys))
+        client.hdel(KeyPartition(TAG, i).values, *(key.tobytes() for key in keys))
 
 
 def in_redis(client, key):
-    return next((row for i in range(PARTITIONS) if (row := client.hget(Partition(TAG, i).values, key.tobytes()))), None)
+    return next((row for i in range(PARTITIONS) if (row := client.hget(KeyPartition(TAG, i).values, key.tobytes()))), None)
 
 
 def flush(client):

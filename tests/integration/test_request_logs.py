@@ -10,7 +10,7 @@ from tritonclient.utils import InferenceServerException
 
 import hps
 from hps.errors import DatabaseError
-from hps.tracing import STAGES
+from hps.statistics.tracing import STAGES
 from hps.types import TableSpec
 from tests.fakes.fake_parameter_server import FakeParameterServer
 from tests.servers.running_service import document_of, model_of, running_service, wait_until
@@ -82,7 +82,7 @@ def test_each_request_has_an_access_line(serve):
 
 
 def test_access_lines_are_bounded_and_count_those_left_out(serve, monkeypatch):
-    monkeypatch.setattr("hps.service.request_log.LineRate.take", take_every(5))
+    monkeypatch.setattr("hps.ground.log_limits.LineLimit.take", take_every(5))
     with serve() as (client, lines):
         for _ in range(6):
             client.get("/v2")
@@ -146,7 +146,7 @@ def test_a_change_and_a_bug_are_logged_with_the_id(serve, caplog):
         named = {"X-Request-Id": "abc"}
         assert client.post(LOOKUP, content=b'{"tables": {"item": [1]}}', headers=named).status_code == 500
         client.post("/v1/models/m/refresh", headers=named)
-        said = [lines(f"hps.service.{one}")[0] for one in ("app", "change_log")]
+        said = [lines(f"hps.service.{one}")[0] for one in ("app", "logs.changes")]
     assert [one.fields for one in said] == [{"request_id": "abc"}] * 2
     assert said[0].exc_info[0] is ZeroDivisionError
 
@@ -162,7 +162,7 @@ def test_tritons_client_reads_errors_that_have_an_id(serve):
 def test_a_slow_lookup_is_logged_with_its_tables_and_stages(serve):
     with serve("WARNING", slow_lookup_ms=1e-6) as (client, lines):
         client.post(LOOKUP, content=b'{"tables": {"item": [1, 2], "user": [999]}}', headers={"X-Request-Id": "abc"})
-        (line,) = lines("hps.service.request_log")
+        (line,) = lines("hps.service.logs.requests")
     assert line.getMessage() == "a lookup of model m took longer than 1e-06 ms (service.slow_lookup_ms)"
     assert (line.levelname, line.fields["request_id"], line.fields["keys"]) == ("WARNING", "abc", 3)
     assert sorted(line.fields["tables"].split(",")) == ["item", "user"]
@@ -182,7 +182,7 @@ def test_a_lookup_that_fails_is_logged_with_its_id_and_a_wrong_one_is_not(serve)
         fake.on_lookup = fail
         for _ in range(30):
             assert client.post(LOOKUP, content=b'{"tables": {"item": [1]}}', headers={"X-Request-Id": "abc"}).status_code == 503
-        found = lines("hps.service.request_log")
+        found = lines("hps.service.logs.requests")
     assert found[0].getMessage() == "a lookup of model m failed: fetching: Redis is away"
     assert found[0].fields == {"request_id": "abc", "status": 503}
     assert len(found) < 30

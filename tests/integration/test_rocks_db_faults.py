@@ -481,6 +481,7 @@ def check_prefix(path: Path) -> int:
         return done
 
 
+@pytest.mark.slow
 def test_a_load_that_is_killed_again_and_again_loses_nothing_and_completes(path: Path):
     rng = random.Random(7)
     kills = 0
@@ -510,6 +511,7 @@ def test_a_load_that_is_killed_again_and_again_loses_nothing_and_completes(path:
         assert database.size(TAG) == len(whole)
 
 
+@pytest.mark.slow
 def test_a_merge_that_is_killed_loses_nothing(path: Path):
     rng = random.Random(3)
     killed = 0
@@ -591,7 +593,7 @@ def test_a_table_that_is_replaced_under_its_writers_and_readers_never_mixes_its_
         with ThreadPoolExecutor(6) as pool:
             users = [pool.submit(use, work, dim) for work in (insert, load, fetch) for dim in (DIM, DIM + 1)]
             try:
-                for turn in range(30):
+                for turn in range(10):
                     time.sleep(0.02)
                     database.drop_table(TAG)
                     database.open_table(TAG, DIM + turn % 2)

@@ -199,6 +199,7 @@ def test_a_log_that_was_written_to_files_is_not_missed(killed: Path, tmp_path: P
     assert opens_whole(path, True)
 
 
+@pytest.mark.slow
 def test_kills_are_never_refused_whatever_the_logs_are_at(tmp_path: Path):
     code = """
         from tests.integration.test_rocks_db_logs import *

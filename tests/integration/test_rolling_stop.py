@@ -8,7 +8,6 @@ import http.client
 import json
 import os
 import select
-import shutil
 import signal
 import threading
 import time
@@ -88,7 +87,7 @@ class Client(threading.Thread):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("haproxy") is None, reason="no haproxy on the PATH")
+@pytest.mark.haproxy
 def test_no_request_fails_while_replicas_are_stopped_and_started(tmp_path, children, record_property):
     host = f"127.{16 + os.getpid() % 200}.{time.monotonic_ns() // 1000 % 250}"  # ports of our own
     keys = np.arange(ROWS)

@@ -10,7 +10,18 @@ from hps.filesystems.s3 import S3FileSystem
 from hps.models.files import open_sparse_model
 from tests.contracts.filesystem_contract import noise
 from tests.contracts.object_store_faults import OPERATIONS, SIZE, ObjectStoreFaults, read, sources_at, write
-from tests.servers.misbehaving_proxy import Answer, Before, Drop, Fault, MisbehavingProxy, Request, after, always, first
+from tests.servers.misbehaving_proxy import (
+    Answer,
+    Before,
+    Drop,
+    Fault,
+    MisbehavingProxy,
+    Reheaded,
+    Request,
+    after,
+    always,
+    first,
+)
 from tests.servers.s3_server import S3Server, know_only_moto, s3_server
 
 pytestmark = pytest.mark.s3
@@ -31,6 +42,10 @@ def _no_secret_is_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert not [record for record in caplog.records if record.name.startswith("hps") and "secret" in record.getMessage()]
 
 
+def is_read(request: Request) -> bool:
+    return request.method == "GET" and "list-type" not in request.path
+
+
 def is_commit(request: Request) -> bool:
     return request.method == "POST" and "uploadId=" in request.path
 
@@ -48,7 +63,7 @@ class TestS3(ObjectStoreFaults):
     unreachable = r"\S+ (broke off or cannot be reached|did not answer).*model_source.s3_endpoint_url"
 
     def is_read(self, request: Request) -> bool:
-        return request.method == "GET" and "list-type" not in request.path
+        return is_read(request)
 
     def condition(self, request: Request) -> str | None:
         return request.headers["If-Match"]
@@ -79,17 +94,6 @@ def test_what_is_written_through_failures_is_whole(
     write(patient, f"{root}/file", content)
     assert server.get(f"{root}/file") == content
     assert next(faults, "used up") == "used up"
-
-
-def test_a_commit_whose_answer_is_lost_is_found_done(
-    proxy: MisbehavingProxy, patient: S3FileSystem, server: S3Server, root: str
-) -> None:
-    content, gone = noise(9_000_000), b"<Error><Code>NoSuchUpload</Code></Error>"  # S3's answer to a second commit, not moto's
-    faults = iter([Drop(after_asking=True), Answer(404, gone)])
-    proxy.rule = lambda request: next(faults) if is_commit(request) else None
-    write(patient, f"{root}/file", content)
-    assert server.get(f"{root}/file") == content
-    assert len([request for request in proxy.requests if is_commit(request)]) == 2
 
 
 def test_a_commit_of_an_upload_that_somebody_ended_is_an_error(
@@ -192,11 +196,27 @@ def test_what_is_no_s3_is_an_error(proxy: MisbehavingProxy, patient: S3FileSyste
 # -- what was asked for, and nothing else --------------------------------------------------------------------------
 
 
+def test_an_answer_without_the_range_is_refused(proxy: MisbehavingProxy, patient: S3FileSystem, file: str) -> None:
+    proxy.rule = always(Reheaded({"Content-Range": None}, 200), is_read)
+    with pytest.raises(ModelSourceError, match=rf"reading {file}: got bytes 0 to 100, expected bytes 50 to 150; .*ranges"):
+        read(patient, file, 50, 100)
+    assert read(patient, file) == noise(SIZE)  # the whole object is the range that was asked for
+
+
+def test_an_answer_of_another_range_is_refused(proxy: MisbehavingProxy, patient: S3FileSystem, file: str) -> None:
+    other = Reheaded({"Content-Range": f"bytes 51-150/{SIZE}"})
+    proxy.rule = always(other, is_read)
+    with pytest.raises(ModelSourceError, match="got bytes 51 to 151, expected bytes 50 to 150"):
+        read(patient, file, 50, 100)
+    proxy.rule = first(2, other, is_read)
+    assert read(patient, file, 50, 100) == noise(SIZE)[50:150]
+
+
 def test_a_write_that_ends_as_another_object_is_an_error(
     proxy: MisbehavingProxy, patient: S3FileSystem, server: S3Server, file: str
 ) -> None:
     proxy.rule = always(Before(lambda: server.put(file, b"another's")), lambda request: request.method == "HEAD")
-    with pytest.raises(ModelFileError, match=rf"writing {file}: got an object of 9 bytes, .*expected 5 bytes.*nobody else"):
+    with pytest.raises(ModelFileError, match=rf"writing {file}: got an object of 9 bytes, .*expected 5 bytes.*another writer"):
         write(patient, file, b"ours.")
 
 

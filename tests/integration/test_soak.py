@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.soak.ledger import DEFAULT, ROWS, TABLES, Ledger, encode
+from tests.soak.ledger import DEFAULT, ROWS, TABLES, Ledger, encode
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 600
@@ -17,7 +17,7 @@ LIMIT_S = 600
 def soak(tmp_path, *arguments):
     """Run a soak; return its exit code, its violations and its results."""
     places = ("--keep", tmp_path / "soak", "--out", tmp_path)
-    command = [sys.executable, "-m", "benchmarks.soak", *places, *arguments]
+    command = [sys.executable, "-m", "tests.soak", *places, *arguments]
     done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert (tmp_path / "soak.json").exists(), done.stderr
     return done.returncode, Ledger(tmp_path / "soak", 0, "test").violations(), json.loads((tmp_path / "soak.json").read_text())

@@ -9,7 +9,7 @@ import pytest
 
 import hps
 from hps.errors import DatabaseError
-from hps.survey import Survey
+from hps.versions.collection import StatisticsCollector
 from tests.fakes.clock import Clock
 from tests.servers.running_service import document_of, model_of, wait_until
 
@@ -36,7 +36,7 @@ def tiers_of(server, table=0):
 
 def measured(server):
     server.stats()
-    wait_until(lambda: server.stats().devices[0].memory_bytes, "all have answered", 10)
+    wait_until(lambda: server.stats().devices[0].memory_bytes, "all have answered", 30)
     return server.stats()
 
 
@@ -57,6 +57,7 @@ def test_sizes_and_counts_are_those_of_the_tiers(server):
     assert cache.vector_bytes == 4 * DIM * cache.capacity_rows
     assert (cache.hits, cache.misses) == (300, 301)
     assert (volatile.kind, volatile.rows, volatile.hits, volatile.capacity_rows) == ("hash_map", ROWS, 300, None)
+    assert (volatile.inserts, persistent.inserts) == (0, 0)  # loading does not count
     assert (persistent.kind, persistent.rows, persistent.hits, persistent.misses) == ("rocks_db", ROWS, 0, 1)
     assert all(tier.available for tier in table.tiers)
     [device] = stats.devices
@@ -66,6 +67,13 @@ def test_sizes_and_counts_are_those_of_the_tiers(server):
     assert stats.memory_bytes > 0
     assert stats.queues == {"insertion": 0}
     assert orjson.loads(orjson.dumps(asdict(stats)))["models"][0]["tables"][1]["name"] == "b"
+
+
+def test_rows_that_are_written_online_are_counted_where_they_came_in(server):
+    server.insert([1, 2, 5000], np.ones((3, DIM), np.float32), "m", "a")
+    server.delete([1], "m", "a")
+    assert [tiers_of(server)[tier].inserts for tier in ("volatile_db", "persistent_db")] == [3, 3]
+    assert [tiers_of(server, 1)[tier].inserts for tier in ("volatile_db", "persistent_db")] == [0, 0]
 
 
 def test_a_database_that_does_not_answer_holds_nobody_up(server):
@@ -80,7 +88,7 @@ def test_a_database_that_does_not_answer_holds_nobody_up(server):
     database.stats = slow
     for _ in range(20):
         assert tiers_of(server)["persistent_db"].rows is None
-    wait_until(lambda: calls, "the database is asked", 10)
+    wait_until(lambda: calls, "the database is asked", 30)
     assert tiers_of(server)["volatile_db"].rows == ROWS  # nor does it keep others from being asked
     assert len(calls) == 1
     gate.set()
@@ -89,15 +97,15 @@ def test_a_database_that_does_not_answer_holds_nobody_up(server):
 
 def test_it_asks_every_15_seconds_while_somebody_asks_it_and_keeps_what_it_knew(server):
     clock, database, asked = Clock(), server.model("m").chain.databases[1], []
-    survey = Survey(server._live, server.metrics, list, clock)
+    collector = StatisticsCollector(server.live, server.metrics, clock)
 
     def persistent():
-        return survey.statistics().models[0].tables[0].tiers[2]
+        return collector.statistics().models[0].tables[0].tiers[2]
 
     stats = database.stats
     database.stats = lambda tag: asked.append(tag) or stats(tag)
     persistent()
-    wait_until(lambda: survey.statistics().devices[0].memory_bytes, "all have answered", 10)
+    wait_until(lambda: collector.statistics().devices[0].memory_bytes, "all have answered", 30)
     clock.now += 14
     assert persistent().age_s == 14
     assert len(asked) == 2  # each table once
@@ -108,8 +116,8 @@ def test_it_asks_every_15_seconds_while_somebody_asks_it_and_keeps_what_it_knew(
 
     database.stats = fail
     clock.now += 2
-    wait_until(lambda: persistent() and len(asked) == 4, "it is asked again", 10)
-    survey.close()
+    wait_until(lambda: persistent() and len(asked) == 4, "it is asked again", 30)
+    collector.close()
     assert (persistent().rows, persistent().age_s) == (ROWS, 16)
     clock.now += 100
     persistent()
@@ -118,14 +126,14 @@ def test_it_asks_every_15_seconds_while_somebody_asks_it_and_keeps_what_it_knew(
 
 def test_a_database_with_a_defect_is_logged_and_asked_again(server, caplog):
     clock, database = Clock(), server.model("m").chain.databases[1]
-    survey, stats = Survey(server._live, server.metrics, list, clock), database.stats
+    collector, stats = StatisticsCollector(server.live, server.metrics, clock), database.stats
     database.stats = lambda tag: [][0]
-    survey.statistics()
-    wait_until(lambda: "asking databases" in caplog.text, "it is logged", 10)
+    collector.statistics()
+    wait_until(lambda: "asking databases" in caplog.text, "it is logged", 30)
     database.stats = stats
     clock.now += 16
-    survey.statistics()
-    wait_until(lambda: survey.statistics().devices[0].memory_bytes, "it is asked again", 10)
+    collector.statistics()
+    wait_until(lambda: collector.statistics().devices[0].memory_bytes, "it is asked again", 30)
 
 
 def test_counts_are_those_of_one_moment(server):
@@ -142,13 +150,13 @@ def test_counts_are_those_of_one_moment(server):
 
 
 def test_what_was_known_of_tables_that_are_gone_goes(server):
-    survey = server._survey
-    survey.measure()
+    collector = server.statistics
+    collector.measure()
     database = server.model("m").chain.databases[1]
-    assert len(survey._known[database]) == 2
+    assert len(collector._known[database]) == 2
     server.undeploy("m")
-    survey.measure()
-    assert not survey._known[database]
+    collector.measure()
+    assert not collector._known[database]
 
 
 def test_a_process_without_a_further_thread_knows_what_needs_none(server, monkeypatch):

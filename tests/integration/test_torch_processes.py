@@ -1,7 +1,6 @@
 """Programs of torch with our operators, saved by one process and run by another that knows only their file."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -62,10 +61,8 @@ def run(kind: str, directory: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["exported", "scripted", "compiled"])
+@pytest.mark.parametrize("kind", ["exported", "scripted", pytest.param("compiled", marks=pytest.mark.compiler)])
 def test_a_saved_program_runs_in_a_process_of_its_own(tmp_path: Path, kind: str) -> None:
-    if kind == "compiled" and shutil.which("g++") is None:
-        pytest.skip("AOTInductor needs a C++ compiler")
     document, _ = configuration(tmp_path)
     path = tmp_path / "ps.json"
     path.write_text(json.dumps(document))

@@ -1,9 +1,11 @@
 """Triton's model repository, model configuration and statistics extensions, asked with Triton's own client and without."""
 
 import json
+import random
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,8 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 import hps
-from hps import catalog_watch
-from hps import deployment as deployment_module
+from hps.versions import deployment as deployment_module
+from hps.versions import live_models
 from tests.servers.running_service import RunningService, document_of, model_of, running_service, wait_until
 
 DIM = 4
@@ -299,14 +301,15 @@ class Gate:
 
     def __init__(self, service: RunningService) -> None:
         self.entered, self.opened = threading.Event(), threading.Event()
-        states = service.app.lifecycle.states
-        self.start, self.states = states.start, states
-        states.start = self.wait  # type: ignore[method-assign]
+        service.app.lifecycle.progress = lambda: self  # type: ignore[method-assign]
 
-    def wait(self, *arguments: Any) -> None:
+    def start(self, tag: str, rows: int, size_bytes: int) -> None:
         self.entered.set()
         assert self.opened.wait(60)
-        self.start(*arguments)
+
+    def advance(self, tag: str, rows: int) -> None: ...
+
+    def finish(self, tag: str) -> None: ...
 
 
 def test_a_load_is_seen_while_it_runs_and_outlives_its_client(explicit: RunningService) -> None:
@@ -423,15 +426,15 @@ def test_polling_tries_broken_files_again_after_a_pause_or_a_change(
                 raise hps.DeviceMemoryError("no room")
             return honest(*arguments, **named)
 
-        honest = server._deploy
-        monkeypatch.setattr(server, "_deploy", deploy)
+        honest = server._deployer._deploy
+        monkeypatch.setattr(server._deployer, "_deploy", deploy)
         assert isinstance(server.poll()["simple"], hps.DeviceMemoryError)
         assert server.poll() == {}, "not at once"
         [entry] = [one for one in server.index() if one.version == "2"]
         assert (entry.state, entry.reason) == ("unavailable", "no room")
         write(tmp_path, "simple", 3, 2)
         assert "simple" in server.poll(), "the files are others"
-        monkeypatch.setattr(server._watch, "_clock", lambda: float("inf"))
+        monkeypatch.setattr(server.live, "_clock", lambda: time.monotonic() + live_models.LONGEST_RETRY_S)
         failing = False
         assert server.poll() == {"simple": None}, "the pause is over"
         assert content(server) == 3
@@ -440,17 +443,18 @@ def test_polling_tries_broken_files_again_after_a_pause_or_a_change(
 def test_pauses_grow(versions: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with versions() as server:
         now = 0.0
-        monkeypatch.setattr(server._watch, "_clock", lambda: now)
+        monkeypatch.setattr(server.live, "_clock", lambda: now)
+        monkeypatch.setattr(random, "uniform", lambda low, high: high)
         pauses = []
         for _ in range(8):
-            server._watch.failed("simple", hps.DeviceMemoryError("no room"))
+            server.live.failed("simple", hps.DeviceMemoryError("no room"))
             assert not list(server._watch.differing())
             started = now
             while not list(server._watch.differing()):
-                now += catalog_watch.FIRST_PAUSE_S / 2
+                now += live_models.FIRST_RETRY_S / 2
             pauses.append(now - started)
-        assert pauses[:3] == [30, 60, 120]
-        assert pauses[-1] == catalog_watch.LONGEST_PAUSE_S
+        assert pauses[:3] == [5, 10, 20]
+        assert pauses[-1] == live_models.LONGEST_RETRY_S
 
 
 def test_a_model_that_cannot_be_polled_does_not_stop_the_others(tmp_path: Path) -> None:

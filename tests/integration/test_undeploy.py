@@ -110,7 +110,7 @@ def test_a_lookup_that_does_not_end_keeps_its_table_and_the_model_its_name(
     server: hps.HPS, paused: tuple[PausedSegment, Future[None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     segment, running = paused
-    monkeypatch.setattr("hps.deployment.DRAIN_S", 0.05)
+    monkeypatch.setattr("hps.versions.deployment.DRAIN_S", 0.05)
     model, deployment = server.config.models[0], server.model("ranker")
     server.undeploy("ranker")
     write_models(tmp_path, version=1)

@@ -146,7 +146,13 @@ def log_of(kind: str, directory: Path) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.kafka
 @pytest.mark.redis
-@pytest.mark.parametrize(("kind", "tiers"), list(zip(cycle(("kafka", "redis_stream")), TIERS, strict=False)))
+@pytest.mark.parametrize(
+    ("kind", "tiers"),
+    [
+        pytest.param(kind, tiers, marks=[] if place in (1, 2, 5, 9) else [pytest.mark.slow])
+        for place, (kind, tiers) in enumerate(zip(cycle(("kafka", "redis_stream")), TIERS, strict=False))
+    ],
+)
 def test_no_lookup_after_the_acknowledgement_gets_an_older_vector(kind: str, tiers: str, tmp_path: Path) -> None:
     names = tiers.split("+")
     keys = np.arange(ROWS.keys)

@@ -17,8 +17,8 @@ from hps.configuration.load import UpdateSourceConfig
 from hps.errors import NotReadyError
 from hps.models.writer import write_version
 from hps.registry import IMPLEMENTATIONS, Ours
+from hps.statistics.snapshot import UpdateStatus
 from hps.updates.base import Partition
-from hps.updates.metrics import TableStatus
 from hps.updates.publisher import Publisher, open_writer
 from tests.fakes.memory_log import MemoryBroker
 from tests.servers.redis_server import RedisServer
@@ -126,10 +126,10 @@ def document(tmp_path: Path, request: pytest.FixtureRequest, log: Log) -> Make:
     return make
 
 
-def caught_up(server: hps.HPS, positions: dict[str, dict[str, str]], version: str = "1") -> list[TableStatus]:
+def caught_up(server: hps.HPS, positions: dict[str, dict[str, str]], version: str = "1") -> list[UpdateStatus]:
     """Wait until every table is where its last message is."""
 
-    def statuses() -> list[TableStatus]:
+    def statuses() -> list[UpdateStatus]:
         return [one for one in server.updates() if one.version == version]
 
     wait_until(lambda: {one.table: one.positions for one in statuses()} == positions, f"{positions}, got {statuses()}")
@@ -292,7 +292,7 @@ def test_a_broker_that_is_away_at_the_start_is_waited_for(document: Make, log: L
 class StopAt:
     """A progress by which somebody ends the deployment as soon as it waits for updates."""
 
-    def __init__(self, server: Callable[[], list[TableStatus]]) -> None:
+    def __init__(self, server: Callable[[], list[UpdateStatus]]) -> None:
         self._updates = server
 
     def start(self, tag: str, rows: int, size_bytes: int) -> None: ...

@@ -287,6 +287,7 @@ def rebalanced(broker: KafkaBroker, topics: list[str]) -> Iterator[threading.Eve
             consuming.result(60)
 
 
+@pytest.mark.slow
 @pytest.mark.kafka
 @pytest.mark.redis
 @pytest.mark.s3
@@ -314,6 +315,7 @@ def test_killed_replicas_have_on_every_tier_what_a_replay_of_the_topics_leaves(
 
 
 @pytest.mark.redis
+@pytest.mark.slow
 def test_killed_replicas_have_on_every_tier_what_a_replay_of_the_streams_leaves(
     tmp_path: Path, children: ChildProcesses
 ) -> None:

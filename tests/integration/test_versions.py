@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import hps
-from hps.live_models import LiveModels
 from hps.models.writer import write_version as write_version_of
 from hps.types import split_tag
+from hps.versions.live_models import LiveModels
 from tests.integration.test_undeploy import PausedSegment
 from tests.servers.running_service import document_of, model_of, wait_until
 
@@ -75,7 +75,7 @@ def server(request: pytest.FixtureRequest, document: Callable[..., dict[str, Any
 
 def tags(server: hps.HPS) -> set[str]:
     """Slots of which any database has a table."""
-    databases = [database for one in server._live.all() for database in one.chain.databases] + server._chain.databases
+    databases = [database for one in server.live.all() for database in one.chain.databases] + server._chain.databases
     return {names[1] for database in databases for tag in database.tags() if (names := split_tag(tag))}
 
 
@@ -202,7 +202,7 @@ def test_no_lookup_fails_and_none_mixes_versions_while_versions_are_swapped(serv
     with ThreadPoolExecutor(6) as pool:
         lookups = [pool.submit(look_up) for _ in range(6)]
         try:
-            for _ in range(3):
+            for _ in range(2):
                 server.deploy("ranker", "2")
                 server.rollback("ranker")
                 server.deploy("ranker", "3")

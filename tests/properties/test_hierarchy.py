@@ -20,16 +20,16 @@ from hps.cache.cpu.cache import NumpyCache
 from hps.configuration.models import ModelConfig
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.rocks_db.database import RocksDatabase
-from hps.deployment import Deployment
 from hps.errors import DatabaseError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.refresh import refresh
 from hps.lookup.session import CachedSession, SessionSettings
-from hps.metrics import Metrics
+from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
 from hps.types import TableSpec
+from hps.versions.deployment import Deployment
 from tests.fakes.faulty_database import FaultyDatabase
 from tests.fakes.memory_database import MemoryDatabase
 from tests.servers.running_service import model_of

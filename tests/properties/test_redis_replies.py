@@ -12,7 +12,6 @@ from redis.exceptions import InvalidResponse, MovedError, RedisError
 
 from hps.databases.redis.connections import ReplyParser
 from hps.databases.redis.requests import FetchRows, GetMark
-from hps.databases.redis.scan import KeySet
 from hps.errors import DatabaseError
 
 rows_lists = st.lists(st.one_of(st.none(), st.binary(min_size=12, max_size=12)), min_size=1, max_size=40)
@@ -135,13 +134,3 @@ def test_a_new_connection_knows_nothing_of_the_last_one():
     parser.on_connect(SimpleNamespace(socket=Pieces(b"+OK\r\n", [9])))
     assert parser.read_response() == b"OK"
     assert not found.any()
-
-
-@given(st.lists(keys, max_size=8))
-def test_a_set_of_keys_says_once_that_a_key_is_new(batches):
-    seen, keys_seen = set(), KeySet()
-    for batch in batches:
-        new = keys_seen.add(np.array(batch, np.int64))
-        for key, is_new in zip(batch, new, strict=True):
-            assert is_new == (key not in seen)
-            seen.add(key)

@@ -1,20 +1,22 @@
 """Whatever dies when, and however often a message comes, the tables end as if each had been applied once, in order."""
 
 import contextlib
+from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hps.configuration.tiers import UpdateSourceConfig
 from hps.databases.base import RowChanges
 from hps.errors import DatabaseError
-from hps.metrics import Metrics
+from hps.statistics.metrics import Metrics
 from hps.updates.base import Message, Partition
-from hps.updates.feed import FollowedTable, UpdateFeed
+from hps.updates.feed import TableTopic, UpdateFeed
 from hps.updates.framing import encode, encode_hugectr
-from hps.updates.metrics import UpdateMetrics
 from tests.fakes.memory_log import MemoryBroker, MemoryLog
 from tests.fakes.update_target import MemoryTarget
 
@@ -33,6 +35,13 @@ MESSAGES = st.tuples(
 STEPS = st.lists(st.one_of(MESSAGES, MESSAGES, st.sampled_from([_RESTART, _CRASH, _FAIL, "round"])), min_size=5, max_size=40)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def clock() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hps.updates.feed._clock", count(1.0).__next__)  # every pause is over when it is looked at
+        yield
+
+
 class _Killed(BaseException):
     """The process ends here."""
 
@@ -45,18 +54,11 @@ class Process:
         config = UpdateSourceConfig(
             type="kafka_message_queue", max_batch_size=batch, max_commit_interval=3, failure_backoff_ms=0
         )
-        tables = [FollowedTable(index, topic[-4:], topic, 1, 8, {}) for index, topic in enumerate(TOPICS)]
-        self.now = 0.0
-        self.feed = UpdateFeed(
-            "shop", "1", tables, target, MemoryLog(broker), rejects, config, UpdateMetrics(Metrics()), clock=self.clock
-        )
+        tables = [TableTopic(index, topic[-4:], topic, 1, 8, {}) for index, topic in enumerate(TOPICS)]
+        self.feed = UpdateFeed("shop", "1", tables, target, MemoryLog(broker), rejects, config, Metrics())
         self.feed._most_bytes = 100  # a message or two at a time
         self.feed._settings = config.model_copy(update={"poll_timeout_ms": 0})
         self.feed._begin()
-
-    def clock(self) -> float:
-        self.now += 1.0  # every pause is over when it is looked at
-        return self.now
 
     def add(self, message: Message, reason: str, detail: str, sequence: int) -> None: ...
 

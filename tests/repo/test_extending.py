@@ -130,7 +130,7 @@ def test_a_name_of_ours_cannot_be_taken_over(tmp_path: Path, monkeypatch: pytest
     [
         ("cache", "hps.cache.cpu.cache:NumpyCache"),
         ("filesystem", "hps.filesystems.local:LocalFileSystem"),
-        ("format", "hps.formats.numpy_files:NpyFiles"),
+        ("format", "hps.models.formats.numpy_files:NpyFiles"),
         ("update_log", "hps.updates.kafka:KafkaLog"),
         ("update_log_writer", "hps.updates.kafka:KafkaWriter"),
     ],

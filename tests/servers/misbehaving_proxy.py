@@ -191,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
         request = Request(self.command, self.path, self.headers, self.rfile.read(int(self.headers.get("Content-Length", 0))))
         owner.requests.append(request)
         fault = owner.rule(request) or Fault()
-        self.close_connection = isinstance(fault, Drop | Reset | Truncate | Silence | SlowHead)
+        self.close_connection = isinstance(fault, Drop | Reset | Truncate | Trickle | Silence | SlowHead)
         if isinstance(fault, Silence):
             self.closing.wait(600)
         elif isinstance(fault, SlowHead):

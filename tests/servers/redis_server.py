@@ -11,10 +11,10 @@ from pathlib import Path
 
 import redis
 
-from hps.databases.redis.layout import Partition
+from hps.databases.redis.layout import KeyPartition
 from tests.servers.child_processes import own_signals
 
-_START_S = 20.0
+_START_S = 60.0
 
 
 def server_program() -> str | None:
@@ -218,7 +218,7 @@ def rows_of(clients: list[redis.Redis], tag: str, partitions: int) -> dict[int, 
     for index in range(partitions):
         for client in clients:
             try:
-                found = client.hgetall(Partition(tag, index).values)
+                found = client.hgetall(KeyPartition(tag, index).values)
             except redis.ResponseError:  # MOVED
                 continue
             rows.update({int.from_bytes(key, "little", signed=True): bytes(value) for key, value in found.items()})

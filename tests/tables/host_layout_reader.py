@@ -18,9 +18,9 @@ from hps.databases.hash_map.layout import (
     row_of,
     segment_of,
 )
-from hps.hashing import mix
-from hps.host_tables import HostLayout
-from hps.numba_atomics import fence_acquire, load_acquire, load_relaxed
+from hps.ground.hashing import mix
+from hps.ground.host_tables import HostLayout
+from hps.ground.numba_atomics import fence_acquire, load_acquire, load_relaxed
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _RETIRED = np.uint64(0xFFFFFFFFFFFFFFFF)

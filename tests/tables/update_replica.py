@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 import hps
-from hps.deployment import Deployment
 from hps.tensors.segments import Segment
 from hps.types import FloatArray, KeyArray
+from hps.versions.deployment import Deployment
 from tests.tables.numbered_updates import NumberedRows
 
 MODEL = "shop"

@@ -1,0 +1,1 @@
+"""The embedding cache in host memory, also the reference for testing the CUDA cache."""

@@ -1,4 +1,4 @@
-"""The embedding cache in host memory: it serves where there is no GPU, and is the CuPy cache's twin."""
+"""The embedding cache in host memory: serves without a GPU, and is the CuPy cache's twin."""
 
 import os
 import platform
@@ -10,27 +10,26 @@ import numpy as np
 
 from hps.cache.base import CacheLookup, CacheStats, DeviceMemory, EmbeddingCache, MissedKeys
 from hps.cache.cpu import kernels as numpy_kernels
-from hps.cache.cpu import misses as numpy_misses
 from hps.cache.cpu.pooling import WRONG_OFFSETS, pool
 from hps.cache.cpu.sets import EPOCHS_A_CALL, EVICTIONS, INSERTS, LINE_WORDS, RESIDENT, STATE_WORDS, WAYS
-from hps.capacity import Need, available_memory, by_what, check_fits, machine_memory
 from hps.errors import DeviceMemoryError, InvalidInputError
-from hps.lifetimes import disown_in_children, refusal
-from hps.numba_kernels import compile_kernels
+from hps.ground.capacity import Need, available_memory, by_what, check_fits, machine_memory
+from hps.ground.key_sets import PIECE_KEYS, SHARED_KEYS, DistinctKeys
+from hps.ground.lifetimes import disown_in_children, refusal
+from hps.ground.numba_kernels import compile_kernels
+from hps.ground.thread_pool import POOL
+from hps.tensors.array_checks import check_keys, check_rows
 from hps.tensors.bags import Pooling
 from hps.tensors.pooling import bag_arrays, first_key, pool_rows
-from hps.tensors.segments import Segment, check_rows, check_segment
-from hps.thread_pool import POOL
+from hps.tensors.segments import Segment, check_segment
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
 
 _LINE_BYTES = 8 * LINE_WORDS
-_SHARED_KEYS = 16_384  # of a lookup that threads share; for fewer, a thread that wakes late costs more than it helps
-_PIECE_KEYS = 2048  # that are worth a piece of their own
 _ALL: BoolArray = np.empty(0, np.bool_)  # tells a kernel: every key; no found-mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HostTable:
+class NumpyTable:
     """The memory of one table; `cpu/sets.py` describes its layout. Freed with its last user."""
 
     spec: TableSpec
@@ -42,18 +41,18 @@ class HostTable:
 class NumpyCache(EmbeddingCache):
     """The vectors of one model's tables that are resident in host memory. *Thread-safe*; its lookups are not.
 
-    A set holds 14 keys, so a table's capacity is a multiple of 14. Queries take no lock; modifications own one set at a time.
-    A table that is filled to its capacity keeps about 0.9 of its keys resident, because sets overflow unevenly.
+    A set holds 14 keys, so a table's capacity is a multiple of 14. Queries take no lock; modifications own one set at a time. A
+    table filled to capacity keeps about 0.9 of its keys resident, because sets overflow unevenly.
 
-    **Recency.** The score of a key is the epoch of its last use, and an insert into a full set evicts the smallest score;
-    which of equals is unspecified. An epoch of a table lasts for as many queried keys as the table has slots; one call
-    counts for at most five epochs. A hit sets the key's score to the epoch in which its call began, and writes it only when
-    it differs. A key that becomes resident starts 15 epochs in the past: until it is hit, every key that was hit within
-    the last 15 epochs outranks it, and a missed key is refused rather than evict one of these. Replacing or updating a
-    vector changes no score. (At alpha 1.05 and a capacity of 0.1 of 2^20 rows this reaches 0.973 of the hit rate of perfect
-    frequency knowledge, where plain LRU reaches 0.942; `benchmarks/bench_numpy_cache.py`.)
+    **Recency.** The score of a key is the epoch of its last use, and an insert into a full set evicts the smallest score; ties
+    are broken arbitrarily. An epoch of a table lasts for as many queried keys as the table has slots; one call counts for at
+    most five epochs. A hit sets the key's score to the epoch in which its call began, and writes it only if it differs. A key
+    that becomes resident starts 15 epochs in the past: until it is hit, every key hit within the last 15 epochs outranks it. A
+    missed key is refused rather than evict one of these. Replacing or updating a vector changes no score. (At alpha 1.05 and a
+    capacity of 0.1 of 2^20 rows this reaches 0.973 of the hit rate of perfect frequency knowledge, where plain LRU reaches
+    0.942; `benchmarks/bench_numpy_cache.py`.)
 
-    A query that finds a set owned by a writer for too long reports its key as missing, which is always right.
+    A query that finds a set owned by a writer for too long reports its key as missing, which is always correct.
     """
 
     device: ClassVar[str] = "cpu"
@@ -62,12 +61,11 @@ class NumpyCache(EmbeddingCache):
         compile_kernels()
         self.tables = tuple(tables)
         self.device_id = 0
-        self._open: tuple[HostTable, ...] | None = _allocate(tables, capacity_rows)
+        self._open: tuple[NumpyTable, ...] | None = _allocate(tables, capacity_rows)
         disown_in_children(self)
 
     @classmethod
     def room_for(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int]) -> list[Need]:
-        """What the tables take in memory; see `CachePlan.room_for`."""
         return [
             Need(
                 "ram",
@@ -80,7 +78,6 @@ class NumpyCache(EmbeddingCache):
 
     @classmethod
     def check_room(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> None:
-        """Refuse what does not fit in memory; see `EmbeddingCache.check_room`."""
         check_fits(
             f"making room for the embedding cache of model {tables[0].model_name!r}",
             by_what(cls.room_for(tables, capacity_rows)),
@@ -90,11 +87,10 @@ class NumpyCache(EmbeddingCache):
 
     @classmethod
     def create(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> Self:
-        """Allocate a cache for all tables of a model; see `EmbeddingCache.create`."""
         return cls(tables, capacity_rows)
 
     def create_lookup(self) -> "NumpyLookup":
-        """Make what one lookup at a time needs; its memory is allocated as lookups need it."""
+        """Make a lookup; its memory is allocated on demand."""
         return NumpyLookup(self)
 
     def insert(
@@ -103,28 +99,27 @@ class NumpyCache(EmbeddingCache):
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
     ) -> None:
-        """Make vectors resident, replacing those of resident keys. See `EmbeddingCache.insert`."""
-        own = self._checked(table, keys, vectors, "inserting into")
+        own = self.open_tables()[table]
+        check_rows(f"inserting into the cached table {own.spec.tag}", keys, vectors, own.spec.dim, aligned=True)
         _insert(own, keys, vectors, _ALL, replace=True)
 
     def update(self, table: int, keys: KeyArray, vectors: FloatArray) -> None:
-        """Replace the vectors of those keys that are resident. See `EmbeddingCache.update`."""
-        own = self._checked(table, keys, vectors, "updating")
+        own = self.open_tables()[table]
+        check_rows(f"updating the cached table {own.spec.tag}", keys, vectors, own.spec.dim, aligned=True)
         numpy_kernels.write(own.lines, own.vectors, own.state, keys, vectors, _ALL, True, False)
 
     def erase(self, table: int, keys: KeyArray) -> None:
-        """Make keys non-resident."""
-        own = self._checked(table, keys, None, "erasing from")
+        own = self.open_tables()[table]
+        check_keys(f"erasing from the cached table {own.spec.tag}", keys, aligned=True)
         numpy_kernels.erase(own.lines, own.state, keys)
 
     def dump(self, table: int) -> KeyArray:
-        """The resident keys of a table, in unspecified order, in an array that the caller owns."""
         own = self.open_tables()[table]
         keys: KeyArray = np.empty(own.vectors.shape[0], np.int64)
         return keys[: numpy_kernels.dump(own.lines, keys)].copy()
 
     def stats(self, table: int) -> CacheStats:
-        """Counters of a table. `inserts` counts keys that became resident."""
+        """Return the counters of a table. `inserts` counts keys that became resident."""
         own = self.open_tables()[table]
         return CacheStats(
             capacity_rows=own.vectors.shape[0],
@@ -135,19 +130,19 @@ class NumpyCache(EmbeddingCache):
         )
 
     def device_memory(self) -> DeviceMemory:
-        """Memory of the machine, and what this process may still take of it."""
+        """Return the memory of the machine, and what this process may still allocate."""
         return DeviceMemory(platform.processor() or platform.machine(), machine_memory(), available_memory()[0])
 
     def close(self) -> None:
-        """Release the memory; running calls keep it until they return. Closing twice changes nothing."""
+        """Release the memory; running calls keep it until they return. Idempotent."""
         self._open = None
 
     def disown(self) -> None:
-        """In a forked child: refuse every call. What was inserted in the parent would never arrive here."""
+        """Refuse every call in a forked child: inserts of the parent would never arrive here."""
         self.close()
 
-    def open_tables(self) -> tuple[HostTable, ...]:
-        """The tables, which a caller keeps for as long as it works on them.
+    def open_tables(self) -> tuple[NumpyTable, ...]:
+        """Return the tables; the caller holds them while it uses them.
 
         Raises:
             NotReadyError: the cache is closed.
@@ -157,41 +152,32 @@ class NumpyCache(EmbeddingCache):
             raise refusal(self, "an embedding cache")
         return tables
 
-    def _checked(self, index: int, keys: KeyArray, vectors: FloatArray | None, doing: str) -> HostTable:
-        """Check the arrays, which the kernels trust, and return the table."""
-        table = self.open_tables()[index]
-        check_rows(table.spec, keys, vectors, doing)
-        return table
 
-
-class _Scratch:
-    """Scratch of one table within a lookup. Grows to the largest lookup that it has served."""
+class _TableScratch:
+    """Scratch of one table within a lookup. Grows to the largest lookup that it served."""
 
     __slots__ = ("fetched", "inverse", "missing", "unpooled")
 
     def __init__(self, dim: int) -> None:
         self.missing: IndexArray = np.empty(0, np.int64)  # positions of the keys that missed
-        self.inverse: IndexArray = np.empty(0, np.int64)  # of each of them: the place of its key among the distinct ones
+        self.inverse: IndexArray = np.empty(0, np.int64)  # for each of them: the index of its key among the distinct ones
         self.fetched: FloatArray = np.empty((0, dim), np.float32)
-        self.unpooled = 0  # positions whose vectors are there, to be added to their bags
+        self.unpooled = 0  # positions of available vectors, to be added to their bags
 
 
 class NumpyLookup(CacheLookup):
     """A lookup on the NumPy cache. *One per thread.*"""
 
-    __slots__ = ("_cache", "_hashed", "_members", "_parted", "_scratches", "_segments")
+    __slots__ = ("_cache", "_distinct", "_scratches", "_segments")
 
     def __init__(self, cache: NumpyCache) -> None:
         super().__init__()
         self._cache = cache
         self._segments: Sequence[Segment] = ()
-        self._scratches = [_Scratch(table.dim) for table in cache.tables]
-        self._hashed: IndexArray = np.empty(0, np.int64)
-        self._members: IndexArray = np.empty(0, np.int64)
-        self._parted: IndexArray = np.empty((3, 0), np.int64)
+        self._scratches = [_TableScratch(table.dim) for table in cache.tables]
+        self._distinct = DistinctKeys()
 
     def query(self, segments: Sequence[Segment]) -> int:
-        """Copy resident vectors to their rows of `out`; list the rest. See `CacheLookup.query`."""
         tables, scratches = self._cache.open_tables(), self._scratches
         counts = []
         for segment in segments:
@@ -204,7 +190,7 @@ class NumpyLookup(CacheLookup):
                 if segment.pooling is not None:
                     scratch.unpooled = 0
                     count = _query_bags(table, segment, segment.pooling, scratch.missing)
-                elif segment.n < _SHARED_KEYS:
+                elif segment.n < SHARED_KEYS:
                     count = numpy_kernels.query(
                         table.lines, table.vectors, table.state, keys, segment.out, found, scratch.missing
                     )
@@ -218,7 +204,7 @@ class NumpyLookup(CacheLookup):
                     f"with {segment.n}, the number of keys"
                 )
             if count < 0:
-                check_segment(table.spec, segment, segment.n)
+                check_segment(f"querying the cached table {table.spec.tag}", segment, segment.n, table.spec.dim)
                 if segment.keys.flags.aligned:
                     raise InvalidInputError(f"querying the cached table {table.spec.tag}: expected NumPy arrays")
                 return self.query(_with_aligned_keys(segments))
@@ -229,15 +215,14 @@ class NumpyLookup(CacheLookup):
         return sum(counts)
 
     def unique(self) -> Sequence["NumpyMissedKeys"]:
-        """List the distinct missing keys of each segment. See `CacheLookup.unique`."""
         return [
-            NumpyMissedKeys(self._cache, segment, self._scratches[segment.table], self._distinct(segment, count), count)
+            NumpyMissedKeys(self._cache, segment, self._scratches[segment.table], self._distinct_keys(segment, count), count)
             for segment, count in zip(self._segments, self.counts, strict=True)
             if count
         ]
 
     def finish(self) -> None:
-        """Add what was fetched to its bags, and forget the arrays: the outputs are with the caller."""
+        """Add fetched vectors to their bags, and release the arrays."""
         if self._segments and self._segments[0].pooling is not None:
             for segment in self._segments:
                 scratch = self._scratches[segment.table]
@@ -245,60 +230,11 @@ class NumpyLookup(CacheLookup):
                     _add_fetched(segment, segment.pooling, scratch)
         self._segments = ()
 
-    def _distinct(self, segment: Segment, count: int) -> KeyArray:
+    def _distinct_keys(self, segment: Segment, count: int) -> KeyArray:
         scratch = self._scratches[segment.table]
         if scratch.inverse.size < count:
             scratch.inverse = np.empty(_grown(count), np.int64)
-        if count >= _SHARED_KEYS:
-            return self._distinct_by_threads(segment.keys, scratch.missing[:count], scratch.inverse)
-        size = 1 << (2 * count - 1).bit_length()
-        if self._hashed.size < size:
-            self._hashed = np.empty(size, np.int64)
-            self._members = np.empty(size, np.int64)
-        table, members = self._hashed[:size], self._members
-        distinct = numpy_misses.distinct(segment.keys, scratch.missing, count, table, members, scratch.inverse)
-        keys: KeyArray = members[:distinct].copy()
-        return keys
-
-    def _distinct_by_threads(self, keys: KeyArray, missing: IndexArray, inverse: IndexArray) -> KeyArray:
-        """Cut the missing keys by the upper bits of their hash, in which order a hash map is read best, and list each part."""
-        count, parts = missing.size, numpy_misses.PARTS
-        if self._parted.shape[1] < count:
-            self._parted = np.empty((3, _grown(count)), np.int64)
-        parted, origins, members = self._parted
-        pieces = count // _PIECE_KEYS
-        ends = np.linspace(0, count, pieces + 1).astype(np.int64)
-        counts = np.zeros((pieces, parts), np.int64)
-
-        def count_piece(start: int, stop: int) -> None:
-            for piece in range(start, stop):
-                numpy_misses.count_parts(keys, missing[ends[piece] : ends[piece + 1]], counts[piece])
-
-        POOL.run(pieces, 1, count_piece)
-        bounds = np.concatenate(([0], np.cumsum(counts.sum(0))))
-        places = bounds[:-1] + np.cumsum(counts, 0) - counts  # (pieces, parts)
-
-        def place_piece(start: int, stop: int) -> None:
-            for piece in range(start, stop):
-                first, last = ends[piece], ends[piece + 1]
-                numpy_misses.place_parts(keys, missing[first:last], first, places[piece], parted, origins)
-
-        POOL.run(pieces, 1, place_piece)
-        sizes = np.empty(parts, np.int64)
-        least = max(1, parts * _PIECE_KEYS // count)
-        POOL.run(
-            parts,
-            least,
-            lambda start, stop: numpy_misses.distinct_parts(parted, origins, bounds, start, stop, members, inverse, sizes),
-        )
-        firsts = np.concatenate(([0], np.cumsum(sizes)))
-        together: KeyArray = np.empty(firsts[-1], np.int64)
-        POOL.run(
-            parts,
-            least,
-            lambda start, stop: numpy_misses.close_ranks(origins, bounds, firsts, start, stop, members, inverse, together),
-        )
-        return together
+        return self._distinct.find(segment.keys, scratch.missing[:count], scratch.inverse)
 
 
 class NumpyMissedKeys(MissedKeys):
@@ -306,7 +242,7 @@ class NumpyMissedKeys(MissedKeys):
 
     __slots__ = ("_cache", "_count", "_scratch")
 
-    def __init__(self, cache: NumpyCache, segment: Segment, scratch: _Scratch, keys: KeyArray, count: int) -> None:
+    def __init__(self, cache: NumpyCache, segment: Segment, scratch: _TableScratch, keys: KeyArray, count: int) -> None:
         self.segment = segment
         self.keys = keys
         self._cache = cache
@@ -314,17 +250,16 @@ class NumpyMissedKeys(MissedKeys):
         self._count = count  # with duplicates
 
     def buffer(self) -> FloatArray:
-        """Scratch for the vectors of `keys`: (u, dim) float32; content unspecified."""
+        """Return scratch for the vectors of `keys`: (u, dim) float32; content unspecified."""
         scratch, rows = self._scratch, self.keys.size
         if scratch.fetched.shape[0] < rows:
             scratch.fetched = np.empty((_grown(rows), scratch.fetched.shape[1]), np.float32)
         return scratch.fetched[:rows]
 
     def stage(self, start: int, stop: int) -> None:
-        """Do nothing: the vectors are where they have to be."""
+        """Do nothing: the vectors are already in place."""
 
     def scatter(self, found: BoolArray) -> None:
-        """Write the fetched or the default vector to every missing position. See `MissedKeys.scatter`."""
         segment, scratch = self.segment, self._scratch
         mask = _ALL if segment.found is None else segment.found
         default = self._cache.tables[segment.table].default_value
@@ -333,29 +268,27 @@ class NumpyMissedKeys(MissedKeys):
             scratch.unpooled = self._count
             return
         missing, inverse, fetched, out = scratch.missing, scratch.inverse, scratch.fetched, segment.out
-        if self._count < _SHARED_KEYS:
-            numpy_misses.scatter(missing, inverse, self._count, fetched, found, default, out, mask)
+        if self._count < SHARED_KEYS:
+            numpy_kernels.scatter(missing, inverse, self._count, fetched, found, default, out, mask)
             return
 
         def part(start: int, stop: int) -> None:
             at, rows = missing[start:stop], inverse[start:stop]
-            numpy_misses.scatter(at, rows, stop - start, fetched, found, default, out, mask)
+            numpy_kernels.scatter(at, rows, stop - start, fetched, found, default, out, mask)
 
-        POOL.run(self._count, _PIECE_KEYS, part)
+        POOL.run(self._count, PIECE_KEYS, part)
 
     def absent(self, found: BoolArray) -> int:
-        """How many missing positions have a key that is not `found`. See `MissedKeys.absent`."""
         return self._count - int(np.count_nonzero(found[self._scratch.inverse[: self._count]]))
 
     def insert(self, found: BoolArray) -> None:
-        """Insert the fetched vectors whose `found` is True. See `MissedKeys.insert`."""
         table = self._cache.open_tables()[self.segment.table]
         _insert(table, self.keys, self._scratch.fetched, found, replace=False)
 
 
-def _insert(table: HostTable, keys: KeyArray, vectors: FloatArray, chosen: BoolArray, replace: bool) -> None:
+def _insert(table: NumpyTable, keys: KeyArray, vectors: FloatArray, chosen: BoolArray, replace: bool) -> None:
     lines, rows, state = table.lines, table.vectors, table.state
-    if keys.size < _SHARED_KEYS:
+    if keys.size < SHARED_KEYS:
         numpy_kernels.write(lines, rows, state, keys, vectors, chosen, replace, True)
         return
 
@@ -363,11 +296,11 @@ def _insert(table: HostTable, keys: KeyArray, vectors: FloatArray, chosen: BoolA
         piece = slice(start, stop)
         numpy_kernels.write(lines, rows, state, keys[piece], vectors[piece], chosen[piece], replace, True)
 
-    POOL.run(keys.size, _PIECE_KEYS, part)
+    POOL.run(keys.size, PIECE_KEYS, part)
 
 
-def _query_by_threads(table: HostTable, keys: KeyArray, out: FloatArray, found: BoolArray, missing: IndexArray) -> int:
-    """As the kernel `query`, for many keys; each piece of them is a query of its own, in an epoch of its own."""
+def _query_by_threads(table: NumpyTable, keys: KeyArray, out: FloatArray, found: BoolArray, missing: IndexArray) -> int:
+    """Run the kernel `query` for many keys; each piece is a query of its own, in its own epoch."""
     n = keys.size
     lines, vectors, state = table.lines, table.vectors, table.state
     if out.shape[0] != n or found.size not in (0, n) or n > EPOCHS_A_CALL * vectors.shape[0]:
@@ -379,7 +312,7 @@ def _query_by_threads(table: HostTable, keys: KeyArray, out: FloatArray, found: 
         rows = slice(start, stop)
         counts[start] = numpy_kernels.query(lines, vectors, state, keys[rows], out[rows], found[rows], missing[rows])
 
-    POOL.run(n, _PIECE_KEYS, part)
+    POOL.run(n, PIECE_KEYS, part)
     if min(counts.values()) < 0:
         return -1
     total = 0
@@ -390,7 +323,7 @@ def _query_by_threads(table: HostTable, keys: KeyArray, out: FloatArray, found: 
 
 
 def _paddings(segments: Sequence[Segment]) -> Sequence[int]:
-    """How many keys of each segment are its padding key; nothing where no segment has one."""
+    """Return the number of padding keys of each segment; empty if no segment has a padding key."""
     paddings = [None if segment.pooling is None else segment.pooling.padding_key for segment in segments]
     if paddings.count(None) == len(paddings):
         return ()
@@ -400,14 +333,14 @@ def _paddings(segments: Sequence[Segment]) -> Sequence[int]:
     ]
 
 
-def _query_bags(table: HostTable, segment: Segment, pooling: Pooling, missing: IndexArray) -> int:
-    """As the kernel `pool`; threads share the bags of many keys."""
+def _query_bags(table: NumpyTable, segment: Segment, pooling: Pooling, missing: IndexArray) -> int:
+    """Run the kernel `pool`; threads share the bags of many keys."""
     keys, out, n, count = segment.keys, segment.out, segment.n, pooling.count
     bags = bag_arrays(pooling)
     if out.shape[0] != count:
         return -1
     lines, vectors, state, scratch_shape = table.lines, table.vectors, table.state, (2, table.spec.dim)
-    if n < _SHARED_KEYS or n > EPOCHS_A_CALL * vectors.shape[0]:
+    if n < SHARED_KEYS or n > EPOCHS_A_CALL * vectors.shape[0]:
         scratch = np.empty(scratch_shape, np.float32)
         whole: int = pool(lines, vectors, state, keys, *bags, 0, count, scratch, out, missing)
         return whole
@@ -417,7 +350,7 @@ def _query_bags(table: HostTable, segment: Segment, pooling: Pooling, missing: I
         scratch = np.empty(scratch_shape, np.float32)
         counts[first] = pool(lines, vectors, state, keys, *bags, first, last, scratch, out, missing)
 
-    POOL.run(count, max(1, _PIECE_KEYS * count // n), part)
+    POOL.run(count, max(1, PIECE_KEYS * count // n), part)
     if (worst := min(counts.values())) < 0:
         return worst
     total = 0
@@ -428,7 +361,7 @@ def _query_bags(table: HostTable, segment: Segment, pooling: Pooling, missing: I
     return total
 
 
-def _add_fetched(segment: Segment, pooling: Pooling, scratch: _Scratch) -> None:
+def _add_fetched(segment: Segment, pooling: Pooling, scratch: _TableScratch) -> None:
     """Add the vectors of missing keys to the totals of their bags; threads share the bags of many keys."""
     bags, out, missing = bag_arrays(pooling), segment.out, scratch.missing[: scratch.unpooled]
 
@@ -437,7 +370,7 @@ def _add_fetched(segment: Segment, pooling: Pooling, scratch: _Scratch) -> None:
         total = np.empty(out.shape[1], np.float32)
         pool_rows(scratch.fetched, scratch.inverse, missing, start, stop, segment.keys, *bags, total, out)
 
-    POOL.run(out.shape[0], max(1, _PIECE_KEYS * out.shape[0] // missing.size) if missing.size >= _SHARED_KEYS else 0, part)
+    POOL.run(out.shape[0], max(1, PIECE_KEYS * out.shape[0] // missing.size) if missing.size >= SHARED_KEYS else 0, part)
 
 
 def _with_aligned_keys(segments: Sequence[Segment]) -> list[Segment]:
@@ -461,16 +394,16 @@ def _size_bytes(rows: int, dim: int) -> int:
     return _sets(rows) * (_LINE_BYTES + WAYS * 4 * dim)
 
 
-def _allocate(tables: Sequence[TableSpec], capacity_rows: Sequence[int]) -> tuple[HostTable, ...]:
-    """Allocate all tables; where they do not fit, the error names the largest and says what would fit."""
+def _allocate(tables: Sequence[TableSpec], capacity_rows: Sequence[int]) -> tuple[NumpyTable, ...]:
+    """Allocate all tables; if they do not fit, the error names the largest and a size that would fit."""
     sets = [_sets(rows) for rows in capacity_rows]
     sizes = [_size_bytes(rows, table.dim) for rows, table in zip(capacity_rows, tables, strict=True)]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        if sum(sizes) > memory:  # it could be reserved, but not be filled
+        if sum(sizes) > memory:  # reserved, but not filled
             raise MemoryError
         return tuple(
-            HostTable(
+            NumpyTable(
                 spec=table,
                 lines=aligned_lines(count),
                 vectors=_aligned_vectors(WAYS * count, table.dim),
@@ -489,14 +422,14 @@ def _allocate(tables: Sequence[TableSpec], capacity_rows: Sequence[int]) -> tupl
 
 
 def aligned_lines(sets: int) -> IndexArray:
-    """Zeroed memory for the sets, each within its own two cache lines."""
+    """Return zeroed memory for the sets, each within its own two cache lines."""
     words = np.zeros((sets + 1) * LINE_WORDS, np.int64)
     skip = -(words.ctypes.data // 8) % LINE_WORDS
     return words[skip : skip + sets * LINE_WORDS].reshape(sets, LINE_WORDS)
 
 
 def _aligned_vectors(rows: int, dim: int) -> FloatArray:
-    """Memory for vectors that begins at a cache line, so that a row of 64 bytes takes one line and not two."""
+    """Return memory for vectors that starts at a cache line, so that a row of 64 bytes takes one line rather than two."""
     floats = np.empty(rows * dim + _LINE_BYTES // 4, np.float32)
     skip = -(floats.ctypes.data // 4) % (_LINE_BYTES // 4)
     return floats[skip : skip + rows * dim].reshape(rows, dim)

@@ -1,10 +1,10 @@
-"""The numba kernels of the NumPy embedding cache: what a query or a modification does to the sets of `sets.py`.
+"""The numba kernels of the NumPy embedding cache: `scatter`, and queries and modifications of the sets of `sets.py`.
 
 `lines` and `vectors` are the sets of a table, and `state` are its counters.
 """
 
 import numpy as np
-from numba import boolean, float32, int64, njit, void
+from numba import boolean, float32, float64, int64, njit, void
 
 from hps.cache.cpu.sets import (
     CLOCK,
@@ -28,7 +28,7 @@ from hps.cache.cpu.sets import (
     unchanged,
     victim,
 )
-from hps.numba_atomics import (
+from hps.ground.numba_atomics import (
     address_of,
     copy_bytes,
     fetch_add,
@@ -41,7 +41,7 @@ from hps.numba_atomics import (
     store_relaxed_u8,
     store_release_u16,
 )
-from hps.numba_kernels import kernel, read_only
+from hps.ground.numba_kernels import kernel, read_only
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
 _BLOCK = 32
@@ -61,9 +61,9 @@ def query(
     found: BoolArray,  # (n,) bool, or empty
     missing: IndexArray,  # (at least n,) int64
 ) -> int:
-    """Copy hits to `out` and write the positions of misses to `missing`; returns their number, or -1 for wrong shapes.
+    """Copy hits to `out` and write the positions of misses to `missing`; return their number, or -1 for wrong shapes.
 
-    It works on blocks of keys in three passes (sets, slots, vectors), each of which prefetches for the next.
+    Processes blocks of keys in three passes (sets, slots, vectors), each of which prefetches for the next.
     """
     n, dim, sets = keys.size, vectors.shape[1], lines.shape[0]
     if out.shape[0] != n or out.shape[1] != dim or missing.size < n or (found.size != 0 and found.size != n):
@@ -122,7 +122,7 @@ def query(
 def _prefetch_rows(
     keys: KeyArray, start: int, stop: int, base: int, sets: int, vectors_at: int, row_bytes: int, epoch: int
 ) -> None:
-    """Prefetch what `write` will touch: owning a set waits for earlier stores, so their rows had better be in the cache."""
+    """Prefetch the rows that `write` will touch: owning a set waits for earlier stores, which are faster in cache."""
     for i in range(start, stop):
         line = line_of(keys[i], base, sets)
         prefetch(line)
@@ -150,8 +150,8 @@ def write(
 ) -> None:
     """Write vectors of the chosen keys: `replace` those of resident keys, `admit` keys that are not resident.
 
-    Unless both are set, keys to leave alone are found without owning their set. With `admit` alone, a key evicts only one that
-    is idle, and is refused otherwise.
+    Unless both are set, keys to leave alone are found without owning their set. With `admit` alone, a key evicts only an idle
+    one, and is refused otherwise.
     """
     n, row_bytes, sets = keys.size, 4 * vectors.shape[1], lines.shape[0]
     if sets == 0:
@@ -230,7 +230,7 @@ def dump(
     lines: IndexArray,  # (sets, 16) int64
     out: KeyArray,  # (14 * sets,) int64
 ) -> int:
-    """Write the resident keys to `out`; returns their number. Each set is as it was at one moment."""
+    """Write the resident keys to `out`; return their number. Each set is a consistent snapshot."""
     base = address_of(lines)
     count = 0
     for index in range(lines.shape[0]):
@@ -242,3 +242,27 @@ def dump(
                 count += 1
         store_release_u16(line, version)
     return count
+
+
+@kernel(void, _WORDS, _WORDS, int64, _ROWS, read_only(_FLAGS), float64, _ROWS, _FLAGS)
+def scatter(
+    missing: IndexArray,  # (at least count,) int64
+    inverse: IndexArray,  # (at least count,) int64
+    count: int,
+    fetched: FloatArray,  # (u, dim) float32
+    answered: BoolArray,  # (u,) bool
+    default: float,
+    out: FloatArray,  # (n, dim) float32
+    found: BoolArray,  # (n,) bool, or empty
+) -> None:
+    """Write the fetched vector, or else the default, to every missing position."""
+    dim = out.shape[1]
+    source, target = np.int64(fetched.ctypes.data), np.int64(out.ctypes.data)
+    for i in range(count):
+        position, row = missing[i], inverse[i]
+        if answered[row]:
+            copy_bytes(target + position * 4 * dim, source + row * 4 * dim, 4 * dim)
+            if found.size != 0:
+                found[position] = True
+        else:
+            out[position, :] = default

@@ -1,8 +1,8 @@
-"""What a table of the NumPy cache would have missed: its rules of recency and admission, on sets without vectors.
+"""Simulates the misses of a table of the NumPy cache: its rules of recency and admission, on sets without vectors.
 
-The sets, their scores and whom they evict are those of `sets.py`. A *miniature* has fewer sets, and is asked for as small a
-share of the keys, in epochs as long as those of the whole table in lookups (Waldspurger et al., "Cache Modeling and
-Optimization using Miniature Simulations", USENIX ATC 2017).
+The sets, scores and evictions are those of `sets.py`. A *miniature* has fewer sets and gets the same share of the keys, in
+epochs as long in lookups as those of the full table (Waldspurger et al., "Cache Modeling and Optimization using Miniature
+Simulations", USENIX ATC 2017).
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from numba import float64, int64
 from hps.cache.base import CachePlan
 from hps.cache.cpu.cache import NumpyCache, aligned_lines
 from hps.cache.cpu.sets import EPOCHS_A_CALL, WAYS, epoch_at, find, is_idle, line_of, probation_at, touch, victim
-from hps.capacity import Need
-from hps.numba_atomics import address_of, store_relaxed, store_relaxed_u8
-from hps.numba_kernels import compile_kernels, kernel, read_only
+from hps.ground.capacity import Need
+from hps.ground.numba_atomics import address_of, store_relaxed, store_relaxed_u8
+from hps.ground.numba_kernels import compile_kernels, kernel, read_only
 from hps.types import IndexArray, KeyArray, TableSpec
 
-_SMOOTHING = 0.02  # of the hit rate that lookups are expected to have: some fifty lookups count
+_SMOOTHING = 0.02  # of the expected hit rate of lookups: about fifty lookups count
 
 
 @kernel(int64[::1], int64[:, ::1], int64, read_only(int64[::1]), read_only(int64[::1]), read_only(int64[::1]), float64, float64)
@@ -31,7 +31,7 @@ def _simulate(
     share: float,
     threshold: float,
 ) -> IndexArray:
-    """Replay lookups; returns how many keys of each missed."""
+    """Replay lookups; return the misses of each."""
     sets = lines.shape[0]
     base = address_of(lines)
     lookups = starts.size - 1
@@ -56,7 +56,7 @@ def _simulate(
                 missing[distinct] = keys[i]
                 distinct += 1
         missed[lookup] = count
-        # A lookup of the whole table is deferred where enough of its own keys hit: of those, this one saw few.
+        # A lookup of the full table is deferred if enough of its own keys hit; the miniature saw few of those.
         miss_rate += _SMOOTHING * (min(count / (share * asked), 1.0) - miss_rate)
         spread = np.sqrt(miss_rate * (1.0 - miss_rate) / asked)
         deferred = 1.0 - miss_rate + spread * np.random.normal() >= threshold  # noqa: NPY002
@@ -65,23 +65,23 @@ def _simulate(
         for i in range(distinct):
             line = line_of(missing[i], base, sets)
             slot = victim(line, epoch)
-            if deferred or is_idle(line, slot, epoch):  # in the background, whatever came is inserted
+            if deferred or is_idle(line, slot, epoch):  # in the background, every fetched key is inserted
                 store_relaxed(line + 16 + 8 * slot, missing[i])
                 store_relaxed_u8(line + 2 + slot, probation_at(epoch))
     return missed
 
 
 class NumpyPlan(CachePlan):
-    """What NumPy caches would take and miss. *Immutable.*"""
+    """Memory needs and simulated misses of NumPy caches. *Immutable.*"""
 
     @classmethod
     def room_for(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int]) -> list[Need]:
-        """What the tables take in memory; see `CachePlan.room_for`."""
+        """Return the memory of the tables; see `CachePlan.room_for`."""
         return NumpyCache.room_for(tables, capacity_rows)
 
     @classmethod
     def miniature_sets(cls, capacity_rows: int, rate: float) -> tuple[int, int]:
-        """The sets of a miniature of at most this share of a table, one at least; and those of the table."""
+        """Return the sets of a miniature of at most this share of a table, at least one; and those of the table."""
         whole = -(-capacity_rows // WAYS)
         return max(int(whole * rate + 1e-9), 1), whole
 
@@ -94,17 +94,17 @@ class NumpyPlan(CachePlan):
         sets: tuple[int, int],
         threshold: float,
     ) -> IndexArray:
-        """Replay lookups on a miniature of a table, empty at first.
+        """Replay lookups on an initially empty miniature of a table.
 
         Args:
-            keys: of all lookups: such a share of the distinct keys as the miniature is of the table.
-            starts: where the keys of each lookup begin, and the end.
-            clocks: how many keys the whole table had been asked for before each lookup, and in all.
-            sets: of the miniature, and of the table that it is of.
+            keys: keys of all lookups: the same share of the distinct keys as the miniature is of the table.
+            starts: start of the keys of each lookup, and the end.
+            clocks: keys queried of the full table before each lookup, and in total.
+            sets: of the miniature, and of the full table.
             threshold: the `hit_rate_threshold`.
 
         Returns:
-            (lookups,) int64: how many keys of each missed.
+            (lookups,) int64: misses of each.
         """
         compile_kernels()
         few, whole = sets

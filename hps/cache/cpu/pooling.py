@@ -16,8 +16,8 @@ from hps.cache.cpu.sets import (
     touch,
     unchanged,
 )
-from hps.numba_atomics import address_of, copy_bytes, fetch_add, load_acquire, load_acquire_u16, prefetch
-from hps.numba_kernels import kernel
+from hps.ground.numba_atomics import address_of, copy_bytes, fetch_add, load_acquire, load_acquire_u16, prefetch
+from hps.ground.numba_kernels import kernel
 from hps.tensors.pooling import KEYS, OFFSETS, OUT, SUM, WEIGHTS, add_vector, bound, divide
 from hps.types import FloatArray, IndexArray, KeyArray
 
@@ -66,11 +66,11 @@ def pool(
 ) -> int:
     """Combine the resident vectors of bags [first, last), and list the positions of missing keys, ascending.
 
-    They are written to `missing` from the first key of the bags on. A bag without any is complete; the row of another one has
+    The list starts in `missing` at the first key of the bags. A bag without misses is complete; the row of another one holds
     the total of its resident vectors.
 
     Returns:
-        How many keys are missing; -1 for wrong shapes, `WRONG_OFFSETS`. Then nothing was written.
+        Number of missing keys; -1 for wrong shapes or `WRONG_OFFSETS`, with nothing written.
     """
     n, dim, sets, count = keys.size, vectors.shape[1], lines.shape[0], out.shape[0]
     if out.shape[1] != dim or scratch.shape[1] != dim or missing.size < n or (weights.size != 0 and weights.size != n):

@@ -1,4 +1,4 @@
-"""The sets of the NumPy embedding cache: their layout, and how threads read and change them at the same time.
+"""The sets of the NumPy embedding cache: their layout and the protocol of concurrent reads and writes.
 
 A **set** is 128 bytes, one row of `lines`, aligned to 128, and 14 rows of `vectors`:
 
@@ -8,34 +8,33 @@ A **set** is 128 bytes, one row of `lines`, aligned to 128, and 14 rows of `vect
 
 A key belongs to set `scale(mix(key), sets)`. `state` is an array of int64 counters per table (indices below).
 
-**Why no query returns a torn vector.** A writer takes a set by compare-and-swap of its version from even to odd
-(acquire), issues a release fence, writes, and stores the next even version (release). A reader loads the version
-(acquire), reads, issues an acquire fence, and loads the version again. Unless both are the same even number, it throws away
-what it read. If it had read any byte of a writer, its second load could not be older than that writer's odd version: the
-two fences order the version before the bytes on one side, and the bytes before the version on the other (H.-J. Boehm, "Can
-seqlocks get along with programming language memory models?", MSPC 2012). This asks nothing of the processor but the fences,
-so it holds on arm64 as it does on x86-64. To the compiler, a plain load of what is being written gives any value. So keys,
-ages and vectors are read by volatile loads: the worst that a race gives is a wrong slot of the same set or a torn vector,
-and neither is used once the version has moved. A version has 16 bits, so 32,768 changes of one set during one read would
-look like none. Therefore a writer whose version wraps first adds to `WRAPS`, which a reader loads before its first and after
-its second (acquire) load of the version.
+**Why no query returns a torn vector.** A writer takes a set by compare-and-swap of its version from even to odd (acquire),
+issues a release fence, writes, and stores the next even version (release). A reader loads the version (acquire), reads, issues
+an acquire fence, and loads the version again. Unless both are the same even number, it discards what it read. If it had read
+any byte of a writer, its second load could not be older than that writer's odd version: the two fences order the version before
+the bytes on one side, and the bytes before the version on the other (H.-J. Boehm, "Can seqlocks get along with programming
+language memory models?", MSPC 2012). This needs only the fences of the processor, so it holds on arm64 as well as on x86-64. To
+the compiler, a plain load of data being written gives any value. So keys, ages and vectors are read by volatile loads: a race
+gives at worst a wrong slot of the same set or a torn vector, and neither is used once the version has changed. A version has 16
+bits, so 32,768 changes of one set during one read would go unnoticed. Therefore a writer whose version wraps first adds to
+`WRAPS`, which a reader loads before its first and after its second (acquire) load of the version.
 
 **Waiting.** A reader that finds a set owned by a writer for `PATIENCE` attempts (the writer's thread lost its processor)
-reports a miss, which is always a correct answer. A writer waits for another writer of the same set and yields the processor
-meanwhile. A set is owned while one vector is copied, and never across a return to Python.
+reports a miss, which is always correct. A writer waits for another writer of the same set and yields the processor meanwhile. A
+set is owned while one vector is copied, and never across a return to Python.
 
 **Recency.** The score of a slot is its age, in epochs. A hit raises it to the current epoch, if it differs, by a
-compare-and-swap from the age that was read, so that a slot that was emptied or refilled meanwhile is left alone. An insert
-into a full set evicts the smallest score. A new key starts `PROBATION` epochs in the past, so keys that were hit since then
-outrank it, and a key that has only missed does not evict them. Ages count modulo 255; an age up to `_AHEAD` epochs in the
-future was written by a thread that saw a newer epoch.
+compare-and-swap from the age that was read, so that a slot that was emptied or refilled meanwhile is left alone. An insert into
+a full set evicts the smallest score. A new key starts `PROBATION` epochs in the past, so keys that were hit since then outrank
+it, and a key that has only missed does not evict them. Ages count modulo 255; an age up to `_AHEAD` epochs in the future was
+written by a thread that saw a newer epoch.
 """
 
 import numpy as np
 from numba import njit
 
-from hps.hashing import mix, scale
-from hps.numba_atomics import (
+from hps.ground.hashing import mix, scale
+from hps.ground.numba_atomics import (
     compare_and_swap_acquire_u16,
     compare_and_swap_relaxed_u8,
     copy_bytes,
@@ -63,7 +62,7 @@ EPOCHS_A_CALL = 5
 
 CLOCK, WRAPS, RESIDENT, INSERTS, EVICTIONS = 0, 8, 16, 17, 18
 STATE_WORDS = 24
-"""Words of `state`: keys queried so far, wraps of set versions, counters; a cache line for each, as some change often."""
+"""Words of `state`: keys queried so far, wraps of set versions, counters; on separate cache lines, since some change often."""
 
 _EPOCHS = 255
 _AHEAD = 31
@@ -71,33 +70,32 @@ _AHEAD = 31
 
 @njit(inline="always")
 def line_of(key: int, lines: int, sets: int) -> int:
-    """The address of the set of a key."""
     return lines + int(scale(mix(np.int64(key)), np.int64(sets))) * LINE_BYTES
 
 
 @njit(inline="always")
 def rows_of(line: int, lines: int, vectors: int, row_bytes: int) -> int:
-    """The first of the 14 rows of a set."""
+    """Return the first of the 14 rows of a set."""
     return vectors + ((line - lines) >> 7) * WAYS * row_bytes  # 2^7 bytes a line
 
 
 @njit(inline="always")
 def find(line: int, key: int) -> int:
-    """The slot of a resident key, or -1. Only to be trusted once the set's version is checked, or if the set is owned."""
+    """Return the slot of a resident key, or -1. Valid only if the set's version is checked afterwards, or the set is owned."""
     matches = (equal_words_16(line, key) & nonzero_bytes_16(line)) >> 2  # words and bytes 2 to 15
     return lowest_bit(matches) if matches != 0 else -1
 
 
 @njit(inline="always")
 def unchanged(line: int, version: int, wraps_at: int, wraps: int) -> bool:
-    """Tell whether no writer changed the set since its version and the wraps were loaded (acquire, wraps first)."""
+    """Return whether no writer changed the set since its version and the wraps were loaded (acquire, wraps first)."""
     fence_acquire()
     return (version & 1) == 0 and load_acquire_u16(line) == version and load_relaxed(wraps_at) == wraps
 
 
 @njit()
 def read(line: int, key: int, rows: int, row_bytes: int, wraps_at: int, target: int) -> int:
-    """Copy the vector of a key to `target` unless that is 0; returns its slot, -1 if absent, -2 when out of patience."""
+    """Copy the vector of a key to `target` unless that is 0; return its slot, -1 if absent, -2 when out of patience."""
     for _ in range(PATIENCE):
         wraps = load_acquire(wraps_at)
         version = load_acquire_u16(line)
@@ -113,13 +111,13 @@ def read(line: int, key: int, rows: int, row_bytes: int, wraps_at: int, target: 
 
 @njit(inline="always")
 def epoch_at(clock: int, sets: int) -> int:
-    """The epoch as an age, 1..255; an epoch lasts for as many queried keys as the table has slots."""
+    """Return the epoch as an age, 1..255; an epoch lasts for as many queried keys as the table has slots."""
     return (clock // (WAYS * sets)) % _EPOCHS + 1
 
 
 @njit(inline="always")
 def probation_at(epoch: int) -> int:
-    """The age of a key that becomes resident in an epoch."""
+    """Return the age of a key that becomes resident in an epoch."""
     return (epoch - 1 - PROBATION + _EPOCHS) % _EPOCHS + 1
 
 
@@ -133,7 +131,7 @@ def touch(line: int, slot: int, epoch: int) -> None:
 
 @njit()
 def victim(line: int, epoch: int) -> int:
-    """An empty slot or, if there is none, the first one of the smallest score."""
+    """Return an empty slot or, if there is none, the first one of the smallest score."""
     oldest, worst = -1, 0
     for slot in range(WAYS):
         age = load_relaxed_u8(line + 2 + slot)
@@ -147,21 +145,21 @@ def victim(line: int, epoch: int) -> int:
 
 @njit(inline="always")
 def is_idle(line: int, slot: int, epoch: int) -> bool:
-    """Tell whether a slot is empty, or its key was not hit in the last `PROBATION` epochs."""
+    """Return whether a slot is empty, or its key was not hit in the last `PROBATION` epochs."""
     age = load_relaxed_u8(line + 2 + slot)
     return age == 0 or _behind(age, epoch) >= PROBATION
 
 
 @njit(inline="always")
 def _behind(age: int, epoch: int) -> int:
-    """How many epochs ago an age was."""
+    """Return the number of epochs since an age."""
     behind = epoch - age if epoch >= age else epoch - age + _EPOCHS
     return 0 if behind >= _EPOCHS - _AHEAD else behind
 
 
 @njit()
 def take(line: int) -> int:
-    """Own a set; returns its even version from before. Waits for another writer, as long as one vector's copy takes."""
+    """Own a set; return its previous, even version. Waits for another writer, as long as the copy of one vector takes."""
     attempts = 0
     while True:
         version = load_relaxed_u16(line)
@@ -175,7 +173,7 @@ def take(line: int) -> int:
 
 @njit(inline="always")
 def give_back_changed(line: int, version: int, wraps_at: int) -> None:
-    """Stop owning a set whose keys or vectors changed. (A set that did not change gets its old version back.)"""
+    """Release a set whose keys or vectors changed. (An unchanged set gets its old version back.)"""
     following = (version + 2) & 0xFFFF
     if following == 0:
         fetch_add(wraps_at, 1)

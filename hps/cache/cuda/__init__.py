@@ -1,0 +1,1 @@
+"""The embedding cache on a GPU: the only package that imports CuPy."""

@@ -12,43 +12,42 @@ import numpy as np
 import numpy.typing as npt
 from cupy_backends.cuda.api import runtime
 
-from hps.cache.base import CacheStats, DeviceMemory, EmbeddingCache, UnwaitedCounts
+from hps.cache.base import CacheStats, DeviceMemory, EmbeddingCache, StreamOrderedCounts
 from hps.cache.cuda import geometry, kernels
-from hps.cache.cuda.device import CUDA_ERRORS, compile_all, on_device
+from hps.cache.cuda.device import CUDA_ERRORS, TableMemory, compile_all, device_call, on_device
 from hps.cache.cuda.graphs import CupyCapture, CupyGraph, capture_of, record
 from hps.cache.cuda.links import AttachedTable, CudaPinner
-from hps.cache.cuda.lookup import LookupKernels
+from hps.cache.cuda.lookup import CupyLookup, LookupKernels
 from hps.cache.cuda.modifications import Modifications
-from hps.cache.cuda.pooling import PoolingLookup
-from hps.cache.cuda.tables import TableMemory, allocate, check_room, device_call
+from hps.cache.cuda.tables import allocate, check_room
 from hps.cache.cuda.tensors import TensorReader
 from hps.errors import DeviceError, InvalidInputError
-from hps.host_tables import HostTable
-from hps.tensors.segments import Segment, check_rows
+from hps.ground.host_tables import HostTable
+from hps.tensors.array_checks import check_keys, check_rows
+from hps.tensors.segments import Segment
 from hps.types import FloatArray, KeyArray, TableSpec
 
 _READS_HOST_POINTERS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 
 
 class CupyCache(EmbeddingCache):
-    """The vectors of one model's tables that are resident in the memory of a CUDA device. *Thread-safe*; its lookups
-    are not.
+    """The vectors of one model's tables that are resident in the memory of a CUDA device. *Thread-safe*; its lookups are not.
 
-    A table consists of pairs of buckets of 7 keys; `cuda/embedding_cache.cuh` describes them. A bucket is what the contract
-    calls a set. The capacity is a multiple of 14 rows and at least 28: a bucket that is full uses empty slots of its
-    neighbour. A table that is filled to its capacity keeps about 0.9 of its keys resident.
+    A table consists of pairs of buckets of 7 keys; `cuda/embedding_cache.cuh` describes them. A bucket is a set in the terms of
+    the contract. The capacity is a multiple of 14 rows and at least 28: a full bucket uses empty slots of its neighbour. A
+    table filled to capacity keeps about 0.9 of its keys resident.
 
-    **Recency.** The score of a key is at least 8 when the key has been asked for, 15 when that happened again since, and 0, 1
-    or 4 when it becomes resident. An insert into a full bucket evicts the smallest score, the first of equals, and lowers the
-    others there by it. A missed key evicts only a score of 0, unless it is the key that was refused last there; every other
-    key that is refused lowers the scores by 1. So time passes for a bucket as keys of it miss, not as others are asked for.
-    (At alpha 1.05 and a capacity of 0.1 of 2^24 rows this reaches 0.985 of the hit rate of perfect frequency knowledge,
-    admitting every miss 0.979, plain LRU 0.957; `python -m benchmarks admission` simulates it.)
+    **Recency.** The score of a key is 0, 1 or 4 when it becomes resident, at least 8 after a use, and 15 after a second one. An
+    insert into a full bucket evicts the smallest score, the first of equals, and lowers the others there by it. A missed key
+    evicts only a score of 0, unless it is the key last refused there; refusing any other key lowers the scores by 1. So time
+    passes for a bucket with its own misses, not with lookups of other keys. (At alpha 1.05 and a capacity of 0.1 of 2^24 rows
+    this reaches 0.985 of the hit rate of perfect frequency knowledge, admitting every miss 0.979, plain LRU 0.957; `python -m
+    benchmarks admission` simulates it.)
 
     Keys, outputs and masks may each be in host memory (NumPy) or on the device: tensors of torch and CuPy, `TensorView`s, and
-    whatever else speaks DLPack. Outputs in host memory pass through pinned memory, which the device writes.
+    other DLPack tensors. Outputs in host memory pass through pinned memory, which the device writes.
 
-    After a CUDA error from which the device does not recover, every call raises it again.
+    After an unrecoverable CUDA error, every call raises it again.
     """
 
     device: ClassVar[str] = "cuda"
@@ -63,7 +62,6 @@ class CupyCache(EmbeddingCache):
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
-        """Why this machine cannot run this cache; None where it can."""
         try:
             count = runtime.getDeviceCount()
         except runtime.CUDARuntimeError as error:
@@ -72,13 +70,12 @@ class CupyCache(EmbeddingCache):
 
     @classmethod
     def free_bytes(cls, device_id: int) -> int:
-        """Free memory of a device, beside what is kept for the driver."""
+        """Return the free memory of a device, less the driver's reserve."""
         with on_device(device_id):
             return int(runtime.memGetInfo()[0]) - geometry.RESERVE_BYTES
 
     @classmethod
     def check_room(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> None:
-        """Refuse what does not fit the device; see `EmbeddingCache.check_room`."""
         cls._check_device(tables, device_id)
         with on_device(device_id):
             check_room(tables, capacity_rows, device_id)
@@ -98,10 +95,9 @@ class CupyCache(EmbeddingCache):
             raise DeviceError(f"creating the embedding cache of model {tables[0].model_name!r}: {reason}")
 
     @device_call("creating a lookup")
-    def create_lookup(self) -> PoolingLookup:
-        """Allocate what one lookup at a time needs; it grows with the lookups that it serves."""
+    def create_lookup(self) -> CupyLookup:
         self.memory.tables()
-        return PoolingLookup(self.memory, self._kernels, self._changes, self._links)
+        return CupyLookup(self.memory, self._kernels, self._changes, self._links)
 
     def attach(
         self,
@@ -110,7 +106,6 @@ class CupyCache(EmbeddingCache):
         authoritative: bool,
         progress: Callable[[int, int], None] | None = None,
     ) -> str | None:
-        """Let lookups read a table in host memory in place. See `EmbeddingCache.attach`."""
         try:
             with on_device(self.device_id):
                 if not runtime.deviceGetAttribute(_READS_HOST_POINTERS, self.device_id):
@@ -124,34 +119,29 @@ class CupyCache(EmbeddingCache):
         return None
 
     def detach(self, table: int) -> None:
-        """Leave the misses of a table to the host from now on."""
         link, self._links[table] = self._links[table], None
         if link is not None:
             link.close()
 
     def changing(self, table: int) -> AbstractContextManager[None]:
-        """To be held while rows of an attached table are modified. See `EmbeddingCache.changing`."""
         link = self._links[table]
         return nullcontext() if link is None or self.memory.open is None else link.changing()
 
     @device_call("reading counters")
-    def unwaited(self, table: int) -> UnwaitedCounts:
-        """Counters of a table's lookups that were only enqueued."""
+    def stream_ordered_counts(self, table: int) -> StreamOrderedCounts:
         link = self._links[table]
-        return UnwaitedCounts(0, 0, 0, 0) if link is None else link.unwaited()
+        return StreamOrderedCounts(0, 0, 0, 0) if link is None else link.stream_ordered_counts()
 
     @device_call("capturing a lookup")
     def capture_of(self, segments: Sequence[Segment]) -> CupyCapture | None:
-        """What captures the stream of a lookup's tensors. See `EmbeddingCache.capture_of`."""
         return capture_of(self._reader(), segments)
 
     @device_call("capturing a lookup")
     def record(self, segments: Sequence[Segment], enqueue: Callable[[Sequence[Segment]], None]) -> CupyGraph:
-        """Make a graph of what `enqueue` launches. See `EmbeddingCache.record`."""
         return record(self._reader(), self.memory, segments, enqueue)
 
     def host_buffer(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
-        """Pinned host memory. See `EmbeddingCache.host_buffer`."""
+        """Return pinned host memory. See `EmbeddingCache.host_buffer`."""
         count = math.prod(shape)
         memory = cupy.cuda.alloc_pinned_memory(max(1, count) * np.dtype(dtype).itemsize)
         return np.frombuffer(memory, dtype, count).reshape(shape)
@@ -163,42 +153,38 @@ class CupyCache(EmbeddingCache):
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
     ) -> None:
-        """Make vectors resident, replacing those of resident keys. See `EmbeddingCache.insert`."""
         self._write(table, keys, vectors, kernels.REPLACE | kernels.ADMIT, "inserting into")
 
     @device_call("updating")
     def update(self, table: int, keys: KeyArray, vectors: FloatArray) -> None:
-        """Replace the vectors of those keys that are resident. See `EmbeddingCache.update`."""
         self._write(table, keys, vectors, kernels.REPLACE, "updating")
 
     @device_call("erasing")
     def erase(self, table: int, keys: KeyArray) -> None:
-        """Make keys non-resident."""
         own = self.memory.tables()[table]
-        check_rows(own.spec, keys, None, "erasing from")
+        check_keys(f"erasing from the cached table {own.spec.tag}", keys, aligned=True)
         if own.pairs and keys.size:
             self._changes.erase(own, keys)
 
     @device_call("dumping keys")
     def dump(self, table: int) -> KeyArray:
-        """The resident keys of a table, in unspecified order, in a host array that the caller owns."""
         return self._changes.dump(self.memory.tables()[table])
 
     @device_call("reading counters")
     def stats(self, table: int) -> CacheStats:
-        """Counters of a table. `inserts` counts keys that became resident."""
+        """Return the counters of a table. `inserts` counts keys that became resident."""
         own = self.memory.tables()[table]
         admitted, evicted, erased = self._changes.counters(own) if own.pairs else (0, 0, 0)
         return CacheStats(own.capacity_rows, admitted - evicted - erased, admitted, evicted, own.size_bytes)
 
     @device_call("asking for the memory")
     def device_memory(self) -> DeviceMemory:
-        """Memory of the device, by its driver: of all processes."""
+        """Return the memory of the device, for all processes, as its driver reports it."""
         free_bytes, total_bytes = runtime.memGetInfo()
         return DeviceMemory(_device_name(self.device_id), total_bytes, free_bytes)
 
     def close(self) -> None:
-        """Release the memory once the running calls have returned. Closing twice changes nothing."""
+        """Release the memory once the running calls have returned. Idempotent."""
         if self.memory.open is None:
             return
         self.memory.open = None
@@ -218,7 +204,7 @@ class CupyCache(EmbeddingCache):
         compile_all(self.device_id, [*self._kernels.needed(), *self._changes.needed([table.dim for table in self.tables])])
 
     def _reader(self) -> TensorReader:
-        """The thread's own."""
+        """Return the calling thread's reader."""
         try:
             reader: TensorReader = self._readers.reader
         except AttributeError:
@@ -228,7 +214,7 @@ class CupyCache(EmbeddingCache):
     def _write(self, index: int, keys: Any, vectors: Any, mode: int, doing: str) -> None:
         table = self.memory.tables()[index]
         if isinstance(keys, np.ndarray) and isinstance(vectors, np.ndarray):
-            check_rows(table.spec, keys, vectors, doing)
+            check_rows(f"{doing} the cached table {table.spec.tag}", keys, vectors, table.spec.dim, aligned=True)
             if table.pairs and keys.size:
                 self._changes.insert(table, keys, vectors, mode)
             return

@@ -1,37 +1,45 @@
-"""One CUDA device as the embedding cache uses it: memory of fixed and of growing size, compiled kernels, launches.
+"""One CUDA device for the embedding cache: memory of fixed and growing size, compiled kernels, launches, errors.
 
-Pointers are integers, and the runtime's and driver's functions are called as they are: a launch costs 3 us this way, and
-twice that through `cupy.RawKernel` and `cupy.ndarray`.
+Pointers are integers, and the runtime's and driver's functions are called directly: a launch costs 3 us this way, and twice
+that through `cupy.RawKernel` and `cupy.ndarray`.
 """
 
 import ctypes
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from dataclasses import dataclass
+from functools import cache, update_wrapper
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 import cupy
 import numpy as np
 from cupy_backends.cuda.api import driver, runtime
 
-from hps.cache.cuda.geometry import grown
-from hps.cache.cuda.kernels import Kernel, KernelCache
+from hps.cache.cuda import geometry
+from hps.cache.cuda.kernels import SLOTS, Kernel, KernelCache
+from hps.errors import DeviceError, DeviceMemoryError
+from hps.ground.lifetimes import disown_in_children, refusal
+from hps.types import TableSpec
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 CUDA_ERRORS = (runtime.CUDARuntimeError, driver.CUDADriverError, cupy.cuda.compiler.CompileException)
-"""What a failed CUDA call raises. `cupy.cuda.memory.OutOfMemoryError` is not among them."""
+"""Exceptions of failed CUDA calls, except `cupy.cuda.memory.OutOfMemoryError`."""
 
 _ALIGNMENT = 256
 _OPTIONS = ("-std=c++17",)
 _HOST_TO_DEVICE = runtime.memcpyHostToDevice
+_OUT_OF_MEMORY = "cudaErrorMemoryAllocation"
 
 
 @contextmanager
 def on_device(device_id: int) -> Iterator[None]:
-    """Make a device the thread's current one, and the thread's own again afterwards."""
+    """Make a device current for the thread until the block ends."""
     previous = runtime.getDevice()
-    runtime.setDevice(device_id)  # even where it is current already: a new thread's first call makes the context
+    runtime.setDevice(device_id)  # even if it is already current: a new thread's first call creates the context
     try:
         yield
     finally:
@@ -40,7 +48,7 @@ def on_device(device_id: int) -> Iterator[None]:
 
 
 class DeviceBuffer:
-    """Device memory that only ever grows; its content is lost when it does. *One per thread.*"""
+    """Device memory that only grows, losing its content. *One per thread.*"""
 
     __slots__ = ("_memory", "pointer", "size_bytes")
 
@@ -50,24 +58,24 @@ class DeviceBuffer:
         self.size_bytes = 0
 
     def reserve(self, size_bytes: int) -> int:
-        """Make it at least this large; returns its address."""
+        """Grow to at least this size; return the address."""
         if size_bytes > self.size_bytes:
             self._memory = None
             self.size_bytes = 0
-            room = grown(size_bytes)
+            room = geometry.grown(size_bytes)
             self._memory = cupy.cuda.Memory(room)
             self.pointer = int(self._memory.ptr)
             self.size_bytes = room
         return self.pointer
 
     def array(self, offset_bytes: int, size: int, dtype: Any) -> Any:
-        """A part of it as a `cupy.ndarray`."""
+        """Return part of it as a `cupy.ndarray`."""
         memory = cupy.cuda.UnownedMemory(self.pointer, self.size_bytes, self._memory)
         return cupy.ndarray((size,), dtype, cupy.cuda.MemoryPointer(memory, offset_bytes))
 
 
 class _Pinned:
-    """Host memory that the device reads and writes by the same address."""
+    """Host memory with the same address on the device."""
 
     __slots__ = ("_memory", "bytes", "pointer")
 
@@ -80,7 +88,7 @@ class _Pinned:
 class PinnedBuffer:
     """Pinned, mapped host memory, handed out in pieces until `reset`. *One per thread.*
 
-    A piece stays valid while the buffer grows for the next one, until `reset`.
+    A piece stays valid until `reset`, even if the buffer grows for the next one.
     """
 
     __slots__ = ("_kept", "_memory", "_used")
@@ -92,30 +100,30 @@ class PinnedBuffer:
 
     @property
     def used(self) -> int:
-        """Bytes that are handed out."""
+        """Bytes handed out."""
         return self._used
 
     def reset(self) -> None:
-        """Take all pieces back; the device must be done with them."""
+        """Take all pieces back; the device must have finished with them."""
         self._used = 0
         if self._kept:
             self._kept = []
 
     def take(self, size_bytes: int) -> tuple[int, np.ndarray]:
-        """A piece: its address on both sides, and (size_bytes,) uint8 over it."""
+        """Hand out a piece: its address on both sides, and (size_bytes,) uint8 over it."""
         start = self._used
         if self._memory is None or start + size_bytes > self._memory.bytes.size:
             size = 0 if self._memory is None else self._memory.bytes.size
             if self._memory is not None:
                 self._kept.append(self._memory)
-            self._memory = _Pinned(grown(max(2 * size, size_bytes)))
+            self._memory = _Pinned(geometry.grown(max(2 * size, size_bytes)))
             start = 0
         self._used = -(-(start + size_bytes) // _ALIGNMENT) * _ALIGNMENT
         return self._memory.pointer + start, self._memory.bytes[start : start + size_bytes]
 
 
 class ForeignStream:
-    """A stream that CuPy did not make, in the form that CuPy accepts; for `with stream_of(pointer):`."""
+    """Wraps a stream made outside CuPy; for `with stream_of(pointer):`."""
 
     __slots__ = ("_pointer",)
 
@@ -123,17 +131,17 @@ class ForeignStream:
         self._pointer = pointer
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """Version of the protocol, and the stream."""
+        """Return the version of the protocol, and the stream."""
         return 0, self._pointer
 
 
 def stream_of(pointer: int) -> Any:
-    """The CuPy stream over a stream that CuPy did not make."""
+    """Return the CuPy stream for a stream made outside CuPy."""
     return cupy.cuda.Stream.from_external(ForeignStream(pointer))
 
 
 class Arguments:
-    """The argument of one kernel, a struct that is packed in place. *One per thread.*"""
+    """The argument of one kernel, a struct packed in place. *One per thread.*"""
 
     __slots__ = ("_pointers", "address", "bytes")
 
@@ -143,18 +151,17 @@ class Arguments:
         self.address = ctypes.addressof(self._pointers)
 
     def pack(self, layout: struct.Struct, offset: int, *values: Any) -> None:
-        """Write values where the struct has them."""
         layout.pack_into(self.bytes, offset, *values)
 
 
 def launch(handle: int, blocks: int, threads: int, arguments: Arguments, stream: int) -> None:
-    """Launch a kernel whose only argument is a struct; it is copied before this returns."""
+    """Launch a kernel whose only argument is a struct, copied before this returns."""
     driver.launchKernel(handle, blocks, 1, 1, threads, 1, 1, 0, stream, arguments.address, 0)
 
 
 @cache
 def kernels_of(device_id: int) -> KernelCache:
-    """The compiled kernels of a device, shared by all its caches."""
+    """Return the compiled kernels of a device, shared by all its caches."""
     kept: list[Any] = []  # a handle is valid while its module lives
 
     def compile_kernel(code: str, name: str) -> int:
@@ -167,13 +174,13 @@ def kernels_of(device_id: int) -> KernelCache:
 
 
 def compile_all(device_id: int, kernels: list[Kernel]) -> None:
-    """Compile what is not compiled yet, several kernels at once: each takes a second the first time on a machine."""
+    """Compile missing kernels concurrently: each takes a second the first time on a machine."""
     with ThreadPoolExecutor(8) as compilers:
         list(compilers.map(kernels_of(device_id).handle, dict.fromkeys(kernels)))
 
 
 def copy_to_device(target: int, source: int, size_bytes: int, stream: int) -> None:
-    """Begin to copy host memory, pinned or not, to the device."""
+    """Start to copy host memory, pinned or not, to the device."""
     runtime.memcpyAsync(target, source, size_bytes, _HOST_TO_DEVICE, stream)
 
 
@@ -181,3 +188,115 @@ def copy_to_host(target: np.ndarray, source: int, stream: int) -> None:
     """Copy device memory to a host array and wait for it."""
     runtime.memcpyAsync(target.ctypes.data, source, target.nbytes, runtime.memcpyDeviceToHost, stream)
     runtime.streamSynchronize(stream)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceTable:
+    """The memory of one table; `cuda/embedding_cache.cuh` describes its layout. Freed with its last user.
+
+    Attributes:
+        pairs: number of bucket pairs; 0 without a cache.
+        buckets, rows, counters: addresses on the device.
+        packed: struct that the kernels take.
+    """
+
+    spec: TableSpec
+    pairs: int
+    buckets: int
+    rows: int
+    counters: int
+    packed: bytes
+    memory: cupy.cuda.Memory | None
+
+    @property
+    def capacity_rows(self) -> int:
+        return 2 * SLOTS * self.pairs
+
+    @property
+    def size_bytes(self) -> int:
+        return geometry.size_bytes(self.pairs, self.spec.dim)
+
+
+class TableMemory:
+    """The tables of one model on one device, until they are closed or CUDA fails. *Thread-safe.*
+
+    Attributes:
+        specs: tables, in the order of their ids.
+        open: their memory; None once closed.
+        error: CUDA error that made the device unusable; None without one.
+    """
+
+    __slots__ = ("__weakref__", "_disowned", "device_id", "error", "open", "specs")
+
+    def __init__(self, specs: Sequence[TableSpec], device_id: int) -> None:
+        self.specs = tuple(specs)
+        self.device_id = device_id
+        self.open: tuple[DeviceTable, ...] | None = None
+        self.error: str | None = None
+        self._disowned: object = None
+        disown_in_children(self)
+
+    def disown(self) -> None:
+        """Refuse every call in a forked child, which must not call CUDA, and keep the memory from being freed there."""
+        self._disowned, self.open = self.open, None
+
+    def tables(self) -> tuple[DeviceTable, ...]:
+        """Return the tables; the caller holds them while it uses them.
+
+        Raises:
+            DeviceError: CUDA failed before.
+            NotReadyError: the cache is closed.
+        """
+        if self.error is not None:
+            raise DeviceError(f"using the embedding cache of CUDA device {self.device_id}: it failed before ({self.error})")
+        tables = self.open
+        if tables is None:
+            raise refusal(self, "an embedding cache")
+        return tables
+
+    def fail(self, doing: str, error: Exception) -> NoReturn:
+        """Raise the `hps` error for a CUDA error, and remember an unrecoverable one."""
+        where = f"{doing} (embedding cache of CUDA device {self.device_id})"
+        if isinstance(error, cupy.cuda.memory.OutOfMemoryError) or _OUT_OF_MEMORY in str(error):
+            raise DeviceMemoryError(
+                f"{where}: the device has no memory left ({error}); lower gpucacheper, max_batch_size or "
+                "num_of_worker_buffer_in_pool"
+            ) from error
+        try:
+            runtime.memGetInfo()  # a lost context refuses every call
+        except CUDA_ERRORS:
+            self.error = str(error)
+            raise DeviceError(f"{where}: {error}; the process has to be restarted") from error
+        raise DeviceError(f"{where}: {error}") from error
+
+
+class HasMemory(Protocol):
+    """Has methods that `device_call` decorates."""
+
+    @property
+    def memory(self) -> TableMemory:
+        """Tables that the methods use."""
+
+
+M = TypeVar("M", bound=HasMemory)
+
+
+def device_call(doing: str) -> Callable[[Callable[Concatenate[M, P], R]], Callable[Concatenate[M, P], R]]:
+    """Run a method with its device current, and convert CUDA errors; `doing` begins their messages."""
+
+    def decorate(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
+        def call(self: M, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            device, previous = self.memory.device_id, runtime.getDevice()
+            try:
+                runtime.setDevice(device)  # even if it is already current: a thread's first call binds the context
+                return method(self, *args, **kwargs)
+            except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:
+                self.memory.fail(doing, error)
+            finally:
+                if previous != device:
+                    runtime.setDevice(previous)
+
+        update_wrapper(call, method)
+        return call
+
+    return decorate

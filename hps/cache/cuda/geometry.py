@@ -1,48 +1,46 @@
-"""How much memory the embedding cache takes on a CUDA device, and beside it. Imports no CuPy."""
+"""Computes the memory of the embedding cache on a CUDA device and in pinned host memory. Imports no CuPy."""
 
 from collections.abc import Sequence
 
 from hps.cache.base import CachePlan
 from hps.cache.cuda import kernels
-from hps.capacity import Need
+from hps.ground.capacity import Need
 from hps.types import TableSpec
 
 COUNTERS = 3  # keys admitted, keys evicted, keys erased
-RESERVE_BYTES = 64 << 20  # left free for the lookups and the driver
-LEAST_KEYS = 1 << 14  # that the lists of a lookup have room for
+RESERVE_BYTES = 64 << 20  # reserved for the lookups and the driver
+LEAST_KEYS = 1 << 14  # initial size of a lookup's lists
 
 
 def bucket_bytes(pairs: int) -> int:
-    """Bytes of the buckets of a table."""
     return -(-kernels.PAIR_BYTES * pairs // 256) * 256
 
 
 def row_bytes(pairs: int, dim: int) -> int:
-    """Bytes of the rows of a table."""
     return -(-2 * kernels.SLOTS * pairs * 4 * dim // 256) * 256
 
 
 def size_bytes(pairs: int, dim: int) -> int:
-    """Bytes of a table: buckets, rows, counters."""
+    """Return the bytes of a table: buckets, rows, counters."""
     return bucket_bytes(pairs) + row_bytes(pairs, dim) + 8 * COUNTERS
 
 
 def grown(needed: int) -> int:
-    """Bytes of a buffer that is to hold so many."""
+    """Return the size of a buffer for `needed` bytes."""
     return max(1 << 16, 1 << (needed - 1).bit_length()) if needed < 1 << 28 else -(-needed // (1 << 26)) << 26
 
 
 def list_bytes(keys: int) -> int:
-    """Bytes of a lookup's lists of so many keys, a power of two."""
+    """Return the bytes of a lookup's lists of `keys` keys, a power of two."""
     return 24 * keys
 
 
 class CudaPlan(CachePlan):
-    """What caches on CUDA devices would take. *Immutable.*"""
+    """Memory needs of caches on CUDA devices. *Immutable.*"""
 
     @classmethod
     def room_for(cls, tables: Sequence[TableSpec], capacity_rows: Sequence[int]) -> list[Need]:
-        """What the tables take on the device; see `CachePlan.room_for`."""
+        """Return the device memory of the tables; see `CachePlan.room_for`."""
         pairs = [kernels.pairs_for(rows) for rows in capacity_rows]
         return [
             Need(
@@ -56,15 +54,15 @@ class CudaPlan(CachePlan):
 
     @classmethod
     def workspaces_for(cls, tables: Sequence[TableSpec], workspaces: int) -> list[Need]:
-        """What lookups take at most: each of the largest that the tables allow, with keys and outputs in host memory.
+        """Return the maximum memory of lookups: each of the largest size allowed, with keys and outputs in host memory.
 
-        A lookup begins with lists of 16,384 keys, and grows to the largest that it served.
+        A lookup starts with lists of 16,384 keys, and grows to the largest that it served.
         """
         keys = sum(table.max_keys for table in tables)
         floats = sum(4 * table.max_keys * table.dim for table in tables)
         listed = 1 << (max(keys, LEAST_KEYS) - 1).bit_length()
         on_device = grown(list_bytes(listed)) + grown(4 * (6 * len(tables) + 2)) + grown(floats)
-        # keys, masks and outputs; vectors that were fetched, and which were
+        # keys, masks and outputs; fetched vectors and their masks
         on_host = grown(9 * keys + 2 * floats + keys) + grown(8 * listed) + (1 << 16)
         return [
             Need("gpu", f"{workspaces} workspaces of lookups, at most", workspaces * on_device),

@@ -1,23 +1,22 @@
-"""CUDA graphs of lookups: which of the callers' streams are being captured, when a graph is gone, and graphs of our own.
+"""CUDA graphs of lookups: detects captures on callers' streams and the end of their graphs; makes graphs of its own.
 
-CuPy has no names for two things that the driver knows: the graph that a stream is captured in, and *user objects*, which a
-graph and all that is made of it hold until they are destroyed and have ended. The destructor of ours is `sem_post`: a thread of
-the driver calls it, which must neither call CUDA nor wait for Python.
+CuPy does not wrap two features of the driver: the graph that a stream is captured in, and *user objects*, which a graph and its
+executables hold until they are destroyed and have ended. The destructor here is `sem_post`: a thread of the driver calls it,
+which must neither call CUDA nor wait for Python.
 """
 
 import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import cupy
 from cupy_backends.cuda.api import runtime
 
 from hps.cache.base import LookupGraph, StreamCapture
-from hps.cache.cuda.device import CUDA_ERRORS, stream_of
-from hps.cache.cuda.tables import TableMemory, device_call
+from hps.cache.cuda.device import CUDA_ERRORS, TableMemory, device_call, stream_of
 from hps.cache.cuda.tensors import LEGACY_STREAM, TensorReader
 from hps.errors import DeviceError, InvalidDtypeError, InvalidInputError
 from hps.tensors.dlpack import TensorView
@@ -27,12 +26,18 @@ _NO_DESTRUCTOR_SYNC: Final = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
 _MOVE: Final = 1  # CU_GRAPH_USER_OBJECT_MOVE
 _SEMAPHORE_BYTES: Final = 32  # sem_t of Linux
 
-_semaphores: Final[list[Any]] = []  # never freed: a graph may outlive all that asks for it
+_semaphores: Final[dict[int, Any]] = {}  # live graphs, by address: one may outlive all its observers
 
 
 @cache
 def _libraries() -> tuple[Any, Any]:
     return ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(None)
+
+
+def _posted(semaphore: Any) -> bool:
+    value = ctypes.c_int()
+    _libraries()[1].sem_getvalue(semaphore, ctypes.byref(value))
+    return value.value > 0
 
 
 def _call(function: Any, *arguments: Any) -> None:
@@ -60,19 +65,16 @@ class CupyCapture(StreamCapture):
     def watch(self) -> Callable[[], bool]:
         """Let the graph hold a semaphore until it is gone. See `StreamCapture.watch`."""
         driver, system = _libraries()
+        for address, other in list(_semaphores.items()):  # single operations of a dict are atomic: this needs no lock
+            if _posted(other):
+                _semaphores.pop(address, None)
         semaphore, user_object = (ctypes.c_long * (_SEMAPHORE_BYTES // 8))(), ctypes.c_void_p()
         system.sem_init(semaphore, 0, 0)
         post = ctypes.cast(system.sem_post, ctypes.c_void_p)
         _call(driver.cuUserObjectCreate, ctypes.byref(user_object), semaphore, post, 1, _NO_DESTRUCTOR_SYNC)
-        _semaphores.append(semaphore)
+        _semaphores[ctypes.addressof(semaphore)] = semaphore
         _call(driver.cuGraphRetainUserObject, self._graph, user_object, 1, _MOVE)
-
-        def gone() -> bool:
-            value = ctypes.c_int()
-            system.sem_getvalue(semaphore, ctypes.byref(value))
-            return value.value > 0
-
-        return gone
+        return partial(_posted, semaphore)
 
 
 class CupyGraph(LookupGraph):
@@ -81,7 +83,7 @@ class CupyGraph(LookupGraph):
     def __init__(self, memory: TableMemory, graph: Any, segments: Sequence[Segment]) -> None:
         self.memory = memory
         self._graph = graph
-        self._segments = segments  # whose tensors must live
+        self._segments = segments  # keeps the tensors alive
         self._reader = TensorReader(memory.device_id)
         self._done = cupy.cuda.Event(disable_timing=True)
         self._pointer = -1  # the stream of the last launch
@@ -89,7 +91,6 @@ class CupyGraph(LookupGraph):
 
     @device_call("replaying a captured lookup")
     def launch(self) -> None:
-        """Launch it on the stream that the keys' framework works on. See `LookupGraph.launch`."""
         pointer = self._reader.work_stream(self._segments[0].keys) or 0
         if pointer != self._pointer:
             self._pointer, self._stream = pointer, stream_of(pointer)
@@ -98,16 +99,15 @@ class CupyGraph(LookupGraph):
 
     @device_call("closing a captured lookup")
     def close(self) -> None:
-        """Free it once it has ended. See `LookupGraph.close`."""
         self._done.synchronize()
         self._graph, self._segments = None, ()
 
 
 def capture_of(reader: TensorReader, segments: Sequence[Segment]) -> CupyCapture | None:
-    """What captures the stream of a lookup's tensors; None where nothing does.
+    """Return the capture on the stream of a lookup's tensors; None if there is none.
 
     Raises:
-        InvalidDtypeError: something does, and keys are not int64; a graph would read a widened copy that is not kept.
+        InvalidDtypeError: there is one, and keys are not int64; a graph would read a widened copy that is not kept.
     """
     stream = reader.work_stream(segments[0].keys) if segments else None
     if not stream or stream == LEGACY_STREAM or not runtime.streamIsCapturing(stream):
@@ -135,7 +135,7 @@ def record(
     try:
         enqueue(seen)
     except BaseException:
-        with suppress(*CUDA_ERRORS):  # what was captured is invalid
+        with suppress(*CUDA_ERRORS):  # the capture is invalid
             stream.end_capture()
         raise
     return CupyGraph(memory, stream.end_capture(), segments)

@@ -1,6 +1,6 @@
 """The CUDA kernels of the embedding cache: their source, specialisations, arguments and launch geometry.
 
-Imports no CuPy: `device.py` passes the function that compiles. Each file of `cuda/` says what its kernel does.
+Imports no CuPy: `device.py` passes the compiler in. Each file of `cuda/` documents its kernel.
 """
 
 import re
@@ -13,18 +13,18 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from hps.metrics import COMPILATIONS
+from hps.ground.compilations import COMPILATIONS
 
 SLOTS = 7
-"""Slots of a bucket."""
+"""Slots per bucket."""
 PAIR_BYTES = 128
-"""Two buckets: versions, scores and keys."""
+"""Size of two buckets: versions, scores and keys."""
 SEGMENTS_AT_ONCE = 32
-"""Segments that one launch can take; more need several launches."""
+"""Maximum number of segments per launch; more need several launches."""
 TOO_MANY = 0xFFFFFFFF
-"""What `unique` reports instead of a count where a segment has more misses than it sorts by itself."""
+"""Reported by `unique` instead of a count if a segment has more misses than it sorts itself."""
 REPLACE, ADMIT = 1, 2
-"""What `insert` may do: replace the vectors of resident keys, make other keys resident. ADMIT alone refuses some of them."""
+"""Modes of `insert`: replace the vectors of resident keys, make other keys resident. ADMIT alone applies admission."""
 
 THREADS = 256
 QUERY_THREADS = 128
@@ -32,18 +32,18 @@ UNIQUE_THREADS = 512
 LINK_THREADS = 128
 PLACE_THREADS = 1024
 STRIPES = 1024
-"""Of a table: their versions tell readers what was changed."""
+"""Stripes of a table, whose versions tell readers of changes."""
 LINK_KERNELS = ("mark", "place", "fetch", "check", "mend", "spread")
 MOST_HOST_SEGMENTS = 16
-"""Of a table in host memory."""
+"""Maximum number of segments of a table in host memory."""
 MOST_BAGS = 32
-"""Of the lanes that add up bags together."""
+"""Maximum number of lane groups that add up bags together."""
 WIDE_OFFSETS, LAST_OFFSET, PADDED = 4, 8, 16
-"""Options of a pooled segment, beside its combiner."""
+"""Options of a pooled segment, combined with its combiner."""
 MOST_BINS = 1024
-"""Bins of the misses of a large lookup, over all its tables."""
+"""Maximum number of bins for the misses of a large lookup, over all its tables."""
 
-# The arguments of each kernel, as the structs in cuda/ lay them out (their static_asserts hold the sizes).
+# Argument structs of the kernels, as laid out in cuda/ (static_asserts there check the sizes).
 TABLE = struct.Struct("<QQQqIII4x")  # buckets, rows, counters, zero_filler, zero_pair, pairs, dim
 SEGMENT = struct.Struct("<QQQQQIIIIII")  # keys, out, found, buckets, rows, n, pairs, units, first_block, missing, index
 SEGMENT_LINK = struct.Struct("<QQQfI")  # layout, link, staged, default_value, authoritative; of a query that links
@@ -80,12 +80,12 @@ _WORD = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One kernel, specialised. Immutable; two kernels that are equal have the same code.
+    """A specialised kernel. *Immutable*; equal kernels have the same code.
 
     Attributes:
-        name: of the function.
-        file: in `cuda/`, without the ending.
-        constants: the macros that specialise it.
+        name: function name.
+        file: in `cuda/`, without the suffix.
+        constants: macros that specialise it.
     """
 
     name: str
@@ -94,20 +94,20 @@ class Kernel:
 
     @property
     def code(self) -> str:
-        """Self-contained CUDA C++: the constants, and the file with our own headers pasted in.
+        """Self-contained CUDA C++: the constants, and the file with its headers pasted in.
 
-        Pasted, because CuPy's kernel cache does not see what an included file holds.
+        Pasted, because CuPy's kernel cache ignores the content of included files.
         """
         defines = "".join(f"#define HPS_{name} {value}\n" for name, value in self.constants)
         return defines + source(self.file)
 
 
 Compile = Callable[[str, str], int]
-"""Compile code and return the handle of the function of a name in it: `(code, name) -> CUfunction`."""
+"""Compiles code and returns the handle of the named function: `(code, name) -> CUfunction`."""
 
 
 class KernelCache:
-    """The compiled kernels of one device. *Thread-safe.* Compiles each once, when it is first asked for."""
+    """The compiled kernels of one device. *Thread-safe.* Compiles each once, on first use."""
 
     def __init__(self, compile_kernel: Compile) -> None:
         self._compile = compile_kernel
@@ -116,7 +116,7 @@ class KernelCache:
         self._lock = threading.Lock()
 
     def handle(self, kernel: Kernel) -> int:
-        """The CUfunction of a kernel. Different kernels are compiled by several threads at once."""
+        """Return the CUfunction of a kernel. Threads compile different kernels concurrently."""
         handle = self._handles.get(kernel)
         if handle is None:
             with self._lock:
@@ -132,7 +132,7 @@ class KernelCache:
 
 @cache
 def source(file: str) -> str:
-    """The text of `cuda/<file>.cu`, with our own headers in place of their includes."""
+    """Return the text of `cuda/<file>.cu` with its own headers pasted in."""
     directory = _directory()
     return _INCLUDE.sub(lambda match: (directory / match[1]).read_text(), (directory / f"{file}.cu").read_text())
 
@@ -143,22 +143,27 @@ def _directory() -> Path:
     return packaged if packaged.is_dir() else Path(str(files("hps"))).parent / "cuda"
 
 
+@cache
 def unit_of(dim: int, alignment: int) -> int:
-    """Floats that a thread moves at once: the most that divide a row and keep to `alignment` (bytes) of its array."""
+    """Return the floats that a thread moves at once: the most that divide a row and respect its array's alignment.
+
+    Args:
+        alignment: an address modulo 16, or several combined by OR; 0 or 16 for the best.
+    """
     return next(unit for unit in (4, 2, 1) if dim % unit == 0 and alignment % (4 * unit) == 0)
 
 
 def _copy_lanes(unit: int, widest: int) -> int:
-    """How many lanes move one row of at most `widest` floats."""
+    """Return the number of lanes that move one row of at most `widest` floats."""
     units = -(-widest // unit)
     return next((lanes for lanes in (4, 8, 16, 32) if lanes >= units), 32)
 
 
 def query_kernel(unit: int, widest: int, segments: int, link: bool = False) -> Kernel:
-    """The query of `segments` segments (1, or up to SEGMENTS_AT_ONCE), none of which has rows wider than `widest` floats.
+    """Return the query of `segments` segments (1, or up to SEGMENTS_AT_ONCE) with rows of at most `widest` floats.
 
     Args:
-        link: it goes on into attached tables. It then takes more registers, and is for lookups that do not fill the device.
+        link: it also reads attached tables. It then takes more registers, and is for lookups that do not fill the device.
     """
     units = -(-widest // unit)
     copy = _copy_lanes(unit, widest)
@@ -178,50 +183,50 @@ def query_kernel(unit: int, widest: int, segments: int, link: bool = False) -> K
 
 
 def link_kernel(name: str, unit: int, widest: int, segments: int) -> Kernel:
-    """One of the kernels that answer the misses of a large lookup: mark, place, fetch, check, mend, spread."""
+    """Return a kernel for the misses of a large lookup: mark, place, fetch, check, mend, spread."""
     copy = _copy_lanes(unit, widest) if name in ("fetch", "mend") else 8
     one = 1 if segments == 1 else SEGMENTS_AT_ONCE
     return Kernel(name, "link", (("UNIT", unit), ("COPY", copy), ("SEGMENTS", one)))
 
 
 def pool_kernel(name: str, unit: int, widest: int, segments: int, plain: bool) -> Kernel:
-    """What pools bags: pool, number, pool_rest; arguments as for `query_kernel`.
+    """Return a kernel for pooling: pool, number, pool_rest; arguments as for `query_kernel`.
 
     Args:
         plain: no segment has weights or a max_norm.
     """
     copy = _copy_lanes(unit, widest)
     chunks = 1 << (-(-widest // (unit * copy)) - 1).bit_length()
-    rows = min(copy, max(1, 8 // chunks))  # in flight; more of them or more warps are slower (docs/gpu-cache.md)
+    rows = min(copy, max(1, 8 // chunks))  # rows in flight; more of them or more warps are slower (docs/gpu-cache.md)
     blocks = 1 if name != "pool" or chunks > 2 else 5 if plain else 4
     sizes = (("UNIT", unit), ("COPY", copy), ("CHUNKS", chunks), ("KEYS", rows), ("MIN_BLOCKS", blocks), ("PLAIN", int(plain)))
     return Kernel(name, "pool", (*sizes, ("SEGMENTS", 1 if segments == 1 else SEGMENTS_AT_ONCE)))
 
 
 def pool_groups(unit: int, widest: int) -> int:
-    """How many groups of lanes a block of `pool` has; each takes bags of its own."""
+    """Return the number of lane groups in a block of `pool`; each takes bags of its own."""
     return QUERY_THREADS // _copy_lanes(unit, widest)
 
 
 def bags_per_group(keys: int, bags: int, total: int) -> int:
-    """How many bags a group takes of a segment of so many keys and bags, in a lookup of `total` keys.
+    """Return the number of bags per group for a segment of `keys` keys and `bags` bags, in a lookup of `total` keys.
 
-    As many as have some 64 keys, since a group takes 32 at once; fewer where the lookup would not fill the device.
+    Enough for about 64 keys, since a group takes 32 at once; fewer if the lookup would not fill the device.
     """
     wanted = 64 if total >= 1 << 18 else max(8, total >> 12)
     return min(MOST_BAGS, max(1, wanted * bags // max(keys, 1)))
 
 
 def fetch_blocks(dim: int) -> int:
-    """The most blocks of `fetch`, where the widest rows have `dim` floats: each reads 32 buckets and rows, 1.3 MB in all.
+    """Return the most blocks of `fetch` for rows of up to `dim` floats; each reads 32 buckets and rows, 1.3 MB in all.
 
-    That is enough to hide the latency of the link. What is read at once should be together in the host's memory.
+    That is enough to hide the latency of the link. Rows read at once should be adjacent in host memory.
     """
     return max(42_240 // (128 + 4 * dim), 33)
 
 
 def insert_kernel(unit: int, dim: int, parts: int = 1) -> Kernel:
-    """The insertion or update of rows of `dim` floats, or at most so many; of one part or up to SEGMENTS_AT_ONCE."""
+    """Return the insertion or update of rows of up to `dim` floats; of one part or up to SEGMENTS_AT_ONCE."""
     units = -(-dim // (unit * 8))
     loads = 1 if units == 1 else 2 if units == 2 else 4
     blocks = 8 if loads == 1 else 5
@@ -230,7 +235,6 @@ def insert_kernel(unit: int, dim: int, parts: int = 1) -> Kernel:
 
 
 def scatter_kernel(unit: int) -> Kernel:
-    """The scattering of vectors."""
     return Kernel("scatter", "scatter", (("UNIT", unit),))
 
 
@@ -241,34 +245,24 @@ MARK_HEADS = Kernel("mark_heads", "unique", (("SEGMENTS", SEGMENTS_AT_ONCE),))
 RANK_SORTED_KERNEL = Kernel("rank_sorted", "unique", (("SEGMENTS", SEGMENTS_AT_ONCE),))
 
 
-def query_keys_per_warp(keys: int, widest: int) -> int:
-    """How many keys a warp of a query takes: more where there are plenty of narrow rows, since it finds the duplicates."""
-    return 16 if keys >= 1 << 19 and widest <= 32 else 8
-
-
-def query_keys_per_block(keys_per_warp: int) -> int:
-    """How many keys of a segment a block of a query takes."""
-    return QUERY_THREADS // 32 * keys_per_warp
-
-
 def tile_blocks(items: int) -> int:
-    """Blocks of THREADS for a kernel in which 8 threads own one item: insert, erase, dump, scatter."""
+    """Return the blocks of THREADS for a kernel in which 8 threads own one item: insert, erase, dump, scatter."""
     return -(-items // (THREADS // 8))
 
 
 def sorted_blocks(misses: int) -> int:
-    """Blocks of UNIQUE_THREADS for mark_heads and rank_sorted."""
+    """Return the blocks of UNIQUE_THREADS for mark_heads and rank_sorted."""
     return -(-misses // UNIQUE_THREADS)
 
 
 def host_layout(words: list[int], where: int, slabs: int, slab_count: int) -> bytes:
-    """A table's layout as `cuda/host_table.cuh` has it.
+    """Pack a table's layout as `cuda/host_table.cuh` defines it.
 
     Args:
         words: those of its `HostLayout`.
-        where: the address that it will have on the device.
-        slabs: the address of the addresses of its slabs there.
-        slab_count: how many they are.
+        where: its future address on the device.
+        slabs: device address of the array of slab addresses.
+        slab_count: number of slabs.
     """
     _, slab_shift, row_bytes, _, segment_bits, versions, *segments = words
     rest = [0] * (2 * MOST_HOST_SEGMENTS - len(segments))
@@ -276,12 +270,12 @@ def host_layout(words: list[int], where: int, slabs: int, slab_count: int) -> by
 
 
 def bin_bits(segments: int) -> int:
-    """How many upper bits of the hash choose the bin of a miss, in a lookup of so many segments."""
+    """Return the number of upper hash bits that choose the bin of a miss, in a lookup of `segments` segments."""
     return (MOST_BINS // segments).bit_length() - 1
 
 
 def home_of(key: int, pairs: int) -> int:
-    """The home bucket of a key, as the kernels place it."""
+    """Return the home bucket of a key, as the kernels compute it."""
     x = key & _WORD
     x ^= _rotated_right(x, 25) ^ _rotated_right(x, 50)
     x = x * 0xA24BAED4963EE407 & _WORD
@@ -291,12 +285,12 @@ def home_of(key: int, pairs: int) -> int:
 
 
 def zero_pair(pairs: int) -> int:
-    """The pair of key 0."""
+    """Return the pair of key 0."""
     return home_of(0, pairs) // 2
 
 
 def zero_filler(pairs: int) -> int:
-    """The filler of the pair of key 0, which cannot be 0: the least positive key of another pair. There must be two pairs."""
+    """Return the filler of key 0's pair, which cannot be 0: the least positive key of another pair. Needs two pairs."""
     home = zero_pair(pairs)
     key = 1
     while home_of(key, pairs) // 2 == home:
@@ -305,7 +299,7 @@ def zero_filler(pairs: int) -> int:
 
 
 def pairs_for(capacity_rows: int) -> int:
-    """Pairs of a table that is to hold `capacity_rows` rows: enough, and two at least, since a filler needs another pair."""
+    """Return the pairs of a table for `capacity_rows` rows: at least two, since a filler needs another pair."""
     return 0 if capacity_rows == 0 else max(2, -(-capacity_rows // (2 * SLOTS)))
 
 

@@ -1,4 +1,4 @@
-"""Tables of the host's memory that lookups on a device read in place: pinning them, and what the device knows of them."""
+"""Tables in host memory that lookups on a device read in place: pinning, and their state on the device."""
 
 import logging
 import threading
@@ -10,11 +10,11 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.api import runtime
 
-from hps.cache.base import UnwaitedCounts
+from hps.cache.base import StreamOrderedCounts
 from hps.cache.cuda import kernels
 from hps.cache.cuda.device import CUDA_ERRORS, PinnedBuffer, copy_to_device, copy_to_host, on_device
 from hps.errors import DeviceError
-from hps.host_tables import HostLayout, HostTable
+from hps.ground.host_tables import HostLayout, HostTable
 
 _log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ _EPOCH_AT, _COUNTERS_AT = 8, 16  # bytes from the start of a link
 
 
 class CudaPinner:
-    """Registers memory with CUDA, for all devices. *Thread-safe.* See `hps.host_tables.Pinner`."""
+    """Registers memory with CUDA, for all devices. *Thread-safe.* See `hps.ground.host_tables.Pinner`."""
 
     def __init__(self, device_id: int) -> None:
         self._device_id = device_id
@@ -40,7 +40,6 @@ class CudaPinner:
             ) from error
 
     def unpin(self, address: int) -> None:
-        """Undo `pin`."""
         try:
             with on_device(self._device_id):
                 runtime.hostUnregister(address)
@@ -49,10 +48,10 @@ class CudaPinner:
 
 
 class DeviceLayout:
-    """A layout in device memory. *Immutable.* While it is held, what it names stays where it is.
+    """A layout in device memory. *Immutable.* The memory that it references stays in place while it is held.
 
     Attributes:
-        where: the address of its first word, which holds its own address.
+        where: address of its first word, which holds its own address.
     """
 
     __slots__ = ("_memory", "host", "where")
@@ -69,13 +68,13 @@ class DeviceLayout:
 
 
 class AttachedTable:
-    """A table of the host's memory that lookups of one cache read in place. *Thread-safe.*
+    """A table in host memory that lookups of one cache read in place. *Thread-safe.*
 
     Attributes:
-        authoritative: what it has not is absent.
-        present: the layout of the table, to be held while a kernel reads by it; None while it cannot be read.
-        where: the address of what all its lookups share on the device: `Link` in `cuda/host_table.cuh`.
-        unread_at: the address of its counter of keys that nobody could read.
+        authoritative: keys that it lacks are absent.
+        present: current layout of the table, to be held while a kernel reads by it; None while it cannot be read.
+        where: address of the state that all its lookups share on the device: `Link` in `cuda/host_table.cuh`.
+        unread_at: address of its counter of keys that could not be read.
     """
 
     def __init__(self, device_id: int, host: HostTable, authoritative: bool) -> None:
@@ -88,7 +87,7 @@ class AttachedTable:
         self._words = PinnedBuffer()
         self._word_at, word = self._words.take(8)
         self._word: np.ndarray = word.view(np.uint64)
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the fields below
         self.present: DeviceLayout | None = None
         self._epoch = self._changes = 0
         self._kept: list[DeviceLayout | None] | None = None
@@ -102,14 +101,14 @@ class AttachedTable:
             shown = now
 
     def follow(self) -> None:
-        """Keep from now on every layout that lookups nobody waits for may be reading: graphs may be replayed at any time."""
+        """Keep every layout from now on: graphs that may be replayed at any time may be reading it."""
         with self._lock:
             if self._kept is None:
                 self._kept = [self.present]
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Refuse admissions of what is read from the table before the end of the block; see `EmbeddingCache.changing`."""
+        """Refuse admissions of rows read from the table before the end of the block; see `EmbeddingCache.changing`."""
         with self._lock, on_device(self._device_id):
             self._epoch += 2 if self._epoch & 1 else 1
             try:
@@ -120,20 +119,20 @@ class AttachedTable:
         try:
             yield
         finally:
-            with self._lock, on_device(self._device_id), suppress(*CUDA_ERRORS):  # an odd epoch admits nothing
+            with self._lock, on_device(self._device_id), suppress(*CUDA_ERRORS):  # an odd epoch refuses all admissions
                 self._changes -= 1
                 self._epoch += 2 if self._changes else 1
                 self._write(_EPOCH_AT, self._epoch)
 
-    def unwaited(self) -> UnwaitedCounts:
-        """Counters of the lookups that were only enqueued."""
+    def stream_ordered_counts(self) -> StreamOrderedCounts:
+        """Return the counters of enqueued lookups."""
         values = np.zeros(4, np.uint64)
         with self._lock, on_device(self._device_id):
             copy_to_host(values, self.where + _COUNTERS_AT, int(self._stream.ptr))
-        return UnwaitedCounts(*values.tolist())
+        return StreamOrderedCounts(*values.tolist())
 
     def close(self) -> None:
-        """Watch the table no more, and admit nothing more that is read from it: nobody will say when it is modified."""
+        """Stop watching the table, and refuse rows read from it: later modifications are not reported."""
         self._end_watch()
         with suppress(*CUDA_ERRORS), self._lock, on_device(self._device_id):
             self._changes += 1
@@ -141,7 +140,7 @@ class AttachedTable:
             self._write(_EPOCH_AT, self._epoch)
 
     def _show(self, host: HostLayout | None) -> None:
-        """Let lookups that begin from now on, and those that nobody waits for, read by another layout, or by none."""
+        """Publish another layout, or none, to lookups that begin from now on, and to enqueued ones."""
         with self._lock, on_device(self._device_id):
             self.present = None
             try:

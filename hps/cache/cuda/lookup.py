@@ -1,4 +1,4 @@
-"""A lookup on a CUDA device: its scratch memory, its stream, and the kernels that it launches."""
+"""Runs lookups on a CUDA device: their scratch memory, stream and kernel launches."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,12 @@ from hps.cache.cuda.device import (
     CUDA_ERRORS,
     Arguments,
     DeviceBuffer,
+    DeviceTable,
     PinnedBuffer,
+    TableMemory,
     copy_to_device,
     copy_to_host,
+    device_call,
     kernels_of,
     launch,
     stream_of,
@@ -23,29 +26,29 @@ from hps.cache.cuda.geometry import LEAST_KEYS, list_bytes
 from hps.cache.cuda.kernels import Kernel
 from hps.cache.cuda.links import AttachedTable, DeviceLayout
 from hps.cache.cuda.modifications import Modifications
-from hps.cache.cuda.tables import DeviceTable, TableMemory, device_call
+from hps.cache.cuda.pooling import BagPooling
 from hps.cache.cuda.tensors import UNKNOWN_STREAM, PlacedSegment, TensorReader
 from hps.errors import InvalidInputError, NotReadyError
 from hps.tensors.segments import Segment
 from hps.types import BoolArray, FloatArray, KeyArray
 
-_HIGHEST_PRIORITY = -5  # of streams; a device that has fewer takes its highest. Changes to the tables run at the lowest, 0
-_MAPPED_BYTES = 1 << 18  # up to here, fetched vectors are read from pinned host memory: a copy of its own costs more
-_INLINE_KEYS = 1 << 13  # up to here, the warps of a query read attached tables by themselves
-_INLINE_MISSES = 1 << 10  # and where so few of them are expected to miss: rows that are read in order come faster
-_LEAST_SHARE = 1 / 4096  # of missing keys: if fewer are expected, none are
+_HIGHEST_PRIORITY = -5  # of streams; a device with fewer levels takes its highest. Changes to the tables run at the lowest, 0
+_MAPPED_BYTES = 1 << 18  # up to this size, fetched vectors are read from pinned host memory: a separate copy costs more
+_INLINE_KEYS = 1 << 13  # up to this size, the warps of a query read attached tables themselves
+_INLINE_MISSES = 1 << 10  # and up to this number of expected misses: rows read in order are faster
+_LEAST_SHARE = 1 / 4096  # of missing keys; a smaller expected share counts as none
 _STAGED_BYTES = 1 << 27  # of rows of one lookup that are kept for admission
-_PATIENCE = 64  # attempts to read a row that the host is writing to, before it is left to the host
-_UNWAITED_PATIENCE = 1 << 14  # where the host cannot be asked: 30 ms at least
-_LINK_BLOCKS = 1056  # of kernels that take one part of their work after another, at most
-_LINK_BYTES = 50  # of lists, by key
+_PATIENCE = 64  # attempts to read a row that the host is writing, before it is left to the host
+_STREAM_ORDERED_PATIENCE = 1 << 14  # without the host as a fallback: at least 30 ms
+_LINK_BLOCKS = 1056  # maximum, for kernels that loop over their work
+_LINK_BYTES = 50  # of the lists, per key
 
 
 class LookupKernels:
-    """The compiled kernels of a cache's lookups, and what they need to know of its tables. *Thread-safe.*
+    """The compiled kernels and table geometry for a cache's lookups. *Thread-safe.*
 
     Attributes:
-        geometry: of each table: dim, addresses of buckets and rows, pairs.
+        geometry: by table: dim, addresses of buckets and rows, pairs.
     """
 
     def __init__(self, device_id: int, tables: Sequence[DeviceTable]) -> None:
@@ -60,7 +63,7 @@ class LookupKernels:
         self._inserts: dict[tuple[int, int, int], int] = {}  # handles, by unit, widest row, parts
 
     def needed(self) -> list[Kernel]:
-        """What lookups of aligned outputs will launch; others are compiled when they are first needed."""
+        """Return the kernels for lookups of aligned outputs; others are compiled on first use."""
         dims = set(self._dims)
         found = [kernels.UNIQUE]
         for dim in dims:
@@ -72,7 +75,7 @@ class LookupKernels:
         return found
 
     def for_links(self) -> list[Kernel]:
-        """What lookups of attached tables will launch, of aligned outputs."""
+        """Return the kernels for lookups of attached tables, of aligned outputs."""
         found = []
         for widest, segments in [(dim, 1) for dim in set(self._dims)] + [(max(self._dims), kernels.SEGMENTS_AT_ONCE)]:
             if segments == 1 or len(self._dims) > 1:
@@ -83,7 +86,7 @@ class LookupKernels:
         return found
 
     def query(self, unit: int, widest: int, segments: int, link: bool = False) -> int:
-        """The handle of the query kernel for rows of at most `widest` floats."""
+        """Return the handle of the query kernel for rows of at most `widest` floats."""
         handle = self._queries.get((unit, widest, segments, link))
         if handle is None:
             handle = self._compiled.handle(kernels.query_kernel(unit, widest, segments, link))
@@ -91,14 +94,13 @@ class LookupKernels:
         return handle
 
     def scatter(self, unit: int) -> int:
-        """The handle of the scatter kernel."""
         handle = self._scatters.get(unit)
         if handle is None:
             handle = self._scatters[unit] = self._compiled.handle(kernels.scatter_kernel(unit))
         return handle
 
     def pool(self, name: str, unit: int, widest: int, segments: int, plain: bool) -> int:
-        """The handle of one of the kernels of `cuda/pool.cu`, which is compiled when the first such bags are looked up."""
+        """Return the handle of a kernel of `cuda/pool.cu`, compiled on first use."""
         handle = self._pools.get((name, unit, widest, segments, plain))
         if handle is None:
             handle = self._compiled.handle(kernels.pool_kernel(name, unit, widest, segments, plain))
@@ -106,7 +108,7 @@ class LookupKernels:
         return handle
 
     def link(self, name: str, unit: int, widest: int, segments: int) -> int:
-        """The handle of one of the kernels of `cuda/link.cu`."""
+        """Return the handle of a kernel of `cuda/link.cu`."""
         handle = self._links.get((name, unit, widest, segments))
         if handle is None:
             handle = self._compiled.handle(kernels.link_kernel(name, unit, widest, segments))
@@ -114,7 +116,7 @@ class LookupKernels:
         return handle
 
     def insert(self, unit: int, widest: int, parts: int) -> int:
-        """The handle of the insert kernel for rows of at most `widest` floats."""
+        """Return the handle of the insert kernel for rows of at most `widest` floats."""
         handle = self._inserts.get((unit, widest, parts))
         if handle is None:
             handle = self._compiled.handle(kernels.insert_kernel(unit, widest, parts))
@@ -122,26 +124,25 @@ class LookupKernels:
         return handle
 
     def handle(self, kernel: Kernel) -> int:
-        """The handle of a kernel that is not specialised."""
+        """Return the handle of a kernel without specialisations."""
         return self._compiled.handle(kernel)
 
 
 class CupyLookup(CacheLookup):
-    """A lookup on the CuPy cache. *One per thread.* Its memory grows to the largest lookup that it served.
+    """Looks up rows or bags in the CuPy cache. *One per thread.* Its memory grows to the largest lookup that it served.
 
-    It runs on the caller's stream where all its CUDA tensors name one and the same, else on a stream of its own, which waits
-    for theirs.
+    It runs on the caller's stream if all its CUDA tensors name the same one, else on its own stream, which waits for theirs.
 
     Attributes:
         memory: the tables.
-        kernels: what it launches.
-        changes: the order of what changes the tables.
-        stream: that of the current lookup.
-        placed: its segments.
-        missing_positions, rows, distinct: addresses of the lists on the device; see `cuda/unique.cu`. The first is of what
-            the host must answer.
+        kernels: the kernels that it launches.
+        changes: orders changes to the tables.
+        stream: stream of the current lookup.
+        placed: its segments; in a lookup of bags, the rows of missed segments, until it is finished.
+        missing_positions, rows, distinct: addresses of the lists on the device; see `cuda/unique.cu`. The first lists what the
+            host must answer.
         host: mapped memory for keys, outputs, masks and fetched vectors.
-        scatter_arguments, insert_arguments: the structs that those kernels take.
+        scatter_arguments, insert_arguments: argument structs of those kernels.
     """
 
     def __init__(
@@ -156,23 +157,26 @@ class CupyLookup(CacheLookup):
         self.kernels = compiled
         self.changes = changes
         self._attached = links  # by table; the cache attaches and detaches them
-        self._links: list[AttachedTable | None] = []  # as they were when the current lookup began: it keeps to them
-        self._layouts: list[DeviceLayout | None] = []  # of each segment, while the device reads by them
+        self._links: list[AttachedTable | None] = []  # those attached when the current lookup began, which it uses to its end
+        self._layouts: list[DeviceLayout | None] = []  # of each segment, while the device reads them
         self._dims = [spec.dim for spec in memory.specs]
+        self._doing = [f"querying the cached table {spec.tag}" for spec in memory.specs]  # in error messages
         self.reader = TensorReader(memory.device_id)
         self._own = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
         self._own_stream = int(self._own.ptr)
-        self._waits_for: list[int] = []  # streams of the caller's that the end of the lookup is ordered before
+        self._waits_for: list[int] = []  # caller's streams that the end of the lookup is ordered before
         self._streams: set[int] = set()
-        self._host_waits = False  # for a consumer whose stream nobody knows
+        self._host_waits = False  # for a consumer whose stream is unknown
         self._done = cupy.cuda.Event(disable_timing=True)
         self._order = cupy.cuda.Event(disable_timing=True)
         self._answered = cupy.cuda.Event(disable_timing=True)
-        self._missing_share = 0.0  # of the keys of recent lookups: not resident, but in attached tables
-        self._unfinished = False  # work was launched that the host has not waited for, and that uses memory of the host
-        self._busy = 0  # the stream, plus 1, on which work was launched that uses memory of the device alone; 0 for none
+        self._missing_share = 0.0  # share of recent lookups' keys: not resident, but in attached tables
+        self._unfinished = False  # launched work uses host memory, and the host has not waited for it
+        self._busy = 0  # the stream, plus 1, of launched work that uses only device memory; 0 for none
         self.stream = self._own_stream
         self.placed: list[PlacedSegment] = []
+        self._bags = BagPooling(memory.specs, compiled.geometry, compiled.pool)
+        self._pooled = False  # whether the current lookup has bags
 
         head = kernels.UNIQUE_HEAD.size
         self._query_arguments = {
@@ -206,7 +210,7 @@ class CupyLookup(CacheLookup):
         self._totals_at, totals = self._fixed.take(8 * tables)
         self._totals: np.ndarray = totals.view(np.uint32).reshape(tables, 2)  # misses and distinct keys of each segment
         self._tallies_at, tallies = self._fixed.take(8 * tables)
-        self._tallies: np.ndarray = tallies.view(np.uint32).reshape(tables, 2)  # keys linked and absent of each segment
+        self._tallies: np.ndarray = tallies.view(np.uint32).reshape(tables, 2)  # linked and absent keys of each segment
         self._reports_at, reports = self._fixed.take(4 * _most_warps(tables))
         self._reports: np.ndarray = reports.view(np.uint32)  # the same by warp: linked, and absent shifted by 16
         self._reports[:] = 0
@@ -217,10 +221,10 @@ class CupyLookup(CacheLookup):
         )
         self.clear()
 
-        self._capacity = 0  # keys that the lists have room for
+        self._capacity = 0  # keys that fit in the lists
         self._lists = DeviceBuffer()
         self.missing_keys = self.listed_positions = self.rows = self.distinct = 0
-        self._listed_keys = self.missing_positions = self._listed_counts = 0  # what the host must answer
+        self._listed_keys = self.missing_positions = self._listed_counts = 0  # keys that the host must answer
         self._link_lists = DeviceBuffer()
         self._staged = DeviceBuffer()
         self._staged_at: list[int] = []  # of each segment
@@ -231,17 +235,17 @@ class CupyLookup(CacheLookup):
         self._distinct_on_host_at = 0
         self._distinct_on_host: np.ndarray = np.empty(0, np.int64)
         self.host = PinnedBuffer()
-        self._fetched: list[DeviceBuffer] = []  # for vectors that are too many to be read from the host
-        self._fetched_used = 0  # bytes of the last of them that were given out
+        self._fetched: list[DeviceBuffer] = []  # for vectors too many to be read from the host
+        self._fetched_used = 0  # bytes of the last buffer that were handed out
         self._reserve(LEAST_KEYS)
 
     @device_call("querying")
     def query(self, segments: Sequence[Segment]) -> int:
         """Copy resident vectors to their rows of `out`; list the rest. See `CacheLookup.query`.
 
-        One kernel and one wait for it if all keys are resident, or in attached tables and few. The misses of a large lookup in
-        attached tables take the kernels of `cuda/link.cu`, and a second wait where the last lookup let expect none; the
-        distinct keys that are left, one more of each.
+        One kernel and one wait if all keys are resident, or few and in attached tables. The misses of a large lookup in
+        attached tables take the kernels of `cuda/link.cu`, and a second wait if none were expected after the last lookup; the
+        distinct keys left take one more of each.
         """
         tables = self.memory.tables()
         self._links = list(self._attached)
@@ -251,17 +255,17 @@ class CupyLookup(CacheLookup):
         self.flags[:3] = 0
         self.linked = self.absent = ()
         try:
-            self.counts = self.answer()
+            self.counts = self._answer_bags() if self._pooled else self._answer()
         except CUDA_ERRORS:
             self.clear()
             raise
-        del tables  # closing the cache leaves their memory alone until here
+        del tables  # closing the cache keeps their memory until here
         self._layouts = []
         return sum(self.counts)
 
     @device_call("looking up without waiting")
     def enqueue(self, segments: Sequence[Segment], captured: bool = False) -> None:
-        """Launch a whole lookup, and wait for nothing. See `CacheLookup.enqueue`."""
+        """Launch a complete lookup without waiting. See `CacheLookup.enqueue`."""
         self.memory.tables()
         self._links = list(self._attached)
         links = [self._links[segment.table] for segment in segments]
@@ -284,29 +288,40 @@ class CupyLookup(CacheLookup):
                 if link.present is None:  # type: ignore[union-attr]
                     raise NotReadyError("looking up without waiting: a table was dropped from the in-process hash map")
         try:
-            self.launch_unwaited(captured)
+            if self._pooled:
+                self._launch_bags(captured)
+            else:
+                self._launch_rows(captured)
         except CUDA_ERRORS:
             if not captured:
                 self.clear()
             raise
 
-    def launch_unwaited(self, captured: bool) -> None:
-        """Launch a lookup that nobody waits for; see `enqueue`."""
+    def _launch_rows(self, captured: bool) -> None:
+        """Launch a lookup of rows ordered only by the stream; see `enqueue`."""
         inline = sum([place.n for place in self.placed]) <= _INLINE_KEYS
         self.launch_query(inline, settles=True)
         if not inline:
             self.launch_linked(settles=True)
         self.admit(inline, captured)
 
+    def _launch_bags(self, captured: bool) -> None:
+        """Launch a lookup of bags ordered only by the stream; see `enqueue`."""
+        self.launch_pool("pool", settles=True)
+        self.placed = self._bags.place_misses([place.n for place in self._bags.placed])
+        self._launch_number()
+        self.launch_linked(settles=True)
+        self.launch_pool("pool_rest", settles=True)
+        self.admit(False, captured)
+
     @device_call("preparing the capture of a lookup")
     def prepare(self, segments: Sequence[Segment]) -> None:
-        """Make all that a captured lookup of these segments needs. See `CacheLookup.prepare`."""
+        """Allocate what a captured lookup of these segments needs. See `CacheLookup.prepare`."""
         self.enqueue(segments)
         runtime.streamSynchronize(self.stream)
 
     @device_call("finding the distinct missing keys")
     def unique(self) -> Sequence["CupyMissedKeys"]:
-        """Bring the misses to the host, each key of a table once. See `CacheLookup.unique`."""
         return [
             CupyMissedKeys(self, place, self._distinct_keys(index, place, count), count)
             for index, (place, count) in enumerate(zip(self.placed, self.counts, strict=True))
@@ -315,7 +330,16 @@ class CupyLookup(CacheLookup):
 
     @device_call("delivering outputs")
     def finish(self) -> None:
-        """Bring outputs to host memory where they are expected there, and order the others before their consumers."""
+        """Copy outputs to host memory if expected there, and order the others before their consumers.
+
+        Adds missing vectors to their bags first.
+        """
+        if self._pooled:
+            if self._bags.unfinished:
+                self._bags.unfinished = False
+                self.launch_pool("pool_rest")
+                self.launched()
+            self.placed = list(self._bags.placed)
         on_host = [place for place in self.placed if place.host_out is not None or place.host_found is not None]
         if self._unfinished:
             if on_host or self._host_waits:
@@ -330,8 +354,34 @@ class CupyLookup(CacheLookup):
                 np.copyto(place.segment.found, place.host_found)  # type: ignore[arg-type]
 
     def begin(self, segments: Sequence[Segment], captured: bool = False) -> None:
-        """Find keys and outputs of all segments, and order the lookup after their producers, and after the last one."""
-        self.begin_reading()
+        """Find the tensors of all segments, and order the lookup after their producers and after the previous lookup."""
+        if self._unfinished:  # running work of the last lookup still uses the memory
+            runtime.eventSynchronize(self._done.ptr)
+            self._unfinished = False
+        self.host.reset()
+        self._fetched_used = 0
+        self.reader.start()
+        self.padding = ()
+        self._pooled = False
+        if segments and segments[0].pooling is not None:
+            keys = self._bags.place(segments, self.reader, self.host)
+            self.placed = list(self._bags.placed)
+            self._pooled = True
+            self.flags[3] = 0
+        else:
+            keys = self._place(segments)
+        self._choose_stream(self.reader.streams)
+        if self._busy and self._busy != self.stream + 1 and not captured:
+            runtime.streamWaitEvent(self.stream, self._done.ptr)
+            runtime.eventRecord(self._done.ptr, self.stream)
+            self._busy = self.stream + 1
+        if keys > self._capacity:
+            self._reserve(keys)
+        if self._pooled:
+            self._bags.reserve_lists()
+
+    def _place(self, segments: Sequence[Segment]) -> int:
+        """Find keys and outputs of segments of rows; return the number of keys."""
         reader, dims = self.reader, self._dims
         placed, missing = [], 0
         for segment in segments:
@@ -342,37 +392,18 @@ class CupyLookup(CacheLookup):
                 place.out = reader.output(out, n, dims[segment.table])
                 place.n = n
             else:
-                reader.place(place, self.memory.specs[segment.table], self.host)
+                reader.place(place, dims[segment.table], self._doing[segment.table], self.host)
                 n = place.n
             missing += n
             placed.append(place)
         self.placed = placed
-        self.end_reading(missing, captured)
+        return missing
 
-    def begin_reading(self) -> None:
-        """Make ready for the tensors of another lookup."""
-        if self._unfinished:  # what the last lookup left running still uses the memory
-            runtime.eventSynchronize(self._done.ptr)
-            self._unfinished = False
-        self.host.reset()
-        self._fetched_used = 0
-        self.reader.start()
+    def _answer(self) -> list[int]:
+        """Answer keys from the cache and attached tables; return the number of keys left in each segment.
 
-    def end_reading(self, keys: int, captured: bool) -> None:
-        """Order a lookup of so many keys after the producers of its tensors, and after the last lookup."""
-        self._choose_stream(self.reader.streams)
-        if self._busy and self._busy != self.stream + 1 and not captured:
-            runtime.streamWaitEvent(self.stream, self._done.ptr)
-            runtime.eventRecord(self._done.ptr, self.stream)
-            self._busy = self.stream + 1
-        if keys > self._capacity:
-            self._reserve(keys)
-
-    def answer(self) -> list[int]:
-        """Answer what the cache and attached tables have; returns how many keys of each segment are left.
-
-        Where recent lookups missed keys that attached tables had, all is launched at once; else what misses need comes once
-        something has missed, so that lookups of resident keys cost what they do without attached tables.
+        If recent lookups missed keys that attached tables had, all kernels are launched at once; otherwise those for misses
+        follow only after a miss, so that lookups of resident keys cost the same with and without attached tables.
         """
         expects = self._missing_share > 0.0
         if not expects:
@@ -380,27 +411,70 @@ class CupyLookup(CacheLookup):
             self.synchronise()
             if not self.flags[0]:
                 return [0] * len(self.placed)
-        attached = self.find_layouts()
+        attached = self._find_layouts()
         total = sum([place.n for place in self.placed])
         inline = attached and total <= _INLINE_KEYS and total * self._missing_share <= _INLINE_MISSES
         if expects:
             self.launch_query(inline)
-        elif inline:  # ask again: that is quicker than to order few misses
+        elif inline:  # query again: that is faster than ordering few misses
             self.flags[0] = 0
             runtime.memsetAsync(self.missing_counts, 0, 4 * len(self._dims), self.stream)
             self.launch_query(inline)
-        counts = self.answer_misses(attached, inline, expects)
+        counts = self._answer_misses(attached, inline, expects)
         share, before = (sum(self.linked) + sum(self.absent)) / max(total, 1), self._missing_share / 8
         self._missing_share = max(share, before if before > _LEAST_SHARE else 0.0)
         return counts
 
-    def answer_misses(self, attached: bool, inline: bool, running: bool) -> list[int]:
-        """Answer what misses from attached tables; returns how many keys of each segment are left.
+    def _answer_bags(self) -> list[int]:
+        """Add up resident vectors, and find those of the rest; return the number of keys left in each segment."""
+        bags = self._bags
+        if bags.padded:
+            runtime.memsetAsync(bags.paddings_at, 0, 4 * len(bags.placed), self.stream)
+        self.launch_pool("pool")
+        self.synchronise()
+        if bags.padded:
+            self.padding = self._counts_at(bags.paddings_at)
+        missed, *_, wrong = self.flags.tolist()
+        if wrong:
+            self.clear()
+            raise InvalidInputError(
+                "looking up bags: got offsets on the device that do not begin with 0, fall, or do not end with the number of "
+                "keys; the outputs are unspecified"
+            )
+        if not missed:
+            return [0] * len(bags.placed)
+        self.placed = bags.place_misses(self._counts_at(self.missing_counts))
+        self._launch_number()
+        return self._answer_misses(self._find_layouts(), inline=False, running=False)
+
+    def _counts_at(self, address: int) -> list[int]:
+        counts = np.empty(len(self.placed), np.uint32)
+        copy_to_host(counts, address, self.stream)
+        found: list[int] = counts.tolist()
+        return found
+
+    def _launch_number(self) -> None:
+        """Launch the kernel that writes the miss number of each key of the bags."""
+        self._bags.clear_entries(self.stream)
+        self.launch_pool("number")
+
+    def launch_pool(self, name: str, settles: bool = False) -> None:
+        """Launch one of the kernels of `cuda/pool.cu` for all bags.
 
         Args:
-            attached: there are any.
+            settles: the host does not wait: count wrong offsets in the links.
+        """
+        misses = (self.missing_keys, self.listed_positions, self.missing_counts)
+        unread = [self._unread_of(place.table) if settles else 0 for place in self._bags.placed]
+        self._bags.launch(name, self.stream, misses, self.flags_at, unread)
+
+    def _answer_misses(self, attached: bool, inline: bool, running: bool) -> list[int]:
+        """Answer misses from attached tables; return the number of keys left in each segment.
+
+        Args:
+            attached: a segment has an attached table.
             inline: the query did it.
-            running: the query is under way.
+            running: the query is still running.
         """
         if attached:
             if not inline:
@@ -429,8 +503,8 @@ class CupyLookup(CacheLookup):
         counts: list[int] = self._totals[: len(self.placed), 0].tolist()
         return counts
 
-    def find_layouts(self) -> bool:
-        """Hold the layouts of the segments' attached tables; returns whether there are any."""
+    def _find_layouts(self) -> bool:
+        """Hold the layouts of the segments' attached tables; return whether there are any."""
         links = self._links
         self._layouts = layouts = []
         attached = False
@@ -443,8 +517,8 @@ class CupyLookup(CacheLookup):
             attached = attached or layout is not None
         return attached
 
-    def unread_of(self, table: int) -> int:
-        """The address of the counter of keys that nobody could read, of a table that the current lookup keeps attached."""
+    def _unread_of(self, table: int) -> int:
+        """Return the address of the unread-key counter of a table that the current lookup keeps attached."""
         link = self._links[table]
         return 0 if link is None else link.unread_at
 
@@ -452,8 +526,8 @@ class CupyLookup(CacheLookup):
         """Launch the queries of all segments: one kernel for every SEGMENTS_AT_ONCE of them.
 
         Args:
-            link: go on into attached tables.
-            settles: nobody waits: answer what is in none with the default vector.
+            link: also read attached tables.
+            settles: the host does not wait: give keys that no table has the default vector.
         """
         placed, geometry, pack = self.placed, self.kernels.geometry, kernels.SEGMENT.pack_into
         total = sum([place.n for place in placed])
@@ -464,8 +538,8 @@ class CupyLookup(CacheLookup):
         for start in range(0, len(asked), kernels.SEGMENTS_AT_ONCE):
             group = asked[start : start + kernels.SEGMENTS_AT_ONCE]
             unit, widest, segments = self._shape_of(group)
-            per_warp = kernels.query_keys_per_warp(total, widest)
-            per_block = kernels.query_keys_per_block(per_warp)
+            per_warp = _keys_per_warp(total, widest)
+            per_block = _keys_per_block(per_warp)
             arguments = (self._link_query_arguments if link else self._query_arguments)[segments]
             buffer = arguments.bytes
             offset = blocks = 0
@@ -491,7 +565,7 @@ class CupyLookup(CacheLookup):
                     self._staged_counts,
                     reports,
                     self.flags_at + 4,
-                    _UNWAITED_PATIENCE if settles else _PATIENCE,
+                    _STREAM_ORDERED_PATIENCE if settles else _PATIENCE,
                     settles,
                 )
                 offset += kernels.QUERY_LINK.size
@@ -510,7 +584,7 @@ class CupyLookup(CacheLookup):
             launch(self.kernels.query(unit, widest, segments, link), blocks, kernels.QUERY_THREADS, arguments, self.stream)
 
     def _shape_of(self, group: Sequence[tuple[int, PlacedSegment]]) -> tuple[int, int, int]:
-        """What a group of segments asks of a kernel: floats that a lane moves at once, the widest row, how many segments."""
+        """Return the shape of a group of segments: floats that a lane moves at once, the widest row, their number."""
         alignment = widths = widest = 0
         for _index, place in group:
             dim = self._dims[place.table]
@@ -518,10 +592,10 @@ class CupyLookup(CacheLookup):
             widths |= dim
             if dim > widest:
                 widest = dim
-        return kernels.unit_of(widths, alignment), widest, 1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE
+        return kernels.unit_of(widths, alignment & 15), widest, 1 if len(group) == 1 else kernels.SEGMENTS_AT_ONCE
 
     def _link_of(self, index: int, settles: bool) -> tuple[int, int, int, float, int]:
-        """What a query must know of the attached table of a segment: layout, link, staged, default_value, authoritative."""
+        """Return a query's view of a segment's attached table: layout, link, staged, default_value, authoritative."""
         table = self.placed[index].table
         link, layout = self._links[table], None if settles else self._layouts[index]
         if link is None or (layout is None and not settles):
@@ -530,7 +604,7 @@ class CupyLookup(CacheLookup):
         return where, link.where, self._staged_at[index], self.memory.specs[table].default_value, link.authoritative
 
     def launch_linked(self, settles: bool = False) -> None:
-        """Launch what answers the misses of a large lookup from attached tables; arguments as for `launch_query`."""
+        """Launch the kernels that answer misses of a large lookup from attached tables; arguments as for `launch_query`."""
         placed, geometry = self.placed, self.kernels.geometry
         rows = [min(place.n, _STAGED_BYTES // (4 * geometry[place.table][0])) for place in placed]
         self._reserve_staged(rows)
@@ -586,7 +660,7 @@ class CupyLookup(CacheLookup):
                 slots - 1,
                 kernels.bin_bits(len(group)),
                 len(group),
-                _UNWAITED_PATIENCE if settles else _PATIENCE,
+                _STREAM_ORDERED_PATIENCE if settles else _PATIENCE,
                 settles,
                 0,
             )
@@ -605,7 +679,7 @@ class CupyLookup(CacheLookup):
                 launch(self.kernels.link(name, unit, widest, segments), max(1, blocks), threads, arguments, self.stream)
 
     def admit(self, inline: bool, captured: bool = False) -> None:
-        """Launch the admission of what was staged, which nobody waits for."""
+        """Launch the admission of staged rows, which the host does not wait for."""
         placed, geometry, packed = self.placed, self.kernels.geometry, self.kernels.packed
         counts = self._staged_counts if inline else self._leader_counts
         asked = [
@@ -645,8 +719,8 @@ class CupyLookup(CacheLookup):
             self._busy = self.stream + 1
 
     def _read_reports(self) -> None:
-        """Add up what the warps of an inline lookup reported, by segment, and take the reports away."""
-        per_block, start = kernels.query_keys_per_block(8), 0
+        """Sum the reports of the warps of an inline lookup by segment, and clear them."""
+        per_block, start = _keys_per_block(8), 0
         self.linked, self.absent = linked, absent = [], []
         for place in self.placed:
             stop = start + -(-place.n // per_block) * (kernels.QUERY_THREADS // 32)
@@ -657,7 +731,7 @@ class CupyLookup(CacheLookup):
         self._reports[:start] = 0
 
     def _reserve_staged(self, rows: Sequence[int]) -> None:
-        """Find room for so many rows of each segment that are to be admitted."""
+        """Find room for the rows of each segment to be admitted."""
         sizes = [-(-4 * count * self._dims[place.table] // 256) * 256 for count, place in zip(rows, self.placed, strict=True)]
         # As much for every split of the keys over the tables, since a capture must not allocate.
         floats, tables = sum([place.n * self._dims[place.table] for place in self.placed]), len(self.placed)
@@ -670,16 +744,16 @@ class CupyLookup(CacheLookup):
             self._reserve_link_lists()
 
     def launched(self) -> None:
-        """Note that work was launched that nobody has waited for yet."""
+        """Record that work was launched without a wait."""
         runtime.eventRecord(self._done.ptr, self.stream)
         self._unfinished = True
 
     def device_space(self, size_bytes: int) -> int:
-        """A piece of device memory, until the next query."""
+        """Hand out device memory until the next query."""
         start = -(-self._fetched_used // 256) * 256
         if not self._fetched or start + size_bytes > self._fetched[-1].size_bytes:
             if start == 0:
-                self._fetched.clear()  # nothing was given out
+                self._fetched.clear()  # nothing was handed out
             self._fetched.append(DeviceBuffer())
             self._fetched[-1].reserve(size_bytes)
             start = 0
@@ -687,7 +761,7 @@ class CupyLookup(CacheLookup):
         return self._fetched[-1].pointer + start
 
     def _launch_unique(self) -> None:
-        """Launch what makes the misses of all segments distinct and counts them."""
+        """Launch the kernel that makes the misses of all segments distinct and counts them."""
         placed, arguments = self.placed, self._unique_arguments
         arguments.pack(
             kernels.UNIQUE_HEAD,
@@ -707,7 +781,7 @@ class CupyLookup(CacheLookup):
             launch(self.kernels.handle(kernels.UNIQUE), len(group), kernels.UNIQUE_THREADS, arguments, self.stream)
 
     def _distinct_keys(self, index: int, place: PlacedSegment, misses: int) -> KeyArray:
-        """The distinct missing keys of one segment, as the unique kernel left them."""
+        """Return the distinct missing keys of one segment from the unique kernel."""
         count = int(self._totals[index, 1])
         if count == kernels.TOO_MANY:
             count = self._sort(index, place, misses)
@@ -715,7 +789,7 @@ class CupyLookup(CacheLookup):
         return keys
 
     def _sort(self, index: int, place: PlacedSegment, misses: int) -> int:
-        """Do for many misses what the unique kernel does for a few."""
+        """Sort many misses, as the unique kernel does for few."""
         with stream_of(self.stream):
             at, memory = self._listed_keys + 8 * place.missing, cupy.cuda.UnownedMemory
             keys = cupy.cuda.MemoryPointer(memory(at, 8 * misses, self), 0)
@@ -743,15 +817,15 @@ class CupyLookup(CacheLookup):
         return count
 
     def synchronise(self) -> None:
-        """Wait for all that was launched."""
+        """Wait for all launched work."""
         runtime.streamSynchronize(self.stream)
         self._unfinished = False
 
     def clear(self) -> None:
-        """Count misses from 0 again: a query may have ended without that, and its kernel may still wait for its turn."""
+        """Reset the miss counts: a query may have ended without that, and its kernel may still be queued."""
         runtime.streamSynchronize(self.stream)
         runtime.memset(self.missing_counts, 0, 4 * (6 * len(self.memory.specs) + 2))
-        runtime.streamSynchronize(0)  # which no other stream waits for
+        runtime.streamSynchronize(0)  # no other stream waits for it
 
     def _choose_stream(self, streams: set[int]) -> None:
         self._streams = streams
@@ -769,7 +843,7 @@ class CupyLookup(CacheLookup):
     def _reserve(self, keys: int) -> None:
         """Make room for that many misses; the lists hold nothing."""
         keys = 1 << (keys - 1).bit_length()
-        self._capacity = 0  # what is freed below is not used again, if there is no memory for more
+        self._capacity = 0  # if the allocation fails, the memory freed below is not used again
         start = self._lists.reserve(list_bytes(keys))
         self.missing_keys, self.distinct = start, start + 8 * keys
         self.listed_positions, self.rows = start + 16 * keys, start + 20 * keys
@@ -779,7 +853,7 @@ class CupyLookup(CacheLookup):
         self._capacity = keys
 
     def _reserve_link_lists(self) -> None:
-        """Make room for what `cuda/link.cu` lists of as many keys as the other lists have room for."""
+        """Make room for the lists of `cuda/link.cu`, for as many keys as the other lists."""
         keys, self._link_capacity = self._capacity, 0
         versions = 2 * 8 * kernels.STRIPES * kernels.SEGMENTS_AT_ONCE
         start = self._link_lists.reserve(_LINK_BYTES * keys + 4 * kernels.MOST_BINS + versions)
@@ -797,8 +871,6 @@ class CupyLookup(CacheLookup):
 
 
 class CupyMissedKeys(MissedKeys):
-    """The distinct missing keys of one segment of a `CupyLookup`."""
-
     __slots__ = ("_found", "_lookup", "_misses", "_place", "_staged", "_vectors", "memory")
 
     def __init__(self, lookup: CupyLookup, place: PlacedSegment, keys: KeyArray, misses: int) -> None:
@@ -809,12 +881,12 @@ class CupyMissedKeys(MissedKeys):
         self._place = place
         self._misses = misses  # with duplicates
         self._vectors = 0  # address of the fetched vectors, on the device or in mapped memory
-        self._staged = 0  # where they are copied from; 0 where they are read in place
-        self._found = 0  # address of the mask of what was fetched; 0 until it is known, and where nothing was
+        self._staged = 0  # source of the copy; 0 if they are read in place
+        self._found = 0  # address of the mask of fetched vectors; 0 until it is known, and if nothing was fetched
 
     @device_call("allocating a fetch buffer")
     def buffer(self) -> FloatArray:
-        """Pinned memory for the vectors of `keys`: (u, dim) float32; content unspecified."""
+        """Return pinned memory for the vectors of `keys`: (u, dim) float32; content unspecified."""
         lookup, dim = self._lookup, self.memory.specs[self._place.table].dim
         size = 4 * self.keys.size * dim
         pointer, pinned = lookup.host.take(size)
@@ -826,7 +898,7 @@ class CupyMissedKeys(MissedKeys):
 
     @device_call("copying fetched vectors")
     def stage(self, start: int, stop: int) -> None:
-        """Begin to copy rows [start, stop) of the buffer to the device, where they are too many to be read in place."""
+        """Start to copy rows [start, stop) of the buffer to the device if they are too many to be read in place."""
         if self._staged and stop > start:
             row = 4 * self.memory.specs[self._place.table].dim
             size, stream = (stop - start) * row, self._lookup.stream
@@ -835,11 +907,10 @@ class CupyMissedKeys(MissedKeys):
 
     @device_call("scattering fetched vectors")
     def scatter(self, found: BoolArray) -> None:
-        """Write the fetched or the default vector to every missing position. See `MissedKeys.scatter`."""
         self._place_mask(found)
         lookup, place = self._lookup, self._place
         table = self.memory.specs[place.table]
-        unit = kernels.unit_of(table.dim, place.out)
+        unit = kernels.unit_of(table.dim, place.out & 15)
         lookup.scatter_arguments.pack(
             kernels.SCATTER,
             0,
@@ -859,9 +930,10 @@ class CupyMissedKeys(MissedKeys):
 
     @device_call("counting absent keys")
     def absent(self, found: BoolArray) -> int:
-        """How many missing positions have a key that is not `found`. See `MissedKeys.absent`.
+        """Return the number of missing positions whose key is not `found`. See `MissedKeys.absent`.
 
-        The host knows that where each key occurs once, or none is found; else it reads of which key each position is.
+        The host knows it if each key occurs once, or none is found; otherwise it reads the key of each position from the
+        device.
         """
         distinct = found.size - int(np.count_nonzero(found))
         if distinct in (0, found.size) or found.size == self._misses:
@@ -872,7 +944,6 @@ class CupyMissedKeys(MissedKeys):
 
     @device_call("inserting fetched vectors")
     def insert(self, found: BoolArray) -> None:
-        """Insert the fetched vectors whose `found` is True. See `MissedKeys.insert`."""
         lookup, table = self._lookup, self.memory.tables()[self._place.table]
         self._place_mask(found)
         if not self._found or not table.pairs:
@@ -896,7 +967,16 @@ class CupyMissedKeys(MissedKeys):
             np.copyto(pinned.view(np.bool_), found)
 
 
+def _keys_per_warp(keys: int, widest: int) -> int:
+    """Return the keys per warp of a query: more for plenty of narrow rows, since a warp finds the duplicates."""
+    return 16 if keys >= 1 << 19 and widest <= 32 else 8
+
+
+def _keys_per_block(keys_per_warp: int) -> int:
+    return kernels.QUERY_THREADS // 32 * keys_per_warp
+
+
 def _most_warps(tables: int) -> int:
-    """The most warps of an inline query: a segment's last block may have few keys."""
-    per_block = kernels.query_keys_per_block(8)
+    """Return the maximum number of warps of an inline query: a segment's last block may have few keys."""
+    per_block = _keys_per_block(8)
     return (_INLINE_KEYS // per_block + tables) * (kernels.QUERY_THREADS // 32)

@@ -1,4 +1,4 @@
-"""Changes to the tables of a device cache: their order, and how host arrays reach the device."""
+"""Changes to the tables of a device cache: their order, and the transfer of host arrays to the device."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -10,20 +10,28 @@ import numpy as np
 from cupy_backends.cuda.api import runtime
 
 from hps.cache.cuda import kernels
-from hps.cache.cuda.device import Arguments, DeviceBuffer, PinnedBuffer, copy_to_device, copy_to_host, kernels_of, launch
+from hps.cache.cuda.device import (
+    Arguments,
+    DeviceBuffer,
+    DeviceTable,
+    PinnedBuffer,
+    copy_to_device,
+    copy_to_host,
+    kernels_of,
+    launch,
+)
 from hps.cache.cuda.kernels import Kernel
-from hps.cache.cuda.tables import DeviceTable
 from hps.types import KeyArray
 
-_MAPPED_BYTES = 1 << 18  # up to here, kernels read host arrays from pinned memory: a copy of its own costs more
+_MAPPED_BYTES = 1 << 18  # up to this size, kernels read host arrays from pinned memory: a separate copy costs more
 _STAGED_BYTES = 1 << 24
 _COPIED_AT_ONCE = 1 << 22  # bytes that one thread copies into pinned memory
 _COPY_THREADS = 4  # 17 GB/s each; the link takes 55
-_DUMPED_PAIRS = 1 << 16  # at a time: 7 MB of keys, a fraction of a millisecond of the link
+_DUMPED_PAIRS = 1 << 16  # per step: 7 MB of keys, a fraction of a millisecond of the link
 
 
 class _Stage:
-    """One of two places through which host arrays pass on their way to the device."""
+    """One of two buffers for the transfer of host arrays to the device."""
 
     def __init__(self) -> None:
         self.host = PinnedBuffer()
@@ -34,13 +42,13 @@ class _Stage:
 class Modifications:
     """Runs inserts, updates, erases and dumps of one cache. *Thread-safe.*
 
-    Changes to a table run on the device in the order in which they were launched, whatever their streams. A query that
-    begins when the call of a change has returned sees it. It does not wait for a change whose call still runs: lookups go on
-    beside a warm-up and a refresh, which do nothing else. Admissions of what lookups read from attached tables are not ordered
-    here: the kernel refuses those that are too late (`AttachedTable.changing`).
+    Changes to a table run on the device in launch order, whatever their streams. A query that begins after the call of a change
+    has returned sees it. It does not wait for a change whose call still runs, so lookups continue beside a warm-up and a
+    refresh. Admissions of rows read from attached tables are not ordered here: the kernel refuses late ones
+    (`AttachedTable.changing`).
 
     Attributes:
-        launched: there was a change, which later ones are ordered after.
+        launched: a change was launched, which orders later ones.
         pending: a change whose call has returned may still be running.
     """
 
@@ -51,7 +59,7 @@ class Modifications:
         self._last = cupy.cuda.Event(disable_timing=True)  # the last change
         self._last_returned = cupy.cuda.Event(disable_timing=True)  # the last one that its call did not wait for
         self.launched = self.pending = False
-        self._staging = threading.Lock()  # of the stream and the memory below
+        self._staging = threading.Lock()  # guards the stream and the memory below
         self._own = cupy.cuda.Stream(non_blocking=True)
         self._stream = int(self._own.ptr)
         self._stages = (_Stage(), _Stage())
@@ -63,19 +71,19 @@ class Modifications:
 
     @contextmanager
     def ordered(self, stream: int) -> Iterator[None]:
-        """Let what the block launches on `stream` run after all earlier changes, and before all later ones."""
+        """Run work launched on `stream` inside the block after all earlier changes, and before all later ones."""
         with self._ordering:
             if self.launched:
                 runtime.streamWaitEvent(stream, self._last.ptr)
             yield
             runtime.eventRecord(self._last.ptr, stream)
             self.launched = True
-            if stream != self._stream:  # on its own stream, the call waits
+            if stream != self._stream:  # the call waits on its own stream
                 runtime.eventRecord(self._last_returned.ptr, stream)
                 self.pending = True
 
     def show(self, stream: int) -> None:
-        """Let what is launched on `stream` from now on see all changes whose calls returned, while some are `pending`."""
+        """Let later work on `stream` see all changes whose calls returned, if any are `pending`."""
         with self._ordering:
             if runtime.eventQuery(self._last_returned.ptr) == 0:
                 self.pending = False
@@ -93,9 +101,9 @@ class Modifications:
         arguments: Arguments,
         stream: int,
     ) -> None:
-        """Launch an insertion of n vectors that the device can read at these addresses; `arguments` belong to the caller."""
+        """Launch an insertion of n vectors at addresses that the device can read; `arguments` belong to the caller."""
         dim = table.spec.dim
-        unit = kernels.unit_of(dim, vectors)
+        unit = kernels.unit_of(dim, vectors & 15)
         handle = self._inserts.get((unit, dim))
         if handle is None:
             handle = self._inserts[unit, dim] = self._kernels.handle(kernels.insert_kernel(unit, dim))
@@ -106,7 +114,7 @@ class Modifications:
             launch(handle, kernels.tile_blocks(n), kernels.THREADS, arguments, stream)
 
     def insert(self, table: DeviceTable, keys: np.ndarray, vectors: np.ndarray, mode: int) -> None:
-        """Insert host arrays, in chunks whose copies overlap; wait for the end."""
+        """Insert host arrays in chunks whose copies overlap; wait for the end."""
         row_bytes = 4 * table.spec.dim
         step = max(1, _STAGED_BYTES // (8 + row_bytes))
         with self._staging:
@@ -121,7 +129,7 @@ class Modifications:
             runtime.streamSynchronize(self._stream)
 
     def insert_on_device(self, table: DeviceTable, keys: int, vectors: int, n: int, mode: int, streams: set[int]) -> None:
-        """Insert arrays in device memory, after the work of their producers' streams; wait for the end."""
+        """Insert device arrays after the work of their producers' streams; wait for the end."""
         with self._staging:
             self._follow(streams)
             self.launch_insert(table, keys, vectors, 0, n, mode, self._insert, self._stream)
@@ -142,7 +150,7 @@ class Modifications:
                 runtime.streamSynchronize(self._stream)
 
     def dump(self, table: DeviceTable) -> KeyArray:
-        """The resident keys of a table."""
+        """Return the resident keys of a table."""
         parts = []
         count = np.zeros(1, np.uint64)
         with self._staging:
@@ -164,7 +172,7 @@ class Modifications:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def counters(self, table: DeviceTable) -> tuple[int, int, int]:
-        """Keys admitted, evicted and erased since construction."""
+        """Return the keys admitted, evicted and erased since construction."""
         values = np.zeros(3, np.uint64)
         with self._staging:
             if self.pending:
@@ -174,13 +182,13 @@ class Modifications:
         return admitted, evicted, erased
 
     def close(self) -> None:
-        """Wait for what runs, and end the threads."""
+        """Wait for running changes, and end the threads."""
         runtime.streamSynchronize(self._stream)
         if self._copiers is not None:
             self._copiers.shutdown()
 
     def needed(self, dims: Sequence[int]) -> list[Kernel]:
-        """What the modifications of tables of these widths launch."""
+        """Return the kernels that modifications of tables of these widths launch."""
         inserts = [kernels.insert_kernel(kernels.unit_of(dim, 16), dim) for dim in set(dims)]
         return [*inserts, kernels.ERASE, kernels.DUMP]
 
@@ -190,7 +198,7 @@ class Modifications:
             runtime.streamWaitEvent(self._stream, self._stages[0].done.ptr)
 
     def _stage(self, stage: _Stage, keys: np.ndarray, vectors: np.ndarray | None) -> tuple[int, int]:
-        """Where the device finds copies of host arrays."""
+        """Return the device addresses of copies of host arrays."""
         stage.host.reset()
         arrays = [keys] if vectors is None else [keys, vectors]
         pointers = []
@@ -227,5 +235,5 @@ class Modifications:
 
 
 def _is_pinned(array: np.ndarray) -> bool:
-    """Whether the device can copy from an array's memory by itself."""
+    """Return whether the device can copy from an array's memory directly."""
     return bool(runtime.pointerGetAttributes(array.ctypes.data).type == runtime.memoryTypeHost)

@@ -1,144 +1,24 @@
-"""The device memory of cached tables: its size, the error when it does not fit, and calls that work on it."""
+"""Allocates the device memory of cached tables, and reports what does not fit."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import update_wrapper
-from typing import Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
+from collections.abc import Sequence
 
 import cupy
 import numpy as np
 from cupy_backends.cuda.api import runtime
 
 from hps.cache.cuda import geometry, kernels
-from hps.cache.cuda.device import CUDA_ERRORS
-from hps.errors import CapacityError, ConfigError, DeviceError, DeviceMemoryError
-from hps.lifetimes import disown_in_children, refusal
+from hps.cache.cuda.device import CUDA_ERRORS, DeviceTable
+from hps.errors import CapacityError, ConfigError, DeviceMemoryError
 from hps.types import TableSpec
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-_OUT_OF_MEMORY = "cudaErrorMemoryAllocation"
-_MOST_ROWS = 1 << 32  # the kernels number them with 32 bits
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceTable:
-    """The memory of one table; `cuda/embedding_cache.cuh` describes its layout. Freed with its last user.
-
-    Attributes:
-        pairs: of buckets; 0 where nothing is cached.
-        buckets, rows, counters: addresses on the device.
-        packed: the struct that the kernels take.
-    """
-
-    spec: TableSpec
-    pairs: int
-    buckets: int
-    rows: int
-    counters: int
-    packed: bytes
-    memory: cupy.cuda.Memory | None
-
-    @property
-    def capacity_rows(self) -> int:
-        return 2 * kernels.SLOTS * self.pairs
-
-    @property
-    def size_bytes(self) -> int:
-        return geometry.size_bytes(self.pairs, self.spec.dim)
-
-
-class TableMemory:
-    """The tables of one model on one device, until they are closed or CUDA fails. *Thread-safe.*
-
-    Attributes:
-        specs: the tables, in the order of their ids.
-        open: their memory; None once it is closed.
-        error: the CUDA error that left the device in no state to go on; None while there was none.
-    """
-
-    __slots__ = ("__weakref__", "_disowned", "device_id", "error", "open", "specs")
-
-    def __init__(self, specs: Sequence[TableSpec], device_id: int) -> None:
-        self.specs = tuple(specs)
-        self.device_id = device_id
-        self.open: tuple[DeviceTable, ...] | None = None
-        self.error: str | None = None
-        self._disowned: object = None
-        disown_in_children(self)
-
-    def disown(self) -> None:
-        """In a forked child, which must not call CUDA: refuse every call, and keep the memory from being freed here."""
-        self._disowned, self.open = self.open, None
-
-    def tables(self) -> tuple[DeviceTable, ...]:
-        """The tables, which a caller keeps for as long as it works on them.
-
-        Raises:
-            DeviceError: CUDA failed before.
-            NotReadyError: the cache is closed.
-        """
-        if self.error is not None:
-            raise DeviceError(f"using the embedding cache of CUDA device {self.device_id}: it failed before ({self.error})")
-        tables = self.open
-        if tables is None:
-            raise refusal(self, "an embedding cache")
-        return tables
-
-    def fail(self, doing: str, error: Exception) -> NoReturn:
-        """Raise our error for one of CUDA's, and remember one that the device does not recover from."""
-        where = f"{doing} (embedding cache of CUDA device {self.device_id})"
-        if isinstance(error, cupy.cuda.memory.OutOfMemoryError) or _OUT_OF_MEMORY in str(error):
-            raise DeviceMemoryError(
-                f"{where}: the device has no memory left ({error}); lower gpucacheper, max_batch_size or "
-                "num_of_worker_buffer_in_pool"
-            ) from error
-        try:
-            runtime.memGetInfo()  # a context that is lost refuses every call
-        except CUDA_ERRORS:
-            self.error = str(error)
-            raise DeviceError(f"{where}: {error}; the process has to be restarted") from error
-        raise DeviceError(f"{where}: {error}") from error
-
-
-class HasMemory(Protocol):
-    """What has methods that `device_call` decorates."""
-
-    @property
-    def memory(self) -> TableMemory:
-        """The tables that the methods work on."""
-
-
-M = TypeVar("M", bound=HasMemory)
-
-
-def device_call(doing: str) -> Callable[[Callable[Concatenate[M, P], R]], Callable[Concatenate[M, P], R]]:
-    """Run a method with its device current, and turn CUDA's errors into ours; `doing` begins their messages."""
-
-    def decorate(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-        def call(self: M, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            device, previous = self.memory.device_id, runtime.getDevice()
-            try:
-                runtime.setDevice(device)  # even where it is current: a thread's first call binds the context
-                return method(self, *args, **kwargs)
-            except (*CUDA_ERRORS, cupy.cuda.memory.OutOfMemoryError) as error:
-                self.memory.fail(doing, error)
-            finally:
-                if previous != device:
-                    runtime.setDevice(previous)
-
-        update_wrapper(call, method)
-        return call
-
-    return decorate
+_MOST_ROWS = 1 << 32  # the kernels use 32-bit row numbers
 
 
 def allocate(specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> tuple[DeviceTable, ...]:
     """Allocate all tables, empty.
 
     Raises:
-        DeviceMemoryError: they do not fit the device; the message says how much each table needs and what would fit.
+        DeviceMemoryError: the tables do not fit the device; the message lists the need of each table and a size that would fit.
         ConfigError: a table has more rows than the kernels can number.
     """
     pairs = [kernels.pairs_for(rows) for rows in capacity_rows]
@@ -161,7 +41,7 @@ def allocate(specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_id
 
 
 def check_room(specs: Sequence[TableSpec], capacity_rows: Sequence[int], device_id: int) -> None:
-    """Refuse tables that `allocate` could not allocate now.
+    """Reject tables that `allocate` could not allocate now.
 
     Raises:
         CapacityError: they do not fit the current device; the message is that of `allocate`.

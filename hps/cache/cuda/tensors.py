@@ -1,4 +1,4 @@
-"""Where the device finds a segment: torch's tensors, CuPy's, any that speaks DLPack; NumPy's arrays through mapped memory."""
+"""Maps segments to device addresses: torch, CuPy and DLPack tensors directly, NumPy arrays through mapped memory."""
 
 import sys
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from cupy_backends.cuda.api import runtime
 
 from hps.cache.cuda.device import PinnedBuffer, stream_of
 from hps.errors import InvalidDtypeError, InvalidInputError
+from hps.tensors.array_checks import check_key_tensor, check_output_tensor
 from hps.tensors.bags import Columns
 from hps.tensors.dlpack import (
     BOOL,
@@ -19,33 +20,26 @@ from hps.tensors.dlpack import (
     NUMPY_CODES,
     TensorView,
     adopt,
-    check_keys,
-    check_output,
     work_stream_of,
 )
-from hps.tensors.segments import CUDA_ARRAYS, Segment, Stretch, check_segment
-from hps.types import TableSpec
-
-CUDA_ARRAYS.add(cupy.ndarray)
+from hps.tensors.segments import Segment, Stretch, check_segment
 
 UNKNOWN_STREAM = -1
-"""Stands for a consumer whose stream nobody knows; its producer was ordered before the legacy default stream."""
+"""The consumer's stream is unknown; its producer was ordered before the legacy default stream."""
 LEGACY_STREAM = 1
-"""The default stream of old, as DLPack and CUDA number it."""
+"""The legacy default stream, in the numbering of DLPack and CUDA."""
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 
 
 class PlacedSegment:
-    """Where the device finds a segment. Belongs to its lookup until the next query.
+    """A segment's addresses on the device. Belongs to its lookup until the next query.
 
     Attributes:
-        segment: as it was given.
-        table: its table.
-        n: how many keys it has.
-        keys, out, found: addresses on the device, or in mapped host memory; `found` is 0 where there is no mask.
-        missing: place of its first miss in the lookup's lists.
-        host_out, host_found: mapped memory that is to be copied to the caller's host memory at the end; `host_out` is the
-            caller's own array where the device writes that in place.
+        n: number of keys.
+        keys, out, found: addresses on the device, or in mapped host memory; `found` is 0 without a mask.
+        missing: position of its first miss in the lookup's lists.
+        host_out, host_found: mapped memory to be copied to the caller's host memory at the end; `host_out` is the caller's own
+            array if the device writes it in place.
     """
 
     __slots__ = ("found", "host_found", "host_out", "keys", "missing", "n", "out", "segment", "table")
@@ -63,13 +57,13 @@ class PlacedSegment:
 
 
 class TensorReader:
-    """Finds the tensors of one lookup after the other. *One per thread.*
+    """Finds the device addresses of a lookup's tensors. *One per thread.*
 
-    torch's and CuPy's tensors are asked directly, which takes 0.6 us for one of torch's; through DLPack it is ten times that,
-    and CuPy, which then orders its work itself, does not say on which stream that is.
+    torch's and CuPy's tensors are inspected directly, which takes 0.6 us for torch; DLPack takes ten times that, and for CuPy,
+    which then orders its work itself, does not report the stream.
 
     Attributes:
-        streams: those on which the tensors read since `start` were produced and will be consumed, or UNKNOWN_STREAM.
+        streams: producer and consumer streams of the tensors read since `start`, or UNKNOWN_STREAM.
     """
 
     __slots__ = (
@@ -89,14 +83,14 @@ class TensorReader:
 
     def __init__(self, device_id: int) -> None:
         self._device_id = device_id
-        self._tensor: Any = None  # torch.Tensor, once torch has been imported, and what goes with it
+        self._tensor: Any = None  # torch.Tensor and its dtypes, once torch has been imported
         self._int64: Any = None
         self._int32: Any = None
         self._float32: Any = None
         self._torch_stream: Callable[[int], int]
         self._seen_torch = self._seen_cupy = False
-        self._keep: list[Any] = []  # what must live until the lookup has ended
-        self._shared_keys: tuple[Any, int] = (None, 0)  # the tensor that the last stretches were of, and its address
+        self._keep: list[Any] = []  # kept alive until the lookup has ended
+        self._shared_keys: tuple[Any, int] = (None, 0)  # tensor and address of the last stretches
         self._shared_out: tuple[Any, int] = (None, 0)
         self.streams: set[int] = set()
 
@@ -112,26 +106,31 @@ class TensorReader:
             self._torch_stream = work_stream_of(torch.Tensor) or (lambda device: torch.cuda.current_stream(device).cuda_stream)
             self._tensor = torch.Tensor
 
-    def place(self, place: PlacedSegment, table: TableSpec, host: PinnedBuffer) -> None:
-        """Find a segment any part of which may be in host memory, from where keys go to mapped memory of `host`."""
+    def place(self, place: PlacedSegment, dim: int, doing: str, host: PinnedBuffer) -> None:
+        """Find a segment with parts in host memory; keys and outputs there go through mapped memory of `host`.
+
+        Args:
+            dim: dimension of its table.
+            doing: begins error messages.
+        """
         segment = place.segment
         keys, out, found = segment.keys, segment.out, segment.found
         if isinstance(keys, np.ndarray):
             n = keys.size
-            check_segment(table, segment, n)
+            check_segment(doing, segment, n, dim)
             place.keys, pinned = host.take(keys.nbytes)
             np.copyto(pinned.view(np.int64), keys)
         else:
             place.keys, n = self.keys(keys)
-            check_segment(table, segment, n)
+            check_segment(doing, segment, n, dim)
         place.n = n
         if isinstance(out, np.ndarray):
             place.out, place.host_out = _pinned_address(out), out
             if not place.out:
-                place.out, pinned = host.take(4 * n * table.dim)
-                place.host_out = pinned.view(np.float32).reshape(n, table.dim)
+                place.out, pinned = host.take(4 * n * dim)
+                place.host_out = pinned.view(np.float32).reshape(n, dim)
         else:
-            place.out = self.output(out, n, table.dim)
+            place.out = self.output(out, n, dim)
         if isinstance(found, np.ndarray):
             place.found, pinned = host.take(n)
             place.host_found = pinned.view(np.bool_)
@@ -139,7 +138,7 @@ class TensorReader:
             place.found = self._mask(found, n)
 
     def keys(self, tensor: Any) -> tuple[int, int]:
-        """Address and number of keys: int64 (int32 is widened), C-contiguous, of any shape."""
+        """Return address and number of keys: int64 (int32 is widened), C-contiguous, of any shape."""
         if type(tensor) is Stretch:
             return self._stretch_of_keys(tensor), tensor.size
         if (
@@ -162,7 +161,7 @@ class TensorReader:
                 self._see_cupy()
             return memory.ptr, tensor.size
         view = self._view(tensor, "keys")
-        check_keys(view)
+        check_key_tensor(view)
         if view.pointer % (view.bits // 8):
             raise InvalidInputError(
                 f"adopting keys: got memory that is not aligned to {view.dtype_name}; pass a tensor of its own"
@@ -171,7 +170,7 @@ class TensorReader:
         return (view.pointer if view.bits == 64 else self._widened(view)), view.size
 
     def output(self, tensor: Any, rows: int, dim: int) -> int:
-        """Address of rows x dim float32 elements, to be written (or, for an insertion, read)."""
+        """Return the address of rows x dim float32 elements, to be written (or, for an insertion, read)."""
         if type(tensor) is Stretch:
             return self._stretch_of_output(tensor)
         if (
@@ -198,23 +197,23 @@ class TensorReader:
                 self._see_cupy()
             return pointer
         view = self._view(tensor, "output")
-        check_output(view, rows, dim)
+        check_output_tensor(view, rows, dim)
         self._follow(view, "output")
         return view.pointer
 
     def offsets(self, tensor: Any) -> tuple[int, int, int]:
-        """Address, bits and number of offsets: int64 or int32, C-contiguous."""
+        """Return address, bits and number of offsets: int64 or int32, C-contiguous."""
         if self._is_own(tensor) and (tensor.dtype is self._int64 or tensor.dtype is self._int32):
             return tensor.data_ptr(), 8 * tensor.element_size(), tensor.numel()
         view = self._view(tensor, "offsets")
-        check_keys(view, "offsets")
+        check_key_tensor(view, "offsets")
         if view.pointer % (view.bits // 8):
             raise InvalidInputError("adopting offsets: got memory that is not aligned to them; pass a tensor of its own")
         self._follow(view, "offsets")
         return view.pointer, view.bits, view.size
 
     def weights(self, tensor: Any, n: int) -> int:
-        """Address of n float32 weights, C-contiguous."""
+        """Return the address of n float32 weights, C-contiguous."""
         if self._is_own(tensor) and tensor.dtype is self._float32 and tensor.numel() == n:
             pointer: int = tensor.data_ptr()
             return pointer
@@ -230,7 +229,7 @@ class TensorReader:
         return view.pointer
 
     def columns(self, columns: Columns) -> int:
-        """Address of the first element of some columns of an output."""
+        """Return the address of the first element of an output's columns."""
         tensor, address = self._shared_out
         if tensor is not columns.tensor:
             address = self.output(columns.tensor, columns.rows, columns.width)
@@ -238,11 +237,11 @@ class TensorReader:
         return address + 4 * columns.start
 
     def view(self, tensor: Any, what: str) -> TensorView:
-        """A tensor in place, of which nothing is checked; of a stretch, the whole."""
+        """Return an unchecked view of a tensor; for a stretch, of the tensor that it is part of."""
         return self._view(tensor.tensor if type(tensor) is Stretch else tensor, what)
 
     def work_stream(self, tensor: Any) -> int | None:
-        """The stream on which the framework of a tensor works now; None for host memory, and where nobody knows."""
+        """Return the current stream of a tensor's framework; None for host memory, and if unknown."""
         self.start()
         if type(tensor) is Stretch:
             tensor = tensor.tensor
@@ -253,7 +252,7 @@ class TensorReader:
         return self._view(tensor, "keys").producer_stream
 
     def _mask(self, tensor: Any, size: int) -> int:
-        """Address of `size` booleans, to be written."""
+        """Return the address of `size` booleans, to be written."""
         view = self._view(tensor, "found")
         if (view.code, view.bits, view.lanes) != (BOOL, 8, 1):
             raise InvalidDtypeError(f"adopting found: got {view.dtype_name}, expected bool")
@@ -280,7 +279,7 @@ class TensorReader:
         return address + 4 * stretch.start
 
     def _is_own(self, tensor: Any) -> bool:
-        """Whether it is a contiguous tensor of torch's on this device, whose stream is then noted."""
+        """Return whether it is a contiguous torch tensor on this device, and record its stream."""
         own = type(tensor) is self._tensor and tensor.get_device() == self._device_id and tensor.is_contiguous()
         if own and not self._seen_torch:
             self._see_torch()
@@ -308,7 +307,7 @@ class TensorReader:
         return view
 
     def _follow(self, view: TensorView, what: str) -> None:
-        """Check that a tensor is on this device, keep it, and note the stream of its producer."""
+        """Check that a tensor is on this device, keep it, and record its producer's stream."""
         if view.device_type != CUDA_MANAGED and (view.device_type, view.device_id) != (CUDA, self._device_id):
             raise InvalidInputError(
                 f"adopting {what}: got a tensor on {view.device_name}, expected one on CUDA device {self._device_id} or an "
@@ -318,7 +317,7 @@ class TensorReader:
         self.streams.add(UNKNOWN_STREAM if view.producer_stream is None else view.producer_stream)
 
     def _widened(self, view: TensorView) -> int:
-        """Address of int32 keys as int64."""
+        """Return the address of int32 keys widened to int64."""
         with stream_of(view.producer_stream or 0):
             memory = cupy.cuda.UnownedMemory(view.pointer, 4 * view.size, view, self._device_id)
             wide = cupy.ndarray((view.size,), np.int32, cupy.cuda.MemoryPointer(memory, 0)).astype(np.int64)
@@ -327,9 +326,9 @@ class TensorReader:
 
 
 def _pinned_address(array: np.ndarray) -> int:
-    """Where the device finds an array of NumPy's that lies in memory which CuPy pinned (`cupyx.empty_pinned`); else 0.
+    """Return the device address of a NumPy array in memory pinned by CuPy (`cupyx.empty_pinned`); else 0.
 
-    What CUDA says of an address alone would not do: an array may begin and end on pages that others have pinned.
+    Asking CUDA about the address is not enough: an array may begin and end on pages that others have pinned.
     """
     base: Any = array.base
     if base is None:

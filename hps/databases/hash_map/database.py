@@ -1,4 +1,4 @@
-"""The hash map: every table in the memory of this process."""
+"""The hash map: a database in the memory of this process."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,34 +7,34 @@ from typing import Any, Self
 
 import numpy as np
 
-from hps.capacity import Need, available_memory, by_what, check_fits
-from hps.databases.base import UNBOUNDED_ROWS, InProcessDatabase, LoadRecord, LogPosition, RowChanges, TableStats
-from hps.databases.hash_map.change_order import ChangeOrder
+from hps.databases.base import UNBOUNDED_ROWS, InProcessDatabase, LoadRecord, LogPosition, Partition, RowChanges, TableStats
 from hps.databases.hash_map.eviction import HashMapOverflow, Policy
 from hps.databases.hash_map.memory import MAX_ROWS
+from hps.databases.hash_map.sequence_table import SequenceTable
 from hps.databases.hash_map.table import SLICE_ROWS, HashMapTable
 from hps.errors import InvalidInputError, TableWidthError, UnknownTableError
-from hps.host_tables import HostTable
-from hps.input_checks import check_fetch, check_keys, check_positive, check_rows
-from hps.lifetimes import disown_in_children, refusal
-from hps.numba_kernels import compile_kernels
+from hps.ground.capacity import Need, available_memory, by_what, check_fits
+from hps.ground.host_tables import HostTable
+from hps.ground.lifetimes import disown_in_children, refusal
+from hps.ground.numba_kernels import compile_kernels
+from hps.tensors.array_checks import check_fetch, check_keys, check_positive, check_rows
 from hps.types import BoolArray, FloatArray, KeyArray
 
 
 class HashMapDatabase(InProcessDatabase):
     """A volatile database in process memory (`"type": "hash_map"` or `"parallel_hash_map"`). *Thread-safe.*
 
-    Lookups take no lock, release the GIL, and run beside one writer per table; `layout.py` says why no vector is torn.
-    Neither threads nor partitions are needed to make them fast: partitions matter to `overflow_margin` alone.
+    Lookups take no lock, release the GIL, and run beside one writer per table; `layout.py` explains why no vector is torn. They
+    need neither threads nor partitions; partitions matter only to `overflow_margin`.
 
     **Memory of a table beyond its vectors**, in bytes per row. A bucket of 128 bytes has ten entries. It holds nine rows on
-    average when its segment grows, and 7.2 afterwards, since a segment grows by a quarter: that makes 14.2 to 17.8. A stamp,
-    for `evict_least_used` and `evict_oldest`, takes 4. Slabs are committed by the page (by 2 MB from 2^20 rows on, which may
-    leave 2 bytes per row unused). The lists of free rows lie in the free rows themselves, and without a margin there is
-    nothing else. The sum is 14 to 20, with stamps up to 24, and a sixteenth of 14 more while a segment grows; tables of less
-    than 10,000 rows take some pages more. Rows that were deleted or evicted keep their memory for later rows. Rows that are
-    reserved take their memory as they come, and from 64 MB on soon all of it, with a 256th to spare. A table that devices read
-    in place has all of its memory committed and pinned, and grows by a sixty-fourth at once.
+    average when its segment grows, and 7.2 afterwards, since a segment grows by a quarter: 14.2 to 17.8 bytes. A stamp, for
+    `evict_least_used` and `evict_oldest`, takes 4. Slabs are committed by the page (by 2 MB from 2^20 rows on, which may leave
+    2 bytes per row unused). Lists of free rows are stored in the free rows, and without a margin there is nothing else. The
+    sum is 14 to 20, with stamps up to 24, and a sixteenth of 14 more while a segment grows; tables of less than 10,000 rows
+    take some more pages. Deleted and evicted rows keep their memory for later rows. Reserved rows take memory as they are
+    inserted, and from 64 MB on soon all of it, with a 256th to spare. The memory of a table that devices read in place is
+    committed and pinned, and grows by a sixty-fourth at a time.
     """
 
     kind = "hash_map"
@@ -56,15 +56,15 @@ class HashMapDatabase(InProcessDatabase):
         """Make a database without tables.
 
         Args:
-            num_partitions: partitions of a table; `overflow_margin` bounds each of them.
-            allocation_rate: most bytes to ask the system for at once when a table grows.
-            overflow_margin: most rows of a partition; see `eviction.py`.
-            overflow_policy: which rows to evict from a partition that would exceed it.
-            overflow_resolution_target: share of the margin to leave in a partition that would exceed it.
-            max_batch_size: rows that the overflow rule treats as one batch; a larger insertion is cut into batches.
+            num_partitions: partitions of a table, each bounded by `overflow_margin`.
+            allocation_rate: maximum bytes to allocate at once when a table grows.
+            overflow_margin: maximum rows of a partition; see `eviction.py`.
+            overflow_policy: rows to evict from a partition that would exceed the margin.
+            overflow_resolution_target: share of the margin to leave when evicting.
+            max_batch_size: rows of a batch for the overflow rule; larger insertions are cut into batches.
             timeout_s: how long a call waits for other writers.
             initial_buckets: buckets of an empty table.
-            clock: seconds that never go back; `evict_oldest` distinguishes sixteenths of a second.
+            clock: monotonic seconds; `evict_oldest` distinguishes sixteenths of a second.
         """
         compile_kernels()
         self._overflow: HashMapOverflow | None = None
@@ -82,7 +82,7 @@ class HashMapDatabase(InProcessDatabase):
         )
         self._timeout_s = timeout_s
         self._tables: dict[str, HashMapTable] = {}
-        self._orders: dict[str, ChangeOrder] = {}  # of the tables that follow a log
+        self._orders: dict[str, SequenceTable] = {}  # of the tables that follow a log
         self._closed = False
         disown_in_children(self)
 
@@ -129,20 +129,20 @@ class HashMapDatabase(InProcessDatabase):
         _check_aligned(doing, keys, keys)
         return (self._orders.get(tag) or table).delete(keys)
 
-    def follow_log(self, tag: str) -> dict[str, LogPosition]:
+    def follow_log(self, tag: str) -> dict[Partition, LogPosition]:
         return dict(self._order(tag).positions)
 
-    def apply(self, tag: str, changes: RowChanges, positions: Mapping[str, LogPosition]) -> BoolArray:
+    def apply(self, tag: str, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
         order, doing = self._order(tag), f"hash map: updating table {tag}"
         check_rows(doing, changes.keys, changes.vectors, self._table(tag).dim)
         _check_aligned(doing, changes.keys, changes.vectors)
         return order.apply(changes, positions)
 
-    def _order(self, tag: str) -> ChangeOrder:
+    def _order(self, tag: str) -> SequenceTable:
         table, order = self._table(tag), self._orders.get(tag)
         if order is None:
             sequences = self._new_table(f"{tag} (sequences)", 2, batch_rows=SLICE_ROWS, overflow=None)
-            order = self._orders.setdefault(tag, ChangeOrder(table, sequences, self._timeout_s))
+            order = self._orders.setdefault(tag, SequenceTable(table, sequences, self._timeout_s))
         return order
 
     def scan(self, tag: str, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
@@ -203,7 +203,7 @@ class HashMapDatabase(InProcessDatabase):
     def disown(self) -> None:
         """In a forked child: refuse every call. The parent's writers may have been in the middle of a bucket.
 
-        The tables are kept: to unpin their memory is the parent's affair.
+        The tables are kept, since only the parent may unpin their memory.
         """
         self._closed = True
         self._inherited, self._tables = self._tables, {}
@@ -212,9 +212,9 @@ class HashMapDatabase(InProcessDatabase):
         return self._table(tag).in_place
 
     def reserve(self, tag: str, rows: int) -> None:
-        """Make room for `rows` in all, so that inserting them does not grow the table step by step, and vectors lie in order.
+        """Make room for `rows` in total, so that the table need not grow step by step, and vectors lie in order.
 
-        This is a hint from loaders. Memory is committed by the rows that are inserted; from 64 MB of vectors on, by the first.
+        Inserted rows commit memory; from 64 MB of vectors on, the first row commits all of it.
 
         Raises:
             DatabaseError: no memory, or more rows than a table can hold.
@@ -234,6 +234,6 @@ class HashMapDatabase(InProcessDatabase):
 
 
 def _check_aligned(doing: str, first: np.ndarray, second: np.ndarray) -> None:
-    """Refuse arrays whose addresses kernels would wrongly take for aligned: numba does not check that of arguments."""
+    """Refuse unaligned arrays, which numba does not check for."""
     if not (first.flags.aligned and second.flags.aligned):
         raise InvalidInputError(f"{doing}: got an array whose elements are not aligned in memory; copy it")

@@ -1,14 +1,14 @@
-"""How a partition of the hash map stays within `overflow_margin`, exactly.
+"""Keeps partitions of the hash map within `overflow_margin`, exactly.
 
-A batch is planned before any of it is entered. Where a partition would exceed the margin, rows that are not in the batch are
-evicted until the partition, with the batch, holds `overflow_resolution_target` of the margin, or the batch alone if that is
-more. Where a batch has more keys of one partition than the margin, only the last of them are entered (a key counts where it
-occurs last), and no other row stays. So a partition never exceeds the margin at any moment, a batch never evicts its own
-rows, and the policy evicts exactly as many rows as necessary.
+A batch is planned before it is inserted. If a partition would exceed the margin, rows that are not in the batch are evicted
+until the partition, with the batch, holds `overflow_resolution_target` of the margin, or only the batch if that is more. If a
+batch has more keys of a partition than the margin, only the last of them are inserted (of repeated keys the last), and no
+other row stays. So a partition never exceeds the margin, a batch never evicts its own rows, and exactly the necessary number
+of rows is evicted.
 
-`evict_oldest` goes by the last access (fetch or insert). `evict_least_used` goes by the number of accesses, which is halved
-for the rows that survive, so that old fame fades. Ties, and `evict_random`, are drawn at random. Each eviction walks the
-whole table once or twice; with a target of 0.8, that happens once per 0.2 of the margin in new keys.
+`evict_oldest` uses the last access (fetch or insert). `evict_least_used` uses the number of accesses, which is halved for the
+remaining rows, so that old accesses fade. Ties, and `evict_random`, are drawn at random. Each eviction walks the table once or
+twice; with a target of 0.8, this happens once per 0.2 of the margin in new keys.
 """
 
 from dataclasses import dataclass
@@ -36,14 +36,15 @@ from hps.databases.hash_map.layout import (
     stamp_of,
     unlink,
 )
-from hps.hashing import mix
-from hps.numba_atomics import load_relaxed, load_relaxed_u32, lowest_bit, store_relaxed_u32
-from hps.numba_kernels import kernel
+from hps.ground.hashing import mix
+from hps.ground.key_sets import slot_of
+from hps.ground.numba_atomics import load_relaxed, load_relaxed_u32, lowest_bit, store_relaxed_u32
+from hps.ground.numba_kernels import kernel
 from hps.types import BoolArray, KeyArray
 
 Policy = Literal["evict_random", "evict_least_used", "evict_oldest"]
 ACCESS: Final[dict[Policy, int]] = {"evict_random": KEEP, "evict_least_used": COUNT, "evict_oldest": STAMP}
-"""What each policy records of an access to a row."""
+"""The record of an access to a row, by policy."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _U6, _U63 = np.uint64(6), np.uint64(63)
@@ -51,21 +52,19 @@ _U6, _U63 = np.uint64(6), np.uint64(63)
 
 @kernel(void, LAYOUT, KEYS, int64, boolean[::1], COUNTERS, COUNTERS)
 def _plan(layout, keys, margin, kept, batch_rows, new_rows):  # type: ignore[no-untyped-def]
-    """Choose what is entered: the last of each key, the last `margin` keys of each partition; count those, and new keys."""
+    """Choose the keys to insert: the last of each key, the last `margin` keys per partition. Count them, and new keys."""
     partitions = np.uint64(batch_rows.size)
-    slots = 1
-    while slots < 2 * keys.size:
-        slots *= 2
-    seen = np.full(slots, -1, np.int32)  # positions in `keys`, by hash
+    room = 1
+    while room < 2 * keys.size:
+        room *= 2
+    slots, wrap = np.full(room, -1, np.int32), np.uint64(room - 1)
     for position in range(keys.size - 1, -1, -1):
         key = keys[position]
         hashed = mix(key)
-        slot = np.int64(hashed & np.uint64(slots - 1))
-        while seen[slot] >= 0 and keys[seen[slot]] != key:
-            slot = (slot + 1) & (slots - 1)
-        if seen[slot] >= 0:
+        slot = slot_of(hashed, key, keys, slots, wrap)
+        if slots[slot] >= 0:
             continue
-        seen[slot] = position
+        slots[slot] = position
         partition = np.int64(hashed % partitions)
         if batch_rows[partition] < margin:
             kept[position] = True
@@ -87,7 +86,7 @@ def _protect(layout, keys, kept, protected):  # type: ignore[no-untyped-def]
 
 @kernel(void, LAYOUT, uint64[::1], COUNTERS, COUNTERS, uint32[::1])
 def _gather(layout, protected, excess, ends, scores):  # type: ignore[no-untyped-def]
-    """Write the stamps of the unprotected rows of each partition with an excess, downwards from that partition's end."""
+    """Write the stamps of unprotected rows of each partition with an excess, downwards from the partition's end."""
     partitions = np.uint64(excess.size)
     for segment in range(SEGMENTS, layout.size, 2):
         for position in range(np.int64(buckets_in(layout, segment))):
@@ -171,7 +170,7 @@ class HashMapOverflow:
         keys: KeyArray,  # (n,)
         row_numbers: int,
     ) -> BoolArray:  # (n,)
-        """Evict what must go before a batch is entered, as the table's writer; returns which of its positions to enter.
+        """Evict rows before a batch is inserted, as the table's writer; return the positions to insert.
 
         All row numbers are below `row_numbers`.
         """
@@ -203,7 +202,7 @@ class HashMapOverflow:
         excess: npt.NDArray[np.int64],
         others: npt.NDArray[np.int64],
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """For each partition: the score of the last row to evict, how many rows have that score, how many of those to evict."""
+        """Find, by partition, the score of the last row to evict, how many rows have it, and how many of those to evict."""
         limits, tied, tied_excess = np.full((3, self.partitions), -1, np.int64)
         ends = np.cumsum(np.where(excess > 0, others, 0))
         scores = np.empty(ends[-1], np.uint32)

@@ -1,8 +1,8 @@
-"""How devices read a table in place: its memory is pinned, shown to them, and stays while they read it.
+"""Lets devices read a table in place: pins its memory and keeps it while they read.
 
-Devices see nothing but a `HostLayout`. The writer pins what the table grows by and shows a new layout before it links a row of
-new slabs and before it retires the buckets that it replaces. A layout holds the pins of all that it names, and a pin holds its
-pages: so what a kernel may read, which is what the layout names that its launcher holds, is neither unpinned nor unmapped.
+Devices see only a `HostLayout`. The writer pins new memory and publishes a new layout before it links a row of new slabs and
+before it retires replaced buckets. A layout holds the pins of its memory, and a pin holds its pages. So memory that a kernel
+may read, which is that of the layout held by its launcher, is neither unpinned nor unmapped.
 """
 
 import logging
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from hps.databases.hash_map.memory import Buckets, Pages, Slabs
 from hps.errors import DeviceError, InvalidInputError
-from hps.host_tables import HostLayout, HostTable, Pinner
+from hps.ground.host_tables import HostLayout, HostTable, Pinner
 
 if TYPE_CHECKING:
     from hps.databases.hash_map.table import HashMapTable
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 256 << 20
-"""Most bytes to pin at once, a multiple of any page: the system stops the process for no longer, and progress is seen."""
+"""Maximum bytes to pin at once, a multiple of any page, so that the process stalls briefly and progress is visible."""
 _PIN_TIMEOUT_S: Final = 600.0
 
 
 class Pin:
-    """Pages that devices may read, and what undoes that. It is undone with the last reference, before they are unmapped."""
+    """Pages that devices may read. They are unpinned with the last reference, before they are unmapped."""
 
     __slots__ = ("_pages", "_pieces", "_pinner")
 
@@ -46,7 +46,7 @@ class Pin:
             raise
 
     def undo(self) -> None:
-        """Unpin what is pinned."""
+        """Unpin the pages."""
         while self._pieces:
             self._pinner.unpin(self._pieces.pop())
 
@@ -55,14 +55,14 @@ class Pin:
 
 
 class TableInPlace(HostTable):
-    """A table of the hash map as devices read it. *Thread-safe*; `show` is for the writer alone.
+    """A table of the hash map as devices read it. *Thread-safe*; only the writer calls `show`.
 
-    The first pinner pins for all devices of the process, and further ones change nothing: memory that is registered with one
-    is registered with all. Watchers raise nothing. One that is ended while it is being called may be called once more.
+    The first pinner pins for all devices of the process, since memory registered with one is registered with all. Watchers must
+    not raise. A watcher that is removed while it is called may be called once more.
     """
 
     def __init__(self, tag: str, table: "HashMapTable") -> None:
-        """Offer `table`, which owns this object and is not kept by it."""
+        """Offer a table, which owns this object; no reference to it is kept."""
         self._tag = tag
         self._table = weakref.ref(table)
         self._pinning = threading.Lock()
@@ -78,7 +78,7 @@ class TableInPlace(HostTable):
         return sum(pages.whole_bytes for pages in self._pins)
 
     def pin(self, pinner: Pinner, progress: Callable[[int, int], None] | None = None) -> None:
-        """Do what `HostTable.pin` says; writers wait only for what the table grows by meanwhile."""
+        """As `HostTable.pin`; writers wait only while the table grows."""
         if not self._pinning.acquire(timeout=_PIN_TIMEOUT_S):
             raise DeviceError(f"hash map: pinning table {self._tag!r}: another call has been doing so for {_PIN_TIMEOUT_S} s")
         try:
@@ -102,7 +102,7 @@ class TableInPlace(HostTable):
                 self._tell(None)
 
     def show(self, buckets: Buckets, slabs: Slabs) -> None:
-        """Pin what is new of a table that is pinned, and show it to devices, as the writer. Cheap if nothing is new."""
+        """Pin new memory of a pinned table and show it to devices, as the writer. Cheap if there is none."""
         pinner, shown = self._pinner, self._layout
         if pinner is None or (shown and shown.words is buckets.layout and shown.slabs.size == slabs.count):
             return
@@ -166,7 +166,7 @@ def _pages_of(buckets: Buckets, slabs: Slabs) -> list[Pages]:
 
 
 def _add(pins: dict[Pages, Pin], memory: tuple[Buckets, Slabs], pinner: Pinner, progress: Callable[[int, int], None]) -> None:
-    """Pin what is not pinned yet of a table's memory."""
+    """Pin the unpinned memory of a table."""
     missing = [pages for pages in _pages_of(*memory) if pages not in pins]
     total = sum(pages.whole_bytes for pages in (*pins, *missing))
     done = total - sum(pages.whole_bytes for pages in missing)

@@ -1,6 +1,6 @@
-"""The hash map's kernels: many keys at once, for any number of readers (`fetch`) and for the one writer (all others).
+"""The hash map's batch kernels, for any number of readers (`fetch`) and one writer (all others).
 
-`layout` and `counters` are described in `layout.py`, which also says why what a reader reads is whole.
+`layout.py` describes `layout` and `counters`, and explains why readers see complete rows.
 """
 
 from typing import Any, Final
@@ -56,8 +56,8 @@ from hps.databases.hash_map.layout import (
     unlink,
     vector_of,
 )
-from hps.hashing import mix
-from hps.numba_atomics import (
+from hps.ground.hashing import mix
+from hps.ground.numba_atomics import (
     REGISTER_LINES,
     copy_if_unchanged,
     fence_acquire,
@@ -67,16 +67,16 @@ from hps.numba_atomics import (
     prefetch,
     store_relaxed_u32,
 )
-from hps.numba_kernels import kernel, read_only
+from hps.ground.numba_kernels import kernel, read_only
 
 NO_BUCKETS: Final = 4
-"""How an insertion ended: a segment is full."""
+"""Result of an insertion: a segment is full."""
 NO_ROWS: Final = 5
-"""How an insertion ended: no row number is free."""
+"""Result of an insertion: no row number is free."""
 _BLOCK = 32
-"""Keys that are hashed together, then probed, then copied, so that their cache misses overlap; 16 to 128 perform alike."""
+"""Keys hashed, then probed, then copied together, so that their cache misses overlap; 16 to 128 perform alike."""
 _AHEAD_BYTES = np.uint64(256)
-"""Most bytes of a freed row to ask for before it is used again."""
+"""Maximum bytes of a freed row to prefetch before reuse."""
 _TRIES = 100
 _REGISTER_BYTES = np.uint64(64 * REGISTER_LINES)
 _VECTORS: Any = float32[:, ::1]
@@ -87,7 +87,7 @@ _PAIR, _TRIPLE = _tuple(int64, 2), _tuple(int64, 3)
 
 @njit()
 def _fetch_slowly(layout, key, target, spare, access, now):  # type: ignore[no-untyped-def]
-    """Fetch one key whose bucket is being changed; returns DONE, ABSENT, MOVED or BUSY. `spare` is where a vector can wait."""
+    """Fetch one key from a changing bucket; return DONE, ABSENT, MOVED or BUSY. `spare` is the address of a scratch vector."""
     hashed = mix(key)
     segment = segment_of(layout, hashed)
     for _ in range(_TRIES):
@@ -108,11 +108,11 @@ def _fetch_slowly(layout, key, target, spare, access, now):  # type: ignore[no-u
 
 @kernel(_TRIPLE, LAYOUT, KEYS, _VECTORS, _FLAGS, float32[::1], int64, int64, int64)
 def fetch(layout, keys, out, found, spare_vector, start, access, now):  # type: ignore[no-untyped-def]
-    """Fill the rows of `out`, from `start` on, that are not yet found and whose key is present, beside a writer.
+    """Fill the rows of `out`, from `start` on, that are not yet found and whose key is present, concurrently with a writer.
 
-    Only whole vectors are written to `out`. A vector that does not fit into registers waits in `spare_vector`, (dim,), until
-    it is known to be whole. The caller owns that memory: numba would free an array that is made here after the last use of
-    its name, which is when its address is taken.
+    Only complete vectors are written to `out`. A vector too large for registers is staged in `spare_vector`, (dim,), until it
+    is validated. The caller owns that memory: numba would free a local array after the last use of its name, which is when its
+    address is taken.
 
     Returns:
         (rows filled, position, state): all keys before `position` are answered. The state is DONE, MOVED or, after many
@@ -186,21 +186,21 @@ def insert(  # type: ignore[no-untyped-def]
     """Add or replace keys, in order.
 
     Args:
-        partition_rows: (partitions,) int64, rows of each partition, kept up to date; (0,) if nobody needs them.
+        partition_rows: (partitions,) int64, rows per partition, updated in place; (0,) to skip counting.
         kept: (n,) bool, False for keys to leave out; (0,) to insert all.
-        span: first position and the one after the last.
-        use: KEEP, STAMP or COUNT, and the stamp of now.
+        span: first position, and the one after the last.
+        use: KEEP, STAMP or COUNT, and the current stamp.
 
     Returns:
         (position, state, segment): keys before `position` are in the table; the state is DONE, NO_BUCKETS or NO_ROWS; with
-        NO_BUCKETS, the number of the full segment, from 0.
+        NO_BUCKETS, the index of the full segment.
     """
     start, stop = span
     access, now = use[0], np.uint64(use[1])
     vector_bytes = layout[VECTOR_BYTES]
     ahead_bytes = min(vector_bytes, _AHEAD_BYTES)
     sources = np.uint64(vectors.ctypes.data)
-    reusing = False  # whether the last block had new keys and there are freed rows: so it probably is with this one
+    reusing = False  # the last block had new keys and freed rows exist: likely true for this one too
     while start < stop:
         count = min(_BLOCK, stop - start)
         for i in range(count):
@@ -253,7 +253,7 @@ def insert(  # type: ignore[no-untyped-def]
 
 @kernel(int64, LAYOUT, COUNTERS, COUNTERS, COUNTERS, KEYS)
 def delete(layout, counters, segment_rows, partition_rows, keys):  # type: ignore[no-untyped-def]
-    """Remove keys; returns how many were present. `partition_rows` is as for `insert`."""
+    """Remove keys; return the number that were present. `partition_rows` is as for `insert`."""
     deleted = 0
     for i in range(keys.size):
         key = keys[i]
@@ -279,9 +279,9 @@ def count_present(layout, keys):  # type: ignore[no-untyped-def]
 
 @kernel(void, LAYOUT, int64, LAYOUT, COUNTERS)
 def rehash(old, number, new, segment_rows):  # type: ignore[no-untyped-def]
-    """Enter all keys of one segment into a new layout, where nobody reads them yet.
+    """Insert all keys of one segment into a new layout that has no readers yet.
 
-    Homes keep their order, so old and new buckets are walked from end to end.
+    Homes keep their order, so both bucket arrays are traversed sequentially.
     """
     segment = SEGMENTS + 2 * number
     for position in range(np.int64(old[segment + 1])):
@@ -309,7 +309,7 @@ def count_by_hash(layout, number, counts):  # type: ignore[no-untyped-def]
 
 @kernel(void, LAYOUT, int64)
 def retire(old, number):  # type: ignore[no-untyped-def]
-    """Send the readers of a replaced segment to the present layout, before any row or vector changes."""
+    """Redirect the readers of a replaced segment to the current layout, before any row or vector changes."""
     segment = SEGMENTS + 2 * number
     for position in range(np.int64(old[segment + 1])):
         retire_bucket(bucket_at(old, segment, position))
@@ -318,7 +318,7 @@ def retire(old, number):  # type: ignore[no-untyped-def]
 
 @kernel(_PAIR, LAYOUT, LAYOUT, int64[::1], _VECTORS)
 def scan(layout, cursor, keys, out):  # type: ignore[no-untyped-def]
-    """Copy rows whose hash is at least `cursor[0]`, by ascending home, while they fit, and move the cursor past them.
+    """Copy rows with hashes from `cursor[0]` on, by ascending home, while they fit, and advance the cursor.
 
     Returns:
         (rows copied, state): the state is DONE after the last row, otherwise NO_ROWS; 0 rows if those of one home do not fit.
@@ -345,7 +345,7 @@ def scan(layout, cursor, keys, out):  # type: ignore[no-untyped-def]
                     if place_of(layout, segment, hashed) != place or hashed < cursor[0]:
                         continue
                     if copied == keys.size:
-                        # The least hash at home here: bits of the segment, then those that `scale` takes to this place.
+                        # The smallest hash with its home here: the segment's bits, then those that `scale` maps to this place.
                         lower = ((np.uint64(place) << U32) + buckets - U1) // buckets
                         upper = np.uint64(number_of(segment)) << U32
                         cursor[0] = max(cursor[0], (upper + lower) << (U32 - bits))

@@ -44,8 +44,8 @@ from typing import Any, Final
 import numpy as np
 from numba import int64, njit, uint64
 
-from hps.hashing import scale
-from hps.numba_atomics import (
+from hps.ground.hashing import scale
+from hps.ground.numba_atomics import (
     copy_4_bytes,
     copy_16_bytes,
     copy_64_bytes,
@@ -61,7 +61,7 @@ from hps.numba_atomics import (
     store_relaxed_u32,
     store_release,
 )
-from hps.numba_kernels import read_only
+from hps.ground.numba_kernels import read_only
 
 # The numba types of what kernels take.
 LAYOUT: Final[Any] = uint64[::1]

@@ -38,10 +38,10 @@ _SLAB_BYTES = 1 << 20
 _LEAST_SLAB_ROWS = 1 << 10
 _MOST_SLAB_ROWS = 1 << 16
 _STRIPE_BYTES = 1 << 20
-"""Least bytes of a stripe: where it is committed in part, that is little of it, and so are the rows at its ends."""
+"""Minimum bytes of a stripe, so that partly committed pages and the rows at its ends are a small part of it."""
 _MOST_STRIPES = 1 << 10
 _SPARE_SHARE = 256
-"""One row more for so many that are reserved: of 2^24 rows, 0.4 % are then beyond their stripe, instead of 14 %."""
+"""Reserved rows per extra row: of 2^24 rows, 0.4 % are then outside their stripe, instead of 14 %."""
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 SEGMENTED_FROM: Final = 4096
@@ -100,14 +100,14 @@ class Pages:
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of its pages."""
+        """Size of its pages."""
         return _to_pages(self.size_bytes)
 
     def keep_from_children(self) -> None:
-        """Leave the memory out of processes that are forked from now on.
+        """Leave the memory out of later forks.
 
-        Else a write after a fork may go to a copy of the page, on systems that do not tell pinned pages apart, while a device
-        goes on reading the page; on others, the fork copies all that is pinned.
+        Otherwise a write after a fork may go to a copy of the page while a device reads the original; systems that recognise
+        pinned pages copy all of them in the fork.
         """
         if hasattr(mmap, "MADV_DONTFORK"):
             self._mapped.madvise(mmap.MADV_DONTFORK)
@@ -120,7 +120,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Slabs that were mapped at once. *Immutable.*
+    """Slabs that were mapped together. *Immutable.*
 
     Attributes:
         pages: their memory.
@@ -193,11 +193,11 @@ class Slabs:
         return self._addresses[: self.count].copy()
 
     def share(self) -> None:
-        """Make the versions that devices need, if they are not there."""
+        """Create the versions that devices need, if missing."""
         self.versions = self.versions or Pages(STRIPES * VERSION_BYTES, f"table {self._tag!r}: the versions of its stripes")
 
     def extend(self) -> None:
-        """Make fresh rows available, once there are none: those of an earlier extent, or of one that is mapped now.
+        """Provide fresh rows from an earlier or a new extent, when none are left.
 
         Raises:
             DatabaseError: no memory, or the table has as many rows as there are row numbers.
@@ -208,7 +208,7 @@ class Slabs:
             self._map(self._usual())
 
     def reserve(self, rows: int) -> None:
-        """Map memory for `rows` in all, in one extent, and some more, since chance fills stripes unevenly.
+        """Map memory for `rows` in total in one extent, with some to spare, since stripes fill unevenly.
 
         Raises:
             DatabaseError: no memory.
@@ -218,7 +218,7 @@ class Slabs:
             self._map(max(-(-missing // self.rows_per_slab), self._usual()), reserved=True)
 
     def committed_bytes(self) -> int:
-        """At most how many bytes of pages are committed."""
+        """Upper bound of the committed bytes."""
         held = sum(extent.pages.size_bytes for extent in self.extents) + _to_pages((self.count + 1) * 8)
         held += self.versions.size_bytes if self.versions else 0
         if self.pinned or not self.extents:
@@ -226,7 +226,7 @@ class Slabs:
         return held - sum(self._untouched_bytes(*left) for left in [*self._left, self._present()])
 
     def further_bytes(self, rows: int) -> int:
-        """About how many bytes more would be committed, were there `rows` in all."""
+        """Estimate how many more bytes a total of `rows` would commit."""
         present, free, _ = self.counters[: FRESH_ROWS + 1].tolist()
         here = self.capacity_rows if self.pinned else present + free
         size_bytes = max(rows - here, 0) * (self.slab_bytes >> self.shift)
@@ -234,7 +234,7 @@ class Slabs:
         return size_bytes + (size_bytes // _SPARE_SHARE if size_bytes >= _HUGE_PAGES_FROM_BYTES else 0)
 
     def _usual(self) -> int:
-        """How many slabs an extent has where nobody asked for more."""
+        """Default number of slabs of an extent."""
         return min(max(self.count // (64 if self.pinned else 1), 1), self._slabs_at_once)
 
     def _map(self, slabs: int, reserved: bool = False) -> None:
@@ -288,7 +288,7 @@ class Slabs:
         extent: Extent,
         used: npt.NDArray[np.int64],  # (stripes,)
     ) -> int:
-        """At least how many bytes of pages nobody has touched yet."""
+        """Lower bound of the untouched bytes."""
         row_bytes, page = self.slab_bytes >> self.shift, extent.commit_bytes
         starts = np.arange(used.size) * (extent.stripe_rows * row_bytes)
         ends = -(-(starts + used * row_bytes) // page) + (1 if self.stamp_offset else 0)
@@ -310,7 +310,7 @@ class Buckets:
     __slots__ = ("_slabs", "_tag", "layout", "pages", "segment_rows")
 
     def __init__(self, tag: str, slabs: Slabs, pages: Sequence[Pages]) -> None:
-        """Describe segments, whose rows the caller has yet to enter."""
+        """Describe segments; the caller enters their rows."""
         self._tag = tag
         self._slabs = slabs
         self.pages = tuple(pages)
@@ -322,7 +322,7 @@ class Buckets:
         self.segment_rows: npt.NDArray[np.int64] = np.zeros(len(pages), np.int64)
 
     def described_again(self) -> "Buckets":
-        """Return the same segments with what their slabs have now."""
+        """Return the same segments with the present slabs."""
         same = Buckets(self._tag, self._slabs, self.pages)
         same.segment_rows = self.segment_rows
         return same
@@ -334,7 +334,7 @@ class Buckets:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the pages of all buckets."""
+        """Size of the pages of all buckets."""
         return sum(pages.whole_bytes for pages in self.pages)
 
     def grown(self, number: int) -> "Buckets":

@@ -1,4 +1,4 @@
-"""One table of the hash map: how callers take turns to write to it, and how it grows."""
+"""One table of the hash map: turns of its writers, and growth."""
 
 import logging
 import threading
@@ -17,27 +17,27 @@ from hps.databases.hash_map.kernels import NO_BUCKETS, NO_ROWS, count_present, d
 from hps.databases.hash_map.layout import BUSY, DONE, KEEP, ROWS, STAMP
 from hps.databases.hash_map.memory import MAX_ROWS, Buckets, Slabs
 from hps.errors import DatabaseError, DatabaseTimeoutError
+from hps.ground.log_limits import LineLimit
 from hps.types import BoolArray, FloatArray, KeyArray
 
 SLICE_ROWS: Final = 16_384
-"""Rows that an insertion or a deletion writes before it lets another writer in."""
+"""Rows that an insertion or a deletion writes before another writer may take its turn."""
 _SCAN_ROWS: Final = 4096
 _BACKOFF_S: Final = 50e-6
 _STAMPS_A_SECOND: Final = 16
 _STAMP_LIMIT: Final = 2**32 - 1
 _EVERYTHING: Final = np.empty(0, np.bool_)
-_SAY_AGAIN_S: Final = 60.0
 _log = logging.getLogger(__name__)
 
 
 class HashMapTable:
     """Vectors of one width by key. *Thread-safe.*
 
-    Readers take no lock. They wait only while a writer changes the very bucket that they read. Writers wait for one another,
-    and a long call lets others in between its slices.
+    Readers take no lock. They wait only while a writer changes the bucket that they read. Writers wait for one another, and a
+    long call lets others in between its slices.
 
-    A reader holds the buckets that it reads: buckets that the table has outgrown are unmapped when their last reader has
-    finished. Slabs live as long as the table, which its readers hold too, so a table can be dropped while it is read.
+    A reader holds the buckets that it reads: outgrown buckets are unmapped when their last reader has finished. Slabs live as
+    long as the table, which its readers also hold, so a table can be dropped while it is read.
 
     Attributes:
         dim: floats of a vector.
@@ -69,7 +69,7 @@ class HashMapTable:
         self._partition_rows: npt.NDArray[np.int64] = np.zeros(overflow.partitions if overflow else 0, np.int64)
         self._random: npt.NDArray[np.uint64] = np.zeros(2, np.uint64)
         self._evictions = self._evictions_said = 0
-        self._say_at = 0.0
+        self._eviction_lines = LineLimit()
         self._writer = threading.Lock()
         self._outgrown: Buckets | None = None
         self.in_place = TableInPlace(tag, self)
@@ -80,7 +80,7 @@ class HashMapTable:
         out: FloatArray,  # (n, dim)
         found: BoolArray,  # (n,)
     ) -> int:
-        """Do what `Database.fetch` says."""
+        """As `Database.fetch`."""
         filled: int = 0
         position = 0
         now = self._now()
@@ -107,18 +107,18 @@ class HashMapTable:
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
     ) -> None:
-        """Do what `Database.insert` says, in batches; the overflow rule applies to each."""
+        """As `Database.insert`, in batches; the overflow rule applies to each."""
         for start in range(0, keys.size, self._batch_rows):
             batch = slice(start, start + self._batch_rows)
             with self.writing(f"inserting {keys.size} keys"):
                 if start == 0:
                     self._check_row_numbers(keys)
                 self._enter(keys[batch], vectors[batch])
-            if self._evictions > self._evictions_said and time.monotonic() >= self._say_at:
+            if self._evictions > self._evictions_said and self._eviction_lines.take():
                 self._say_evictions()
 
     def delete(self, keys: KeyArray) -> int:
-        """Do what `Database.delete` says."""
+        """As `Database.delete`."""
         deleted = 0
         for start in range(0, keys.size, SLICE_ROWS):
             with self.writing(f"deleting {keys.size} keys"):
@@ -132,7 +132,7 @@ class HashMapTable:
         return deleted
 
     def scan(self, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
-        """Do what `Database.scan` says. Writers write between two steps of the scan."""
+        """As `Database.scan`. Writers write between two steps of the scan."""
         cursor, state = np.zeros(1, np.uint64), NO_ROWS
         room = max(min(chunk_rows, self.rows), _SCAN_ROWS)
         while state != DONE:
@@ -146,7 +146,7 @@ class HashMapTable:
                 yield keys[start:stop], vectors[start:stop]
 
     def reserve(self, rows: int) -> None:
-        """Map memory for `rows` in all at once: growth step by step would move buckets, and put rows into more extents."""
+        """Map memory for `rows` in total at once, since step by step growth moves buckets and spreads rows over extents."""
         with self.writing(f"reserving {rows} rows"):
             if rows > MAX_ROWS:
                 raise self._too_many(f"reserving {rows} rows")
@@ -157,7 +157,7 @@ class HashMapTable:
 
     @property
     def rows(self) -> int:
-        """Rows that the table holds."""
+        """Number of rows."""
         return int(self._slabs.counters[ROWS])
 
     @property
@@ -167,33 +167,33 @@ class HashMapTable:
 
     @property
     def notes_accesses(self) -> bool:
-        """Whether whoever reads a row must note that."""
+        """Whether readers must note each access to a row."""
         return self._access != KEEP
 
     @property
     def memory(self) -> tuple[Buckets, Slabs]:
-        """What the table lies in at present."""
+        """The present memory of the table."""
         return self._buckets, self._slabs
 
     def share(self) -> None:
-        """Keep from now on, as the writer, the versions by which devices see what changes."""
+        """Maintain the versions for devices from now on, as the writer."""
         self._slabs.share()
         self._buckets = self._buckets.described_again()
 
     def stats(self) -> TableStats:
-        """Rows and bytes; the overhead is all that is committed beside the vectors: buckets, stamps, free rows."""
+        """Return the size; the overhead is the committed memory beside the vectors: buckets, stamps, free rows."""
         rows = self.rows
         vector_bytes = rows * self._slabs.vector_bytes
         held = self._buckets.size_bytes + self._slabs.committed_bytes() + self._partition_rows.nbytes
         return TableStats(rows, vector_bytes, held - vector_bytes, self.capacity_rows, self._evictions)
 
     def further_bytes(self, rows: int) -> int:
-        """Bytes that the table would take beside those that it has, to hold `rows` in all, or as many as it may."""
+        """Estimate how many more bytes the table needs for a total of `rows`, or for as many as it may hold."""
         rows = min(rows, self.capacity_rows)
         return self._slabs.further_bytes(rows) + self._buckets.bytes_with_room_for(rows) - self._buckets.size_bytes
 
     def bytes_for(self, rows: int) -> int:
-        """Bytes that the table, while it is empty, would take in all to hold so many rows."""
+        """Estimate the total bytes that the empty table needs for a number of rows."""
         empty = self.stats()
         return empty.overhead_bytes + self.further_bytes(rows)
 
@@ -218,7 +218,6 @@ class HashMapTable:
 
     def _say_evictions(self) -> None:
         evicted, self._evictions_said = self._evictions - self._evictions_said, self._evictions
-        self._say_at = time.monotonic() + _SAY_AGAIN_S
         _log.info(
             "hash map: table %r is full, %d rows were evicted for others since the last such line; its partitions hold at most "
             "%d rows (volatile_db.num_partitions x overflow_margin)",
@@ -282,7 +281,7 @@ class HashMapTable:
         self._show_growth()
 
     def _show_growth(self) -> None:
-        """Let devices read what the table grew by, and send readers of outgrown buckets on, before anything is written."""
+        """Show new memory to devices, and redirect readers of outgrown buckets, before the next write."""
         self.in_place.show(self._buckets, self._slabs)
         if self._outgrown is not None:
             self._outgrown.retire_what_is_not_in(self._buckets)

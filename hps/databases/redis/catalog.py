@@ -1,4 +1,4 @@
-"""Which tables there are in Redis: made, found, checked before they are used, and dropped."""
+"""The tables in Redis: creates, finds, checks and drops them."""
 
 import hashlib
 import json
@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from hps.databases.base import LogPosition
-from hps.databases.redis.layout import ANY_KEY, Partition, RedisLayout, partition_number, tag_of
+from hps.databases.base import LogPosition, Partition
+from hps.databases.redis.layout import ANY_KEY, KeyPartition, RedisLayout, partition_number, tag_of
 from hps.databases.redis.marks import Mark, Process, opened, parse
 from hps.databases.redis.nodes import RedisNodes
 from hps.databases.redis.requests import Call
@@ -26,7 +26,7 @@ if KEYS[2] then redis.call('unlink', unpack(KEYS, 2)) end
 redis.call('set', KEYS[1], ARGV[2])
 return ARGV[2]
 """
-"""Replaces a mark that is still what it was; drops what else of its partition is named."""
+"""Replaces an unchanged mark, and drops the named keys of its partition."""
 _NOTE_POSITIONS: Final = """
 if not redis.call('hget', KEYS[1], 'dim') then return 0 end
 redis.call('hset', KEYS[1], unpack(ARGV))
@@ -37,13 +37,13 @@ return 1
 
 @dataclass(frozen=True, slots=True)
 class LoadNote:
-    """How far a model is loaded into a table: the field `loaded` of the table's hash. *Immutable.*
+    """The progress of a load, in the field `loaded` of the table's hash. *Immutable.*
 
     Attributes:
-        fingerprint: of the model's files.
-        rows_done: leading rows of the files that the table was given.
-        rows: leading rows that it is to be given.
-        marks: digest of the incarnations of the partitions that got them; where they differ, rows were lost.
+        fingerprint: fingerprint of the model's files.
+        rows_done: leading rows of the files that are loaded.
+        rows: leading rows to load.
+        marks: digest of the incarnations of the loaded partitions; if they differ, rows were lost.
     """
 
     fingerprint: str
@@ -57,7 +57,7 @@ class Catalog:
 
     Args:
         nodes: run the commands.
-        num_partitions: of tables that are made here.
+        num_partitions: partitions of new tables.
     """
 
     def __init__(self, nodes: RedisNodes, num_partitions: int) -> None:
@@ -65,27 +65,37 @@ class Catalog:
         self._num_partitions = num_partitions
 
     def open(self, layout: RedisLayout) -> None:
-        """Make a table where there is none. `look` makes the marks of its partitions.
+        """Create a table if it does not exist. `look` creates the marks of its partitions.
 
         Raises:
             TableWidthError: it holds vectors of another width.
             DatabaseError: it has another number of partitions, or Redis failed.
         """
-        if not self._about(layout):
-            self._check_foreign(layout)
+        self.check(layout)
         expected = {"dim": layout.dim, "num_partitions": len(layout.partitions)}
         self._nodes.run([Call(layout.slot, "HSETNX", layout.about, name, value) for name, value in expected.items()])
+        self.check(layout)
+
+    def check(self, layout: RedisLayout) -> None:
+        """Refuse an existing table that `open` would refuse. Nothing is written.
+
+        Raises:
+            As `open`.
+        """
         about = self._about(layout)
-        held = int(about.get(b"dim", 0))
+        if not about:
+            self._check_foreign(layout)
+            return
+        held = int(about.get(b"dim", layout.dim))  # missing while the table is emptied
         if held != layout.dim:
             raise TableWidthError(
                 f"redis: opening table {layout.tag}: got vectors of {layout.dim} elements, expected {held}, which it holds; "
                 "drop the table first, or give it another name"
             )
-        self._check_partitions(layout, int(about.get(b"num_partitions", 0)))
+        self._check_partitions(layout, int(about.get(b"num_partitions", len(layout.partitions))))
 
     def marks(self, layout: RedisLayout, deadline: float | None = None) -> list[bytes] | None:
-        """What stands where the marks of the partitions belong, nothing where there is none; None if the table is gone.
+        """Read the marks of the partitions, empty if missing; None if the table is gone.
 
         Raises:
             DatabaseError: Redis failed.
@@ -98,19 +108,19 @@ class Catalog:
         return [mark.reply or b"" for mark in marks]
 
     def change(
-        self, changes: Sequence[tuple[Partition, bytes, Mark]], deadline: float | None = None, *, empty: Sequence[bool] = ()
+        self, changes: Sequence[tuple[KeyPartition, bytes, Mark]], deadline: float | None = None, *, empty: Sequence[bool] = ()
     ) -> list[bytes]:
-        """Replace marks that are still what they were, and remove the rows below where that is asked for.
+        """Replace unchanged marks, and empty the chosen partitions.
 
         The order of changes is removed with an incarnation.
 
         Args:
-            changes: each a partition, what stands where its mark belongs, and the mark to be.
-            deadline: when all must be done, on the monotonic clock.
-            empty: which of the partitions are to be emptied; none if it is empty.
+            changes: for each partition, its known mark and the new one.
+            deadline: time limit on the monotonic clock.
+            empty: which of the partitions to empty; none by default.
 
         Returns:
-            What stands there now.
+            The present marks.
         """
         calls = []
         for (partition, before, after), gone in zip(changes, empty or [False] * len(changes), strict=True):
@@ -122,20 +132,20 @@ class Catalog:
         return [call.reply for call in calls]
 
     def look(self, layout: RedisLayout, me: Process, deadline: float | None = None, *, make: bool) -> list[bytes] | None:
-        """The marks of all partitions, once this process may use them.
+        """Read the marks of all partitions, and change them so that this process may use them.
 
         Args:
             layout: the table.
-            me: decides whether it may, and what has to be changed for it.
-            deadline: when the answer must be there, on the monotonic clock.
-            make: with no database below, make marks where there are none; what is not there then counts as absent.
+            me: decides whether the process may use them, and what must change for it.
+            deadline: time limit on the monotonic clock.
+            make: without a database below, create missing marks; missing rows then count as absent.
 
         Returns:
             The marks; None if the table holds another model, or is being loaded.
 
         Raises:
-            UnknownTableError: it is gone.
-            DatabaseError: Redis failed, or others change the marks all the time.
+            UnknownTableError: the table is gone.
+            DatabaseError: Redis failed, or other processes kept changing the marks.
         """
         for _ in range(_ATTEMPTS):
             texts = self.marks(layout, deadline)
@@ -155,13 +165,13 @@ class Catalog:
         raise DatabaseError(f"redis: table {layout.tag}: others changed its marks {_ATTEMPTS} times while it was looked at")
 
     def tags(self) -> list[str]:
-        """Tags of all tables, sorted."""
+        """List the tags of all tables, sorted."""
         return sorted({tag for key in self._nodes.keys(ANY_KEY) if (tag := tag_of(key)) is not None})
 
     def drop(self, tag: str) -> None:
         """Remove every key of a table, except the lease of a process that is about to load it.
 
-        The marks go first, so that nobody takes vectors that go after them for absent; the table's own hash goes last.
+        The marks are removed first, so that vectors removed after them never count as absent; the table's own hash is last.
         """
         layout = RedisLayout.of(tag, 1, self._num_partitions)
         about = self._about(layout)
@@ -172,12 +182,12 @@ class Catalog:
             partitions = max(numbers, default=-1) + 1
         layout = RedisLayout.of(tag, 1, partitions)
         for kind in ("mark", "sequences", "uses", "values"):
-            # One key a command, one kind at a time: the keys of a slot that is being moved may be on two nodes.
+            # One key per command and one kind at a time, since the keys of a slot that is being moved may be on two nodes.
             self._nodes.run([Call(part.slot, "UNLINK", getattr(part, kind)) for part in layout.partitions])
         self._nodes.ask(layout.slot, "UNLINK", layout.about)
 
     def note(self, layout: RedisLayout) -> LoadNote | None:
-        """Which model was loaded, and how far; None if none was.
+        """Read the progress of the last load; None if there was none.
 
         Raises:
             DatabaseCorruptError: the note cannot be read.
@@ -185,18 +195,18 @@ class Catalog:
         return _parse_note(self._nodes.ask(layout.slot, "HGET", layout.about, _LOADED), layout)
 
     def write_note(self, layout: RedisLayout, note: LoadNote) -> None:
-        """Remember which model was loaded, and how far."""
+        """Store the progress of a load."""
         self._nodes.ask(layout.slot, "HSET", layout.about, _LOADED, json.dumps(asdict(note)))
 
-    def positions(self, layout: RedisLayout, marks: list[bytes]) -> dict[str, LogPosition]:
-        """How far each partition of the log was applied; nothing where rows were lost since, as the incarnations tell."""
+    def positions(self, layout: RedisLayout, marks: list[bytes]) -> dict[Partition, LogPosition]:
+        """Read how far each partition of the log was applied; none if rows were lost since, as the incarnations tell."""
         notes = {
             name[len(_LOG) :].decode(): json.loads(note) for name, note in self._about(layout).items() if name.startswith(_LOG)
         }
-        return {name: LogPosition(*note[:2]) for name, note in notes.items() if note[2] == digest(marks)}
+        return {Partition(name): LogPosition(*note[:2]) for name, note in notes.items() if note[2] == digest(marks)}
 
-    def write_positions(self, layout: RedisLayout, marks: list[bytes], positions: Mapping[str, LogPosition]) -> None:
-        """Remember how far partitions of the log were applied to rows that lie under these marks."""
+    def write_positions(self, layout: RedisLayout, marks: list[bytes], positions: Mapping[Partition, LogPosition]) -> None:
+        """Store how far partitions of the log were applied to the rows under these marks."""
         words = [
             word
             for name, at in positions.items()
@@ -217,7 +227,7 @@ class Catalog:
             )
 
     def _check_foreign(self, layout: RedisLayout) -> None:
-        """Refuse another number of partitions, or another width, of a table that another program, as HugeCTR, wrote."""
+        """Check the partitions and the width of a table that another program, such as HugeCTR, wrote."""
         keys = [key for key in self._nodes.keys(b"hps_et{%b/p*}v" % layout.tag.encode()) if tag_of(key) == layout.tag]
         if not keys:
             return
@@ -237,18 +247,18 @@ class Catalog:
 
 
 def digest(texts: list[bytes]) -> str:
-    """The incarnations of all partitions, shortened."""
+    """Compute a digest of the incarnations of all partitions."""
     incarnations = "".join(mark.incarnation if mark else "-" for mark in map(parse, texts))
     return hashlib.blake2b(incarnations.encode(), digest_size=8).hexdigest()
 
 
 def fresh() -> str:
-    """A text that was never in a mark."""
+    """Make a text that was never in a mark."""
     return secrets.token_hex(8)
 
 
 def lost(layout: RedisLayout) -> UnknownTableError:
-    """The error for a table that is not what it was."""
+    """Make the error for a table that was dropped or lost its rows."""
     return UnknownTableError(
         f"redis: table {layout.tag} is not what it was when it was opened: Redis was emptied or restarted without its data, or "
         "another process dropped the table; open it again, and load it"

@@ -1,11 +1,11 @@
-"""The bulk codec: requests and replies with many keys, encoded and parsed without a Python object a key.
+"""The bulk codec encodes requests and parses replies with many keys, without a Python object per key.
 
 A request to Redis is an array of strings: `*<n>`, then `$<length>` and the bytes of each; CR LF ends every line (RESP). A
 key is a field of a hash, as its 8 little-endian bytes, so that a field always takes the same 14 bytes. The reply to HMGET is
 `*<n>`, then `$<4 dim>` and a vector, or `$-1`, for each field.
 
-The kernel that reads it never waits for the size that it expects: it reads what has arrived, checks every header that it
-passes, and says how far it got.
+The kernel that reads it does not wait for the complete reply: it reads the arrived bytes, checks every header, and reports its
+position.
 """
 
 from typing import Any, Final, TypeAlias
@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 from numba import boolean, int64, njit, uint8, uint64, void
 
-from hps.hashing import mix
-from hps.numba_kernels import kernel, read_only
+from hps.ground.hashing import mix
+from hps.ground.numba_kernels import kernel, read_only
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 FIELD_BYTES: Final = 14
-"""What a key takes as the field of a hash."""
+"""Bytes of a key as the field of a hash."""
 
 HEADER, ROWS, WHOLE, WRONG_LENGTH, GARBAGE = range(5)
 """Phases of reading a reply to HMGET: before its first line, in its rows, after it; or why it cannot be read: a value has
@@ -116,7 +116,7 @@ def write_rows(keys, order, header, rows, buffer, at):  # type: ignore[no-untype
 def _number(buffer, at, end):  # type: ignore[no-untyped-def]
     """Read the number of a header line that starts at `at`; returns it and the position after its line.
 
-    The position is _INCOMPLETE where the line has not wholly arrived, and _NO_NUMBER where it holds anything else.
+    The position is _INCOMPLETE for an incomplete line, and _NO_NUMBER for a line without a number.
     """
     value = np.int64(0)
     sign = 1
@@ -142,7 +142,7 @@ def _number(buffer, at, end):  # type: ignore[no-untyped-def]
 
 @njit
 def _miss(buffer, at, end, header_size, width, state):  # type: ignore[no-untyped-def]
-    """Pass over a miss. Returns -1 where there is none: the row has not wholly arrived, or `state` says what is wrong."""
+    """Skip a miss. Returns -1 if there is none: the row is incomplete, or `state` says what is wrong."""
     if at >= end:
         return -1
     length, after = np.int64(0), np.int64(_NO_NUMBER)
@@ -165,7 +165,7 @@ def _miss(buffer, at, end, header_size, width, state):  # type: ignore[no-untype
 
 @kernel(int64, _READ, int64, int64, int64[::1], _KEYS, _READ, _ROWS, _FLAGS)
 def read_rows(buffer, at, end, state, order, header, out, found):  # type: ignore[no-untyped-def]
-    """Read what has arrived of a reply to HMGET into the rows that asked for it.
+    """Read the arrived part of a reply to HMGET into the requested rows.
 
     Args:
         buffer: the bytes; those of [at, end) have arrived and are not yet read.
@@ -173,10 +173,10 @@ def read_rows(buffer, at, end, state, order, header, out, found):  # type: ignor
         order: (count,) int64: which row of `out` each value belongs to.
         header: what precedes each value.
         out: (n, 4 dim) uint8.
-        found: (n,) bool; a row is marked when all of it is there.
+        found: (n,) bool; set for complete rows.
 
     Returns:
-        The first position that is not read: of a row that has not wholly arrived, after the reply, or at what is wrong.
+        The first unread position: of an incomplete row, after the reply, or at an error.
     """
     if state[PHASE] == HEADER and at < end:
         count, after = np.int64(0), np.int64(_NO_NUMBER)

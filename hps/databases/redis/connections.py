@@ -1,4 +1,4 @@
-"""redis-py's connections, with a parser that reads bulk replies, and with one deadline for all that a call waits for."""
+"""redis-py's connections with a parser for bulk replies and one deadline per call."""
 
 import os
 import select
@@ -7,7 +7,6 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, LifoQueue
@@ -20,20 +19,21 @@ from redis.connection import Connection, DefaultParser
 
 from hps.databases.redis.requests import Buffer, FetchRows, GetMark, Request
 from hps.errors import ConfigError, DatabaseError
+from hps.ground.workers import call_within
 
 _RECEIVE_BYTES: Final = 256 << 10
 _SEND_BYTES: Final = 256 << 10
 _KEPT_BYTES: Final = 4 << 20  # a larger buffer, of a rare large reply or vector, is released after the call
 _LEAST_S: Final = 0.001  # a timeout of 0 would mean a socket that does not block
 _MINUS: Final = ord("-")
-_MORE: Final = object()  # the reply has not wholly arrived
+_MORE: Final = object()  # the reply is incomplete
 
 _call = threading.local()
 
 
 @contextmanager
 def until(deadline: float) -> Iterator[None]:
-    """Let everything that this thread does with connections end at a deadline, on the monotonic clock, or before."""
+    """Bound the connection calls of this thread by a deadline on the monotonic clock."""
     outer = getattr(_call, "deadline", float("inf"))
     _call.deadline = min(deadline, outer)
     try:
@@ -43,16 +43,16 @@ def until(deadline: float) -> Iterator[None]:
 
 
 def time_left() -> float:
-    """Seconds until the deadline of this thread's call."""
+    """Return the seconds until the deadline of this thread's call."""
     deadline: float = getattr(_call, "deadline", float("inf"))
     return deadline - time.monotonic()
 
 
 class IdleConnections(LifoQueue):  # type: ignore[type-arg]
-    """What a pool of redis-py waits for; here no longer than the call may take. *Thread-safe.*"""
+    """A queue of idle connections for redis-py's pools, with waits bounded by the call's deadline. *Thread-safe.*"""
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Take the connection that was used last, so that surplus ones stay unused."""
+        """Take the most recently used connection, so that surplus ones stay idle."""
         try:
             return super().get(block, max(0.0, time_left()))
         except Empty:
@@ -104,17 +104,17 @@ class ReplyParser:
         return self.read(None, last=True)
 
     def read(self, request: Request | None, *, last: bool) -> Any:
-        """Read the next reply. An error of Redis is returned, as redis-py expects it, or raised where it ends the connection.
+        """Read the next reply. An error of Redis is returned, as redis-py expects, or raised if it ends the connection.
 
         Args:
-            request: what it replies to; None where that says nothing about the reply.
-            last: no other reply is to follow it.
+            request: the request, if it determines how to read the reply.
+            last: whether no other reply may follow.
 
         Raises:
-            redis.TimeoutError: the node was silent for too long, or the call's deadline has passed.
+            redis.TimeoutError: the node was silent for too long, or the deadline has passed.
             redis.ConnectionError: the connection ended, or Redis says that it cannot be used.
             redis.InvalidResponse: the bytes are no reply, or more than one arrived.
-            DatabaseError: the reply does not bring the vectors that were asked for.
+            DatabaseError: the reply does not contain the requested vectors.
         """
         if self._start == self._end:
             self._receive()
@@ -132,7 +132,7 @@ class ReplyParser:
         return reply
 
     def shrink(self) -> None:
-        """Release a large buffer; nothing may be in it."""
+        """Release a large, empty buffer."""
         if len(self._buffer.bytes) > _KEPT_BYTES:
             self._buffer = Buffer(_RECEIVE_BYTES)
 
@@ -149,7 +149,7 @@ class ReplyParser:
             if self._start == self._end:
                 self._receive()
             stop = self._end
-            if not last:  # hiredis must not take bytes of the next reply; every reply ends with a line
+            if not last:  # hiredis must not consume bytes of the next reply; every reply ends with a line
                 stop = self._buffer.bytes.find(b"\n", self._start, self._end) + 1 or self._end
             self._reader.feed(self._buffer.bytes, self._start, stop - self._start)
             self._start = stop
@@ -187,20 +187,20 @@ class ReplyParser:
 
 
 class BulkConnection(Connection):
-    """A connection of redis-py whose replies a `ReplyParser` reads and whose every wait ends with the call. *One per thread.*
+    """A connection of redis-py with a `ReplyParser` and with waits bounded by the call. *One per thread.*
 
-    redis-py cannot check a certificate for another name than the address, and the system's resolver has no timeout: so the
-    socket is made here, in the method that redis-py's own kinds of connection override.
+    redis-py cannot check a certificate for another name than the address, and the system's resolver has no timeout. So the
+    socket is created here, in the method that redis-py's own connections override.
 
     Args:
         tls: None for plain connections.
-        server_name: the name that the server's certificate must be for; sent as SNI.
-        family: where the connection is entered, for as long as it lives.
+        server_name: required name in the server's certificate; sent as SNI.
+        family: receives the connection for its lifetime.
         settings: redis-py's.
 
     Attributes:
         replies: the parser.
-        outgoing: where requests are written before they are sent.
+        outgoing: buffer of requests to send.
         socket: the open socket, or None.
     """
 
@@ -222,14 +222,14 @@ class BulkConnection(Connection):
         family[id(self)] = self
 
     def send_packed_command(self, command: Any, check_health: bool = True) -> None:
-        """As redis-py does, within the time that is left."""
+        """As redis-py does, within the remaining time."""
         if self.socket is not None:
             self.socket.settimeout(max(_LEAST_S, min(self._timeouts_s[1], time_left())))
         super().send_packed_command(command, check_health)  # type: ignore[no-untyped-call]
         self.replies.waiting_since = time.monotonic()
 
     def shrink(self) -> None:
-        """Release large buffers; nothing may be in them."""
+        """Release large, empty buffers."""
         self.replies.shrink()
         if len(self.outgoing.bytes) > _KEPT_BYTES:
             self.outgoing = Buffer(_SEND_BYTES)
@@ -278,29 +278,22 @@ class BulkConnection(Connection):
 
 
 def _resolve(name: str, port: int, deadline: float) -> list[Any]:
-    """Look a name up on a thread of its own, since the system's resolver has no timeout."""
-    addresses: Future[list[Any]] = Future()
-
-    def look_up() -> None:
-        try:
-            addresses.set_result(socket.getaddrinfo(name, port, 0, socket.SOCK_STREAM))
-        except OSError as error:
-            addresses.set_exception(error)
-
-    threading.Thread(target=look_up, name="hps-redis-resolve", daemon=True).start()
-    return addresses.result(max(0.0, deadline - time.monotonic()))
+    """Resolve a name with a timeout, which the system's resolver lacks."""
+    return call_within(
+        f"looking up {name}", deadline - time.monotonic(), lambda: socket.getaddrinfo(name, port, 0, socket.SOCK_STREAM)
+    )
 
 
 def tls_context(ca_certificate: str, client_certificate: str, client_key: str) -> ssl.SSLContext:
     """Make the context of TLS connections.
 
     Args:
-        ca_certificate: file, or directory, of the authorities that vouch for the servers.
-        client_certificate: file; we show none where neither it nor the key exists.
+        ca_certificate: file or directory of trusted authorities.
+        client_certificate: file; none is sent if neither it nor the key exists.
         client_key: file.
 
     Raises:
-        ConfigError: a file is missing or cannot be read as what it should be.
+        ConfigError: a file is missing or invalid.
     """
     problems = []
     context = ssl.create_default_context()

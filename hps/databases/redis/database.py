@@ -1,4 +1,4 @@
-"""The volatile database that several processes share: one Redis server, or a Redis Cluster."""
+"""The volatile database that several processes share: a Redis server or a Redis Cluster."""
 
 import logging
 import ssl
@@ -7,46 +7,45 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Self
 
-from hps.background import BackgroundQueue
-from hps.capacity import Need
 from hps.databases.base import (
     UNBOUNDED_ROWS,
+    Database,
     LoadRecord,
     LogPosition,
-    PersistentDatabase,
+    Partition,
     RowChanges,
     SharedDatabase,
     TableStats,
 )
-from hps.databases.redis.below import Below
+from hps.databases.redis.authority import TableAuthority
 from hps.databases.redis.catalog import Catalog
 from hps.databases.redis.connections import tls_context
 from hps.databases.redis.layout import RedisLayout
 from hps.databases.redis.load_leases import LoadLeases
 from hps.databases.redis.nodes import RedisNodes, parse_addresses
 from hps.databases.redis.overflow import Overflow, Policy
-from hps.databases.redis.probing import probe
 from hps.databases.redis.room import check_room, partition_bytes
+from hps.databases.redis.server_check import check_server
 from hps.databases.redis.table import RedisTable
 from hps.databases.redis.users import TableUsers
 from hps.errors import DatabaseError, UnknownTableError
-from hps.findings import Finding
-from hps.input_checks import check_fetch, check_keys, check_positive, check_rows
-from hps.metrics import Metrics
-from hps.numba_kernels import compile_kernels
-from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
+from hps.ground.capacity import Need
+from hps.ground.numba_kernels import compile_kernels
+from hps.ground.workers import WorkQueue
+from hps.statistics.metrics import Metrics
+from hps.tensors.array_checks import check_fetch, check_keys, check_positive, check_rows
+from hps.types import BoolArray, CheckResult, FloatArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
-_USES_PAUSE_S: Final = 1.0  # after noting them failed
-_USES_WAITING: Final = 64  # batches of found keys that may wait for a note of their use; more are dropped
+_USES_PAUSE_S: Final = 1.0  # after a failed note
+_USES_WAITING: Final = 64  # batches of found keys that may wait to be noted; more are dropped
 
 
 class RedisDatabase(SharedDatabase):
     """Tables in Redis (`"type": "redis_cluster"` or `"redis"`), laid out as HugeCTR HPS does. *Thread-safe.*
 
-    The node itself says whether it is a server or part of a cluster. Nothing waits longer than its timeout: a node
-    that is dead, paused or slow fails the call. Connections are bounded; one that failed is never used again. See
-    `layout.py` for the keys and `docs/redis.md` for what survives which failure.
+    Servers and clusters are told apart by asking a node. Every wait has a timeout: a dead, paused or slow node fails the call.
+    Connections are bounded; a failed one is never used again. See `layout.py` for the keys and `docs/redis.md` for failures.
     """
 
     kind = "redis_cluster"
@@ -76,25 +75,25 @@ class RedisDatabase(SharedDatabase):
 
         Args:
             address: `host[:port]` of the server, or of some nodes of the cluster, separated by `,` or `;`.
-            user_name: of an ACL user; `default` for Redis' own.
-            password: empty where Redis expects none.
-            num_partitions: hashes that a table is cut into; must be what a table was written with.
-            num_node_connections: most connections to one node.
-            max_batch_size: most keys that share one timeout; a call with more has several.
+            user_name: ACL user; `default` for Redis' default user.
+            password: empty for none.
+            num_partitions: hashes per table; the same as when the table was written.
+            num_node_connections: maximum connections to one node.
+            max_batch_size: maximum keys per timeout; a call with more has several.
             tls: None for plain connections.
-            tls_server_name: the name that the servers' certificates must be for; sent as SNI.
-            overflow_margin: most rows of a partition.
-            overflow_policy: which rows are evicted when there are more.
+            tls_server_name: required name in the servers' certificates; sent as SNI.
+            overflow_margin: maximum rows of a partition.
+            overflow_policy: rows to evict beyond the margin.
             overflow_resolution_target: share of the margin to leave when evicting.
-            connect_timeout_s: for opening a connection.
-            read_timeout_s: how long a node may be silent while it owes a reply.
-            timeout_s: for a whole call of up to `max_batch_size` keys.
-            lease_s: how long a process that loads a model may be silent before another takes over.
-            use_lease_s: how long a process that died counts as using the tables that it had opened.
-            metrics: counts the notes of uses that were dropped.
+            connect_timeout_s: timeout for opening a connection.
+            read_timeout_s: maximum silence of a node that owes a reply.
+            timeout_s: timeout of a call with up to `max_batch_size` keys.
+            lease_s: maximum silence of a loading process before another takes over.
+            use_lease_s: how long a dead process counts as a user of its open tables.
+            metrics: counts dropped notes of uses.
 
         Raises:
-            DatabaseError: no node can be reached, or it refuses us.
+            DatabaseError: no node can be reached, or it refuses the user.
         """
         compile_kernels()
         self._batch = max_batch_size
@@ -117,11 +116,11 @@ class RedisDatabase(SharedDatabase):
         self._leases = LoadLeases(self._nodes, self._catalog, lease_s)
         self._users = TableUsers(self._nodes, self._catalog, use_lease_s)
         self._tables: dict[str, RedisTable] = {}
-        self._below: dict[str, Below] = {}
-        self._uses: BackgroundQueue | None = None
+        self._below: dict[str, TableAuthority] = {}
+        self._uses: WorkQueue | None = None
         self._uses_after = 0.0  # none are noted before this time
         if self._overflow.notes_uses:
-            self._uses = BackgroundQueue("redis_uses", _USES_WAITING, 1, metrics or Metrics())
+            self._uses = WorkQueue("redis_uses", _USES_WAITING, 1, metrics or Metrics())
             self._uses.end_with(self)
 
     @classmethod
@@ -144,8 +143,8 @@ class RedisDatabase(SharedDatabase):
         )
 
     @classmethod
-    def probe(cls, config: Any, tables: Mapping[TableSpec, int]) -> list[Finding]:
-        return probe(config, tables)
+    def probe(cls, config: Any, tables: Mapping[TableSpec, int]) -> list[CheckResult]:
+        return check_server(config, tables)
 
     @property
     def clustered(self) -> bool:
@@ -165,7 +164,7 @@ class RedisDatabase(SharedDatabase):
             self._catalog.open(layout)
             table = self._tables.get(tag)
             if table is None or table.layout != layout:
-                below = self._below.setdefault(tag, Below(tag))
+                below = self._below.setdefault(tag, TableAuthority(tag))
                 table = RedisTable(layout, below, self._catalog, self._nodes, self._overflow, self._batch)
             table.look(make=True)
             self._tables[tag] = table
@@ -175,9 +174,9 @@ class RedisDatabase(SharedDatabase):
                     self._users.leave(layout)
             raise
 
-    def stand_above(self, tag: str, database: PersistentDatabase) -> None:
+    def stand_above(self, tag: str, database: Database) -> None:
         table = self._table(tag)
-        self._below[tag] = table.below = Below(tag, database)
+        self._below[tag] = table.below = TableAuthority(tag, database)
         table.look(make=True)
         if table.marks is None:
             _log.warning("redis: table %s holds another model than the database below; it is not used until that changes", tag)
@@ -206,10 +205,10 @@ class RedisDatabase(SharedDatabase):
         table = self._table(tag)
         return table.delete(check_keys(f"redis: deleting from table {tag}", keys))
 
-    def follow_log(self, tag: str) -> dict[str, LogPosition]:
+    def follow_log(self, tag: str) -> dict[Partition, LogPosition]:
         return self._table(tag).follow_log()
 
-    def apply(self, tag: str, changes: RowChanges, positions: Mapping[str, LogPosition]) -> BoolArray:
+    def apply(self, tag: str, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
         table = self._table(tag)
         check_rows(f"redis: updating table {tag}", changes.keys, changes.vectors, table.layout.dim)
         return table.apply(changes, positions)
@@ -280,12 +279,12 @@ class RedisDatabase(SharedDatabase):
         self._nodes.close()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until noted uses are in Redis; returns False where that takes longer."""
+        """Wait until noted uses are in Redis; return False at the timeout."""
         return self._uses is None or self._uses.drain(timeout_s)
 
     def _note_uses(self, table: RedisTable, keys: KeyArray) -> None:
         if time.monotonic() < self._uses_after:
-            return  # whatever is queued behind a failure would fail as well, each after its timeout
+            return  # what is queued behind a failure would fail as well, each after its timeout
         try:
             table.touch(keys)
         except DatabaseError:

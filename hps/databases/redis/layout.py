@@ -1,6 +1,6 @@
-"""Where a table lies in Redis: HugeCTR HPS' keys (4.2 and later), and what is kept beside them.
+"""The keys of a table in Redis: those of HugeCTR HPS (4.2 and later), and ours beside them.
 
-A table of tag T is cut into partitions by the mixing hash of its keys. Partition i is these keys of Redis, which share one
+A table of tag T is cut into partitions by the mixing hash of its keys. KeyPartition i is these keys of Redis, which share one
 hash slot:
 
     hps_et{T/p<i>}v   hash: field = 8 little-endian bytes of a key, value = its vector, raw float32      HugeCTR's
@@ -12,8 +12,8 @@ The tag T is the whole `hps_et.<model>.<table>`, so a key reads `hps_et{hps_et.s
 `t` is 8 little-endian bytes of seconds since 1970, with evict_least_used a decimal count; evict_random writes none. HugeCTR
 neither reads nor writes `m`.
 
-The mark tells an absent key from a lost one, and rows that count from those of another model or of an older write. A server
-that was emptied, or restarted without its data, has no marks, so that what it does not have no longer counts as absent.
+The mark tells an absent key from a lost one, and current rows from those of another model or of an older write. A server that
+was emptied, or restarted without its data, has no marks, so that missing rows do not count as absent.
 
 Where Redis is the authority of a table that follows a log of updates, `s` has the sequence of each key's last change as 8
 big-endian bytes, of keys whose row was deleted or evicted, too, and in the field `h` the highest one that was applied. It
@@ -43,7 +43,7 @@ _KEY: Final = re.compile(rb"hps_et\{(?P<tag>[^{}/]+)(?:/p(?P<partition>\d+))?\}(
 
 
 @dataclass(frozen=True)
-class Partition:
+class KeyPartition:
     """The keys of one partition. *Immutable.*"""
 
     tag: str
@@ -51,27 +51,27 @@ class Partition:
 
     @cached_property
     def slot(self) -> int:
-        """The hash slot of them all."""
+        """The hash slot of these keys."""
         return key_slot(self.values)
 
     @cached_property
     def values(self) -> bytes:
-        """The vectors."""
+        """Key of the vectors."""
         return self._key("v")
 
     @cached_property
     def uses(self) -> bytes:
-        """When or how often they were used."""
+        """Key of the times or counts of use."""
         return self._key("t")
 
     @cached_property
     def mark(self) -> bytes:
-        """The mark."""
+        """Key of the mark."""
         return self._key("m")
 
     @cached_property
     def sequences(self) -> bytes:
-        """The order of changes."""
+        """Key of the order of changes."""
         return self._key("s")
 
     def _key(self, kind: str) -> bytes:
@@ -80,34 +80,34 @@ class Partition:
 
 @dataclass(frozen=True)
 class RedisLayout:
-    """The keys of one table, and how its vectors are framed. *Immutable.*"""
+    """The keys of one table, and the framing of its vectors. *Immutable.*"""
 
     tag: str
     dim: int
-    partitions: tuple[Partition, ...]
+    partitions: tuple[KeyPartition, ...]
 
     @classmethod
     def of(cls, tag: str, dim: int, num_partitions: int) -> "RedisLayout":
-        return cls(tag, dim, tuple(Partition(tag, i) for i in range(num_partitions)))
+        return cls(tag, dim, tuple(KeyPartition(tag, i) for i in range(num_partitions)))
 
     @cached_property
     def header(self) -> Bytes:
-        """What precedes a vector in requests and replies."""
+        """The header of a vector in requests and replies."""
         return np.frombuffer(b"$%d\r\n" % (4 * self.dim), np.uint8)
 
     @cached_property
     def about(self) -> bytes:
-        """The hash of the table itself."""
+        """Key of the table's own hash."""
         return f"hps_et{{{self.tag}}}m".encode()
 
     @cached_property
     def lease(self) -> bytes:
-        """Who loads the table."""
+        """Key of the lease of the loading process."""
         return f"hps_et{{{self.tag}}}l".encode()
 
     @cached_property
     def users(self) -> bytes:
-        """Who uses the table."""
+        """Key of the users of the table."""
         return f"hps_et{{{self.tag}}}u".encode()
 
     @cached_property
@@ -117,12 +117,12 @@ class RedisLayout:
 
 
 def tag_of(key: bytes) -> str | None:
-    """The tag of the table that a key belongs to; None for a key of another program, and for one that expires."""
+    """Return the tag of the table of a key; None for keys of other programs and for keys that expire."""
     found = _KEY.fullmatch(key)
     return found["tag"].decode(errors="replace") if found and found["kind"] not in b"lu" else None
 
 
 def partition_number(key: bytes) -> int:
-    """The partition that a key belongs to; -1 for the keys of the table itself."""
+    """Return the partition of a key; -1 for the keys of the table itself."""
     found = _KEY.fullmatch(key)
     return int(found["partition"]) if found and found["partition"] else -1

@@ -1,4 +1,4 @@
-"""Which process loads a model into a Redis that several share: one at a time, and what it has done is remembered."""
+"""Leases by which one process at a time loads a model into a shared Redis."""
 
 import secrets
 import time
@@ -14,7 +14,7 @@ from hps.databases.redis.requests import Call
 from hps.databases.redis.table import RedisTable
 from hps.errors import DatabaseError
 
-_LOOK_S: Final = 0.2  # between two looks at what another process does
+_LOOK_S: Final = 0.2  # between two checks of another process' progress
 _RENEW: Final = "if redis.call('get',KEYS[1])==ARGV[1] then return redis.call('pexpire',KEYS[1],ARGV[2]) else return 0 end"
 _RELEASE: Final = "if redis.call('get',KEYS[1])==ARGV[1] then return redis.call('unlink',KEYS[1]) else return 0 end"
 
@@ -22,13 +22,12 @@ _RELEASE: Final = "if redis.call('get',KEYS[1])==ARGV[1] then return redis.call(
 class LoadLeases:
     """The right of one process to load tables of one Redis. *Thread-safe.*
 
-    The right to load a table is a lease that is renewed with every chunk. When its holder dies the lease runs out, and another
-    process continues where the table's note says.
+    A lease is renewed with every chunk. When its holder dies it runs out, and another process continues at the stored progress.
 
     Args:
         nodes: run the commands.
-        catalog: makes a table anew where it holds another model.
-        lease_s: how long a holder may be silent.
+        catalog: recreates a table that holds another model.
+        lease_s: maximum silence of a holder.
     """
 
     def __init__(self, nodes: RedisNodes, catalog: Catalog, lease_s: float) -> None:
@@ -72,13 +71,13 @@ class LoadLeases:
         return True
 
     def advance(self, table: RedisTable, rows_done: int) -> None:
-        """Remember that the first `rows_done` rows of a claimed table are there."""
+        """Store that the first `rows_done` rows of a claimed table are loaded."""
         claimed = self._claimed.get(table.layout.tag)
         if claimed is not None:
             self._catalog.write_note(table.layout, replace(claimed, rows_done=rows_done))
 
     def end(self, table: RedisTable) -> None:
-        """Remember that a claimed table is complete, and give the lease back.
+        """Store that a claimed table is complete, and release the lease.
 
         Raises:
             UnknownTableError: the table is not the one that was loaded.
@@ -93,7 +92,7 @@ class LoadLeases:
             self._release(table.layout)
 
     def give_up(self, table: RedisTable) -> None:
-        """Let others load a table that is claimed, if it is."""
+        """Release the claim of a table, if there is one."""
         if self._claimed.pop(table.layout.tag, None) is not None:
             self._release(table.layout)
 
@@ -114,7 +113,7 @@ class LoadLeases:
             return rows
         if afresh or (not first and not self._may_stay(table, marks, note, fingerprint)):
             self._catalog.drop(layout.tag)
-            # Before the table has marks again, or its emptiness would count as the truth.
+            # Before the table has marks again: else missing rows would count as absent.
             self._catalog.write_note(layout, LoadNote(fingerprint, 0, rows, ""))
             texts = self._open(layout)
         texts = self._change(table, texts, lambda mark: begun(mark, fresh))
@@ -126,7 +125,7 @@ class LoadLeases:
         return first
 
     def _change(self, table: RedisTable, texts: list[bytes], to: Callable[[Mark | None], Mark]) -> list[bytes]:
-        """Change the marks of all partitions, which are these; the table is then used under them."""
+        """Change the marks of all partitions from these; the table is then used under the new ones."""
         changes = [(part, text, to(parse(text))) for part, text in zip(table.layout.partitions, texts, strict=True)]
         made = self._catalog.change(changes)
         if made != [mark.text for _, _, mark in changes]:
@@ -138,14 +137,14 @@ class LoadLeases:
         me, marks = table.below.process(), [parse(text) for text in texts]
         ours = {base_of(fingerprint), me.base, me.alias}
         if any(mark and not loadable(mark) and mark.base in ours for mark in marks):
-            return rows  # what is there may be newer than the files, and what is not is below
+            return rows  # rows may be newer than the files, and missing rows are in the database below
         if note is None or note.marks != digest(texts):
             return 0
         same = note.fingerprint == fingerprint or all(mark and UNKNOWN != mark.base == me.base for mark in marks)
         return min(note.rows_done, rows) if same else 0
 
     def _may_stay(self, table: RedisTable, marks: list[Mark], note: LoadNote | None, fingerprint: str) -> bool:
-        """Whether rows that are there may stay, to be overwritten: they are of the same model, or nobody recorded them."""
+        """Whether existing rows may stay and be overwritten: they are of the same model, or unrecorded."""
         if note is not None and note.fingerprint != fingerprint:
             return False
         me = table.below.process()

@@ -1,7 +1,7 @@
-"""The nodes of one Redis, a server or a cluster, and the requests that go to them: in parallel, redirected, in time.
+"""The nodes of a Redis server or cluster: sends requests in parallel, follows redirections, enforces deadlines.
 
-redis-py opens the connections, pools them and knows the cluster (`NodesManager`). Requests are sent here, because a call
-spans many partitions on several nodes and has one deadline.
+redis-py opens and pools the connections and tracks the cluster (`NodesManager`). Requests are sent here, because a call spans
+many partitions on several nodes under one deadline.
 """
 
 import logging
@@ -22,21 +22,21 @@ from redis.connection import BlockingConnectionPool
 from hps.databases.redis.connections import BulkConnection, IdleConnections, ReplyParser, time_left, until
 from hps.databases.redis.requests import Buffer, Call, Request
 from hps.errors import DatabaseCorruptError, DatabaseError, DatabaseTimeoutError
-from hps.lifetimes import disown_in_children, refusal
+from hps.ground.lifetimes import disown_in_children, refusal
 
 _log = logging.getLogger(__name__)
 _DEFAULT_PORT: Final = 6379
 _ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
 _WINDOW: Final = 2 << 20
-"""Bytes asked for and not yet answered on one connection: several requests of the usual size, so that the server is never
-idle. Requests that wait and replies that are not read yet fit the buffers of the system, so that neither side blocks."""
-_MESSAGE_BYTES: Final = 64 << 10  # small requests go out together
-_ROUNDS: Final = 16  # of redirections, as many as a slot that is being moved may cause
+"""Bytes in flight per connection: several typical requests, so that the server stays busy. Waiting requests and unread replies
+fit the system's buffers, so that neither side blocks."""
+_MESSAGE_BYTES: Final = 64 << 10  # small requests are sent together
+_ROUNDS: Final = 16  # of redirections: enough for a slot in migration
 _PAUSE_S: Final = 0.01
 _SCAN_COUNT: Final = 10_000
-_LEAST_REFRESH_S: Final = 0.1  # between two looks at a cluster that is in disorder
+_LEAST_REFRESH_S: Final = 0.1  # between refreshes of an unstable cluster
 _NO_CLUSTER: Final = (exceptions.RedisError, exceptions.RedisClusterException, IndexError)
-"""What redis-py raises where the nodes of a cluster do not answer, or none serves a slot."""
+"""Exceptions of redis-py if no cluster node answers, or none serves a slot."""
 _ADVICE: Final = {
     "NOAUTH": "it expects a password: set user_name and password, or HPS_REDIS_PASSWORD",
     "WRONGPASS": "user_name or password is wrong",
@@ -54,7 +54,7 @@ _ADVICE: Final = {
 
 
 def parse_addresses(address: str) -> list[tuple[str, int]]:
-    """Read `host[:port]`, several of them separated by `,` or `;`. An IPv6 address stands in brackets."""
+    """Parse `host[:port]` addresses, separated by `,` or `;`. IPv6 addresses are in brackets."""
     addresses = []
     for part in re.split("[,;]", address):
         found = re.fullmatch(r"(\[[^\]]+\]|[^:]+)(?::(\d+))?", part.strip())
@@ -65,24 +65,24 @@ def parse_addresses(address: str) -> list[tuple[str, int]]:
 
 
 class RedisNodes:
-    """A server, or the masters of a cluster; the first node that answers says which. *Thread-safe.*
+    """A server, or the masters of a cluster, as reported by the first node that answers. *Thread-safe.*
 
     Args:
-        addresses: of the nodes that are asked which nodes there are.
-        user_name: of the ACL; `default` or empty stands for Redis' default user.
-        password: empty where Redis expects none.
+        addresses: nodes to ask for the topology.
+        user_name: ACL user; `default` or empty stands for Redis' default user.
+        password: empty if Redis expects none.
         tls: None for plain connections.
-        tls_server_name: the name that certificates must be for.
-        connections: most connections to a node.
-        connect_timeout_s: for opening a connection.
-        read_timeout_s: how long a node may be silent while it owes a reply.
-        timeout_s: for one `run`.
+        tls_server_name: expected name in certificates.
+        connections: maximum connections per node.
+        connect_timeout_s: limit for opening a connection.
+        read_timeout_s: limit for silence of a node that owes a reply.
+        timeout_s: limit for one `run`.
 
     Attributes:
-        facts: what the node that was asked first says of itself (INFO).
+        facts: INFO of the first node that answered.
 
     Raises:
-        DatabaseError: no node can be asked.
+        DatabaseError: no node answers.
     """
 
     def __init__(
@@ -117,12 +117,12 @@ class RedisNodes:
             "family": self._family,
         }
         self._seeds = [self._node(*address) for address in addresses]
-        self._server = self._seeds[0]  # where there is no cluster
+        self._server = self._seeds[0]  # without a cluster
         self._cluster: NodesManager | None = None
         self._refreshing = threading.Lock()
-        self._creating = threading.Lock()  # pools, only where there is none yet
+        self._creating = threading.Lock()  # guards the creation of pools
         self._refreshed_at = 0.0
-        self._failed: str | None = None  # the node that made us doubt what we know
+        self._failed: str | None = None  # node that caused the refresh
         self._stale = False
         self._closed = False
         disown_in_children(self)
@@ -131,34 +131,33 @@ class RedisNodes:
 
     @property
     def clustered(self) -> bool:
-        """Whether it is a cluster."""
         return self._cluster is not None
 
     @property
     def served_slots(self) -> int:
-        """Hash slots of the cluster that a node serves; 0 without one."""
+        """Number of hash slots that a node serves; 0 without a cluster."""
         return len(self._cluster.slots_cache) if self._cluster else 0
 
     @property
     def open_connections(self) -> int:
-        """Connections to all nodes, in use or idle."""
+        """All open connections, in use or idle."""
         return sum(connection.is_connected for connection in self._connections())
 
     def ask(self, slot: int, *words: str | bytes | int) -> Any:
-        """Run one command; returns its reply, and raises as `run` does."""
+        """Run one command and return its reply; raises as `run` does."""
         call = Call(slot, *words)
         self.run([call])
         return call.reply
 
     def run(self, requests: Sequence[Request], deadline: float | None = None) -> None:
-        """Run requests, those of one slot in their order; returns when every one has its reply.
+        """Run requests, those of one slot in order; return when each has its reply.
 
         Args:
-            requests: what to run; each goes to the node that serves its slot.
-            deadline: when all must be done, on the monotonic clock; None stands for `timeout_s` from now.
+            requests: each goes to the node that serves its slot.
+            deadline: time limit, on the monotonic clock; default: `timeout_s` from now.
 
         Raises:
-            DatabaseError: at least one was not done. Those that other nodes could do are done.
+            DatabaseError: at least one failed. Those of other nodes are done.
         """
         deadline = time.monotonic() + self.timeout_s if deadline is None else deadline
         with until(deadline):
@@ -172,17 +171,17 @@ class RedisNodes:
             self._run(at)
 
     def name_of(self, slot: int) -> str:
-        """Host and port of the node that serves a slot, as far as is known."""
+        """Return host and port of the node believed to serve a slot."""
         name: str = (self._node_of(self._cluster, slot) if self._cluster else self._server).name
         return name
 
     def client(self, slot: int) -> Redis:
-        """redis-py's client of the node that serves a slot."""
+        """Return redis-py's client of the node that serves a slot."""
         client: Redis = (self._node_of(self._cluster, slot) if self._cluster else self._server).redis_connection
         return client
 
     def keys(self, pattern: bytes) -> Iterator[bytes]:
-        """Yield the keys of all nodes that match, some perhaps twice; raises as `run` does."""
+        """Yield the matching keys of all nodes, possibly with duplicates; raises as `run` does."""
         for node in self._cluster.get_nodes_by_server_type("primary") if self._cluster else [self._server]:
             cursor = b"0"
             while True:
@@ -201,7 +200,7 @@ class RedisNodes:
             connection.disconnect()
 
     def disown(self) -> None:
-        """In a forked child: close its copies of the sockets. redis-py shuts down none that another process has opened."""
+        """In a forked child: close its copies of the sockets. redis-py does not shut down another process's sockets."""
         self.close()
 
     def _connections(self) -> list[Any]:
@@ -212,14 +211,14 @@ class RedisNodes:
         pool = BlockingConnectionPool(host=host, port=port, **self._settings)
         return ClusterNode(host, port, "primary", Redis(connection_pool=pool))
 
-    # Which node serves what.
+    # Topology.
 
     def _discover(self) -> None:
-        """Ask the nodes that the configuration names, until one says how things are."""
+        """Ask the configured nodes in turn for the topology."""
         failures: list[str] = []
         replica: ClusterNode | None = None
         for tried, seed in enumerate(self._seeds):
-            share_s = time_left() / (len(self._seeds) - tried)  # so that one silent node leaves time for the others
+            share_s = time_left() / (len(self._seeds) - tried)  # leaves time for the others if this one is silent
             try:
                 with until(time.monotonic() + share_s):
                     facts = seed.redis_connection.info()
@@ -245,15 +244,15 @@ class RedisNodes:
             raise DatabaseError(f"redis: no node says who serves which hash slot ({error}); see CLUSTER SLOTS") from error
 
     def _refresh(self) -> None:
-        """Ask again which nodes there are if one failed and no other thread is asking; until then the known ones serve."""
+        """Refresh the topology after a failure, unless another thread does; until then the known nodes serve."""
         if not self._stale or time.monotonic() < self._refreshed_at + _LEAST_REFRESH_S:
             return
         if not self._refreshing.acquire(blocking=False):
             return
         try:
-            self._stale = False  # what is found wrong from now on is looked at again
-            with until(time.monotonic() + time_left() / 2):  # the other half is for the call itself
-                if self._cluster:  # the nodes that are known are asked first, and then those of the configuration
+            self._stale = False  # errors from now on cause another refresh
+            with until(time.monotonic() + time_left() / 2):  # the rest is for the call itself
+                if self._cluster:  # asks the known nodes first, then the configured ones
                     self._cluster.initialize(
                         self._addresses, disconnect_startup_nodes_pools=False, last_failed_node_name=self._failed
                     )
@@ -267,23 +266,23 @@ class RedisNodes:
             self._refreshing.release()
 
     def _doubt(self, node: ClusterNode) -> None:
-        """Ask again before the next call, if there is anything to choose from."""
+        """Refresh the topology before the next call, if there are several nodes."""
         if self._cluster or len(self._seeds) > 1:
             self._failed = node.name
             self._stale = True
 
     def _node_of(self, cluster: NodesManager, slot: int) -> ClusterNode:
-        serving = cluster.slots_cache.get(slot)  # the master, and its replicas
+        serving = cluster.slots_cache.get(slot)  # the master and its replicas
         if not serving:
             self._doubt(self._seeds[0])
             raise DatabaseError(f"redis: no node of the cluster serves hash slot {slot}; see CLUSTER SLOTS")
         return serving[0]
 
     def _redirected(self, cluster: NodesManager, node: ClusterNode, error: exceptions.AskError) -> ClusterNode:
-        """The node that a MOVED or an ASK of `node` names; it may be one that serves no slot yet."""
+        """Return the target of a MOVED or ASK reply; it may be a node that serves no slot yet."""
         error.host = error.host or node.host
         if isinstance(error, exceptions.MovedError):
-            with suppress(KeyError):  # nobody served the slot
+            with suppress(KeyError):  # no node served the slot
                 cluster.move_slot(error)
             self._doubt(node)
         target = ClusterNode(error.host, error.port, "primary")
@@ -296,17 +295,17 @@ class RedisNodes:
             raise refusal(self, "redis")
         retried: set[str] = set()
         for rounds in range(_ROUNDS):
-            if rounds > 2:  # a slot is being moved, or the nodes do not agree yet
+            if rounds > 2:  # a slot in migration, or nodes that do not agree yet
                 time.sleep(min(_PAUSE_S * rounds, max(0.0, time_left())))
             again: dict[ClusterNode, list[Request]] = {}
             failures: list[Exception] = []
             for lane in self._exchange(at, failures):
                 if lane.fault is None:
                     continue
-                # An idle connection may have ended without our knowing: by a restart, or because it was idle.
+                # An idle connection may have been closed by the server: after a restart, or an idle timeout.
                 if type(lane.fault) is exceptions.ConnectionError and not lane.heard and lane.node.name not in retried:
                     retried.add(lane.node.name)
-                    # A copy that arrives later than the call returned would undo what is written then.
+                    # A copy that arrives after the call has returned would undo later writes.
                     again.setdefault(lane.node, []).extend(request for request in lane.requests if not request.once)
                 else:
                     failures.append(_database_error(lane.node, lane.fault))
@@ -325,7 +324,7 @@ class RedisNodes:
     def _follow(
         self, node: ClusterNode, request: Request, again: dict[ClusterNode, list[Request]], failures: list[Exception]
     ) -> None:
-        """Send a request again to the node that its error names, or note the failure."""
+        """Send a request again to the node named in its error, or record the failure."""
         error, request.error = request.error, None
         target = node
         if self._cluster and isinstance(error, exceptions.AskError):
@@ -345,7 +344,7 @@ class RedisNodes:
         """Send the requests of all nodes and read their replies, until each lane is done or has failed."""
         lanes: list[_Lane] = []
         try:
-            # In one order, so that two calls never wait for connections of each other.
+            # A fixed order, so that two calls never wait for each other's connections.
             for node in sorted(at, key=lambda node: node.name):
                 try:
                     lanes.append(_Lane(node, self._pool(node), at[node]))
@@ -356,7 +355,7 @@ class RedisNodes:
             while busy:
                 if self._closed:
                     raise DatabaseError("redis: this database was closed while the call was under way")
-                # First all nodes get work, then each is heard in turn; meanwhile the others go on.
+                # All nodes get requests first; while one is read, the others work.
                 for lane in busy:
                     lane.send()
                 for lane in busy:
@@ -376,10 +375,10 @@ class RedisNodes:
 
 
 class _Lane:
-    """The requests that take their turn on one connection, in order. *One per call.*
+    """The requests of one connection, in order. *One per call.*
 
     Attributes:
-        fault: why the connection can no longer be used, or None; requests without a reply were not answered.
+        fault: error that broke the connection, or None; requests without a reply were not answered.
         heard: whether anything was received.
     """
 
@@ -393,11 +392,11 @@ class _Lane:
         self._replies.heard = False
         self._queue = deque(self.requests)
         self._sent: deque[Request] = deque()  # and not yet answered
-        self._in_flight = 0  # their weight
+        self._in_flight = 0  # total weight of `_sent`
 
     @property
     def busy(self) -> bool:
-        """Whether anything is still to be sent or answered."""
+        """Whether requests or replies are outstanding."""
         return self.fault is None and bool(self._queue or self._sent)
 
     @property
@@ -405,7 +404,7 @@ class _Lane:
         return self._replies.heard
 
     def send(self) -> None:
-        """Send as many requests as the window has room for."""
+        """Send as many requests as fit into the window."""
         buffer = self._connection.outgoing
         try:
             while self.fault is None and (size := self._write_message(buffer)):
@@ -414,7 +413,7 @@ class _Lane:
             self.fault = error
 
     def receive(self) -> None:
-        """Read replies: one if more is to be sent, else all. A refusal is kept with its request."""
+        """Read replies: one if more requests wait, else all. An error reply is stored in its request."""
         sent, read = self._sent, self._replies.read
         try:
             while sent and self.fault is None:
@@ -435,21 +434,21 @@ class _Lane:
             self.fault = error
 
     def _read_transaction(self, request: Request, last: bool) -> Any:
-        """The first error, else the reply to the last command; None where the transaction was refused."""
+        """Return the first error, else the reply to the last command; None if the transaction was aborted."""
         replies = [self._replies.read(None, last=False) for _ in range(request.preceding)]
         done = self._replies.read(request, last=last)
         replies += done if isinstance(done, list) else [done]
         return next((reply for reply in replies if isinstance(reply, exceptions.ResponseError)), replies[-1])
 
     def release(self, *, keep: bool) -> None:
-        """Give the connection back. It stays open only if it is to be kept and every reply on it has been read."""
+        """Return the connection to the pool. It stays open only with `keep` and if every reply has been read."""
         if not keep or self.fault is not None or self._queue or self._sent:
             self._connection.disconnect()
         self._connection.shrink()
         self._pool.release(self._connection)
 
     def _write_message(self, buffer: Buffer) -> int:
-        """Write the requests of the next message; returns its size, which is 0 where the window or the queue ends."""
+        """Write the requests of the next message; return its size, 0 if the window is full or the queue empty."""
         at = 0
         while self._queue:
             request = self._queue[0]
@@ -467,7 +466,7 @@ class _Lane:
 
 
 def _database_error(node: ClusterNode, error: Exception | None) -> DatabaseError:
-    """The error of ours that stands for one of redis-py's, or names the node of one of ours."""
+    """Convert an error of redis-py; add the node's name to one of our own."""
     made: DatabaseError
     if isinstance(error, DatabaseError):
         made = type(error)(f"redis {node.name}: {error}")
@@ -480,7 +479,7 @@ def _database_error(node: ClusterNode, error: Exception | None) -> DatabaseError
         advice = _ADVICE.get(code)
         if "without any password configured" in str(error):
             advice = "it has no password: leave password empty"
-        if "can't run this command" in str(error):  # of a script
+        if "can't run this command" in str(error):  # in a script
             advice = _ADVICE["NOPERM"]
         refusal = f"{code} {error}" if error.status_code else str(error)
         made = DatabaseError(f"redis {node.name}: it refused: {refusal}" + (f"; {advice}" if advice else ""))

@@ -1,4 +1,4 @@
-"""What keeps a partition within its margin: the uses of its keys, and the eviction of those that matter least."""
+"""Keeps partitions within their margin: notes the uses of keys, and evicts the least important."""
 
 import struct
 import threading
@@ -9,7 +9,7 @@ from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
-from hps.databases.redis.layout import Partition
+from hps.databases.redis.layout import KeyPartition
 from hps.databases.redis.nodes import RedisNodes
 from hps.databases.redis.requests import Call, Request, SendKeys
 from hps.databases.redis.scan import keys_of, scan_hash
@@ -31,7 +31,7 @@ for i = 2, #ARGV do
 end
 return removed
 """
-"""Removes fields until a hash is down to its target, and not one more, whoever else evicts at the same time."""
+"""Removes fields until a hash is down to its target, exactly, also beside other processes that evict."""
 _COUNT: Final = """
 for i = 1, #ARGV do
     local reply = redis.pcall('hincrby', KEYS[1], ARGV[i], 1)
@@ -48,15 +48,14 @@ a row counts as not used."""
 class Overflow:
     """Notes uses and evicts, by one rule. *Thread-safe.*
 
-    A partition holds at most `margin` rows once an insertion has returned, and at most one batch more while one is on its way.
-    Exactly as many rows go as must, so that no batch empties a partition, and neither do several processes that evict from it
-    at the same time.
+    A partition holds at most `margin` rows after an insertion, and at most one batch more during it. Exactly the necessary
+    number of rows is evicted, also by several processes at the same time, so that no batch empties a partition.
 
     Args:
         nodes: run the commands.
-        margin: most rows of a partition.
-        target_rows: rows to leave in a partition that has more.
-        policy: which rows go: any, those used least, or those not used for longest.
+        margin: maximum rows of a partition.
+        target_rows: rows to leave in a partition beyond the margin.
+        policy: rows to evict: any, the least used, or the least recently used.
     """
 
     def __init__(self, nodes: RedisNodes, margin: int, target_rows: int, policy: Policy) -> None:
@@ -65,27 +64,27 @@ class Overflow:
         self._policy = policy
         self._nodes = nodes
         self._changed = threading.Condition()
-        self._resolving: set[Partition] = set()
-        self._evicted: dict[Partition, int] = {}
+        self._resolving: set[KeyPartition] = set()
+        self._evicted: dict[KeyPartition, int] = {}
 
     @property
     def notes_uses(self) -> bool:
         """Whether anything is written beside the vectors."""
         return self._policy != "evict_random"
 
-    def note_uses(self, partition: Partition, keys: KeyArray, order: IndexArray) -> list[Request]:
-        """Requests that note a use of `keys[order]`, now; none where any row may go."""
+    def note_uses(self, partition: KeyPartition, keys: KeyArray, order: IndexArray) -> list[Request]:
+        """Make requests that note a use of `keys[order]`; none for evict_random."""
         if self._policy == "evict_random":
             return []
         if self._policy == "evict_least_used":
             return self._send(partition, ("EVAL", _COUNT, 1, partition.uses), keys, order)
         return self._send(partition, ("HSET", partition.uses), keys, order, struct.pack("<q", int(time.time())))
 
-    def forget_uses(self, partition: Partition, keys: KeyArray, order: IndexArray) -> list[Request]:
-        """Requests that remove the notes of `keys[order]`."""
+    def forget_uses(self, partition: KeyPartition, keys: KeyArray, order: IndexArray) -> list[Request]:
+        """Make requests that remove the notes of `keys[order]`."""
         return self._send(partition, ("HDEL", partition.uses), keys, order) if self.notes_uses else []
 
-    def resolve(self, partition: Partition, rows: int) -> None:
+    def resolve(self, partition: KeyPartition, rows: int) -> None:
         """Evict until a partition that was seen to have `rows` rows is within its margin.
 
         Raises:
@@ -109,26 +108,26 @@ class Overflow:
             "others insert faster than it evicts, or the server is older than Redis 6.2"
         )
 
-    def evicted(self, partition: Partition) -> int:
-        """How many rows of a partition were evicted here since the start."""
+    def evicted(self, partition: KeyPartition) -> int:
+        """Return how many rows of a partition this process has evicted."""
         return self._evicted.get(partition, 0)
 
     @staticmethod
     def _send(
-        partition: Partition, words: tuple[str | bytes | int, ...], keys: KeyArray, order: IndexArray, value: bytes = b""
+        partition: KeyPartition, words: tuple[str | bytes | int, ...], keys: KeyArray, order: IndexArray, value: bytes = b""
     ) -> list[Request]:
         pieces = (order[start : start + _CHUNK] for start in range(0, order.size, _CHUNK))
         return [SendKeys(partition.slot, words, keys, piece, value) for piece in pieces]
 
-    def _trim(self, partition: Partition, keys: KeyArray) -> int:
-        """Remove keys and their uses while the partition has more rows than the target; returns how many went."""
+    def _trim(self, partition: KeyPartition, keys: KeyArray) -> int:
+        """Remove keys and their uses while the partition exceeds the target; return how many were removed."""
         hashes = (partition.values, partition.uses) if self.notes_uses else (partition.values,)
         words = ("EVAL", _TRIM, len(hashes), *hashes, self._target_rows)
         requests = self._send(partition, words, keys, np.arange(keys.size))
         self._nodes.run(requests)
         return sum(request.reply for request in requests)
 
-    def _evict_random(self, partition: Partition, surplus: int) -> int:
+    def _evict_random(self, partition: KeyPartition, surplus: int) -> int:
         evicted = 0
         while evicted < surplus:
             removed = self._trim(partition, self._pick(partition, surplus - evicted))
@@ -137,13 +136,13 @@ class Overflow:
             evicted += removed
         return evicted
 
-    def _pick(self, partition: Partition, count: int) -> KeyArray:
-        """Random keys of a partition, each once."""
+    def _pick(self, partition: KeyPartition, count: int) -> KeyArray:
+        """Draw distinct random keys of a partition."""
         fields = self._nodes.ask(partition.slot, "HRANDFIELD", partition.values, min(count, _PICK))
         return keys_of(fields, partition.values)
 
-    def _evict_unnoted(self, partition: Partition, noted: KeyArray, surplus: int) -> int:
-        """Evict rows whose uses were never noted, as long as there are many: of another policy's time, or another program's."""
+    def _evict_unnoted(self, partition: KeyPartition, noted: KeyArray, surplus: int) -> int:
+        """Evict rows without notes, written under another policy or by another program, while there are many."""
         removed = 0
         while removed < surplus:
             picked = self._pick(partition, _PICK)
@@ -156,7 +155,7 @@ class Overflow:
             removed += gone
         return removed
 
-    def _evict_by_use(self, partition: Partition, rows: int, surplus: int) -> int:
+    def _evict_by_use(self, partition: KeyPartition, rows: int, surplus: int) -> int:
         keys, scores = self._uses(partition)
         unnoted = self._evict_unnoted(partition, keys, surplus) if keys.size < rows else 0
         surplus -= unnoted
@@ -170,8 +169,8 @@ class Overflow:
             self._halve(partition, np.delete(keys, going), np.delete(scores, going))
         return removed
 
-    def _halve(self, partition: Partition, keys: KeyArray, counts: IndexArray) -> None:
-        """Let counts age, so that what was popular once does not stay for ever; HugeCTR forgets them all at this point."""
+    def _halve(self, partition: KeyPartition, keys: KeyArray, counts: IndexArray) -> None:
+        """Age the counts, so that formerly popular keys can be evicted; HugeCTR drops all counts at this point."""
         requests = []
         for start in range(0, keys.size, _CHUNK):
             pairs = zip(keys[start : start + _CHUNK], counts[start : start + _CHUNK].tolist(), strict=True)
@@ -180,8 +179,8 @@ class Overflow:
                 requests.append(Call(partition.slot, "HSET", partition.uses, *words))
         self._nodes.run(requests)
 
-    def _uses(self, partition: Partition) -> tuple[KeyArray, IndexArray]:
-        """Every key with a note of its use, and how much that use speaks for it; 0 for a note of another policy."""
+    def _uses(self, partition: KeyPartition) -> tuple[KeyArray, IndexArray]:
+        """Read every key with a note of its use, and its score; 0 for a note of another policy."""
         keys, scores = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for piece, values in scan_hash(self._nodes, partition.slot, partition.uses, _SCAN_COUNT):
             keys.append(piece)
@@ -194,8 +193,8 @@ class Overflow:
         return np.concatenate(keys), np.concatenate(scores)
 
     @contextmanager
-    def _alone(self, partition: Partition) -> Iterator[None]:
-        """Let one thread at a time evict from a partition: the others would find the same rows."""
+    def _alone(self, partition: KeyPartition) -> Iterator[None]:
+        """Let one thread at a time evict from a partition, since others would choose the same rows."""
         with self._changed:
             if not self._changed.wait_for(lambda: partition not in self._resolving, self._nodes.timeout_s):
                 raise DatabaseTimeoutError(

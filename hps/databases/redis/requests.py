@@ -1,4 +1,4 @@
-"""The requests that go to Redis: any command of a few words, and those with many keys, which the bulk codec encodes."""
+"""Requests to Redis: short commands, and commands with many keys, which the bulk codec encodes."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ if mark ~= ARGV[1] then
 end
 return 1
 """
-"""Writes a mark that is not the expected one to where it is, so that whoever watches it is refused. A full Redis allows the SET
-because a DEL went before it."""
+"""Touches a mark that differs from the expected one, so that a transaction watching it is aborted. A full Redis allows the SET
+because a DEL precedes it."""
 _UNDER_MARK: Final = """
 if redis.call('get', KEYS[1]) ~= ARGV[1] then return -1 end
 return redis.call(ARGV[2], KEYS[2], unpack(ARGV, 3))
@@ -49,8 +49,8 @@ end
 if redis.call('get', KEYS[1]) ~= ARGV[1] then return -1 end
 local highest = redis.call('hget', KEYS[3], 'h')
 """
-"""Compares two sequences, 8 big-endian bytes each. Strings are compared as the server's locale has it, and a number of Lua has
-53 bits; so they are compared as two numbers."""
+"""Compares two sequences, 8 big-endian bytes each, as two 32-bit numbers: string comparison depends on the server's locale, and
+Lua's numbers have 53 bits."""
 _LAST: Final = (
     _SEQUENCE
     + """
@@ -66,8 +66,8 @@ redis.call('hset', KEYS[3], unpack(noted))
 return reply
 """
 )
-"""Writes rows, or removes them, with the sequence after the highest that was applied. A full Redis allows the second HSET
-because a command that writes went before it."""
+"""Writes or removes rows, with the sequence after the highest applied one. A full Redis allows the second HSET because a write
+command precedes it."""
 _APPLY: Final = (
     _SEQUENCE
     + """
@@ -104,8 +104,8 @@ end
 return table.concat(made)
 """
 )
-"""Makes changes that are not older than the last one of their row, and says which; all of one kind. Those that are above all
-that was applied need no look at each."""
+"""Applies changes, all of one kind, that are not older than the last change of their row, and reports which. Changes above the
+highest applied sequence skip the comparison per row."""
 _PROMOTE: Final = """
 if redis.call('get', KEYS[1]) ~= ARGV[1] then return -1 end
 local added = 0
@@ -115,14 +115,14 @@ return added
 
 
 _SCRIPTED_KEYS: Final = 256
-"""Up to so many keys a script that compares the mark and writes takes less time than a transaction; for thousands, three times
-as long."""
+"""Up to this many keys, a script that compares the mark and writes is faster than a transaction; for thousands of keys it takes
+three times as long."""
 MOST_ORDERED: Final = 1024
 """Keys that a script writes with their sequences. Lua passes at most 8,000 words to a command."""
 
 
 class Buffer:
-    """Bytes to send or bytes that arrived, for kernels and sockets. *One per connection.*"""
+    """A buffer of outgoing or received bytes, for kernels and sockets. *One per connection.*"""
 
     def __init__(self, size: int) -> None:
         self.bytes = bytearray(size)
@@ -130,7 +130,7 @@ class Buffer:
         self.array: Bytes = np.frombuffer(self.bytes, np.uint8)
 
     def grow(self, size: int, keep: int) -> None:
-        """Make it at least `size` bytes long and keep its first `keep`."""
+        """Grow to at least `size` bytes, preserving the first `keep`."""
         if size > len(self.bytes):
             larger = Buffer(max(size, 2 * len(self.bytes)))
             larger.view[:keep] = self.view[:keep]
@@ -138,19 +138,18 @@ class Buffer:
 
 
 class Request(ABC):
-    """One request and, when it has come, its reply. *One per call*; it may be sent again as long as no reply has come.
+    """A request and its reply. *One per call*; may be sent again until its reply arrives.
 
     Attributes:
-        slot: hash slot of its one key; the node that serves the slot gets the request.
-        size: most bytes that `write` writes.
-        weight: bytes of the request or of its reply, whichever is known to be more.
-        asking: whether the node gets it that is only about to serve the slot, and must be told so.
-        once: whether it must not be sent again where nobody knows what became of it. Its reply is then None.
-        preceding: how many replies come before its own.
-        redirected: whether it was sent again to another node, and thus perhaps after requests that it preceded.
-        refused: whether Redis answered that it does not do it.
-        reply: what Redis replied.
-        error: the error that Redis replied, or None.
+        slot: hash slot of its key, which determines the node.
+        size: maximum bytes that `write` writes.
+        weight: bytes of the request or its reply, the larger as far as known.
+        asking: whether to send ASKING first, to a node that is importing the slot.
+        once: whether it must not be sent again if its fate is unknown. Its reply is then None.
+        preceding: number of replies before its own.
+        redirected: whether it was sent to another node, and possibly after requests that it preceded.
+        refused: whether Redis replied with a refusal.
+        error: Redis' error reply, or None.
     """
 
     asking = False
@@ -168,11 +167,11 @@ class Request(ABC):
 
     @abstractmethod
     def write(self, buffer: Buffer, at: int) -> int:
-        """Write the request; returns where it ends."""
+        """Write the request at `at`; return its end."""
 
 
 class Call(Request):
-    """A command of a few words. Its reply is what redis-py's parser makes of it: bytes, int, None or a list of these."""
+    """A short command. Its reply is parsed by redis-py: bytes, int, None or a list of these."""
 
     def __init__(self, slot: int, *words: str | bytes | int) -> None:
         self._packed: bytes = pack_command(words)  # type: ignore[arg-type]
@@ -185,12 +184,7 @@ class Call(Request):
 
 
 class GetMark(Call):
-    """GET of a partition's mark. Unless rows were lost its reply is known beforehand, and then costs no parser.
-
-    Attributes:
-        expected: the mark.
-        likely: the reply that brings it.
-    """
+    """GET of a partition's mark. The expected reply is recognised without the parser."""
 
     def __init__(self, slot: int, key: bytes, expected: bytes) -> None:
         super().__init__(slot, "GET", key)
@@ -200,18 +194,18 @@ class GetMark(Call):
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """The mark under which a partition may be written to. *Immutable.*
+    """The mark required for writes to a partition. *Immutable.*
 
-    A script compares the mark and writes. With many keys it is slow, so that the mark is watched, written to if it is not the
-    expected one, and the transaction with the command is then refused. That the mark is also read inside the transaction makes
-    a node refuse it that is handing the slot over and has the mark no longer.
+    A script compares the mark and writes. With many keys a script is slow: a transaction then watches the mark, and a script
+    touches a wrong mark so that the transaction is aborted. The GET inside the transaction makes a node refuse it that is
+    migrating the slot and has already moved the mark.
 
     Attributes:
-        key: of the mark.
-        mark: what it must be.
-        sequences: key of the hash with the order of changes, where it is kept. What is written is then later than all that was
-            applied; at most `MOST_ORDERED` keys at once.
-        highest: sequence that the writer knows to be applied, 8 big-endian bytes.
+        key: key of the mark.
+        mark: required value.
+        sequences: key of the hash with the order of changes; empty if not kept. Writes become the latest change; at most
+            `MOST_ORDERED` keys at once.
+        highest: highest sequence known to be applied, 8 big-endian bytes.
     """
 
     key: bytes
@@ -219,11 +213,11 @@ class Guard:
     sequences: bytes = b""
     highest: bytes = bytes(8)
 
-    PRECEDING = 5  # replies: of WATCH, EVAL, MULTI, GET and of the command, which is queued
+    PRECEDING = 5  # replies: to WATCH, EVAL, MULTI, GET, and QUEUED for the command
 
     @property
     def start(self) -> bytes:
-        """What goes before the command."""
+        """Commands before the guarded one."""
         watch, touch = ("WATCH", self.key), ("EVAL", _TOUCH_UNLESS, 1, self.key, self.mark)
         return b"".join(map(pack_command, (watch, touch, ("MULTI",), ("GET", self.key))))  # type: ignore[arg-type]
 
@@ -232,38 +226,35 @@ class Guard:
 
 @lru_cache(maxsize=16)
 def _framed(value: bytes) -> Bytes:
-    """A value as it stands in a request; nothing for an empty one, which stands for none."""
+    """Encode a value as in a request; an empty value stands for none."""
     return np.frombuffer(b"$%d\r\n%b\r\n" % (len(value), value) if value else b"", np.uint8)
 
 
 @lru_cache(maxsize=16)
 def _framed_size(size: int) -> Bytes:
-    """What precedes a value of that size."""
+    """Encode the length prefix of a value."""
     return np.frombuffer(b"$%d\r\n" % size, np.uint8)
 
 
 @lru_cache(maxsize=4096)
 def _packed(words: tuple[Any, ...]) -> bytes:
-    """The words of a command without their number; nearly the same ones are sent again and again."""
+    """Encode the words of a command without their count; cached, since commands repeat."""
     packed: bytes = pack_command(words)
     return packed[packed.index(b"\r") :]
 
 
 class SendKeys(Request):
-    """A command that ends with the keys `keys[order]`, as HDEL, or with such keys and values, as HSET. Its reply is a number.
+    """A command that ends with the keys `keys[order]` (HDEL), or with such keys and values (HSET). Its reply is a number.
 
     Args:
         slot: as for `Request`.
-        words: what precedes the keys.
+        words: words before the keys.
         keys: (n,) int64.
-        order: (count,) int64: positions in `keys` of those that are sent.
-        value: of every key; empty where keys have none, or where a subclass writes them.
-        value_bytes: what the value of one key takes in the request, where a subclass writes it.
-        reply_bytes: what the reply takes for one key, at most.
-        guard: the mark under which it may be done; elsewhere it is refused, and the reply None or -1.
-
-    Attributes:
-        count: how many keys are sent.
+        order: (count,) int64: positions of the sent keys in `keys`.
+        value: value of every key; empty if keys have none, or if a subclass writes them.
+        value_bytes: encoded bytes of one key's value, if a subclass writes it.
+        reply_bytes: maximum bytes of the reply per key.
+        guard: required mark; with another mark Redis refuses the command, and the reply is None or -1.
     """
 
     def __init__(
@@ -287,7 +278,7 @@ class SendKeys(Request):
             command, key = words
             keys_of = (guard.key, key, guard.sequences)
             words, self.once, guard = ("EVAL", _LAST, 3, *keys_of, guard.mark, command, guard.highest), True, None
-        elif guard and (self.count <= _SCRIPTED_KEYS or not value_bytes):  # a full Redis queues nothing, and still deletes
+        elif guard and (self.count <= _SCRIPTED_KEYS or not value_bytes):  # a full Redis queues nothing, but scripts may delete
             command, key = words
             words, self.once, guard = ("EVAL", _UNDER_MARK, 2, guard.key, key, guard.mark, command), True, None
         self._start = b"*%d%b" % (len(words) + (2 if value_bytes else 1) * self.count, _packed(words))
@@ -312,15 +303,14 @@ class SendKeys(Request):
 
 
 class StoreRows(SendKeys):
-    """HSET of vectors. Its reply is the number of keys that were new.
+    """HSET of vectors. Its reply is the number of new keys.
 
     Args:
-        key: of the hash.
-        header: what precedes a vector in requests and replies.
+        key: key of the hash.
+        header: bytes before a vector in requests and replies.
         rows: (n, 4 dim) uint8.
-        guard: the mark under which it may be done.
-        promotion: add keys that are not there, and replace nothing; where the mark is another one the reply is -1. The others
-            are those of `SendKeys`.
+        guard: required mark.
+        promotion: add absent keys only; with another mark the reply is -1. Other arguments as for `SendKeys`.
     """
 
     def __init__(
@@ -348,19 +338,19 @@ class StoreRows(SendKeys):
 
 
 class ApplyRows(Request):
-    """Changes of a log that store vectors, or that remove rows; older ones than the last change of their row are refused.
+    """Changes of a log that store vectors, or that remove rows. Changes older than the last one of their row have no effect.
 
-    Its reply is -1 where the mark is another one.
+    The reply is -1 with another mark.
 
     Args:
         slot: as for `Request`.
-        key: of the hash.
-        guard: with the hash that has the order of changes.
+        key: key of the hash.
+        guard: required mark, with the hash of the order of changes.
         keys: (n,) int64, distinct.
-        order: (count,) int64: positions of those that are sent, at least one and at most `MOST_ORDERED`.
+        order: (count,) int64: positions of the sent keys, 1 to `MOST_ORDERED`.
         sequences: (n, 8) uint8, big-endian.
-        header: what precedes a vector in requests and replies.
-        rows: (n, 4 dim) uint8; None to remove them.
+        header: bytes before a vector in requests and replies.
+        rows: (n, 4 dim) uint8; None to remove the rows.
     """
 
     once = True
@@ -399,20 +389,20 @@ class ApplyRows(Request):
         return int(write_rows(self._keys, self.order, self._header, self._rows, buffer.array, end))
 
     def made(self) -> BoolArray:
-        """Which of the changes were made, (count,) bool."""
+        """Which changes were applied, (count,) bool."""
         said = b"1" * self.order.size if self.reply == 1 else self.reply
         made: BoolArray = np.frombuffer(said, np.uint8) == ord("1")
         return made
 
 
 class FetchRows(SendKeys):
-    """HMGET of vectors, which land in the caller's arrays. Its reply is the number of keys that were found.
+    """HMGET of vectors into the caller's arrays. Its reply is the number of keys found.
 
     Args:
-        key: of the hash.
-        header: what precedes a vector in requests and replies.
-        out: (n, 4 dim) uint8; rows whose key is found are written.
-        found: (n,) bool; set for these rows, each when all of it is there. The others are those of `SendKeys`.
+        key: key of the hash.
+        header: bytes before a vector in requests and replies.
+        out: (n, 4 dim) uint8; rows of found keys are written.
+        found: (n,) bool; set for each row once it is complete. Other arguments as for `SendKeys`.
     """
 
     def __init__(
@@ -425,9 +415,9 @@ class FetchRows(SendKeys):
         super().__init__(slot, ("HMGET", key), keys, order, reply_bytes=header.size + out.shape[1] + 2)
 
     def read(self, array: Bytes, at: int, end: int) -> int:
-        """Read what has arrived of the reply, [at, end); returns the first position that is not read.
+        """Read the received part of the reply, [at, end); return the first unread position.
 
-        `reply` is set when the whole reply has been read.
+        `reply` is set at the end of the reply.
 
         Raises:
             DatabaseCorruptError: the bytes are no reply to this request, or a value is no vector.

@@ -1,18 +1,18 @@
-"""Whether tables fit into the memory of the nodes of one Redis."""
+"""Checks that tables fit into the memory of Redis' nodes."""
 
 from collections.abc import Sequence
 from typing import Final
 
-from hps.capacity import check_fits
 from hps.databases.redis.layout import RedisLayout
 from hps.databases.redis.nodes import RedisNodes
 from hps.databases.redis.requests import Call
+from hps.ground.capacity import check_fits
 
 _ENTRY_BYTES: Final = 48  # the entry of a row in the table of its hash, and the string of its key
 
 
 def partition_bytes(dim: int, rows: int) -> int:
-    """Bytes that the rows of a partition take in a node's memory: 1.5 % off at most with Redis 7 (dim 1 to 256).
+    """Estimate the bytes of a partition's rows in a node's memory, within 1.5 % for Redis 7 (dim 1 to 256).
 
     Each is an entry, a key and a value; each entry has a pointer in a table of a power of two. jemalloc hands values out in
     sizes of which there are four to a power of two.
@@ -25,8 +25,7 @@ def partition_bytes(dim: int, rows: int) -> int:
 def check_room(nodes: RedisNodes, tables: Sequence[tuple[str, int, int]], num_partitions: int, margin: int) -> None:
     """Refuse tables that do not fit; see `Database.check_room`.
 
-    A node that evicts keys of any kind is never full, and is not asked. One without `maxmemory` has what its machine has,
-    as if nothing else were there.
+    A node that evicts any key is never full and not checked. A node without `maxmemory` has the memory of its machine.
 
     Args:
         nodes: run the commands.

@@ -1,4 +1,4 @@
-"""One table in Redis: its vectors fetched, inserted, updated, deleted and scanned, partition by partition."""
+"""Reads and writes the vectors of one table in Redis, partition by partition."""
 
 import logging
 import random
@@ -10,11 +10,11 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from hps.databases.base import UNBOUNDED_ROWS, LogPosition, RowChanges, TableStats
-from hps.databases.redis.below import Below
+from hps.databases.base import UNBOUNDED_ROWS, LogPosition, Partition, RowChanges, TableStats
+from hps.databases.redis.authority import TableAuthority
 from hps.databases.redis.catalog import Catalog, fresh, lost
 from hps.databases.redis.codec import Bytes, group_by_partition
-from hps.databases.redis.layout import Partition, RedisLayout
+from hps.databases.redis.layout import KeyPartition, RedisLayout
 from hps.databases.redis.marks import FOLLOWING, Mark, Process, alone, counts, may_promote, ordered, parse, taken
 from hps.databases.redis.nodes import RedisNodes
 from hps.databases.redis.overflow import Overflow
@@ -36,22 +36,22 @@ from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 _log = logging.getLogger(__name__)
 _CHUNK_FIELDS: Final = 4096
 _CHUNK_BYTES: Final = 1 << 20
-_FETCHES: Final = 3  # before a fetch fails because marks change all the time
-_TAKES: Final = 16  # as many changes of marks by others does one write bear before it is sent
-_LOOK_S: Final = 1.0  # between two looks at a table that is not to be used
+_FETCHES: Final = 3  # of a fetch while marks keep changing
+_TAKES: Final = 16  # of a write while other processes change marks
+_LOOK_S: Final = 1.0  # between two looks at an unusable table
 _PAUSE_S: Final = 0.001  # between two attempts to write beside others
-Making: TypeAlias = Callable[[Partition, IndexArray, Guard], list[Request]]
+Making: TypeAlias = Callable[[KeyPartition, IndexArray, Guard], list[Request]]
 
 
 class RedisTable:
     """The rows of one table. *Thread-safe.*
 
-    It is used under the marks of its partitions that were seen last. Where `marks` is None the table holds another model than
-    the database below, or is being loaded; it is then looked at again once a second, has nothing and takes nothing.
+    It is used under the last seen marks of its partitions. While `marks` is None the table holds another model than the
+    database below, or is being loaded; it then counts as empty, takes nothing, and is checked once a second.
 
     Attributes:
         layout: its keys in Redis.
-        marks: what stands where the marks of its partitions belong.
+        marks: the last seen marks of its partitions.
         below: the database below.
         loading: whether this process is loading it.
 
@@ -61,11 +61,11 @@ class RedisTable:
         catalog: reads and changes marks.
         nodes: run the requests.
         overflow: notes uses and evicts.
-        batch: most keys that have one timeout, and after which margins are enforced (`max_batch_size`).
+        batch: maximum keys per timeout and between enforcements of margins (`max_batch_size`).
     """
 
     def __init__(
-        self, layout: RedisLayout, below: Below, catalog: Catalog, nodes: RedisNodes, overflow: Overflow, batch: int
+        self, layout: RedisLayout, below: TableAuthority, catalog: Catalog, nodes: RedisNodes, overflow: Overflow, batch: int
     ) -> None:
         self.layout = layout
         self.below = below
@@ -77,7 +77,7 @@ class RedisTable:
         self._promotes_after = 0.0
         self._follows = False
         self._followed: list[bytes] = []  # the marks under which positions of the log count
-        self._positions: dict[str, LogPosition] = {}
+        self._positions: dict[Partition, LogPosition] = {}
         self._highest = 0  # sequence that is known to be applied
         self._writing = threading.Lock()
         self._catalog = catalog
@@ -87,12 +87,12 @@ class RedisTable:
         self._chunk = max(1, min(_CHUNK_FIELDS, batch, _CHUNK_BYTES // (4 * layout.dim)))
 
     def look(self, deadline: float | None = None, *, make: bool = False, first: bool = False) -> None:
-        """See what the marks are now, and make them such that the table can be used, if it may; see `Catalog.look`.
+        """Read the marks, and change them so that the table can be used, if allowed; see `Catalog.look`.
 
         Args:
-            deadline: when the answer must be there, on the monotonic clock.
+            deadline: time limit on the monotonic clock.
             make: as for `Catalog.look`.
-            first: the process is about to write what is its first modification.
+            first: the process is about to make its first modification.
         """
         if self.loading:
             return
@@ -110,10 +110,10 @@ class RedisTable:
         self._pens.intersection_update(marks)
 
     def fetch(self, keys: KeyArray, out: FloatArray, found: BoolArray) -> int:
-        """As `Database.fetch`. What a partition holds under another mark than the known one does not count.
+        """As `Database.fetch`. Rows under another mark than the known one do not count.
 
-        Keys of a partition that has lost its rows are a failure, not absent. So are all keys while the table is being loaded or
-        holds another model, unless a database below has them.
+        Keys of a partition that lost its rows are a failure, not absent. So are all keys while the table is loaded or holds
+        another model, unless a database below has them.
         """
         before = int(np.count_nonzero(found))
         deadline = self._deadline(keys)
@@ -131,7 +131,7 @@ class RedisTable:
         return int(np.count_nonzero(found)) - before
 
     def insert(self, keys: KeyArray, vectors: FloatArray, *, loading: bool = False) -> None:
-        """As `Database.insert`. With `loading`, fails where the marks are not those of this process' load any more."""
+        """As `Database.insert`. With `loading`, fails if the marks are no longer those of this process' load."""
         rows = vectors.view(np.uint8)
         for start in range(0, keys.size, self._batch):
             self._insert(keys[start : start + self._batch], rows[start : start + self._batch], loading)
@@ -145,7 +145,7 @@ class RedisTable:
     def delete(self, keys: KeyArray) -> int:
         """As `Database.delete`."""
 
-        def removal(partition: Partition, share: IndexArray, guard: Guard) -> list[Request]:
+        def removal(partition: KeyPartition, share: IndexArray, guard: Guard) -> list[Request]:
             return self._removing(partition, share, guard, batch)
 
         removed = 0
@@ -155,8 +155,8 @@ class RedisTable:
             removed += sum(one.reply for one in done)
         return removed
 
-    def follow_log(self) -> dict[str, LogPosition]:
-        """As `Database.follow_log`. From now on whoever writes a row writes its place in the order of changes, too."""
+    def follow_log(self) -> dict[Partition, LogPosition]:
+        """As `Database.follow_log`. From now on every writer also stores each row's place in the order of changes."""
         if self.below.process().base is not None:
             raise DatabaseError(
                 f"redis: following a log of updates for table {self.layout.tag}: the database below must do that"
@@ -170,8 +170,8 @@ class RedisTable:
         self._followed = marks
         return dict(self._positions)
 
-    def apply(self, changes: RowChanges, positions: Mapping[str, LogPosition]) -> BoolArray:
-        """As `Database.apply`. Redis compares the sequences: others may apply the same changes, earlier or later."""
+    def apply(self, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
+        """As `Database.apply`. Redis compares the sequences, since other processes may apply the same changes."""
         if not self._followed:
             raise DatabaseError(f"redis: updating table {self.layout.tag}: it follows no log; call follow_log first")
         made = np.zeros(changes.keys.size, np.bool_)
@@ -189,21 +189,21 @@ class RedisTable:
         return made
 
     def copy_changes(self, changes: RowChanges) -> None:
-        """As `Database.copy_changes`. Where others write, too, rows only go: who lags would write what is stale for others."""
+        """As `Database.copy_changes`. Beside other writers rows are only removed: a lagging process would write stale ones."""
         rows, me = changes.vectors.view(np.uint8), self.below.process()
         for start in range(0, changes.keys.size, self._batch):
             part = slice(start, start + self._batch)
             self._copy(me, changes.keys[part], rows[part], None if changes.deleted is None else changes.deleted[part])
 
     def touch(self, keys: KeyArray) -> None:
-        """Note a use of keys that were found."""
+        """Note a use of found keys."""
         requests: list[Request] = []
         for partition, share in self._shares(keys):
             requests += self._overflow.note_uses(partition, keys, share)
         self._nodes.run(requests)
 
     def scan(self, chunk_rows: int) -> Iterator[tuple[KeyArray, FloatArray]]:
-        """As `Database.scan`; fails where rows were lost meanwhile."""
+        """As `Database.scan`; fails if rows were lost meanwhile."""
         width, dim, known = 4 * self.layout.dim, self.layout.dim, self._usable(None)
         if known is None:
             return
@@ -244,10 +244,10 @@ class RedisTable:
         return TableStats(rows, vector_bytes, overhead, capacity, evictions)
 
     def _usable(self, deadline: float | None) -> list[bytes] | None:
-        """The marks, or None if the table is not to be used and a database below has its rows.
+        """Return the marks; None if the table is unusable and a database below has its rows.
 
         Raises:
-            DatabaseError: it is not to be used, and there is nothing below.
+            DatabaseError: the table is unusable, and there is no database below.
         """
         if self.marks is None:
             alone = self.below.process().base is None
@@ -258,16 +258,16 @@ class RedisTable:
         return self.marks
 
     def _fetch(self, marks: list[bytes], keys: KeyArray, out: FloatArray, found: BoolArray, deadline: float) -> bool:
-        """Fetch once; returns whether something does not count, which is then not `found`."""
+        """Fetch once; return whether some rows did not count, which are then not `found`."""
         rows = out.view(np.uint8)
         requests: list[Request] = []
-        checks: list[tuple[Partition, IndexArray, list[Request]]] = []
+        checks: list[tuple[KeyPartition, IndexArray, list[Request]]] = []
         for partition, share in self._shares(keys, found):
             pieces: list[Request] = [
                 FetchRows(partition.slot, partition.values, keys, piece, self.layout.header, rows, found)
                 for piece in self._pieces(share)
             ]
-            # Behind the vectors: if the mark is still there, they lay under it, and what was absent was not lost.
+            # After the vectors: if the mark is unchanged, they were read under it, and absent keys were not lost.
             pieces.append(GetMark(partition.slot, partition.mark, marks[partition.index]))
             requests += pieces
             checks.append((partition, share, pieces))
@@ -284,7 +284,7 @@ class RedisTable:
         return bool(changed) and self._adopt_changed(marks, changed, found)
 
     def _read_marks_again(self, fetches: list[list[Request]], deadline: float) -> None:
-        """Read marks behind the vectors where either came from another node than the one that was asked first."""
+        """Read marks again, after the vectors, if either came from another node than the one asked first."""
         moved = [pieces[-1] for pieces in fetches if any(piece.redirected for piece in pieces)]
         while moved:
             for mark in moved:
@@ -293,9 +293,9 @@ class RedisTable:
             moved = [mark for mark in moved if mark.redirected and not mark.asking]
 
     def _adopt_changed(
-        self, marks: list[bytes], changed: list[tuple[Partition, IndexArray, list[Request]]], found: BoolArray
+        self, marks: list[bytes], changed: list[tuple[KeyPartition, IndexArray, list[Request]]], found: BoolArray
     ) -> bool:
-        """Take over marks under which what was fetched counts, too; returns whether something does not count."""
+        """Adopt marks under which the fetched rows count, too; return whether some rows do not count."""
         me, now, stale = self.below.process(), list(marks), False
         for partition, share, pieces in changed:
             text = pieces[-1].reply
@@ -309,14 +309,14 @@ class RedisTable:
         return stale
 
     def _insert(self, keys: KeyArray, rows: Bytes, loading: bool) -> None:
-        def storing(partition: Partition, share: IndexArray, guard: Guard) -> list[Request]:
+        def storing(partition: KeyPartition, share: IndexArray, guard: Guard) -> list[Request]:
             return self._storing(partition, share, guard, keys, rows)
 
         doing = f"inserting {keys.size} keys into table {self.layout.tag}"
         self._write(keys, storing, doing, loading=loading)
 
     def _storing(
-        self, partition: Partition, share: IndexArray, guard: Guard, keys: KeyArray, rows: Bytes, *, promotion: bool = False
+        self, partition: KeyPartition, share: IndexArray, guard: Guard, keys: KeyArray, rows: Bytes, *, promotion: bool = False
     ) -> list[Request]:
         slot, values, header = partition.slot, partition.values, self.layout.header
         pieces = self._pieces(share, guard)
@@ -325,7 +325,7 @@ class RedisTable:
             *(StoreRows(slot, values, keys, piece, header, rows, guard, promotion=promotion) for piece in pieces),
         ]
 
-    def _removing(self, partition: Partition, share: IndexArray, guard: Guard, keys: KeyArray) -> list[Request]:
+    def _removing(self, partition: KeyPartition, share: IndexArray, guard: Guard, keys: KeyArray) -> list[Request]:
         pieces, words = self._pieces(share, guard), ("HDEL", partition.values)
         return [
             *self._overflow.forget_uses(partition, keys, share),
@@ -337,7 +337,7 @@ class RedisTable:
     ) -> BoolArray:
         layout = self.layout
 
-        def applying(partition: Partition, share: IndexArray, guard: Guard) -> list[Request]:
+        def applying(partition: KeyPartition, share: IndexArray, guard: Guard) -> list[Request]:
             if _parsed(guard.mark).incarnation != _parsed(followed[partition.index]).incarnation:
                 raise DatabaseError(
                     f"redis: updating table {layout.tag}: it was emptied or loaded since its log was followed; load it "
@@ -361,7 +361,7 @@ class RedisTable:
         return made
 
     def _copy(self, me: Process, keys: KeyArray, rows: Bytes, deleted: BoolArray | None) -> None:
-        def copying(partition: Partition, share: IndexArray, guard: Guard) -> list[Request]:
+        def copying(partition: KeyPartition, share: IndexArray, guard: Guard) -> list[Request]:
             stored, removed = _kinds(share, deleted) if alone(_parsed(guard.mark), me) else (share[:0], share)
             return [
                 *self._storing(partition, stored, guard, keys, rows),
@@ -375,7 +375,7 @@ class RedisTable:
             return 0
         deadline = self._deadline(keys)
         me, marks = self.below.process(), self._usable(deadline)
-        shares: list[tuple[Partition, list[Request]]] = []
+        shares: list[tuple[KeyPartition, list[Request]]] = []
         for partition, share in self._shares(keys) if marks else ():
             text = marks[partition.index] if marks else b""
             if may_promote(_parsed(text), me):
@@ -387,13 +387,13 @@ class RedisTable:
         except DatabaseError as error:
             if not all(one.refused or one.reply is not None for one in promotions):
                 raise
-            # All were answered, as where Redis is full: nothing of them is left or still on its way.
+            # All were answered, for instance by a full Redis: none is unanswered or still on its way.
             self._promotes_after = time.monotonic() + _LOOK_S
             _log.warning("%s; nothing is promoted into table %s for %g s", error, self.layout.tag, _LOOK_S)
         return sum(max(0, one.reply or 0) for one in promotions)
 
     def _write(self, keys: KeyArray, make: Making, doing: str, *, loading: bool = False) -> list[Request]:
-        """Let `make` make guarded requests until every partition has taken them; returns those that were taken, in order."""
+        """Run guarded requests from `make` until every partition accepts them; return the accepted ones, in order."""
         deadline = self._deadline(keys)
         todo, done = self._shares(keys), list[Request]()
         attempts = 0
@@ -414,8 +414,8 @@ class RedisTable:
                 raise DatabaseTimeoutError(f"redis: {doing}: others wrote first, {attempts} times")
             time.sleep(random.uniform(0, _PAUSE_S * min(attempts - 1, 16)))  # lets one of two go first
 
-    def _perform(self, shares: list[tuple[Partition, list[Request]]], deadline: float, doing: str) -> set[Partition]:
-        """Run guarded requests and enforce the margins; returns the partitions that refused some."""
+    def _perform(self, shares: list[tuple[KeyPartition, list[Request]]], deadline: float, doing: str) -> set[KeyPartition]:
+        """Run guarded requests and enforce the margins; return the partitions that refused some."""
         marks = self.marks or []
         bounded = self._overflow.margin < UNBOUNDED_ROWS
         counted = [(partition, Call(partition.slot, "HLEN", partition.values)) for partition, _ in shares] if bounded else []
@@ -433,8 +433,8 @@ class RedisTable:
             self._overflow.resolve(partition, call.reply)
         return refused
 
-    def _taken(self, partitions: list[Partition], deadline: float, *, loading: bool) -> list[bytes] | None:
-        """Marks under which this process may write to these partitions, made here if need be; None if it is not to write.
+    def _taken(self, partitions: list[KeyPartition], deadline: float, *, loading: bool) -> list[bytes] | None:
+        """Return marks under which this process may write to these partitions, creating them if necessary; None if it may not.
 
         The first modification enters this process among the writers of all partitions, whatever it writes.
         """
@@ -451,7 +451,7 @@ class RedisTable:
                 parsed = [_parsed(text) for text in marks]
                 entered = loading or me.token is None or all(me.token in mark.writers for mark in parsed)
                 if not entered and not first:
-                    self.look(deadline)  # what was written before is not all there
+                    self.look(deadline)  # earlier writes are incomplete
                     continue
                 wanted = partitions if entered else list(self.layout.partitions)
                 changes = [
@@ -486,7 +486,7 @@ class RedisTable:
         except DatabaseError as error:
             raise type(error)(f"{error} ({doing})") from error
 
-    def _guard(self, partition: Partition, mark: bytes) -> Guard:
+    def _guard(self, partition: KeyPartition, mark: bytes) -> Guard:
         if not ordered(_parsed(mark)):
             return Guard(partition.mark, mark)
         return Guard(partition.mark, mark, partition.sequences, self._highest.to_bytes(8))
@@ -495,8 +495,8 @@ class RedisTable:
         most = min(self._chunk, MOST_ORDERED) if guard and guard.sequences else self._chunk
         return [share[start : start + most] for start in range(0, share.size, most)]
 
-    def _shares(self, keys: KeyArray, found: BoolArray | None = None) -> list[tuple[Partition, IndexArray]]:
-        """The positions of the keys that are not `found`, of each partition that has any."""
+    def _shares(self, keys: KeyArray, found: BoolArray | None = None) -> list[tuple[KeyPartition, IndexArray]]:
+        """Return the positions of keys that are not `found`, by partition."""
         partitions = self.layout.partitions
         order, offsets = np.empty(keys.size, np.int64), np.empty(len(partitions) + 1, np.int64)
         found = np.zeros(keys.size, np.bool_) if found is None else found
@@ -510,7 +510,7 @@ class RedisTable:
 
 
 def _kinds(share: IndexArray, deleted: BoolArray | None) -> tuple[IndexArray, IndexArray]:
-    """Those of the positions whose rows are stored, and those whose rows are removed."""
+    """Split positions into rows to store and rows to remove."""
     return (share, share[:0]) if deleted is None else (share[~deleted[share]], share[deleted[share]])
 
 

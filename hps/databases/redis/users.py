@@ -1,15 +1,15 @@
-"""Which processes use a table of a Redis that several share; the last one that gives it up drops it.
+"""The processes that use a table of a shared Redis; the last one to leave drops it.
 
 Beside the keys of `layout.py`, in the slot of the table's own hash:
 
     hps_et{T}u        hash: field = token of a process that uses the table, value = until when that counts, in ms since 1970
 
-A process renews its entry while it is there, by the clock of Redis alone; that of one that died runs out. Whoever is to drop
-the table writes into its own hash until when others must leave it alone (`dropping`), in the script that finds no other user. A
-process that opens the table meanwhile enters itself once it is gone, and makes it anew. If the dropping process dies, the next
-one that opens or discards the table completes the drop.
+A process renews its entry by the clock of Redis alone; that of a dead process runs out. The script that finds no other user
+writes into the table's own hash how long the caller may take to drop the table (`dropping`). A process that opens the table
+meanwhile waits, enters itself and creates it again. If the dropping process dies, the next process that opens or discards the
+table completes the drop.
 
-HugeCTR's processes enter themselves nowhere: rows of unknown origin under one of its names (no `@` in the tag) may be theirs.
+HugeCTR's processes have no entries: rows of unknown origin under one of its names (no `@` in the tag) may be theirs.
 """
 
 import logging
@@ -18,7 +18,6 @@ import threading
 import time
 from contextlib import suppress
 from typing import Final
-from weakref import ref
 
 from hps.databases.redis.catalog import Catalog
 from hps.databases.redis.layout import RedisLayout
@@ -26,7 +25,8 @@ from hps.databases.redis.marks import UNKNOWN, parse
 from hps.databases.redis.nodes import RedisNodes
 from hps.databases.redis.requests import Call
 from hps.errors import DatabaseError, DatabaseTimeoutError, NotReadyError
-from hps.lifetimes import close_at_exit, disown_in_children
+from hps.ground.lifetimes import disown_in_children
+from hps.ground.workers import PeriodicTask
 
 _log = logging.getLogger(__name__)
 _RENEWALS: Final = 6  # in the time after which an entry runs out
@@ -43,7 +43,7 @@ redis.call('hsetnx', KEYS[1], ARGV[1], string.format('%.0f', now + ARGV[2]))
 return redis.call('pexpire', KEYS[1], 2 * ARGV[2])
 """
 )
-"""Enters a process among the users unless the table is being dropped. A full Redis allows it because HDEL went before."""
+"""Adds a process to the users unless the table is being dropped. A full Redis allows it after an HDEL."""
 _LEAVE: Final = (
     _NOW
     + """
@@ -57,16 +57,16 @@ redis.call('hset', KEYS[2], 'dropping', string.format('%.0f', now + ARGV[2]))
 return 1
 """
 )
-"""Removes a process from the users. Where there is no other, and nobody drops the table, it must do so now, and gets 1."""
+"""Removes a process from the users. Returns 1 if it must drop the table, as the last user."""
 
 
 class TableUsers:
-    """The tables of one Redis that this process uses. *Thread-safe.* A thread renews their entries.
+    """The tables of one Redis that this process uses. *Thread-safe.* A periodic task renews their entries.
 
     Args:
         nodes: run the commands.
         catalog: drops tables.
-        lease_s: how long the use of a process that died counts.
+        lease_s: how long the use of a dead process counts.
     """
 
     def __init__(self, nodes: RedisNodes, catalog: Catalog, lease_s: float) -> None:
@@ -77,12 +77,11 @@ class TableUsers:
         self._used: dict[str, RedisLayout] = {}
         self._starting = threading.Lock()
         self._renewing = threading.Lock()  # held while the entries are renewed, so that none comes back that was removed
-        self._thread: threading.Thread | None = None
-        self._ended = threading.Event()
+        self._task: PeriodicTask | None = None
         disown_in_children(self)
 
     def enter(self, layout: RedisLayout) -> None:
-        """Use a table from now on. Waits while it is being dropped.
+        """Enter as a user of a table. Waits while it is being dropped.
 
         Raises:
             DatabaseError: Redis failed, or a drop does not end.
@@ -95,19 +94,17 @@ class TableUsers:
                 time.sleep(_WAIT_S)
         self._used[layout.tag] = layout
         with self._starting:
-            if self._thread is None:
-                arguments = (ref(self), self._ended, self._lease_ms / 1000 / _RENEWALS)
-                self._thread = threading.Thread(target=_renew, args=arguments, name="hps-redis-users", daemon=True)
-                self._thread.start()
-                close_at_exit(self, TableUsers.end)
+            if self._task is None:
+                every_s = self._lease_ms / 1000 / _RENEWALS
+                self._task = PeriodicTask("redis-users", self.renew, every_s, what="renewing the use of tables in Redis")
 
     def leave(self, layout: RedisLayout) -> None:
-        """Use a table no more, whatever becomes of it."""
+        """Leave a table without dropping it."""
         self._forget(layout)
         self._nodes.ask(layout.slot, "HDEL", layout.users, self._token)
 
     def discard(self, layout: RedisLayout) -> bool:
-        """Use a table no more, and drop it unless others use it, or may; returns whether it was dropped."""
+        """Leave a table, and drop it unless others use it, or may; return whether it was dropped."""
         if "@" not in layout.tag and self._may_be_hugectrs(layout):
             self.leave(layout)
             return False
@@ -115,23 +112,17 @@ class TableUsers:
         return self._drop_unused(layout)
 
     def close(self) -> None:
-        """Use no table any more, and leave all where they are."""
-        self.end()
+        """Leave all tables without dropping them."""
+        if self._task is not None:
+            self._task.abandon(self._nodes.timeout_s)
         calls = [Call(layout.slot, "HDEL", layout.users, self._token) for layout in self._used.values()]
         self._used = {}
         with suppress(DatabaseError, NotReadyError):  # then the entries run out
             self._nodes.run(calls, time.monotonic() + _CLOSE_S)
 
-    def end(self) -> None:
-        """Renew no more."""
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join(self._nodes.timeout_s)
-
     def disown(self) -> None:
         """In a forked child, where the thread is not: the tables are the parent's."""
-        self._used, self._thread = {}, None
-        self._ended = threading.Event()
+        self._used, self._task = {}, None
         self._starting, self._renewing = threading.Lock(), threading.Lock()
 
     def renew(self) -> None:
@@ -161,18 +152,3 @@ class TableUsers:
 
     def _script(self, script: str, layout: RedisLayout, lease_ms: int) -> tuple[str | bytes | int, ...]:
         return "EVAL", script, 2, layout.users, layout.about, self._token, lease_ms
-
-
-def _renew(users: "ref[TableUsers]", ended: threading.Event, every_s: float) -> None:
-    """Renew entries until the owner is gone, or `ended` is set."""
-    while not ended.wait(every_s):
-        owner = users()
-        if owner is None:
-            return
-        try:
-            owner.renew()
-        except NotReadyError:  # closed, or forked from
-            return
-        except DatabaseError as error:
-            _log.warning("%s; renewing the use of tables is tried again in %g s", error, every_s)
-        del owner

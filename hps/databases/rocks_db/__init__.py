@@ -1,0 +1,1 @@
+"""RocksDB in HugeCTR's layout, through rocksdict."""

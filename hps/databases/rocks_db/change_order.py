@@ -1,17 +1,16 @@
-"""The order of the changes to one table: the latest change of each row, and how far a log of updates was followed.
+"""The order of changes to one table: the last change of each row, and the positions in the log of updates.
 
-**On disk.** The sequence of a row's last change stands behind the time in the value of its key in the times family, put there
-by the write that changed the row; that of a deleted row stays. A value without one is of a row that was written before the
-table followed a log, or by a release that knows of none: it is older than any change. RocksDB's own column family has two
-records: the highest sequence that was applied, which is in the first write of a batch of changes, so that no row ever has a
-higher one, and the positions, which are in the last.
+**On disk.** The sequence of a row's last change follows the time in the value of its key in the times family, in the same write
+as the row; that of a deleted row stays. A value without a sequence is of a row that was written before the table followed a
+log, or by an older release: it is older than any change. RocksDB's own column family has two records: the highest applied
+sequence, in the first write of a batch of changes, so that no row ever has a higher one, and the positions, in the last write.
 
-**An insertion or a deletion** by somebody else takes the highest sequence + 1. It stores no highest one: a start allows for it.
+**Other insertions and deletions** take the highest sequence + 1. They do not store it; the next start allows for it.
 
-**In memory.** To read the sequence of each row that changes would be slow: a read of the times family's memtable sorts it, so
-that it must first be flushed, which begins another write-ahead log, too. So the last sequences of some 500,000 rows are kept,
-9 MB a table, in sets by the hash of the key, and of each set the highest sequence that any other of its rows may have. A
-change above that is the latest without a read. After a start, all that is known is the highest sequence of the table.
+**In memory.** Reading the sequence of each changed row would be slow: a read sorts the times family's memtable, which must be
+flushed before, and that also begins another write-ahead log. So the last sequences of some 500,000 rows are kept, 9 MB per
+table, in sets by the hash of the key, with the highest sequence that any other row of the set may have. A change above that is
+the latest without a read. After a start, only the highest sequence of the table is known.
 """
 
 import json
@@ -22,11 +21,11 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from hps.databases.base import LogPosition
+from hps.databases.base import LogPosition, Partition
 from hps.databases.rocks_db.engine import DEFAULT, Engine
 from hps.errors import DatabaseCorruptError
-from hps.hashing import mix, scale
-from hps.numba_kernels import compile_kernels, kernel, read_only
+from hps.ground.hashing import mix, scale
+from hps.ground.numba_kernels import compile_kernels, kernel, read_only
 from hps.types import IndexArray, KeyArray
 
 OLDER: Final = 0
@@ -71,16 +70,16 @@ def _note(keys, sequences, known_keys, known_sequences, bounds):  # type: ignore
 
 
 def log_records(tag: str) -> list[bytes]:
-    """The keys of a table's two records, of the positions and the highest sequence, in RocksDB's order."""
+    """Return the keys of a table's records of positions and of the highest sequence, in RocksDB's order."""
     return [_POSITIONS + tag.encode(), _SEQUENCE + tag.encode()]
 
 
 class ChangeOrder:
-    """What is known of the order of changes to a table. *One per thread*: only the table's writer uses it.
+    """The order of changes to a table. *One per thread*: only the table's writer uses it.
 
     Attributes:
-        highest: sequence that was applied; 0 before the first.
-        positions: what was stored last, by partition.
+        highest: highest applied sequence; 0 before the first.
+        positions: last stored positions, by partition.
     """
 
     def __init__(self, engine: Engine, tag: str) -> None:
@@ -92,7 +91,7 @@ class ChangeOrder:
         positions, highest = engine.get(engine.family(DEFAULT), log_records(tag), doing)
         try:
             self.highest = int(highest or 0)
-            self.positions = {name: LogPosition(*of) for name, of in json.loads(positions or "{}").items()}
+            self.positions = {Partition(name): LogPosition(*of) for name, of in json.loads(positions or "{}").items()}
         except (ValueError, TypeError, AttributeError) as error:
             raise DatabaseCorruptError(
                 f"{doing} in {engine.path}: got {positions!r} and {highest!r}, expected positions and a sequence; drop the "
@@ -106,38 +105,38 @@ class ChangeOrder:
 
     @property
     def next(self) -> int:
-        """The sequence of an insertion or a deletion now; 0 where none need be stored."""
+        """The sequence of an insertion or deletion now; 0 to store none."""
         return self.highest + 1 if self.highest else 0
 
     def judge(self, keys: KeyArray, sequences: IndexArray) -> npt.NDArray[np.uint8]:
-        """Whether each change is the latest of its row, (n,): `OLDER`, `LATEST`, or `DOUBTFUL` where that must be read."""
+        """Compare changes with the last ones of their rows, (n,): `OLDER`, `LATEST`, or `DOUBTFUL` if a read must tell."""
         verdicts = np.empty(keys.size, np.uint8)
         _judge(keys, sequences, *self._sets(), verdicts)
         return verdicts
 
     def note(self, keys: KeyArray, sequences: IndexArray) -> None:
-        """Take in that these are the latest changes of their rows, before they are written."""
+        """Note the latest changes of rows, before they are written."""
         if self._known and keys.size:
             self._noted = max(self._noted, int(sequences.max()))
             _note(keys, sequences, *self._known)
 
     def doubt(self) -> None:
-        """Rely on nothing that was noted: a write failed."""
+        """Forget all notes after a failed write."""
         self._known = None
 
     def raised(self, sequence: int) -> dict[bytes, bytes]:
-        """The record to write with the first of these changes, the highest of which has this sequence."""
+        """Make the record to write with the first changes of a batch, whose highest sequence is this."""
         return {log_records(self._tag)[1]: b"%d" % sequence} if sequence > self.highest else {}
 
-    def moved(self, positions: Mapping[str, LogPosition]) -> dict[bytes, bytes]:
-        """The record to write with the last changes, by which these positions become known."""
+    def moved(self, positions: Mapping[Partition, LogPosition]) -> dict[bytes, bytes]:
+        """Make the record of positions to write with the last changes of a batch."""
         merged = {**self.positions, **positions}
         return {
             log_records(self._tag)[0]: json.dumps({name: [at.position, at.sequence] for name, at in merged.items()}).encode()
         }
 
     def forget(self) -> None:
-        """Know nothing of any log any more; on disk on return."""
+        """Forget all logs, durably on return."""
         doing = f"forgetting the log of table {self._tag}"
         self._engine.remove(log_records(self._tag), [DEFAULT], doing)
         self._engine.sync(doing)

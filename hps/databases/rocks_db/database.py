@@ -1,24 +1,24 @@
-"""The persistent database: every vector of every table, in a RocksDB directory laid out as HugeCTR HPS lays it out.
+"""The persistent database: every vector of every table, in a RocksDB directory with HugeCTR HPS' layout.
 
-**Layout** (HugeCTR's, so that each can read what the other wrote): one column family a table, named by its tag; a row is the
-8 raw little-endian bytes of its key and its raw float32 vector. Our own record of what was loaded is in RocksDB's default
-column family, where HugeCTR keeps nothing.
+**Layout** (HugeCTR's, so that each can read the other's databases): one column family per table, named by its tag; a row is the
+8 raw little-endian bytes of its key and its raw float32 vector. Our load records are in RocksDB's default column family, which
+HugeCTR does not use.
 
-**Reads** are sorted multi-gets in small batches. There is no block cache unless one is asked for: blocks are not compressed,
-so the kernel's page cache holds the same bytes and gives them back under pressure, and a cache that is smaller than the rows
-in use costs more than it saves (benchmarks/bench_rocks_db.py). Every block that is read is checked against its checksum;
-memory-mapped reads would be faster, but a truncated file would then kill the process.
+**Reads** are sorted multi-gets in small batches. By default there is no block cache: blocks are not compressed, so the kernel's
+page cache holds the same bytes and releases them under pressure, and a cache smaller than the rows in use costs more than it
+saves (benchmarks/bench_rocks_db.py). Every block is checked against its checksum; memory-mapped reads would be faster, but a
+truncated file would then kill the process.
 
-**Durability.** `insert` and `delete` return once the write-ahead log is synced to disk, which they do once a call, as HugeCTR
-does; `load_chunk` returns once the rows, and then the record that counts them, are on disk. What was acknowledged is there at
-the next opening, or that is refused (write_ahead_log.py); a damaged end behind it, as a power cut leaves it, is dropped.
+**Durability.** `insert` and `delete` return after syncing the write-ahead log to disk once per call, as HugeCTR does;
+`load_chunk` returns when the rows, and then the record that counts them, are on disk. Acknowledged rows are there at the next
+opening, or it is refused (write_ahead_log.py); a damaged end behind them, as after a power cut, is dropped.
 
-**Failed writes.** When the disk is full or descriptors run out, RocksDB refuses to write for good, and goes on reading. So the
-next write finds out whether there is room again, and then RocksDB is opened again under all calls, which wait for it.
+**Failed writes.** When the disk is full or descriptors run out, RocksDB refuses all later writes, but goes on reading. So the
+next write checks whether there is room again, and then RocksDB is reopened while all calls wait.
 
-**Waiting.** RocksDB knows no timeouts: a call takes as long as the disk does. Where RocksDB would hold a write back, we wait
-instead, at most `write_timeout_s`. Two locks are held while RocksDB works: one a table, which serialises its writers, and one
-that serialises opening and dropping tables. No fetch takes either.
+**Waiting.** RocksDB has no timeouts: a call takes as long as the disk does. Where RocksDB would stall a write, we wait instead,
+at most `write_timeout_s`. Two locks are held while RocksDB works: one per table, which serialises its writers, and one that
+serialises opening and dropping tables. No fetch takes either.
 """
 
 import logging
@@ -28,18 +28,17 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-from hps.capacity import Need, check_fits
-from hps.databases.base import DatabaseReport, LoadRecord, LogPosition, PersistentDatabase, RowChanges, TableStats
+from hps.databases.base import DatabaseReport, LoadRecord, LogPosition, Partition, PersistentDatabase, RowChanges, TableStats
 from hps.databases.rocks_db import directory
 from hps.databases.rocks_db.engine import BLOCK_BYTES, DEFAULT, TIMES, WRITE_BUFFERS_BYTES, Engine, database_error
 from hps.databases.rocks_db.inspection import inspect, oldest_needed_log
 from hps.databases.rocks_db.load_records import LoadRecords
-from hps.databases.rocks_db.probing import probe
 from hps.databases.rocks_db.table import RocksTable, width_of
 from hps.databases.rocks_db.write_ahead_log import CheckedLogs, check_logs, damaged, logs_in
 from hps.errors import (
@@ -50,41 +49,42 @@ from hps.errors import (
     TableWidthError,
     UnknownTableError,
 )
-from hps.findings import Finding
-from hps.input_checks import check_positive
-from hps.lifetimes import disown_in_children
-from hps.open_calls import OpenCalls
-from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
+from hps.ground.capacity import Need, check_fits
+from hps.ground.lifetimes import disown_in_children
+from hps.ground.open_calls import OpenCalls
+from hps.ground.progress import size_text
+from hps.tensors.array_checks import check_positive
+from hps.types import BoolArray, CheckResult, FloatArray, IndexArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
 
-_RECOVER_EVERY_S = 0.5  # how often a database that refuses writes is looked at
-_DRAIN_TIMEOUT_S = 0.1  # how long reads wait for others to end, a merge among them, before it is opened again
+_RECOVER_EVERY_S = 0.5  # between two checks of a database that refuses writes
+_DRAIN_TIMEOUT_S = 0.1  # for other calls, such as a merge, before it is reopened
 _DATABASE_BYTES = 28 << 10  # options, manifest and logs of an idle database
 _TABLE_BYTES = 2 << 10
 _ROW_BYTES = 21.1  # beside the vector: key, sequence, lengths, filter, and the index within a block
-_BLOCK_OVERHEAD_BYTES = 25  # of a block: its trailer, what describes it, and its entry of the index
+_BLOCK_OVERHEAD_BYTES = 25  # per block: trailer, properties and index entry
 _FILTER_BYTES = 1.25  # a row
 _MERGED = "the table that is merged, which is there twice meanwhile"
-_ROOM_BYTES = 4 << 20  # beside what the write-ahead logs hold, for what RocksDB writes at an opening
+_ROOM_BYTES = 4 << 20  # written by RocksDB at an opening, beside the content of the write-ahead logs
 
 
 class RocksDatabase(PersistentDatabase):
     """Tables of vectors in a RocksDB directory. *Thread-safe.*
 
-    `size` counts a table of up to 131,072 rows and returns RocksDB's estimate for a larger one, which counts a row again for
-    each time it was replaced since its files were last merged.
+    `size` counts a table of up to 131,072 rows. For a larger one it returns RocksDB's estimate, which counts a row again for
+    each replacement since the last merge.
 
     Args:
-        path: the directory; it and its parents are created if they are missing. One process at a time may write to it.
+        path: the directory; created with its parents if missing. One process at a time may write to it.
         num_threads: for flushing and compacting.
-        read_only: serve what is there and write nothing: beside a process that writes, or from a read-only volume. What others
-            write after the opening is not seen.
-        max_batch_size: most rows of one multi-get or write.
-        block_cache_bytes: memory for blocks of the files. If it holds all that is looked up, fetching is a sixth faster; if it
-            holds a quarter, a fifth slower.
-        write_timeout_s: how long a write waits while the disk does not keep up.
-        close_timeout_s: how long `close` waits for calls that are under way.
+        read_only: write nothing: for use beside a process that writes, whose later writes are not seen, or on a read-only
+            volume.
+        max_batch_size: maximum rows of one multi-get or write.
+        block_cache_bytes: memory for blocks of the files. Fetching is a sixth faster if it holds all rows in use, and a fifth
+            slower if it holds a quarter of them.
+        write_timeout_s: how long a write waits for a slow disk.
+        close_timeout_s: how long `close` waits for running calls.
 
     Raises:
         DatabaseLockedError: another process has it open for writing.
@@ -142,7 +142,7 @@ class RocksDatabase(PersistentDatabase):
             raise
 
     def _open(self) -> None:
-        """Open the engine if all that was acknowledged is there."""
+        """Open the engine if all acknowledged rows are there."""
         exists = directory.check_directory(self.path, self.read_only)
         logs = check_logs(self.path, partial(oldest_needed_log, self.path)) if exists else CheckedLogs(True, {}, {})
         for name, what in logs.damages.items():
@@ -164,8 +164,37 @@ class RocksDatabase(PersistentDatabase):
         )
 
     @classmethod
-    def probe(cls, config: Any, tables: Mapping[TableSpec, int]) -> list[Finding]:
-        return probe(config, tables)
+    def probe(cls, config: Any, tables: Mapping[TableSpec, int]) -> list[CheckResult]:
+        path, where = Path(config.path).absolute(), "persistent_db.path"
+        place = next(one for one in (path, *path.parents) if one.exists())
+        if not place.is_dir():
+            return [CheckResult("wrong", where, f"{place} is no directory; give another path")]
+        if not config.read_only and not os.access(place, os.W_OK | os.X_OK):
+            return [CheckResult("wrong", where, f"{place}: this user may not write there; give it the right, or another path")]
+        held: set[str] = set()
+        holder = 0 if config.read_only else directory.holder(path)
+        try:
+            if config.read_only or (path == place and directory.check_directory(path, read_only=False)):
+                with closing(cls(path, read_only=True, num_threads=1)) as database:
+                    held = set(database.tags())
+                    for spec in tables:
+                        if spec.tag in held:
+                            database.open_table(spec.tag, spec.dim)
+        except DatabaseError as error:
+            return [CheckResult("unreachable" if holder else "wrong", where, str(error))]
+        there = sum(spec.tag in held for spec in tables)
+        state = (
+            f"{path} holds {there} of {len(tables)} tables" if held else f"{path} would be made" if path != place else f"{path}"
+        )
+        if holder:
+            what = f"{state}; process {holder} has it open, and only one may write to it: stop that process first"
+            return [CheckResult("unreachable", where, what)]
+        needed = sum(size for spec, size in tables.items() if spec.tag not in held) if config.initialize_after_startup else 0
+        free = shutil.disk_usage(place).free
+        room = f"{size_text(needed)} to load, {size_text(free)} free" if needed else f"{size_text(free)} free"
+        if needed > free:
+            return [CheckResult("wrong", where, f"{state}; {room}: free some, or give a path on a larger disk")]
+        return [CheckResult("good", where, f"{state}; {room}")]
 
     @classmethod
     def inspect(cls, path: Path) -> DatabaseReport:
@@ -204,7 +233,7 @@ class RocksDatabase(PersistentDatabase):
                 f"opening table {tag} in {self.path} with read_only: it is not there; there are: "
                 f"{', '.join(sorted(self._engine.names())) or 'none'}. Load it first, without read_only"
             )
-        self._drop_families(tag)  # an earlier release knew nothing of the times when it dropped the table
+        self._drop_families(tag)  # an earlier release dropped the table without its times
         self._engine.create(tag)
         self._seal_now()
         return None
@@ -265,7 +294,7 @@ class RocksDatabase(PersistentDatabase):
                 if tag in self._tables:
                     self._tables[tag].retire()
                     del self._tables[tag]
-                self._records.mark_dropped(tag)  # first: the record must never count rows that are gone
+                self._records.mark_dropped(tag)  # first: the record must never count dropped rows
                 links = directory.link_files(self.path, f"dropped-{next(self._staged)}")
                 self._drop_families(tag)
                 self._records.remove(tag)
@@ -273,7 +302,7 @@ class RocksDatabase(PersistentDatabase):
             shutil.rmtree(links, ignore_errors=True)
 
     def _drop_the_rest(self) -> None:
-        """Complete the drops that a kill interrupted: rows that stayed would pass for those of the next load."""
+        """Complete interrupted drops: remaining rows would be taken for those of the next load."""
         for tag in self._records.dropped():
             self._drop_families(tag)
             self._records.remove(tag)
@@ -284,13 +313,13 @@ class RocksDatabase(PersistentDatabase):
                 self._engine.drop(name)
 
     def _recover(self) -> None:
-        """Open RocksDB again if it refuses to write since a write failed, and there is room again.
+        """Reopen RocksDB if it refuses writes after a failed one, and there is room again.
 
-        Other calls wait meanwhile, for as long as it takes to write out what the write-ahead logs hold.
+        Other calls wait until the content of the write-ahead logs is written out.
 
         Raises:
-            DatabaseError: it cannot be opened, or writes would fail again. If it was not closed, reads go on; the
-                next call tries again.
+            DatabaseError: it cannot be opened, or writes would fail again. The next call tries again; reads go on if it was not
+                closed.
         """
         if not self._engine.stuck:
             return
@@ -331,14 +360,14 @@ class RocksDatabase(PersistentDatabase):
             self._tables.clear()
             self._engine.close()
             try:
-                self._seal_now()  # with RocksDB's last additions; whoever opens it next begins a new MANIFEST
+                self._seal_now()  # with RocksDB's last additions; the next opening begins a new MANIFEST
             except DatabaseError as error:
                 _log.warning("%s; it is closed and whole, but later damage to its list of files may go unnoticed", error)
             if self._view:
                 self._view.cleanup()
 
     def disown(self) -> None:
-        """In a forked child: leave the files, and RocksDB's threads, which are not here, to the parent."""
+        """In a forked child: leave the files and RocksDB's threads to the parent."""
         self._tables_lock = threading.Lock()
         self._recovering = threading.Lock()
         self._released = True
@@ -378,12 +407,12 @@ class RocksDatabase(PersistentDatabase):
             table = self._table(tag)
             return (self._table_with_times(tag) if table.follows_log else table).delete(keys)
 
-    def follow_log(self, tag: str) -> dict[str, LogPosition]:
+    def follow_log(self, tag: str) -> dict[Partition, LogPosition]:
         self._recover()
         with self._calls:
             return self._table_with_times(tag).follow_log()
 
-    def apply(self, tag: str, changes: RowChanges, positions: Mapping[str, LogPosition]) -> BoolArray:
+    def apply(self, tag: str, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
         self._recover()
         with self._calls:
             return self._table_with_times(tag).apply(changes, positions)
@@ -470,5 +499,5 @@ def _rows_of_a_block(dim: int) -> int:
 
 
 def _table_bytes(dim: int, rows: int) -> int:
-    """Bytes of the files of a table after its load. For 10,000 rows and more, 1.5 % off at most (dim 1 to 1000)."""
+    """Estimate the size of a table's files after its load, within 1.5 % from 10,000 rows on (dim 1 to 1000)."""
     return _TABLE_BYTES + math.ceil(rows * (_ROW_BYTES + 4 * dim + _BLOCK_OVERHEAD_BYTES / _rows_of_a_block(dim)))

@@ -1,18 +1,20 @@
-"""The directory of a RocksDB database, seen from outside: damage that RocksDB does not notice, and views to read it through.
+"""Checks of a RocksDB directory for damage that RocksDB does not notice, and views for reading it.
 
-**A MANIFEST cut short.** RocksDB's list of its files is append-only, and a list that ends early is, to RocksDB, simply an
-older one: it opens, every later row is absent, and the files of those rows are deleted. So we remember the length and the
-checksum of the list ("seal" it), and compare them before opening. A list of another name is not compared: RocksDB starts a
-new one at each opening, and HugeCTR may have written here meanwhile.
+**A MANIFEST cut short.** RocksDB's list of its files is append-only, and to RocksDB a list that ends early is an older one: it
+opens, every later row is absent, and the files of those rows are deleted. So we store the length and the checksum of the list
+("seal" it), and compare them before opening. A list of another name is not compared, since RocksDB starts a new one at each
+opening, and HugeCTR may have written here meanwhile.
 
-**Read-only opening.** Even then the binding writes its log and settings into the directory, and fails if it cannot. So it is
-shown a directory of links to the files instead, which also works on a read-only volume.
+**Read-only opening.** The binding writes its log and settings into the directory even then, and fails if it cannot. So it opens
+a directory of links to the files instead, which also works on a read-only volume.
 """
 
+import fcntl
 import json
 import logging
 import os
 import shutil
+import struct
 import tempfile
 import zlib
 from collections.abc import Callable
@@ -29,19 +31,20 @@ from hps.errors import DatabaseCorruptError, DatabaseError
 _log = logging.getLogger(__name__)
 
 STAGING = "hps-ingest"
-"""Subdirectory for files being loaded: on the database's file system, so that they can be moved into it."""
+"""Subdirectory for files to load, on the database's file system, so that they can be moved into it."""
 _SEAL = "hps-manifest.json"
 _CURRENT = "CURRENT"
 _NOT_LINKED = frozenset({_CURRENT, "LOCK", "LOG", "rocksdict-config.json", _SEAL, LOG_SEAL})
 _READ_BYTES = 1 << 20
 _VIEW_ATTEMPTS = 3
+_FLOCK = "hhqqi"  # struct flock of Linux: type, whence, start, length, process
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """How far a MANIFEST was known to reach. *Immutable.*"""
+    """The known length of a MANIFEST, with its checksum. *Immutable.*"""
 
     manifest: str
     size_bytes: int
@@ -49,7 +52,7 @@ class Seal:
 
 
 def check_directory(path: Path, read_only: bool) -> bool:
-    """Check a directory before RocksDB opens it, and make it unless `read_only`; returns whether it holds a database.
+    """Check a directory before RocksDB opens it, and create it unless `read_only`; return whether it holds a database.
 
     Raises:
         DatabaseError: it is not a directory, or holds no database although `read_only` needs one.
@@ -79,8 +82,19 @@ def check_directory(path: Path, read_only: bool) -> bool:
     return False
 
 
+def holder(path: Path) -> int:
+    """Return the process that has a database open for writing; 0 if none has."""
+    try:
+        with open(path / "LOCK", "rb") as file:
+            asked = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, process = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    except OSError:
+        return 0
+    return 0 if kind == fcntl.F_UNLCK else process or -1
+
+
 def seal(path: Path, previous: Seal | None) -> Seal | None:
-    """Remember how far the MANIFEST reaches now; `previous` saves reading what was sealed before.
+    """Store the present length and checksum of the MANIFEST; `previous` saves reading the sealed part.
 
     Raises:
         DatabaseError: the seal cannot be written.
@@ -139,7 +153,7 @@ def _check_list(path: Path) -> None:
 
 
 def cut_logs(path: Path, ends: dict[str, int]) -> None:
-    """Drop what nobody was promised and RocksDB would hang at: the damaged ends of logs, given by name.
+    """Cut off the damaged ends of logs, by name: they were not acknowledged, and RocksDB would hang at them.
 
     Raises:
         DatabaseError: a log cannot be written.
@@ -155,7 +169,7 @@ def cut_logs(path: Path, ends: dict[str, int]) -> None:
 
 
 def check_room(path: Path, size_bytes: int) -> None:
-    """Make sure that a file of this size could be written.
+    """Check that a file of this size can be written.
 
     Raises:
         OSError: it could not.
@@ -169,7 +183,7 @@ def check_room(path: Path, size_bytes: int) -> None:
 
 
 def clear_staging(path: Path) -> None:
-    """Make an empty directory for files being loaded, without what a killed process left there."""
+    """Make an empty directory for files to load, without those of a killed process."""
     staging = path / STAGING
     try:
         if staging.exists():
@@ -180,10 +194,10 @@ def clear_staging(path: Path) -> None:
 
 
 def link_files(path: Path, name: str) -> Path:
-    """Link all files of tables into a new directory, so that RocksDB frees no space when it deletes one; returns the directory.
+    """Link the files of all tables into a new directory, so that RocksDB frees no space by deleting one; return the directory.
 
     RocksDB deletes the files of a dropped table with the interpreter lock held, and a file system takes a second to free a GB.
-    To remove the last link of a file, as `shutil.rmtree` does, holds nothing up. Files that cannot be linked stall the process.
+    Removing the last links with `shutil.rmtree` stalls nothing. Files that cannot be linked stall the process.
     """
     links = path / STAGING / name
     with suppress(OSError):
@@ -198,8 +212,8 @@ class View:
     """A temporary directory for links. *Thread-safe.*
 
     Attributes:
-        path: where it is.
-        cleanup: removes it; so do its last reference and the exit of the process that made it, but no forked child.
+        path: path of the directory.
+        cleanup: removes it, as do its last reference and the exit of the process that made it, but not of a forked child.
     """
 
     def __init__(self) -> None:
@@ -244,7 +258,7 @@ def opened_in_view(path: Path, open_at: Callable[[Path], T], ends: dict[str, int
 
 def _link_files(path: Path, view: Path, ends: dict[str, int]) -> None:
     try:
-        # Copied, and first: a link would follow a writer to a new MANIFEST, which has no link here.
+        # Copied first: a link would follow a writer to a new MANIFEST, which is not linked here.
         shutil.copyfile(path / _CURRENT, view / _CURRENT)
         for entry in os.scandir(path):
             if entry.name in _NOT_LINKED or entry.name.startswith("LOG.") or not entry.is_file():

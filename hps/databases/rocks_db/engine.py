@@ -1,10 +1,10 @@
 """RocksDB through rocksdict's raw mode: bytes in, bytes out, typed errors, bounded waits. No other module imports rocksdict.
 
-What the binding does not document and this module takes care of (each seen with rocksdict 0.3.29):
+Undocumented behaviour of the binding that this module handles (all observed with rocksdict 0.3.29):
 
 - `write`, `ingest_external_file` and every `SstFileWriter` call hold the interpreter lock; multi-gets, `flush`, `flush_wal`
   and `compact_range` do not. So a write must never wait inside RocksDB, and an ingest must find nothing left to flush.
-- An iterator that meets a damaged block ends as if it had reached the last row; only `RdictIter.status` tells.
+- An iterator that meets a damaged block ends as if at the last row; only `RdictIter.status` reports the damage.
 - Iterators keep the database open, and its directory locked, until they are freed. None outlives a call here.
 - `compact_range` reports no error; RocksDB counts it as a background error.
 - Errors are bare `Exception`s with the engine's text.
@@ -32,7 +32,7 @@ from hps.errors import (
     ForkedProcessError,
     ReadOnlyError,
 )
-from hps.lifetimes import disown_in_children
+from hps.ground.lifetimes import disown_in_children
 
 _log = logging.getLogger(__name__)
 
@@ -43,28 +43,28 @@ DEFAULT = "default"
 """RocksDB's own column family."""
 
 TIMES = "hps-written/"
-"""What precedes the tag in the name of the column family that holds when rows of a table were written."""
+"""Prefix of the column family with the write times of a table's rows; the tag follows."""
 
 _SETTINGS = Path(__file__).parent / "settings"
 BLOCK_BYTES = 2048
-_LOAD_FILES = 256  # ingested files that may lie side by side: below the usual limit of 1024 open files
-_MERGE_READ_BYTES = 64 << 10  # read ahead, of each of these files, in each merging thread
+_LOAD_FILES = 256  # unmerged ingested files at level 0: below the usual limit of 1024 open files
+_MERGE_READ_BYTES = 64 << 10  # read ahead, per file and merging thread
 _MERGE_THREADS = 4  # even on fewer cores: each waits for the disk half of its time
 _MERGE_PARTS = 16
-_FILE_BYTES = (16 << 20, 256 << 20)  # of a merged file, least and most: few open files, however large the table
-WRITE_BUFFERS_BYTES = 128 << 20  # of all tables together
-_MANIFEST_BYTES = 1 << 20  # then RocksDB begins another; what 4,000 tables leave that were created, loaded and dropped
+_FILE_BYTES = (16 << 20, 256 << 20)  # of a merged file, minimum and maximum: few open files for any table size
+WRITE_BUFFERS_BYTES = 128 << 20  # for all tables together
+_MANIFEST_BYTES = 1 << 20  # then RocksDB starts a new one; reached after creating, loading and dropping 4,000 tables
 _TIMES_BUFFER_BYTES = 4 << 20
 _STALL_POLL_S = 0.01
-_MANY_LOGS = 128  # their ends are sealed at each sync: 0.1 ms for these
+_MANY_LOGS = 128  # each sync seals their ends: 0.1 ms for this many
 _SIDE_BY_SIDE = "num-files-at-level0"
 
 
 class _Threads:
-    """RocksDB's own threads, which all databases of a process share and which stay when those are closed.
+    """RocksDB's own threads, shared by all databases of a process and alive after they close.
 
-    A forked child has none, but RocksDB believes that it has: a flush waits for them for ever, and its last words when the
-    process exits are to join them, which is a segmentation fault.
+    A forked child lacks them, but RocksDB does not notice: a flush waits for them forever, and RocksDB's exit handler joins
+    them, which is a segmentation fault.
     """
 
     def __init__(self) -> None:
@@ -79,11 +79,11 @@ class _Threads:
         disown_in_children(self)
 
     def disown(self) -> None:
-        """In a forked child: let the process end without RocksDB's last words."""
+        """In a forked child: exit without RocksDB's exit handler."""
         if not self.missing:
             self.missing = True
             libc = ctypes.CDLL(None)
-            if hasattr(libc, "on_exit"):  # glibc's: called first, since it was registered last, with the exit status
+            if hasattr(libc, "on_exit"):  # glibc's: runs first, as registered last, with the exit status
                 libc.on_exit(libc._exit, None)
 
 
@@ -91,15 +91,15 @@ _threads = _Threads()
 
 
 class Engine:
-    """One RocksDB. *Thread-safe*, except that nothing may call it during `open` and `close`, nor after a `close` until it is
-    opened again. Column families are of one opening.
+    """A RocksDB database. *Thread-safe*, except that no call may overlap `open` or `close`, or come between `close` and `open`.
+    Column families are valid until `close`.
 
     Args:
-        path: the directory, as errors name it.
+        path: directory to name in errors.
         read_only: open it without locking its directory.
-        num_threads: for flushing and compacting.
+        num_threads: threads for flushing and compacting.
         block_cache_bytes: 0 for no cache.
-        write_timeout_s: how long RocksDB may hold a write back.
+        write_timeout_s: limit on the wait for a stalled write.
     """
 
     def __init__(
@@ -125,15 +125,15 @@ class Engine:
         self._families: dict[str, Family] = {}
         self._logs: LogSeal | None = None
         self.stuck = False
-        """Whether a write failed: RocksDB then refuses all others, also when the cause has passed, until it is opened again."""
+        """Whether a write failed: RocksDB then refuses all writes until it is opened again, even after the cause has passed."""
 
     def open(self, place: Path, *, exists: bool, torn: bool) -> None:
         """Open RocksDB.
 
         Args:
             place: the directory: `path`, or a view of it.
-            exists: whether a database is there.
-            torn: whether the write-ahead logs may end in damaged records, which are dropped, and not only in an incomplete one.
+            exists: whether the database exists.
+            torn: whether to drop damaged records at the end of the write-ahead logs, not only an incomplete one.
         """
         modes, access = rocksdict.DBRecoveryMode, rocksdict.AccessType
         self._options.set_wal_recovery_mode(modes.point_in_time() if torn else modes.tolerate_corrupted_tail_records())
@@ -161,11 +161,11 @@ class Engine:
         self.stuck = self.stuck or not (self.read_only or isinstance(error, WriteStalledError))
 
     def names(self) -> list[str]:
-        """The column families of tables."""
+        """Column families of tables."""
         return [name for name in list(self._families) if name != DEFAULT and not name.startswith(TIMES)]
 
     def family(self, name: str) -> Family | None:
-        """A column family; None if there is none of this name."""
+        """Return a column family; None if it does not exist."""
         return self._families.get(name)
 
     def create(self, name: str) -> Family:
@@ -178,13 +178,13 @@ class Engine:
         return self._times_options if name.startswith(TIMES) else self._options
 
     def drop(self, name: str) -> None:
-        """Remove a column family; calls that still read it may go on."""
+        """Remove a column family; calls that are reading it may continue."""
         with self._write_errors(f"dropping table {name}"):
             self._db.drop_column_family(name)
         del self._families[name]
 
     def close(self) -> None:
-        """Release the directory. Nothing is lost if this fails: the write-ahead log holds what is not yet in files."""
+        """Release the directory. A failure loses nothing: the write-ahead log holds all unflushed writes."""
         while self._families:
             _, family = self._families.popitem()
             self._close(family)
@@ -209,17 +209,17 @@ class Engine:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def get(self, family: Family, keys: list[bytes], doing: str) -> list[bytes | None]:
-        """The values of keys, which come in RocksDB's order; None for an absent key. Other threads can run meanwhile."""
+        """Return the values of keys, given in RocksDB's order; None for an absent key. Releases the interpreter lock."""
         with self._errors(doing):
             values: list[bytes | None] = family.get(keys)
         return values
 
     def read(self, family: Family, start: bytes, rows: int, doing: str) -> list[bytes]:
-        """Key, value, key, value, ... of at most `rows` rows from `start` on; fewer only at the end of the table."""
+        """Return key, value, key, value, ... of at most `rows` rows from `start` on; fewer only at the end of the table."""
         return self._iterate(lambda at: chain.from_iterable(family.items(from_key=at)), 2, family, start, rows, doing)
 
     def read_keys(self, family: Family, start: bytes, rows: int, doing: str) -> list[bytes]:
-        """Keys of at most `rows` rows from `start` on; fewer only at the end of the table."""
+        """Return the keys of at most `rows` rows from `start` on; fewer only at the end of the table."""
         return self._iterate(lambda at: family.keys(from_key=at), 1, family, start, rows, doing)
 
     def _iterate(
@@ -243,25 +243,25 @@ class Engine:
                 probe.status()
             return valid
         finally:
-            del probe  # an error's traceback would keep it, and it the database, alive
+            del probe  # an error's traceback would keep the iterator, and thus the database, alive
 
     def figure(self, family: Family, name: str) -> int:
-        """An integer property of a column family, such as `estimate-num-keys`; 0 if RocksDB does not know it."""
+        """Return an integer property of a column family, such as `estimate-num-keys`; 0 if RocksDB does not know it."""
         with self._errors("reading properties"):
             return int(family.property_value(f"rocksdb.{name}") or 0)
 
     def database_figure(self, name: str) -> int:
-        """An integer property of the whole database."""
+        """Return an integer property of the database."""
         return self.figure(self._db, name)
 
     def last_sequence(self) -> int:
-        """The sequence number of the last write."""
+        """Return the sequence number of the last write."""
         return int(self._db.latest_sequence_number())
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def check_writable(self, doing: str) -> None:
-        """Refuse to write if the database was opened with read_only.
+        """Check that the database was not opened with read_only.
 
         Raises:
             ReadOnlyError: it was.
@@ -270,24 +270,24 @@ class Engine:
             raise ReadOnlyError(f"{doing} in {self.path}: it was opened with read_only; open it without, where one may write")
 
     def put(self, keys: list[bytes], values: Mapping[str, Iterable[bytes]], doing: str) -> None:
-        """Add or replace rows, all at once; the last of equal keys counts. They are on disk after `sync`.
+        """Add or replace rows atomically; the last of equal keys counts. They are on disk after `sync`.
 
         Args:
-            keys: of the rows.
-            values: their values in each column family that gets them, by its name.
+            keys: keys of the rows.
+            values: values by column family name.
         """
         self.write({name: (keys, own) for name, own in values.items()}, {}, doing)
 
     def remove(self, keys: list[bytes], names: Iterable[str], doing: str) -> None:
-        """Remove rows from column families, all at once. The removal is on disk after `sync`."""
+        """Remove rows from column families atomically. The removal is on disk after `sync`."""
         self.write({}, dict.fromkeys(names, keys), doing)
 
     def write(
         self, puts: Mapping[str, tuple[Iterable[bytes], Iterable[bytes]]], removals: Mapping[str, Iterable[bytes]], doing: str
     ) -> None:
-        """Put rows into column families and remove others, all at once: keys and values, and keys, by the family's name.
+        """Put rows into column families and remove others, atomically. Puts are keys and values, removals keys, by family name.
 
-        What is given may be gone through more than once. It is on disk after `sync`.
+        May iterate the arguments more than once. The writes are on disk after `sync`.
         """
         changes: list[tuple[str, str, tuple[Iterable[bytes], ...]]] = [
             (name, "__setitem__", rows) for name, rows in puts.items()
@@ -310,17 +310,17 @@ class Engine:
             time.sleep(_STALL_POLL_S)
 
     def flush(self, family: Family, doing: str) -> None:
-        """Write to a file what a column family holds in memory. Other threads can run meanwhile."""
+        """Flush a column family's memtables to a file. Releases the interpreter lock."""
         with self._write_errors(doing):
             family.flush()
 
     @property
     def logs_pile_up(self) -> bool:
-        """Whether there are many write-ahead logs. Each flush begins another, and it stays while any family has rows in it."""
+        """Whether there are many write-ahead logs. A flush starts a new one; logs with unflushed rows of any family stay."""
         return self._logs is not None and self._logs.closed_logs >= _MANY_LOGS
 
     def sync(self, doing: str) -> None:
-        """Return when every earlier write is on disk, and will be missed if it is no longer there."""
+        """Return when every earlier write is on disk; its later loss is detected on opening."""
         with self._write_errors(doing):
             reached = self._logs.reached() if self._logs else None
             self._db.flush_wal(True)
@@ -330,7 +330,7 @@ class Engine:
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def begin_load(self, family: Family, doing: str) -> None:
-        """Let files lie side by side until `settle`: merging them during the load would write every row many times."""
+        """Keep ingested files unmerged until `settle`: merging during the load would write every row many times."""
         with self._errors(doing):
             family.set_options({"disable_auto_compactions": "true"})
 
@@ -339,7 +339,7 @@ class Engine:
 
         Args:
             pieces: keys and values, strictly ascending over all pieces, at least one row.
-            staged: the file, on the file system of the database.
+            staged: output file, on the file system of the database.
         """
         with self._errors(doing):
             writer = rocksdict.SstFileWriter(self._options)
@@ -349,18 +349,18 @@ class Engine:
             writer.finish()
 
     def ingest(self, family: Family, staged: Path, doing: str) -> None:
-        """Add or replace the rows of a staged file, which is moved into the database. They are on disk on return."""
+        """Move a staged file into the database, adding or replacing its rows. They are on disk on return."""
         if self.figure(family, _SIDE_BY_SIDE) >= _LOAD_FILES:
             self._merge(family, doing)
         with self._write_errors(doing):
-            family.flush()  # the ingest would do it, but with the interpreter lock held
+            family.flush()  # else the ingest flushes, while holding the interpreter lock
             family.ingest_external_file([str(staged)], self._move)
 
     def settle(self, family: Family, doing: str) -> None:
-        """Merge what was ingested, so that a read looks at one file, and let RocksDB merge by itself again.
+        """Merge the ingested files, so that a read examines one file, and re-enable automatic compaction.
 
         Raises:
-            DatabaseError: the merge failed. All rows are there.
+            DatabaseError: the merge failed. All rows are present.
         """
         self.flush(family, doing)
         if self.figure(family, _SIDE_BY_SIDE):
@@ -384,7 +384,7 @@ class Engine:
         failures = self.figure(family, "background-errors")
         least, most = _FILE_BYTES
         with self._errors(doing):
-            # A thread merges at least one file: were the files of the usual size, one thread would merge a small table alone.
+            # A thread merges at least one file: with files of the usual size, one thread would merge a small table alone.
             family.set_options({"target_file_size_base": str(max(least, min(needed // _MERGE_PARTS, most)))})
             family.compact_range(None, None, options)
             family.set_options({"target_file_size_base": str(most)})
@@ -394,9 +394,9 @@ class Engine:
 
 
 class _TypedErrors:
-    """`with _TypedErrors("reading table t", path):` turns the engine's bare exceptions into typed errors. *One per use.*"""
+    """Turns the engine's bare exceptions into typed errors. *One per use.*"""
 
-    __slots__ = ("_doing", "_on_error", "_path")  # a class, since a generator would cost a small fetch a twentieth of its time
+    __slots__ = ("_doing", "_on_error", "_path")  # a class: a generator would take a twentieth of a small fetch's time
 
     def __init__(self, doing: str, path: Path, on_error: Callable[[DatabaseError], None] | None = None) -> None:
         self._doing = doing
@@ -406,7 +406,7 @@ class _TypedErrors:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # The binding's; any other is a fault of our own.
+        # Raised by the binding; anything else is our own bug.
         if type(error) is Exception or isinstance(error, OSError | rocksdict.DbClosedError):
             typed = database_error(str(error), self._doing, self._path)
             if self._on_error:
@@ -415,7 +415,7 @@ class _TypedErrors:
 
 
 class WriteStalledError(DatabaseTimeoutError):
-    """The engine takes no writes until it has written out what it holds in memory."""
+    """The engine accepts no writes until it has flushed its memory."""
 
 
 _MEANINGS: tuple[tuple[tuple[str, ...], type[DatabaseError], str], ...] = (
@@ -451,11 +451,11 @@ _MEANINGS: tuple[tuple[tuple[str, ...], type[DatabaseError], str], ...] = (
         "Restore the directory from a backup, or remove it and load the models again",
     ),
 )
-"""What the engine's messages contain, the error that they become, and what to do."""
+"""Phrases in the engine's messages, the resulting error, and the advice."""
 
 
 def database_error(message: str, doing: str, path: Path) -> DatabaseError:
-    """The typed error for a message of the engine: what was being done, what went wrong, what to do."""
+    """Return the typed error for an engine message, with the operation, the cause and the advice."""
     text = f"{doing} in {path}: {' '.join(message.split())}"
     for phrases, kind, cure in _MEANINGS:
         if any(phrase in message for phrase in phrases):
@@ -464,16 +464,16 @@ def database_error(message: str, doing: str, path: Path) -> DatabaseError:
 
 
 def after(key: bytes) -> bytes:
-    """The first possible key after `key`."""
+    """Return the first possible key after `key`."""
     return key + b"\0"
 
 
 def _options(num_threads: int, block_cache_bytes: int) -> "rocksdict.Options":
     block = rocksdict.BlockBasedOptions()
-    block.set_format_version(5)  # RocksDB 6.6 and later read it, HugeCTR's among them
+    block.set_format_version(5)  # readable by RocksDB 6.6 and later, including HugeCTR's
     block.set_block_size(BLOCK_BYTES)
     block.set_block_restart_interval(4)
-    block.set_index_block_restart_interval(4)  # no slower than 1, and at dim 128 two fifths less memory
+    block.set_index_block_restart_interval(4)  # no slower than 1, with two fifths less memory at dim 128
     block.set_data_block_index_type(rocksdict.DataBlockIndexType.binary_and_hash())
     block.set_data_block_hash_ratio(0.75)
     block.set_bloom_filter(10, False)
@@ -491,11 +491,11 @@ def _options(num_threads: int, block_cache_bytes: int) -> "rocksdict.Options":
     options.set_max_subcompactions(min(num_threads, _MERGE_THREADS))
     options.set_compaction_readahead_size(_MERGE_READ_BYTES)
     options.set_target_file_size_base(_FILE_BYTES[1])
-    options.set_allow_concurrent_memtable_write(False)  # no two writes are at once; each is a tenth faster; see _times_options
+    options.set_allow_concurrent_memtable_write(False)  # writes are serialised, and a tenth faster without; see _times_options
     options.set_db_write_buffer_size(WRITE_BUFFERS_BYTES)
-    options.set_max_write_buffer_number(4)  # with 2, and 2 for the times, a log is applied a tenth slower
+    options.set_max_write_buffer_number(4)  # with 2 here and for the times, applying a log is a tenth slower
     options.set_max_total_wal_size(2 * WRITE_BUFFERS_BYTES)
-    # Files that lie side by side slow reads down; holding back writes would not help those reads.
+    # Unmerged files slow reads down; holding back writes would not help those reads.
     options.set_level_zero_slowdown_writes_trigger(1 << 20)
     options.set_level_zero_stop_writes_trigger(1 << 20)
     options.set_soft_pending_compaction_bytes_limit(0)
@@ -508,10 +508,10 @@ def _options(num_threads: int, block_cache_bytes: int) -> "rocksdict.Options":
 
 
 def _times_options(options: "rocksdict.Options") -> "rocksdict.Options":
-    """Settings for what is written with every row and hardly ever read.
+    """Return settings for write times, written with every row and rarely read.
 
-    A vector takes a row in a tenth of the time of a skip list, which would make an insertion a third slower. A read sorts it,
-    so it stays small: 4 MB are 120,000 rows and some 30 ms.
+    Inserting into a vector takes a tenth of the time of a skip list, which would slow insertions by a third. A read sorts the
+    vector, so it stays small: 4 MB are 120,000 rows and some 30 ms.
     """
     options.set_memtable_prefix_bloom_ratio(0.0)
     options.set_memtable_whole_key_filtering(False)

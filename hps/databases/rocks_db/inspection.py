@@ -1,9 +1,9 @@
-"""What is damaged in the directory of a database, what can still be read, and how to save it. Nothing there is changed."""
+"""Inspects the directory of a database for damage and readable rows, without changing it."""
 
 from functools import partial
 from pathlib import Path
 
-from hps.databases.base import DatabaseReport, TableReport
+from hps.databases.base import DatabaseReport, TableCheck
 from hps.databases.rocks_db import directory
 from hps.databases.rocks_db.engine import Engine, after
 from hps.databases.rocks_db.table import width_of
@@ -15,7 +15,7 @@ _LOAD_AGAIN = "restore the directory from a backup, or remove it and load the mo
 
 
 def inspect(path: Path) -> DatabaseReport:
-    """Look at a database that no process writes to; see `PersistentDatabase.inspect`."""
+    """Inspect a database that no process writes to; see `PersistentDatabase.inspect`."""
     report = DatabaseReport([], [], [])
     try:
         directory.check_directory(path, read_only=True)
@@ -44,7 +44,7 @@ def _engine(path: Path) -> Engine:
 
 
 def oldest_needed_log(path: Path) -> int:
-    """Ask the MANIFEST for the number of the oldest write-ahead log that holds rows which are in no other file."""
+    """Read in the MANIFEST which write-ahead log is the oldest with rows that are in no other file."""
     engine = _engine(path)
     without_logs = dict.fromkeys(logs_in(path).values(), 0)
     view, _ = directory.opened_in_view(path, partial(engine.open, exists=True, torn=True), without_logs)
@@ -56,7 +56,7 @@ def oldest_needed_log(path: Path) -> int:
 
 
 def _check_logs(path: Path, report: DatabaseReport) -> dict[str, int]:
-    """Report damaged logs; returns the sizes to which they can be read."""
+    """Report damaged logs; return the sizes to which they can be read."""
     logs = check_logs(path, partial(oldest_needed_log, path))
     if not logs.damages:
         return logs.ends
@@ -71,7 +71,7 @@ def _check_logs(path: Path, report: DatabaseReport) -> dict[str, int]:
 
 
 def _readable_end(path: Path, name: str, ends: dict[str, int]) -> int:
-    """The size of a damaged log before its first damaged record."""
+    """Find the size of a damaged log before its first damaged record."""
     engine = _engine(path)
     later = {other: 0 for number, other in logs_in(path).items() if number > int(name[:-4])}
     try:
@@ -85,7 +85,7 @@ def _readable_end(path: Path, name: str, ends: dict[str, int]) -> int:
         view.cleanup()
 
 
-def _read_table(engine: Engine, tag: str) -> TableReport:
+def _read_table(engine: Engine, tag: str) -> TableCheck:
     rows, start, dim, damage = 0, b"", None, ""
     try:
         dim = width_of(engine, tag)
@@ -93,4 +93,4 @@ def _read_table(engine: Engine, tag: str) -> TableReport:
             rows, start = rows + len(keys), after(keys[-1])
     except DatabaseCorruptError as error:
         damage = str(error)
-    return TableReport(tag, dim or 0, rows, damage)
+    return TableCheck(tag, dim or 0, rows, damage)

@@ -1,4 +1,4 @@
-"""How far each table's model files are loaded, and whether it was modified since, kept durably beside the tables."""
+"""Durable records of how far each table is loaded, and whether it was modified since."""
 
 import json
 import secrets
@@ -16,13 +16,13 @@ _DROPPED = LoadRecord("", 0, 1)
 
 
 class LoadRecords:
-    """The records of all tables. *Thread-safe*, except that only one thread at a time may change the record of a table."""
+    """The records of all tables. *Thread-safe*, except that one thread at a time may change the record of a table."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def get(self, tag: str) -> LoadRecord | None:
-        """The record of a table; None if there is none.
+        """Read the record of a table; None if there is none.
 
         Raises:
             DatabaseCorruptError: what is stored is not a record.
@@ -39,10 +39,10 @@ class LoadRecords:
             ) from error
 
     def advance(self, tag: str, record: LoadRecord) -> LoadRecord:
-        """Remember that more of the files is loaded; on disk on return.
+        """Store that more of the files is loaded, durably on return.
 
         Returns:
-            What is remembered: if the table was modified since this load began, the record says so, too.
+            The stored record, which is marked as modified if the table was modified since this load began.
         """
         before = self.get(tag)
         if before is not None and before.modified and before.fingerprint == record.fingerprint:
@@ -51,29 +51,29 @@ class LoadRecords:
         return record
 
     def mark_modified(self, tag: str) -> None:
-        """Remember that a table no longer equals its files; on disk on return."""
+        """Mark a table as modified, durably on return."""
         record = self.get(tag)
         if record is not None and not record.modified:
             self._put(tag, replace(record, modified=True), f"marking table {tag} as modified")
 
     def writer(self, tag: str) -> str | None:
-        """The token of a table that was modified; None if none is stored."""
+        """Read the token of a modified table; None if none is stored."""
         (data,) = self._engine.get(self._engine.family(DEFAULT), [_WRITER + tag.encode()], f"reading the writer of table {tag}")
         return None if data is None else data.decode()
 
     def renew_writer(self, tag: str) -> str:
-        """Store another token of a table that was modified; on disk on return."""
+        """Store another token of a modified table, durably on return."""
         token, doing = secrets.token_hex(6), f"naming the writer of table {tag}"
         self._engine.put([_WRITER + tag.encode()], {DEFAULT: [token.encode()]}, doing)
         self._engine.sync(doing)
         return token
 
     def mark_dropped(self, tag: str) -> None:
-        """Remember, until `remove`, that a table is being dropped; on disk on return."""
+        """Mark a table as being dropped until `remove`, durably on return."""
         self._put(tag, _DROPPED, f"dropping table {tag}")
 
     def dropped(self) -> list[str]:
-        """Tags of the tables whose drop was interrupted."""
+        """List the tags of tables whose drop was interrupted."""
         tags, start = [], _PREFIX
         while fields := self._engine.read(self._engine.family(DEFAULT), start, 1000, "looking for dropped tables"):
             stored = [key.removeprefix(_PREFIX).decode() for key in fields[::2] if key.startswith(_PREFIX)]
@@ -88,7 +88,7 @@ class LoadRecords:
             return False
 
     def remove(self, tag: str) -> None:
-        """Forget a table; on disk on return."""
+        """Remove a table's records, durably on return."""
         doing = f"forgetting the load of table {tag}"
         own = [_WRITER + tag.encode(), _TIME + tag.encode(), _key(tag)]
         self._engine.remove([*own, *log_records(tag)], [DEFAULT], doing)

@@ -1,15 +1,14 @@
-"""One table of the persistent database: arrays above, lists of bytes below.
+"""One table of the persistent database, between arrays and RocksDB's lists of bytes.
 
 A row is HugeCTR's: the key is the 8 raw little-endian bytes of an int64, the value the raw little-endian float32 vector.
 RocksDB compares keys byte by byte, so its order is that of the key's bytes read as one big-endian number.
 
-When a row was last written online is the value of the same key in a column family beside the table's, by the same write, so
-that the table stays as HugeCTR has it. Behind the time stands the place of that change in the order of all changes
-(`change_order.py`), if the table has followed a log of updates; then a row that was deleted has a value there, too.
+The time of a row's last online write is the value of the same key in a second column family, from the same write, so that a
+table keeps HugeCTR's layout. If the table has followed a log of updates, the time is followed by the change's place in the
+order of all changes (`change_order.py`), and deleted rows have values, too.
 
-The engine takes and gives lists of `bytes`. C code makes and joins them (`tolist`, `join`, `map`), never a Python loop. But C
-code that runs over a list does not release the interpreter lock either, so the table works in pieces of `piece_rows`, between
-which other threads can run.
+The engine takes and returns lists of `bytes`. C code makes and joins them (`tolist`, `join`, `map`), never a Python loop. Since
+that code holds the interpreter lock, the table works in pieces of `piece_rows`, between which other threads can run.
 """
 
 import secrets
@@ -27,31 +26,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hps.considerate import pieces
-from hps.databases.base import LoadRecord, LogPosition, RowChanges
+from hps.databases.base import LoadRecord, LogPosition, Partition, RowChanges
 from hps.databases.rocks_db.change_order import DOUBTFUL, LATEST, OLDER, ChangeOrder
 from hps.databases.rocks_db.engine import DEFAULT, TIMES, Engine, after
 from hps.databases.rocks_db.load_records import LoadRecords
 from hps.errors import DatabaseCorruptError, DatabaseTimeoutError, UnknownTableError
-from hps.input_checks import check_fetch, check_keys, check_rows
-from hps.thread_pool import POOL
+from hps.ground.pacing import pieces
+from hps.ground.thread_pool import POOL
+from hps.tensors.array_checks import check_fetch, check_keys, check_rows
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
 _KEY_BYTES = 8
-_TIME = struct.Struct("<q")  # when a row was written, in microseconds since 1970; later releases may add to the value
+_TIME = struct.Struct("<q")  # time of the write in microseconds since 1970; later releases may append to the value
 _CHANGE = struct.Struct("<qq")  # that, and the sequence of the change
 _PIECE_ROWS = 4096  # about a millisecond of engine calls
 _PIECE_BYTES = 1 << 20
 _FETCH_ROWS = 2048  # a multi-get allocates for all its keys at once; a tenth faster than with 10,000
 _ROWS_WORTH_A_THREAD = 1024
-_EXACT_ROWS = 1 << 17  # a table is counted up to here, which takes some 50 ms
+_EXACT_ROWS = 1 << 17  # tables up to this size are counted, which takes some 50 ms
 
 
 class RocksTable:
     """Rows of one column family. *Thread-safe.*
 
-    One lock serialises writers, so that a load and its record are not mistaken for unmodified. Writers hold it while they
-    write; readers never take it.
+    One lock serialises writers, so that a load and its record are never taken for unmodified. Readers never take it.
 
     Args:
         engine: RocksDB; it has the column family.
@@ -115,7 +113,7 @@ class RocksTable:
         return sum(filled)
 
     def chunk(self, start: bytes, rows: int, doing: str) -> tuple[KeyArray, FloatArray, bytes]:
-        """Read up to `rows` rows from the engine's key `start` on, and say where the next chunk starts."""
+        """Read up to `rows` rows from the engine's key `start` on; return them and the start of the next chunk."""
         pieces = [(np.empty(0, np.int64), np.empty((0, self.dim), np.float32))]
         while rows:
             flat = self._engine.read(self._family, start, min(rows, self._piece_rows), doing)
@@ -127,7 +125,7 @@ class RocksTable:
         return np.concatenate([keys for keys, _ in pieces]), np.concatenate([vectors for _, vectors in pieces]), start
 
     def size(self) -> int:
-        """Count the rows of a small table, unless nothing was written since; estimate those of a large one."""
+        """Count the rows of a small table if it changed since the last count; estimate those of a large one."""
         estimate = self._engine.figure(self._family, "estimate-num-keys")
         if estimate > _EXACT_ROWS:
             return estimate
@@ -146,7 +144,7 @@ class RocksTable:
         return max(rows, estimate)
 
     def written_at(self, keys: KeyArray) -> IndexArray:
-        """As `Database.written_at`; where a row was written both by a load and online, the later time counts."""
+        """As `Database.written_at`; of a load and an online write, the later time counts."""
         doing = f"asking when rows of table {self.tag} were written"
         keys = check_keys(doing, keys)
         record = self._records.get(self.tag)
@@ -161,7 +159,7 @@ class RocksTable:
         return written
 
     def _last_changes(self, keys: list[bytes], doing: str) -> IndexArray:
-        """When the last change of rows was made and its sequence, (n, 2); zeros where that is not known."""
+        """Read time and sequence of the last change of rows, (n, 2); zeros if unknown."""
         last: IndexArray = np.zeros((len(keys), 2), np.int64)
         if self._times is not None:
             values = self._engine.get(self._times, keys, doing)
@@ -172,19 +170,19 @@ class RocksTable:
         return last
 
     def held_bytes(self) -> int:
-        """Bytes of its files and of the rows that are not yet in files."""
+        """Return the size of its files and of the rows that are not yet in files."""
         figures = ("live-sst-files-size", "cur-size-all-mem-tables")
         families = [family for family in (self._family, self._times) if family is not None]
         return sum(self._engine.figure(family, figure) for family in families for figure in figures)
 
     def _joined(self, keys: Sequence[bytes], values: Sequence[bytes | None]) -> tuple[FloatArray, BoolArray | None]:
-        """Join what a multi-get returned: one value a key, None for an absent key.
+        """Join the values of a multi-get, None for absent keys.
 
         Returns:
-            The vectors of the keys that are there, (m, dim), read only; and which those are, (n,), or None for all of them.
+            The vectors of present keys, (m, dim), read only; and a mask of these keys, (n,), or None for all.
 
         Raises:
-            DatabaseCorruptError: a value is no vector of this width.
+            DatabaseCorruptError: a value is not a vector of this width.
         """
         there = None
         present: Sequence[bytes | None] = values
@@ -200,13 +198,13 @@ class RocksTable:
         return joined.astype(np.float32, copy=False), there
 
     def _split_rows(self, flat: Sequence[bytes]) -> tuple[KeyArray, FloatArray]:
-        """Join what an iterator returned: key, value, key, value, ...
+        """Join keys and values of an iterator: key, value, key, value, ...
 
         Returns:
             The keys, (n,), and their vectors, (n, dim); read only and strided.
 
         Raises:
-            DatabaseCorruptError: a key does not have 8 bytes, or a value is no vector of this width.
+            DatabaseCorruptError: a key does not have 8 bytes, or a value is not a vector of this width.
         """
         keys, values = flat[::2], flat[1::2]
         if not (set(map(len, keys)) <= {_KEY_BYTES} and set(map(len, values)) <= {4 * self.dim}):
@@ -215,7 +213,7 @@ class RocksTable:
         return rows["key"].astype(np.int64, copy=False), rows["vector"].astype(np.float32, copy=False)
 
     def _damaged(self, rows: Iterable[tuple[bytes, bytes]]) -> DatabaseCorruptError:
-        """The error for the first of these rows that does not have the size of the table's rows."""
+        """Make the error for the first row of another size than the table's."""
         key, value = next(row for row in rows if (len(row[0]), len(row[1])) != (_KEY_BYTES, 4 * self.dim))
         name = int.from_bytes(key, "little", signed=True) if len(key) == _KEY_BYTES else f"0x{key.hex()}"
         return DatabaseCorruptError(
@@ -231,7 +229,7 @@ class RocksTable:
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
     ) -> None:
-        """Add or replace rows; they are on disk on return."""
+        """Add or replace rows, durably on return."""
         doing = f"inserting into table {self.tag}"
         keys, vectors = check_rows(doing, keys, vectors, self.dim)
         with self._alone(doing):
@@ -242,7 +240,7 @@ class RocksTable:
             self._engine.sync(doing)
 
     def delete(self, keys: KeyArray) -> int:
-        """Remove rows and count them; the removal is on disk on return."""
+        """Remove and count rows, durably on return."""
         doing = f"deleting from table {self.tag}"
         keys = check_keys(doing, keys)
         distinct = keys[_last_of_each(keys)]
@@ -262,24 +260,24 @@ class RocksTable:
         return deleted
 
     def _changed_now(self, keys: KeyArray) -> Iterable[bytes]:
-        """What the times family gets for rows that are inserted or deleted now: as often as it is asked for."""
+        """Yield, without end, the times family's value for rows that are inserted or deleted now."""
         now, sequence = time.time_ns() // 1000, self._order.next
         self._order.note(keys, np.full(keys.size, sequence, np.int64))
         return repeat(_CHANGE.pack(now, sequence) if sequence else _TIME.pack(now))
 
     def _present(self, keys: list[bytes], doing: str) -> list[bytes]:
-        """Those that are there: a mark for the deletion of an absent key would slow every later read down."""
+        """Keep the present keys: deletion marks of absent keys would slow down later reads."""
         return list(compress(keys, _are_there(self._engine.get(self._family, keys, doing)))) if keys else []
 
     # -- updates of a log ---------------------------------------------------------------------------------------------
 
-    def follow_log(self) -> dict[str, LogPosition]:
+    def follow_log(self) -> dict[Partition, LogPosition]:
         """As `Database.follow_log`."""
         with self._alone(f"following a log of updates for table {self.tag}"):
             return dict(self._order.positions)
 
-    def apply(self, changes: RowChanges, positions: Mapping[str, LogPosition]) -> BoolArray:
-        """As `Database.apply`. The positions are in the last write, so that they never count rows that are not there."""
+    def apply(self, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
+        """As `Database.apply`. The last write has the positions, so that they never count missing rows."""
         doing = f"updating table {self.tag}"
         check_rows(doing, changes.keys, changes.vectors, self.dim)
         with self._alone(doing):
@@ -303,7 +301,7 @@ class RocksTable:
         verdicts = self._order.judge(keys, sequences)
         doubtful = np.flatnonzero(verdicts == DOUBTFUL)
         if doubtful.size and self._times is not None:
-            self._engine.flush(self._times, doing)  # each read of a key that is not in a file would sort the memtable
+            self._engine.flush(self._times, doing)  # reading a key that is not in a file would sort the memtable
             if self._engine.logs_pile_up:
                 for family in (self._family, self._engine.family(DEFAULT)):
                     self._engine.flush(family, doing)
@@ -316,7 +314,7 @@ class RocksTable:
         return latest
 
     def _write_changes(self, changes: RowChanges, rows: IndexArray, records: Mapping[bytes, bytes], doing: str) -> None:
-        """Make those of the changes, (n,) in RocksDB's order, and store records, all at once."""
+        """Apply the chosen changes, (n,) in RocksDB's order, and store records, atomically."""
         written = np.empty((rows.size, 2), "<i8")
         written[:, 0], written[:, 1] = time.time_ns() // 1000, changes.sequences[rows]
         keys = _key_list(changes.keys[rows])
@@ -340,7 +338,7 @@ class RocksTable:
         record: LoadRecord,
         staged: Path,
     ) -> None:
-        """Add or replace rows in bulk, by way of the file `staged`, then remember `record`; both are on disk on return."""
+        """Add or replace rows in bulk through the file `staged`, then store `record`; durably on return."""
         doing = f"loading table {self.tag}"
         keys, vectors = check_rows(doing, keys, vectors, self.dim)
         with self._alone(doing):
@@ -352,7 +350,7 @@ class RocksTable:
                     self._engine.stage(self._sorted_pieces(keys, vectors, self._piece_rows), staged, doing)
                     before = self._records.get(self.tag)
                     if before is None or before.fingerprint != record.fingerprint:
-                        # Without a record the rows would pass for HugeCTR's, and for a whole table.
+                        # Without a record the rows would be taken for HugeCTR's, and for a whole table.
                         nothing = replace(record, rows_done=0, rows_total=max(1, record.rows_total), checksum="")
                         self._records.advance(self.tag, nothing)
                     self._engine.ingest(self._family, staged, doing)
@@ -364,11 +362,11 @@ class RocksTable:
 
     @property
     def remembers_times(self) -> bool:
-        """Whether there is a place for the times of its rows, which `insert` needs."""
+        """Whether the times family exists, which `insert` needs."""
         return self._times is not None
 
     def remember_times(self) -> None:
-        """Make that place. Only one thread at a time may create or drop column families."""
+        """Create the times family. One thread at a time may create or drop column families."""
         if self._times is None:
             self._times = self._engine.create(TIMES + self.tag)
 
@@ -378,35 +376,35 @@ class RocksTable:
         return self._order.follows
 
     def is_replaced_by(self, keys: KeyArray, record: LoadRecord) -> bool:
-        """Whether a chunk begins to load other files than those that the table, which has followed a log, came from."""
+        """Whether a chunk begins to load other files into a table that has followed a log."""
         if not self.follows_log or (not keys.size and record.complete):  # which is said of files that were moved
             return False
         before = self._records.get(self.tag)
         return before is None or before.fingerprint != record.fingerprint
 
     def forget_log(self) -> None:
-        """Forget what it followed; the rows are then older than any change. One thread at a time, as `remember_times`."""
+        """Forget the log; the rows are then older than any change. One thread at a time, as `remember_times`."""
         with self._alone(f"forgetting the log of table {self.tag}"):
             if self._times is not None:
-                self._engine.drop(TIMES + self.tag)  # first: as long as the records are there, this will be done again
+                self._engine.drop(TIMES + self.tag)  # first: this is repeated while the records exist
             self._times = self._engine.create(TIMES + self.tag)
             self._order.forget()
 
     def settle(self) -> None:
-        """Merge what was ingested. Writers need not wait: what they add is merged in its turn."""
+        """Merge the ingested files. Writers need not wait."""
         doing = f"finishing the load of table {self.tag}"
         self._engine.check_writable(doing)
         self._engine.settle(self._family, doing)
         self._loading = False
 
     def renew(self) -> None:
-        """Go on after the engine was opened again; no other call may run."""
+        """Continue after the engine was reopened; no other call may run."""
         self._family, self._times = self._engine.family(self.tag), self._engine.family(TIMES + self.tag)
         self._order = ChangeOrder(self._engine, self.tag)
         self._loading = False  # the engine merges by itself again
 
     def retire(self) -> None:
-        """Refuse writes from now on: RocksDB knows the table by its name, which another table may soon have."""
+        """Refuse writes from now on, since another table may soon have the name by which RocksDB knows this one."""
         with self._alone(f"dropping table {self.tag}"):
             self._dropped = True
 
@@ -423,20 +421,20 @@ class RocksTable:
                 raise UnknownTableError(f"{doing} in {self._engine.path}: the table was dropped meanwhile; open it again")
             yield
         except BaseException:
-            self._order.doubt()  # it may have taken in what is not written
+            self._order.doubt()  # it may have noted unwritten changes
             raise
         finally:
             self._changes += 1
             self._writing.release()
 
     def writer_token(self) -> str | None:
-        """The token that is stored with a table that was modified; a new one for one that an older version modified."""
+        """Return the stored token of a modified table; a new one if an older release modified it."""
         if self._writer is None and (record := self._records.get(self.tag)) is not None and record.modified:
             return secrets.token_hex(6)
         return self._writer
 
     def renew_writer_token(self) -> str | None:
-        """Store another token if the table was modified, and return it; it is on disk on return."""
+        """Store and return another token if the table was modified, durably on return."""
         with self._alone(f"naming the writer of table {self.tag}"):
             if self.writer_token() is not None:
                 self._writer = self._records.renew_writer(self.tag)
@@ -457,10 +455,10 @@ class RocksTable:
 
 
 def width_of(engine: Engine, tag: str) -> int | None:
-    """The width of the vectors in a table that exists, None while it holds none.
+    """Read the width of the vectors in an existing table; None if it is empty.
 
     Raises:
-        DatabaseCorruptError: its first row is not one of ours.
+        DatabaseCorruptError: its first row has another layout.
     """
     first = engine.read(engine.family(tag), b"", 1, f"opening table {tag}")
     if not first:
@@ -478,13 +476,13 @@ def width_of(engine: Engine, tag: str) -> int | None:
 
 
 def _ranks(keys: KeyArray) -> npt.NDArray[np.uint64]:
-    """Numbers, (n,), in whose order RocksDB has the keys."""
+    """Map keys to numbers, (n,), in RocksDB's order."""
     ranks: npt.NDArray[np.uint64] = keys.astype("<i8", copy=False).view(">u8").astype(np.uint64)
     return ranks
 
 
 def _last_of_each(keys: KeyArray) -> IndexArray:
-    """Indices, (m,), of the last row of each distinct key, in RocksDB's order."""
+    """Find the last row of each distinct key, (m,), in RocksDB's order."""
     ranks = _ranks(keys)
     order: IndexArray = np.argsort(ranks)  # several times faster than a stable sort, which only duplicates need
     ranked = ranks[order]

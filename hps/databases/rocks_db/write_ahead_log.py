@@ -1,18 +1,18 @@
-"""RocksDB's write-ahead logs, seen from outside: acknowledged rows that are missing from them, and records that hang RocksDB.
+"""Checks of RocksDB's write-ahead logs for missing acknowledged rows, and for records that hang RocksDB.
 
-**What was acknowledged is there, or nothing is answered.** To RocksDB a log that is damaged, cut short or gone ends there: it
-opens, and later rows are absent. So each sync is followed by a note of how far the logs reached before it, with the checksum
-of what they held (the "seal", 2 % of an insert of 1,000 rows), and the opening compares. The seal itself is not synced: a
-power cut leaves an older one, which is true, too. Bytes behind the seal were acknowledged to nobody, unless a power cut took
-the seal's last seconds, so RocksDB keeps of them what it can read. That is how a torn end is told from damage.
+**Acknowledged rows are there, or the opening is refused.** To RocksDB a damaged, cut or missing log is the end: it opens, and
+later rows are absent. So after each sync we store how far the logs reached before it, with their checksums (the "seal", 2 % of
+an insert of 1,000 rows), and the opening compares. The seal itself is not synced: a power cut leaves an older one, which is
+true as well. Bytes behind the seal were not acknowledged, unless a power cut took the seal's last seconds, so RocksDB keeps
+those that it can read. This tells a torn end from damage.
 
-**A log that is gone** was either written to files, and RocksDB deleted it, or lost. The MANIFEST tells: it names the oldest log
+**A missing log** was either written to files and deleted by RocksDB, or lost. The MANIFEST tells, since it names the oldest log
 that is still needed.
 
-**Without a seal** (HugeCTR wrote it, or an earlier hps), a last record that is incomplete is a torn end; all else is damage.
+**Without a seal** (written by HugeCTR or an earlier hps), an incomplete last record is a torn end; all else is damage.
 
-**A record that hangs RocksDB.** Where RocksDB 9.8.4 meets the header of a recycled record in a log that does not begin with
-one, it reads that header again and again, with the interpreter lock held. So none may be where it looks.
+**A record that hangs RocksDB.** If RocksDB 9.8.4 meets the header of a recycled record in a log that does not begin with one,
+it reads that header again and again, with the interpreter lock held. So none may be where it looks.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from hps.errors import DatabaseCorruptError, DatabaseError
 SEAL = "hps-log.json"
 _BLOCK_BYTES = 1 << 15  # of RocksDB's logs; a record header stands at the start of each
 _HEADER = struct.Struct("<IHB")  # checksum, bytes that follow, type
-_RECYCLED = frozenset({5, 6, 7, 8, 11})  # types of records in logs that are used again, which neither HugeCTR nor hps asks for
+_RECYCLED = frozenset({5, 6, 7, 8, 11})  # types of records in recycled logs, which neither HugeCTR nor hps uses
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4  # types of a record, and of the parts of one that is in several blocks
 _BEGINNINGS = frozenset({_FULL, _FIRST})  # they go on with a sequence number
 _CONTINUATIONS = frozenset({_MIDDLE, _LAST})
@@ -39,7 +39,7 @@ _READ_BYTES = 1 << 20
 
 
 class LogEnd(NamedTuple):
-    """How far a log reached, and the checksum of what it held."""
+    """The length of a log, and the checksum of its content."""
 
     number: int
     size_bytes: int
@@ -47,7 +47,7 @@ class LogEnd(NamedTuple):
 
 
 class LogSeal:
-    """Follows the logs of a database that this process writes to, and keeps the seal. *Thread-safe.*
+    """Follows the logs of a database that this process writes to, and stores the seal. *Thread-safe.*
 
     Call `reached` before a sync and `seal` with its result after it.
 
@@ -68,7 +68,7 @@ class LogSeal:
         self._write(self.reached())
 
     def reached(self) -> tuple[LogEnd, ...]:
-        """How far the logs reach now, oldest first. Reads what was added since the last call."""
+        """Return the lengths of the logs, oldest first. Reads only what was added since the last call."""
         with self._lock:
             before = self._end
             self._read_on()
@@ -80,17 +80,17 @@ class LogSeal:
 
     @property
     def closed_logs(self) -> int:
-        """How many logs, of those that RocksDB writes to no more, were there at the last call of `reached`."""
+        """Number of closed log files at the last call of `reached`."""
         return len(self._closed_logs)
 
     def seal(self, reached: tuple[LogEnd, ...]) -> None:
-        """Remember how far the logs reached before a sync that has succeeded."""
+        """Store how far the logs reached before a successful sync."""
         with self._lock:
             if reached[-1] > self._sealed[-1]:
                 self._write(reached)
 
     def close(self) -> None:
-        """Forget logs that RocksDB has deleted at its end, which saves the next opening the question, and release the files."""
+        """Remove logs that RocksDB deleted when it closed from the seal, and release the files."""
         with contextlib.suppress(OSError):  # an older seal is true, too
             there = logs_in(self._path)
             self._write(tuple(end for end in self._sealed if end.number in there))
@@ -134,12 +134,12 @@ class LogSeal:
 
 
 class CheckedLogs(NamedTuple):
-    """What the logs of a closed database are found to be.
+    """The state of a closed database's logs.
 
     Attributes:
-        sealed: whether there is a seal, so that what lies behind it may be torn.
-        damages: what is wrong, by name of the log; empty if all that was acknowledged is there.
-        ends: sizes of the logs that must be read no further, by name, since a record behind would hang RocksDB.
+        sealed: whether there is a seal, so that the bytes behind it may be torn.
+        damages: damage by name of the log; empty if all acknowledged rows are there.
+        ends: sizes, by name, of logs with a record that would hang RocksDB behind this point.
     """
 
     sealed: bool
@@ -148,12 +148,12 @@ class CheckedLogs(NamedTuple):
 
 
 def logs_in(path: Path) -> dict[int, str]:
-    """Names of the logs in a directory, by number."""
+    """List the names of the logs in a directory, by number."""
     return {int(name[:-4]): name for name in os.listdir(path) if name.endswith(".log") and name[:-4].isdecimal()}
 
 
 def check_logs(path: Path, oldest_needed: Callable[[], int]) -> CheckedLogs:
-    """Compare the logs with their seal, and look for records that hang RocksDB; changes nothing.
+    """Compare the logs with their seal, and search for records that hang RocksDB. Nothing is changed.
 
     Args:
         path: the directory of a database that this process does not have open.
@@ -194,10 +194,10 @@ def check_logs(path: Path, oldest_needed: Callable[[], int]) -> CheckedLogs:
 
 
 def check_manifest(path: Path, name: str) -> None:
-    """Refuse a MANIFEST at which RocksDB would hang; it has the format of a log.
+    """Refuse a MANIFEST, which has the format of a log, at which RocksDB would hang.
 
     Raises:
-        DatabaseCorruptError: it is one.
+        DatabaseCorruptError: RocksDB would hang.
     """
     try:
         hangs = _hanging_record(path / name, 0)
@@ -208,7 +208,7 @@ def check_manifest(path: Path, name: str) -> None:
 
 
 def record_after(log: Path, sequence: int) -> int:
-    """The offset of the first record that is of later writes than `sequence` or lacks a part; else the size."""
+    """Find the offset of the first record that is later than `sequence` or lacks a part; else return the size."""
     data, at, begun = log.read_bytes(), 0, None
     while at + _HEADER.size + 8 <= len(data):
         left = _BLOCK_BYTES - at % _BLOCK_BYTES
@@ -226,7 +226,7 @@ def record_after(log: Path, sequence: int) -> int:
 
 
 def damaged(path: Path, name: str, what: str) -> DatabaseCorruptError:
-    """The error for a file that misses rows."""
+    """Make the error for a file with missing rows."""
     return DatabaseCorruptError(
         f"opening the database {path}: {path / name} is damaged: {what}. Acknowledged rows would be missing unnoticed. "
         f"`hps check-database {path}` says what is left. Restore the directory from a backup, or remove it and load the models "

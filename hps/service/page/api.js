@@ -1,4 +1,4 @@
-// The page at `/docs`: the routes of openapi.json with their fields and a curl line each.
+// The page at `/docs`: the routes of openapi.json, with their fields and a curl line each.
 
 import { $, Refused, ask, h, hasToken, wantToken } from "./dom.js";
 

@@ -1,4 +1,4 @@
-// What both pages share: elements made of text alone, requests with the token, the theme.
+// Shared by both pages: elements made from plain text, requests with the token, the theme.
 
 // An element; strings become text, never markup.
 export function h(name, properties = {}, ...children) {
@@ -29,7 +29,7 @@ export async function ask(path, signal) {
   return body;
 }
 
-// Shows the form for the token, and calls `then` once somebody has typed one.
+// Show the token form, and call `then` when a token is entered.
 export function wantToken(then) {
   const form = $("login");
   form.hidden = false;

@@ -1,8 +1,8 @@
-// Figures of the last seconds, from two answers of GET /v1/stats: counters since the start are subtracted.
+// Figures of the last seconds: differences of the counters in two answers of GET /v1/stats.
 
 export const TIERS = { embedding_cache: "cache", volatile_db: "volatile", persistent_db: "persistent" };
 
-// Seconds below which `share` of what was counted between two histograms lies; null where nothing was counted.
+// Quantile `share` of the seconds counted between two histograms; null if nothing was counted.
 export function quantile(now, before, share) {
   const count = now.count - (before?.count ?? 0);
   if (count <= 0) return null;
@@ -17,7 +17,7 @@ export function quantile(now, before, share) {
   return low;
 }
 
-// Histograms of the same bounds, added up.
+// Add histograms of the same bounds.
 export function added(all) {
   if (!all.length) return { count: 0, total_s: 0, buckets: [] };
   return all.slice(1).reduce((sum, one) => ({
@@ -30,7 +30,7 @@ export function added(all) {
 const modelsOf = (answer) => answer.server?.models ?? [];
 export const modelIn = (answer, name) => modelsOf(answer).find((one) => one.name === name);
 
-// The figures of one table between two answers; `before` may lack it.
+// Figures of one table between two answers; `before` may lack it.
 export function tableFigures(table, before, seconds) {
   const since = (get) => get(table) - (before ? get(before) : 0);
   const rates = {};
@@ -45,7 +45,7 @@ export function tableFigures(table, before, seconds) {
     defaults: keys > 0 ? since((one) => one.defaults) / keys : null };
 }
 
-// The figures of the whole server between two answers.
+// Figures of the server between two answers.
 export function overview(now, before, seconds) {
   const of = (answer) => added(modelsOf(answer).map((one) => one.lookups));
   const latency = of(now), earlier = modelsOf(now).length === modelsOf(before).length ? of(before) : null;

@@ -1,12 +1,12 @@
-// The page at `/`: asks GET /v1/stats once a second while it is visible, and shows what has changed.
+// The page at `/`: polls GET /v1/stats once a second while visible, and shows the changes.
 
 import { $, Refused, ask, h, hasToken, wantToken } from "./dom.js";
 import { TIERS, bytes, count, modelIn, overview, percent, quantile, tableFigures, time } from "./figures.js";
 
 const PERIOD_MS = 1000, WINDOW_S = 10, HISTORY_S = 300, ANSWER_MS = 5000;
 const OWN = /^\/(v1\/stats|page\/.*|docs|openapi.json)?$/; // the routes of this page
-const samples = []; // {at: seconds, answer}, of the last WINDOW_S and one before
-const history = []; // {at, ...overview}, of the last HISTORY_S
+const samples = []; // {at: seconds, answer}, over the last WINDOW_S and one before
+const history = []; // {at, ...overview}, over the last HISTORY_S
 let timer = 0, asking = false;
 
 async function poll() {
@@ -54,13 +54,13 @@ function state(text, kind) {
 
 function take(answer) {
   const at = performance.now() / 1000;
-  if (samples.length && answer.server?.started !== samples[0].answer.server?.started) { // another process answers
+  if (samples.length && answer.server?.started !== samples[0].answer.server?.started) { // the server was restarted
     samples.length = 0;
     history.length = 0;
   }
   if (samples.length) {
     const before = samples.at(-1).answer;
-    if (answer.at_s === before.at_s) return; // another page has asked just now
+    if (answer.at_s === before.at_s) return; // the same answer as before, shared with another page
     history.push({ at, ...overview(answer, before, answer.at_s - before.at_s) });
     while (history[0].at < at - HISTORY_S) history.shift();
   }
@@ -107,7 +107,7 @@ function chart(names, show, most) {
   return [drawn, h("div.axis", {}, h("span", {}, `${time(span)} ago`), h("span", {}, values.length ? `top ${show(top)}` : ""), h("span", {}, "now"))];
 }
 
-// A bar of parts, each [name, share of the whole, text], and their names.
+// A bar of parts, each [name, share, text], with a legend.
 function bar(parts, label) {
   const shown = parts.filter(([, share]) => share > 0);
   const line = h("div.bar", { role: "img", ariaLabel: label ?? shown.map(([name, , text]) => `${name} ${text}`).join(", ") });
@@ -217,8 +217,7 @@ function devices(answer) {
       one.memory_bytes ? bar(parts) : "",
       h("div.keys", {}, h("span", {}, `caches ${bytes(one.cache_bytes)}`),
         one.memory_bytes ? h("span", {}, `free ${bytes(one.free_bytes)} of ${bytes(one.memory_bytes)}`) : null,
-        one.pinned_bytes ? h("span", {}, `pinned ${bytes(one.pinned_bytes)}`) : null,
-        one.workspace_bytes ? h("span", {}, `workspaces ${bytes(one.workspace_bytes)}`) : null));
+        one.pinned_bytes ? h("span", {}, `pinned ${bytes(one.pinned_bytes)}`) : null));
   });
   return [...cards, h("div.card", {}, h("div.head", {}, h("h3", {}, "Process"), h("span.soft", {}, `resident ${bytes(answer.server.memory_bytes)}`)))];
 }
@@ -251,7 +250,7 @@ function problems(answer) {
     cell(one.count > 1 ? `${one.count} times` : ""), cell(one.text, "text")))))));
 }
 
-// -- the box that looks keys up -------------------------------------------------------------------------------------------
+// -- key lookup -----------------------------------------------------------------------------------------------------------
 
 function fill(select, names) {
   if (names.join("\n") === [...select.options].map((one) => one.value).join("\n")) return;

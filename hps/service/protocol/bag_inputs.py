@@ -1,13 +1,13 @@
 """Keys in bags, as inputs of an inference request: each bag is answered with one vector (`hps.Bags`).
 
-- Beside `KEYS`, `OFFSETS` [T x (B + 1)] says of each table in turn where in its keys its B bags begin, and where the last one
-  ends. `WEIGHTS` FP32 has one number for each of `KEYS`. `NUMKEYS` may be left out. Without `OFFSETS`, all bags have as many
-  keys: `KEYS` is [T, B, hotness], or [B, hotness] of a model with one table. The answer is `OUTPUT0` [B, sum of dim[t]].
-- Beside `<table>`, `<table>.offsets` [B + 1] and `<table>.weights` say so of one table; without offsets, `<table>` is
+- Beside `KEYS`, `OFFSETS` [T x (B + 1)] holds for each table in turn where its B bags begin among its keys, and where the last
+  one ends. `WEIGHTS` FP32 has one number per key. `NUMKEYS` may be left out. Without `OFFSETS`, all bags have the same number
+  of keys: `KEYS` is [T, B, hotness], or [B, hotness] for a model with one table. The answer is `OUTPUT0` [B, sum of dim[t]].
+- Beside `<table>`, `<table>.offsets` [B + 1] and `<table>.weights` do the same for one table; without offsets, `<table>` is
   [B, hotness]. The answer is `<table>` [B, dim].
 
-The request parameters `combiner`, `max_norm` and `padding_key` are for all tables; `<table>.combiner` and the like for one.
-Without offsets it is the combiner that asks for bags: keys alone are answered with a vector each, whatever their shape.
+The request parameters `combiner`, `max_norm` and `padding_key` apply to all tables; `<table>.combiner` and the like to one.
+Without offsets only a combiner makes bags: otherwise each key is answered with a vector, whatever the shape.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,17 +25,17 @@ from hps.tensors.bags import Bags, Pooling, pooling_of
 
 @dataclass(frozen=True, slots=True)
 class TableBags:
-    """The bags of one table within a request. *Immutable.*
+    """The bags of one table in a request. *Immutable.*
 
     Attributes:
-        table: its index.
-        source: the position of the input that holds the keys.
-        start, stop: where in that input they are, and in that of the weights.
-        count: how many bags.
-        offsets: the position of the input that holds the offsets; None: all bags have as many keys.
-        first: where in that input they begin.
-        weights: the position of the input that holds the weights; None where there are none.
-        options: `combiner`, `max_norm` and `padding_key`, as far as the request names them.
+        table: index of the table.
+        source: position of the input with the keys.
+        start, stop: range within that input, and within that of the weights.
+        count: number of bags.
+        offsets: position of the input with the offsets; None: all bags have the same number of keys.
+        first: begin of the offsets within that input.
+        weights: position of the input with the weights; None without weights.
+        options: `combiner`, `max_norm` and `padding_key`, if the request has them.
     """
 
     table: int
@@ -49,10 +49,10 @@ class TableBags:
     options: Mapping[str, Any]
 
     def pooling(self, name: str, inputs: Sequence[np.ndarray]) -> Pooling:
-        """Check the values of the request's inputs.
+        """Make the `Pooling` from the values of the request's inputs, checked.
 
         Raises:
-            InvalidInputError: offsets, combiner or max_norm are not as `hps.Bags` says.
+            InvalidInputError: offsets, combiner or max_norm do not conform to `hps.Bags`.
         """
         keys, n = inputs[self.source][self.start : self.stop], self.stop - self.start
         weights = None if self.weights is None else inputs[self.weights][self.start : self.stop]
@@ -62,7 +62,7 @@ class TableBags:
 
 
 def ends_of_bags(header: InferenceHeader, inputs: Sequence[np.ndarray], model: ModelTables) -> tuple[int, ...] | None:
-    """How many keys each table has, from `OFFSETS`; None where there are none for `KEYS`, or a table is called so."""
+    """Count each table's keys from `OFFSETS`; None if `KEYS` has none, or a table has that name."""
     if "KEYS" not in header.inputs or "OFFSETS" not in header.inputs or "KEYS" in model.indices:
         return None
     bags = _bags_of_each(header.inputs["OFFSETS"], model)
@@ -76,17 +76,17 @@ def read_bags(
     """Find the bags of a request.
 
     Args:
-        counts: how many keys each table has, where they are concatenated and an input says so.
-        max_keys: of all tables together; there may be as many bags.
+        counts: number of keys per table, if they are concatenated and an input states it.
+        max_keys: limit on the keys of all tables together, and on the bags.
 
     Returns:
-        Whether the keys of all tables are concatenated, and the bags of each; None where no keys are in bags: tables have the
-        names of offsets or weights.
+        Whether the keys of all tables are concatenated, and the bags of each table; None if there are no bags: the inputs named
+        like offsets or weights are tables.
 
     Raises:
-        InvalidInputError, InvalidDtypeError: the inputs do not belong together; the message says which, and what was expected.
-        UnknownTableError: one names no table of the model.
-        TooManyKeysError: there are more keys or bags than `max_keys`, or than a table's `max_keys`.
+        InvalidInputError, InvalidDtypeError: the inputs do not match; the message says which, and what was expected.
+        UnknownTableError: an input names no table of the model.
+        TooManyKeysError: more keys or bags than `max_keys`, or than a table's `max_keys`.
     """
     if not header.bag_options and model.indices.keys() >= header.inputs.keys():
         for tensor in header.inputs.values():
@@ -187,7 +187,7 @@ def _options(header: InferenceHeader, table: str) -> dict[str, Any]:
 
 
 def _bags_of_each(offsets: InputTensor, model: ModelTables) -> int:
-    """How many bags each table has, where the offsets of all are concatenated."""
+    """Count each table's bags from concatenated offsets."""
     tables, shape = len(model.tables), offsets.shape
     if len(shape) > 2 or (len(shape) == 2 and shape[0] not in (1, tables)) or not offsets.count or offsets.count % tables:
         raise InvalidInputError(
@@ -198,7 +198,7 @@ def _bags_of_each(offsets: InputTensor, model: ModelTables) -> int:
 
 
 def _fixed_bags(keys: InputTensor, counts: Sequence[int] | None, tables: int) -> tuple[int, Sequence[int]]:
-    """How many bags each table has, and how many keys, where all bags have as many."""
+    """Count each table's bags and keys if all bags have the same number of keys."""
     shape = keys.shape
     if len(shape) < 2 or prod(shape[:-2]) != tables:
         expected = "[B, hotness]" if tables == 1 else f"[{tables}, B, hotness]"

@@ -1,6 +1,6 @@
-"""The lookup for people with curl: `{"tables": {"item": [1, 2]}}`, answered by `{"tables": {"item": [[...], [...]]}}`.
+"""Lookups as JSON, for curl: `{"tables": {"item": [1, 2]}}`, answered by `{"tables": {"item": [[...], [...]]}}`.
 
-Or with keys in bags: `{"bags": {"item": [[1, 2], []]}, "combiner": "mean"}`, answered in the same way, one vector a bag.
+Keys in bags: `{"bags": {"item": [[1, 2], []]}, "combiner": "mean"}`, answered in the same way, one vector per bag.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hps.errors import InvalidDtypeError, InvalidInputError
-from hps.service.lookup_report import LookupReport
+from hps.service.logs.lookup_report import LookupBreakdown
 from hps.service.protocol.json_size import JSON_MASK_SHARE, JSON_VECTOR_SHARE, write_json
 from hps.service.protocol.request_checks import (
     BAG_OPTIONS,
@@ -33,19 +33,17 @@ _WEIGHTS_EXAMPLE = '{"weights": {"<table>": [[0.5, 2], [1]]}}'
 
 
 class JSONLookup:
-    """A request that was understood, with room for its vectors.
+    """A decoded request, with room for its vectors.
 
     Args:
-        segments: what to look up.
-        names: of their tables.
-        device_id: the device that the request names.
-        wants_report: whether the answer says how it came about.
+        names: table of each segment.
+        device_id: the requested device.
+        wants_report: whether the answer includes a report.
 
     Attributes:
-        segments, device_id, wants_report: as given.
-        held_bytes: the most that vectors, masks and the text of the answer take, and `scratch_bytes`.
-        scratch_bytes: the most that a lookup of bags takes besides, until it ends.
-        binary_answer: none; an inference may have one.
+        held_bytes: upper bound on vectors, masks and text of the answer, including `scratch_bytes`.
+        scratch_bytes: upper bound on additional memory of a lookup of bags, until it ends.
+        binary_answer: always None, unlike an inference's.
     """
 
     binary_answer = None
@@ -62,10 +60,10 @@ class JSONLookup:
             if segment.found is not None:
                 self.held_bytes += JSON_MASK_SHARE * segment.found.nbytes
 
-    def encode(self, report: LookupReport | None = None) -> tuple[Iterable[bytes], Sequence[memoryview]]:
-        """Write the vectors and, where requested, the found-masks and the report, in pieces; the second part is empty.
+    def encode(self, report: LookupBreakdown | None = None) -> tuple[Iterable[bytes], Sequence[memoryview]]:
+        """Write the vectors and, if requested, found-masks and report, in pieces; the second part is empty.
 
-        A value that JSON cannot express (NaN, infinities) is null.
+        Values that JSON cannot express (NaN, infinities) become null.
         """
         names, segments = self._names, self.segments
         answer: dict[str, Any] = {"tables": {name: one.out for name, one in zip(names, segments, strict=True)}}
@@ -77,20 +75,19 @@ class JSONLookup:
 
 
 def decode_lookup(body: bytes | bytearray, model: ModelTables, max_keys: int) -> JSONLookup:
-    """Turn the body into a lookup with room for its answer.
+    """Decode the body of a lookup and allocate its answer.
 
     Args:
-        body: JSON: `tables` maps table names to lists of keys; `found` (optional) asks for the found-masks,
-            `device` (optional) names the device that is to answer, `report` (optional) asks how it did. Or `bags` maps table
-            names to lists of lists of keys, and optionally `weights` to numbers in the same lists; `combiner`, `max_norm` and
-            `padding_key` are for all tables, or an object has them by table.
-        model: the model that the request names.
-        max_keys: of all tables together.
+        body: JSON: `tables` maps table names to lists of keys; optional are `found` (return the found-masks), `device` (the
+            device to answer) and `report` (return a report). Or `bags` maps table names to lists of lists of keys, and
+            optionally `weights` to numbers in the same lists; `combiner`, `max_norm` and `padding_key` apply to all tables, or
+            are objects by table.
+        max_keys: limit on the keys of all tables together.
 
     Raises:
-        InvalidInputError, InvalidDtypeError: the body is no such request; the message says where, and what was expected.
+        InvalidInputError, InvalidDtypeError: the body is invalid; the message says where, and what was expected.
         UnknownTableError: the model has no such table.
-        TooManyKeysError: more keys, or bags, than `max_keys` or than a table's `max_keys`.
+        TooManyKeysError: more keys or bags than `max_keys`, or than a table's `max_keys`.
     """
     request = parse_object(body)
     if "bags" in request:
@@ -170,7 +167,7 @@ def _decode_bags(request: dict[str, Any], model: ModelTables, max_keys: int) -> 
 
 
 def _flattened(lists: Any, what: str) -> tuple[list[Any], KeyArray]:
-    """The elements of lists, and where each list begins, and the last one ends."""
+    """Flatten lists; returns the elements and the offsets of the lists, including the end."""
     if type(lists) is not list or not {list}.issuperset(map(type, lists)):
         got = "a list of other things" if type(lists) is list else kind_of(lists)
         raise InvalidDtypeError(f"{what}: got {got}, expected a list of lists, one for each bag")

@@ -1,4 +1,4 @@
-"""Much JSON: a bound on what it takes once it is parsed, and answers that are written in pieces."""
+"""Large JSON: a bound on its parsed size, and answers written in pieces."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,28 +9,28 @@ import orjson
 from hps.errors import TooManyKeysError
 
 SMALL_JSON_BYTES = 65_536
-"""JSON up to this length is parsed where it is read, in half a millisecond at most, and takes a few megabytes meanwhile."""
+"""JSON up to this length is parsed on the event loop, in half a millisecond and a few megabytes at most."""
 
-_SCANNED_BYTES = 1 << 18  # at once, so that it stays in the processor's cache
-_VALUE_BYTES = 64  # a value as Python has it, and in the parser's own tree
-_TEXT_BYTES = 6  # of memory for a byte of text: the parser's copy, and four for a character of a string
-_MARKS_PER_KEY, _OTHER_MARKS = 3, 65_536  # a key in a list of its own, as a shape [n, 1] has it, takes two
+_SCANNED_BYTES = 1 << 18  # per step, to stay in the processor's cache
+_VALUE_BYTES = 64  # a Python value, and its node in the parser's tree
+_TEXT_BYTES = 6  # memory per byte of text: the parser's copy, and four per character of a string
+_MARKS_PER_KEY, _OTHER_MARKS = 3, 65_536  # two per key in a list of its own, as in a shape [n, 1]
 _PIECE_ELEMENTS = 16_384  # a millisecond's work
-_WHOLE_BYTES = 1 << 20  # of an answer, by the shares below, that is written at once
+_WHOLE_BYTES = 1 << 20  # answers estimated up to this size are written at once
 
 JSON_VECTOR_SHARE, JSON_MASK_SHARE = 5, 7
-"""What an element takes in an answer, in sizes of itself: 4 bytes and up to 16 of text, or 1 and 6."""
+"""Bytes per byte of a vector or mask in an answer: 4 bytes plus up to 16 of text, or 1 plus 6."""
 
 
 def parsed_bytes(text: bytes | memoryview, max_keys: int) -> int:
-    """A bound on the memory that it takes to parse JSON, from the number of its commas, colons and brackets.
+    """Bound the memory to parse JSON by the number of its commas, colons and brackets.
 
     Args:
-        text: the JSON; need not be valid.
-        max_keys: that a request may have.
+        text: JSON, perhaps invalid.
+        max_keys: limit on the keys of a request.
 
     Raises:
-        TooManyKeysError: it has many more values than a request for that many keys.
+        TooManyKeysError: it has many more values than a request of that many keys.
     """
     marks = 1
     data = np.frombuffer(text, np.uint8)
@@ -46,12 +46,11 @@ def parsed_bytes(text: bytes | memoryview, max_keys: int) -> int:
 
 
 def write_json(value: Any, size: int) -> Iterable[bytes]:
-    """Write JSON: all at once or in pieces, by the memory that it and its arrays take."""
     return json_pieces(value) if size > _WHOLE_BYTES else (orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY),)
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """Write JSON in pieces, each of at most a millisecond's work: dicts, lists, and the rows of arrays."""
+    """Write JSON in pieces of at most a millisecond's work: dicts, lists, and rows of arrays."""
     if isinstance(value, dict):
         for place, (name, member) in enumerate(value.items()):
             yield (b"," if place else b"{") + orjson.dumps(name) + b":"

@@ -1,18 +1,17 @@
-"""The Open Inference Protocol v2 with binary tensors: from the bytes of a request to a lookup, and to the bytes of its answer.
+"""The Open Inference Protocol v2 with binary tensors: decodes requests into lookups, and encodes answers.
 
 A request names its keys in one of two ways:
 
-- as Triton's HPS backend does: `KEYS` INT64 [N] or [1, N] holds the keys of table 0, then of table 1, ..., and `NUMKEYS`
-  INT32 [T] or [1, T] says how many belong to each. The answer is one flat `OUTPUT0` FP32 [sum of NUMKEYS[t] x dim[t]] and,
-  where requested, `FOUND0` BOOL [N]. Its parameters are `NumSample` and `DeviceID`, integers as that backend has them;
-- one input a table, named as the table is, INT64 of any shape s. The answer is an FP32 output of the same name and of shape
-  s + [dim] and, where requested, `<table>.found` BOOL of shape s.
+- as in Triton's HPS backend: `KEYS` INT64 [N] or [1, N] holds the keys of table 0, then of table 1, ..., and `NUMKEYS`
+  INT32 [T] or [1, T] their numbers. The answer is one flat `OUTPUT0` FP32 [sum of NUMKEYS[t] x dim[t]] and, if requested,
+  `FOUND0` BOOL [N]. Its parameters are `NumSample` and `DeviceID`, integers as in that backend;
+- one input per table, named like the table, INT64 of any shape s. The answer is an FP32 output of the same name and of shape
+  s + [dim] and, if requested, `<table>.found` BOOL of shape s.
 
-Keys may be in bags, which are answered with one vector each: `bag_inputs` says how.
+Keys may be in bags, which are answered with one vector each: see `bag_inputs`.
 
-The request parameter `"report": true` asks how the answer came about: numbers among its parameters.
-The found-mask is requested by the request parameter `"found": true`, or by naming it in `outputs`. The request parameter
-`DeviceID` names the device that is to answer.
+The request parameter `"report": true` adds a report to the answer's parameters. `"found": true` requests the found-masks, as
+does naming them in `outputs`. `DeviceID` selects the device.
 Source: https://github.com/kserve/open-inference-protocol (inference_rest.md) and Triton's extension_binary_data.md.
 """
 
@@ -27,7 +26,7 @@ import orjson
 
 from hps.errors import InvalidDtypeError, InvalidInputError
 from hps.service.answer_memory import LARGE_BYTES, Bytes
-from hps.service.lookup_report import LookupReport, Number
+from hps.service.logs.lookup_report import LookupBreakdown, Number
 from hps.service.protocol.bag_inputs import TableBags, ends_of_bags, read_bags
 from hps.service.protocol.json_size import JSON_MASK_SHARE, JSON_VECTOR_SHARE, write_json
 from hps.service.protocol.open_inference_header import (
@@ -45,26 +44,25 @@ from hps.types import BoolArray, FloatArray
 
 _MAX_LENGTH_DIGITS = 12
 _CACHED_LAYOUTS = 256
-_ALIGNMENT = 16  # bytes, of the vectors in an answer
-_DEVICE = b'"DeviceID":'  # within a string of JSON it would have a backslash
+_ALIGNMENT = 16  # size of the vectors in an answer, in bytes
+_DEVICE = b'"DeviceID":'  # would be escaped within a JSON string
 _LONGEST_ID = 2**31 - 1
 _ID_DIGITS = len(str(_LONGEST_ID))
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRange:
-    """The keys of one table within a request. *Immutable.*
+    """The keys of one table in a request. *Immutable.*
 
     Attributes:
-        table: its index.
-        dim: its width.
-        source: the position of the input that holds the keys.
-        start, stop: where in that input they are.
+        table: index of the table.
+        source: position of the input with the keys.
+        start, stop: range within that input.
         masked: whether their found-mask is requested.
-        rows: how many vectors answer them.
-        step: bytes from the first of these to the first of the next table.
-        strides: of the vectors, in bytes; None where they follow each other.
-        bags: that the keys are in; None: every key gets a vector.
+        rows: number of vectors in the answer.
+        step: bytes from the first vector to the first of the next table.
+        strides: of the vectors, in bytes; None if they are contiguous.
+        bags: bags of the keys; None: every key gets a vector.
     """
 
     table: int
@@ -95,30 +93,28 @@ class OutputTensor:
 
     @property
     def size_bytes(self) -> int:
-        """Its length as binary data."""
         return 4 * self.size if self.datatype == "FP32" else self.size
 
 
 class AnswerLayout:
-    """Where in memory an answer is: its JSON part, the vectors of all key ranges, then the requested masks. *Immutable.*
+    """Memory layout of an answer: its JSON part, the vectors of all key ranges, then the requested masks. *Immutable.*
 
-    The JSON part is in that memory, padded with spaces, only where every output is binary: such an answer is sent from one
-    piece of memory, with one write and without a copy. Other answers write their JSON part when the vectors are known.
+    Only if every output is binary, the JSON part is in that memory, padded with spaces: the answer is then sent with one write
+    and without a copy. Otherwise the JSON part is written once the vectors are known.
 
     Args:
-        members: of the JSON part, beside parameters and outputs.
-        ranges: what is looked up, in the order of its vectors and masks.
-        outputs: what is answered, vectors before masks.
-        samples: the parameter `NumSample`; None where the answer has no parameters.
-        wants_report: whether the answer says how it came about.
+        members: members of the JSON part, beside parameters and outputs.
+        ranges: keys to look up, in the order of vectors and masks.
+        outputs: vectors before masks.
+        samples: the parameter `NumSample`; None for an answer without parameters.
+        wants_report: whether the answer includes a report.
 
     Attributes:
-        ranges, outputs, wants_report: as given.
-        text: the JSON part, with device 0; empty where it is not written in advance.
-        device_place: where in it the other digits of a device go; 0 where there is none.
-        vectors_size, size: bytes of all vectors; and of the memory.
-        held_bytes: the most that vectors, masks and the text of the answer take.
-        scratch_bytes: of the vectors of all keys in bags.
+        text: the JSON part, with device 0; empty if it is not written in advance.
+        device_place: position in it for further digits of the device; 0 without a device.
+        vectors_size, size: bytes of all vectors, and of the memory.
+        held_bytes: upper bound on vectors, masks and text of the answer.
+        scratch_bytes: bytes of the vectors of all keys in bags.
     """
 
     def __init__(
@@ -154,11 +150,11 @@ class AnswerLayout:
     def describe(
         self, values: Sequence[FloatArray | BoolArray | None], device: int, report: Mapping[str, Number] = MappingProxyType({})
     ) -> dict[str, Any]:
-        """What the JSON part says.
+        """Make the JSON part.
 
         Args:
-            values: the elements of each output, used where it is not binary.
-            device: that answered.
+            values: elements of each output, for those that are not binary.
+            device: the device that answered.
             report: further parameters.
         """
         outputs: list[dict[str, Any]] = []
@@ -175,20 +171,18 @@ class AnswerLayout:
 
 
 class Inference:
-    """A request that was understood, with room for its answer.
+    """A decoded request, with room for its answer.
 
     Args:
-        layout: of the answer.
-        inputs: the arrays that the layout's key ranges refer to.
-        device_id: the device that the request names.
-        allocate: gives memory of a size, (size,) uint8, to what is large.
+        inputs: arrays that the layout's key ranges refer to.
+        device_id: the requested device.
+        allocate: allocates large memory of a size, (size,) uint8.
 
     Attributes:
-        device_id: as given; once the lookup has ended, the device that answered.
-        wants_report: whether the answer says how it came about.
-        segments: what to look up; the lookup writes into the memory of the answer.
-        held_bytes: the most that vectors, masks and the text of the answer take, and `scratch_bytes`.
-        scratch_bytes: the most that the lookup takes besides, until it ends.
+        device_id: the requested device; after the lookup, the device that answered.
+        segments: keys to look up; the lookup writes into the memory of the answer.
+        held_bytes: upper bound on vectors, masks and text of the answer, including `scratch_bytes`.
+        scratch_bytes: upper bound on additional memory of the lookup, until it ends.
     """
 
     def __init__(
@@ -215,7 +209,7 @@ class Inference:
 
     @property
     def binary_answer(self) -> tuple[memoryview, int] | None:
-        """The body of an answer whose outputs are all binary, which the lookup wrote into; and the length of its JSON part."""
+        """Body of an answer whose outputs are all binary, written by the lookup; and the length of its JSON part."""
         layout = self._layout
         if not layout.text:
             return None
@@ -224,16 +218,16 @@ class Inference:
             body[place : place + _ID_DIGITS] = _digits(self.device_id)
         return body, len(layout.text)
 
-    def encode(self, report: LookupReport | None = None) -> tuple[Iterable[bytes], Sequence[memoryview]]:
-        """Make the body of another answer, once the lookup has written vectors and masks.
+    def encode(self, report: LookupBreakdown | None = None) -> tuple[Iterable[bytes], Sequence[memoryview]]:
+        """Encode the other answers, after the lookup has written vectors and masks.
 
-        A value that JSON cannot express (NaN, infinities) is null; binary outputs carry it.
+        Values that JSON cannot express (NaN, infinities) become null; binary outputs keep them.
 
         Args:
-            report: how the lookup went, if the answer is to say that.
+            report: summary of the lookup, if requested.
 
         Returns:
-            Its JSON part in pieces, and its binary outputs, which are views of what the lookup wrote.
+            The JSON part in pieces, and the binary outputs as views of the lookup's memory.
         """
         layout = self._layout
         vectors = self._memory[: layout.vectors_size].view(np.float32)
@@ -248,12 +242,11 @@ class Inference:
 
 
 def _digits(device: int) -> bytes:
-    """A device's id, and the spaces in place of further digits."""
     return b"%-*d" % (_ID_DIGITS, device)
 
 
 def parse_header_length(value: bytes | None, body_size: int) -> int | None:
-    """Read `Inference-Header-Content-Length`.
+    """Parse `Inference-Header-Content-Length`.
 
     Raises:
         InvalidInputError: it is not a number within the body.
@@ -279,21 +272,20 @@ def decode_request(
     max_keys: int,
     allocate: Callable[[int], Bytes] = _allocate,
 ) -> Inference:
-    """Turn the body of an inference request into a lookup with room for its answer.
+    """Decode the body of an inference request and allocate its answer.
 
     Args:
         body: the JSON part, then the binary part.
-        header_length: bytes of the JSON part, within the body; None when the body is JSON alone.
-        model: the model that the request names.
-        max_keys: of all tables together.
-        allocate: gives memory of a size to a large answer, (size,) uint8.
+        header_length: bytes of the JSON part; None if the body is only JSON.
+        max_keys: limit on the keys of all tables together.
+        allocate: allocates memory for a large answer, (size,) uint8.
 
     Raises:
-        InvalidInputError, InvalidDtypeError: the body is no such request; the message says where, and what was expected.
+        InvalidInputError, InvalidDtypeError: the body is invalid; the message says where, and what was expected.
         UnknownTableError: an input names no table of the model.
-        TooManyKeysError: more keys than `max_keys` or than a table's `max_keys`.
+        TooManyKeysError: more keys than `max_keys`, or than a table's `max_keys`.
     """
-    text = bytes(body if header_length is None else body[:header_length])  # a copy of a bytearray alone
+    text = bytes(body if header_length is None else body[:header_length])  # copies only a bytearray
     repeated = len(text) <= CACHED_BYTES
     header = (cached_header if repeated else read_header)(text)
     if len(body) - len(text) != header.binary_size:
@@ -325,7 +317,7 @@ def _size_error(expected: int, got: int | None) -> InvalidInputError:
 
 
 def _values(tensor: InputTensor, body: bytes | bytearray, binary_start: int) -> np.ndarray:
-    """The values of an input: (count,) int64, or float32 of FP32, aligned, a copy of its own. The body is long enough."""
+    """Copy the values of an input, aligned: (count,) int64, or float32 for FP32. The body is long enough."""
     kind = np.float32 if tensor.dtype is FP32 else np.int64
     if tensor.start >= 0:
         if not tensor.count:
@@ -342,7 +334,7 @@ def _values(tensor: InputTensor, body: bytes | bytearray, binary_start: int) -> 
 
 
 def _lay_out(header: InferenceHeader, counts: tuple[int, ...] | None, model: ModelTables, max_keys: int) -> AnswerLayout:
-    """Find the tables of a request, and lay out its answer. `counts` are the keys of each table, where an input says so."""
+    """Find the tables of a request, and lay out its answer. `counts` are the keys per table, if an input states them."""
     bags = read_bags(header, counts, model, max_keys) if header.bags else None
     if bags is not None:
         ranges, outputs = _by_bags(header, *bags, model)
@@ -369,7 +361,7 @@ _cached_layout = lru_cache(_CACHED_LAYOUTS)(_lay_out)
 def _by_numkeys(
     header: InferenceHeader, counts: Sequence[int], model: ModelTables, max_keys: int
 ) -> tuple[Sequence[KeyRange], Sequence[OutputTensor]]:
-    """KEYS and NUMKEYS, as Triton's HPS backend takes them; that backend checks none of what is checked here."""
+    """Read KEYS and NUMKEYS as Triton's HPS backend, which checks none of this."""
     if len(header.inputs) != 2:
         extra = next(name for name in header.inputs if name not in ("KEYS", "NUMKEYS"))
         raise InvalidInputError(f"reading 'inputs': got {extra[:120]!r} beside KEYS and NUMKEYS, expected these two alone")
@@ -395,7 +387,6 @@ def _by_numkeys(
 
 
 def _by_table(header: InferenceHeader, model: ModelTables, max_keys: int) -> tuple[Sequence[KeyRange], Sequence[OutputTensor]]:
-    """One input a table."""
     for alone, missing in (("KEYS", "NUMKEYS"), ("NUMKEYS", "KEYS")):
         if alone in header.inputs and alone not in model.indices:
             raise InvalidInputError(f"reading 'inputs': got {alone} without {missing}, expected both, or one input a table")
@@ -420,7 +411,7 @@ def _by_table(header: InferenceHeader, model: ModelTables, max_keys: int) -> tup
 def _by_bags(
     header: InferenceHeader, concatenated: bool, tables: Sequence[TableBags], model: ModelTables
 ) -> tuple[Sequence[KeyRange], Sequence[OutputTensor]]:
-    """A vector for each bag: rows of one output, whose columns are those of the tables in turn; or an output a table."""
+    """Lay out a vector per bag: rows of one output with the tables' columns side by side, or one output per table."""
     dims = [model.tables[bags.table].dim for bags in tables]
     width, place = sum(dims), 0
     ranges, outputs = [], []

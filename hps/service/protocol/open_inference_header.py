@@ -1,7 +1,7 @@
-"""The JSON part of an inference request, checked by itself before the tensors that may follow it are read.
+"""The JSON part of an inference request, checked on its own before any tensors are read.
 
-Where the tensors are binary, it holds only names, datatypes, shapes and options. Clients that send batches of the same sizes
-therefore repeat it: headers are cached, and most requests parse no JSON.
+With binary tensors it holds only names, datatypes, shapes and options, and clients with constant batch sizes repeat it:
+headers are cached, and most requests parse no JSON.
 """
 
 from collections.abc import Container
@@ -19,7 +19,7 @@ from hps.service.protocol.request_checks import BAG_OPTIONS, check_bag_option, k
 MAX_RANK = 8
 _CACHED_HEADERS = 256
 CACHED_BYTES = 2048
-"""The longest JSON part that is cached."""
+"""Maximum length of a cached JSON part."""
 
 _Dtype: TypeAlias = "np.dtype[np.signedinteger[Any] | np.floating[Any]]"
 _INTEGERS: dict[str, _Dtype] = {"INT64": np.dtype("<i8"), "INT32": np.dtype("<i4")}
@@ -30,13 +30,13 @@ _ANY = _INTEGERS | _FLOATS
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
-    """An input as the header describes it. *Immutable.*
+    """An input as described by the header. *Immutable.*
 
     Attributes:
-        name, dtype, shape: as the request says.
-        count: the product of the shape.
-        start: where its bytes start in the binary part; -1 where `data` holds its values.
-        data: its values, a flat list that is not checked yet.
+        name, dtype, shape: as in the request.
+        count: product of the shape.
+        start: begin of its bytes in the binary part; -1 if `data` holds its values.
+        data: its values as a flat list, not yet checked.
     """
 
     name: str
@@ -49,21 +49,19 @@ class InputTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InferenceHeader:
-    """A JSON part that is consistent in itself. *Immutable*, and shared by requests; equal only to itself.
+    """A consistent JSON part. *Immutable*, and shared by requests; equal only to itself.
 
     Attributes:
-        request_id: echoed when given.
         inputs: by name, in the order of the request.
-        binary_size: bytes of binary data that the inputs have together.
-        requested: by output name, whether it is sent as binary data; None where the request names no outputs.
-        report: whether the answer says how it came about.
+        binary_size: total bytes of the inputs' binary data.
+        requested: by output name, whether it is sent as binary data; None if the request names no outputs.
+        report: whether the answer includes a report.
         found: whether found-masks that `requested` does not name are requested, too.
         binary: whether outputs that `requested` does not name are sent as binary data.
-        numkeys: the position of NUMKEYS among the inputs, where KEYS is among them, too; else None.
-        device_id: the device that is to answer; None where the request names none.
-        bag_options: what the parameters say of bags: `combiner` and the like, or `<table>.combiner`.
-        bags: whether there are such, or inputs with a name of offsets or weights: unless tables have these names, keys are in
-            bags.
+        numkeys: position of NUMKEYS among the inputs if KEYS is among them, too; else None.
+        device_id: the requested device; None for any.
+        bag_options: parameters of bags: `combiner` and the like, or `<table>.combiner`.
+        bags: whether there are any, or inputs named like offsets or weights: unless tables have these names, keys are in bags.
     """
 
     request_id: str | None
@@ -79,21 +77,21 @@ class InferenceHeader:
     bags: bool
 
     def vectors(self, name: str) -> bool | None:
-        """Whether this output of vectors is sent as binary data; None when it is not requested."""
+        """Return whether this vector output is sent as binary data; None if it is not requested."""
         return self.binary if self.requested is None else self.requested.get(name)
 
     def mask(self, name: str) -> bool | None:
-        """Whether this found-mask is sent as binary data; None when it is not requested."""
+        """Return whether this found-mask is sent as binary data; None if it is not requested."""
         if self.requested is not None and name in self.requested:
             return self.requested[name]
         return self.binary if self.found else None
 
 
 def read_header(text: bytes) -> InferenceHeader:
-    """Read the JSON part of an inference request, whatever its length.
+    """Read the JSON part of an inference request.
 
     Raises:
-        InvalidInputError, InvalidDtypeError: it is not one; the message says where, and what was expected.
+        InvalidInputError, InvalidDtypeError: it is invalid; the message says where, and what was expected.
     """
     request = parse_object(text)
     request_id = request.get("id")
@@ -113,23 +111,22 @@ def read_header(text: bytes) -> InferenceHeader:
 
 
 cached_header = lru_cache(_CACHED_HEADERS)(read_header)
-"""As `read_header`, for texts of at most `CACHED_BYTES`."""
+"""`read_header`, cached, for texts of at most `CACHED_BYTES`."""
 
 
 def reading_input(name: str) -> str:
-    """How errors name an input."""
     return f"reading input {name[:120]!r}"
 
 
 def read_inputs(given: Any, floats: Container[str] = ()) -> tuple[dict[str, InputTensor], int]:
-    """Read the inputs of a request: by name, in its order; and how many bytes of binary data they have together.
+    """Read the inputs of a request: by name, in order; and the total bytes of their binary data.
 
     Args:
-        given: what the JSON part has as `inputs`.
-        floats: names of those that are FP32. Weights may be, whose names tables may have; the others are integers.
+        given: `inputs` of the JSON part.
+        floats: names of FP32 inputs. Weights may be FP32, and a table may have their name; the others are integers.
 
     Raises:
-        InvalidInputError, InvalidDtypeError: they are not inputs.
+        InvalidInputError, InvalidDtypeError: the inputs are invalid.
     """
     if type(given) is not list or not given:
         raise InvalidInputError("reading the request: 'inputs' is missing or empty, expected a list of tensors")
@@ -196,7 +193,7 @@ def _binary_size(name: str, given: dict[str, Any]) -> int | None:
 
 
 def _flat(name: str, data: Any, shape: list[int]) -> Any:
-    """Flatten lists that are nested as the shape says; leave a flat list as it is."""
+    """Flatten lists nested as in the shape; returns a flat list unchanged."""
     if data is None:
         raise InvalidInputError(f"{reading_input(name)}: it has neither 'data' nor 'binary_data_size'")
     for width in shape[1:]:

@@ -1,4 +1,4 @@
-"""The checks that both kinds of request share: strict JSON values, the tables of the model, the limits on keys."""
+"""Checks shared by both kinds of request: strict JSON values, the tables of the model, the limits on keys."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError, U
 from hps.types import FloatArray, KeyArray, TableSpec
 
 BAG_OPTIONS = ("combiner", "max_norm", "padding_key")
-"""What a request may say of the bags of all its tables, or of those of one."""
+"""Options of the bags of all tables, or of one."""
 
 _MOST_ID_DIGITS = 10
 _KINDS = {bool: "a boolean", float: "a float", str: "a string", list: "a list", dict: "an object", type(None): "null"}
@@ -43,7 +43,7 @@ def parse_object(text: bytes | bytearray) -> dict[str, Any]:
 
 
 def _count_members(value: Any) -> int:
-    """Members of an object and of the objects in it, as far as a request has any."""
+    """Count the members of an object and its nested objects, as deep as requests go."""
     if type(value) is dict:
         return len(value) + sum(_count_members(member) for member in value.values() if type(member) in (dict, list))
     return sum(map(_count_members, value)) if value and type(value[0]) is dict and {dict}.issuperset(map(type, value)) else 0
@@ -59,11 +59,10 @@ def _members_named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def int64_array(values: Any, what: str) -> KeyArray:
-    """Convert a JSON list to int64. A float, boolean or string is an error: nothing is rounded, truncated or parsed.
+    """Convert a JSON list to int64. Floats, booleans and strings are errors: nothing is rounded, truncated or parsed.
 
     Args:
-        values: a list, as the JSON parser made it.
-        what: how errors name it.
+        what: name of the list in errors.
 
     Raises:
         InvalidDtypeError: it is not a list, or an element is not a 64-bit integer.
@@ -82,7 +81,7 @@ def int64_array(values: Any, what: str) -> KeyArray:
 
 
 def float32_array(values: Any, what: str) -> FloatArray:
-    """Convert a JSON list of numbers to float32, rounded to the nearest; as `int64_array`.
+    """Convert a JSON list of numbers to float32, rounded to nearest; as `int64_array`.
 
     Raises:
         InvalidDtypeError: it is not a list, or an element is not a number.
@@ -102,7 +101,7 @@ def float32_array(values: Any, what: str) -> FloatArray:
 
 
 def check_bag_option(option: str, value: Any, what: str) -> None:
-    """Check the type of one of `BAG_OPTIONS`, or None; `hps.tensors.bags` checks the rest.
+    """Check the type of a value of `BAG_OPTIONS`, or None; `hps.tensors.bags` checks the rest.
 
     Raises:
         InvalidInputError: it has another type.
@@ -124,7 +123,7 @@ def kind_of(value: Any) -> str:
 
 
 def read_device(value: Any, what: str) -> int | None:
-    """Read the id of a device: an integer or a string of decimal digits; None where a request names none.
+    """Read the id of a device, an integer or decimal digits; None if the request has none.
 
     Raises:
         InvalidInputError: it is something else.
@@ -140,14 +139,11 @@ class ModelTables:
     """The tables of one version of a model, by name and by index. *Immutable*; equal only to itself.
 
     Args:
-        name: of the model.
         tables: at least one, in the order of their ids.
-        version: of the model.
-        keys_per_sample: the most keys that a sample has in all tables together.
+        keys_per_sample: maximum keys of a sample over all tables.
 
     Attributes:
-        name, tables, version, keys_per_sample: as given.
-        indices: of the tables, by name.
+        indices: index by name.
     """
 
     def __init__(self, name: str, tables: tuple[TableSpec, ...], version: str = "1", keys_per_sample: int = 1) -> None:
@@ -158,7 +154,7 @@ class ModelTables:
         self.indices = {table.table_name: index for index, table in enumerate(tables)}
 
     def table_index(self, name: str, what: str) -> int:
-        """The index of a table.
+        """Return the index of a table.
 
         Raises:
             UnknownTableError: the model has no such table.
@@ -173,13 +169,13 @@ class ModelTables:
 
 
 def check_numkeys(counts: Sequence[int], keys: int, model: ModelTables, source: str = "NUMKEYS", what: str = "its sum") -> None:
-    """Check how many of the keys belong to each table, where those of all tables are concatenated.
+    """Check the number of keys per table, for concatenated keys.
 
     Args:
-        source, what: the input that says so, and how the sum of the numbers is called.
+        source, what: the input with the numbers, and the name of their sum.
 
     Raises:
-        InvalidInputError: there is not one number for each table, or they do not add up to the keys.
+        InvalidInputError: not one number per table, or they do not add up to the keys.
     """
     if len(counts) != len(model.tables):
         known = ", ".join(table.table_name for table in model.tables)
@@ -194,18 +190,18 @@ def check_numkeys(counts: Sequence[int], keys: int, model: ModelTables, source: 
 
 
 def check_counts(counts: Iterable[tuple[TableSpec, int]], max_keys: int, what: str = "keys") -> int:
-    """Refuse more keys than the service or a table accepts, before memory is allocated for their vectors; or more bags.
+    """Check the limits of the service and the tables on keys (or bags), before memory is allocated for their vectors.
 
     Args:
-        counts: tables, and how many keys (or bags) the request has for each.
-        max_keys: of all tables together.
-        what: is counted.
+        counts: tables, and their numbers of keys (or bags).
+        max_keys: limit on all tables together.
+        what: what is counted.
 
     Returns:
-        The number of floats in the vectors of all keys, or of all bags.
+        Number of floats in the vectors of all keys (or bags).
 
     Raises:
-        TooManyKeysError: names the limit that was exceeded.
+        TooManyKeysError: names the exceeded limit.
     """
     total = floats = 0
     for table, count in counts:

@@ -1,8 +1,8 @@
-"""Online writes over HTTP: rows as JSON, for people with curl, or as the binary tensors of the Open Inference Protocol.
+"""Decodes online writes over HTTP: rows as JSON, for curl, or as binary tensors of the Open Inference Protocol.
 
 JSON is `{"keys": [17, 42], "vectors": [[...], [...]]}`. Binary data have a JSON part with the inputs `KEYS` INT64 [n] or [1, n]
-and `VECTORS` FP32 [n, dim], as an inference has its inputs. Without vectors it is the keys of a deletion. All of a body is
-checked before any of it is written.
+and `VECTORS` FP32 [n, dim], like an inference. Without vectors, the keys are deleted. The complete body is checked before
+anything is written.
 """
 
 from functools import lru_cache
@@ -17,7 +17,7 @@ from hps.service.protocol.request_checks import int64_array, kind_of, parse_obje
 from hps.types import FloatArray, KeyArray, TableSpec
 
 MAX_JSON_BYTES = 8 << 20
-"""The longest body of JSON: the interpreter does nothing else while it parses one. Bulk is sent as binary tensors."""
+"""Maximum length of a JSON body: parsing one blocks the interpreter. Bulk writes use binary tensors."""
 
 _CACHED_HEADERS = 64
 
@@ -25,19 +25,19 @@ _CACHED_HEADERS = 64
 def decode_rows(
     body: bytes | bytearray, header_length: int | None, table: TableSpec, max_rows: int
 ) -> tuple[KeyArray, FloatArray]:
-    """Read the rows that a request writes.
+    """Decode the rows of a write.
 
     Args:
         body: JSON; or a JSON part, then binary data.
-        header_length: bytes of the JSON part, within the body; None when the body is JSON alone.
-        table: that they are for.
-        max_rows: in one request.
+        header_length: bytes of the JSON part; None if the body is only JSON.
+        table: the written table.
+        max_rows: limit per request.
 
     Returns:
-        The keys (n,) int64 and vectors (n, dim) float32, aligned, copies of their own. Binary vectors may have any float32.
+        The keys (n,) int64 and vectors (n, dim) float32, aligned copies. Binary vectors may hold any float32.
 
     Raises:
-        InvalidInputError, InvalidDtypeError: the body has no such rows; the message says where, and what was expected.
+        InvalidInputError, InvalidDtypeError: the body is invalid; the message says where, and what was expected.
         TooManyKeysError: it has more than `max_rows`, or is too long for JSON.
     """
     if header_length is None:
@@ -57,7 +57,7 @@ def decode_rows(
 
 
 def decode_keys(body: bytes | bytearray, header_length: int | None, max_rows: int) -> KeyArray:
-    """Read the keys that a request deletes; as `decode_rows`."""
+    """Decode the keys of a deletion; as `decode_rows`."""
     if header_length is None:
         keys = int64_array(_json_object(body, {"keys"})["keys"], "reading 'keys'")
         _check_count(keys.size, max_rows)
@@ -69,7 +69,7 @@ def check_finite(keys: KeyArray, vectors: FloatArray) -> None:
     """Refuse vectors with NaN or infinities.
 
     Raises:
-        InvalidInputError: names the first row that has one.
+        InvalidInputError: names the first such row.
     """
     finite = np.isfinite(vectors).all(axis=1)
     if not finite.all():
@@ -127,7 +127,7 @@ def _cached_inputs(text: bytes, names: tuple[str, ...]) -> tuple[dict[str, Input
 
 
 def _read_header(text: bytes, names: tuple[str, ...]) -> tuple[dict[str, InputTensor], int]:
-    """Read the inputs that a JSON part describes; all are binary. Returns them, and the bytes of binary data."""
+    """Read the inputs of a JSON part; all are binary. Returns them, and the bytes of binary data."""
     inputs, size = read_inputs(parse_object(text).get("inputs"), floats={"VECTORS"})
     if tuple(sorted(inputs)) != names:
         raise InvalidInputError(f"reading 'inputs': got {str(list(inputs))[:200]}, expected {' and '.join(names)}")

@@ -1,4 +1,4 @@
-"""Triton's description of a model, `ModelConfig` of its model_config.proto as JSON: of an entry of `models`, and back.
+"""Translates an entry of `models` to and from Triton's `ModelConfig`, as JSON.
 
 Source: https://github.com/triton-inference-server/common/blob/main/protobuf/model_config.proto.
 """
@@ -16,9 +16,9 @@ _ELSEWHERE = {
     "version_policy",
     "deployed_device_list",  # instance_group
     "num_of_worker_buffer_in_pool",
-    "version",  # what serves is not what the configuration names first
+    "version",  # the serving version may differ from the configured first one
     "versions",
-    "sparse_files",  # places that a client has no use for
+    "sparse_files",  # paths are of no use to clients
     "version_path",
 }
 _OURS = ("hps", "")
@@ -28,7 +28,7 @@ def triton_config(model: ModelConfig, *, on_cuda: bool) -> dict[str, Any]:
     """Describe a model to Triton's clients.
 
     Args:
-        model: its entry.
+        model: entry of `models`.
         on_cuda: whether it is served from GPUs.
     """
     entry = model.model_dump(exclude=_ELSEWHERE)
@@ -57,14 +57,13 @@ def triton_config(model: ModelConfig, *, on_cuda: bool) -> dict[str, Any]:
 
 
 def entry_changes(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """What of a model's entry a client wants otherwise.
+    """Return the changes of a model's entry that a client requests.
 
     Args:
-        name: of the model.
         config: keys of Triton's description, or of an entry of `models`.
 
     Raises:
-        InvalidInputError: it is of another model or for another backend, or it is not built as Triton builds it.
+        InvalidInputError: it is for another model or backend, or differs from Triton's layout of this model.
     """
     changes = dict(config)
     for key, accepted in (("name", (name, "")), ("model", (name,)), ("platform", _OURS), ("backend", _OURS)):
@@ -86,7 +85,7 @@ def entry_changes(name: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tensor(name: str, datatype: str, size: int) -> dict[str, Any]:
-    return {"name": name, "data_type": datatype, "dims": [size]}  # after the batch's dimension, which is 1
+    return {"name": name, "data_type": datatype, "dims": [size]}  # after the batch dimension, which is 1
 
 
 def _text(value: Any) -> str:

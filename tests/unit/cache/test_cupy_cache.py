@@ -10,7 +10,7 @@ import pytest
 from hps.cache.base import EmbeddingCache
 from hps.cache.cuda import kernels
 from hps.errors import DeviceError, DeviceMemoryError, InvalidDtypeError, InvalidInputError
-from hps.hashing import mix
+from hps.ground.hashing import mix
 from hps.tensors.segments import Segment, tensor_segment
 from hps.types import KeyArray
 from tests.contracts.cache_contract import (
@@ -359,8 +359,8 @@ class TestLookups:
                 asked.copy_(resident)
                 lookup.query([Segment(0, asked, out)])
                 lookup.finish()
-                total = out.double().sum()  # on the stream, after the lookup
-            assert total.item() == vectors_of(np.sort(cache.dump(0)), 16).astype(np.float64).sum()
+                total = out.double().sum().item()  # on the stream, after the lookup
+            assert total == vectors_of(np.sort(cache.dump(0)), 16).astype(np.float64).sum()
 
     def test_tensors_of_two_streams_are_both_waited_for(self, create: Create):
         torch = _torch()

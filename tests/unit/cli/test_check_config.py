@@ -249,7 +249,7 @@ def test_redis_is_asked_for_rights_and_layout_and_holds_nothing_afterwards(tmp_p
         client.hset("hps_et{hps_et.shop.item}m", mapping={"dim": 8, "num_partitions": 7})
         code, found = checked("full")
         assert code == 2
-        assert "hps_et.shop.item has num_partitions 7 there, and 2" in found["volatile_db.address"][-1][1]
+        assert "hps_et.shop.item: got num_partitions 2, expected 7" in found["volatile_db.address"][-1][1]
 
 
 @pytest.mark.redis

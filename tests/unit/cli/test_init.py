@@ -146,7 +146,7 @@ def test_what_does_not_fit_in_memory_gets_a_disk_and_a_bounded_map(
     tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table(tmp_path / "item", 10, rows=16_000)
-    monkeypatch.setattr("hps.capacity.available_memory", lambda: (16_000 * 64, "here"))  # half of what the rows take
+    monkeypatch.setattr("hps.ground.capacity.available_memory", lambda: (16_000 * 64, "here"))  # half of what the rows take
     content = initialised(target, tmp_path / "item")
     assert content["persistent_db"]["type"] == "rocks_db"
     assert content["volatile_db"]["overflow_margin"] * content["volatile_db"]["num_partitions"] == 8_000

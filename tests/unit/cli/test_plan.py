@@ -10,12 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from hps.cli.app import app
-from hps.key_traces import read_traces
+from hps.ground.workloads import power_law_keys
 from hps.models.sample import sample_chunks
 from hps.models.writer import write_sparse_model
 from hps.parameter_server import HPS
+from hps.statistics.key_traces import read_traces
 from hps.tensors.bags import Bags
-from hps.workloads import power_law_keys
 from tests.servers.running_service import document_of, model_of
 
 ROWS = {"item": (50_000, 8), "user": (20_000, 4)}

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.metrics import Metrics
 from hps.models.writer import write_sparse_model, write_version
 from hps.registry import IMPLEMENTATIONS, Ours
+from hps.statistics.metrics import Metrics
 from hps.updates.base import Message, Partition
 from hps.updates.dead_letters import DeadLetters
 from hps.updates.framing import decode, encode, encode_hugectr

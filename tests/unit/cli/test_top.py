@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from hps.cli.top import shown
-from hps.statistics import Latency, ModelStatistics, ServerStatistics, TableStatistics, TierStatistics
+from hps.statistics.snapshot import Latency, ModelStatistics, ServerStatistics, TableStatistics, TierStatistics
 
 LONG = "a_name_that_is_far_longer_than_anybody_should_have_made_it_and_yet_here_it_is_in_full"
 

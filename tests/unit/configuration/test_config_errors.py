@@ -211,7 +211,6 @@ MEANT = [
     ("volatile_db.type", "DatabaseType_t::RedisClusters", "redis_cluster"),
     ("volatile_db.type", "DatabaseType_t.hash_map", "hash_map"),
     ("volatile_db.type", "redis://r1:6379", "redis_cluster"),
-    ("volatile_db.type", "lru", "hash_map"),
     ("volatile_db.type", "off", "disabled"),
     ("volatile_db.type", False, "disabled"),
     ("volatile_db.overflow_policy", "LRU", "evict_oldest"),
@@ -220,12 +219,8 @@ MEANT = [
     ("persistent_db.type", None, "disabled"),
     ("update_source.type", "redis", "redis_stream"),
     ("update_source.type", "off", "null"),
-    ("update_source.begin", "newest", "latest"),
     ("service.log_level", "warn", "warning"),
-    ("service.log_level", "trace", "debug"),
     ("service.model_control_mode", "manual", "explicit"),
-    ("models.embedding_cache_type", "unified", "uvm"),
-    ("models.miss_path", "zero-copy", "link"),
 ]
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from redis.crc import key_slot
 
-from hps.databases.redis.layout import Partition, RedisLayout, partition_number, tag_of
-from hps.databases.redis.scan import KeySet
+from hps.databases.redis.layout import KeyPartition, RedisLayout, partition_number, tag_of
 from hps.errors import DatabaseCorruptError, DatabaseError, TableWidthError, UnknownTableError
 from tests.contracts.database_contract import distinct_keys, fetched, vectors_of
 
@@ -36,7 +35,7 @@ def test_the_whole_tag_stands_in_the_braces():
 
 
 def test_keys_of_a_partition_share_a_slot():
-    partition = Partition(TAG, 7)
+    partition = KeyPartition(TAG, 7)
     assert (
         key_slot(partition.values) == key_slot(partition.uses) == key_slot(partition.mark) == key_slot(b"hps_et.shop.item/p7")
     )
@@ -48,13 +47,6 @@ def test_keys_of_other_programs_belong_to_no_table():
     assert partition_number(b"hps_et{hps_et.shop.item}m") == -1
     for key in (b"hps_et.shop.item/p0/v", b"hps_et{a/b/p0}v", b"hps_et{a/p0}x", b"x" + P0, b"hps_et{hps_et.shop.item}l"):
         assert tag_of(key) is None
-
-
-def test_a_scan_knows_every_key_that_it_has_seen():
-    keys, seen = distinct_keys(5000), KeySet()
-    for part in np.array_split(keys, 10):
-        assert seen.add(part).all()
-    assert not seen.add(keys).any()
 
 
 @pytest.mark.redis

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hps.databases.base import LoadRecord, LogPosition, RowChanges
 from hps.databases.redis.database import RedisDatabase
-from hps.databases.redis.layout import Partition
+from hps.databases.redis.layout import KeyPartition
 from hps.databases.redis.marks import parse
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import DatabaseError
@@ -139,7 +139,7 @@ def test_replicas_at_any_pace_see_nothing_older_than_what_they_applied(server, c
                         one.applied += 1
                         one.apply(changes(KEYS[key : key + 1], one.applied, deleted=deleted))
                     if what == "evict":
-                        client.hdel(Partition(TAG, 0).values, *(key.tobytes() for key in KEYS[:2]))
+                        client.hdel(KeyPartition(TAG, 0).values, *(key.tobytes() for key in KEYS[:2]))
                     for key in range(2):
                         made = [i + 1 for i, (changed, _) in enumerate(LOG[: one.applied]) if changed == key]
                         sight = one.see(KEYS[key : key + 1])
@@ -210,7 +210,7 @@ def test_what_was_lost_is_applied_again(authority, client, what):
     one.apply(TAG, changes(KEYS, 20), AT)
     assert authority(follow=False).follow_log(TAG) == AT
     if what == "partition":
-        lost = Partition(TAG, 1)
+        lost = KeyPartition(TAG, 1)
         client.delete(lost.values, lost.mark)
     elif what == "everything":
         client.flushall()
@@ -249,8 +249,8 @@ def test_redis_above_another_database_keeps_no_order(replica):
 
 def test_tables_that_follow_nothing_have_no_sequences(authority, client):
     authority(follow=False).insert(TAG, KEYS, vectors(40, 1))
-    assert not any(client.exists(Partition(TAG, i).sequences) for i in range(PARTITIONS))
-    assert all(parse(client.get(Partition(TAG, i).mark)).writers == ("*",) for i in range(PARTITIONS))
+    assert not any(client.exists(KeyPartition(TAG, i).sequences) for i in range(PARTITIONS))
+    assert all(parse(client.get(KeyPartition(TAG, i).mark)).writers == ("*",) for i in range(PARTITIONS))
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------

@@ -118,6 +118,7 @@ def test_a_table_that_this_process_never_opened_can_be_discarded(shared: SharedR
     assert shared.all_keys() == set()
 
 
+@pytest.mark.slow
 def test_a_process_that_lives_keeps_its_table_and_one_that_died_for_a_while(shared: SharedRedis, children: ChildProcesses):
     child = children.start(sys.executable, "-c", USER, shared.address, 1.0, TAG, stdin=-1)
     assert child.stdout.readline() == "opened\n", child.stderr.read()
@@ -128,7 +129,7 @@ def test_a_process_that_lives_keeps_its_table_and_one_that_died_for_a_while(shar
     shared.until(lambda: min(shared.users().values()) > entered + 2000)  # it lives for longer than an entry counts
     assert not me.discard_table(TAG)
     child.kill()
-    child.wait(10)
+    child.wait(30)
     assert not me.discard_table(TAG)
     shared.until(lambda: me.discard_table(TAG))
     assert shared.all_keys() == set()
@@ -205,11 +206,10 @@ def test_a_full_redis_renews_and_drops(shared: SharedRedis):
 def test_a_database_that_nobody_holds_renews_nothing(server):
     database = RedisDatabase(server.address, num_partitions=PARTITIONS, use_lease_s=0.2)
     database.open_table(TAG, DIM)
-    thread = database._users._thread
+    task = database._users._task
     del database
     gc.collect()
-    thread.join(30)
-    assert not thread.is_alive()
+    assert task.join(30)
 
 
 def test_an_open_that_fails_makes_no_user(shared: SharedRedis):

@@ -1,7 +1,6 @@
 """Files in HDFS, on a real NameNode and DataNode."""
 
 import threading
-import time
 from collections.abc import Iterator
 
 import hdfs_native
@@ -10,7 +9,7 @@ import pytest
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileChangedError, ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems import hdfs_connections
-from hps.filesystems.hdfs import HdfsFileSystem, HdfsStream
+from hps.filesystems.hdfs import HdfsFileSystem
 from hps.filesystems.hdfs_connections import HdfsAddress, hdfs_address
 from hps.filesystems.hdfs_errors import hdfs_failure
 from hps.filesystems.retries import UnansweredError
@@ -129,64 +128,6 @@ def test_a_file_that_is_replaced_while_it_is_read_is_noticed(
         filesystem.read_into(f"{root}/key", 0, memoryview(bytearray(5_000_000)), version)
 
 
-def read_stream(client: object, buffer: bytearray, timeout_s: float) -> None:
-    stream = HdfsStream(lambda: client, hdfs_address("hdfs://host/key", "reading"), 0, memoryview(buffer), "")
-    threading.Thread(target=stream.run, daemon=True).start()
-    stream.wait(timeout_s, time.monotonic() + 60)
-
-
-class StallingClient:
-    """As much of hdfs-native's client as a read uses: it yields half of the file, and the rest when it is told to."""
-
-    def __init__(self, content: bytes) -> None:
-        self.content, self.resume, self.resumed = content, threading.Event(), threading.Event()
-
-    isdir, modification_time = False, 1
-
-    @property
-    def length(self) -> int:
-        return len(self.content)
-
-    def get_file_info(self, _path: str) -> "StallingClient":
-        return self
-
-    def read(self, _path: str) -> "StallingClient":
-        return self
-
-    def __len__(self) -> int:
-        return len(self.content)
-
-    def read_range_stream(self, offset: int, length: int) -> Iterator[bytes]:
-        half = offset + length // 2
-        yield self.content[offset:half]
-        self.resume.wait(60)
-        try:
-            yield self.content[half : offset + length]
-        finally:
-            self.resumed.set()
-
-
-def test_a_read_that_was_given_up_never_writes_again() -> None:
-    client, buffer = StallingClient(noise(1000)), bytearray(1000)
-    with pytest.raises(UnansweredError, match=r"reading hdfs://host/key: no answer in 0\.2 s"):
-        read_stream(client, buffer, 0.2)
-    assert buffer == noise(1000)[:500] + bytes(500)
-    buffer[:] = b"." * 1000
-    client.resume.set()
-    assert client.resumed.wait(60)
-    assert buffer == b"." * 1000
-
-
-class BrokenClient:
-    def get_file_info(self, _path: str) -> object:
-        raise BaseException("a panic of Rust's")
-
-
-def test_a_panic_of_the_library_is_an_error_of_ours() -> None:
-    with pytest.raises(ModelFileError, match="a panic of Rust's"):
-        read_stream(BrokenClient(), bytearray(8), 30)
-
-
 # -- writing ------------------------------------------------------------------------------------------------------
 
 
@@ -235,8 +176,8 @@ def test_a_rename_whose_answer_was_lost_is_found_to_be_done(
         except OSError:
             return False
 
-    def ask_and_lose(connections, doing, address, deadline, question):
-        answer = ask_once(connections, doing, address, deadline, question)
+    def ask_and_lose(connections, doing, address, seconds, question):
+        answer = ask_once(connections, doing, address, seconds, question)
         if not lost and is_renamed():
             lost.append(answer)
             raise UnansweredError(f"{doing} {address.uri}", 1.0)
@@ -327,6 +268,15 @@ def test_what_may_not_pass_is_asked_once() -> None:
     with pytest.raises(ModelFileError, match="Permission denied"):
         connections.ask("opening", hdfs_address("hdfs://127.0.0.1:1/key", "opening"), ask)
     assert len(asked) == 1
+
+
+def test_a_panic_of_the_library_is_an_error_of_ours() -> None:
+    def ask(_client: object) -> None:
+        raise BaseException("a panic of Rust's")
+
+    connections = hdfs_connections.HdfsConnections(ModelSourceConfig())
+    with pytest.raises(ModelFileError, match="a panic of Rust's"):
+        connections.ask("opening", hdfs_address("hdfs://127.0.0.1:1/key", "opening"), ask)
 
 
 def test_threads_that_get_no_answer_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hps.capacity import available_memory, check_fits
 from hps.errors import CapacityError
+from hps.ground.capacity import available_memory, check_fits
 
 V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 V1_UNBOUNDED = 9223372036854771712

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hps.errors import InvalidInputError, ModelFileError
-from hps.key_traces import KeyRecorder, KeyTrace, distinct_share, keyed_hashes, read_traces, sample_hashes
-from hps.metrics import Metrics
+from hps.statistics.key_traces import KeyRecorder, KeyTrace, distinct_share, keyed_hashes, read_traces, sample_hashes
+from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
 from hps.types import TableSpec
 
@@ -119,7 +119,7 @@ def test_a_full_disk_ends_the_recording_and_no_lookup(tmp_path, caplog):
     with open("/dev/full", "ab") as full:
         os.dup2(full.fileno(), recorder._file.fileno())
     recorder.record(TABLES, [segment(0, np.arange(100))])
-    recorder._thread.join(10)
+    recorder._task.join(30)
     recorder.record(TABLES, [segment(0, np.arange(100))])
     recorder.close()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -129,10 +129,10 @@ def test_a_full_disk_ends_the_recording_and_no_lookup(tmp_path, caplog):
 
 def test_a_disk_that_does_not_answer_holds_no_close_up(tmp_path):
     recorder = KeyRecorder(tmp_path / "keys", rate=1.0)
-    with recorder._closing:  # the writer is in a call that does not return
+    with recorder._writing:  # the writer is in a call that does not return
         closing = threading.Thread(target=recorder.close, args=(0.1,), daemon=True)
         closing.start()
-        closing.join(10)
+        closing.join(30)
         assert not closing.is_alive()
     recorder.close()
     assert recorder._file.closed
@@ -148,7 +148,7 @@ def test_a_file_that_cannot_be_closed_fails_no_close(tmp_path, caplog):
 def test_a_recording_ends_when_its_file_is_large_enough(tmp_path, caplog):
     recorder = KeyRecorder(tmp_path / "keys", rate=1.0, max_bytes=1000)
     recorder.record(TABLES, [segment(0, RNG.integers(0, 1 << 62, 10_000))])
-    recorder._thread.join(10)
+    recorder._task.join(30)
     recorder.close()
     assert "which is enough" in caplog.text
     assert read_traces(tmp_path / "keys")[0].keys.size == 10_000
@@ -157,7 +157,7 @@ def test_a_recording_ends_when_its_file_is_large_enough(tmp_path, caplog):
 def test_keys_that_cannot_be_written_in_time_are_dropped_and_counted(tmp_path):
     metrics = Metrics()
     recorder = KeyRecorder(tmp_path / "keys", rate=1.0, outcomes=metrics.trace_keys)
-    with recorder._closing:  # the writer waits
+    with recorder._writing:  # the writer waits
         for _ in range(4):
             recorder.record(TABLES, [segment(0, np.arange(1 << 19))])
     recorder.close()

@@ -1,4 +1,4 @@
-from hps.metrics import TIERS, Metrics
+from hps.statistics.metrics import TIERS, Metrics
 
 
 def test_counters_of_a_table_are_shown_under_its_model_and_its_tiers():

@@ -7,9 +7,9 @@ import pytest
 from llvmlite import binding
 from numba import boolean, int64, njit, uint64, void
 
-from hps import numba_atomics as atomics
 from hps.cache.cpu import sets
 from hps.databases.hash_map.layout import match_keys
+from hps.ground import numba_atomics as atomics
 
 TRIPLE = "aarch64-unknown-linux-gnu"
 

@@ -13,7 +13,7 @@ import pytest
 from numba import int64, void
 
 import hps
-from hps.numba_kernels import compile_kernels, kernel, read_only
+from hps.ground.numba_kernels import compile_kernels, kernel, read_only
 
 PROGRAM = """
 import logging
@@ -77,15 +77,15 @@ def kept(directory: Path) -> list[Path]:
 def test_a_cold_start_says_once_that_it_compiles_and_a_warm_one_is_silent(installation):
     answer, log = installation.run()
     assert len(log) == 2
-    assert "INFO hps.numba_kernels compiling kernels for this machine, which takes about 1 s" in log[0]
+    assert "INFO hps.ground.numba_kernels compiling kernels for this machine, which takes about 1 s" in log[0]
     assert str(*kept(installation.package / "__pycache__")) in log[0]
-    assert "INFO hps.numba_kernels compiled the kernels in" in log[1]
+    assert "INFO hps.ground.numba_kernels compiled the kernels in" in log[1]
     assert installation.run() == (answer, [])
 
 
 def test_an_edit_of_what_a_kernel_inlines_is_compiled(installation):
     before, _ = installation.run()
-    hashing = installation.package / "hashing.py"
+    hashing = installation.package / "ground/hashing.py"
     source = hashing.read_text()
     hashing.write_text(source.replace("0xA24BAED4963EE407", "0xA24BAED4963EE409"))
     after, log = installation.run()
@@ -123,7 +123,7 @@ def test_a_read_only_installation_works_and_says_what_to_set(installation, named
     answer, log = installation.run(**options)
     (private,) = kept(installation.temporary)
     unwritable = "/dev/null/named" if named else f"{installation.package}/__pycache__ or /dev/null/.cache/hps"
-    assert f"WARNING hps.numba_kernels cannot keep compiled kernels in {unwritable}; they go to {private}" in log[0]
+    assert f"WARNING hps.ground.numba_kernels cannot keep compiled kernels in {unwritable}; they go to {private}" in log[0]
     assert "Set NUMBA_CACHE_DIR to a directory that this user can write to" in log[0]
     assert private.stat().st_mode & 0o777 == 0o700
     assert installation.run(**options) == (answer, log[:1]), "the second start is warm"
@@ -140,6 +140,7 @@ def test_a_temporary_directory_that_others_may_write_to_is_not_trusted(installat
     assert not list(shared.iterdir())
 
 
+@pytest.mark.slow
 def test_two_processes_compile_at_once(installation):
     both = [installation.start(), installation.start()]
     (first, _), (second, _) = [installation.result(process) for process in both]

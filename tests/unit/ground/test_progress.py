@@ -1,14 +1,20 @@
 """What is said of a load: by the log, by readiness and by the metrics."""
 
 import logging
+import random
 import re
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 import hps
-from hps.progress import LogProgress, TableProgress, count_text, size_text, time_text
-from hps.service.model_states import ModelStates
+from hps.ground.progress import LogProgress, TableProgress, count_text, size_text, time_text
+from hps.service.readiness import Readiness
+from hps.statistics.prometheus import expose
+from hps.versions.changes import Change
+from hps.versions.deployment import Deployment
+from hps.versions.live_models import LiveModels
 from tests.fakes.clock import Clock
 from tests.servers.running_service import document_of, model_of
 from tests.tables.table_loads import Events
@@ -123,12 +129,31 @@ def models(**tables: list[str]) -> Any:
 
 
 class Loads:
-    """A `ModelStates` with what is around it."""
+    """`LiveModels` that load as a service lets them, and the `Readiness` that shows them."""
 
     def __init__(self, clock: Clock, **tables: list[str]) -> None:
-        self.deployed: list[str] = []
         self.listener = Listener()
-        self.progress = ModelStates(models(**tables), lambda: self.deployed, self.listener, clock=clock)
+        self.live = LiveModels(clock=clock)
+        for model in models(**tables):
+            self.live.want(model)
+        self.progress = Readiness(lambda: self.live)
+
+    def start(self, name: str) -> Change:
+        """Begin a deployment."""
+        change = self.live.begin(name, "deploying")
+        change.listener = self.listener
+        return change
+
+    def serve(self, name: str) -> None:
+        """Let a model serve that was begun to deploy, or that another caller has deployed."""
+        self.live.serving = {**self.live.serving, name: cast(Deployment, None)}
+
+    def end(self, change: Change, error: Exception | None = None) -> None:
+        if error is None:
+            self.serve(change.model)
+        else:
+            self.live.failed(change.model, error)
+        self.live.end(change, error)
 
     def states(self) -> dict[str, tuple[str, int]]:
         return {status.name: (status.state, status.percent) for status in self.progress.models()}
@@ -140,7 +165,7 @@ class Loads:
     def samples(self) -> dict[tuple[str, ...], float]:
         return {
             (sample.name, *sample.labels.values()): sample.value
-            for metric in self.progress.collect()
+            for metric in text_string_to_metric_families(expose(self.progress.families()).decode())
             for sample in metric.samples
         }
 
@@ -151,11 +176,11 @@ def test_models_and_tables_go_from_waiting_to_ready(clock: Clock) -> None:
     assert progress.summary() == "loading; 0 of 4 tables"
     assert loads.states() == {"shop": ("waiting", 0), "ads": ("waiting", 0)}
 
-    progress.model_started("shop")
+    shop = loads.start("shop")
     assert progress.summary() == "loading shop; 0 of 4 tables"
-    progress.start("hps_et.shop.item", 1000, 24_000_000)  # user: the databases have it already
+    shop.start("hps_et.shop.item", 1000, 24_000_000)  # user: the databases have it already
     clock.now += 4
-    progress.advance("hps_et.shop.item", 400)
+    shop.advance("hps_et.shop.item", 400)
     assert loads.tables("shop") == ["done", "loading", "waiting"]
     assert loads.states() == {"shop": ("loading", 46), "ads": ("waiting", 0)}
     said = "loading shop.item: 40 % (9.6 MB of 24.0 MB, 2.4 MB/s, 6 s left)"
@@ -164,62 +189,61 @@ def test_models_and_tables_go_from_waiting_to_ready(clock: Clock) -> None:
     assert progress.reason("nobody") == ""
     assert progress.summary() == f"{said}; 1 of 4 tables"
 
-    progress.advance("hps_et.shop.item", 600)
-    progress.finish("hps_et.shop.item")
+    shop.advance("hps_et.shop.item", 600)
+    shop.finish("hps_et.shop.item")
     assert progress.summary() == "loading shop; 2 of 4 tables"  # the last table, or the caches
-    loads.deployed.append("shop")
-    assert progress.model_ready("shop") == 4.0
+    loads.end(shop)
+    assert shop.seconds == 4.0
     assert loads.states()["shop"] == ("ready", 100)
-    progress.model_started("ads")
-    loads.deployed.append("ads")
-    progress.model_ready("ads")
+    loads.end(loads.start("ads"))
     assert progress.summary() == progress.reason("shop") == ""
 
 
 def test_a_table_that_is_started_twice_counts_anew_and_the_listener_is_told(clock: Clock) -> None:
     """The volatile database is filled from the persistent one after that was filled from the files."""
     loads = Loads(clock, m=["item"])
-    loads.progress.model_started("m")
-    loads.progress.start(TAG, 10, 240)
-    loads.progress.advance(TAG, 10)
-    loads.progress.finish(TAG)
-    loads.progress.start(TAG, 4, 96)
-    loads.progress.advance(TAG, 1)
+    load = loads.start("m")
+    load.start(TAG, 10, 240)
+    load.advance(TAG, 10)
+    load.finish(TAG)
+    load.start(TAG, 4, 96)
+    load.advance(TAG, 1)
     assert loads.states() == {"m": ("loading", 25)}
     assert loads.samples()["hps_loaded_rows", "m", "item"] == 1
-    loads.progress.advance(TAG, 3)
-    loads.progress.finish(TAG)
-    loads.progress.model_failed("m", "a cache does not fit")  # no table failed
+    load.advance(TAG, 3)
+    load.finish(TAG)
+    loads.end(load, hps.DeviceMemoryError("a cache does not fit"))  # no table failed
     assert loads.listener.told == [
         *(("start", TAG, 10, 240), ("advance", TAG, 10), ("finish", TAG)),
         *(("start", TAG, 4, 96), ("advance", TAG, 1), ("advance", TAG, 3), ("finish", TAG)),
     ]
 
 
-def test_a_failed_model_says_why_and_when_it_is_tried_again(clock: Clock) -> None:
+def test_a_failed_model_says_why_and_when_it_is_tried_again(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random, "uniform", lambda low, high: high)
     loads = Loads(clock, a=["x", "y"], b=["z"])
+    loads.live.first_retry_s = 20.0
     progress = loads.progress
-    progress.model_started("a")
-    progress.start("hps_et.a.x", 10, 240)
-    progress.advance("hps_et.a.x", 5)
+    load = loads.start("a")
+    load.start("hps_et.a.x", 10, 240)
+    load.advance("hps_et.a.x", 5)
     clock.now += 2
-    progress.model_failed("a", "no answer", retry_in_s=20.0)
+    loads.end(load, hps.ModelSourceError("no answer"))
     assert loads.listener.told[-1] == ("fail", "hps_et.a.x")
     clock.now += 5
     (status, _) = progress.models()
     assert (status.state, status.reason, status.retry_in_s) == ("failed", "no answer; next try in 15 s", 15.0)
     assert progress.reason("a") == "loading failed: no answer; next try in 15 s"
     assert loads.tables("a") == ["failed", "waiting"]
-    loads.deployed.append("b")
+    loads.serve("b")
     assert progress.summary() == "1 of 2 models failed: a: no answer; next try in 15 s"
     assert loads.samples()["hps_load_failures_total", "a"] == 1
     assert loads.samples()["hps_load_seconds", "a"] == 2
 
-    progress.model_started("a")
+    load = loads.start("a")
     assert progress.models()[0].retry_in_s is None
     assert progress.summary() == "loading a; 0 of 3 tables"
-    loads.deployed.append("a")
-    progress.model_ready("a")
+    loads.end(load)
     assert progress.summary() == ""
     assert loads.samples()["hps_load_failures_total", "a"] == 1
 
@@ -228,9 +252,9 @@ def test_metrics_are_there_before_anything_is_loaded_and_follow_it(clock: Clock)
     loads = Loads(clock, m=["item"])
     before = {("hps_model_ready", "m"): 0, ("hps_load_seconds", "m"): 0, ("hps_load_failures_total", "m"): 0}
     assert loads.samples() == before
-    loads.progress.model_started("m")
-    loads.progress.start(TAG, 10, 240)
-    loads.progress.advance(TAG, 4)
+    load = loads.start("m")
+    load.start(TAG, 10, 240)
+    load.advance(TAG, 4)
     clock.now += 3
     assert loads.samples() == before | {
         ("hps_load_rows", "m", "item"): 10,
@@ -239,16 +263,16 @@ def test_metrics_are_there_before_anything_is_loaded_and_follow_it(clock: Clock)
         ("hps_loaded_bytes", "m", "item"): 96,
         ("hps_load_seconds", "m"): 3,
     }
-    loads.deployed.append("m")
+    loads.serve("m")
     assert loads.samples()["hps_model_ready", "m"] == 1
 
 
 def test_a_model_that_was_undeployed_is_not_mentioned_any_more(clock: Clock) -> None:
     loads = Loads(clock, m=["item"])
-    loads.progress.model_started("m")
-    loads.deployed.append("m")
-    loads.progress.model_ready("m")
-    loads.deployed[:] = ["another"]
+    loads.end(loads.start("m"))
+    loads.end(loads.start("another"))
+    loads.live.serving = {"another": loads.live.serving["another"]}
+    loads.live.give_up("m")
     assert loads.states() == {"another": ("ready", 100)}
     assert loads.progress.summary() == ""
     assert not [name for name in loads.samples() if re.fullmatch("hps_model_ready", name[0]) and name[1] == "m"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hps.errors import DatabaseError
-from hps.thread_pool import ThreadPool, available_threads
+from hps.ground.thread_pool import ThreadPool, available_threads
 
 WAIT_S = 10
 
@@ -155,12 +155,12 @@ def test_pool_that_ends_during_a_call_leaves_the_rest_to_the_caller(pool):
 def test_forked_child_works_with_threads_of_its_own():
     script = """
 import os, threading, warnings
-from hps.thread_pool import POOL
+from hps.ground.thread_pool import POOL
 warnings.simplefilter("ignore")  # that a process with threads forks
 POOL.limit_to(2)
 for child in (True, False):
     together = threading.Barrier(2)
-    POOL.run(2, 1, lambda start, stop: together.wait(10))
+    POOL.run(2, 1, lambda start, stop: together.wait(30))
     if child and (pid := os.fork()):
         raise SystemExit(os.waitpid(pid, 0)[1] != 0)
 """

@@ -7,7 +7,7 @@ from hps.databases.hash_map.database import HashMapDatabase
 from hps.errors import DatabaseError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.circuit_breaker import CircuitBreaker
-from hps.metrics import Metrics
+from hps.statistics.metrics import Metrics
 from hps.types import TableSpec
 from tests.fakes.clock import Clock
 from tests.fakes.faulty_database import FaultyDatabase
@@ -210,10 +210,10 @@ def test_promotion_of_a_vector_read_before_an_update_is_dropped():
     host.persistent.gate_late = threading.Event()
     thread = threading.Thread(target=host.fetch, args=([1],))
     thread.start()
-    assert host.persistent.entered.acquire(timeout=10)
+    assert host.persistent.entered.acquire(timeout=30)
     host.chain.insert(TABLE, np.array([1]), vectors_of([1], 1), lambda written: None)
     host.persistent.gate_late.set()
-    thread.join(10)
+    thread.join(30)
     assert host.chain.drain(10)
     np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 1))
     host.chain.close()
@@ -266,7 +266,7 @@ def test_writes_wait_while_the_table_is_healed(host, monkeypatch):
     host.volatile.failing = set()
     monkeypatch.setattr(host.volatile, "open_table", open_table)
     host.fetch([1])
-    assert done.wait(10)
+    assert done.wait(30)
     np.testing.assert_array_equal(host.fetch([1])[0], vectors_of([1], 3))
 
 
@@ -279,7 +279,7 @@ class GatedMap(HashMapDatabase):
 
     def insert(self, tag, keys, vectors):
         self.entered.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(30)
         super().insert(tag, keys, vectors)
 
 
@@ -292,7 +292,7 @@ def test_queued_promotion_does_not_enter_a_table_that_was_released_meanwhile():
         chain.open_table(table)
         host.persistent.insert(table.tag, np.array([1]), vectors_of([1]))
         chain.fetch(table, np.array([1]), np.empty((1, 4), np.float32), np.zeros(1, np.bool_))
-        assert volatile.entered.wait(10)  # the promotion into the other table waits there, and this table's behind it
+        assert volatile.entered.wait(30)  # the promotion into the other table waits there, and this table's behind it
     chain.release_table(TABLE)
     chain.open_table(TABLE)
     volatile.gate.set()

@@ -8,13 +8,13 @@ import pytest
 
 from hps.cache.cpu.cache import NumpyCache
 from hps.configuration.models import ModelConfig
-from hps.deployment import Deployment
 from hps.errors import DatabaseError, TooManyKeysError, UnknownDeviceError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.session import CachedSession, SessionSettings
-from hps.metrics import Metrics
+from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
+from hps.versions.deployment import Deployment
 from tests.fakes.faulty_database import FaultyDatabase
 from tests.fakes.memory_database import MemoryDatabase
 from tests.servers.running_service import model_of, wait_until

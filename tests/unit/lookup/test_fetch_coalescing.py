@@ -7,7 +7,7 @@ import pytest
 from hps.errors import DatabaseError
 from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.fences import TableFence
-from hps.metrics import Metrics
+from hps.statistics.metrics import Metrics
 from hps.types import TableSpec
 
 TABLE = TableSpec("model", "table", 2, 0.0, 1000)
@@ -29,7 +29,7 @@ class Source:
         version, fail = self.version, self.fail_next > 0
         self.fail_next -= fail
         self.entered.release()
-        assert self.gate.wait(10)
+        assert self.gate.wait(30)
         if fail:
             raise DatabaseError("told to fail")
         present = (keys % 2 == 0) & ~found
@@ -55,7 +55,7 @@ class Lookup(threading.Thread):
             self.error = error
 
     def check(self, version=0):
-        self.join(10)
+        self.join(30)
         assert not self.is_alive()
         assert self.error is None
         keys = self.arguments[2]
@@ -83,7 +83,7 @@ def test_lookup_whose_keys_are_all_under_way_fetches_nothing(source, coalescer):
     fence = TableFence()
     source.gate.clear()
     first = Lookup(coalescer, fence, [2, 3, 4])
-    assert source.entered.acquire(timeout=10)
+    assert source.entered.acquire(timeout=30)
     second = Lookup(coalescer, fence, [2, 4])
     while not coalescer._flights[TABLE.tag][0].landed:
         time.sleep(0.001)
@@ -91,7 +91,7 @@ def test_lookup_whose_keys_are_all_under_way_fetches_nothing(source, coalescer):
     first.check()
     second.check()
     assert source.asked == [[2, 3, 4]]
-    assert coalescer._joined.labels(TABLE.model_name, TABLE.table_name)._value.get() == 2
+    assert coalescer._joined.labels(TABLE.model_name, TABLE.table_name).value == 2
 
 
 def test_lookup_fetches_for_itself_when_the_one_it_joined_fails(source, coalescer):
@@ -99,13 +99,13 @@ def test_lookup_fetches_for_itself_when_the_one_it_joined_fails(source, coalesce
     source.gate.clear()
     source.fail_next = 1
     first = Lookup(coalescer, fence, [2, 4])
-    assert source.entered.acquire(timeout=10)
+    assert source.entered.acquire(timeout=30)
     second = Lookup(coalescer, fence, [4])
     while not coalescer._flights[TABLE.tag][0].landed:
         time.sleep(0.001)
     source.gate.set()
     second.check()
-    first.join(10)
+    first.join(30)
     assert first.error is not None
     assert source.asked == [[2, 4], [4]]
 
@@ -114,11 +114,11 @@ def test_fetch_that_began_before_a_modification_is_not_joined(source, coalescer)
     fence = TableFence()
     source.gate.clear()
     first = Lookup(coalescer, fence, [2])
-    assert source.entered.acquire(timeout=10)
+    assert source.entered.acquire(timeout=30)
     with fence.modifying(1):
         source.version = 100
     second = Lookup(coalescer, fence, [2])
-    assert source.entered.acquire(timeout=10)
+    assert source.entered.acquire(timeout=30)
     source.gate.set()
     first.check()
     second.check(version=100)
@@ -127,7 +127,7 @@ def test_fetch_that_began_before_a_modification_is_not_joined(source, coalescer)
 def test_failure_reaches_the_caller_and_leaves_nothing_under_way(source, coalescer):
     source.fail_next = 1
     lookup = Lookup(coalescer, TableFence(), [2])
-    lookup.join(10)
+    lookup.join(30)
     assert lookup.error is not None
     assert not coalescer._flights
 
@@ -146,7 +146,7 @@ def test_key_missing_in_several_lookups_is_fetched_once(source, coalescer, looku
     source.gate.clear()
     for keys in lookups:
         running.append(Lookup(coalescer, fence, keys))
-        assert source.entered.acquire(timeout=10)
+        assert source.entered.acquire(timeout=30)
     source.gate.set()
     for lookup in running:
         lookup.check()
@@ -159,16 +159,16 @@ def test_lookup_gets_what_was_fetched_although_the_fetching_one_uses_its_buffer_
 
     def fetch(table, keys, out, found, landed):
         entered.release()
-        assert gates[int(keys[0])].wait(10)
+        assert gates[int(keys[0])].wait(30)
         out[:] = keys[:, None]
         found[:] = True
         return keys.size
 
     coalescer, fence = FetchCoalescer(fetch, Metrics(), timeout_s=60), TableFence()
     slow = Lookup(coalescer, fence, [2])
-    assert entered.acquire(timeout=10)
+    assert entered.acquire(timeout=30)
     quick = Lookup(coalescer, fence, [4])
-    assert entered.acquire(timeout=10)
+    assert entered.acquire(timeout=30)
     third = Lookup(coalescer, fence, [2, 4])  # waits for key 2 first, and only then looks at key 4
     while not all(flight.landed for flight in coalescer._flights[TABLE.tag]):
         time.sleep(0.001)

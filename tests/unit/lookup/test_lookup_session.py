@@ -6,15 +6,16 @@ import pytest
 
 from hps.cache.cpu.cache import NumpyCache
 from hps.configuration.models import ModelConfig
-from hps.deployment import Deployment
 from hps.errors import DatabaseError, NotReadyError, TooManyKeysError, WorkspaceTimeoutError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.lookup.coalescing import FetchCoalescer
 from hps.lookup.session import CachedSession, DirectSession, SessionSettings
-from hps.metrics import Metrics
+from hps.statistics.metrics import Metrics
+from hps.statistics.tracing import traced
 from hps.tensors.segments import Segment
 from hps.types import TableSpec
+from hps.versions.deployment import Deployment
 from tests.fakes.faulty_database import FaultyDatabase, fetched_keys
 from tests.fakes.memory_database import MemoryDatabase
 from tests.servers.running_service import model_of
@@ -156,7 +157,7 @@ def test_full_queue_drops_batches_and_the_keys_are_fetched_another_time(serve):
     served = serve(hit_rate_threshold=0.0, insert_queue_length=1)
     served.database.gate = threading.Event()
     served.lookup({0: [1]})
-    assert served.database.entered.acquire(timeout=10)  # key 1 is being fetched, the queue is empty
+    assert served.database.entered.acquire(timeout=30)  # key 1 is being fetched, the queue is empty
     for key in (2, 3, 4):
         served.lookup({0: [key]})
     served.database.gate.set()
@@ -172,7 +173,7 @@ def test_failed_background_fetch_is_counted_and_can_be_tried_again(serve):
     served.database.failing = {"fetch"}
     served.lookup({0: [1]})
     assert served.session.drain(10)
-    assert served.metrics.background_errors.labels("insertion")._value.get() == 1
+    assert served.metrics.background_errors.labels("insertion").value == 1
     served.database.failing = set()
     served.lookup({0: [1]})
     assert served.session.drain(10)
@@ -194,11 +195,11 @@ def test_busy_workspaces_end_in_a_typed_error_after_the_timeout(serve):
     served.database.gate = threading.Event()
     thread = threading.Thread(target=served.lookup, args=({0: [1]},))
     thread.start()
-    assert served.database.entered.acquire(timeout=10)
+    assert served.database.entered.acquire(timeout=30)
     with pytest.raises(WorkspaceTimeoutError, match="num_of_worker_buffer_in_pool"):
         served.lookup({0: [2]})
     served.database.gate.set()
-    thread.join(10)
+    thread.join(30)
     served.check(served.lookup({0: [2]}))
 
 
@@ -208,7 +209,7 @@ def test_vector_that_was_read_before_an_update_does_not_become_resident(serve, t
     served.database.gate_late = threading.Event()
     thread = threading.Thread(target=served.lookup, args=({0: [1]},))
     thread.start()
-    assert served.database.entered.acquire(timeout=10)
+    assert served.database.entered.acquire(timeout=30)
     served.chain.insert(
         TABLES[0],
         np.array([1]),
@@ -216,7 +217,7 @@ def test_vector_that_was_read_before_an_update_does_not_become_resident(serve, t
         lambda written: served.cache.update(0, np.array([1]), vectors_of([1], 3, version=1)),
     )
     served.database.gate_late.set()
-    thread.join(10)
+    thread.join(30)
     assert served.session.drain(10)
     assert not served.cache.dump(0).size
 
@@ -253,12 +254,12 @@ def test_queued_insertions_end_before_the_cache_closes(serve, monkeypatch):
 
     monkeypatch.setattr(served.cache, "close", close_cache)
     served.lookup({0: [1, 2]})
-    assert served.database.entered.acquire(timeout=10)
+    assert served.database.entered.acquire(timeout=30)
     closing = threading.Thread(target=served.session.close, args=(10,))
     closing.start()
     assert not closed.wait(0.2)
     served.database.gate.set()
-    closing.join(10)
+    closing.join(30)
     assert closed.is_set()
     assert resident == [1, 2]
 
@@ -274,14 +275,21 @@ def test_two_sessions_fetch_a_key_that_both_miss_once(serve):
         served.metrics,
     )
     served.database.gate = threading.Event()
+
+    def lookup(keys, session):
+        with traced() as trace:
+            return served.lookup({0: keys}, session), trace.tables["a"]
+
     with ThreadPoolExecutor(2) as pool:
         answers = []
-        for keys, session in (([1, 2], served.session), ([2, 3], other)):
-            answers.append(pool.submit(served.lookup, {0: keys}, session))
-            assert served.database.entered.acquire(timeout=10)
+        for keys, session in (([1, 2], served.session), ([2, 3, 2], other)):
+            answers.append(pool.submit(lookup, keys, session))
+            assert served.database.entered.acquire(timeout=30)
         served.database.gate.set()
         for answer in answers:
-            served.check(answer.result(10))
+            looked_up, counted = answer.result(30)
+            served.check(looked_up)
+            assert counted.keys == counted.persistent_db  # whoever fetched them
     assert sorted(fetched_keys(served.database).tolist()) == [1, 2, 3]
     assert served.metrics.registry.get_sample_value("hps_coalesced_keys_total", {"model": "model", "table": "a"}) == 1
     other.close(10)

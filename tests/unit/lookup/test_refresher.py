@@ -1,7 +1,6 @@
 """Caches are refreshed on demand and on time, within a share of the time, and only while their deployment is in service."""
 
 import gc
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,16 +11,16 @@ import pytest
 
 from hps.cache.cpu.cache import NumpyCache
 from hps.errors import DatabaseError, InvalidInputError, NotReadyError
+from hps.ground.open_calls import OpenCalls
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.circuit_breaker import CircuitBreaker
 from hps.lookup.refresh import Pace, RefreshReport
-from hps.lookup.refresher import Refresher, RefreshSettings, keep_time
-from hps.metrics import Metrics
+from hps.lookup.refresher import Refresher, RefreshSettings
 from hps.models.sample import sample_vectors
-from hps.open_calls import OpenCalls
+from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
 from hps.types import FloatArray, KeyArray, TableSpec
-from tests.fakes.clock import Clock
+from tests.fakes.clock import Clock, Pauses
 from tests.fakes.faulty_database import FaultyDatabase, fetched_keys
 from tests.fakes.memory_database import MemoryDatabase
 from tests.servers.running_service import wait_until
@@ -32,51 +31,14 @@ RESIDENT = 200
 CHUNK = 50
 
 
-class Times:
-    """Records the pauses that are asked for, and lets them pass at once."""
-
-    def __init__(self, count: int, clock: Clock) -> None:
-        self.pauses: list[float] = []
-        self._count, self._clock = count, clock
-
-    def wait(self, seconds: float) -> bool:
-        self.pauses.append(seconds)
-        self._clock.now += seconds
-        return len(self.pauses) > self._count
-
-
-@pytest.mark.parametrize(
-    ("settings", "draws", "took", "pauses"),
-    [
-        ({"interval_s": 10.0, "jitter": 0.0}, [0.5], [0, 0], [10, 10, 10]),
-        ({"interval_s": 0.25, "jitter": 0.0, "delay_s": 1.5}, [0.5], [0.1, 0], [1.75, 0.15, 0.25]),
-        ({"interval_s": 10.0, "jitter": 0.1}, [0.0, 0.5, 0.75], [0, 0], [9, 10, 10.5]),
-        ({"interval_s": 10.0, "jitter": 0.1}, [0.0, 1.0, 0.5], [4, 4], [9, 7, 6]),  # from beginning to beginning
-        ({"interval_s": 10.0, "jitter": 0.0}, [0.5], [10, 25], [10, 10, 10]),  # longer than the interval: one later, none extra
-    ],
-)
-def test_refreshes_keep_their_times(
-    settings: dict[str, float], draws: list[float], took: list[float], pauses: list[float]
-) -> None:
-    clock, drawn, left = Clock(), iter(draws * 3), list(took)
-    times = Times(len(took), clock)
-
-    def refresh() -> None:
-        clock.now += left.pop(0)
-
-    keep_time(refresh, RefreshSettings(**settings), wait=times.wait, clock=clock, draw=lambda: next(drawn))
-    assert times.pauses == pytest.approx(pauses)
-    assert left == []
-
-
 def test_the_work_has_its_share_of_the_time() -> None:
     clock = Clock()
-    times = Times(3, clock)
-    pace = Pace(0.2, times.wait, clock)
+    pauses = Pauses(3, clock)
+    pace = Pace(0.2, pauses.wait, clock)
     for work in (1.0, 0.0, 2.5):
         clock.now += work
         pace.rest()
-    assert times.pauses == pytest.approx([4.0, 0.0, 10.0])
+    assert pauses.pauses == pytest.approx([4.0, 0.0, 10.0])
     with pytest.raises(NotReadyError):
         pace.rest()
 
@@ -199,23 +161,6 @@ def test_who_shares_a_run_that_fails_hears_of_it_and_the_next_call_tries_again(m
     served.write(1)
     served.refresher.refresh()
     served.check(1)
-
-
-def test_a_failure_on_time_is_logged_once_until_a_refresh_succeeds(
-    make: Callable[..., Refreshed], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "hps.lookup.refresher")
-    served = make()
-    for outcome in ("fails", "fails", "succeeds", "succeeds", "fails"):
-        served.database.failing = {"fetch"} if outcome == "fails" else set()
-        served.refresher.run_on_time()
-    lines = [
-        (record.levelname, "succeeds again" in record.getMessage())
-        for record in caplog.records
-        if record.name == "hps.lookup.refresher"
-    ]
-    assert lines == [("WARNING", False), ("INFO", True), ("WARNING", False)]
-    assert (served.metric("refreshes_total"), served.metric("failed_refreshes_total")) == (2, 3)
 
 
 def test_a_refresh_ends_between_two_chunks_when_its_deployment_is_closed(make: Callable[..., Refreshed]) -> None:

@@ -49,10 +49,10 @@ def test_modification_waits_for_a_running_fill():
     with fence.filling(fence.token()):
         thread = threading.Thread(target=modify)
         thread.start()
-        assert started.wait(10)
+        assert started.wait(30)
         thread.join(0.05)
         order.append("fill")
-    thread.join(10)
+    thread.join(30)
     assert order == ["fill", "modification"]
 
 
@@ -69,7 +69,7 @@ def test_modification_goes_on_as_soon_as_earlier_work_ends(earlier):
 
     with fence.filling(fence.token()) if earlier == "fill" else fence.modifying(1):
         threading.Thread(target=modify, daemon=True).start()
-        assert started.wait(10)
+        assert started.wait(30)
         assert not done.wait(0.1)
     assert done.wait(20)
 

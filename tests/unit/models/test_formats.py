@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_st
 
 from hps.errors import InvalidDtypeError, InvalidInputError, MissingDependencyError, ModelFileError
-from hps.formats.base import ArrayInfo, ArraySource
-from hps.formats.conversion import to_keys, to_vectors, vector_dtype
-from hps.formats.numpy_files import NpyFiles, NpzArchive
-from hps.formats.parquet import ParquetFiles
-from hps.formats.safetensors_files import SafetensorsFile
-from hps.formats.selection import select
-from hps.formats.torch_state import TorchState
+from hps.models.formats.base import ArrayInfo, ArraySource
+from hps.models.formats.conversion import to_keys, to_vectors, vector_dtype
+from hps.models.formats.numpy_files import NpyFiles, NpzArchive
+from hps.models.formats.parquet import ParquetFiles
+from hps.models.formats.safetensors_files import SafetensorsFile
+from hps.models.formats.selection import select
+from hps.models.formats.torch_state import TorchState
 from hps.registry import implementation
 from tests.tables import table_files
 
@@ -410,10 +410,10 @@ def test_parquet_columns_of_dotted_names_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "module", "name", "hint"),
     [
-        ("torch", "hps.formats.torch_state", "torch", "pip install torch"),
-        ("pyarrow", "hps.formats.parquet", "parquet", r"hps-server\[import\]"),
-        ("safetensors", "hps.formats.safetensors_files", "safetensors", r"hps-server\[import\]"),
-        ("ml_dtypes", "hps.formats.safetensors_files", "safetensors", r"hps-server\[import\]"),
+        ("torch", "hps.models.formats.torch_state", "torch", "pip install torch"),
+        ("pyarrow", "hps.models.formats.parquet", "parquet", r"hps-server\[import\]"),
+        ("safetensors", "hps.models.formats.safetensors_files", "safetensors", r"hps-server\[import\]"),
+        ("ml_dtypes", "hps.models.formats.safetensors_files", "safetensors", r"hps-server\[import\]"),
     ],
 )
 def test_a_missing_package_is_named_with_what_to_install(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hps.errors import HPSError, InvalidDtypeError, InvalidInputError, ModelFileError, ModelFileNotFoundError
-from hps.hashing import mix
+from hps.ground.hashing import mix
 from hps.models.files import CHUNK_BYTES, SparseModel, open_sparse_model
 from hps.models.sample import sample_chunks, sample_vectors
 from hps.models.writer import write_sparse_model

@@ -50,7 +50,7 @@ def test_a_chunk_stays_as_it_is_while_it_is_lent(model: SparseModel, monkeypatch
     chunks = read_ahead(open_sparse_model(model.place, DIM), RANGES)
     _, keys, vectors = next(chunks)
     for _ in range(2 * 3):  # two files of three chunks
-        assert read.acquire(timeout=10)
+        assert read.acquire(timeout=30)
     assert not read.acquire(timeout=0.05)  # no fourth chunk: its buffer is lent
     np.testing.assert_array_equal(vectors, sample_vectors(keys, DIM, 1))
     chunks.close()

@@ -476,7 +476,7 @@ def test_a_read_that_never_ends_is_given_up(source: str, monkeypatch: pytest.Mon
             load_table(TABLE, f"gate://stuck{source}", [MemoryDatabase()])
     for thread in threading.enumerate():
         if thread.name.startswith("hps-model-reader"):
-            thread.join(10)
+            thread.join(30)
 
 
 # -- log lines --------------------------------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ from hps.cache.cpu.cache import NumpyCache
 from hps.errors import DatabaseError, ModelFileError
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.refresh import RefreshReport, refresh
-from hps.metrics import Metrics
 from hps.models.files import open_sparse_model
 from hps.models.sample import sample_vectors
 from hps.models.warm_up import warm_up
 from hps.models.writer import write_sparse_model
+from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
 from hps.types import FloatArray, KeyArray
 from tests.fakes.faulty_database import FaultyDatabase
@@ -204,7 +204,7 @@ def test_a_modification_during_a_refresh_is_not_undone(tiers: tuple[NumpyCache, 
     reports: list[RefreshReport] = []
     refreshing = threading.Thread(target=lambda: reports.append(refresh(cache, 0, TABLE, chain, 1.0)))
     refreshing.start()
-    assert database.entered.acquire(timeout=10)  # the first chunk is fetched, not yet written
+    assert database.entered.acquire(timeout=30)  # the first chunk is fetched, not yet written
     try:
         chain.insert(TABLE, KEYS, new, lambda done: cache.update(0, KEYS[:500], new[:500]))
     finally:

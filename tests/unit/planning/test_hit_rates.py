@@ -6,14 +6,14 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from hps.key_traces import KeyTrace, sample_hashes
+from hps.ground.workloads import power_law_keys, power_law_ranks
 from hps.models.sample import sample_chunks
 from hps.models.writer import write_sparse_model
 from hps.parameter_server import HPS
 from hps.planning.hit_rates import cache_hit_rate, ideal_hit_rates, predict
 from hps.planning.power_law import fitted_alpha, power_law_trace
+from hps.statistics.key_traces import KeyTrace, sample_hashes
 from hps.types import TableSpec
-from hps.workloads import power_law_keys, power_law_ranks
 
 ROWS, KEYS, BATCH = 200_000, 3_000_000, 1000
 SHARES = (0.01, 0.05, 0.1, 0.2, 0.5)

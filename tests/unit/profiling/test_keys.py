@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hps.errors import InvalidInputError
-from hps.key_traces import KeyTrace
 from hps.profiling.keys import POOL_KEYS, KeyPool, Workload, recorded_keys
+from hps.statistics.key_traces import KeyTrace
 
 ROWS = 1000
 

@@ -1,4 +1,4 @@
-"""Times are counted within 1/2048 of their value, and quantiles are those of all of them."""
+"""TimeHistogram are counted within 1/2048 of their value, and quantiles are those of all of them."""
 
 import math
 import pickle
@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hps.profiling.times import Times
+from hps.profiling.times import TimeHistogram
 
 
 def times_of(values):
-    times = Times()
+    times = TimeHistogram()
     for one in values:
         times.add(int(one))
     return times
@@ -41,4 +41,4 @@ def test_merged_times_are_those_of_all_even_from_another_process():
     merged = a.merge([pickle.loads(pickle.dumps(b))])
     assert len(merged) == 3
     assert merged.quantiles_s([0.5, 1.0]) == pytest.approx([2e-6, 5e-6], rel=1e-3)
-    assert Times().quantiles_s([0.5]) == [0.0]
+    assert TimeHistogram().quantiles_s([0.5]) == [0.0]

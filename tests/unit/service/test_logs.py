@@ -8,8 +8,9 @@ import weakref
 import pytest
 
 from hps.errors import InvalidInputError
-from hps.service.logs import JSONLines, Problem, RecentProblems, TextLines, fields, formatter_of, use
-from hps.service.request_log import LineRate, Served, request_id
+from hps.ground.log_limits import LineLimit
+from hps.service.logs.lines import JSONLines, Problem, RecentProblems, TextLines, fields, formatter_of, use
+from hps.service.logs.requests import Served, request_id
 
 FORGED = "a\n2026-01-01 00:00:00,000 ERROR hps: all is lost\r\x1b[2J\u2028\u202e"
 
@@ -129,11 +130,12 @@ def test_format_and_level_change_where_the_service_writes_the_lines(monkeypatch)
     assert [type(one.formatter) for one in root.handlers] == [JSONLines, logging.Formatter]
 
 
-def test_lines_pass_at_their_rate(monkeypatch):
-    seconds = iter([5.0, 5.1, 5.9, 6.0, 6.5, 6.9])
-    monkeypatch.setattr("time.perf_counter", lambda: next(seconds))
-    rate = LineRate(2)
-    assert [rate.take() for _ in range(6)] == [True, True, False, True, True, False]
+def test_lines_pass_at_their_rate():
+    seconds = iter([5.0, 5.1, 5.9, 6.0, 6.5, 6.9, 7.0])
+    limit = LineLimit(2, 1.0, lambda: next(seconds))
+    assert [limit.take() for _ in range(5)] == [True, True, False, True, True]
+    assert limit.left_out == 0
+    assert [limit.take(), limit.take(), limit.left_out] == [False, True, 1]
 
 
 TRACE = b"4bf92f3577b34da6a3ce929d0e0e4736"

@@ -13,6 +13,7 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from hps.errors import InvalidDtypeError, InvalidInputError
+from hps.tensors.array_checks import as_keys, as_output, check_key_tensor, check_output_tensor, view_as_keys
 from hps.tensors.dlpack import (
     CPU,
     CUDA,
@@ -20,12 +21,7 @@ from hps.tensors.dlpack import (
     INT,
     TensorView,
     adopt,
-    as_keys,
-    as_output,
-    check_keys,
-    check_output,
     read_object,
-    view_as_keys,
     work_stream_of,
 )
 
@@ -323,7 +319,7 @@ class TestKeys:
 
     def test_keys_on_a_gpu_are_refused_here_and_pass_the_check_of_a_view(self):
         view = TensorView(4096, (3,), None, (INT, 64, 1), (CUDA, 1), False, None)
-        check_keys(view)
+        check_key_tensor(view)
         with pytest.raises(InvalidInputError, match="CUDA device 1"):
             view_as_keys(view)
         capsule = np.arange(3).__dlpack__()
@@ -372,9 +368,9 @@ class TestOutput:
 
     def test_an_output_on_a_gpu_passes_the_check_of_a_view(self):
         view = TensorView(4096, (6, 4), (4, 1), (FLOAT, 32, 1), (CUDA, 0), False, None)
-        check_output(view, 6, 4)
+        check_output_tensor(view, 6, 4)
         with pytest.raises(InvalidInputError, match="at least 28"):
-            check_output(view, 7, 4)
+            check_output_tensor(view, 7, 4)
 
 
 def test_torch_publishes_how_to_ask_for_its_stream_and_numpy_does_not():

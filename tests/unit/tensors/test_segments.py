@@ -1,5 +1,7 @@
 """Segments made from what callers pass."""
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,7 +37,7 @@ class DeviceArray:
 
 @pytest.fixture(params=[DeviceTensor, DeviceArray])
 def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("hps.tensors.segments.CUDA_ARRAYS", {DeviceArray})
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=DeviceArray))
     return request.param
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hps.errors import UpdateFormatError, UpdateLogError
-from hps.metrics import Metrics
+from hps.statistics.metrics import Metrics
 from hps.updates.base import Message, Partition
 from hps.updates.dead_letters import LOG_INTERVAL_S, DeadLetter, DeadLetters, read_directory, read_topics
 from tests.fakes.clock import Clock

@@ -13,12 +13,12 @@ import pytest
 from hps.configuration.tiers import UpdateSourceConfig
 from hps.databases.base import LogPosition, RowChanges
 from hps.errors import DatabaseError, NotReadyError
-from hps.metrics import Metrics
+from hps.statistics.metrics import Metrics
+from hps.statistics.snapshot import UpdateStatus
 from hps.updates import feed as feed_module
 from hps.updates.base import Message, Partition
-from hps.updates.feed import FollowedTable, UpdateFeed
+from hps.updates.feed import TableTopic, UpdateFeed
 from hps.updates.framing import encode, encode_hugectr
-from hps.updates.metrics import TableStatus, UpdateMetrics
 from tests.fakes.clock import Clock
 from tests.fakes.memory_log import MemoryBroker, MemoryLog
 from tests.fakes.update_target import MemoryTarget
@@ -40,7 +40,7 @@ def delete(sequence: int, *keys: int) -> bytes:
 
 
 def eventually(condition: Callable[[], object]) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not condition():
         if time.monotonic() > deadline:
             return False
@@ -65,27 +65,20 @@ class World:
     def __init__(self, partitions: int = 1) -> None:
         self.broker, self.target, self.rejects = MemoryBroker(), MemoryTarget(), Rejects()
         self.metrics = Metrics()
-        self.update_metrics = UpdateMetrics(self.metrics)
-        self.clock = Clock(100.0)
-        self.start: dict[str, str] = {}
+        self.start: dict[Partition, LogPosition] = {}
         self.log = MemoryLog(self.broker)
         self.broker.create(TOPIC, partitions)
         self.broker.create(OTHER)
 
-    def feed(
-        self, *, replacement_wait_s: float = 30.0, clock: Callable[[], float] = time.monotonic, **settings: Any
-    ) -> UpdateFeed:
+    def feed(self, **settings: Any) -> UpdateFeed:
         tables = [
-            FollowedTable(0, "item", TOPIC, DIM, 8, self.start),
-            FollowedTable(1, "user", OTHER, DIM, 8, {}),
+            TableTopic(0, "item", TOPIC, DIM, 8, self.start),
+            TableTopic(1, "user", OTHER, DIM, 8, {}),
         ]
         config = UpdateSourceConfig(**{"type": "kafka_message_queue", "poll_timeout_ms": 5, "failure_backoff_ms": 1} | settings)
         self.log = MemoryLog(self.broker, "group")
         rejects: Any = self.rejects
-        return UpdateFeed(
-            "shop", "1", tables, self.target, self.log, rejects, config, self.update_metrics,
-            replacement_wait_s=replacement_wait_s, clock=clock, now_us=lambda: NOW_US,
-        )  # fmt: skip
+        return UpdateFeed("shop", "1", tables, self.target, self.log, rejects, config, self.metrics)
 
     @contextmanager
     def running(self, **settings: Any) -> Iterator[UpdateFeed]:
@@ -117,11 +110,20 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr("hps.updates.feed._now_us", lambda: NOW_US)
     return World()
 
 
-def status(feed: UpdateFeed, table: str = "item") -> TableStatus:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of the feeds that are made from now on."""
+    clock = Clock(100.0)
+    monkeypatch.setattr("hps.updates.feed._clock", clock)
+    return clock
+
+
+def status(feed: UpdateFeed, table: str = "item") -> UpdateStatus:
     return next(one for one in feed.status() if one.table == table)
 
 
@@ -137,7 +139,7 @@ def test_changes_are_applied_with_the_position_before_them_and_the_last_is_store
         assert (item.positions, item.behind, item.lag_s, item.rows, item.problem) == ({str(FIRST): "3"}, 0, 0.0, 5, "")
         assert (item.model, item.version, item.table, item.topic) == ("shop", "1", "item", TOPIC)
         assert (user.rows, user.connected) == (1, True)
-    calls = [(sorted(keys), positions[str(FIRST)]) for index, keys, positions in world.target.calls if index == 0]
+    calls = [(sorted(keys), positions[FIRST]) for index, keys, positions in world.target.calls if index == 0]
     assert calls[:3] == [([1, 2], "-1"), ([3], "0"), ([], "1")]
     assert calls[-1] == ([], "3")
     assert world.rows() == {1: 12.0, 2: None, 3: 11.0}
@@ -163,14 +165,14 @@ def test_a_message_larger_than_a_batch_is_applied_in_pieces_before_its_position_
     world.send(upsert(1, 0), upsert(2, *range(10)))
     with world.running(max_batch_size=4):
         assert world.settled(_0="1")
-    sizes = [(len(keys), positions[str(FIRST)]) for index, keys, positions in world.target.calls if keys]
+    sizes = [(len(keys), positions[FIRST]) for index, keys, positions in world.target.calls if keys]
     assert sorted(sizes) == [(3, "-1"), (3, "-1"), (4, "-1")]
     assert set(world.rows().values()) == {2.0}
 
 
 def test_hugectr_frames_get_the_time_as_sequence_and_ascend_when_a_clock_jumps(world: World) -> None:
     frame = encode_hugectr(np.array([1]), np.ones((1, DIM), np.float32))
-    world.target.positions[0] = {str(FIRST): LogPosition("", 50)}
+    world.target.positions[0] = {FIRST: LogPosition("", 50)}
     for time_us in (60, 40, 1 << 70):
         world.send(frame, time_us=time_us)
     world.send(upsert(70, 2), b"HCTR\x08\0\0\0", frame, time_us=80)
@@ -185,14 +187,14 @@ def test_hugectr_frames_get_the_time_as_sequence_and_ascend_when_a_clock_jumps(w
 @pytest.mark.parametrize(
     ("stored", "manifest", "begin", "wanted"),
     [
-        ({str(FIRST): LogPosition("1", 3)}, {str(FIRST): "0"}, "earliest", [3]),
-        ({}, {str(FIRST): "0"}, "earliest", [2, 3]),
-        ({}, {"hps_et.former.item/0": "1"}, "earliest", [1, 2, 3]),
+        ({FIRST: LogPosition("1", 3)}, {FIRST: LogPosition("0")}, "earliest", [3]),
+        ({}, {FIRST: LogPosition("0")}, "earliest", [2, 3]),
+        ({}, {Partition("hps_et.former.item", 0): LogPosition("1")}, "earliest", [1, 2, 3]),
         ({}, {}, "latest", []),
     ],
 )
 def test_a_table_begins_where_its_database_is_else_its_files_else_as_configured(
-    world: World, stored: dict[str, LogPosition], manifest: dict[str, str], begin: str, wanted: list[int]
+    world: World, stored: dict[Partition, LogPosition], manifest: dict[Partition, LogPosition], begin: str, wanted: list[int]
 ) -> None:
     world.send(*(upsert(n, n) for n in (1, 2, 3)))
     world.target.positions[0], world.start = stored, manifest
@@ -263,7 +265,7 @@ def test_a_failed_batch_is_tried_again_while_its_partitions_pause_and_other_tabl
     world.target.before = fail
     world.send(upsert(1, 1))
     with world.running() as feed:
-        assert all(tried.acquire(timeout=10) for _ in range(4))
+        assert all(tried.acquire(timeout=30) for _ in range(4))
         world.broker.create(TOPIC, 2)
         world.send(*(upsert(n, n) for n in range(2, 50)))
         world.send(upsert(1, 7), upsert(1, 8), to=USERS)
@@ -279,9 +281,9 @@ def test_a_failed_batch_is_tried_again_while_its_partitions_pause_and_other_tabl
     assert world.sample("hps_update_failures_total") >= 4
 
 
-def test_a_batch_that_fails_is_tried_less_and_less_often(world: World) -> None:
+def test_a_batch_that_fails_is_tried_less_and_less_often(world: World, clock: Clock) -> None:
     pauses: list[float] = []
-    feed = world.feed(failure_backoff_ms=100, clock=world.clock)
+    feed = world.feed(failure_backoff_ms=100)
     world.send(upsert(1, 1))
 
     def fail(index: int, changes: RowChanges) -> None:
@@ -293,8 +295,8 @@ def test_a_batch_that_fails_is_tried_less_and_less_often(world: World) -> None:
     for _ in range(10):
         feed._round()
         (table,) = [table for table in feed._tables.values() if table.retry_at]
-        pauses.append(table.retry_at - world.clock.now)
-        world.clock.now = table.retry_at
+        pauses.append(table.retry_at - clock.now)
+        clock.now = table.retry_at
     assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0, 5.0])
 
 
@@ -323,7 +325,7 @@ def test_another_target_takes_over_what_the_last_one_refused(world: World) -> No
 
         retired.before = refuse
         world.send(upsert(2, 2))
-        assert refused.acquire(timeout=10)
+        assert refused.acquire(timeout=30)
         world.target = MemoryTarget()
         feed.replace_target(world.target)
         assert world.settled(_0="1")
@@ -331,12 +333,14 @@ def test_another_target_takes_over_what_the_last_one_refused(world: World) -> No
         assert feed.alive
 
 
-def test_a_feed_whose_target_is_gone_for_long_ends(world: World) -> None:
+def test_a_feed_whose_target_is_gone_for_long_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hps.updates.feed._REPLACEMENT_WAIT_S", 0.05)
+
     def refuse(index: int, changes: RowChanges) -> None:
         raise NotReadyError("retired")
 
     world.target.before = refuse
-    with world.running(replacement_wait_s=0.05) as feed:
+    with world.running() as feed:
         assert eventually(lambda: not feed.alive)
         assert "out of service" in status(feed).problem
         assert not feed.wait_for_lag(1.0, 10.0, lambda: False)
@@ -401,31 +405,33 @@ def test_nothing_is_polled_while_a_batch_is_applied(world: World) -> None:
     def wait(index: int, changes: RowChanges) -> None:
         if changes.keys.size:
             applying.set()
-            gate.wait(10)
+            gate.wait(30)
 
     world.target.before = wait
     world.send(upsert(1, 1))
     with world.running():
-        assert applying.wait(10)
+        assert applying.wait(30)
         world.send(*(upsert(n, n) for n in range(2, 10)))
         assert world.log.behind()[FIRST] == 8
         gate.set()
         assert world.settled(_0="8")
 
 
-def test_a_share_of_the_device_leaves_the_rest_of_the_time(world: World) -> None:
+def test_a_share_of_the_device_leaves_the_rest_of_the_time(world: World, clock: Clock) -> None:
     rests: list[float] = []
-    feed = world.feed(device_share=0.25, clock=world.clock)
+    feed = world.feed(device_share=0.25)
     feed._begin()
-    world.target.before = lambda index, changes: setattr(world.clock, "now", world.clock.now + 2.0)
-    feed._stopping.wait = lambda seconds=None: rests.append(seconds or 0.0) or False  # type: ignore[method-assign]
+    world.target.before = lambda index, changes: setattr(clock, "now", clock.now + 2.0)
+    feed._worker.stop.wait = lambda seconds=None: rests.append(seconds or 0.0) or False  # type: ignore[method-assign]
     world.send(upsert(1, 1))
     feed._round()
     assert rests == [6.0]
 
 
-def test_lag_is_the_age_of_what_is_applied_or_how_long_something_has_been_behind(world: World) -> None:
-    feed = world.feed(clock=world.clock)
+def test_lag_is_the_age_of_what_is_applied_or_how_long_something_has_been_behind(
+    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed = world.feed()
     assert (status(feed).lag_s, status(feed).behind) == (None, None)
     feed._begin()
     assert (status(feed).lag_s, status(feed).behind) == (0.0, 0)
@@ -438,8 +444,8 @@ def test_lag_is_the_age_of_what_is_applied_or_how_long_something_has_been_behind
     assert (status(feed).lag_s, status(feed).behind) == (0.0, 0)
     feed._round()  # quiet
     world.broker.away = True
-    world.clock.now += 7.0
-    feed._now_us = lambda: NOW_US + 3_600_000_000
+    clock.now += 7.0
+    monkeypatch.setattr("hps.updates.feed._now_us", lambda: NOW_US + 3_600_000_000)
     assert (status(feed).lag_s, status(feed).behind, status(feed).connected) == (7.0, None, True)
     feed._round()
     assert not status(feed).connected
@@ -481,7 +487,7 @@ def test_a_stop_ends_a_feed_that_fails_for_ever_and_leaves_no_thread(world: Worl
     world.target.before = fail
     world.send(upsert(1, 1))
     with world.running(failure_backoff_ms=3_600_000) as feed:
-        assert failed.wait(10)
+        assert failed.wait(30)
     assert not feed.alive
     assert not any(thread.name == "hps-updates-shop" for thread in threading.enumerate())
     assert feed.stop()

@@ -10,8 +10,8 @@ import pytest
 
 import hps
 from hps.configuration.load import load_configuration
-from hps.metrics import Metrics
 from hps.registry import implementation
+from hps.statistics.metrics import Metrics
 from hps.updates.base import Message, Partition
 from hps.updates.dead_letters import DeadLetters, read_topics
 from hps.updates.framing import decode

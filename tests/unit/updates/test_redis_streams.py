@@ -1,6 +1,5 @@
 """Redis streams behind the contract of a log of updates, against real servers."""
 
-import shutil
 import threading
 
 import pytest
@@ -60,6 +59,7 @@ class Cluster(RedisClusterServers):
         return RedisCluster("127.0.0.1", self.servers[0].port, protocol=2)
 
 
+@pytest.mark.slow
 class TestCluster(RedisStreams):
     @pytest.fixture(scope="class")
     @classmethod
@@ -258,7 +258,7 @@ class TestServer(RedisStreams):
         with pytest.raises(ConfigError, match="tls_server_name_identification"):
             opened(tls_server_name_identification="redis.example")
 
-    @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl on the PATH, which makes the certificates")
+    @pytest.mark.openssl
     def test_messages_go_through_tls(self, opened, tmp_path, topic):
         certificate(tmp_path, "ca", "test authority")
         made, key = certificate(tmp_path, "server", "localhost", "ca")

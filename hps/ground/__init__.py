@@ -1,0 +1,1 @@
+"""The base of every part, independent of tiers: threads, lifetimes, limits, numba kernels, key sets."""

@@ -1,0 +1,118 @@
+"""Computes the memory that this process may still allocate, and rejects needs that do not fit."""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from hps.errors import CapacityError
+
+_V1_UNBOUNDED = 1 << 60  # version 1 has no word for it and uses a number near 2^63
+
+Place: TypeAlias = Literal["gpu", "pinned", "ram", "disk", "redis"]
+"""Kind of memory. Pinned memory is part of the machine's memory and counted once: here if a device reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Memory needed for one purpose. *Immutable.*
+
+    Attributes:
+        what: purpose, in words.
+        table: name of the table; empty if it belongs to none.
+        passing: needed only while tables are loaded.
+    """
+
+    place: Place
+    what: str
+    size_bytes: int
+    table: str = ""
+    passing: bool = False
+
+
+def by_what(needs: Iterable[Need]) -> dict[str, int]:
+    """Map purposes to bytes, as `check_fits` takes them."""
+    return {need.what: need.size_bytes for need in needs}
+
+
+def check_fits(doing: str, needs: Mapping[str, int], free_bytes: int, place: str, cure: str) -> None:
+    """Reject needs that exceed the free memory.
+
+    Args:
+        doing: begins the message.
+        needs: bytes by purpose.
+        place: location of the free memory, with "in" or "on".
+        cure: how to make room.
+
+    Raises:
+        CapacityError: the needs exceed the free memory.
+    """
+    needed = sum(needs.values())
+    if needed > free_bytes:
+        each = ", ".join(f"{size:,} for {what}" for what, size in needs.items() if size)
+        raise CapacityError(
+            f"{doing}: got {needed:,} bytes to hold ({each}), expected at most the {max(0, free_bytes):,} that are free "
+            f"{place}; {cure}"
+        )
+
+
+def available_memory(root: Path = Path("/")) -> tuple[int, str]:
+    """Return the bytes that this process may allocate without swapping or being killed, and the binding limit as text.
+
+    The minimum of the machine's available memory and the remaining limit of each control group of the process, of version 2 or
+    1. Reclaimable page cache counts as free. Without information from the system there is no limit.
+
+    Args:
+        root: root of the file system with `/proc` and `/sys`.
+    """
+    meminfo = _numbers(root / "proc/meminfo")
+    bounds = [(meminfo["MemAvailable"] * 1024, "in the machine's memory")] if "MemAvailable" in meminfo else []
+    for directory, limit_name, use_name, prefix in _control_groups(root):
+        limit, use = _number(directory / limit_name), _number(directory / use_name)
+        if limit is not None and use is not None and limit < _V1_UNBOUNDED:
+            stat = _numbers(directory / "memory.stat")
+            cached = stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
+            bounds.append((limit - max(0, use - cached), f"below the limit of the control group {directory}"))
+    return min(bounds, default=(sys.maxsize, ""))
+
+
+def machine_memory(root: Path = Path("/")) -> int:
+    """Return the machine's memory in bytes; 0 if the system does not report it."""
+    return _numbers(root / "proc/meminfo").get("MemTotal", 0) * 1024
+
+
+def _control_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """Yield the memory control groups of this process up to the root, with the names of their files and fields.
+
+    In a container the root is the process' own group, and the path that /proc names may not exist below it.
+    """
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        version_2 = ("memory.max", "memory.current", "")
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_") if controllers else version_2
+        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        group = top / path.lstrip("/")
+        for directory in (group, *group.parents):
+            yield directory, *names
+            if directory == top:
+                break
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    fields = [line.replace(":", " ").split() for line in _text(file).splitlines()]
+    return {field[0]: int(field[1]) for field in fields if len(field) > 1 and field[1].isdecimal()}
+
+
+def _number(file: Path) -> int | None:
+    text = _text(file).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,239 @@
+"""Lookups that do not block: they are enqueued on the caller's stream or captured in a CUDA graph."""
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hps.cache.base import CacheLookup, EmbeddingCache, StreamCapture, StreamOrderedCounts
+from hps.errors import DatabaseError, InvalidInputError, NotReadyError
+from hps.statistics.metrics import Metrics
+from hps.tensors.segments import Segment
+from hps.types import TableSpec
+
+_ASK_INTERVAL_S = 0.1  # between two reads of the device's counts; a read takes 20 us a table
+
+
+class _Need(NamedTuple):
+    """Room that a lookup needs.
+
+    Attributes:
+        kind: its tables; a pooled lookup adds -1 without and -2 with weights or a max_norm.
+        keys, bags: totals of all tables.
+        floats: total of the vectors of all keys.
+    """
+
+    kind: tuple[int, ...]
+    keys: int
+    floats: int
+    bags: int
+
+
+class _Workspace:
+    """A lookup workspace, and the largest lookup of each kind that it has room for."""
+
+    def __init__(self, lookup: CacheLookup) -> None:
+        self.lookup = lookup
+        self._room: dict[tuple[int, ...], _Need] = {}
+
+    def has_room(self, need: _Need) -> bool:
+        """Return whether the workspace can serve a captured lookup of this size."""
+        most = self._room.get(need.kind)
+        return most is not None and need.keys <= most.keys and need.floats <= most.floats and need.bags <= most.bags
+
+    def prepare(self, segments: Sequence[Segment], need: _Need) -> None:
+        """Run a lookup, which makes room for others of its size."""
+        self.lookup.prepare(segments)
+        most = self._room.get(need.kind, need)
+        self._room[need.kind] = _Need(need.kind, *(max(pair) for pair in zip(most[1:], need[1:], strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """A workspace in use by a graph until the graph is gone."""
+
+    workspace: _Workspace
+    gone: Callable[[], bool]
+
+
+class StreamOrderedLookups:
+    """The non-blocking lookups of one model on one device. *Thread-safe.*
+
+    Every table must be attached as authoritative, and all tensors must be on the device. A key that could not be read, because
+    a writer held its bucket or the table was dropped, gets the default vector. Calls read the device's counts from time to
+    time, so a later call raises the error.
+
+    **Captures.** A stream capture cannot allocate, and a graph keeps its memory. So one standby workspace has already served a
+    lookup of the same tables and at least as many keys. A capture takes it for all the lookups that it captures in sequence,
+    and returns it when the graph is gone. The cache is not freed before that.
+
+    Args:
+        tables: tables of the model, in the order of their ids.
+        refusals: for each table, why it is not attached as authoritative.
+    """
+
+    def __init__(
+        self, tables: Sequence[TableSpec], cache: EmbeddingCache, refusals: Mapping[int, str], metrics: Metrics
+    ) -> None:
+        self._tables = tables
+        self._cache = cache
+        self._refusals = refusals
+        self._metrics = metrics
+        self._dims = [table.dim for table in tables]
+        self._counters = [metrics.table(table.model_name, table.table_name) for table in tables]
+        self._lock = threading.Lock()  # of the workspaces
+        self._counting = threading.Lock()  # of the counts
+        self._standing_by: _Workspace | None = None
+        self._captured: dict[Hashable, _Captured] = {}
+        self._closed = False
+        none = StreamOrderedCounts(0, 0, 0, 0)
+        self._counted = [none] * len(tables)
+        self._hits = [0] * len(tables)  # keys less misses, not yet added to the metrics
+        self._unread = [0] * len(tables)  # already reported by a call
+        self._used = False
+        self._ask_at = 0.0
+        self._ended = False
+        metrics.settle_by(self.settle)
+
+    def check(self, segments: Sequence[Segment]) -> None:
+        """Reject tables that need the host, and report keys that earlier lookups could not read.
+
+        Raises:
+            InvalidInputError: a table is not attached as authoritative.
+            DatabaseError: earlier lookups gave keys of these tables the default vector because they could not be read.
+        """
+        if (now := time.monotonic()) >= self._ask_at and self._cache.capture_of(segments) is None:
+            self._ask_at = now + _ASK_INTERVAL_S
+            self.settle()
+        for segment in segments:
+            index = segment.table
+            if index in self._refusals:
+                raise InvalidInputError(
+                    f"{self._doing(index)}: the device cannot answer all keys alone: {self._refusals[index]}; use wait=True"
+                )
+            if (unread := self._counted[index].unread) != self._unread[index]:
+                with self._counting:
+                    new, self._unread[index] = unread - self._unread[index], unread
+                if new:
+                    raise DatabaseError(
+                        f"{self._doing(index)}: earlier lookups could not read {new} keys in host memory, which got "
+                        "the default vector: a writer held their bucket, or the table was dropped; or offsets of bags did not "
+                        "begin with 0, decreased, or did not end with n. Look them up again, or use wait=True"
+                    )
+
+    def enqueue(
+        self, segments: Sequence[Segment], take: Callable[[], CacheLookup], give_back: Callable[[CacheLookup], None]
+    ) -> None:
+        """Launch a lookup on the stream of its tensors, captured or not.
+
+        Args:
+            take, give_back: borrow and return a workspace for a lookup that is not captured.
+
+        Raises:
+            InvalidInputError: a tensor is elsewhere, or no standby workspace fits the capture.
+            NotReadyError: the lookups are closed.
+        """
+        self._used = True
+        need = self._need_of(segments)
+        if (capture := self._cache.capture_of(segments)) is not None:
+            self._workspace_of(capture, need).lookup.enqueue(segments, captured=True)
+            return
+        workspace = self._standing_by
+        if workspace is None or not workspace.has_room(need):
+            self._stand_by(segments, need)
+        else:
+            lookup = take()
+            try:
+                lookup.enqueue(segments)
+            finally:
+                give_back(lookup)
+        self.count(segments)
+
+    def count(self, segments: Sequence[Segment]) -> None:
+        """Count the keys of a launched lookup; `settle` counts its hits and misses when it has ended."""
+        with self._metrics.lock:
+            for segment in segments:
+                self._counters[segment.table].keys += segment.n
+                self._hits[segment.table] += segment.n
+
+    def settle(self) -> None:
+        """Add hits and misses to the metrics. For graphs launched by others the misses are known, but not the hits."""
+        with self._counting:
+            if self._ended or not self._used:  # the cache may be freed, or no lookup ran on it
+                return
+            for index, counters in enumerate(self._counters):
+                now = self._cache.stream_ordered_counts(index)
+                before, self._counted[index] = self._counted[index], now
+                misses = now.misses - before.misses
+                with self._metrics.lock:
+                    self._hits[index] -= misses
+                    hits = max(0, self._hits[index])
+                    self._hits[index] -= hits
+                    counters.hits[0] += hits
+                    counters.misses[0] += misses
+                    counters.count_linked(now.linked - before.linked, now.absent - before.absent)
+
+    def close(self) -> bool:
+        """Refuse further lookups; return False while graphs remain that may still be launched."""
+        with self._lock:
+            self._closed = True
+            self._reclaim()
+            if self._captured:
+                return False
+        self.settle()
+        with self._counting:
+            self._ended = True
+        return True
+
+    def _workspace_of(self, capture: StreamCapture, need: _Need) -> _Workspace:
+        with self._lock:
+            self._refuse_if_closed()
+            if (captured := self._captured.get(capture.key)) is not None:
+                workspace = captured.workspace
+            elif (standing_by := self._standing_by) is not None:
+                workspace = standing_by
+            else:
+                workspace = None
+            if workspace is None or not workspace.has_room(need):
+                raise InvalidInputError(
+                    f"capturing a lookup of model {self._tables[0].model_name!r}: got {need.keys} keys, expected no more "
+                    "than in a lookup of the same tables with wait=False that ran before, since a capture cannot allocate "
+                    "memory; run once, outside of the capture, the same lookups, and capture them on one stream"
+                )
+            if captured is None:
+                self._captured[capture.key] = _Captured(workspace, capture.watch())
+                self._standing_by = None
+            return workspace
+
+    def _stand_by(self, segments: Sequence[Segment], need: _Need) -> None:
+        """Run a lookup larger than all before on the standby workspace, which grows it. May block for that."""
+        with self._lock:
+            self._refuse_if_closed()
+            self._reclaim()
+            workspace = self._standing_by or _Workspace(self._cache.create_lookup())
+            workspace.prepare(segments, need)
+            self._standing_by = workspace
+
+    def _reclaim(self) -> None:
+        """Return the workspaces of graphs that are gone."""
+        for key in [key for key, captured in self._captured.items() if captured.gone()]:
+            self._standing_by = self._captured.pop(key).workspace
+
+    def _need_of(self, segments: Sequence[Segment]) -> _Need:
+        kind = [segment.table for segment in segments]
+        bags = 0
+        poolings = [segment.pooling for segment in segments if segment.pooling is not None]
+        if poolings:
+            kind.append(-2 if any(one.weights is not None or one.max_norm for one in poolings) else -1)
+            bags = sum([one.count for one in poolings])
+        floats = sum([segment.n * self._dims[segment.table] for segment in segments])
+        return _Need(tuple(kind), sum([segment.n for segment in segments]), floats, bags)
+
+    def _doing(self, index: int) -> str:
+        table = self._tables[index]
+        return f"looking up table {table.table_name!r} of model {table.model_name!r} without waiting"
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise NotReadyError(f"model {self._tables[0].model_name!r}: was undeployed")

@@ -1,0 +1,1 @@
+"""Files that `hps import` reads: the contract (`base.py`), NumPy, safetensors, PyTorch and Parquet."""

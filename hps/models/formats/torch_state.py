@@ -1,0 +1,65 @@
+"""PyTorch's saved state_dicts, read with `weights_only`: no code of a file is run."""
+
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hps.errors import ModelFileError
+from hps.models.formats.base import AnyArray, ArrayInfo, ArraySource, reading
+
+_CAUSE = re.compile(r"GLOBAL \S+|TorchScript archive|PytorchStreamReader failed.*")  # not torch's advice to run the code
+
+
+class TorchState(ArraySource):
+    """The tensors of a .pt, .pth or .bin file, by dotted name.
+
+    Zip files (torch >= 1.6) are mapped into memory; older files are read into memory.
+    """
+
+    keys_are_optional = True
+
+    def __init__(self, path: str, files: Sequence[str]) -> None:
+        super().__init__(path, files)
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        except Exception as error:  # damaged files cause errors of any type
+            cause = _CAUSE.search(str(error))
+            raise ModelFileError(
+                f"importing {path}: torch cannot read it as tensors alone ({cause[0] if cause else type(error).__name__}); it "
+                "holds code or other objects, or is damaged; hps runs no code of a file: save the weights alone, "
+                "torch.save(model.state_dict(), path)"
+            ) from error
+        with reading(path):
+            self._tensors = list(_tensors("", state))
+
+    def arrays(self) -> list[ArrayInfo]:
+        return [ArrayInfo(name, tuple(tensor.shape), _dtype(tensor)) for name, tensor in self._tensors]
+
+    def chunks(self, names: Sequence[str], step: int) -> Iterator[Sequence[AnyArray]]:
+        tensors = [dict(self._tensors)[name] for name in names]
+        with reading(self.path):
+            for start in range(0, len(tensors[0]), step):
+                yield [_numpy(tensor[start : start + step]) for tensor in tensors]
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of nested mappings and sequences by dotted name."""
+    if isinstance(value, torch.Tensor):
+        yield name or "tensor", value
+    elif isinstance(value, Mapping | list | tuple):
+        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _tensors(f"{name}.{key}" if name else str(key), one)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    """Return NumPy's name of a dtype or `bfloat16`; for sparse tensors, which cannot be read, their layout."""
+    kind: object = tensor.dtype if tensor.layout == torch.strided else tensor.layout
+    return str(kind).removeprefix("torch.")
+
+
+def _numpy(tensor: torch.Tensor) -> AnyArray:
+    array: AnyArray = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy(force=True)
+    return array

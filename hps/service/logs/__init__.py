@@ -1,0 +1,1 @@
+"""Log lines, reports and spans of requests and changes."""

@@ -1,0 +1,142 @@
+"""Log lines as text or JSON, one per record; and recent problems, kept for HTTP.
+
+A record may carry fields, `logger.info("...", extra=fields(status=200))`: members of a JSON line, `status=200` after a text.
+"""
+
+import json
+import logging
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+LogFormat: TypeAlias = Literal["text", "json"]
+
+_MOST_TEXT: Final = 1000  # maximum characters of a problem
+_PLAIN: Final = re.compile(r"[A-Za-z0-9._:/{}+*-]+")
+
+
+def fields(**values: Any) -> dict[str, Any]:
+    """Return the `extra` of a logging call that adds these strings and numbers to its line, without those that are None."""
+    return {"fields": {name: value for name, value in values.items() if value is not None}}
+
+
+def escaped(text: str) -> str:
+    """Escape unprintable characters (line ends, terminal controls, bidirectional marks), so that the text is one line."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+
+
+class TextLines(logging.Formatter):
+    """A line per record: time, level, logger, message, fields. Tracebacks follow, indented. *Thread-safe.*"""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        line = escaped(super().formatMessage(record))
+        for name, value in _fields_of(record).items():
+            text = str(value)
+            line += f" {name}={text if _PLAIN.fullmatch(text) else json.dumps(escaped(text), ensure_ascii=False)}"
+        return line
+
+    def formatException(self, ei: Any) -> str:
+        """Format the lines of a traceback, indented so that none looks like a record."""
+        return "\n".join(f"    {escaped(line)}" for line in super().formatException(ei).splitlines())
+
+
+class JSONLines(logging.Formatter):
+    """A JSON object per record, one line of ASCII: time, level, logger, message, fields, exception. *Thread-safe.*"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format a record. Its own members win over fields of the same names."""
+        seconds, fraction = divmod(record.created, 1)
+        line = {
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{int(fraction * 1000):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line = {**line, **_fields_of(record), **line}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def _fields_of(record: logging.LogRecord) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = getattr(record, "fields", {})
+    return found
+
+
+def formatter_of(log_format: LogFormat) -> logging.Formatter:
+    return JSONLines() if log_format == "json" else TextLines()
+
+
+def use(log_format: LogFormat | None, level: str | None) -> None:
+    """Log from this level on, and in this format on handlers with a formatter of `formatter_of`.
+
+    None leaves either unchanged.
+    """
+    root = logging.getLogger()
+    if level is not None:
+        root.setLevel(level.upper())
+    for handler in root.handlers:
+        if log_format is not None and isinstance(handler.formatter, TextLines | JSONLines):
+            handler.setFormatter(formatter_of(log_format))
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A warning or an error. *Immutable.*
+
+    Attributes:
+        time_s: last occurrence, in seconds since 1970.
+        level: `warning`, `error` or `critical`.
+        text: its message in one line of at most a thousand characters, followed by the exception's text.
+        count: number of occurrences.
+    """
+
+    time_s: float
+    level: str
+    logger: str
+    text: str
+    count: int
+
+
+class RecentProblems(logging.Handler):
+    """Keeps the latest warnings and errors; those of equal text are counted as one. *Thread-safe.*
+
+    Args:
+        most: number of different problems to keep.
+    """
+
+    def __init__(self, most: int = 50) -> None:
+        super().__init__(logging.WARNING)
+        self._most = most
+        self._kept: OrderedDict[tuple[str, str, str], tuple[float, int]] = OrderedDict()  # latest last
+        self._keeping = threading.Lock()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record, and drop the oldest if there are too many."""
+        try:
+            text = record.getMessage()
+            if record.exc_info and record.exc_info[1] is not None:
+                text = f"{text}: {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"
+            key = (record.levelname.lower(), record.name, escaped(text[:_MOST_TEXT])[:_MOST_TEXT])
+        except Exception:  # noqa: BLE001 - the arguments do not fit the message: logging itself reports that
+            self.handleError(record)
+            return
+        with self._keeping:
+            _, count = self._kept.pop(key, (0.0, 0))
+            self._kept[key] = (record.created, count + 1)
+            if len(self._kept) > self._most:
+                self._kept.popitem(last=False)
+
+    def entries(self) -> list[Problem]:
+        with self._keeping:
+            kept = list(self._kept.items())
+        return [Problem(time_s, *key, count) for key, (time_s, count) in reversed(kept)]

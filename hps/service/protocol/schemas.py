@@ -1,0 +1,378 @@
+"""The published HTTP interface: paths of lookups, and schemas of requests and answers."""
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+INFER: Final = "/v2/models/{model}/infer"
+INFER_VERSION: Final = "/v2/models/{model}/versions/{version}/infer"
+LOOKUP: Final = "/v1/models/{model}/lookup"
+ROWS: Final = "/v1/models/{model}/tables/{table}/rows"
+ROW: Final = "/v1/models/{model}/tables/{table}/rows/{key}"
+
+ModelState = Literal["waiting", "loading", "ready", "failed"]
+TableState = Literal["waiting", "loading", "done", "failed"]
+Datatype = Literal["INT64", "INT32", "FP32", "BOOL"]
+Version = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+
+
+class ErrorAnswer(BaseModel):
+    """Why a request was not served."""
+
+    error: str = Field(description="What failed, what the server got, and what it expected.")
+    request_id: str = Field(description="Same as in the answer's header `X-Request-Id` and in the log.")
+
+
+class Live(BaseModel):
+    """The process answers."""
+
+    live: bool
+
+
+class Ready(BaseModel):
+    """Whether something answers lookups."""
+
+    ready: bool
+    reason: str | None = Field(default=None, description="Why it is not ready.")
+
+
+class TableStatus(BaseModel):
+    """Progress of loading a table. Only `name` and `state` if nothing had to be read."""
+
+    name: str
+    state: TableState
+    rows: int | None = None
+    rows_done: int | None = None
+    size_bytes: int | None = None
+    bytes_done: int | None = None
+    rows_per_s: float | None = Field(default=None, description="Over the last seconds.")
+    seconds_left: float | None = Field(default=None, description="At that rate; absent while no rows arrive.")
+
+
+class ModelStatus(BaseModel):
+    """Progress of loading a model."""
+
+    name: str
+    state: ModelState
+    percent: int = Field(description="Mean over its tables; 100 once it is ready.")
+    reason: str | None = Field(default=None, description="Cause of its wait, its progress, or its failure; absent when ready.")
+    retry_in_s: float | None = Field(
+        default=None, description="Seconds until a failed model is retried; absent if it is not retried."
+    )
+    tables: list[TableStatus]
+
+
+class ServerReady(Ready):
+    """Whether lookups of every model are answered."""
+
+    models: list[ModelStatus] | None = Field(default=None, description="All models; absent when all are ready.")
+
+
+class ModelReady(Ready):
+    """Whether lookups of a model are answered."""
+
+    name: str
+
+
+class ServerMetadata(BaseModel):
+    """The server and the protocol extensions that it speaks."""
+
+    name: str
+    version: str
+    extensions: list[str]
+    models: list[str] = Field(description="Models in service, without those that wait, load or failed.")
+
+
+class TensorMetadata(BaseModel):
+    """An input or output; -1 is a width that the request chooses. `config` names the optional inputs, as in Triton."""
+
+    name: str
+    datatype: Datatype
+    shape: list[int]
+
+
+class TableMetadata(BaseModel):
+    """A table; its name may be an input."""
+
+    name: str
+    dim: int
+    max_keys: int = Field(description="Maximum number of this table's keys in one request.")
+    default_value: float | None = Field(
+        description="Element of the default vector of absent keys; null if JSON cannot express it."
+    )
+
+
+class ModelMetadata(BaseModel):
+    """A model: its inputs and outputs as in Triton's HPS backend, and its tables."""
+
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+    tables: list[TableMetadata]
+
+
+class RequestInput(BaseModel):
+    """Keys: `KEYS` and `NUMKEYS`, or one input per table. For keys in bags also `OFFSETS` and `WEIGHTS`, or
+    `<table>.offsets` and `<table>.weights`.
+    """
+
+    name: str
+    datatype: Literal["INT64", "INT32", "FP32"] = Field(description="FP32 only for weights.")
+    shape: list[int]
+    parameters: dict[str, Any] | None = Field(
+        default=None, description="`binary_data_size`: its size in the binary part, in bytes."
+    )
+    data: list[Any] | None = Field(
+        default=None, description="Numbers, flat or nested as in the shape; absent with binary data."
+    )
+
+
+class RequestOutput(BaseModel):
+    """A requested output: `OUTPUT0`, `FOUND0`, `<table>` or `<table>.found`."""
+
+    name: str
+    parameters: dict[str, Any] | None = Field(default=None, description="`binary_data`: whether to send it as binary data.")
+
+
+class InferenceRequest(BaseModel):
+    """A request of the Open Inference Protocol v2."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "inputs": [
+                    {"name": "KEYS", "datatype": "INT64", "shape": [1, 3], "data": [17, 42, 7]},
+                    {"name": "NUMKEYS", "datatype": "INT32", "shape": [1, 2], "data": [1, 2]},
+                ]
+            }
+        }
+    )
+
+    id: str | None = Field(default=None, description="Returned with the answer.")
+    parameters: dict[str, Any] | None = Field(
+        default=None,
+        description="`binary_data_output`: send all outputs as binary data. `found`: send the found-masks, too. `DeviceID`: "
+        "the device to answer; by default the least busy one. `combiner` (`sum`, `mean` or `sqrtn`), `max_norm` and "
+        "`padding_key`: for the bags of all tables; `<table>.combiner` and the like: of one table. "
+        "`report`: add the answering tiers and the times of stages to the answer's parameters.",
+    )
+    inputs: list[RequestInput]
+    outputs: list[RequestOutput] | None = Field(default=None, description="Outputs to send; by default all vectors.")
+
+
+class ResponseOutput(BaseModel):
+    """Vectors (FP32) or a found-mask (BOOL)."""
+
+    name: str
+    datatype: Literal["FP32", "BOOL"]
+    shape: list[int]
+    parameters: dict[str, Any] | None = Field(
+        default=None, description="`binary_data_size`: its size in the binary part, in bytes."
+    )
+    data: list[float | bool | None] | None = Field(
+        default=None, description="Flat, in row-major order; null is a value that JSON cannot express (NaN, infinity)."
+    )
+
+
+class InferenceResponse(BaseModel):
+    """An answer of the Open Inference Protocol v2."""
+
+    model_name: str
+    model_version: str
+    id: str | None = None
+    parameters: dict[str, Any] | None = Field(
+        default=None,
+        description="For `KEYS`. `NumSample`: the request's keys divided by the maximum keys of a sample, rounded down; or the "
+        "bags of a table. `DeviceID`: the device that answered.",
+    )
+    outputs: list[ResponseOutput]
+
+
+class LookupRequest(BaseModel):
+    """Keys by table: one by one, or in bags."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"tables": {"item": [1, 2]}, "found": True}}, extra="forbid")
+
+    tables: dict[str, list[int]] | None = Field(default=None, description="Each key gets a vector.")
+    bags: dict[str, list[list[int]]] | None = Field(default=None, description="Instead of `tables`: each list gets a vector.")
+    weights: dict[str, list[list[float]]] | None = Field(default=None, description="Weights of the keys in bags; 1 by default.")
+    combiner: str | dict[str, str] | None = Field(
+        default=None, description="`sum` (the default), `mean` or `sqrtn`: for all bags, or by table."
+    )
+    max_norm: float | dict[str, float] | None = Field(
+        default=None, description="Maximum L2 norm; longer vectors in bags are scaled down. For all bags, or by table."
+    )
+    padding_key: int | dict[str, int] | None = Field(
+        default=None, description="Key to skip in bags; for all bags, or by table."
+    )
+    found: bool = Field(default=False, description="Return which keys were found; not with bags.")
+    device: int | str | None = Field(default=None, description="Device to answer; by default the least busy one.")
+    report: bool = Field(default=False, description="Return the answering tiers and the times of stages.")
+
+
+class TableReport(BaseModel):
+    """How the keys of one table were answered."""
+
+    keys: int
+    embedding_cache: int
+    volatile_db: int
+    persistent_db: int
+    linked: int = Field(description="Keys read by the device from host memory.")
+    defaults: int = Field(description="Keys that no tier has.")
+    deferred: int = Field(description="Keys answered with default vectors and fetched afterwards.")
+
+
+class LookupReport(BaseModel):
+    """How one request was answered."""
+
+    hit_rate: float | None = Field(description="Share of all keys that embedding caches answered; null without keys.")
+    tables: dict[str, TableReport]
+    us: dict[str, float] = Field(
+        description="Microseconds of each stage; also `queue`, the wait for a thread, and `lookup`, the complete lookup."
+    )
+
+
+class LookupResponse(BaseModel):
+    """Vectors by table, in the order of the keys or bags."""
+
+    tables: dict[str, list[list[float | None]]] = Field(description="null is a value that JSON cannot express (NaN, infinity).")
+    found: dict[str, list[bool]] | None = Field(
+        default=None, description="If requested: false for keys that got the default vector."
+    )
+    report: LookupReport | None = Field(default=None, description="If requested.")
+
+
+class RowsRequest(BaseModel):
+    """Rows to write."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"keys": [17, 42], "vectors": [[0.1, 0.2], [0.3, 0.4]]}}, extra="forbid"
+    )
+
+    keys: list[int]
+    vectors: list[list[float]] = Field(description="One vector per key, as wide as the table.")
+
+
+class KeysRequest(BaseModel):
+    """Keys of rows to delete."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"keys": [17, 42]}}, extra="forbid")
+
+    keys: list[int]
+
+
+class RowsAnswer(BaseModel):
+    """Lookups that start now see the change in every tier: the written rows, or default vectors for deleted ones."""
+
+    model: str
+    version: str = Field(description="Version that was changed: each version has its own rows.")
+    table: str
+    rows: int = Field(description="Number of rows in the request.")
+
+
+class RowAnswer(BaseModel):
+    """The row of a key."""
+
+    model: str
+    version: str
+    table: str
+    key: int
+    found: bool
+    tier: Literal["embedding_cache", "volatile_db", "persistent_db"] | None = Field(description="First tier that has the key.")
+    written_at: str | None = Field(description="When the row was written or loaded (ISO 8601, UTC); null if unknown.")
+    written_at_us: int | None = Field(description="`written_at` in microseconds since 1970.")
+    vector: list[float | None] = Field(description="The default vector if no tier has the key. null is NaN or an infinity.")
+
+
+class DeployRequest(BaseModel):
+    """The version to deploy; all members are optional."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"version": "2"}}, extra="forbid")
+
+    version: Version | None = Field(default=None, description="By default as chosen by the model's `version_policy`.")
+    force: bool = Field(default=False, description="Load the files even if the databases hold them. Online writes are lost.")
+    config: dict[str, Any] | None = Field(
+        default=None, description="Entry of `models` as in a ps.json: replaces the configured one, or adds a model."
+    )
+
+
+class UndeployRequest(BaseModel):
+    """The version to take out of service; optional."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"version": "1"}}, extra="forbid")
+
+    version: Version | None = Field(default=None, description="By default all versions of the model.")
+
+
+class ChangeAnswer(BaseModel):
+    """A change of a model, under way or ended."""
+
+    number: int = Field(description="Sequence number of the change in this server.")
+    model: str
+    what: str
+    by: str = Field(description="Address of the client, and its authorization.")
+    since: str = Field(description="Start time (ISO 8601, UTC).")
+    seconds: float = Field(description="Duration in seconds, so far or in total.")
+    status: int | None = Field(default=None, description="Outcome as an HTTP status; absent while under way.")
+    version: str | None = Field(default=None, description="Serving version after a successful change.")
+    error: str | None = Field(default=None, description="Why it failed.")
+    table: TableStatus | None = Field(default=None, description="The table that is being loaded.")
+
+
+class VersionStatus(BaseModel):
+    """A version of a model, and its sizes."""
+
+    version: str
+    state: Literal["serving", "available", "kept", "retiring"] = Field(
+        description="`serving` answers requests without a version, `available` those with it; `kept` waits for a roll-back, "
+        "`retiring` for its last lookups."
+    )
+    since: str = Field(description="Time it was put into service (ISO 8601, UTC).")
+    rows: int = Field(description="Rows in its model files.")
+    size_bytes: dict[str, int] = Field(description="Size of its vectors by tier.")
+
+
+class ModelDetails(BaseModel):
+    """A model and its versions."""
+
+    name: str
+    state: ModelState
+    reason: str | None = Field(default=None, description="Why it is not ready.")
+    devices: list[int]
+    hit_rates: dict[str, float] = Field(description="By tier: share of the requested keys that it had, over all versions.")
+    versions: list[VersionStatus]
+
+
+class ModelList(BaseModel):
+    """All models and their changes."""
+
+    models: list[ModelDetails]
+    changes: list[ChangeAnswer] = Field(description="Current or last change of each model.")
+
+
+class FollowedTable(BaseModel):
+    """How far a table of one version has followed the log of its updates."""
+
+    model: str
+    version: str
+    table: str
+    topic: str
+    positions: dict[str, str] = Field(
+        description="By partition, position of the last applied message: lookups that start now see it."
+    )
+    behind: int | None = Field(description="Messages in the log that are not applied; null if unknown.")
+    lag_s: float | None = Field(description="How long the table has lagged behind the log; null if unknown yet.")
+    rows_per_s: float = Field(description="Rate over the last ten seconds.")
+    rows: int = Field(description="Rows applied since the start.")
+    stale_rows: int = Field(description="Those that were older than the stored row, and changed nothing.")
+    dead_letters: dict[str, int] = Field(description="Messages that could not be applied, by reason.")
+    connected: bool = Field(description="Whether the log is reachable.")
+    problem: str = Field(description="Obstacle to applying updates, or a loss of messages; empty if none.")
+
+
+class UpdateList(BaseModel):
+    """All tables that follow a log."""
+
+    tables: list[FollowedTable]

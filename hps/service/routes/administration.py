@@ -1,0 +1,174 @@
+"""Routes that change the models of a running server, called by operators and by `hps models`, `hps deploy` and the like."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+
+from hps.configuration.load import ModelConfig, override_model
+from hps.errors import InvalidInputError, UnknownModelError
+from hps.parameter_server import HPS
+from hps.service.lifecycle import Lifecycle
+from hps.service.lookup_threads import LookupThreads
+from hps.service.model_changes import change_model
+from hps.service.protocol import schemas
+from hps.service.readiness import table_status
+from hps.service.request_body import described_object, read_object
+from hps.versions.changes import Change
+from hps.versions.live_models import REFRESHING
+
+_Wait = Annotated[bool, Query(description="`false` answers 202 at once; poll GET /v1/models for the outcome.")]
+
+
+def admin_routes(lifecycle: Lifecycle, threads: LookupThreads, responses: dict[int | str, dict[str, Any]]) -> APIRouter:
+    """Make the routes.
+
+    Args:
+        threads: threads that ask databases for their sizes.
+        responses: descriptions of errors by status.
+    """
+    errors: dict[int | str, dict[str, Any]] = {status: responses[status] for status in (400, 401, 403, 404, 409, 503, 507)}
+    errors[202] = {"model": schemas.ChangeAnswer, "description": "The change is under way."}
+    changing: dict[str, Any] = {"responses": errors, "response_model_exclude_none": True}
+    router = APIRouter(prefix="/v1", tags=["models"])
+
+    async def run(
+        name: str,
+        doing: str,
+        request: Request,
+        response: Response,
+        wait: bool,
+        call: Callable[[HPS], str],
+        detail: str = "",
+    ) -> schemas.ChangeAnswer:
+        server = lifecycle.server
+        change = await change_model(server.live, name, doing, request.scope, partial(call, server), detail=detail, wait=wait)
+        if change.under_way:
+            response.status_code = 202
+        return _answer(change)
+
+    @router.get("/models", responses={status: responses[status] for status in (401, 503)}, response_model_exclude_none=True)
+    async def list_models() -> schemas.ModelList:
+        """List all models and versions, their sizes in each tier, and their changes."""
+        models = await threads.run(_models, lifecycle)
+        return schemas.ModelList(models=models, changes=[_answer(one) for one in lifecycle.live.requested.values()])
+
+    @router.get("/updates", responses={status: responses[status] for status in (401, 503)})
+    async def list_updates() -> schemas.UpdateList:
+        """Report how far each table has followed its update log, in every version in service or about to take over."""
+        found = await threads.run(lambda: lifecycle.server.updates())
+        return schemas.UpdateList(tables=[schemas.FollowedTable(**asdict(one)) for one in found])
+
+    @router.post("/models/{model}/deploy", **changing, openapi_extra=described_object(schemas.DeployRequest))
+    async def deploy(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
+        """Load a version of a model beside the serving one, and switch over to it."""
+        body = await read_object(request, schemas.DeployRequest)
+        wanted = model if body.config is None else _configured(model, body.config)
+        detail = (
+            f"version {body.version or 'by its policy'}{', forced' * body.force}{', with a config' * (body.config is not None)}"
+        )
+
+        def call(server: HPS) -> str:
+            return server.deploy(wanted, body.version, progress=lifecycle.progress(), force=body.force).version
+
+        return await run(model, "deploying", request, response, wait, call, detail)
+
+    @router.post("/models/{model}/undeploy", **changing, openapi_extra=described_object(schemas.UndeployRequest))
+    async def undeploy(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
+        """Take a model, or one of its versions, out of service."""
+        body = await read_object(request, schemas.UndeployRequest)
+
+        def call(server: HPS) -> str:
+            server.undeploy(model, body.version)
+            return server.model(model).version if model in server.models else ""
+
+        detail = f"version {body.version}" if body.version else ""
+        return await run(model, "undeploying", request, response, wait, call, detail)
+
+    @router.post("/models/{model}/rollback", **changing)
+    async def rollback(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
+        """Roll back to the previous version."""
+        return await run(model, "rolling back", request, response, wait, lambda server: server.rollback(model).version)
+
+    @router.post("/models/{model}/refresh", **changing)
+    async def refresh(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
+        """Reread the vectors of all resident keys of a model, on every device."""
+
+        def call(server: HPS) -> str:
+            server.refresh(model)
+            return server.model(model).version
+
+        return await run(model, REFRESHING, request, response, wait, call)
+
+    return router
+
+
+def _configured(name: str, entry: dict[str, Any]) -> ModelConfig:
+    """Check an entry of `models`, which may omit the model's name.
+
+    Raises:
+        ConfigError: the entry is invalid.
+        InvalidInputError: it is of another model.
+    """
+    if entry.get("model", name) != name:
+        raise InvalidInputError(f"reading 'config': got model {str(entry['model'])[:120]!r}, expected {name[:120]!r}")
+    return override_model(name, None, entry)
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+def _answer(change: Change) -> schemas.ChangeAnswer:
+    under_way = change.under_way
+    loading = next((one for one in list(change.tables.values()) if one.load and one.state == "loading"), None)
+    return schemas.ChangeAnswer(
+        number=change.number,
+        model=change.model,
+        what=change.what,
+        by=change.by,
+        since=_time(change.since),
+        seconds=change.seconds,
+        status=None if under_way else change.status,
+        version=change.version or None,
+        error=change.error or None,
+        table=table_status(loading) if under_way and loading else None,
+    )
+
+
+def _models(lifecycle: Lifecycle) -> list[schemas.ModelDetails]:
+    server = lifecycle.server
+    return [
+        schemas.ModelDetails(
+            name=one.name,
+            state=one.state,
+            reason=one.reason,
+            devices=_devices(server, one.name),
+            hit_rates=server.metrics.hit_rates(one.name),
+            versions=_versions(server, one.name),
+        )
+        for one in lifecycle.states.models()
+    ]
+
+
+def _devices(server: HPS, name: str) -> list[int]:
+    try:
+        return list(server.model(name).devices)
+    except UnknownModelError:
+        return []
+
+
+def _versions(server: HPS, name: str) -> list[schemas.VersionStatus]:
+    try:
+        found = server.versions(name)
+    except UnknownModelError:  # it waits, is being loaded, or failed
+        return []
+    return [
+        schemas.VersionStatus(
+            version=one.version, state=one.state, since=_time(one.since), rows=one.rows, size_bytes=one.size_bytes
+        )
+        for one in found
+    ]

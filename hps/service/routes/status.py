@@ -1,0 +1,93 @@
+"""The page at `/`, the API page at `/docs`, and `GET /v1/stats`, the data of the first."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib import resources
+from typing import Any, Final
+
+import orjson
+from fastapi import APIRouter, Response
+from starlette.concurrency import run_in_threadpool
+
+from hps.service.http_metrics import HTTPMetrics
+from hps.service.lifecycle import Lifecycle
+from hps.service.logs.lines import RecentProblems
+
+_KEPT_S: Final = 0.25  # an answer takes about 1 ms for 26 tables
+_PAGES: Final = {"/": "index.html", "/docs": "api.html"}
+_PARTS: Final = ("page.css", "dom.js", "figures.js", "page.js", "api.js")
+OPEN_PATHS: Final = frozenset({*_PAGES, *(f"/page/{name}" for name in _PARTS)})
+"""Paths without a token: static files, the same for every server. Their data come from routes that need it."""
+
+_TYPES: Final = {"html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8"}
+_HEADERS: Final = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cache-control": "no-cache",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+def status_routes(
+    lifecycle: Lifecycle,
+    metrics: HTTPMetrics,
+    problems: RecentProblems,
+    service: Callable[[], dict[str, Any]],
+    responses: dict[int | str, dict[str, Any]],
+) -> APIRouter:
+    """Make the routes.
+
+    Args:
+        metrics: metrics of requests.
+        problems: recent problems.
+        service: returns what the service itself holds now.
+        responses: descriptions of errors by status.
+    """
+    router = APIRouter()
+
+    kept, kept_at = b"", -math.inf
+
+    @router.get("/v1/stats", tags=["metrics"], responses={401: responses[401]}, response_class=Response)
+    async def stats() -> Response:
+        """Return the data of the page at `/`: counts since the start, sizes, times, loading, and recent warnings and errors.
+
+        `server` is `HPS.stats()`, null while the databases are being opened; `service`, `models` and `problems` are of this
+        process. All counts are since the start: for rates, divide the difference of two answers by that of their `at_s`, the
+        server's clock in seconds. An answer is shared by all requests within a quarter of a second.
+        """
+        nonlocal kept, kept_at
+        if time.monotonic() - kept_at > _KEPT_S:
+            kept, kept_at = await run_in_threadpool(text, state()), time.monotonic()
+        return Response(kept, headers={"content-type": "application/json", "cache-control": "no-store"})
+
+    def text(state: dict[str, Any]) -> bytes:
+        opened = lifecycle.opened
+        return orjson.dumps({"server": opened.stats() if opened is not None else None, **state})
+
+    def state() -> dict[str, Any]:
+        return {
+            "at_s": time.monotonic(),
+            "service": {
+                "ready": not lifecycle.not_ready_reason,
+                "reason": lifecycle.not_ready_reason,
+                "requests": metrics.requests(),
+                **service(),
+            },
+            "models": [one.model_dump(exclude_none=True) for one in lifecycle.states.models()],
+            "problems": [asdict(one) for one in problems.entries()],
+        }
+
+    folder = resources.files("hps.service") / "page"
+    for path, name in (*_PAGES.items(), *((f"/page/{name}", name) for name in _PARTS)):
+        router.get(path, include_in_schema=False)(_static((folder / name).read_bytes(), _TYPES[name.rpartition(".")[2]]))
+    return router
+
+
+def _static(content: bytes, kind: str) -> Callable[[], Response]:
+    def answer() -> Response:
+        return Response(content, headers={**_HEADERS, "content-type": kind})
+
+    return answer

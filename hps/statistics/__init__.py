@@ -1,0 +1,1 @@
+"""One set of figures: counted and timed once, and rendered for Prometheus, JSON, Python and Triton."""

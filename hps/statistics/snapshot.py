@@ -1,0 +1,190 @@
+"""Statistics of a parameter server as plain data, for use without Prometheus."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """A histogram of durations since the start. *Immutable.*
+
+    Attributes:
+        count, total_s: number of durations, and their sum.
+        buckets: (bound in seconds, cumulative count), ascending; durations above the last bound are in `count` only.
+    """
+
+    count: int
+    total_s: float
+    buckets: tuple[tuple[float, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatistics:
+    """One table in one tier. *Immutable.*
+
+    Attributes:
+        tier: as in `metrics.TIERS`.
+        kind: `cuda` or `cpu`, or the configured type of the database.
+        device: `cpu` or the number of an embedding cache's device; empty for a database.
+        rows, capacity_rows: current and maximum rows; None if unbounded or unknown.
+        vector_bytes, overhead_bytes: memory or disk for vectors, and for everything else; None if unknown.
+        hits, misses: requested keys since the start; totals over all devices, in the first device's entry.
+        inserts, evictions: rows added and evicted since the start, None if unknown. A cache adds rows by admission, a database
+            by promotion or online writes; loading does not count.
+        available: whether the tier is in use now; False after failures.
+        age_s: age of rows and bytes: figures that need I/O are read in the background, at most every 15 s.
+    """
+
+    tier: str
+    kind: str
+    device: str
+    rows: int | None
+    capacity_rows: int | None
+    vector_bytes: int | None
+    overhead_bytes: int | None
+    hits: int
+    misses: int
+    inserts: int | None
+    evictions: int | None
+    available: bool
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TableStatistics:
+    """One table of the serving version. *Immutable.*
+
+    Attributes:
+        rows: rows in the model files.
+        keys, defaults, deferred, linked: since the start; see `metrics.TableCounters`.
+        miss_path: `link`, `copy`, or empty without a cache.
+        tiers: in lookup order; with several devices, one embedding cache each.
+    """
+
+    name: str
+    dim: int
+    rows: int
+    keys: int
+    defaults: int
+    deferred: int
+    linked: int
+    miss_path: str
+    tiers: tuple[TierStatistics, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatistics:
+    """One model. *Immutable.*
+
+    Attributes:
+        version: serving version.
+        versions: all versions in service, kept or retiring: `(version, state)`.
+        since: time the version was put into service, in seconds since the epoch.
+        lookups: total times of lookups.
+        stages: times of their stages, by name (`tracing.STAGES`).
+        workspaces, busy_workspaces: over all devices.
+        tables: in the order of their ids.
+    """
+
+    name: str
+    version: str
+    versions: tuple[tuple[str, str], ...]
+    since: float
+    lookups: Latency
+    stages: dict[str, Latency]
+    workspaces: int
+    busy_workspaces: int
+    tables: tuple[TableStatistics, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStatistics:
+    """One device with embedding caches. *Immutable.*
+
+    Attributes:
+        device: `cpu`, or its number.
+        name: the driver's name for it.
+        memory_bytes, free_bytes: device memory as the driver reports it; on the CPU, the memory available to this process.
+        cache_bytes: bytes of its embedding caches.
+        pinned_bytes: host memory pinned for it.
+    """
+
+    device: str
+    name: str
+    memory_bytes: int
+    free_bytes: int
+    cache_bytes: int
+    pinned_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateStatus:
+    """How far one table of one version of a model has followed the log of its updates. *Immutable.*
+
+    Attributes:
+        topic: topic of the log.
+        positions: last message applied to every tier, by partition; empty before the first.
+        behind: unapplied messages in the log; None if unknown.
+        lag_s: 0 if the table is not behind, else the age of the newest applied message, or the time since the table was last
+            not behind if that is shorter. None if unknown.
+        rows_per_s: rows applied per second, over the last ten seconds.
+        rows: rows applied since the start, including repeated ones.
+        stale_rows: rows among them that were older than the stored ones, and so had no effect.
+        dead_letters: messages that could not be applied, by reason.
+        problem: why updates are not applied, or what was lost; empty if there is no problem.
+        connected: whether the log can be reached.
+    """
+
+    model: str
+    version: str
+    table: str
+    topic: str
+    positions: dict[str, str]
+    behind: int | None
+    lag_s: float | None
+    rows_per_s: float
+    rows: int
+    stale_rows: int
+    dead_letters: dict[str, int]
+    problem: str
+    connected: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatistics:
+    """Statistics of a parameter server, returned by `HPS.stats`. *Immutable*; `dataclasses.asdict` makes it a dict for JSON.
+
+    Attributes:
+        version: version of hps.
+        started: creation of the server, in seconds since the epoch.
+        memory_bytes: resident memory of this process.
+        models: models in service.
+        devices: devices in use.
+        queues: waiting background batches, by type of work.
+        updates: seconds that followed tables are behind (`lag_s`), by `model.table`; None if unknown.
+    """
+
+    version: str
+    started: float
+    memory_bytes: int
+    models: tuple[ModelStatistics, ...]
+    devices: tuple[DeviceStatistics, ...]
+    queues: dict[str, int]
+    updates: dict[str, float | None]
+
+
+def quantile(buckets: Iterable[tuple[float, float]], place: float) -> float:
+    """Estimate a quantile of a histogram, with linear interpolation within a bucket, as Prometheus' `histogram_quantile`.
+
+    Args:
+        buckets: as in `Latency`; the bound of an unbounded bucket is infinity.
+        place: rank, above 0; beyond the last finite bound, the result is that bound.
+    """
+    low = below = 0.0
+    for bound, count in buckets:
+        if bound == float("inf"):
+            break
+        if count >= place:
+            return low + (bound - low) * (place - below) / (count - below)
+        low, below = bound, count
+    return low

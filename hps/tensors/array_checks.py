@@ -1,0 +1,213 @@
+"""Checks of callers' arrays: with a wrong one a kernel or an engine would access memory out of bounds.
+
+Arrays and tensors are checked once a call, at the entry point. Every check raises `InvalidDtypeError` for a wrong dtype or a
+non-array, and `InvalidInputError` for a wrong shape, an array that is not C-contiguous, and a read-only output. Only int32 keys
+are copied, to widen them.
+"""
+
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from hps.errors import InvalidDtypeError, InvalidInputError
+from hps.tensors.dlpack import CAPSULE, FLOAT, INT, UINT, TensorView, adopt
+from hps.types import BoolArray, FloatArray, KeyArray
+
+# -- host arrays -------------------------------------------------------------------------------------------------------
+
+
+def check_fetch(
+    doing: str,
+    keys: KeyArray,  # (n,)
+    out: FloatArray,  # (n, dim)
+    found: BoolArray,  # (n,)
+    dim: int,
+) -> tuple[KeyArray, FloatArray, BoolArray]:
+    """Check the arrays of a fetch; `doing`, such as `fetching from table t`, begins the message."""
+    keys = check_keys(doing, keys)
+    out = check_array(doing, "out", out, np.float32, (keys.size, dim), writable=True)
+    return keys, out, check_array(doing, "found", found, np.bool_, (keys.size,), writable=True)
+
+
+def check_rows(
+    doing: str,
+    keys: KeyArray,  # (n,)
+    vectors: FloatArray,  # (n, dim)
+    dim: int,
+    *,
+    aligned: bool = False,
+) -> tuple[KeyArray, FloatArray]:
+    """Check keys and their vectors."""
+    keys = check_keys(doing, keys, aligned=aligned)
+    return keys, check_array(doing, "vectors", vectors, np.float32, (keys.size, dim), aligned=aligned)
+
+
+def check_keys(doing: str, keys: KeyArray, *, aligned: bool = False) -> KeyArray:
+    """Check keys: one dimension of int64."""
+    checked: KeyArray = check_array(doing, "keys", keys, np.int64, None, aligned=aligned)
+    return checked
+
+
+def check_positive(doing: str, name: str, value: int) -> None:
+    """Reject a number below 1.
+
+    Raises:
+        InvalidInputError: the number is below 1.
+    """
+    if value < 1:
+        raise InvalidInputError(f"{doing}: got {name} {value}, expected at least 1")
+
+
+def check_array(
+    doing: str,
+    name: str,
+    array: Any,
+    dtype: npt.DTypeLike,
+    shape: tuple[int, ...] | None,
+    *,
+    writable: bool = False,
+    aligned: bool = False,
+    rows_apart: bool = False,
+) -> Any:
+    """Return an array as a plain `ndarray`; kernels do not accept a subclass such as a memory-mapped file.
+
+    Args:
+        shape: None: one dimension of any length.
+        rows_apart: require C-contiguous rows rather than a C-contiguous array.
+    """
+    if not isinstance(array, np.ndarray) or array.dtype != dtype:
+        got = f"dtype {array.dtype}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise InvalidDtypeError(f"{doing}: {name}: got {got}, expected a NumPy array of {np.dtype(dtype)}")
+    if array.ndim != 1 if shape is None else array.shape != shape:
+        raise InvalidInputError(f"{doing}: {name}: got shape {array.shape}, expected {shape or '(n,)'}")
+    flags = array.flags
+    if not (array[:1].flags if rows_apart else flags).c_contiguous:
+        raise InvalidInputError(f"{doing}: {name}: got a strided array, expected a C-contiguous one; use np.ascontiguousarray")
+    if aligned and not flags.aligned:
+        raise InvalidInputError(f"{doing}: {name}: got an array that is not aligned, expected an aligned one; pass a copy")
+    if writable and not flags.writeable:
+        raise InvalidInputError(f"{doing}: {name}: got a read-only array, expected one to write to")
+    return array if type(array) is np.ndarray else np.asarray(array)
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def as_keys(keys: Any, what: str = "keys") -> KeyArray:
+    """Adopt keys in host memory: an int64 tensor of any shape.
+
+    Args:
+        keys: as for `adopt`.
+        what: names the keys in errors.
+
+    Returns:
+        (n,) int64, aligned: the same memory for int64 keys, else (int32) a widened copy. Read only.
+
+    Raises:
+        InvalidDtypeError: the elements are neither int64 nor int32.
+        InvalidInputError: they are not C-contiguous or not in host memory; and as for `adopt`.
+    """
+    array = _array(keys)
+    if array is not None and array.dtype == np.int64 and array.flags.c_contiguous and array.flags.aligned:
+        flat: KeyArray = array if array.ndim == 1 else array.reshape(-1)
+        return flat
+    return view_as_keys(adopt(keys, None, what), what)
+
+
+def view_as_keys(view: TensorView, what: str = "keys") -> KeyArray:
+    """Return an adopted tensor as keys; see `as_keys`."""
+    check_key_tensor(view, what)
+    _check_host(view, what)
+    given = view.host_array((view.size,))
+    return given if view.bits == 64 and given.flags.aligned else given.astype(np.int64)
+
+
+def as_output(out: Any, rows: int, dim: int, what: str = "output") -> FloatArray:  # (rows, dim)
+    """Adopt an output in host memory: a float32 tensor of any shape with room for rows x dim elements.
+
+    Args:
+        out: as for `adopt`.
+        what: names the output in errors.
+
+    Returns:
+        (rows, dim) float32 over its first elements, writable.
+
+    Raises:
+        InvalidDtypeError: the elements are not float32.
+        InvalidInputError: it is read-only, too small, not C-contiguous or not in host memory; and as for `adopt`.
+    """
+    array = _array(out)
+    if array is not None and array.dtype == np.float32 and array.size >= rows * dim:
+        flags = array.flags
+        if flags.c_contiguous and flags.writeable and flags.aligned:
+            fits: FloatArray = array if array.shape == (rows, dim) else array.reshape(-1)[: rows * dim].reshape(rows, dim)
+            return fits
+    return view_as_output(adopt(out, None, what), rows, dim, what)
+
+
+def view_as_output(view: TensorView, rows: int, dim: int, what: str = "output") -> FloatArray:  # (rows, dim)
+    """Return an adopted tensor as an output; see `as_output`."""
+    check_output_tensor(view, rows, dim, what)
+    _check_host(view, what)
+    return view.host_array((rows, dim))
+
+
+def _array(tensor: Any) -> np.ndarray | None:
+    """Return a host tensor as NumPy reads it, the fastest way; None if only `adopt` can read or reject it."""
+    if type(tensor) is np.ndarray:
+        return tensor
+    if type(tensor) is CAPSULE:
+        return None
+    try:
+        return np.from_dlpack(tensor)
+    except (AssertionError, AttributeError, BufferError, RuntimeError, TypeError, ValueError):
+        return None
+
+
+def check_key_tensor(view: TensorView, what: str = "keys") -> None:
+    """Check a tensor on any device as keys: int64 or int32 (see `view.bits`), C-contiguous.
+
+    Raises:
+        InvalidDtypeError, InvalidInputError: the tensor cannot be keys.
+    """
+    if view.code != INT or view.bits not in (32, 64) or view.lanes != 1:
+        hint = "; view the same bits as int64" if (view.code, view.bits) == (UINT, 64) else "; convert them"
+        raise InvalidDtypeError(f"adopting {what}: got {view.dtype_name}, expected int64 (or int32, which is widened){hint}")
+    if not view.contiguous:
+        _fail_layout(view, what)
+
+
+def check_output_tensor(view: TensorView, rows: int, dim: int, what: str = "output") -> None:
+    """Check that a tensor on any device has room for rows x dim float32 elements.
+
+    Raises:
+        InvalidDtypeError, InvalidInputError: the tensor cannot be an output.
+    """
+    if (view.code, view.bits, view.lanes) != (FLOAT, 32, 1):
+        raise InvalidDtypeError(f"adopting {what}: got {view.dtype_name}, expected float32; allocate it as float32")
+    if not view.contiguous:
+        _fail_layout(view, what)
+    if view.read_only:
+        raise InvalidInputError(f"adopting {what}: got a read-only tensor, expected a writable one; pass a copy")
+    if view.size < rows * dim:
+        raise InvalidInputError(
+            f"adopting {what}: got shape {view.shape} with {view.size} elements, expected at least {rows * dim} for {rows} "
+            f"vectors of {dim}; allocate it larger"
+        )
+    if view.pointer % 4:
+        raise InvalidInputError(f"adopting {what}: got memory that is not aligned to float32; pass a tensor of its own")
+
+
+def _check_host(view: TensorView, what: str) -> None:
+    if not view.on_host:
+        raise InvalidInputError(
+            f"adopting {what}: got a tensor on {view.device_name}, expected host memory; copy it to the CPU"
+        )
+
+
+def _fail_layout(view: TensorView, what: str) -> NoReturn:
+    raise InvalidInputError(
+        f"adopting {what}: got shape {view.shape} with strides {view.strides}, expected a C-contiguous tensor; make it "
+        "contiguous"
+    )

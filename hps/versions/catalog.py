@@ -1,0 +1,182 @@
+"""The deployable versions of every model, and the choice of versions to serve."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from hps.configuration.load import Configuration, ModelConfig, load_configuration
+from hps.errors import HPSError, UnknownModelError, UnknownVersionError
+from hps.models.deltas import HeldTable, TableSource, fingerprint_of
+from hps.models.manifest import within
+from hps.models.repository import VersionFiles, list_models, list_versions, log_starts_beside, table_sources, version_files
+from hps.models.sources import ModelSources
+
+
+@dataclass(frozen=True)
+class ModelVersion:
+    """A deployable version of a model. *Immutable.*
+
+    Attributes:
+        config: the model's entry, with the `version` and `sparse_files` of this version.
+        sources: location of each table's rows.
+    """
+
+    config: ModelConfig
+    sources: tuple[TableSource, ...]
+
+
+class ModelCatalog:
+    """The models of a configuration and its repository, with their versions. *Thread-safe.*
+
+    Attributes:
+        problems: errors of the last scan, by model.
+    """
+
+    def __init__(self, configuration: Configuration, sources: ModelSources) -> None:
+        self._sources = sources
+        self._repository = configuration.model_repository
+        self._followed = configuration.update_source.type != "null"
+        self._lock = threading.Lock()
+        self._added = {model.model: model for model in configuration.models}
+        self._found: dict[str, ModelConfig] | None = None if self._repository else {}
+        self._seen: dict[str, dict[str, str]] = {}
+        self.problems: dict[str, HPSError] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all models, as of the last scan of the repository."""
+        return list(self._models())
+
+    def scan(self) -> None:
+        """Read the repository again.
+
+        Raises:
+            ModelFileError: the repository cannot be listed.
+        """
+        if not self._repository:
+            return
+        found: dict[str, ModelConfig] = {}
+        problems: dict[str, HPSError] = {}
+        for name, entry in list_models(self._repository, self._sources).items():
+            try:
+                if isinstance(entry, HPSError):
+                    raise entry
+                place = within(self._repository, name)
+                found[name] = load_configuration({"models": [{**entry, "version_path": place}]}).models[0]
+            except HPSError as error:
+                problems[name] = error
+        self._found, self.problems = found, problems
+
+    def add(self, model: ModelConfig) -> ModelConfig | None:
+        """Add or replace the entry of a model. Returns the entry it replaces, if any."""
+        with self._lock:
+            known = self._added.get(model.model)
+            self._added = {**self._added, model.model: model}
+            return known
+
+    def remove(self, name: str) -> None:
+        """Remove a configured or added entry."""
+        self.restore(name, None)
+
+    def restore(self, name: str, known: ModelConfig | None) -> None:
+        """Undo an `add` that returned `known`."""
+        with self._lock:
+            others = {other: model for other, model in self._added.items() if other != name}
+            self._added = {**others, name: known} if known else others
+
+    def model(self, name: str) -> ModelConfig:
+        """Return a model's entry.
+
+        Raises:
+            UnknownModelError: there is no model of this name.
+            ConfigError, ModelFileError: its entry in the repository is invalid, or the repository cannot be read.
+        """
+        models = self._models()
+        if name not in models and self._repository:
+            self.scan()
+            models = self._models()
+        if name in models:
+            return models[name]
+        if name in self.problems:
+            raise self.problems[name]
+        known = ", ".join(models) or "none"
+        raise UnknownModelError(f"deploying model {name!r}: it is not configured; configured are: {known}")
+
+    def versions(self, name: str) -> list[str]:
+        """Return all version numbers of a model, ascending.
+
+        Raises:
+            UnknownModelError: there is no model of this name.
+            ModelFileError: the versions cannot be listed.
+        """
+        return sorted(self._files(self.model(name))[0], key=int)
+
+    def version(self, name: str, version: str, held: Callable[[str], Sequence[HeldTable]] = lambda version: ()) -> ModelVersion:
+        """Return one version of a model.
+
+        Args:
+            held: returns the tables of a version that this process holds, in order; empty if it holds none and they may be in
+                a persistent database.
+
+        Raises:
+            UnknownVersionError: the model has no such version.
+            ModelFileError: its files cannot be determined.
+        """
+        model = self.model(name)
+        versions, find = self._files(model)
+        if version not in versions:
+            known = ", ".join(sorted(versions, key=int)) or "none"
+            raise UnknownVersionError(f"deploying model {name!r}: got version {version[:40]!r}, expected one of {known}")
+
+        def held_or_loaded(number: str) -> Sequence[HeldTable]:
+            tables = model.model_copy(update={"version": number}).tables
+            return held(number) or [HeldTable(table.tag) for table in tables]
+
+        sources = table_sources(version, lambda number: find(number) if number in versions else None, held_or_loaded)
+        places = tuple(source.place for source in sources)
+        return ModelVersion(model.model_copy(update={"version": version, "sparse_files": places}), sources)
+
+    def fingerprint(self, version: ModelVersion) -> str:
+        """Return the fingerprint of a version's current files, without reading rows.
+
+        Raises:
+            ModelFileError: files are missing or do not fit the configuration.
+        """
+        tables = zip(version.sources, version.config.embedding_vecsize_per_table, strict=True)
+        return fingerprint_of(list(tables), self._sources)
+
+    def to_serve(self, name: str) -> list[str]:
+        """Return the versions that the model's `version_policy` selects, ascending.
+
+        Raises:
+            UnknownVersionError: the policy selects no existing version.
+        """
+        versions, policy = self.versions(name), self.model(name).version_policy
+        chosen = policy.chosen(versions)
+        if not chosen:
+            expected = f"versions {', '.join(policy.specific)} (version_policy)" if policy.specific else "at least one"
+            raise UnknownVersionError(
+                f"deploying model {name!r}: got versions {', '.join(versions) or 'none'}, expected {expected}"
+            )
+        return chosen
+
+    def _models(self) -> dict[str, ModelConfig]:
+        if self._found is None:
+            self.scan()
+        return {**(self._found or {}), **self._added}
+
+    def _files(self, model: ModelConfig) -> tuple[set[str], Callable[[str], VersionFiles]]:
+        """List the version numbers of a model; also return a function from a number to its files."""
+        if model.version_path:
+            places = list_versions(model.version_path, self._sources, known=self._seen.get(model.version_path, ()))
+            self._seen[model.version_path] = places
+            find = partial(version_files, sparse_files=model.sparse_files, sources=self._sources)
+            return set(places), lambda version: find(version, places[version])
+        files = {one.version: VersionFiles(one.version, one.sparse_files, one.delta_of) for one in model.versions}
+        files[model.version] = VersionFiles(model.version, model.sparse_files)
+        if not self._followed:
+            return set(files), files.__getitem__
+        return set(files), lambda version: replace(
+            files[version], updates=log_starts_beside(files[version].sparse_files, self._sources)
+        )

@@ -1,0 +1,300 @@
+"""Collects statistics of a parameter server; figures that need I/O are gathered in the background."""
+
+import logging
+import math
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+from hps.cache.base import CacheStats, DeviceMemory, EmbeddingCache
+from hps.databases.base import UNBOUNDED_ROWS, Database, TableStats
+from hps.errors import HPSError
+from hps.ground.workers import call_in_thread
+from hps.lookup.session import Session
+from hps.statistics.metrics import TIERS, Metrics, TableCounters
+from hps.statistics.prometheus import Family, family, label_text, server_families
+from hps.statistics.snapshot import DeviceStatistics, ModelStatistics, ServerStatistics, TableStatistics, TierStatistics
+from hps.version import __version__
+from hps.versions.deployment import Deployment
+from hps.versions.live_models import LiveModels
+
+_log = logging.getLogger(__name__)
+_MEASURED_EVERY_S = 15.0
+_CLOSE_WAIT_S = 10.0
+_Known = TypeVar("_Known")
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Figures of a database or a device, and when they were read."""
+
+    value: TableStats | CacheStats | DeviceMemory
+    at: float
+
+
+class StatisticsCollector:
+    """Collects the statistics of a parameter server. *Thread-safe.*
+
+    A background thread queries the databases and devices that need I/O, and exits after one round. A request for statistics
+    starts a round if the last one began at least 15 s ago, and does not wait for it. A source that fails keeps its last
+    figures.
+
+    Args:
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, live: LiveModels, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._live = live
+        self._metrics = metrics
+        self._clock = clock
+        self._started = time.time()
+        self._lock = threading.Lock()
+        self._round: Future[None] | None = None
+        self._round_at = -math.inf
+        self._closed = False
+        metrics.show(self.families)
+        self._known: WeakKeyDictionary[Database | EmbeddingCache, dict[str | int, _Answer]] = WeakKeyDictionary()
+
+    def statistics(self) -> ServerStatistics:
+        """Return the current statistics without waiting for databases or devices."""
+        deployments = self._live.all()
+        serving = dict(self._live.serving)
+        lags: dict[str, float | None] = {}
+        for status in self._metrics.updates():
+            where = f"{status.model}.{status.table}"
+            lag = status.lag_s
+            before = lags.get(where, 0.0)
+            lags[where] = None if lag is None or before is None else max(lag, before)
+        return ServerStatistics(
+            version=__version__,
+            started=self._started,
+            memory_bytes=resident_bytes(),
+            models=tuple(self.model(one) for one in serving.values()),
+            devices=tuple(self._devices(deployments)),
+            queues=self._metrics.queues(),
+            updates=lags,
+        )
+
+    def families(self) -> Iterator[Family]:
+        """Return the statistics as Prometheus metric families."""
+        build = label_text(("version", "python"), (__version__, platform.python_version()))
+        yield family("gauge", "hps_build_info", "1, with the versions of what runs in its labels.", [(build, 1)])
+        yield from server_families(self.statistics())
+        available = [
+            (label_text(("model", "tier", "operation"), (name, tier.name, operation)), value)
+            for name, deployment in dict(self._live.serving).items()
+            for tier in deployment.chain.tiers()
+            for operation, value in (("read", tier.read), ("write", tier.written))
+        ]
+        yield family(
+            "gauge",
+            "hps_tier_available",
+            "1 while the database of a tier is read or written, 0 while that is not tried after failures.",
+            available,
+        )
+
+    def measure(self) -> None:
+        """Query all databases and devices; return when each has answered or failed."""
+        deployments = self._live.all()
+        tags = {table.tag for deployment in deployments for table in deployment.tables}
+        with self._lock:  # tags come and go with the versions of models
+            for whom, known in self._known.items():
+                for gone in known.keys() - tags if isinstance(whom, Database) else ():
+                    del known[gone]
+        for deployment in deployments:
+            for index, table in enumerate(deployment.tables):
+                for database in deployment.chain.databases:
+                    if not database.in_process:
+                        self._ask(database, table.tag, partial(database.stats, table.tag))
+                for cache in deployment.caches:
+                    if cache.device != "cpu":
+                        self._ask(cache, index, partial(cache.stats, index))
+            for cache in deployment.caches:
+                self._ask(cache, "device", cache.device_memory)
+
+    def close(self) -> None:
+        """Start no more rounds, and wait for the current one."""
+        with self._lock:
+            self._closed, current = True, self._round
+        if current is not None:
+            wait([current], _CLOSE_WAIT_S)
+
+    def _measure_soon(self) -> None:
+        with self._lock:
+            now = self._clock()
+            if self._closed or not (self._round is None or self._round.done()) or now - self._round_at < _MEASURED_EVERY_S:
+                return
+            self._round_at = now
+            with suppress(RuntimeError):  # no thread can be started: the last figures stay
+                self._round = call_in_thread("statistics", self._measure)
+
+    def _measure(self) -> None:
+        try:
+            self.measure()
+        except Exception:  # noqa: BLE001 - logged with its traceback; the next round may do better
+            _log.exception("asking databases and devices for their sizes")
+
+    def _ask(self, whom: Database | EmbeddingCache, what: str | int, ask: Callable[[], object]) -> None:
+        if self._closed:
+            return
+        with suppress(HPSError):  # the source is down or closing: the last figures stay
+            value = ask()
+            with self._lock:
+                self._known.setdefault(whom, {})[what] = _Answer(value, self._clock())  # type: ignore[arg-type]
+
+    def _last(self, whom: Database | EmbeddingCache, what: str | int, kind: type[_Known]) -> tuple[_Known | None, float]:
+        """Return the last answer and its age in seconds."""
+        with self._lock:
+            measured = self._known.get(whom, {}).get(what)
+        if measured is None or not isinstance(measured.value, kind):
+            return None, 0.0
+        return measured.value, max(0.0, self._clock() - measured.at)
+
+    def model(self, deployment: Deployment) -> ModelStatistics:
+        """Return the current statistics of a version in service."""
+        self._measure_soon()
+        name = deployment.config.model
+        counted, lookups, stages = self._metrics.counted(name, [table.table_name for table in deployment.tables])
+        workspaces = [session.workspaces for session in dict.fromkeys(deployment.sessions.values())]
+        return ModelStatistics(
+            name=name,
+            version=deployment.version,
+            versions=tuple((one.version, state) for one, state in self._live.versions(name)),
+            since=deployment.since,
+            lookups=lookups,
+            stages=stages,
+            workspaces=sum(size for size, _ in workspaces),
+            busy_workspaces=sum(busy for _, busy in workspaces),
+            tables=tuple(self._table(deployment, index, one) for index, one in enumerate(counted)),
+        )
+
+    def _table(self, deployment: Deployment, index: int, counters: TableCounters) -> TableStatistics:
+        table = deployment.tables[index]
+        paths = [session.miss_paths[index] for session in deployment.sessions.values() if session.miss_paths]
+        return TableStatistics(
+            name=table.table_name,
+            dim=table.dim,
+            rows=deployment.rows[index] if deployment.rows else 0,
+            keys=counters.keys,
+            defaults=counters.defaults,
+            deferred=counters.deferred,
+            linked=counters.linked,
+            miss_path=paths[0] if paths else "",
+            tiers=(*self._caches(deployment, index, counters), *self._databases(deployment, index, counters)),
+        )
+
+    def _caches(self, deployment: Deployment, index: int, counters: TableCounters) -> Iterator[TierStatistics]:
+        dim = deployment.tables[index].dim
+        for place, session in enumerate(_cached(deployment)):
+            cache = session.cache
+            if cache is None:
+                continue
+            stats, age = self._cache_stats(cache, index)
+            vector_bytes = None if stats is None else min(stats.size_bytes, 4 * dim * stats.capacity_rows)
+            yield TierStatistics(
+                tier=TIERS[0],
+                kind=cache.device,
+                device=_device(cache),
+                rows=None if stats is None else stats.resident_rows,
+                capacity_rows=None if stats is None else stats.capacity_rows,
+                vector_bytes=vector_bytes,
+                overhead_bytes=None if stats is None or vector_bytes is None else stats.size_bytes - vector_bytes,
+                hits=0 if place else counters.hits[0],
+                misses=0 if place else counters.misses[0],
+                inserts=None if stats is None else stats.inserts,
+                evictions=None if stats is None else stats.evictions,
+                available=True,
+                age_s=age,
+            )
+
+    def _databases(self, deployment: Deployment, index: int, counters: TableCounters) -> Iterator[TierStatistics]:
+        table = deployment.tables[index]
+        for state in deployment.chain.tiers(table):
+            name, database = state.name, state.database
+            stats: TableStats | None = None
+            age = 0.0
+            if database.in_process:
+                with suppress(HPSError):  # dropped in the meantime
+                    stats = database.stats(table.tag)
+            else:
+                stats, age = self._last(database, table.tag, TableStats)
+            place = TIERS.index(name)
+            yield TierStatistics(
+                tier=name,
+                kind=database.kind,
+                device="",
+                rows=None if stats is None else stats.rows,
+                capacity_rows=None if stats is None or stats.capacity_rows >= UNBOUNDED_ROWS else stats.capacity_rows,
+                vector_bytes=None if stats is None else stats.vector_bytes,
+                overhead_bytes=None if stats is None or stats.overhead_bytes < 0 else stats.overhead_bytes,
+                hits=counters.hits[place],
+                misses=counters.misses[place],
+                inserts=counters.inserts[place],
+                evictions=None if stats is None else stats.evictions,
+                available=state.read,
+                age_s=age,
+            )
+
+    def _cache_stats(self, cache: EmbeddingCache, index: int) -> tuple[CacheStats | None, float]:
+        if cache.device != "cpu":
+            return self._last(cache, index, CacheStats)
+        with suppress(HPSError):  # the model is closing
+            return cache.stats(index), 0.0
+        return None, 0.0
+
+    def _devices(self, deployments: Sequence[Deployment]) -> Iterator[DeviceStatistics]:
+        by_device: dict[str, list[EmbeddingCache]] = {}
+        pinned: dict[str, int] = {}
+        for deployment in deployments:
+            for session in _cached(deployment):
+                if session.cache is not None:
+                    device = _device(session.cache)
+                    by_device.setdefault(device, []).append(session.cache)
+                    pinned[device] = pinned.get(device, 0) + _pinned_bytes(deployment, session)
+        for device, caches in by_device.items():
+            memory = next((found for one in caches if (found := self._last(one, "device", DeviceMemory)[0])), None)
+            stats = [self._cache_stats(cache, index)[0] for cache in caches for index in range(len(cache.tables))]
+            yield DeviceStatistics(
+                device=device,
+                name=memory.name if memory else "",
+                memory_bytes=memory.total_bytes if memory else 0,
+                free_bytes=memory.free_bytes if memory else 0,
+                cache_bytes=sum(one.size_bytes for one in stats if one is not None),
+                pinned_bytes=pinned[device],
+            )
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process; 0 if the system does not report it."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _cached(deployment: Deployment) -> list[Session]:
+    """Return each session that has a cache, once."""
+    return [one for one in dict.fromkeys(deployment.sessions.values()) if one.cache is not None]
+
+
+def _pinned_bytes(deployment: Deployment, session: Session) -> int:
+    """Return the bytes of host memory pinned for a device's reads."""
+    total = 0
+    for table, path in zip(deployment.tables, session.miss_paths, strict=False):
+        with suppress(HPSError):  # dropped in the meantime
+            if path == "link" and (host := deployment.chain.host_table(table)):
+                total += host.pinned_bytes
+    return total
+
+
+def _device(cache: EmbeddingCache) -> str:
+    return "cpu" if cache.device == "cpu" else str(cache.device_id)

@@ -1,0 +1,242 @@
+"""Changes the served versions of a model: deploys, rolls back, undeploys, and follows the catalog."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from hps.cache.base import EmbeddingCache
+from hps.configuration.load import ModelConfig
+from hps.errors import CapacityError, ConflictError
+from hps.ground.progress import Progress
+from hps.lookup.chain import DatabaseChain
+from hps.models.deltas import HeldTable
+from hps.models.table_load import LoadTargets
+from hps.statistics.metrics import Metrics
+from hps.types import TableSpec
+from hps.versions.catalog import ModelCatalog
+from hps.versions.catalog_watch import CatalogWatch
+from hps.versions.changes import Change
+from hps.versions.deployment import Deployment, deploy, reconfigure
+from hps.versions.live_models import LiveModels
+from hps.versions.live_updates import LiveUpdates
+from hps.versions.retention import free_slot, leftovers, surplus
+
+_log = logging.getLogger(__name__)
+_NOT_OF_A_VERSION = dict.fromkeys(("sparse_files", "versions", "version_path", "version_policy", "keep_versions"))
+
+
+class Deployer:
+    """Deploys, rolls back and undeploys models, one change per model at a time; `LiveModels` holds their states. *Thread-safe.*
+
+    Args:
+        chain: the databases.
+        targets: databases to load from model files, and how.
+        cache_class: class of the embedding caches.
+    """
+
+    def __init__(
+        self,
+        catalog: ModelCatalog,
+        live: LiveModels,
+        updates: LiveUpdates,
+        chain: DatabaseChain,
+        targets: LoadTargets,
+        cache_class: type[EmbeddingCache],
+        metrics: Metrics,
+    ) -> None:
+        self._catalog = catalog
+        self._live = live
+        self._updates = updates
+        self._chain = chain
+        self._targets = targets
+        self._cache_class = cache_class
+        self._metrics = metrics
+
+    def deploy(
+        self,
+        name: str,
+        entry: ModelConfig | None,
+        version: str | None,
+        progress: Progress | None,
+        force: bool,
+        remember: bool,
+    ) -> None:
+        """Deploy a model; see `HPS.deploy`.
+
+        Args:
+            entry: replaces the known entry of the model.
+        """
+        with self._live.changing(name, "deploying", progress) as change, self._metrics.changing(name, "deploy"):
+            known = name in self._catalog.names
+            before = None if entry is None else self._catalog.add(entry)
+            served = False
+            try:
+                chosen = self._catalog.to_serve(name) if version is None else [version]
+                fingerprints = [self._deploy(name, number, change, force) for number in chosen]
+                served = True
+            except Exception as error:
+                self._live.failed(name, error, known=known)
+                raise
+            finally:
+                if entry is not None and not (served and (remember or not known)):
+                    self._catalog.restore(name, before)
+            if version is None:
+                versions = tuple(zip(chosen, fingerprints, strict=True))
+                self._live.deployed_by_policy(name, (self._catalog.model(name), versions))
+
+    def rollback(self, name: str) -> None:
+        """Roll back to the previous version; see `HPS.rollback`."""
+        with self._live.changing(name, "rolling back") as change, self._metrics.changing(name, "rollback"):
+            serving = self._live.find(name, None)
+            kept = self._live.kept(name)
+            if not kept:
+                below = [one for one in self._catalog.versions(name) if int(one) < int(serving.version)]
+                if not below:
+                    raise ConflictError(
+                        f"rolling back model {name!r}: there is no version to go back to; version {serving.version} "
+                        "serves, none was replaced, and there is none below it"
+                    )
+                self._deploy(name, below[-1], change, False)
+                return
+
+            def stay(versions: list[str]) -> list[str]:
+                return [one for one in versions if one != serving.version]
+
+            deployed = kept[-1].renewed()
+            try:
+                self._updates.start(deployed)  # without waiting: the serving version is worse than late rows
+                self._live.serve(deployed, stay, "keep" if serving.config.keep_versions else "drop", kept[-1])
+            except BaseException:
+                deployed.close("keep")
+                raise
+
+    def undeploy(self, name: str, version: str | None) -> None:
+        """Undeploy a model or one version; see `HPS.undeploy`."""
+        with self._live.changing(name, "undeploying"), self._metrics.changing(name, "undeploy"):
+            for deployment in self._live.withdraw(name, version):
+                self._live.retire(name, deployment, "release")
+            if version is None:
+                self._live.drop_kept(name, self._live.kept(name), "release")
+
+    def poll(self, watch: CatalogWatch, progress: Progress | None) -> dict[str, Exception | None]:
+        """Deploy and undeploy what differs from the catalog; see `HPS.poll`."""
+        outcome: dict[str, Exception | None] = {}
+        for name, gone in watch.differing():
+            try:
+                if gone:
+                    self.undeploy(name, None)
+                else:
+                    self.deploy(name, None, None, progress, False, True)
+                outcome[name] = None
+            except ConflictError as error:
+                _log.debug("polling model %r: it is left for the next time: %s", name, error)
+            except Exception as error:  # noqa: BLE001 - the other models are not concerned
+                outcome[name] = error
+        return outcome
+
+    def _deploy(self, name: str, version: str, change: Change, force: bool) -> str:
+        """Put a version into service, and return the fingerprint of its files."""
+        wanted = self._catalog.version(name, version, partial(self._held_tables, name))
+        config = wanted.config
+        if (there := self._live.deployed(name, config.version)) and (other := _other_tables(there.config, config)):
+            raise ConflictError(
+                f"deploying model {name!r}: {other}, which cannot change under the same version; give the files a version "
+                "of their own, or undeploy the model first"
+            )
+        fingerprint = self._catalog.fingerprint(wanted)
+        if there and there.fingerprint == fingerprint and not force:
+            same = _same_settings(there.config, config)
+            if same or there.chain.databases:
+                deployed = there if same else self._renewed(there, config)
+                try:
+                    self._live.serve(deployed, lambda versions: versions, "hand over")
+                except BaseException:
+                    if deployed is not there:
+                        deployed.close("hand over")
+                    raise
+                self._updates.hand_over(there, deployed)
+                return fingerprint
+        kept = self._live.kept(name)
+        old = next((one for one in kept if (one.version, one.fingerprint) == (config.version, fingerprint)), None)
+        if old and not _other_tables(old.config, config) and not force:  # including its online writes
+            deployed, kept = self._renewed(old, config), [one for one in kept if one is not old]
+        else:
+            used = {table.slot for one, _ in self._live.versions(name) for table in one.tables}
+            slot = free_slot(config, fingerprint, used, self._chain)
+            tables, old = tuple(replace(table, slot=slot) for table in config.tables), None
+            load = partial(
+                deploy,
+                wanted,
+                tables,
+                self._cache_class,
+                self._chain,
+                self._metrics,
+                targets=replace(self._targets, force=force),
+                follows=self._updates.follows,
+                progress=change,
+            )
+            change.expect(table.table_name for table in tables)
+            try:
+                deployed = load()
+            except CapacityError:  # no load happened, so tables due for removal afterwards can go now
+                self._drop_rest(name, kept, config, tables)
+                deployed, kept = load(), self._live.kept(name)
+        stay = partial(self._catalog.model(name).version_policy.chosen, also=config.version)
+
+        def give_up() -> bool:
+            change.advance(deployed.tables[0].tag, 0)  # which may abort the deployment, as during the load
+            return self._live.closed
+
+        try:
+            self._updates.start_and_wait(deployed, give_up)
+            self._live.serve(deployed, stay, "keep" if config.keep_versions else "drop", old)
+        except BaseException:
+            if self._live.serving.get(name) is not deployed:
+                deployed.close("keep" if old else "release")
+            raise
+        self._drop_rest(name, kept, config)
+        return fingerprint
+
+    def _renewed(self, there: Deployment, config: ModelConfig) -> Deployment:
+        """Build new sessions, with the caches of `config`, over the tables of a version."""
+        if _same_settings(there.config, config):
+            return there.renewed()
+        return reconfigure(there, config, self._cache_class, self._metrics)
+
+    def _held_tables(self, name: str, version: str) -> list[HeldTable]:
+        """Return the tables of a version that is in service or kept."""
+        found = (one.held_tables() for one, _ in self._live.versions(name) if one.version == version)
+        return next(found, [])
+
+    def _drop_rest(self, name: str, kept: Sequence[Deployment], config: ModelConfig, loading: Sequence[TableSpec] = ()) -> None:
+        """Drop tables that are not needed once the version serves; those that cannot be dropped now are retried later.
+
+        Args:
+            kept: versions kept for a roll-back, before this version.
+            config: configuration of the version.
+            loading: its tables that are not in service yet.
+        """
+        self._live.drop_kept(name, surplus(kept, config.keep_versions))
+        versions = self._live.versions(name)
+        live = [table for one, _ in versions for table in one.tables] + list(loading)
+        held = sum(state in ("kept", "retiring") for _, state in versions)
+        for tag in leftovers(config, live, held, self._chain):
+            self._chain.discard(tag)
+
+
+def _same_settings(one: ModelConfig, other: ModelConfig) -> bool:
+    """Whether two entries are equal except in how they choose versions."""
+    return one.model_copy(update=_NOT_OF_A_VERSION) == other.model_copy(update=_NOT_OF_A_VERSION)
+
+
+def _other_tables(there: ModelConfig, config: ModelConfig) -> str:
+    """Describe how the tables of a version, or the location of their rows, differ; empty if equal."""
+    for what, old, new in (
+        ("tables", there.embedding_table_names, config.embedding_table_names),
+        ("widths", there.embedding_vecsize_per_table, config.embedding_vecsize_per_table),
+        ("embedding_cache_type", there.embedding_cache_type, config.embedding_cache_type),
+    ):
+        if old != new:
+            return f"got {what} {new}, but version {config.version} serves with {old}"
+    return ""

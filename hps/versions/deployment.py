@@ -1,0 +1,727 @@
+"""One version of a model in service: its tables, caches and sessions."""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
+from inspect import iscoroutinefunction
+from itertools import cycle
+from typing import Any, Literal, TypeAlias, TypeVar, cast
+
+import numpy as np
+
+from hps.cache.base import EmbeddingCache
+from hps.configuration.load import Configuration, ModelConfig
+from hps.databases.base import Database, LogPosition, Partition, RowChanges
+from hps.errors import (
+    DatabaseError,
+    InvalidInputError,
+    NotReadyError,
+    ReadOnlyError,
+    UnknownDeviceError,
+    UnknownTableError,
+)
+from hps.ground.open_calls import OpenCalls
+from hps.ground.progress import Progress
+from hps.lookup.chain import DatabaseChain
+from hps.lookup.coalescing import FetchCoalescer
+from hps.lookup.miss_path import MissPaths, choose_paths
+from hps.lookup.refresh import RefreshReport, refresh
+from hps.lookup.refresher import Refresher, RefreshSettings
+from hps.lookup.session import CachedSession, DirectSession, Session, SessionSettings
+from hps.models.deltas import HeldTable
+from hps.models.files import SparseModel, joint_fingerprint
+from hps.models.repeats import find_repeats
+from hps.models.sources import ModelSources
+from hps.models.table_load import LoadReport, LoadTargets, TableLoad
+from hps.models.warm_up import DatabaseRows, WarmUpSource, last_rows, warm_up
+from hps.registry import implementation
+from hps.statistics.metrics import TIERS, Metrics
+from hps.tensors.dlpack import cuda_device_of
+from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
+from hps.versions.catalog import ModelVersion
+
+_log = logging.getLogger(__name__)
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+DRAIN_S = 10.0
+"""Seconds that closing a deployment waits for its lookups. Later lookups continue and keep the tables."""
+
+RESIDENT = ("static", "uvm")
+"""Cache types above a private hash map that holds every row."""
+_STATIC_LOAD = 0.7
+"""Load factor of a static cache on a GPU. Sets rarely overflow at this load; the hash map below holds the vectors that do."""
+
+
+Fate: TypeAlias = Literal["keep", "release", "drop", "hand over"]
+"""Fate of a closed deployment's tables; see `Deployment.close`."""
+
+
+@dataclass(frozen=True, eq=False)
+class StoredRow:
+    """The stored row of a key. *Immutable.*
+
+    Attributes:
+        vector: (dim,) float32; the default vector if no tier has the key.
+        tier: first tier that has the key, as in `metrics.TIERS`; None if none has.
+        written_at_us: time of the write or load, in microseconds since 1970; None if unknown.
+        version: version of the model.
+    """
+
+    key: int
+    vector: FloatArray
+    tier: str | None
+    written_at_us: int | None
+    version: str
+
+
+@dataclass(eq=False)
+class Deployment:
+    """One version of a model in service. *Thread-safe.* Only `successors` and `stop_following` change, in place.
+
+    Attributes:
+        tables: its tables, in the order of their ids.
+        sessions: by device id. On the CPU all device ids share one session.
+        chain: the host tiers that hold its tables.
+        rows: row count of each table's files.
+        fingerprints: fingerprint of each table's files.
+        renew: builds new sessions, with caches warmed from the databases.
+        since: time it was put into service, in seconds since the epoch.
+        modified: set by the first online write.
+        log_starts: per table, the position of the last log message contained in its files, by partition; None if the table
+            follows no log.
+        log_positions: per table, its position in the log just before its caches were filled.
+        stop_following: called with a timeout when the deployment is closed: stop the feeds of its tables, and return whether
+            they have stopped. Shared by all deployments that hold the tables in turn.
+        indices: table indices, by name and by id.
+        changes: modifications and refreshes in progress.
+        one_device: the first device if all devices share one session; else None.
+        refresher: refreshes its caches, on demand and periodically.
+        successors: deployments that take over the same tables; writes reach their caches too.
+    """
+
+    config: ModelConfig
+    tables: tuple[TableSpec, ...]
+    sessions: dict[int, Session]
+    chain: DatabaseChain
+    rows: tuple[int, ...] = ()
+    fingerprints: tuple[str, ...] = ()
+    renew: Callable[[], dict[int, Session]] = field(default=dict, repr=False)
+    since: float = field(default_factory=time.time)
+    modified: threading.Event = field(default_factory=threading.Event, repr=False)
+    log_starts: tuple[Mapping[str, str] | None, ...] = ()
+    log_positions: tuple[dict[Partition, LogPosition], ...] = ()
+    stop_following: list[Callable[[float], bool]] = field(default_factory=list, repr=False)
+    indices: dict[str | int, int] = field(init=False, repr=False)
+    changes: OpenCalls = field(init=False, repr=False)
+    one_device: int | None = field(init=False, repr=False)
+    _turns: Iterator[Sequence[int]] = field(init=False, repr=False)
+    refresher: Refresher = field(init=False, repr=False)
+    successors: list["Deployment"] = field(init=False, default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        self.changes = OpenCalls(f"the deployment of model {self.config.model!r}")
+        names = {spec.table_name: index for index, spec in enumerate(self.tables)}
+        self.indices = names | {index: index for index in names.values()}
+        devices = self.devices
+        shared = len(set(map(id, self.sessions.values()))) == 1
+        self.one_device = devices[0] if shared else None
+        turns = [devices[start:] + devices[:start] for start in range(len(devices))]  # among equals, the first
+        self._turns = cycle(turns)
+        settings = RefreshSettings(
+            self.config.refresh_interval,
+            self.config.refresh_delay,
+            self.config.refresh_jitter,
+            self.config.refresh_device_share,
+            self.config.cache_refresh_percentage_per_iteration,
+        )
+        self.refresher = Refresher(self.tables, self.caches, self.chain, settings, self.changes, self.chain.metrics)
+
+    @property
+    def version(self) -> str:
+        """Version number."""
+        return self.config.version
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the files of all tables."""
+        return joint_fingerprint(self.fingerprints)
+
+    def held_tables(self) -> list[HeldTable]:
+        """Location of each table, for a version that modifies it."""
+        whole = [one for one in self.chain.databases if one.in_process][-1:]
+        return [
+            HeldTable(
+                table.tag,
+                whole[0] if whole and whole[0].size(table.tag) == rows else None,
+                fingerprint,
+                lambda: not self.modified.is_set(),
+            )
+            for table, rows, fingerprint in zip(self.tables, self.rows, self.fingerprints, strict=True)
+        ]
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Device ids of the model."""
+        return tuple(self.sessions)
+
+    @property
+    def caches(self) -> list[EmbeddingCache]:
+        """The embedding caches, each once."""
+        return [session.cache for session in dict.fromkeys(self.sessions.values()) if session.cache is not None]
+
+    @property
+    def keys_per_sample(self) -> int:
+        """Maximum number of keys per sample, over all tables together."""
+        return sum(self.config.maxnum_catfeature_query_per_table_per_sample)
+
+    def choose_device(self, *tensors: Any) -> int:
+        """Choose a device for a lookup that names none: the tensors' device, else the one with the fewest keys in progress.
+
+        Only call it if `one_device` is None.
+
+        Args:
+            tensors: keys and outputs, or mappings of them.
+        """
+        for tensor in tensors:
+            for one in tensor.values() if isinstance(tensor, Mapping) else (tensor,):
+                if (device := cuda_device_of(one)) in self.sessions:
+                    return device
+        sessions = self.sessions
+        return min(next(self._turns), key=lambda device: sessions[device].busy)
+
+    def session(self, device_id: int | None, *tensors: Any) -> Session:
+        """Return the session of a device; for None, of the device that `choose_device` chooses.
+
+        Raises:
+            UnknownDeviceError: the model is not deployed there.
+        """
+        if device_id is None:
+            device_id = self.one_device
+            if device_id is None:
+                device_id = self.choose_device(*tensors)
+        try:
+            return self.sessions[device_id]
+        except KeyError:
+            raise UnknownDeviceError(
+                f"looking up model {self.config.model!r}: got device {device_id!r}, expected one of its deployed_device_list "
+                f"{list(self.sessions)}"
+            ) from None
+
+    def table_index(self, table: int | str) -> int:
+        """Return the index of a table, given by id or name.
+
+        Raises:
+            UnknownTableError: the model has no such table.
+        """
+        index = self.indices.get(table) if isinstance(table, (str, int, np.integer)) else None
+        if index is None or isinstance(table, bool):
+            known = ", ".join(f"{index} ({spec.table_name})" for index, spec in enumerate(self.tables))
+            raise UnknownTableError(f"looking up model {self.config.model!r}: got table {table!r}, expected one of {known}")
+        return index
+
+    def insert(self, index: int, keys: KeyArray, vectors: FloatArray) -> None:
+        """Add or replace vectors of a table in every tier; see `HPS.insert`."""
+        table = self.tables[index]
+        self._refuse_what_nobody_keeps(f"inserting into {table.tag}")
+        if vectors.shape != (keys.size, table.dim):
+            raise InvalidInputError(
+                f"inserting into {table.tag}: got vectors of shape {vectors.shape}, expected {(keys.size, table.dim)}"
+            )
+
+        distinct, latest = last_rows(keys, vectors)  # before any write: an error here changes nothing
+
+        def apply(written: bool) -> None:
+            for cache in self._all_caches():
+                if written:
+                    cache.update(index, distinct, latest)
+                else:
+                    cache.erase(index, distinct)
+
+        with self.changes:
+            self.modified.set()
+            self.chain.insert(table, keys, vectors, apply, self._changing(index))
+
+    def delete(self, index: int, keys: KeyArray) -> None:
+        """Remove keys of a table from every tier; see `HPS.delete`."""
+        self._refuse_what_nobody_keeps(f"deleting from {self.tables[index].tag}")
+
+        def apply(_written: bool) -> None:
+            for cache in self._all_caches():
+                cache.erase(index, keys)
+
+        with self.changes:
+            self.modified.set()
+            self.chain.delete(self.tables[index], keys, apply, self._changing(index))
+
+    def follow_log(self, index: int) -> dict[Partition, LogPosition]:
+        """Return the log position a table starts from, by partition; see `Database.follow_log`."""
+        return self.log_positions[index]
+
+    def apply(self, index: int, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> int:
+        """Apply changes of a log to every tier; see `Database.apply`. Lookups that start after it returns see the changes.
+
+        Returns:
+            Number of changes not older than the stored rows.
+
+        Raises:
+            DatabaseError: the authoritative database failed; retry with the same changes.
+            NotReadyError: the deployment is closed.
+        """
+        table = self.tables[index]
+        shared = self.chain.databases[-1].shared
+
+        def tell(latest: BoolArray | None) -> None:
+            if latest is None:
+                keys, vectors, gone = changes.keys[:0], changes.vectors[:0], changes.keys
+            else:
+                keys, vectors, gone = changes.at(latest).split()
+                if shared:  # another process already wrote these rows: our caches lack them
+                    gone = np.concatenate([gone, changes.keys[~latest]])
+            for cache in self._all_caches():
+                if keys.size:
+                    cache.update(index, keys, vectors)
+                if gone.size:
+                    cache.erase(index, gone)
+
+        with self.changes:
+            self.modified.set()
+            latest = self.chain.apply(table, changes, positions, tell, self._changing(index))
+            return int(np.count_nonzero(latest))
+
+    def row(self, index: int, key: int) -> StoredRow:
+        """Return one row of a table and its tier; see `HPS.row`."""
+        table = self.tables[index]
+        keys, out = np.array([key], np.int64), np.empty((1, table.dim), np.float32)
+        with self.changes:
+            if any(session.resident(index, keys, out) for session in dict.fromkeys(self.sessions.values())):
+                tier: str | None = TIERS[0]
+            else:
+                tier = self.chain.locate(table, keys, out)
+            written_at_us = self.chain.written_at(table, keys)
+        if tier is None:
+            out[:] = table.default_value
+        return StoredRow(key, out[0], tier, written_at_us or None, self.version)
+
+    def prefetch(self, index: int, keys: KeyArray, device_id: int | None) -> int:
+        """Load keys of a table into the caches; see `HPS.prefetch`."""
+        sessions = dict.fromkeys(self.sessions.values() if device_id is None else [self.session(device_id)])
+        distinct = np.unique(keys)
+        with self.changes:
+            return max(session.prefetch(index, distinct) for session in sessions)
+
+    def refresh(self, share: float | None = None) -> dict[str, RefreshReport]:
+        """Reload the vectors of all resident keys; see `HPS.refresh`."""
+        return self.refresher.refresh(share)
+
+    @contextmanager
+    def _changing(self, index: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            for cache in self._all_caches():
+                stack.enter_context(cache.changing(index))
+            yield
+
+    def _all_caches(self) -> list[EmbeddingCache]:
+        return self.caches + [cache for successor in self.successors for cache in successor.caches]
+
+    def _refuse_what_nobody_keeps(self, doing: str) -> None:
+        """Reject a modification that no database would keep: it would be acknowledged, and lost with this deployment."""
+        if any(database.read_only for database in self.chain.databases):
+            raise ReadOnlyError(f"{doing}: the persistent database is configured as read-only (persistent_db.read_only)")
+        static = self.config.embedding_cache_type == "static"
+        if not any(database.persistent or not static for database in self.chain.databases):
+            raise InvalidInputError(
+                f"{doing}: got no database that would keep it, expected {'a persistent_db' if static else 'one'}; configure "
+                "it, or write new model files and deploy the model again"
+            )
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait for queued insertions; return False on timeout."""
+        return all(session.drain(timeout_s) for session in dict.fromkeys(self.sessions.values()))
+
+    def close(self, tables: Fate = "release") -> bool:
+        """Refuse new lookups, wait for running ones and free the caches.
+
+        Args:
+            tables: `keep` leaves its tables in place, `release` frees those in this process's memory, `drop` drops them from
+                every database, `hand over` leaves them to the successor.
+
+        Returns:
+            False if lookups still run after `DRAIN_S`: the data they read stays, and `close` may be called again.
+        """
+        if tables != "hand over":
+            if not all(stop(DRAIN_S) for stop in self.stop_following):
+                return False
+            self.stop_following.clear()
+        self.refresher.stop()
+        ended = [session.close(DRAIN_S) for session in dict.fromkeys(self.sessions.values())]
+        if not (self.changes.close(DRAIN_S) and all(ended)):
+            return False
+        if tables in ("keep", "hand over"):
+            return True
+        try:
+            for table in self.tables:
+                self.chain.release_table(table, everywhere=tables == "drop")
+        except (DatabaseError, NotReadyError) as error:  # an unfinished promotion, or closed databases
+            _log.warning("undeploying model %r: %s", self.config.model, error)
+            return False
+        return True
+
+    def renewed(self) -> "Deployment":
+        """Return a deployment of the same tables with new sessions, after `close("keep")`; the databases warm its caches.
+
+        Raises:
+            DatabaseError, DeviceError: a tier failed.
+        """
+        positions = _log_positions(self.chain, self.tables, self.log_starts)
+        return replace(self, sessions=self.renew(), since=time.time(), log_positions=positions)
+
+
+def choose_cache(device: str) -> type[EmbeddingCache]:
+    """Return the cache class of a configured `device`; `auto` is CUDA if a GPU and CuPy are available.
+
+    Raises:
+        DeviceError, MissingDependencyError: `cuda` is configured and not available.
+    """
+    if device != "auto":
+        return _cache_class(device)
+    try:
+        cuda = _cache_class("cuda")
+        reason = cuda.unavailable_reason()
+    except ImportError as error:
+        reason = str(error)
+    if reason is None:
+        return cuda
+    _log.warning("device auto: serving from the CPU with the NumPy cache (%s)", reason)
+    return _cache_class("cpu")
+
+
+def deploy(
+    version: ModelVersion,
+    tables: Sequence[TableSpec],
+    cache_class: type[EmbeddingCache],
+    chain: DatabaseChain,
+    metrics: Metrics,
+    *,
+    targets: LoadTargets,
+    follows: Callable[[TableSpec], bool] = lambda table: False,
+    progress: Progress | None = None,
+) -> Deployment:
+    """Load a version's tables into the databases, build its caches and sessions, and warm the caches.
+
+    Args:
+        version: version to load.
+        tables: its tables, with the slots to use.
+        targets: databases of the chain to load from the model files, and how.
+        follows: says whether a table follows a log of updates.
+
+    Raises:
+        CapacityError: it does not fit; nothing was loaded.
+        ModelFileError: a table's files are missing or do not fit its configuration.
+        DatabaseError, DeviceError: a tier failed.
+    """
+    config, tables = version.config, tuple(tables)
+    if config.embedding_cache_type in RESIDENT:
+        chain, targets = _resident(targets, metrics)
+    elif config.embedding_cache_type == "stochastic":  # as in HugeCTR, such a model does not fill the databases
+        targets = replace(targets, load=(), keep=())
+    loads = [TableLoad(table, source, targets, progress) for table, source in zip(tables, version.sources, strict=True)]
+    rows = tuple(load.rows for load in loads)
+    _check_room(config, tables, rows, targets, None if is_direct(config, cache_class) else cache_class)
+    what = f"deploying model {config.model!r}, version {config.version}"
+    _log.debug("%s: its %d tables of %d rows fit; loading them", what, len(tables), sum(rows))
+    try:
+        reports = []
+        for table, load in zip(tables, loads, strict=True):
+            chain.open_table(table)
+            reports.append(load.run())
+        fingerprints = tuple(report.fingerprint for report in reports)
+        starts = tuple(one.log_start if follows(table) else None for table, one in zip(tables, version.sources, strict=True))
+        positions = _log_positions(chain, tables, starts)
+        build = _session_builder(config, tables, rows, cache_class, chain, metrics)
+        _log.debug("%s: its tables are loaded; building and warming its caches", what)
+        sessions = build(_FromFiles(tables, reports, chain))
+        _log.debug("%s: its caches are warm; it takes over", what)
+        renew = partial(build, _FromDatabases(tables, chain))
+        return Deployment(
+            config, tables, sessions, chain, rows, fingerprints, renew, log_starts=starts, log_positions=positions
+        )
+    except BaseException:
+        for table in tables:  # loaded tables of a model that does not serve
+            with suppress(DatabaseError):
+                chain.release_table(table)
+        raise
+
+
+def reconfigure(there: Deployment, config: ModelConfig, cache_class: type[EmbeddingCache], metrics: Metrics) -> Deployment:
+    """Build caches and sessions with other settings over the tables of a version in service; nothing is loaded.
+
+    Both deployments answer lookups, and writes through the one in service reach the caches of both. After the takeover, close
+    the old one with `hand over`.
+
+    Args:
+        there: a version whose tables are in a database.
+        config: entry with the same tables and cache type.
+
+    Raises:
+        DatabaseError, DeviceError: a tier failed.
+    """
+    tables = tuple(replace(new, slot=old.slot) for new, old in zip(config.tables, there.tables, strict=True))
+    build = _session_builder(config, tables, there.rows, cache_class, there.chain, metrics)
+    renew = partial(build, _FromDatabases(tables, there.chain))
+    positions = _log_positions(there.chain, tables, there.log_starts)
+    successor = replace(
+        there, config=config, tables=tables, sessions=renew(), renew=renew, since=time.time(), log_positions=positions
+    )
+    there.successors.append(successor)
+    try:
+        for cache in successor.caches:
+            for index, table in enumerate(tables):  # writes that missed the caches while they were warmed
+                successor.chain.settle(table)  # writes that began before these caches were registered, and did not reach them
+                refresh(cache, index, table, successor.chain, config.cache_refresh_percentage_per_iteration)
+    except BaseException:
+        there.successors.remove(successor)
+        successor.close("hand over")
+        raise
+    return successor
+
+
+def _log_positions(
+    chain: DatabaseChain, tables: Sequence[TableSpec], starts: Sequence[Mapping[str, str] | None]
+) -> tuple[dict[Partition, LogPosition], ...]:
+    """Return each table's position in the log of updates, to be read before caches are filled from the tables.
+
+    Later changes that other processes apply to a shared database reach the caches through this process's feed.
+    """
+    return tuple({} if start is None else chain.follow_log(table) for table, start in zip(tables, starts, strict=True))
+
+
+def _session_builder(
+    config: ModelConfig,
+    tables: tuple[TableSpec, ...],
+    rows: tuple[int, ...],
+    cache_class: type[EmbeddingCache],
+    chain: DatabaseChain,
+    metrics: Metrics,
+) -> "Callable[[_FromFiles | _FromDatabases], dict[int, Session]]":
+    """Return a function that builds the sessions of a version, given a source to warm the caches from."""
+    if is_direct(config, cache_class):
+        return lambda _: dict.fromkeys(config.deployed_device_list, DirectSession(tables, chain, metrics))
+    return partial(_cached_sessions, config, tables, rows, cache_class, chain, metrics)
+
+
+def is_direct(config: ModelConfig, cache_class: type[EmbeddingCache]) -> bool:
+    """Whether the databases answer without a cache: on the CPU, where they are as fast."""
+    return cache_class.device == "cpu" and (config.embedding_cache_type in RESIDENT or not config.gpucache)
+
+
+def _cached_sessions(
+    config: ModelConfig,
+    tables: Sequence[TableSpec],
+    rows: Sequence[int],
+    cache_class: type[EmbeddingCache],
+    chain: DatabaseChain,
+    metrics: Metrics,
+    warm: "_FromFiles | _FromDatabases",
+) -> dict[int, Session]:
+    """Build and warm the cache of every device; on the CPU all device ids share one."""
+    coalescer = FetchCoalescer(chain.fetch, metrics)
+    settings = SessionSettings(
+        hit_rate_threshold=config.hit_rate_threshold,
+        workspaces=config.num_of_worker_buffer_in_pool,
+        workspace_timeout_s=config.workspace_timeout_s,
+        insert_queue_length=config.insert_queue_length,
+        one_of_several=len(config.deployed_device_list) > 1 and cache_class.device != "cpu",
+    )
+    fraction = config.cache_refresh_percentage_per_iteration if config.init_ec else 0.0
+    if config.embedding_cache_type == "static":
+        fraction = 1.0
+    if not config.gpucache:
+        fraction = 0.0
+    capacities = cache_capacities(config, rows)
+    sessions: dict[int, Session] = {}
+    try:
+        for device_id in config.deployed_device_list:
+            if cache_class.device == "cpu" and sessions:
+                sessions[device_id] = next(iter(sessions.values()))
+                continue
+            cache = cache_class.create(tables, capacities, device_id)
+            paths = _miss_paths(config, cache, chain, metrics)
+            own = replace(settings, stream_order_refusals=paths.stream_order_refusals, miss_paths=tuple(paths.paths))
+            sessions[device_id] = CachedSession(tables, cache, chain, coalescer, own, metrics)
+            for index in range(len(tables)):
+                warm.fill(cache, index, fraction)
+    except BaseException:
+        for session in dict.fromkeys(sessions.values()):
+            session.close(0.0)
+        raise
+    return sessions
+
+
+def _miss_paths(config: ModelConfig, cache: EmbeddingCache, chain: DatabaseChain, metrics: Metrics) -> MissPaths:
+    """Choose the miss path of each table for an empty cache: reading the hash map in place, or not."""
+    if not config.gpucache:  # else a table would be pinned for a device that caches none of it
+        return MissPaths(stream_order_refusals=dict.fromkeys(range(len(cache.tables)), "gpucache is false"))
+    try:
+        paths = choose_paths(cache, chain, config.miss_path, untimed=config.embedding_cache_type in RESIDENT)
+    except BaseException:
+        cache.close()
+        raise
+    for table, chosen in zip(cache.tables, paths.paths, strict=True):
+        for path in ("link", "copy"):
+            metrics.miss_path.labels(table.model_name, table.table_name, path).set(path == chosen)
+    return paths
+
+
+class _FromFiles:
+    """Warms caches from the model files just loaded. *One thread.*"""
+
+    def __init__(self, tables: Sequence[TableSpec], reports: Sequence[LoadReport], chain: DatabaseChain) -> None:
+        self._tables, self._reports, self._chain = tables, reports, chain
+        self._stale = [report.differs or report.model.may_change_unseen() for report in reports]
+        self._looked = [False] * len(reports)  # checked for repeated keys; once, as all caches hold equally many rows
+
+    def fill(self, cache: EmbeddingCache, index: int, fraction: float) -> None:
+        table, model = self._tables[index], self._reports[index].model
+        warmed = warm_up(cache, index, table, model, fraction)
+        if not self._looked[index]:
+            self._looked[index] = True
+            self._stale[index] = self._stale[index] or _warmed_in_part(table, model, warmed, self._chain)
+        if self._stale[index] and self._chain.databases:
+            refresh(cache, index, table, self._chain, fraction)
+
+
+class _FromDatabases:
+    """Warms caches from the database that holds every row. *One thread.*"""
+
+    def __init__(self, tables: Sequence[TableSpec], chain: DatabaseChain) -> None:
+        self._tables, self._chain = tables, chain
+
+    def fill(self, cache: EmbeddingCache, index: int, fraction: float) -> None:
+        if self._chain.databases:
+            table = self._tables[index]
+            warm_up(cache, index, table, DatabaseRows(self._chain.databases[-1], table.tag, table.dim), fraction)
+
+
+def _warmed_in_part(table: TableSpec, model: WarmUpSource, rows: int, chain: DatabaseChain) -> bool:
+    """Whether later rows repeat keys that a cache was warmed with; the last occurrence is the valid one.
+
+    Raises:
+        ModelFileError: they do, and no database has the later rows.
+    """
+    repeats = find_repeats(model, rows) if isinstance(model, SparseModel) else None
+    if repeats and not chain.databases:
+        raise repeats.refusal(f"warming up {table.tag} from {model.place}", "the cache", rows)
+    return repeats is not None
+
+
+def cache_capacities(config: ModelConfig, rows: Sequence[int]) -> list[int]:
+    """Return the rows that a device's cache holds, by table."""
+    share = 1 / _STATIC_LOAD if config.embedding_cache_type == "static" else config.gpucacheper
+    return [math.ceil(share * count) if config.gpucache else 0 for count in rows]
+
+
+def _check_room(
+    config: ModelConfig,
+    tables: Sequence[TableSpec],
+    rows: Sequence[int],
+    targets: LoadTargets,
+    cache_class: type[EmbeddingCache] | None,
+) -> None:
+    """Check, before loading, that a version fits.
+
+    Raises:
+        CapacityError: it does not.
+    """
+    for database in targets.load:
+        share = 1.0 if database.persistent else targets.initial_cache_rate
+        database.check_room([(one.tag, one.dim, math.ceil(share * count)) for one, count in zip(tables, rows, strict=True)])
+    if cache_class:
+        for device_id in config.deployed_device_list[: 1 if cache_class.device == "cpu" else None]:
+            cache_class.check_room(tables, cache_capacities(config, rows), device_id)
+
+
+def _resident(targets: LoadTargets, metrics: Metrics) -> tuple[DatabaseChain, LoadTargets]:
+    """Build the chain of a static (or uvm) cache: a private hash map of every row, above the persistent database if any."""
+    resident: Database = implementation("database", "hash_map")()
+    load = tuple(database for database in targets.load if database.persistent)
+    keep = tuple(database for database in targets.keep if database.persistent)
+    chain = DatabaseChain(resident, next(iter(load + keep), None), metrics=metrics)
+    return chain, replace(targets, load=(resident, *load), keep=keep, initial_cache_rate=1.0)
+
+
+def _cache_class(device: str) -> type[EmbeddingCache]:
+    found: type[EmbeddingCache] = implementation("cache", device)
+    return found
+
+
+def open_databases(configuration: Configuration, metrics: Metrics) -> tuple[DatabaseChain, LoadTargets]:
+    """Open the volatile and the persistent database.
+
+    Returns:
+        The two as a chain, which owns them, and the databases to load.
+
+    Raises:
+        DatabaseError: one of them cannot be opened; none is left open.
+    """
+    volatile = _open(configuration.volatile_db)
+    try:
+        persistent = _open(configuration.persistent_db)
+    except BaseException:
+        if volatile:
+            volatile.close()
+        raise
+    load: list[Database] = []
+    keep: list[Database] = []
+    if volatile:
+        (load if configuration.volatile_db.initialize_after_startup else keep).append(volatile)
+    if persistent:
+        settings = configuration.persistent_db
+        (load if settings.initialize_after_startup and not settings.read_only else keep).append(persistent)
+    chain = DatabaseChain(volatile, persistent, metrics=metrics, promote=configuration.volatile_db.cache_missed_embeddings)
+    rate = configuration.volatile_db.initial_cache_rate
+    sources = ModelSources(configuration.model_source)
+    return chain, LoadTargets(tuple(load), tuple(keep), rate, not configuration.supportlonglong, sources)
+
+
+def _open(config: Any) -> Database | None:
+    if config.type == "disabled":
+        return None
+    database: Database = implementation("database", config.type).from_config(config)
+    return database
+
+
+def repeated_after_takeover(call: _Call) -> _Call:
+    """Retry a call that a retired version refused, as long as the serving versions have changed since it began.
+
+    Args:
+        call: a function or coroutine function whose first argument is the parameter server. It looks up the serving version on
+            each call, and has changed nothing if it raises NotReadyError.
+    """
+
+    @wraps(call)
+    def repeated(server: Any, *args: Any, **kwargs: Any) -> Any:
+        while True:
+            serving = server.live.serving
+            try:
+                return call(server, *args, **kwargs)
+            except NotReadyError:
+                if server.live.serving is serving:
+                    raise
+
+    @wraps(call)
+    async def repeated_coroutine(server: Any, *args: Any, **kwargs: Any) -> Any:
+        while True:
+            serving = server.live.serving
+            try:
+                return await call(server, *args, **kwargs)
+            except NotReadyError:
+                if server.live.serving is serving:
+                    raise
+
+    return cast(_Call, repeated_coroutine if iscoroutinefunction(call) else repeated)

@@ -1,0 +1,550 @@
+"""The life cycle of every version of every model: one state machine, shown in Python, the service and the metrics.
+
+    wanted -> loading -> serving <-> available -> retiring -> kept -> retiring -> gone
+                 |  ^                                |          |
+                 v  |                                v          v
+                failed                              gone     serving (rolled back to, with new caches)
+
+Until a version serves, its model has the state: the version is known only after its files are found. A model has one change
+at a time. A failed model keeps its error and the time of the next try; polling shares this back-off.
+"""
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Literal, TypeAlias
+
+from hps.configuration.load import ModelConfig
+from hps.errors import (
+    ConflictError,
+    DatabaseCorruptError,
+    DatabaseError,
+    HPSError,
+    ModelFileChangedError,
+    ModelSourceError,
+    NotReadyError,
+    TableWidthError,
+    UnknownModelError,
+    UnknownTableError,
+    UnknownVersionError,
+)
+from hps.ground.progress import Progress
+from hps.statistics.metrics import TIERS
+from hps.versions.changes import Change, LoadingTable, cause_of
+from hps.versions.deployment import DRAIN_S, Deployment, Fate
+
+_log = logging.getLogger(__name__)
+_RELEASE_PAUSE_S = 0.1  # pause before another try to release tables
+_MOST_REMEMBERED = 256
+
+FIRST_RETRY_S, LONGEST_RETRY_S = 5.0, 300.0
+"""First and longest pause before retrying a model that could not be deployed. Each failure doubles the pause."""
+
+_MAY_PASS = (ModelSourceError, ModelFileChangedError, DatabaseError, NotReadyError)
+_STAYS = (DatabaseCorruptError, TableWidthError)
+
+REFRESHING = "refreshing"
+"""A change requested over the network that leaves the versions alone; one per model at a time."""
+
+VersionState = Literal["serving", "available", "kept", "retiring"]
+ComingState = Literal["wanted", "loading", "failed", "serving"]
+Wanted: TypeAlias = tuple[ModelConfig, tuple[tuple[str, str], ...]]
+"""What a model's policy selects: its entry, and the numbers and fingerprints of the versions."""
+
+
+@dataclass(frozen=True)
+class VersionInfo:
+    """A version of a model and its size. *Immutable.*
+
+    Attributes:
+        state: `serving` answers lookups without a version, `available` lookups that name it, `kept` is held for a roll-back,
+            and `retiring` finishes its last lookups.
+        since: time it was put into service, in seconds since the epoch.
+        rows: rows of all its tables in the model files.
+        size_bytes: bytes of its vectors, by tier as in `metrics.TIERS`; only tiers in use.
+    """
+
+    model: str
+    version: str
+    state: VersionState
+    since: float
+    rows: int
+    size_bytes: dict[str, int]
+
+
+def version_info(deployment: Deployment, state: VersionState) -> VersionInfo:
+    """Return the current size and state of a version."""
+    sizes: dict[str, int] = {}
+    if state in ("serving", "available") and deployment.caches:
+        tables = range(len(deployment.tables))
+        sizes[TIERS[0]] = sum(cache.stats(index).size_bytes for cache in deployment.caches for index in tables)
+    for database in deployment.chain.databases:
+        with suppress(DatabaseError, NotReadyError, UnknownTableError):  # it is down, or the table is being dropped
+            tier = TIERS[1 + database.persistent]
+            sizes[tier] = sum(database.stats(table.tag).vector_bytes for table in deployment.tables)
+    config = deployment.config
+    return VersionInfo(config.model, config.version, state, deployment.since, sum(deployment.rows), sizes)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failed deployment of a model. *Immutable.*
+
+    Attributes:
+        cause: message for users.
+        count: consecutive failures.
+        due: time of the next try, by the clock of `LiveModels`.
+        may_pass: whether a retry may succeed; otherwise only polling and explicit requests try again.
+        wanted: the version set that failed, as polling saw it afterwards.
+    """
+
+    cause: str
+    count: int
+    due: float
+    may_pass: bool
+    wanted: Wanted | None = None
+
+
+@dataclass(frozen=True)
+class ModelLife:
+    """A model that serves or that the service waits for. *Immutable*, except the tables of a running load.
+
+    Attributes:
+        state: `serving` if any version is.
+        tables: tables of the last load or the coming one.
+        failure: reason of the state `failed`.
+        retry_in_s: seconds until the next try; None if there is none.
+        failures: failed deployments so far.
+        load_seconds: duration of the last load, so far or in total.
+    """
+
+    name: str
+    state: ComingState
+    tables: list[LoadingTable]
+    failure: Failure | None
+    retry_in_s: float | None
+    failures: int
+    load_seconds: float
+
+
+@dataclass(slots=True)
+class _Version:
+    deployment: Deployment
+    state: VersionState
+
+
+@dataclass(slots=True)
+class _Model:
+    """The life cycle of one model. Guarded by `LiveModels`."""
+
+    versions: list[_Version] = field(default_factory=list)  # kept versions in the order of their replacement
+    wanted: ModelConfig | None = None  # entry that the service waits to serve
+    change: Change | None = None  # current or last
+    load: Change | None = None  # last deployment
+    failure: Failure | None = None
+    deployed: Wanted | None = None  # last deployment by policy
+    failures: int = 0
+
+    def of(self, *states: VersionState) -> list[_Version]:
+        return [one for one in self.versions if one.state in states]
+
+    @property
+    def doing(self) -> str:
+        return self.change.doing if self.change is not None and self.change.under_way else ""
+
+    @property
+    def coming(self) -> ComingState:
+        if self.doing == "deploying":
+            return "loading"
+        return "wanted" if self.failure is None else "failed"
+
+    @property
+    def is_gone(self) -> bool:
+        return not (self.versions or self.doing or self.wanted or self.failure or self.deployed)
+
+
+class LiveModels:
+    """The models of this process: the versions that hold resources, the models to come, and the changes. *Thread-safe.*
+
+    Args:
+        serving: serving deployments at the start.
+        clock: monotonic time in seconds.
+
+    Attributes:
+        serving: deployment that answers lookups without a version, by model. Replaced as a whole, never modified.
+        requested: last change requested over the network, by model.
+        first_retry_s: first pause of the back-off.
+    """
+
+    def __init__(self, serving: dict[str, Deployment] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.serving = serving or {}
+        self.requested: dict[str, Change] = {}
+        self.first_retry_s = FIRST_RETRY_S
+        self._models = {name: _Model([_Version(one, "serving")]) for name, one in self.serving.items()}
+        self._changed = threading.Condition()
+        self._closed = False
+        self._clock = clock
+        self._numbers = count(1)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called; a change may still be running."""
+        return self._closed
+
+    # -- versions -----------------------------------------------------------------------------------------------------------
+
+    def find(self, name: str, version: str | None) -> Deployment:
+        """Return the deployment of a version; of the serving one for None.
+
+        Raises:
+            UnknownModelError: no model of this name is deployed.
+            UnknownVersionError: the model is not deployed in this version.
+        """
+        serving = self.serving.get(name)
+        if serving is None:
+            known = ", ".join(self.serving) or "none"
+            raise UnknownModelError(f"looking up model {name!r}: it is not deployed; deployed: {known}")
+        if version is None:
+            return serving
+        if (deployment := self.deployed(name, version)) is not None:
+            return deployment
+        known = ", ".join(one.version for one, state in self.versions(name) if state in ("serving", "available"))
+        raise UnknownVersionError(f"looking up model {name!r}: got version {version[:40]!r}, deployed: {known}")
+
+    def versions(self, name: str) -> list[tuple[Deployment, VersionState]]:
+        """Return a model's versions and their states; those in service first, ascending."""
+        with self._changed:
+            model = self._models.get(name, _Model())
+            found = sorted(model.of("serving", "available"), key=lambda one: int(one.deployment.version))
+            return [(one.deployment, one.state) for one in found + model.of("kept") + model.of("retiring")]
+
+    def deployed(self, name: str, version: str) -> Deployment | None:
+        """Return the deployment of a version if it is in service."""
+        with self._changed:
+            found = self._models[name].of("serving", "available") if name in self._models else []
+            return next((one.deployment for one in found if one.deployment.version == version), None)
+
+    def all(self) -> list[Deployment]:
+        """Return all deployments in service."""
+        return [one for name in list(self._models) for one, state in self.versions(name) if state in ("serving", "available")]
+
+    def kept(self, name: str) -> list[Deployment]:
+        """Return the versions kept for a roll-back, in the order of their replacement."""
+        return [one for one, state in self.versions(name) if state == "kept"]
+
+    # -- models to come -----------------------------------------------------------------------------------------------------
+
+    def want(self, model: ModelConfig) -> None:
+        """Wait until a model serves with this entry, and reset its failures."""
+        with self._changed:
+            known = self._models.setdefault(model.model, _Model())
+            known.wanted, known.failure = model, None
+
+    def give_up(self, name: str) -> None:
+        """Stop waiting for a model."""
+        with self._changed:
+            if name in self._models:
+                self._models[name].wanted = None
+                self._forget_gone(name)
+
+    def due(self) -> dict[str, float]:
+        """Return the awaited models that are due for a retry, and the times, by the clock."""
+        with self._changed:
+            return {
+                name: 0.0 if model.failure is None else model.failure.due
+                for name, model in self._models.items()
+                if model.wanted
+                and not model.doing
+                and name not in self.serving
+                and (model.failure is None or model.failure.may_pass)
+            }
+
+    def models(self) -> list[ModelLife]:
+        """Return the models that serve or are awaited."""
+        with self._changed:
+            known = {**self._models, **{name: _Model() for name in self.serving if name not in self._models}}
+            return [self._life(name, one) for name, one in known.items() if one.wanted or name in self.serving]
+
+    def failure(self, name: str) -> Failure | None:
+        """Return the failure of a model's last deployment, if any."""
+        with self._changed:
+            return self._models[name].failure if name in self._models else None
+
+    def failed(self, name: str, error: BaseException, *, known: bool = True) -> None:
+        """Record a failed deployment and schedule a retry. A model that is neither known nor awaited is forgotten."""
+        with self._changed:
+            model = self._models.setdefault(name, _Model())
+            if not (known or model.wanted):
+                return
+            failures = 1 + (model.failure.count if model.failure else 0)
+            pause = min(self.first_retry_s * 2.0 ** min(failures - 1, 32), LONGEST_RETRY_S)
+            pause *= random.uniform(0.75, 1.0)  # spread the retries of replicas that failed together
+            may_pass = isinstance(error, _MAY_PASS) and not isinstance(error, _STAYS)
+            model.failure = Failure(cause_of(error)[0], failures, self._clock() + pause, may_pass)
+            model.failures += 1
+
+    def deployed_by_policy(self, name: str, wanted: Wanted) -> None:
+        """Record a deployment by the model's policy."""
+        with self._changed:
+            model = self._models[name]
+            model.deployed, model.failure = wanted, None
+
+    def differs(self, name: str, wanted: Wanted) -> bool:
+        """Whether to deploy what a model's policy selects: it is new, or failed and is due for a retry.
+
+        A failure with other files does not delay it.
+        """
+        with self._changed:
+            model = self._models.get(name)
+            if model is None or (failure := model.failure) is None:
+                return model is None or model.deployed != wanted
+            if failure.wanted is None:  # a failed deployment may not know the versions it would have deployed
+                failure = model.failure = replace(failure, wanted=wanted)
+            if failure.wanted == wanted:
+                return self._clock() >= failure.due
+            model.failure = None
+            return True
+
+    def forget_others(self, names: Collection[str]) -> None:
+        """Forget the deployment results of all other models."""
+        with self._changed:
+            for name in [name for name in self._models if name not in names]:
+                self._models[name].failure = self._models[name].deployed = None
+                self._forget_gone(name)
+
+    # -- changes ------------------------------------------------------------------------------------------------------
+
+    def change_of(self, name: str) -> str:
+        """Return the current change of a model, such as `deploying`; empty if none."""
+        with self._changed:
+            return self._models[name].doing if name in self._models else ""
+
+    def begin(self, name: str, doing: str, what: str = "", by: str = "") -> Change:
+        """Begin a change of a model, and exclude others until `end`.
+
+        Args:
+            doing: a participle such as `deploying`, for the message to others that want to change it.
+            what, by: the request and its client, if it came over the network.
+
+        Raises:
+            ConflictError: another change is under way.
+            NotReadyError: the parameter server is closed.
+        """
+        with self._changed:
+            self._check_open(doing, name)
+            model = self._models.setdefault(name, _Model())
+            asked = self.requested.get(name)
+            if under_way := model.doing or (asked.doing if by and asked is not None and asked.under_way else ""):
+                raise ConflictError(f"{doing} model {name!r}: {under_way} it is under way; try again when that has ended")
+            change = Change(name, doing, next(self._numbers), what, by, clock=self._clock)
+            if doing != REFRESHING:
+                model.change = change
+            if doing == "deploying":
+                model.load = change
+                change.expect(table.table_name for table in (model.wanted.tables if model.wanted else ()))
+            if by:
+                while len(self.requested) >= _MOST_REMEMBERED:
+                    del self.requested[next(other for other, one in self.requested.items() if not one.under_way)]
+                self.requested.pop(name, None)
+                self.requested[name] = change
+            return change
+
+    def end(self, change: Change, error: BaseException | None = None) -> None:
+        change.end(error)
+        with self._changed:
+            self._forget_gone(change.model)
+            self._changed.notify_all()
+
+    @contextmanager
+    def changing(self, name: str, doing: str, progress: Progress | None = None) -> Iterator[Change]:
+        """Change a model exclusively. Continues a change that was begun for this thread.
+
+        Args:
+            doing: as for `begin`.
+
+        Raises:
+            ConflictError: another change is under way.
+            NotReadyError: lookups of a replaced or undeployed version still run; or the parameter server is closed.
+        """
+        with self._changed:
+            self._check_open(doing, name)
+            model = self._models.get(name)
+            begun = model.change if model and model.doing else None
+            if begun is not None and begun.thread is threading.current_thread():
+                change, ends_it, begun.thread = begun, False, None
+            else:
+                change, ends_it = self.begin(name, doing), True
+        change.listener = progress
+        try:
+            with self._changed:
+                model = self._models[name]
+                drain_s = DRAIN_S if model.of("serving", "available") else 0.0
+                if not self._changed.wait_for(lambda: not model.of("retiring"), drain_s):
+                    raise NotReadyError(
+                        f"{doing} model {name!r}: lookups of the deployment before it still run and read its tables; try again "
+                        "when they have ended, and graphs that captured some are gone"
+                    )
+            yield change
+        except BaseException as error:
+            if ends_it:
+                self.end(change, error)
+            raise
+        if ends_it:
+            self.end(change)
+
+    def serve(
+        self,
+        deployment: Deployment,
+        stay: Callable[[list[str]], list[str]],
+        tables: Fate,
+        kept: Deployment | None = None,
+    ) -> None:
+        """Let a deployment serve its model. Called within a change of the model.
+
+        Args:
+            stay: selects the versions to keep available; the others are retired.
+            tables: fate of the retired versions' tables, and of those of an earlier deployment of the same version.
+            kept: the same version kept for a roll-back, if any; its tables are in service again.
+
+        Raises:
+            NotReadyError: the parameter server was closed meanwhile.
+        """
+        name = deployment.config.model
+        with self._changed:
+            self._check_open("deploying", name)
+            model = self._models[name]
+            before = model.of("serving", "available")
+            stays = set(stay([*(one.deployment.version for one in before), deployment.version])) - {deployment.version}
+            for one in before:
+                one.state = "available" if one.deployment.version in stays else "retiring"
+            model.versions = [one for one in model.versions if one.deployment not in (deployment, kept)]
+            model.versions.append(_Version(deployment, "serving"))
+            self.serving = {**self.serving, name: deployment}
+            for one in before:
+                if one.state == "retiring" and one.deployment is not deployment:
+                    self._retire_later(name, one.deployment, tables)
+
+    def withdraw(self, name: str, version: str | None) -> list[Deployment]:
+        """Take a model, or one version of it, out of service. Called within a change of the model.
+
+        Returns:
+            The withdrawn deployments, to pass to `retire`.
+
+        Raises:
+            UnknownModelError: it is not deployed.
+            ConflictError: it is the only version.
+        """
+        deployment = self.find(name, version)
+        with self._changed:
+            out = self._models[name].of("serving", "available")
+            if version is None:
+                self.serving = {other: one for other, one in self.serving.items() if other != name}
+                self._models[name].wanted = None
+            elif len(out) == 1:
+                raise ConflictError(
+                    f"undeploying version {version} of model {name!r}: it is the only one; undeploy the model, or deploy "
+                    "another version first"
+                )
+            else:
+                left = [one for one in out if one.deployment is not deployment]
+                out = [one for one in out if one.deployment is deployment]
+                if self.serving[name] is deployment:
+                    highest = max(left, key=lambda one: int(one.deployment.version))
+                    highest.state = "serving"
+                    self.serving = {**self.serving, name: highest.deployment}
+            for one in out:
+                one.state = "retiring"
+            return [one.deployment for one in out]
+
+    def retire(self, name: str, deployment: Deployment, tables: Fate) -> None:
+        """Close a deployment; if its lookups do not end soon, in the background."""
+        if not self._ended(name, deployment, tables):
+            _log.warning("model %r: lookups still run; they keep its tables and caches until they have ended", name)
+            self._retire_later(name, deployment, tables)
+            return
+        self._retired(name, deployment, tables)
+
+    def drop_kept(self, name: str, kept: Sequence[Deployment], tables: Fate = "drop") -> None:
+        """Drop these kept versions. Called within a change of the model."""
+        with self._changed:
+            for one in self._models[name].of("kept"):
+                if one.deployment in kept:
+                    one.state = "retiring"
+        for deployment in kept:
+            self.retire(name, deployment, tables)
+
+    def close(self, timeout_s: float | None = None) -> list[Deployment]:
+        """Refuse changes, wait for running ones and for retiring versions, and take everything out of service.
+
+        Returns:
+            The deployments that were in service, for the caller to close.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not any(one.doing for one in self._models.values()), timeout_s)
+            self.serving = {}
+            self._changed.wait_for(lambda: not any(one.of("retiring") for one in self._models.values()), timeout_s)
+            out = self.all()
+            self._models = {}
+            return out
+
+    def disown(self) -> object:
+        """In a forked child: forget everything without taking a lock. Returns the parent's models."""
+        held = self._models
+        self._changed = threading.Condition()
+        self._closed, self.serving, self._models = True, {}, {}
+        return held
+
+    def _life(self, name: str, model: _Model) -> ModelLife:
+        failure, load = model.failure, model.load
+        state: ComingState = "serving" if name in self.serving else model.coming
+        names = [table.table_name for table in model.wanted.tables] if model.wanted else []
+        tables = list(load.tables.values()) if load is not None and state != "wanted" else list(map(LoadingTable, names))
+        again = state == "failed" and failure is not None and failure.may_pass
+        return ModelLife(
+            name,
+            state,
+            tables,
+            failure if state == "failed" else None,
+            max(0.0, failure.due - self._clock()) if failure is not None and again else None,
+            model.failures,
+            0.0 if load is None else load.seconds,
+        )
+
+    def _check_open(self, what: str, name: str) -> None:
+        if self._closed:
+            raise NotReadyError(f"{what} model {name!r}: the parameter server is closed")
+
+    def _forget_gone(self, name: str) -> None:
+        if name in self._models and self._models[name].is_gone:
+            del self._models[name]
+
+    def _retire_later(self, name: str, deployment: Deployment, tables: Fate) -> None:
+        def work() -> None:
+            while not self._ended(name, deployment, tables) and not self._closed:
+                time.sleep(_RELEASE_PAUSE_S)
+            self._retired(name, deployment, tables)
+
+        threading.Thread(target=work, name=f"hps-retire-{name}", daemon=True).start()
+
+    def _ended(self, name: str, deployment: Deployment, tables: Fate) -> bool:
+        try:
+            return deployment.close(tables)
+        except HPSError as error:  # the device failed and cannot free memory
+            _log.error("model %r: version %s is out of service, but not freed: %s", name, deployment.version, error)
+            return True
+
+    def _retired(self, name: str, deployment: Deployment, tables: Fate) -> None:
+        with self._changed:
+            if name in self._models:
+                model = self._models[name]
+                model.versions = [one for one in model.versions if one.deployment is not deployment]
+                if tables == "keep" and deployment.chain.databases:  # otherwise its tables are gone
+                    model.versions.append(_Version(deployment, "kept"))
+                self._forget_gone(name)
+            self._changed.notify_all()

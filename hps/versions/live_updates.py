@@ -1,0 +1,157 @@
+"""Connects feeds of online updates to the versions in service."""
+
+import logging
+import re
+import socket
+from collections.abc import Callable
+from functools import partial
+
+from hps.configuration.load import Configuration
+from hps.databases.base import LogPosition, Partition
+from hps.registry import implementation
+from hps.statistics.metrics import Metrics
+from hps.statistics.snapshot import UpdateStatus
+from hps.types import TableSpec
+from hps.updates.base import TOPIC_PREFIX, UpdateLog
+from hps.updates.dead_letters import DeadLetters
+from hps.updates.feed import TableTopic, UpdateFeed
+from hps.versions.deployment import DRAIN_S, Deployment
+
+_log = logging.getLogger(__name__)
+
+
+class LiveUpdates:
+    """The update feeds of this process, one for each version in service with a table that follows the log. *Thread-safe.*
+
+    A feed starts when its version is loaded, before the version takes over, and stops before the tables are released or kept
+    for a roll-back (`Deployment.close`). It continues when a deployment hands its tables over to a successor.
+
+    Raises:
+        ConfigError: the log's settings contradict each other, or its client rejects them.
+        MissingDependencyError: the client is not installed.
+    """
+
+    def __init__(self, configuration: Configuration, metrics: Metrics) -> None:
+        self._settings = settings = configuration.update_source
+        self._key_bytes = 8 if configuration.supportlonglong else 4
+        tiers = [tier for tier in (configuration.volatile_db, configuration.persistent_db) if tier.type != "disabled"]
+        self._filters = [one for tier in tiers for one in tier.update_filters]
+        self._feeds: dict[UpdateFeed, Deployment] = {}
+        self._log_class: type[UpdateLog] | None = None
+        if settings.type == "null":
+            return
+        self._log_class = implementation("update_log", settings.type)
+        self._log_class.from_config(settings, "hps.check").close()  # report errors before anything is loaded
+        self._metrics = metrics
+        persistent = configuration.persistent_db
+        beside = "" if persistent.type == "disabled" else persistent.path
+        self._dead_letters = DeadLetters.from_config(settings, beside, metrics)
+
+    def follows(self, table: TableSpec) -> bool:
+        """Whether a table follows the log: there is one, and a filter of a configured database matches.
+
+        A filter matches any part of the topic or, as in HugeCTR's samples, the full name of the model.
+        """
+        names = ((re.search(one, topic_of(table)), re.fullmatch(one, table.model_name)) for one in self._filters)
+        return self._log_class is not None and any(map(any, names))
+
+    def start(self, deployment: Deployment) -> UpdateFeed | None:
+        """Start the feed of a deployment, which runs until the deployment is closed; None if no table follows the log."""
+        tables = self._followed(deployment)
+        if self._log_class is None or not tables:
+            return None
+        config = deployment.config
+        feed = UpdateFeed(
+            config.model,
+            config.version,
+            tables,
+            deployment,
+            self._log_class.from_config(self._settings, self._group(deployment)),
+            self._dead_letters,
+            self._settings,
+            self._metrics,
+        )
+        self._feeds[feed] = deployment
+        deployment.stop_following.append(partial(self._stop, feed))
+        feed.start()
+        return feed
+
+    def start_and_wait(self, deployment: Deployment, give_up: Callable[[], bool]) -> None:
+        """Call `start`, then wait at most `ready_wait_s` until the tables are no further behind than `ready_lag_s`.
+
+        Args:
+            give_up: called repeatedly; an exception that it raises ends the wait.
+        """
+        feed, settings = self.start(deployment), self._settings
+        if feed is None or settings.ready_lag_s is None:
+            return
+        if not feed.wait_for_lag(settings.ready_lag_s, settings.ready_wait_s, give_up) and not give_up():
+            _log.warning(
+                "model %r: version %s takes over although its updates are not within ready_lag_s (%g s) after %g s: %s",
+                deployment.config.model,
+                deployment.version,
+                settings.ready_lag_s,
+                settings.ready_wait_s,
+                "; ".join(f"{one.table}: {one.problem or _behind(one)}" for one in feed.status()),
+            )
+
+    def hand_over(self, deployment: Deployment, successor: Deployment) -> None:
+        """Hand a deployment's feed over to the successor that has just taken over."""
+        for feed, target in list(self._feeds.items()):
+            if target is deployment:
+                feed.replace_target(successor)
+                self._feeds[feed] = successor
+
+    def status(self) -> list[UpdateStatus]:
+        """Return the status of each table that follows the log, by model, version and table."""
+        found = [one for feed in list(self._feeds) for one in feed.status()]
+        return sorted(found, key=lambda one: (one.model, int(one.version), one.table))
+
+    def close(self) -> None:
+        """Stop all feeds."""
+        for feed in list(self._feeds):
+            self._stop(feed, DRAIN_S)
+        if self._log_class is not None:
+            self._dead_letters.close()
+
+    def disown(self) -> object:
+        """In a forked child: drop the feeds, which belong to the parent. Returns them."""
+        held, self._feeds = self._feeds, {}
+        return held
+
+    def _stop(self, feed: UpdateFeed, timeout_s: float) -> bool:
+        stopped = feed.stop(timeout_s)
+        if stopped:
+            self._feeds.pop(feed, None)
+        return stopped
+
+    def _followed(self, deployment: Deployment) -> list[TableTopic]:
+        followed = []
+        for index, (table, start) in enumerate(zip(deployment.tables, deployment.log_starts, strict=True)):
+            if start is not None:
+                topic = topic_of(table)
+                positions = {
+                    Partition(key) if "/" in key else Partition(topic, int(key)): LogPosition(position)
+                    for key, position in start.items()
+                }
+                followed.append(TableTopic(index, table.table_name, topic, table.dim, self._key_bytes, positions))
+        return followed
+
+    def _group(self, deployment: Deployment) -> str:
+        """Return the consumer group for committed positions, named as HugeCTR names it."""
+        authority = deployment.chain.databases[-1]
+        if self._settings.group:
+            return self._settings.group
+        if authority.persistent:
+            return f"hps.persistent.{socket.gethostname()}"
+        return "hps.volatile" if authority.shared else f"hps.volatile.{socket.gethostname()}"
+
+
+def topic_of(table: TableSpec) -> str:
+    """Return the update topic of a table."""
+    return f"{TOPIC_PREFIX}{table.model_name}.{table.table_name}"
+
+
+def _behind(status: UpdateStatus) -> str:
+    lag = "unknown" if status.lag_s is None else f"{status.lag_s:.1f} s"
+    return f"lag {lag}, {'an unknown number of' if status.behind is None else status.behind} messages behind"

@@ -1,1 +1,0 @@
-"""Bugs that the tests must notice, one patch each; see `__main__.py`."""

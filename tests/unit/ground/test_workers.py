@@ -1,0 +1,204 @@
+"""Workers: a queue refuses what it has no room for, a task keeps its times, a call that never answers is left behind."""
+
+import gc
+import logging
+import threading
+import time
+
+import pytest
+
+from hps.errors import DatabaseError, ModelFileNotFoundError, NotReadyError
+from hps.ground.workers import PeriodicTask, Stop, WorkQueue, call_within, keep_time
+from hps.statistics.metrics import Metrics
+from tests.fakes.clock import Clock, Pauses
+from tests.servers.running_service import wait_until
+
+
+def test_jobs_run_in_the_order_of_arrival():
+    done = []
+    jobs = WorkQueue("work", 10, 1, Metrics())
+    for i in range(10):
+        assert jobs.submit(lambda i=i: done.append(i))
+    assert jobs.drain(10)
+    assert done == list(range(10))
+    jobs.close()
+
+
+def test_full_queue_refuses_a_job_and_counts_it():
+    metrics = Metrics()
+    gate, started = threading.Event(), threading.Event()
+    jobs = WorkQueue("work", 1, 1, metrics)
+    jobs.submit(lambda: (started.set(), gate.wait(30)))
+    assert started.wait(30)
+    assert jobs.submit(lambda: None)
+    assert not jobs.submit(lambda: None)
+    assert metrics.registry.get_sample_value("hps_background_dropped_batches_total", {"work": "work"}) == 1
+    gate.set()
+    jobs.close()
+
+
+def test_batches_that_wait_in_several_queues_of_a_kind_add_up():
+    metrics = Metrics()
+    gate = threading.Event()
+    queues = [WorkQueue("work", 10, 1, metrics) for _ in range(2)]
+    for jobs in queues:
+        started = threading.Event()
+        jobs.submit(lambda started=started: started.set() or gate.wait(30))
+        assert started.wait(30)
+        jobs.submit(lambda: None)
+    assert metrics.registry.get_sample_value("hps_background_batches", {"work": "work"}) == 2
+    assert metrics.queues() == {"work": 2}
+    gate.set()
+    for jobs in queues:
+        jobs.close()
+    assert metrics.queues() == {"work": 0}
+
+
+def test_failing_job_is_counted_and_the_next_one_runs():
+    metrics = Metrics()
+    done = []
+
+    def fail(error):
+        raise error
+
+    jobs = WorkQueue("work", 10, 1, metrics)
+    jobs.submit(lambda: fail(DatabaseError("down")))
+    jobs.submit(lambda: fail(ZeroDivisionError()))
+    jobs.submit(lambda: done.append(1))
+    assert jobs.drain(10)
+    assert done == [1]
+    assert metrics.registry.get_sample_value("hps_background_failed_batches_total", {"work": "work"}) == 2
+    jobs.close()
+
+
+def test_drain_gives_up_at_its_timeout():
+    started, gate = threading.Event(), threading.Event()
+    jobs = WorkQueue("work", 10, 1, Metrics())
+    jobs.submit(lambda: started.set() or gate.wait(30))
+    assert started.wait(30)  # nothing is queued any more
+    assert not jobs.drain(0.01)
+    gate.set()
+    assert jobs.drain(10)
+    jobs.close()
+
+
+def test_close_runs_what_is_queued_and_ends_every_thread():
+    done = []
+    before = threading.active_count()
+    jobs = WorkQueue("work", 10, 3, Metrics())
+    for i in range(5):
+        jobs.submit(lambda i=i: (time.sleep(0.01), done.append(i)))
+    jobs.close()
+    jobs.close()
+    assert sorted(done) == list(range(5))
+    assert threading.active_count() == before
+    assert not jobs.submit(lambda: done.append(9))
+
+
+def test_close_leaves_jobs_that_do_not_end_in_time():
+    gate = threading.Event()
+    done = []
+    jobs = WorkQueue("work", 10, 1, Metrics())
+    jobs.submit(lambda: gate.wait(30))
+    jobs.submit(lambda: done.append(1))
+    jobs.close(timeout_s=0.01)
+    gate.set()
+    assert done == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "draws", "took", "pauses"),
+    [
+        ({"interval_s": 10.0}, [0.5], [0, 0], [10, 10, 10]),
+        ({"interval_s": 0.25, "delay_s": 1.5}, [0.5], [0.1, 0], [1.75, 0.15, 0.25]),
+        ({"interval_s": 10.0, "jitter": 0.1}, [0.0, 0.5, 0.75], [0, 0], [9, 10, 10.5]),
+        ({"interval_s": 10.0, "jitter": 0.1}, [0.0, 1.0, 0.5], [4, 4], [9, 7, 6]),  # from beginning to beginning
+        ({"interval_s": 10.0}, [0.5], [10, 25], [10, 10, 10]),  # longer than the interval: one later, none extra
+    ],
+)
+def test_a_task_keeps_its_times(settings, draws, took, pauses):
+    clock, drawn, left = Clock(), iter(draws * 3), list(took)
+    times = Pauses(len(took), clock)
+
+    def run():
+        clock.now += left.pop(0)
+
+    keep_time(run, times.wait, clock=clock, draw=lambda: next(drawn), **settings)
+    assert times.pauses == pytest.approx(pauses)
+    assert left == []
+
+
+def test_a_failure_of_a_task_is_logged_once_until_a_run_succeeds(caplog):
+    caplog.set_level(logging.INFO, "hps.ground.workers")
+    outcomes = [DatabaseError("down"), DatabaseError("down"), None, None, NotReadyError("closed"), DatabaseError("down")]
+    left = list(outcomes)
+
+    def run():
+        if (error := left.pop(0)) is not None:
+            raise error
+
+    task = PeriodicTask("work", run, 3600, what="working")
+    for count in range(len(outcomes), 0, -1):
+        task.wake()
+        wait_until(lambda count=count: len(left) < count, "it ran")
+    assert task.abandon(10)
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "hps.ground.workers"]
+    failed = ("WARNING", "working: down; it is tried again at every interval")
+    assert lines == [failed, ("INFO", "working succeeds again"), failed]
+
+
+@pytest.mark.parametrize("end", ["abandon", "stop", "collected"])
+def test_a_task_ends(end):
+    class Owner:
+        def __init__(self):
+            self.ran = threading.Semaphore(0)
+            self.task = PeriodicTask("owner", self.run, 0.002)
+
+        def run(self):
+            self.ran.release()
+
+    owner = Owner()
+    task = owner.task
+    assert all(owner.ran.acquire(timeout=20) for _ in range(3))
+    if end == "abandon":
+        assert task.abandon(20)
+    elif end == "stop":
+        task.stop.set()
+    else:
+        del owner
+        gc.collect()
+    assert task.join(20)
+    assert not task.alive
+
+
+def test_stop_ends_every_wait():
+    stop, ended = Stop(), []
+    threads = [threading.Thread(target=lambda: ended.append(stop.wait(60))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert not stop.wait(0.01)
+    stop.set()
+    for thread in threads:
+        thread.join(20)
+    assert ended == [True] * 3
+    assert stop.wait(60)
+    assert stop.is_set()
+
+
+def test_a_bounded_call_gives_its_result_or_its_error():
+    def fail():
+        raise ModelFileNotFoundError("none")
+
+    assert call_within("adding", 20, lambda: 1 + 1) == 2
+    assert call_within("doing nothing", 20, lambda: None) is None
+    with pytest.raises(ModelFileNotFoundError, match="none"):
+        call_within("failing", 20, fail)
+
+
+def test_a_call_that_never_answers_is_left_behind():
+    gate = threading.Event()
+    try:
+        with pytest.raises(TimeoutError, match=r"reading hdfs://nn/m: no answer in 0\.2 s"):
+            call_within("reading hdfs://nn/m", 0.2, lambda: gate.wait(60))
+    finally:
+        gate.set()

@@ -123,7 +123,7 @@ class GcsFileSystem(ObjectStore):
             return None
 
         try:
-            credentials = within("looking for Google credentials", seconds, find)
+            credentials = within("looking for Google credentials", seconds, self.threads, find)
         except ModelFileError:
             raise  # of `within`; it is an OSError, too
         except (GoogleAuthError, OSError, ValueError) as error:

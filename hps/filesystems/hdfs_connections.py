@@ -12,12 +12,11 @@ import hdfs_native
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError
 from hps.filesystems.hdfs_errors import hdfs_failure
-from hps.filesystems.retries import UnansweredError, retried, within
+from hps.filesystems.retries import MOST_THREADS, UnansweredError, retried, within
 
 T = TypeVar("T")
 
 _DEFAULT_PORT = 8020  # Hadoop 2, and 3 since 3.0.1
-_MOST_THREADS = 128
 
 _URI = re.compile(r"hdfs:(?://([^/]*))?(/.*)?", re.IGNORECASE | re.DOTALL)
 _AUTHORITY = re.compile(r"(?:[^\s/?#@:\[\]%]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
@@ -67,7 +66,7 @@ class HdfsConnections:
 
     hdfs-native waits forever if a NameNode accepts connections and never answers (it is stopped, or its disk hangs). So each
     request has its own thread, which is abandoned on timeout and ends when the NameNode continues or dies. There are at most
-    `_MOST_THREADS` of them. (hdfs-native's asynchronous client could be cancelled, but it reads at two thirds of the speed, and
+    `MOST_THREADS` of them. (hdfs-native's asynchronous client could be cancelled, but it reads at two thirds of the speed, and
     panics when the first NameNode of a nameservice is down.)
 
     Raises of every request:
@@ -80,7 +79,7 @@ class HdfsConnections:
         self._lock = threading.Lock()
         self._clients: dict[str, Any] = {}
         self._unanswered: set[str] = set()
-        self._threads = threading.BoundedSemaphore(_MOST_THREADS)
+        self._threads = threading.BoundedSemaphore(MOST_THREADS)
 
     def ask(self, doing: str, address: HdfsAddress, question: Callable[[Any], T]) -> T:
         """Call `question` with a client of hdfs-native, with retries, each for at most `timeout_s`."""
@@ -93,9 +92,7 @@ class HdfsConnections:
 
     def ask_once(self, doing: str, address: HdfsAddress, seconds: float, question: Callable[[Any], T]) -> T:
         """Call `question` once, for at most `seconds`."""
-        what, client, deadline = f"{doing} {address.uri}", None, time.monotonic() + seconds
-        if not self._threads.acquire(timeout=max(seconds, 0.0)):
-            raise UnansweredError(what, seconds)
+        client = None
 
         def ask() -> T:
             nonlocal client
@@ -106,11 +103,9 @@ class HdfsConnections:
                 raise
             except BaseException as error:  # a panic of Rust
                 raise RuntimeError(f"hdfs-native: {error}") from error
-            finally:
-                self._threads.release()
 
         try:
-            return within(what, deadline - time.monotonic(), ask)
+            return within(f"{doing} {address.uri}", seconds, self._threads, ask)
         except UnansweredError:
             self.drop(address, client)
             raise

@@ -1,14 +1,16 @@
 """The common part of S3 and Google Cloud Storage: directories as prefixes, reads of ranges, retries."""
 
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
+from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed, too_short
-from hps.filesystems.retries import ReadTarget, fill, retried, share, within
+from hps.filesystems.retries import MOST_THREADS, ReadTarget, fill, retried, share, within
 
 _PAGE_NAMES = 1000  # the limit of both services
 _MOST_PAGES = 100
@@ -59,6 +61,10 @@ class ObjectStore(FileSystem):
     client_errors: ClassVar[tuple[type[Exception], ...]]
     """Exceptions of the client, except programming errors."""
 
+    def __init__(self, settings: ModelSourceConfig | None = None) -> None:
+        super().__init__(settings)
+        self.threads = threading.BoundedSemaphore(MOST_THREADS)
+
     @abstractmethod
     def _address(self, uri: str) -> ObjectAddress:
         """Parse an address. Raises `ModelFileError` for an invalid one."""
@@ -98,7 +104,7 @@ class ObjectStore(FileSystem):
     def ask_once(self, doing: str, address: ObjectAddress, seconds: float, question: Callable[[], T]) -> T:
         """Call `question` on a thread that is abandoned after `seconds`."""
         try:
-            return within(f"{doing} {address.uri}", seconds, question)
+            return within(f"{doing} {address.uri}", seconds, self.threads, question)
         except ModelFileError:
             raise
         except self.client_errors as error:

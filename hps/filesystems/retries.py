@@ -5,14 +5,17 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import wait
+from functools import partial
 from typing import TypeVar
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelSourceError
-from hps.ground.workers import call_in_thread
+from hps.ground.workers import call_within
 
 _log = logging.getLogger(__name__)
+
+MOST_THREADS = 128
+"""Maximum number of threads of a store, including those that were given up."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 T = TypeVar("T")
@@ -102,16 +105,16 @@ def fill(settings: ModelSourceConfig, path: str, buffer: memoryview, attempt: Ca
     retried(settings, once)
 
 
-def within(what: str, seconds: float, call: Callable[[], T]) -> T:
+def within(what: str, seconds: float, threads: threading.Semaphore, call: Callable[[], T]) -> T:
     """Run a call on its own thread, which is abandoned after `seconds`.
 
     For operations whose client has no timeout: name resolution, sources of credentials, a slow response. The call may keep
     running afterwards, so it must not share the objects that it was given.
 
+    Args:
+        threads: limits the threads of one store, abandoned ones included.
+
     Raises:
         UnansweredError: no answer in time; `what` begins the message.
     """
-    answer = call_in_thread("bounded-call", call)
-    if not wait([answer], seconds).done:
-        raise UnansweredError(what, seconds)
-    return answer.result()
+    return call_within(seconds, call, threads, partial(UnansweredError, what, seconds))

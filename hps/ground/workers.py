@@ -313,33 +313,46 @@ class WorkQueue(Worker):
 
 
 def call_in_thread(name: str, call: Callable[[], T]) -> Future[T]:
-    """Start a call on its own thread; the future gives its outcome. A caller that gives up leaves the thread behind.
+    """Start a call on its own thread; the future gives its outcome, and cannot be cancelled.
 
     Args:
         name: name of the thread, after `hps-`.
     """
     answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name=f"hps-{name}", daemon=True).start()
+    answer.set_running_or_notify_cancel()
+    threading.Thread(target=_answer, args=(answer, call), name=f"hps-{name}", daemon=True).start()
     return answer
 
 
-def call_within(what: str, timeout_s: float, call: Callable[[], T]) -> T:
+def _answer(answer: Future[T], call: Callable[[], T]) -> None:
+    try:
+        answer.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+        answer.set_exception(error)
+        del answer, call  # the error's traceback refers to this frame
+
+
+def call_within(timeout_s: float, call: Callable[[], T], threads: threading.Semaphore, late: Callable[[], Exception]) -> T:
     """Run a call that has no timeout of its own, and give up after one; the call may keep running.
 
     Args:
-        what: the operation, in the message.
-
-    Raises:
-        TimeoutError: no answer in time.
+        threads: limits the calls that run at a time, given up or not. Waiting for a thread counts as part of the timeout.
+        late: makes the error to raise if there is no answer in time.
     """
-    answer = call_in_thread("bounded-call", call)
-    if not wait([answer], max(0.0, timeout_s)).done:
-        raise TimeoutError(f"{what}: no answer in {timeout_s:.1f} s")
-    return answer.result()
+    deadline = time.monotonic() + timeout_s
+    if not threads.acquire(timeout=max(0.0, timeout_s)):
+        raise late()
+
+    def run() -> T:
+        try:
+            return call()
+        finally:
+            threads.release()
+
+    answer = call_in_thread("bounded-call", run)
+    try:
+        if not wait([answer], max(0.0, deadline - time.monotonic())).done:
+            raise late()
+        return answer.result()
+    finally:
+        del answer  # an error's traceback refers to this frame

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from queue import Empty, LifoQueue
 from typing import Any, Final
@@ -196,6 +197,7 @@ class BulkConnection(Connection):
         tls: None for plain connections.
         server_name: required name in the server's certificate; sent as SNI.
         family: receives the connection for its lifetime.
+        resolving: limits the threads that resolve names.
         settings: redis-py's.
 
     Attributes:
@@ -210,6 +212,7 @@ class BulkConnection(Connection):
         tls: ssl.SSLContext | None,
         server_name: str,
         family: "WeakValueDictionary[int, BulkConnection]",
+        resolving: threading.Semaphore,
         **settings: Any,
     ) -> None:
         self.replies = ReplyParser(settings["socket_timeout"])
@@ -217,6 +220,7 @@ class BulkConnection(Connection):
         self.socket: socket.socket | None = None
         self._tls = tls
         self._server_name = server_name
+        self._resolving = resolving
         self._timeouts_s = (settings["socket_connect_timeout"], settings["socket_timeout"])
         super().__init__(parser_class=lambda socket_read_size: self.replies, **settings)  # type: ignore[no-untyped-call]
         family[id(self)] = self
@@ -255,7 +259,7 @@ class BulkConnection(Connection):
     def _dial(self, deadline: float) -> socket.socket:
         name = self.host
         failure: OSError = OSError(f"the name {name} has no address")
-        for *_, address in _resolve(name, self.port, deadline):
+        for *_, address in self._resolve(name, deadline):
             self.host = address[0]
             self.socket_connect_timeout = max(_LEAST_S, deadline - time.monotonic())
             try:
@@ -276,12 +280,12 @@ class BulkConnection(Connection):
             plain.close()
             raise
 
-
-def _resolve(name: str, port: int, deadline: float) -> list[Any]:
-    """Resolve a name with a timeout, which the system's resolver lacks."""
-    return call_within(
-        f"looking up {name}", deadline - time.monotonic(), lambda: socket.getaddrinfo(name, port, 0, socket.SOCK_STREAM)
-    )
+    def _resolve(self, name: str, deadline: float) -> list[Any]:
+        """Resolve a name with a timeout, which the system's resolver lacks."""
+        timeout_s = deadline - time.monotonic()
+        late = partial(TimeoutError, f"looking up {name}: no answer in {timeout_s:.1f} s")
+        resolve = partial(socket.getaddrinfo, name, self.port, 0, socket.SOCK_STREAM)
+        return call_within(timeout_s, resolve, self._resolving, late)
 
 
 def tls_context(ca_certificate: str, client_certificate: str, client_key: str) -> ssl.SSLContext:

@@ -33,6 +33,7 @@ fit the system's buffers, so that neither side blocks."""
 _MESSAGE_BYTES: Final = 64 << 10  # small requests are sent together
 _ROUNDS: Final = 16  # of redirections: enough for a slot in migration
 _PAUSE_S: Final = 0.01
+_MOST_RESOLVING: Final = 32  # names at a time, also those without an answer
 _SCAN_COUNT: Final = 10_000
 _LEAST_REFRESH_S: Final = 0.1  # between refreshes of an unstable cluster
 _NO_CLUSTER: Final = (exceptions.RedisError, exceptions.RedisClusterException, IndexError)
@@ -115,6 +116,7 @@ class RedisNodes:
             "tls": tls,
             "server_name": tls_server_name,
             "family": self._family,
+            "resolving": threading.BoundedSemaphore(_MOST_RESOLVING),
         }
         self._seeds = [self._node(*address) for address in addresses]
         self._server = self._seeds[0]  # without a cluster

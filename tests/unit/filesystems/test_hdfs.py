@@ -280,7 +280,7 @@ def test_a_panic_of_the_library_is_an_error_of_ours() -> None:
 
 
 def test_threads_that_get_no_answer_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hdfs_connections, "_MOST_THREADS", 3)
+    monkeypatch.setattr(hdfs_connections, "MOST_THREADS", 3)
     release, asked = threading.Event(), []
 
     def ask(_client: object) -> str:

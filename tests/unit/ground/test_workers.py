@@ -4,11 +4,13 @@ import gc
 import logging
 import threading
 import time
+import weakref
+from functools import partial
 
 import pytest
 
 from hps.errors import DatabaseError, ModelFileNotFoundError, NotReadyError
-from hps.ground.workers import PeriodicTask, Stop, WorkQueue, call_within, keep_time
+from hps.ground.workers import PeriodicTask, Stop, WorkQueue, call_in_thread, call_within, keep_time
 from hps.statistics.metrics import Metrics
 from tests.fakes.clock import Clock, Pauses
 from tests.servers.running_service import wait_until
@@ -185,20 +187,49 @@ def test_stop_ends_every_wait():
     assert stop.is_set()
 
 
+def late() -> Exception:
+    return TimeoutError("no answer")
+
+
+def fail() -> None:
+    raise ModelFileNotFoundError("none")
+
+
 def test_a_bounded_call_gives_its_result_or_its_error():
-    def fail():
-        raise ModelFileNotFoundError("none")
-
-    assert call_within("adding", 20, lambda: 1 + 1) == 2
-    assert call_within("doing nothing", 20, lambda: None) is None
+    threads = threading.BoundedSemaphore(1)
+    assert call_within(20, lambda: 1 + 1, threads, late) == 2
+    assert call_within(20, lambda: None, threads, late) is None
     with pytest.raises(ModelFileNotFoundError, match="none"):
-        call_within("failing", 20, fail)
+        call_within(20, fail, threads, late)
 
 
-def test_a_call_that_never_answers_is_left_behind():
-    gate = threading.Event()
+def test_calls_that_never_answer_are_left_behind_up_to_a_limit():
+    gate, begun, threads = threading.Event(), [], threading.BoundedSemaphore(2)
+
+    def silent() -> bool:
+        begun.append(threading.current_thread())
+        return gate.wait(60)
+
     try:
-        with pytest.raises(TimeoutError, match=r"reading hdfs://nn/m: no answer in 0\.2 s"):
-            call_within("reading hdfs://nn/m", 0.2, lambda: gate.wait(60))
+        for _ in range(4):
+            with pytest.raises(TimeoutError, match="no answer"):
+                call_within(0.1, silent, threads, late)
+        assert len(begun) == 2
     finally:
         gate.set()
+    assert call_within(20, silent, threads, late)
+
+
+@pytest.mark.parametrize(
+    "call", [partial(call_within, 20, fail, threading.Semaphore(), late), lambda: call_in_thread("x", fail).result()]
+)
+def test_the_error_of_a_call_is_freed_with_its_handler(call):
+    gc.disable()
+    try:
+        try:
+            call()
+        except ModelFileNotFoundError as error:
+            freed = weakref.ref(error)
+        assert freed() is None
+    finally:
+        gc.enable()

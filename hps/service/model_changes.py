@@ -4,10 +4,11 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 
 from starlette.types import Scope
 
+from hps.ground.workers import call_in_thread
 from hps.service.http_answer import OverloadedError, status_of
 from hps.service.logs.changes import log_change, request_line
 from hps.service.logs.lines import fields
@@ -40,28 +41,27 @@ async def change_model(
     served: Served = scope[SERVED]
     change = live.begin(model, doing, f"{request_line(scope)} {detail}".rstrip(), served.who)
     served.outlived = True
-    loop, ended, errors = asyncio.get_running_loop(), asyncio.Event(), []
 
-    def work() -> None:
-        change.thread = threading.current_thread()
-        error: BaseException | None = None
-        try:
-            change.version = call()
-        except BaseException as caught:  # noqa: BLE001 - the end of a thread: who waits for it raises the error
-            error = caught
-            errors.append(caught)
+    def finish(error: BaseException | None) -> None:
         change.status = 200 if error is None else status_of(error)
         live.end(change, error)
         if change.status == 500:
             _log.error("%s failed unexpectedly", change.what, exc_info=error, extra=fields(request_id=served.id.decode()))
         outcome = "done" if error is None else f"failed ({change.status})"
         log_change(change.what, change.by, served.id, outcome, change.error, change.seconds)
-        with suppress(RuntimeError):  # the event loop is closed: no request waits
-            loop.call_soon_threadsafe(ended.set)
 
-    threading.Thread(target=work, name=f"hps-change-{model[:40]}", daemon=True).start()
+    def work() -> None:
+        change.thread = threading.current_thread()
+        try:
+            change.version = call()
+        except BaseException as error:
+            finish(error)
+            raise
+        finish(None)
+
+    start = partial(call_in_thread, f"change-{model[:40]}", work)
     if wait:
-        await ended.wait()
-        if errors:
-            raise errors[0]
+        await asyncio.wrap_future(start())  # in no variable: an error's traceback refers to this frame
+    else:
+        start()
     return change

@@ -34,6 +34,7 @@ from hps.errors import (
     UnknownVersionError,
 )
 from hps.ground.progress import Progress
+from hps.ground.workers import call_in_thread
 from hps.statistics.metrics import TIERS
 from hps.versions.changes import Change, LoadingTable, cause_of
 from hps.versions.deployment import DRAIN_S, Deployment, Fate
@@ -526,11 +527,14 @@ class LiveModels:
 
     def _retire_later(self, name: str, deployment: Deployment, tables: Fate) -> None:
         def work() -> None:
-            while not self._ended(name, deployment, tables) and not self._closed:
-                time.sleep(_RELEASE_PAUSE_S)
-            self._retired(name, deployment, tables)
+            try:
+                while not self._ended(name, deployment, tables) and not self._closed:
+                    time.sleep(_RELEASE_PAUSE_S)
+                self._retired(name, deployment, tables)
+            except Exception:  # noqa: BLE001 - the end of a thread
+                _log.exception("model %r: retiring version %s", name, deployment.version)
 
-        threading.Thread(target=work, name=f"hps-retire-{name}", daemon=True).start()
+        call_in_thread(f"retire-{name}", work)
 
     def _ended(self, name: str, deployment: Deployment, tables: Fate) -> bool:
         try:

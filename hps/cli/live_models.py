@@ -9,7 +9,7 @@ import typer
 
 from hps import errors
 from hps.cli import console
-from hps.cli.running_server import LOCAL, Model, NoWait, RunningServer, ServerUrl, Token, TokenFile, Url
+from hps.cli.running_server import LOCAL, Model, NoWait, ServerUrl, Token, TokenFile, Url, change_model, running_server
 from hps.ground.progress import count_text, size_text
 
 EXAMPLES = {
@@ -35,7 +35,7 @@ def models_command(
     Sizes are of vectors, by tier. The hit rate is that of the embedding cache over all versions of a model.
     """
     with console.reported():
-        answer = RunningServer(url, token, token_file).models()
+        answer = running_server(url, token, token_file).ask("/v1/models")
     if as_json:
         typer.echo(json.dumps(answer))
         return
@@ -115,7 +115,7 @@ def updates_status_command(
     older than the stored ones; `dead letters` are messages that could not be applied.
     """
     with console.reported():
-        answer = RunningServer(url, token, token_file).updates()
+        answer = running_server(url, token, token_file).ask("/v1/updates")
     if as_json:
         typer.echo(json.dumps(answer))
         return
@@ -136,7 +136,7 @@ def updates_status_command(
 
 
 def _change(model: str, verb: str, body: dict[str, Any], no_wait: bool, url: str, token: str, token_file: Path | None) -> None:
-    change = RunningServer(url, token, token_file).change(model, verb, body, wait=not no_wait)
+    change = change_model(running_server(url, token, token_file), model, verb, body, wait=not no_wait)
     if "status" not in change:
         typer.echo(f"{model}: in progress; `hps models` shows its state")
         return

@@ -9,9 +9,9 @@ import typer
 
 from hps import errors
 from hps.cli import console
-from hps.cli.running_server import LOCAL, RunningServer, ServerUrl, Token, TokenFile
+from hps.cli.running_server import LOCAL, ServerUrl, Token, TokenFile, running_server
 from hps.ground.progress import count_text, size_text, time_text
-from hps.statistics.snapshot import quantile
+from hps.statistics.snapshot import Latency
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -41,21 +41,21 @@ def top_command(
     from rich.live import Live
 
     with console.reported():
-        server = RunningServer(url, token, token_file)
+        server = running_server(url, token, token_file)
         screen = Console(highlight=False)
-        before, at = server.stats(), time.monotonic()
+        before, at = server.ask("/v1/stats"), time.monotonic()
         if not screen.is_terminal:
             screen.width = _ANY_WIDTH
         if once or not screen.is_terminal:
             time.sleep(interval)
-            now = server.stats()
+            now = server.ask("/v1/stats")
             screen.print(shown(url, now, before))
             return
         with Live(console=screen, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(interval)
                 try:
-                    now = server.stats()
+                    now = server.ask("/v1/stats")
                 except errors.NotReadyError as error:  # it is being restarted, or the network is down
                     if time.monotonic() - at > _LOST_S:
                         raise
@@ -118,6 +118,7 @@ def _models(now: _Answer, before: _Answer, seconds: float) -> "Table":
     shown.add_column("most time in")
     for model in now["server"]["models"]:
         was = _named(before, model["name"])
+        lookups = Latency(**model["lookups"]).since(Latency(**was["lookups"]))
         spent = {
             stage: one["total_s"] - was["stages"].get(stage, {"total_s": 0.0})["total_s"]
             for stage, one in model["stages"].items()
@@ -127,8 +128,8 @@ def _models(now: _Answer, before: _Answer, seconds: float) -> "Table":
         shown.add_row(
             model["name"],
             model["version"],
-            count_text((model["lookups"]["count"] - was["lookups"]["count"]) / seconds),
-            *(_time(_quantile(model["lookups"], was["lookups"], share)) for share in (0.5, 0.95, 0.99)),
+            count_text(lookups.count / seconds),
+            *(_time(lookups.quantile_s(share) if lookups.count > 0 else None) for share in (0.5, 0.95, 0.99)),
             f"{model['busy_workspaces']} of {model['workspaces']}",
             ", ".join(f"{_TIERS.get(stage, stage)} {spent[stage] / whole:.0%}" for stage in most),
         )
@@ -193,17 +194,9 @@ def _tables(model: _Answer, before: _Answer, seconds: float) -> _Tables:
     return _Tables(model["name"], [table["name"] for table in model["tables"]], lookups, held)
 
 
-def _quantile(now: _Answer, before: _Answer, share: float) -> float | None:
-    """Return the quantile of what was counted between two histograms, in seconds; None if nothing was."""
-    count = now["count"] - before["count"]
-    earlier = before["buckets"] or [(0.0, 0)] * len(now["buckets"])
-    buckets = [(bound, all_ - was) for (bound, all_), (_, was) in zip(now["buckets"], earlier, strict=True)]
-    return quantile(buckets, share * count) if count > 0 else None
-
-
 def _named(answer: _Answer, name: str) -> _Answer:
     """Return the earlier figures of a model; zeros if it was not there."""
-    nothing = {"lookups": {"count": 0, "buckets": []}, "stages": {}, "tables": []}
+    nothing: dict[str, Any] = {"lookups": {}, "stages": {}, "tables": []}
     models = answer["server"]["models"] if answer["server"] else []
     found: _Answer = next((one for one in models if one["name"] == name), nothing)
     return found

@@ -1,13 +1,11 @@
 """A server's counters between two moments: times of stages, and keys by the tier that answered them."""
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from prometheus_client import Metric
-
-from hps.statistics.metrics import TIERS
-from hps.statistics.snapshot import quantile
-from hps.statistics.tracing import STAGES
+from hps.statistics.snapshot import Latency
 
 HTTP = "http"
 LOOKUP = "lookup"
@@ -48,66 +46,49 @@ class Counters:
     """The counters of one model and some of its tables at one moment. *Immutable.*
 
     Args:
-        families: metrics as exposed by `/metrics`.
+        stats: an answer of `GET /v1/stats`; empty if the server has none.
     """
 
-    def __init__(self, families: Iterable[Metric], model: str, tables: Iterable[str]) -> None:
-        self._tables = list(tables)
-        self._values: dict[tuple[str, ...], float] = {}
-        for family in families:
-            if not family.name.startswith(("hps_hits", "hps_misses", "hps_lookup", "hps_default", "hps_http_request_s")):
-                continue
-            for sample in family.samples:
-                labels: Mapping[str, str] = sample.labels
-                if labels.get("model", model) == model:
-                    where = (labels.get(name, "") for name in ("table", "tier", "stage", "route", "le"))
-                    self._values[sample.name, *where] = sample.value
+    def __init__(self, stats: Mapping[str, Any], model: str, tables: Sequence[str]) -> None:
+        models = stats["server"]["models"] if stats.get("server") else []
+        routes = stats["service"]["requests"] if "service" in stats else []
+        self._times = {HTTP: Latency()}
+        for one in routes:
+            if one["route"] in _INFER:
+                self._times[HTTP] = self._times[HTTP].plus(Latency(**one["latency"]))
+        self._hits, self._asked, self._defaults = Counter[str](), Counter[str](), 0
+        for found in (one for one in models if one["name"] == model):
+            self._times |= {stage: Latency(**one) for stage, one in ((LOOKUP, found["lookups"]), *found["stages"].items())}
+            for table in (one for one in found["tables"] if one["name"] in tables):
+                self._defaults += table["defaults"]
+                for tier in table["tiers"]:
+                    self._hits[tier["tier"]] += tier["hits"]
+                    self._asked[tier["tier"]] += tier["hits"] + tier["misses"]
 
     def tiers_since(self, before: "Counters") -> dict[str, TierKeys]:
         """Return the keys asked of each tier since then, without tiers that were not asked."""
-        found = {}
-        for tier in TIERS:
-            hits, misses = (
-                sum(self._since(before, name, table=table, tier=tier) for table in self._tables)
-                for name in ("hps_hits_total", "hps_misses_total")
-            )
-            if hits + misses:
-                found[tier] = TierKeys(hits / (hits + misses), int(hits + misses))
-        return found
+        asked, hits = self._asked - before._asked, self._hits - before._hits
+        return {tier: TierKeys(hits[tier] / count, count) for tier, count in asked.items()}
 
     def defaults_since(self, before: "Counters") -> int:
         """Return the number of keys that no tier had since then."""
-        return int(sum(self._since(before, "hps_default_keys_total", table=table) for table in self._tables))
+        return self._defaults - before._defaults
 
     def stages_since(self, before: "Counters") -> dict[str, StageTimes]:
         """Return the times of requests, lookups and their stages since then, over all clients.
 
         Quantiles are interpolated within the histograms' buckets.
         """
-        whole = sum(self._since(before, "hps_http_request_seconds_sum", route=route) for route in _INFER)
-        whole = whole or self._since(before, "hps_lookup_seconds_sum")
-        found = {
-            HTTP: self._times(before, "hps_http_request_seconds", whole, [{"route": route} for route in _INFER]),
-            LOOKUP: self._times(before, "hps_lookup_seconds", whole, [{}]),
-            **{stage: self._times(before, "hps_lookup_stage_seconds", whole, [{"stage": stage}]) for stage in STAGES},
+        since = {stage: times.since(before._times.get(stage, Latency())) for stage, times in self._times.items()}
+        whole = since[HTTP].total_s or since.get(LOOKUP, Latency()).total_s
+        return {
+            stage: StageTimes(
+                times.count,
+                times.total_s / whole if whole else 0.0,
+                1e6 * times.total_s / times.count,
+                1e6 * times.quantile_s(0.5),
+                1e6 * times.quantile_s(0.99),
+            )
+            for stage, times in since.items()
+            if times.count
         }
-        return {stage: times for stage, times in found.items() if times.count}
-
-    def _times(self, before: "Counters", name: str, whole_s: float, wheres: list[dict[str, str]]) -> StageTimes:
-        count = int(sum(self._since(before, f"{name}_count", **where) for where in wheres))
-        seconds = sum(self._since(before, f"{name}_sum", **where) for where in wheres)
-        if not count:
-            return StageTimes(0, 0.0, 0.0, 0.0, 0.0)
-        bounds = sorted({key[5] for key in self._values if key[0] == f"{name}_bucket"}, key=float)
-        below = [
-            (float(bound), sum(self._since(before, f"{name}_bucket", le=bound, **where) for where in wheres))
-            for bound in bounds
-        ]
-        p50, p99 = (quantile(below, share * count) for share in (0.5, 0.99))
-        return StageTimes(count, seconds / whole_s if whole_s else 0.0, 1e6 * seconds / count, 1e6 * p50, 1e6 * p99)
-
-    def _since(self, before: "Counters", name: str, **where: str) -> float:
-        return self._get(name, **where) - before._get(name, **where)
-
-    def _get(self, name: str, *, table: str = "", tier: str = "", stage: str = "", route: str = "", le: str = "") -> float:
-        return self._values.get((name, table, tier, stage, route, le), 0.0)

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
 
@@ -138,7 +138,7 @@ class InProcess:
                     raise HPSError(f"checking the vectors of {self.model}.{table}: two lookups of the same keys differ")
 
     def _counters(self) -> Counters:
-        return Counters(self._server.metrics.registry.collect(), self.model, self.tables)
+        return Counters({"server": asdict(self._server.stats())}, self.model, self.tables)
 
     def _call(self, asked: dict[str, Any]) -> Callable[[], object]:
         server, model, device_id = self._server, self.model, self._device_id

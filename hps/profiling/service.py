@@ -1,29 +1,28 @@
 """Profiles a running service through the Open Inference Protocol with binary tensors."""
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from threading import BrokenBarrierError
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
-import urllib3
-from prometheus_client.parser import text_string_to_metric_families
 
 from hps import errors
+from hps.ground.server_client import RunningServer, refusal
 from hps.profiling.counters import Counters
 from hps.profiling.http_load import HttpLoad, LoadResult, Parts, number_of
 from hps.profiling.keys import KeyPool
 from hps.profiling.profile import Row
 from hps.types import KeyArray
 
-_ANSWER_S = 30.0
 _START_S = 60.0
-_WRONG_INPUT = frozenset({400, 401, 403, 404, 413})
+_STATS_KEPT_S = 0.3  # a server may repeat an answer of GET /v1/stats for so long
 _barrier: Any = None  # in a client process
 
 
@@ -76,18 +75,16 @@ class Service:
     def __init__(
         self, url: str, token: str = "", model: str = "", tables: Sequence[str] = (), hotness: int = 0, processes: int = 1
     ) -> None:
-        parts = urlsplit(url)
+        self._server = RunningServer(url, token)
+        parts = self._server.address
         if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
             raise errors.InvalidInputError(
-                f"profiling a server: got {url!r}, expected for instance http://127.0.0.1:8000; where TLS is before it, "
-                "profile the server behind"
+                f"profiling a server: got {url!r}, expected http://host:port; if a proxy adds TLS, profile the server itself"
             )
-        self._url = url.rstrip("/")
         self._address = (parts.hostname, parts.port or 80)
-        self._token, self._hotness, self._processes = token, hotness, processes
-        self._http = urllib3.PoolManager(retries=False, timeout=_ANSWER_S)
+        self._hotness, self._processes = hotness, processes
         self.model = model or self._only_model()
-        dims = {one["name"]: one["dim"] for one in self._ask(f"/v2/models/{quote(self.model, safe='')}")["tables"]}
+        dims = {one["name"]: one["dim"] for one in self._server.ask(f"/v2/models/{quote(self.model, safe='')}")["tables"]}
         if unknown := [name for name in tables if name not in dims]:
             raise errors.InvalidInputError(f"profiling model {self.model!r}: got tables {unknown}, expected of {list(dims)}")
         self.tables = list(tables or dims)
@@ -95,8 +92,8 @@ class Service:
 
     def known_keys(self) -> dict[str, tuple[int, None]]:
         """Return the number of keys in each table's model files, 0 if the server does not say. It never lists the keys."""
-        answer = self._request("GET", "/v1/stats", b"", {})
-        models = json.loads(answer.data)["server"]["models"] if answer.status == 200 else []
+        stats = self._stats()
+        models = stats["server"]["models"] if stats.get("server") else []
         rows = {table["name"]: table["rows"] for one in models if one["name"] == self.model for table in one["tables"]}
         return {table: (rows.get(table, 0), None) for table in self.tables}
 
@@ -169,7 +166,7 @@ class Service:
             f"Host: {self._address[0]}:{self._address[1]}",
             f"Inference-Header-Content-Length: {len(text)}",
             f"Content-Length: {len(text) + 8 * batch * len(self.tables)}",
-            *([f"Authorization: Bearer {self._token}"] if self._token else []),
+            *(f"{name}: {value}" for name, value in self._server.headers.items()),
         ]
         answer_bytes = 4 * shape[0] * sum(self._dims[table] for table in self.tables)
         pools = {table: keys[table] for table in self.tables}
@@ -179,9 +176,11 @@ class Service:
         """Look up once; returns the vectors' bits as int32, (rows, dim) by table."""
         body = requests.text + b"".join(some.tobytes() for some in asked.values())
         headers = {"Inference-Header-Content-Length": str(len(requests.text))}
-        answer = self._request("POST", f"/v2/models/{quote(self.model, safe='')}/infer", body, headers)
-        if answer.status in _WRONG_INPUT or (answer.status != 200 and not refused_only):
-            raise _refusal(answer.status, answer.data)
+        answer = self._server.request("POST", f"/v2/models/{quote(self.model, safe='')}/infer", body, headers)
+        if answer.status != 200:
+            error = refusal(answer.status, _message(answer.data))
+            if isinstance(error, errors.InvalidInputError) or not refused_only:
+                raise error
         if refused_only:
             return {}
         values = np.frombuffer(answer.data[int(answer.headers["Inference-Header-Content-Length"]) :], np.int32)
@@ -208,39 +207,22 @@ class Service:
         return results[0].merge(results[1:])
 
     def _only_model(self) -> str:
-        models = self._ask("/v2").get("models", [])
+        models = self._server.ask("/v2").get("models", [])
         if len(models) != 1:
-            raise errors.UnknownModelError(f"profiling {self._url}: it serves {models or 'no model'}; --model chooses one")
+            raise errors.UnknownModelError(f"profiling a server: it serves {models or 'no model'}; --model chooses one")
         return str(models[0])
 
     def _counters(self) -> Counters:
-        answer = self._request("GET", "/metrics", b"", {})
-        text = answer.data.decode() if answer.status == 200 else ""  # other servers of the same protocol may lack them
-        try:
-            return Counters(list(text_string_to_metric_families(text)), self.model, self.tables)
-        except ValueError:
-            return Counters([], self.model, self.tables)
+        time.sleep(_STATS_KEPT_S)
+        return Counters(self._stats(), self.model, self.tables)
 
-    def _ask(self, path: str) -> dict[str, Any]:
-        answer = self._request("GET", path, b"", {})
-        if answer.status == 404:
-            raise errors.UnknownModelError(_message(answer.data))
-        if answer.status != 200:
-            raise _refusal(answer.status, answer.data)
+    def _stats(self) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = json.loads(answer.data)
-        except ValueError as error:
-            raise errors.InvalidInputError(
-                f"asking {self._url}{path}: got no JSON, expected a server of `hps serve`"
-            ) from error
-        return found
-
-    def _request(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
-        token = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        try:
-            return self._http.request(method, self._url + path, body=body or None, headers={**headers, **token}, redirect=False)
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise errors.NotReadyError(f"asking {self._url}: {error}; is the server running there?") from error
+            return self._server.ask("/v1/stats")
+        except errors.NotReadyError:
+            raise
+        except errors.HPSError:  # other servers of the same protocol may lack them
+            return {}
 
 
 def _same(vectors: npt.NDArray[np.int32], again: npt.NDArray[np.int32], summed: bool) -> bool:
@@ -268,12 +250,6 @@ def _load(requests: Requests, connections: int, seconds: float, rate: float | No
 
 def _message(data: bytes) -> str:
     try:
-        found = json.loads(data)
-        return str(found["error"])
+        return str(json.loads(data)["error"])
     except (ValueError, TypeError, KeyError):
         return data[:300].decode(errors="replace")
-
-
-def _refusal(status: int, data: bytes) -> errors.HPSError:
-    text = f"profiling a server: it answers {status}: {_message(data)}"
-    return errors.InvalidInputError(text) if status in _WRONG_INPUT else errors.HPSError(text)

@@ -1,6 +1,5 @@
 """Statistics of a parameter server as plain data, for use without Prometheus."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -13,9 +12,31 @@ class Latency:
         buckets: (bound in seconds, cumulative count), ascending; durations above the last bound are in `count` only.
     """
 
-    count: int
-    total_s: float
-    buckets: tuple[tuple[float, int], ...]
+    count: int = 0
+    total_s: float = 0.0
+    buckets: tuple[tuple[float, int], ...] = ()
+
+    def plus(self, other: "Latency", sign: int = 1) -> "Latency":
+        """Add the durations of a histogram with the same bounds, or of an empty one."""
+        have, more = dict(self.buckets), dict(other.buckets)
+        buckets = tuple((bound, have.get(bound, 0) + sign * more.get(bound, 0)) for bound in have | more)
+        return Latency(self.count + sign * other.count, self.total_s + sign * other.total_s, buckets)
+
+    def since(self, before: "Latency") -> "Latency":
+        """Return the durations counted after an earlier state of this histogram."""
+        return self.plus(before, -1)
+
+    def quantile_s(self, share: float) -> float:
+        """Estimate a quantile with linear interpolation within a bucket, as Prometheus' `histogram_quantile`.
+
+        Beyond the last bound, the result is that bound.
+        """
+        place, low, below = share * self.count, 0.0, 0
+        for bound, count in self.buckets:
+            if count >= place:
+                return low + (bound - low) * (place - below) / (count - below)
+            low, below = bound, count
+        return low
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,20 +192,3 @@ class ServerStatistics:
     devices: tuple[DeviceStatistics, ...]
     queues: dict[str, int]
     updates: dict[str, float | None]
-
-
-def quantile(buckets: Iterable[tuple[float, float]], place: float) -> float:
-    """Estimate a quantile of a histogram, with linear interpolation within a bucket, as Prometheus' `histogram_quantile`.
-
-    Args:
-        buckets: as in `Latency`; the bound of an unbounded bucket is infinity.
-        place: rank, above 0; beyond the last finite bound, the result is that bound.
-    """
-    low = below = 0.0
-    for bound, count in buckets:
-        if bound == float("inf"):
-            break
-        if count >= place:
-            return low + (bound - low) * (place - below) / (count - below)
-        low, below = bound, count
-    return low

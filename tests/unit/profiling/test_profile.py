@@ -2,15 +2,16 @@
 
 import json
 import re
+from dataclasses import asdict
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from hps.errors import InvalidInputError
 from hps.profiling.counters import Counters, TierKeys
 from hps.profiling.http_load import LoadResult
 from hps.profiling.pictures import draw
 from hps.profiling.profile import Bounds, Profile, Row
+from hps.statistics.snapshot import Latency, ModelStatistics, ServerStatistics, TableStatistics, TierStatistics
 
 
 def row(milliseconds=(1, 2, 3), tiers=None, failures=(), rate=None):
@@ -57,34 +58,32 @@ def test_bounds(bounds, of, missed):
 
 
 def test_counters_are_those_of_the_model_its_tables_and_the_time_between():
-    registry = CollectorRegistry()
-    hits = Counter("hps_hits", "x", ["model", "table", "tier"], registry=registry)
-    misses = Counter("hps_misses", "x", ["model", "table", "tier"], registry=registry)
-    whole = Histogram("hps_lookup_seconds", "x", ["model"], buckets=(0.1, 0.2, 0.4), registry=registry)
-    stage = Histogram("hps_lookup_stage_seconds", "x", ["model", "stage"], buckets=(0.1, 0.2, 0.4), registry=registry)
+    def counters(done):
+        """After so many rounds of ten lookups of `m`, each 0.3 s, of which its stage took 0.15 s."""
+        whole = Latency(10 * done, 3.0 * done, ((0.1, 0), (0.2, 0), (0.4, 10 * done)))
+        stage = Latency(10 * done, 1.5 * done, ((0.1, 0), (0.2, 10 * done), (0.4, 10 * done)))
+        tier = TierStatistics("embedding_cache", "cpu", "cpu", 0, 0, 0, 0, 30 * done, 10 * done, 0, 0, True, 0.0)
+        tables = tuple(TableStatistics(name, 4, 9, 40 * done, done, 0, 0, "copy", (tier,)) for name in ("item", "other"))
+        models = tuple(
+            ModelStatistics(name, "1", (("1", "serving"),), 0.0, whole, {"query": stage}, 4, 1, tables) for name in ("n", "m")
+        )
+        server = ServerStatistics("0", 0.0, 0, models, (), {}, {})
+        return Counters({"server": asdict(server)}, "m", ["item"])
 
-    def count(model, table):
-        hits.labels(model, table, "embedding_cache").inc(30)
-        misses.labels(model, table, "embedding_cache").inc(10)
-        for _ in range(10):
-            whole.labels(model).observe(0.3)
-            stage.labels(model, "query").observe(0.15)
-
-    def counters():
-        return Counters(registry.collect(), "m", ["item"])
-
-    count("m", "item")
-    before = counters()
-    for where in (("m", "item"), ("m", "other"), ("n", "item")):
-        count(*where)
-    after = counters()
-    assert after.tiers_since(before) == {"embedding_cache": TierKeys(0.75, 40)}
+    after, before = counters(3), counters(1)
+    assert after.tiers_since(before) == {"embedding_cache": TierKeys(0.75, 80)}
+    assert after.defaults_since(before) == 2
     stages = after.stages_since(before)
     assert list(stages) == ["lookup", "query"]
-    assert (stages["query"].count, stages["query"].share) == (20, pytest.approx(0.5))  # stages are of the model, not of a table
+    assert (stages["query"].count, stages["query"].share) == (20, pytest.approx(0.5))
     assert stages["query"].mean_us == pytest.approx(150_000)
     assert stages["query"].p50_us == pytest.approx(150_000)  # half way between its bounds
     assert stages["query"].p99_us == pytest.approx(199_000)
+
+
+def test_a_server_without_statistics_has_no_counters():
+    none = Counters({}, "m", ["item"])
+    assert (none.tiers_since(none), none.defaults_since(none), none.stages_since(none)) == ({}, 0, {})
 
 
 @pytest.mark.parametrize("rates", [(None,), (100.0, 200.0)])

@@ -90,6 +90,8 @@ def sharing(server):
         @rule(node=nodes)
         def open_again(self, node):
             self.nodes[node].open_table(TAG, DIM)
+            with pytest.raises(UnknownTableError):  # the other one had rows
+                self.fetched(1 - node, [1, 2, 3, 4, 5])
             self.nodes[1 - node].open_table(TAG, DIM)
             self.there = True
 

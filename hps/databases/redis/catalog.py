@@ -10,7 +10,7 @@ from typing import Final
 
 from hps.databases.base import LogPosition, Partition
 from hps.databases.redis.layout import ANY_KEY, KeyPartition, RedisLayout, partition_number, tag_of
-from hps.databases.redis.marks import Mark, Process, opened, parse
+from hps.databases.redis.marks import Mark, Process, opened, parse, rows_lost
 from hps.databases.redis.nodes import RedisNodes
 from hps.databases.redis.requests import Call
 from hps.errors import DatabaseCorruptError, DatabaseError, TableWidthError, UnknownTableError
@@ -131,27 +131,33 @@ class Catalog:
         self._nodes.run(calls, deadline)
         return [call.reply for call in calls]
 
-    def look(self, layout: RedisLayout, me: Process, deadline: float | None = None, *, make: bool) -> list[bytes] | None:
+    def look(
+        self, layout: RedisLayout, me: Process, deadline: float | None = None, *, known: Sequence[bytes] | None
+    ) -> list[bytes] | None:
         """Read the marks of all partitions, and change them so that this process may use them.
 
         Args:
             layout: the table.
             me: decides whether the process may use them, and what must change for it.
             deadline: time limit on the monotonic clock.
-            make: without a database below, create missing marks; missing rows then count as absent.
+            known: the marks under which it last used them, empty if none; None opens the table: without a database below,
+                missing marks are then created, and missing rows count as absent.
 
         Returns:
             The marks; None if the table holds another model, or is being loaded.
 
         Raises:
-            UnknownTableError: the table is gone.
+            UnknownTableError: the table is gone, or lost rows.
             DatabaseError: Redis failed, or other processes kept changing the marks.
         """
         for _ in range(_ATTEMPTS):
             texts = self.marks(layout, deadline)
-            if texts is None or not (make or me.base or all(map(parse, texts))):
+            if texts is None:
                 raise lost(layout)
-            steps = [opened(parse(text), me, fresh) for text in texts]
+            marks = [parse(text) for text in texts]
+            if known is not None and me.base is None and any(map(rows_lost, marks, map(parse, known))):
+                raise lost(layout)
+            steps = [opened(mark, me, fresh) for mark in marks]
             changes, empty = [], []
             for partition, text, step in zip(layout.partitions, texts, steps, strict=True):
                 if step is None:

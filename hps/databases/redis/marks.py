@@ -101,6 +101,17 @@ def opened(mark: Mark | None, me: Process, fresh: Fresh) -> tuple[Mark, bool] | 
     return Mark(fresh(), fresh(), me.base, _with(mark.writers, me.token)), True
 
 
+def rows_lost(mark: Mark | None, known: Mark | None) -> bool:
+    """Whether a process with nothing below lost the rows of a partition, which it last used under the mark `known`, if any.
+
+    A table that another process opened since, and that nobody has loaded or modified yet, is not an empty one.
+    """
+    if mark is None:
+        return True
+    made_anew = known is None or mark.incarnation != known.incarnation
+    return made_anew and mark.base == UNKNOWN and not mark.writers
+
+
 def taken(mark: Mark, me: Process, fresh: Fresh) -> Mark:
     """The mark under which a process may write to a partition that it uses; the rows stay."""
     writers = mark.writers if me.token is None or mark.base == LOADING else _with(mark.writers, me.token)

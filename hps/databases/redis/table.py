@@ -91,7 +91,7 @@ class RedisTable:
 
         Args:
             deadline: time limit on the monotonic clock.
-            make: as for `Catalog.look`.
+            make: open the table.
             first: the process is about to make its first modification.
         """
         if self.loading:
@@ -99,7 +99,8 @@ class RedisTable:
         me = self.below.process()
         me = replace(me, token=None, previous=None) if first else me
         self._looked_at = time.monotonic()
-        marks = self._catalog.look(self.layout, me, deadline, make=make)
+        known = None if make else self.marks or [b""] * len(self.layout.partitions)
+        marks = self._catalog.look(self.layout, me, deadline, known=known)
         self._unmodified = me.token is None and not first
         self.marks = marks
 

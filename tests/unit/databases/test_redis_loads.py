@@ -13,7 +13,7 @@ import pytest
 from hps.databases.base import LoadRecord
 from hps.databases.redis.load_leases import LoadLeases
 from hps.databases.rocks_db.database import RocksDatabase
-from hps.errors import DatabaseCorruptError, DatabaseError, NotReadyError, UnknownTableError
+from hps.errors import DatabaseCorruptError, DatabaseError, HPSError, NotReadyError, UnknownTableError
 from hps.models.files import CHUNK_BYTES
 from hps.models.writer import write_sparse_model
 from hps.types import TableSpec
@@ -196,6 +196,84 @@ def test_a_note_that_cannot_be_read_is_an_error(node, client):
     client.hset(f"hps_et{{{TAG}}}m", "loaded", "{}")
     with pytest.raises(DatabaseCorruptError, match="drop the table"):
         database.claim_load(TAG, "v1", 600)
+
+
+class TestLost:
+    """With nothing below, rows that Redis lost are an error until they are loaded again, never absent keys."""
+
+    @pytest.fixture
+    def reader(self, node):
+        """A process that serves a loaded table."""
+        reader = node()
+        reader.claim_load(TAG, "v1", 600)
+        chunk(reader, 0, 600)
+        reader.finish_load(TAG)
+        return reader
+
+    @staticmethod
+    def refuses(reader, reason="is not what it was"):
+        """Every call fails, and each time as the first."""
+        for _ in range(2):
+            for call in (
+                lambda: fetched(reader, TAG, KEYS, DIM),
+                lambda: list(reader.scan(TAG, 100)),
+                lambda: reader.insert(TAG, KEYS, VECTORS),
+                lambda: reader.delete(TAG, KEYS),
+            ):
+                with pytest.raises(HPSError, match=reason):
+                    call()
+
+    @pytest.mark.parametrize("what", ["everything", "partition", "dropped"])
+    def test_a_table_that_another_process_opened_to_load_it_is_not_empty(self, node, reader, client, what):
+        if what == "everything":
+            client.flushall()
+        elif what == "partition":
+            client.delete(f"hps_et{{{TAG}/p2}}v", f"hps_et{{{TAG}/p2}}m")
+        else:
+            node().drop_table(TAG)
+        dead, another = node(lease_s=0.3), node()  # which have opened it, and load it later
+        self.refuses(reader)
+        assert dead.claim_load(TAG, "v1", 600) == 0
+        chunk(dead, 0, 200)
+        waiting = node()
+        for process in (reader, waiting) if what != "partition" else ():  # its other rows were never away
+            self.refuses(process, "being loaded")
+        assert another.claim_load(TAG, "v1", 600, wait_s=20) == 200
+        chunk(another, 200, 600)
+        another.finish_load(TAG)
+        for process in (reader, another, waiting):
+            holds(process, 600)
+
+    def test_neither_is_one_that_was_lost_again_before_its_load(self, node, reader, client):
+        for _ in range(2):
+            client.flushall()
+            loader = node()
+            self.refuses(reader)
+        client.flushall()
+        assert loader.claim_load(TAG, "v1", 600) == 0
+        self.refuses(reader, "being loaded")
+        client.flushall()
+        with pytest.raises(UnknownTableError):
+            chunk(loader, 0, 600)
+        node()
+        self.refuses(reader)  # it has seen the load that was lost
+        assert loader.claim_load(TAG, "v1", 600) == 0
+        chunk(loader, 0, 600)
+        loader.finish_load(TAG)
+        holds(reader, 600)
+
+    def test_rows_that_hugectr_writes_again_count_once_the_table_is_opened_again(self, node, reader, client):
+        rows = {f"hps_et{{{TAG}/p{i}}}v": client.hgetall(f"hps_et{{{TAG}/p{i}}}v") for i in range(4)}
+        client.flushall()
+        for name, row in list(rows.items())[:2]:
+            client.hset(name, mapping=row)
+        another = node()
+        self.refuses(reader)  # nobody knows whether these are all
+        for name, row in rows.items():
+            client.hset(name, mapping=row)
+        for process in (reader, another):
+            process.open_table(TAG, DIM)
+            holds(process, 600)
 
 
 class TestLoadTable:

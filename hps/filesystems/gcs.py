@@ -3,13 +3,16 @@
 import logging
 import queue
 import re
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import google.auth
+import requests
 from google.api_core.exceptions import NotFound, PreconditionFailed, RequestRangeNotSatisfiable
 from google.auth.credentials import AnonymousCredentials
 from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
@@ -27,6 +30,7 @@ from hps.filesystems.object_store import (
     ObjectStore,
     ObjectWriter,
     RangeRefusedError,
+    range_mismatch,
     without_secrets,
 )
 from hps.filesystems.retries import ReadTarget, within
@@ -203,10 +207,33 @@ def storage_client(endpoint: str, credentials: Any = None) -> Client:
     session.max_redirects = 0
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(pool_maxsize=_CONNECTIONS))
+    session.hooks["response"] += [_check_range, partial(_keep_upload, session)]
     # `_http` is documented, but may change: pyproject.toml limits the version. Without it the client makes its own session,
     # which lacks these settings.
     options = {"api_endpoint": endpoint, "universe_domain": session.credentials.universe_domain}
     return Client(project=None, credentials=session.credentials, client_options=options, _http=session)
+
+
+_thread = threading.local()  # `cancel`: ends the resumable upload that this thread has begun
+
+
+def _check_range(answer: requests.Response, **_: Any) -> None:
+    """Raise if an answer holds other bytes than those asked for, which the library does not check."""
+    asked = re.fullmatch(r"bytes=(\d+)-(\d+)", str(answer.request.headers.get("Range", "")))
+    if asked and answer.status_code in (200, 206):
+        length = int(answer.headers.get("Content-Length", 0))
+        if why := range_mismatch(answer.headers.get("Content-Range", ""), length, int(asked[1]), int(asked[2]) + 1):
+            answer.close()
+            raise requests.exceptions.InvalidHeader(why)
+
+
+def _keep_upload(session: requests.Session, answer: requests.Response, **_: Any) -> None:
+    """Keep how to cancel an upload, whose URL the library does not tell.
+
+    https://cloud.google.com/storage/docs/performing-resumable-uploads#cancel-upload
+    """
+    if answer.request.method == "POST" and "uploadType=resumable" in str(answer.url) and "Location" in answer.headers:
+        _thread.cancel = partial(session.delete, answer.headers["Location"])
 
 
 class _Parts:
@@ -236,8 +263,8 @@ class _GcsWriter(ObjectWriter):
     """An object that is being uploaded. *One thread.*
 
     An object of one part is sent in one request, a longer one by the library's resumable upload, on its own thread: the object
-    appears with its last part. The service rejects an object whose checksum differs, and drops an upload that is not completed
-    after a week.
+    appears with its last part. The service rejects an object whose checksum differs. An upload that fails or is aborted is
+    cancelled, in the background; the service drops one that a killed process leaves after a week.
     """
 
     def __init__(self, store: GcsFileSystem, address: ObjectAddress) -> None:
@@ -284,7 +311,13 @@ class _GcsWriter(ObjectWriter):
         retry = DEFAULT_RETRY.with_delay(initial=0.1, maximum=5.0).with_timeout(self._store.settings.deadline_s)
         blob = self._store.blob(self._address)
         blob.chunk_size = _PART_BYTES
-        blob.upload_from_file(self._parts, retry=retry, **self._how)
+        try:
+            blob.upload_from_file(self._parts, retry=retry, **self._how)
+        except Exception:
+            if cancel := getattr(_thread, "cancel", None):
+                with suppress(*FAILURES):
+                    cancel(timeout=self._store.settings.timeout_s)
+            raise
 
     def _put(self, part: bytes) -> None:
         upload: Any = self._upload

@@ -48,6 +48,21 @@ class RangeRefusedError(Exception):
     """The store refused a range: the object is gone, has another version, or ends before the range begins."""
 
 
+def range_mismatch(content_range: str, length: int, offset: int, end: int) -> str:
+    """Return how the range of an answer differs from the bytes from `offset` to `end`; empty if it is right or ends early.
+
+    Args:
+        content_range: the header; an answer without it begins at byte 0.
+        length: length of the body in bytes.
+    """
+    match = re.match(r"bytes (\d+)-", content_range)
+    first = int(match[1]) if match else 0
+    if first == offset and first + length <= end:
+        return ""
+    got, expected = f"bytes {first} to {first + length}", f"bytes {offset} to {end}"
+    return f"got {got}, expected {expected}; the server does not serve ranges as it should"
+
+
 class ObjectStore(FileSystem):
     """Reads and writes objects by address. *Thread-safe.*
 

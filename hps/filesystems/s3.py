@@ -1,5 +1,6 @@
 """Files in Amazon S3 and compatible stores (MinIO, Ceph), through boto3."""
 
+import hashlib
 import re
 from contextlib import closing, suppress
 from typing import Any
@@ -17,6 +18,7 @@ from hps.filesystems.object_store import (
     ObjectStore,
     ObjectWriter,
     RangeRefusedError,
+    range_mismatch,
     without_secrets,
 )
 from hps.filesystems.retries import ReadTarget
@@ -166,14 +168,8 @@ class S3FileSystem(ObjectStore):
                 raise RangeRefusedError(code) from error
             raise
         with closing(answer["Body"]) as body:
-            match = re.match(r"bytes (\d+)-", answer.get("ContentRange", ""))
-            first = int(match[1]) if match else 0
-            last = first + answer["ContentLength"]
-            if first != offset or last > end:
-                raise ModelSourceError(
-                    f"reading {address.uri}: got bytes {first} to {last}, expected bytes {offset} to {end}; the server does "
-                    "not serve ranges as it should"
-                )
+            if why := range_mismatch(answer.get("ContentRange", ""), answer["ContentLength"], offset, end):
+                raise ModelSourceError(f"reading {address.uri}: {why}")
             for piece in body.iter_chunks(_RECEIVE_BYTES):
                 target.write(piece)
         return str(answer.get("ETag", ""))
@@ -214,8 +210,7 @@ class _S3Writer(ObjectWriter):
         part = self.take()
         if self._upload:
             self._send(part)
-            parts = {"Parts": self._parts}
-            etag = self._call("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts)["ETag"]
+            etag = self._complete()
             self._upload = ""
         else:
             self._size_bytes = len(part)
@@ -243,6 +238,18 @@ class _S3Writer(ObjectWriter):
         self._parts.append({"PartNumber": number, "ETag": answer["ETag"]})
         self._size_bytes += len(part)
 
+    def _complete(self) -> str:
+        """Complete the upload; return the ETag of the object."""
+        parts = {"Parts": self._parts}
+        try:
+            return str(self._call("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts)["ETag"])
+        except ModelFileError as error:
+            # An attempt whose answer was lost may have completed it.
+            etag = etag_of_parts([part["ETag"] for part in self._parts])
+            if error_code(error.__cause__) == "NoSuchUpload" and self._call("head_object")["ETag"] == etag:
+                return etag
+            raise
+
     def _call(self, operation: str, **parameters: Any) -> dict[str, Any]:
         def question() -> dict[str, Any]:
             method = getattr(self._store.client(self._address), operation)
@@ -255,3 +262,9 @@ class _S3Writer(ObjectWriter):
 def part_bytes(number: int) -> int:
     """Return the size of part `number` (from 0) unless it is the last."""
     return _FIRST_PART_BYTES << (number // _PARTS_OF_A_SIZE)
+
+
+def etag_of_parts(etags: list[str]) -> str:
+    """Return the ETag of an object uploaded in parts, unless SSE-KMS encrypts it: the MD5 of their MD5s, and their number."""
+    digests = b"".join(bytes.fromhex(digest) for etag in etags if re.fullmatch("[0-9a-f]{32}", digest := etag.strip('"')))
+    return f'"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(etags)}"'

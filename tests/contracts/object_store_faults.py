@@ -258,6 +258,20 @@ class ObjectStoreFaults(ModelsInStores):
 
     # -- what was asked for, and nothing else -------------------------------------------------------------------------
 
+    def test_an_answer_without_the_range_is_refused(self, proxy: MisbehavingProxy, patient: ObjectStore, file: str) -> None:
+        proxy.rule = always(Reheaded({"Content-Range": None}, 200), self.is_read)
+        with pytest.raises(ModelSourceError, match=rf"reading {file}: got bytes 0 to 100, expected bytes 50 to 150; .*ranges"):
+            read(patient, file, 50, 100)
+        assert read(patient, file) == noise(SIZE)  # the whole object is the range that was asked for
+
+    def test_an_answer_of_another_range_is_refused(self, proxy: MisbehavingProxy, patient: ObjectStore, file: str) -> None:
+        other = Reheaded({"Content-Range": f"bytes 51-150/{SIZE}"})
+        proxy.rule = always(other, self.is_read)
+        with pytest.raises(ModelSourceError, match="got bytes 51 to 151, expected bytes 50 to 150"):
+            read(patient, file, 50, 100)
+        proxy.rule = first(2, other, self.is_read)
+        assert read(patient, file, 50, 100) == noise(SIZE)[50:150]
+
     def test_an_answer_of_another_version_is_refused_also_where_conditions_are_ignored(
         self, proxy: MisbehavingProxy, patient: ObjectStore, file: str
     ) -> None:

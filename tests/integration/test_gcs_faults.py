@@ -290,7 +290,7 @@ class Uploads:
 
     def __init__(self, proxy: MisbehavingProxy) -> None:
         self.content = bytearray()
-        self.whole = self.removed = False
+        self.whole = self.removed = self.cancelled = False
         self.on_chunk: Callable[[int], tuple[int | None, Fault | None]] = lambda number: (None, None)
         self.chunks = 0
         self.hashes: list[str] = []
@@ -302,7 +302,8 @@ class Uploads:
         if request.method == "POST":
             return Answer(200, b"", {"Location": f"{self.url}/upload/storage/v1/b/models/o?upload_id=SECRET"})
         if request.method == "DELETE":
-            self.removed = True
+            self.cancelled |= "upload_id" in query(request)
+            self.removed |= request.path.startswith("/storage/v1/b/models/o/file")
             return Answer(204)
         assert query(request) == {"upload_id": "SECRET"}
         bounds, _, total = request.headers["Content-Range"].removeprefix("bytes ").partition("/")
@@ -344,7 +345,7 @@ def test_an_upload_goes_on_where_the_service_stands(
     write(patient, "gs://models/file", content)
     assert uploads.content == content
     assert uploads.whole
-    assert not uploads.removed
+    assert not uploads.cancelled
     wanted = base64.b64encode(struct.pack(">I", google_crc32c.value(content))).decode()
     assert set(uploads.hashes) == {f"crc32c={wanted}"}
 
@@ -375,9 +376,29 @@ def test_an_upload_that_was_damaged_is_removed(hasty: GcsFileSystem, uploads: Up
     ],
     ids=name_of,
 )
-def test_an_upload_that_cannot_go_on_is_an_error(hasty: GcsFileSystem, uploads: Uploads, fault: Fault, why: str) -> None:
+def test_an_upload_that_cannot_go_on_is_an_error_and_cancelled(
+    hasty: GcsFileSystem, uploads: Uploads, fault: Fault, why: str
+) -> None:
     uploads.on_chunk = lambda number: (None, None) if number == 0 else (0, fault)
     with pytest.raises(ModelFileError, match=rf"writing gs://models/file: .*{why}") as error:
         write(hasty, "gs://models/file", noise(5 * CHUNK))
     assert "SECRET" not in str(error.value)
     assert not uploads.whole
+    assert_cancelled(uploads)
+
+
+@pytest.mark.parametrize("size", [2 * CHUNK + 1, 7 * CHUNK])
+def test_an_upload_that_is_aborted_is_cancelled(patient: GcsFileSystem, uploads: Uploads, size: int) -> None:
+    writer = patient.create("gs://models/file")
+    writer.write(memoryview(noise(size)))
+    writer.abort()
+    assert_cancelled(uploads)
+    assert not uploads.whole
+
+
+def assert_cancelled(uploads: Uploads) -> None:
+    """Wait for the thread of the upload, which cancels it in the background."""
+    for thread in threading.enumerate():
+        if thread.name == "hps-gcs-upload":
+            thread.join(60)
+    assert uploads.cancelled

@@ -12,7 +12,7 @@ from hps.errors import InvalidInputError, ModelFileError, ModelFileNotFoundError
 from hps.filesystems.base import changed
 from hps.filesystems.local import LocalFileSystem, local_path
 from hps.models.discovery import name_of, natural
-from hps.models.files import CHUNK_BYTES
+from hps.models.files import rows_of_a_chunk
 from hps.models.formats.base import ArrayInfo
 from hps.models.formats.conversion import to_keys, to_vectors
 from hps.models.formats.selection import Selection, select
@@ -80,7 +80,7 @@ class CheckpointTable:
         """
         source, selection, vectors = self.checkpoint.arrays, self.selection, self.selection.vectors.name
         columns = [vectors] if selection.keys is None else [vectors, selection.keys.name]
-        row, step = 0, max(1, CHUNK_BYTES // (8 + 4 * selection.dim))
+        row, step = 0, rows_of_a_chunk(selection.dim)
         self.checkpoint.verify()
         for blocks in source.chunks(columns, step):
             out = to_vectors(source.path, vectors, blocks[0], row)

@@ -13,7 +13,6 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -28,12 +27,11 @@ from hps.models.files import (
     SparseModel,
     check_crc32,
     checked_status,
-    extended,
     joint_fingerprint,
     open_sparse_model,
 )
-from hps.models.manifest import FileCheck
-from hps.models.read_ahead import read_ahead
+from hps.models.manifest import FileCheck, within
+from hps.models.read_ahead import whole_rows
 from hps.models.sources import ModelSources
 from hps.types import FloatArray, KeyArray
 
@@ -94,19 +92,20 @@ class DeletedKeys:
     crc32: str
     filesystem: FileSystem = field(repr=False)
 
-    def chunks(self) -> Iterator[KeyArray]:
-        """Yield the keys; each array is overwritten by the next.
+    def add_to(self, keys: KeySet) -> str:
+        """Add the keys to a set, and return their checksum.
 
         Raises:
             ModelFileError: the file changed, cannot be read, or is not the one that was written.
         """
-        buffer, crc = np.empty(min(self.rows, CHUNK_BYTES // 8), np.int64), 0
-        for start in range(0, self.rows, max(buffer.size, 1)):
-            keys = buffer[: min(buffer.size, self.rows - start)]
-            self.filesystem.read_into(self.path, 8 * start, keys.data.cast("B"), self.version)
-            crc = zlib.crc32(keys.data.cast("B"), crc)
-            yield keys
+        buffer, crc = np.empty(max(1, min(self.rows, CHUNK_BYTES // 8)), np.int64), 0
+        for start in range(0, self.rows, buffer.size):
+            chunk = buffer[: min(buffer.size, self.rows - start)]
+            self.filesystem.read_into(self.path, 8 * start, chunk.data.cast("B"), self.version)
+            crc = zlib.crc32(chunk.data.cast("B"), crc)
+            keys.add(chunk)
         check_crc32(self.path, self.crc32, f"{crc:08x}")
+        return f"{crc:08x}"
 
     def may_change_unseen(self) -> bool:
         """As `SparseModel.may_change_unseen`."""
@@ -137,8 +136,6 @@ class DeltaModel:
     fingerprints: tuple[str, ...]
     held: tuple[HeldTable | None, ...]
 
-    is_local = False  # its files are never compared with a database
-
     @property
     def place(self) -> str:
         """Directory of the last delta."""
@@ -146,7 +143,6 @@ class DeltaModel:
 
     @property
     def fingerprint(self) -> str:
-        """Total size of all files."""
         return self.fingerprints[-1]
 
     @property
@@ -274,13 +270,7 @@ class Merge:
                 self.checksum = _digest(self.checksum, of_deleted[i], self._last_read)[:16]
 
     def _read(self, model: SparseModel) -> Iterator[tuple[KeyArray, FloatArray]]:
-        step, checksum = model.chunk_rows, 16 * "0"
-        with closing(read_ahead(model, ((low, min(low + step, model.rows)) for low in range(0, model.rows, step)))) as chunks:
-            for _, keys, vectors in chunks:
-                checksum = extended(checksum, keys, vectors)
-                yield keys, vectors
-        model.check_content(checksum)
-        self._last_read = checksum
+        self._last_read = yield from whole_rows(model)
 
 
 def first_rows(chunks: Chunks, rows: int) -> Chunks:
@@ -298,18 +288,10 @@ def first_rows(chunks: Chunks, rows: int) -> Chunks:
 
 def _touched(delta: Delta) -> tuple[KeySet, str]:
     """Read the keys that a delta changes or deletes, and the checksum of the deleted ones."""
-    changed, deleted = delta.changed, delta.deleted
-    keys = KeySet(changed.rows + (deleted.rows if deleted else 0))
-    buffer = np.empty(min(changed.rows, CHUNK_BYTES // 8), np.int64)
-    for start in range(0, changed.rows, max(buffer.size, 1)):
-        chunk = buffer[: min(buffer.size, changed.rows - start)]
-        changed.read_keys(start, chunk)
+    keys = KeySet(delta.changed.rows + (delta.deleted.rows if delta.deleted else 0))
+    for _, chunk in delta.changed.key_chunks():
         keys.add(chunk)
-    crc = 0
-    for chunk in deleted.chunks() if deleted else ():
-        keys.add(chunk)
-        crc = zlib.crc32(chunk.data.cast("B"), crc)
-    return keys, f"{crc:08x}"
+    return keys, delta.deleted.add_to(keys) if delta.deleted else 8 * "0"
 
 
 def _without(touched: Sequence[KeySet], chunks: Iterator[tuple[KeyArray, FloatArray]]) -> Iterator[tuple[KeyArray, FloatArray]]:
@@ -326,7 +308,7 @@ def _without(touched: Sequence[KeySet], chunks: Iterator[tuple[KeyArray, FloatAr
 
 def _open_deleted(source: TableSource, sources: ModelSources) -> DeletedKeys | None:
     filesystem, place = sources.locate(source.place)
-    path = f"{place.rstrip('/')}/deleted"
+    path = within(place, "deleted")
     if "deleted" not in source.checks and not filesystem.exists(path):
         return None
     status = checked_status(filesystem, path, source.checks)

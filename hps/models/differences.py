@@ -6,7 +6,6 @@ differ in one element never have the same digest; others do with a probability o
 
 import secrets
 from collections.abc import Generator, Iterator
-from contextlib import closing
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -16,8 +15,8 @@ from numba import types, uint32, uint64
 from hps.ground.hashing import mix
 from hps.ground.numba_kernels import compile_kernels, kernel, read_only
 from hps.models.deltas import DeltaModel, Merge
-from hps.models.files import CHUNK_BYTES, SparseModel, extended
-from hps.models.read_ahead import read_ahead
+from hps.models.files import CHUNK_BYTES, SparseModel
+from hps.models.read_ahead import whole_rows
 from hps.types import BoolArray, FloatArray, KeyArray
 
 _void: Any = types.void
@@ -46,16 +45,7 @@ def rows_of(model: SparseModel | DeltaModel) -> Iterator[tuple[KeyArray, FloatAr
         ModelFileError: the files changed, cannot be read, or are not those that were written.
     """
     model.verify()
-    if isinstance(model, DeltaModel):
-        yield from Merge(model).chunks()
-        return
-    step, checksum = model.chunk_rows, ""
-    with closing(read_ahead(model, ((low, min(low + step, model.rows)) for low in range(0, model.rows, step)))) as chunks:
-        for _, keys, vectors in chunks:
-            checksum = extended(checksum, keys, vectors) if model.is_summed else ""
-            yield keys, vectors
-    if model.is_summed:
-        model.check_content(checksum)
+    yield from Merge(model).chunks() if isinstance(model, DeltaModel) else whole_rows(model)
 
 
 def differences(old: SparseModel, new: SparseModel | DeltaModel) -> Generator[Difference, None, None]:
@@ -103,23 +93,14 @@ def _digests_by_key(model: SparseModel, seed: np.uint64) -> tuple[KeyArray, npt.
 def _last_of_each_key(model: SparseModel | DeltaModel) -> BoolArray:
     """Mark the last row of each key, in the order of `rows_of`."""
     keys, rows = np.empty(model.rows, np.int64), 0
-    for some in _keys_of(model):
+    chunks = (some for some, _ in rows_of(model)) if isinstance(model, DeltaModel) else (some for _, some in model.key_chunks())
+    for some in chunks:
         keys[rows : rows + some.size] = some
         rows += some.size
     order = np.argsort(keys[:rows], kind="stable")
     last = np.zeros(rows, np.bool_)
     last[order[_ends_of_runs(keys[order])]] = True
     return last
-
-
-def _keys_of(model: SparseModel | DeltaModel) -> Iterator[KeyArray]:
-    if isinstance(model, DeltaModel):
-        yield from (keys for keys, _ in rows_of(model))
-        return
-    for low in range(0, model.rows, CHUNK_BYTES // 8):
-        keys = np.empty(min(CHUNK_BYTES // 8, model.rows - low), np.int64)
-        model.read_keys(low, keys)
-        yield keys
 
 
 def _ends_of_runs(ascending: KeyArray) -> BoolArray:

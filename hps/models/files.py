@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.base import FileStatus, FileSystem, changed
-from hps.models.manifest import FileCheck
+from hps.models.manifest import FileCheck, within
 from hps.models.sources import ModelSources
 from hps.types import FloatArray, KeyArray
 
@@ -75,8 +75,7 @@ class SparseModel:
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of a chunk of `CHUNK_BYTES`, at least 1."""
-        return max(1, CHUNK_BYTES // self.row_bytes)
+        return rows_of_a_chunk(self.dim)
 
     def parts(
         self,
@@ -114,6 +113,19 @@ class SparseModel:
         """
         path, version = self._versions[0]
         self._filesystem.read_into(path, start_row * _KEY_BYTES, keys.data.cast("B"), version)
+
+    def key_chunks(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, KeyArray]]:
+        """Yield the keys of rows [first, last), by default all, with their first row; each array is overwritten by the next.
+
+        Raises:
+            ModelFileError: as `read_part`.
+        """
+        last = self.rows if last is None else last
+        buffer = np.empty(max(1, min(last - first, CHUNK_BYTES // _KEY_BYTES)), np.int64)
+        for start in range(first, last, buffer.size):
+            keys = buffer[: min(buffer.size, last - start)]
+            self.read_keys(start, keys)
+            yield start, keys
 
     @property
     def parallel_reads(self) -> int:
@@ -159,18 +171,12 @@ class SparseModel:
             now = self._filesystem.status(path).version
             if now != opened:
                 raise changed(path, opened, now)
-        if not self.int32_keys or not self.rows:
-            return
-        key_path = self._versions[0][0]
-        buffer = np.empty(min(self.rows, CHUNK_BYTES // _KEY_BYTES), np.int64)
-        for start in range(0, self.rows, buffer.size):
-            keys = buffer[: min(buffer.size, self.rows - start)]
-            self.read_keys(start, keys)
+        for start, keys in self.key_chunks() if self.int32_keys else ():
             if keys.min() < 0 or keys.max() >= _UINT32_KEYS:
                 row = int(np.argmax((keys < 0) | (keys >= _UINT32_KEYS)))
                 raise ModelFileError(
-                    f"reading {key_path}: row {start + row} has key {keys[row]}, but supportlonglong=false serves keys "
-                    "in [0, 2^32) only; set supportlonglong to true"
+                    f"reading {self._versions[0][0]}: row {start + row} has key {keys[row]}, but supportlonglong=false serves "
+                    "keys in [0, 2^32) only; set supportlonglong to true"
                 )
 
 
@@ -199,9 +205,7 @@ def open_sparse_model(
         ModelFileError: the files do not fit a table of this dimension; the message says why.
     """
     filesystem, place = (sources or ModelSources()).locate(os.fspath(path_or_uri))
-    key_path, vector_path, meta_path, deleted_path = (
-        f"{place.rstrip('/')}/{name}" for name in ("key", "emb_vector", "meta", "deleted")
-    )
+    key_path, vector_path, meta_path, deleted_path = (within(place, name) for name in ("key", "emb_vector", "meta", "deleted"))
     checks = checks or {}
     try:
         statuses = {path: checked_status(filesystem, path, checks) for path in (key_path, vector_path)}
@@ -244,9 +248,8 @@ def stored_shape(path_or_uri: str | os.PathLike[str], sources: ModelSources | No
         ModelFileError: the files fit no dimension.
     """
     filesystem, place = (sources or ModelSources()).locate(os.fspath(path_or_uri))
-    paths = [f"{place.rstrip('/')}/{name}" for name in ("key", "emb_vector")]
     try:
-        key_bytes, vector_bytes = (filesystem.status(path).size_bytes for path in paths)
+        key_bytes, vector_bytes = (filesystem.status(within(place, name)).size_bytes for name in ("key", "emb_vector"))
     except ModelFileNotFoundError as error:
         raise _missing(filesystem, place, error) from error
     rows, rest = divmod(key_bytes, _KEY_BYTES)
@@ -257,6 +260,11 @@ def stored_shape(path_or_uri: str | os.PathLike[str], sources: ModelSources | No
             "4 x the dimension a vector; one file is cut short, or they belong to different models"
         )
     return dim, rows
+
+
+def rows_of_a_chunk(dim: int) -> int:
+    """Return the number of rows of `CHUNK_BYTES`, at least 1."""
+    return max(1, CHUNK_BYTES // (_KEY_BYTES + 4 * dim))
 
 
 def joint_fingerprint(fingerprints: Iterable[str]) -> str:

@@ -1,17 +1,17 @@
-"""Reads a sparse model ahead of its insertion, within a few chunks of memory."""
+"""Reads the rows of sparse model files ahead of their use, within a few chunks of memory."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import closing
 
 import numpy as np
 
 from hps.errors import ModelFileError
-from hps.models.files import SparseModel
+from hps.models.files import SparseModel, extended
 from hps.types import FloatArray, KeyArray
 
 _READ_TIMEOUT_S = 600.0  # for one chunk, far beyond a file system's own timeouts
-
 
 Allocate = Callable[..., np.ndarray]
 
@@ -61,3 +61,26 @@ def read_ahead(
             free.append(buffer)
     finally:
         pool.shutdown(wait=not stuck, cancel_futures=True)
+
+
+def chunk_ranges(model: SparseModel, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Cut the rows [first, last) into chunks."""
+    return ((start, min(start + model.chunk_rows, last)) for start in range(first, last, model.chunk_rows))
+
+
+def whole_rows(model: SparseModel) -> Generator[tuple[KeyArray, FloatArray], None, str]:
+    """Yield all rows, then compare them with `version.json`. The next chunk may overwrite the arrays.
+
+    Returns:
+        Their checksum; see `extended`.
+
+    Raises:
+        ModelFileError: the files changed, cannot be read, or are not those that were written.
+    """
+    checksum = 16 * "0"
+    with closing(read_ahead(model, chunk_ranges(model, 0, model.rows))) as chunks:
+        for _, keys, vectors in chunks:
+            checksum = extended(checksum, keys, vectors)
+            yield keys, vectors
+    model.check_content(checksum)
+    return checksum

@@ -4,15 +4,13 @@ The last row of a key counts. A tier that holds every row gets it naturally, sin
 tier with only the first rows would answer another vector than the rest of the hierarchy.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from hps.errors import ModelFileError
 from hps.ground.key_sets import KeySet
-from hps.models.files import CHUNK_BYTES, SparseModel
-from hps.types import KeyArray
+from hps.models.files import SparseModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +47,9 @@ def find_repeats(model: SparseModel, rows: int) -> Repeats | None:
         return None
     first_rows = KeySet(rows)
     found, first_key, first_row = 0, 0, 0
-    for _, keys in _chunks(model, 0, rows):
+    for _, keys in model.key_chunks(0, rows):
         first_rows.add(keys)
-    for start, keys in _chunks(model, rows, model.rows):
+    for start, keys in model.key_chunks(rows):
         repeated = first_rows.contains(keys)
         more = int(np.count_nonzero(repeated))
         if more and not found:
@@ -59,11 +57,3 @@ def find_repeats(model: SparseModel, rows: int) -> Repeats | None:
             first_key, first_row = int(keys[position]), start + position
         found += more
     return Repeats(found, first_key, first_row) if found else None
-
-
-def _chunks(model: SparseModel, first: int, last: int) -> Iterator[tuple[int, KeyArray]]:
-    buffer = np.empty(min(last - first, CHUNK_BYTES // 8), np.int64)
-    for start in range(first, last, buffer.size):
-        keys = buffer[: min(buffer.size, last - start)]
-        model.read_keys(start, keys)
-        yield start, keys

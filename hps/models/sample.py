@@ -7,7 +7,7 @@ from numba import float32, int64, void
 
 from hps.ground.hashing import mix
 from hps.ground.numba_kernels import compile_kernels, kernel, read_only
-from hps.models.files import CHUNK_BYTES
+from hps.models.files import rows_of_a_chunk
 from hps.types import FloatArray, KeyArray
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -32,7 +32,7 @@ def sample_vectors(
 def sample_chunks(rows: int, dim: int, seed: int = 0) -> Iterator[tuple[KeyArray, FloatArray]]:
     """Yield the sample rows of keys 0 to rows - 1 in chunks for `write_sparse_model`."""
     compile_kernels()  # before anything is written: the compiler may swallow an interrupt
-    step = max(1, CHUNK_BYTES // (8 + 4 * dim))
+    step = rows_of_a_chunk(dim)
     spans = (np.arange(start, min(start + step, rows), dtype=np.int64) for start in range(0, rows, step))
     return ((keys, sample_vectors(keys, dim, seed)) for keys in spans)
 

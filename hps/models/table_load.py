@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,8 +14,8 @@ from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError
 from hps.filesystems.base import changed
 from hps.ground.progress import NoProgress, Progress
 from hps.models.deltas import BaseRows, DeltaModel, Merge, TableSource, first_rows, open_table_files
-from hps.models.files import CHUNK_BYTES, SparseModel, extended
-from hps.models.read_ahead import read_ahead
+from hps.models.files import SparseModel, extended
+from hps.models.read_ahead import chunk_ranges, read_ahead
 from hps.models.repeats import find_repeats
 from hps.models.sources import ModelSources
 from hps.models.warm_up import DatabaseRows, WarmUpSource
@@ -304,7 +304,7 @@ class TableLoad:
         first, last = min(load.first_row for _, load in targets), max(load.last_row for _, load in targets)
         self._progress.start(self._tag, last - first, (last - first) * model.row_bytes)
         feeds = [self._feed(database, load) for database, load in targets]
-        with closing(read_ahead(model, self._ranges(first, last))) as chunks:
+        with closing(read_ahead(model, chunk_ranges(model, first, last))) as chunks:
             for start, keys, vectors in chunks:
                 for feed in feeds:
                     feed.add(start, keys, vectors)
@@ -414,7 +414,7 @@ class TableLoad:
     def _checksum(self, model: SparseModel, first: int, last: int) -> str:
         """Read rows [first, last) and compute their checksum."""
         checksum = ""
-        with closing(read_ahead(model, self._ranges(first, last))) as chunks:
+        with closing(read_ahead(model, chunk_ranges(model, first, last))) as chunks:
             for _, keys, vectors in chunks:
                 checksum = extended(checksum, keys, vectors)
         return checksum
@@ -436,10 +436,6 @@ class TableLoad:
 
     def _remember(self, database: Database, record: LoadRecord) -> None:
         database.load_chunk(self._tag, np.empty(0, np.int64), np.empty((0, self._table.dim), np.float32), record)
-
-    def _ranges(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        step = self._model.chunk_rows
-        return ((start, min(start + step, last)) for start in range(first, last, step))
 
     def _awaited(self, database: Database, rows: int) -> DatabaseLoad:
         """Wait until another process has loaded a shared database; load the rest if its claim runs out."""
@@ -485,9 +481,9 @@ class TableLoad:
     ) -> int:
         """Copy rows of the persistent database up to a limit; return how many."""
         _log.info("Table: %s; filling %s from %s.", self._tag, database.kind, authority.kind)
-        row_bytes, done = self._model.row_bytes, 0
-        self._progress.start(self._tag, limit, limit * row_bytes)
-        for keys, vectors in authority.scan(self._tag, max(1, CHUNK_BYTES // row_bytes)):
+        done = 0
+        self._progress.start(self._tag, limit, limit * self._model.row_bytes)
+        for keys, vectors in authority.scan(self._tag, self._model.chunk_rows):
             count = min(keys.size, limit - done)
             if count <= 0:
                 break

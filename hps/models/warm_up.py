@@ -13,7 +13,7 @@ from hps.databases.base import Database
 from hps.ground.key_sets import last_of_each
 from hps.ground.numba_kernels import compile_kernels
 from hps.models.deltas import DeltaModel, Merge, first_rows
-from hps.models.files import CHUNK_BYTES, SparseModel
+from hps.models.files import SparseModel, rows_of_a_chunk
 from hps.models.read_ahead import Allocate, read_ahead
 from hps.types import FloatArray, KeyArray, TableSpec
 
@@ -41,7 +41,7 @@ class DatabaseRows:
 
     @property
     def chunk_rows(self) -> int:
-        return max(1, CHUNK_BYTES // (8 + 4 * self.dim))
+        return rows_of_a_chunk(self.dim)
 
     def may_change_unseen(self) -> bool:
         """Modifications do not matter: they reach caches, too."""

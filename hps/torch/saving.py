@@ -22,7 +22,7 @@ from torch import nn
 from hps.configuration.load import load_configuration
 from hps.errors import InvalidDtypeError, InvalidInputError, ModelFileError, ModelFileNotFoundError
 from hps.filesystems.base import FileSystem
-from hps.models.files import CHUNK_BYTES
+from hps.models.files import rows_of_a_chunk
 from hps.models.manifest import read_json, within
 from hps.models.repository import MODEL_ENTRY, list_versions
 from hps.models.sources import ModelSources
@@ -233,7 +233,7 @@ def _chunks(
     numbers: torch.Tensor | None,  # of the rows, ascending; None: all
 ) -> Iterator[tuple[KeyArray, FloatArray]]:
     count = len(weight) if numbers is None else len(numbers)
-    step = max(1, CHUNK_BYTES // (8 + 4 * weight.shape[1]))
+    step = rows_of_a_chunk(weight.shape[1])
     with torch.no_grad():
         for start in range(0, count, step):
             stop = min(start + step, count)

@@ -58,7 +58,7 @@ def table() -> tuple[Array, Array]:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hps.models.checkpoint, "CHUNK_BYTES", 28 * 96)
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 28 * 96)
 
 
 def run(*arguments: object) -> Result:

@@ -109,7 +109,7 @@ def test_without_a_database_that_has_the_later_rows_such_files_are_refused(
 
 @pytest.mark.parametrize("rows", [1, 500, 999, 2400, 2401, ROWS - 1])
 def test_repeats_are_counted_and_the_first_is_named(source: Path, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hps.models.repeats.CHUNK_BYTES", 8 * 70)
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 8 * 70)
     again = [row for row in range(rows, ROWS) if KEYS[row] in KEYS[:rows]]
     wanted = Repeats(len(again), int(KEYS[again[0]]), again[0]) if again else None
     assert find_repeats(open_sparse_model(source, DIM), rows) == wanted

@@ -18,7 +18,6 @@ from hps.databases.rocks_db import engine as rocks_db_engine
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.databases.rocks_db.load_records import LoadRecords
 from hps.models import files as model_files
-from hps.models import table_load
 from tests.tables.deltas import load_version
 
 CHUNK_ROWS, BATCH_ROWS, UNMERGED_FILES = 2000, 4000, 5
@@ -73,7 +72,7 @@ def main(program: str, config: str, dim: int, moment: Moment) -> None:
         moment.loaded += keys.size
         real(self, tag, keys, vectors, record)
 
-    model_files.CHUNK_BYTES = table_load.CHUNK_BYTES = CHUNK_ROWS * (8 + 4 * dim)
+    model_files.CHUNK_BYTES = CHUNK_ROWS * (8 + 4 * dim)
     rocks_db_engine._LOAD_FILES = UNMERGED_FILES
     RocksDatabase.load_chunk = load_chunk  # type: ignore[method-assign]
     RocksDatabase.load_bytes = BATCH_ROWS * (8 + 4 * dim)

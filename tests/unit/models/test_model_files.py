@@ -503,7 +503,7 @@ def test_sample_vectors_differ_by_key_position_and_seed() -> None:
 
 
 def test_the_sample_model_has_every_key_once_in_bounded_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hps.models.sample.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 1000)
     chunks = list(sample_chunks(333, 3, seed=5))
     assert all(keys.nbytes + vectors.nbytes <= 1000 for keys, vectors in chunks)
     np.testing.assert_array_equal(np.concatenate([keys for keys, _ in chunks]), np.arange(333))

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from hps import HPS, ConfigError, HPSError, InvalidDtypeError, InvalidInputError, ModelFileError, open_sparse_model
-from hps.torch import saving
 from hps.torch.saving import save
 from tests.servers.running_service import document_of
 
@@ -38,7 +37,7 @@ def rows_of(place: Path, dim: int) -> dict[int, list[float]]:
 
 
 def test_every_embedding_is_a_table_once_by_its_path(tmp_path: Path, towers: Towers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "CHUNK_BYTES", 100)  # several chunks a table
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 100)  # several chunks a table
     saved = save(towers, tmp_path / "shop")
     assert (saved.version, saved.tables) == ("1", {"item": ("item",), "user.id": ("user_id",), "tags": ("tags",)})
     for name, weight in {"item": towers.item.weight, "user_id": towers.user["id"].weight, "tags": towers.tags.weight}.items():

@@ -62,21 +62,27 @@ class FoundModel:
     entry: Mapping[str, Any] = field(default_factory=dict)
 
     def new_entry(self) -> dict[str, Any]:
-        """Return an entry of `models` that serves the model and never gives a key of a table the default vector."""
-        count = len(self.tables)
+        """Return an entry of `models` that serves the model."""
         return {
             "model": self.name,
             **({"version_path": self.version_path} if self.version_path else {}),
             "sparse_files": [table.place for table in self.tables],
             "embedding_table_names": [table.name for table in self.tables],
             "embedding_vecsize_per_table": [table.dim for table in self.tables],
-            "max_batch_size": 4096,
-            "maxnum_catfeature_query_per_table_per_sample": [1] * count,
-            "default_value_for_each_table": [0.0] * count,
-            "deployed_device_list": [0],
-            "gpucacheper": 0.5,
-            "hit_rate_threshold": 1.1,
+            **default_settings(len(self.tables)),
         }
+
+
+def default_settings(tables: int) -> dict[str, Any]:
+    """Return the settings of a new entry of `models`; no key of a table is ever answered with the default vector."""
+    return {
+        "max_batch_size": 4096,
+        "maxnum_catfeature_query_per_table_per_sample": [1] * tables,
+        "default_value_for_each_table": [0.0] * tables,
+        "deployed_device_list": [0],
+        "gpucacheper": 0.5,
+        "hit_rate_threshold": 1.1,
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from hps.ground.progress import NoProgress, Progress
 from hps.models.checkpoint import CheckpointTable, find_table, find_tables
 from hps.models.discovery import FoundModel, FoundTable, name_of
 from hps.models.formats.selection import Selection
+from hps.models.manifest import write_file
 from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model
 from hps.types import FloatArray, KeyArray
@@ -143,12 +144,7 @@ def import_tables(
         except ModelFileError as error:
             raise type(error)(f"importing table {name!r} ({count} of {len(found)} are written): {error}") from error
     if config:
-        writer = _FILES.create(config)
-        try:
-            writer.write(memoryview(json.dumps(content, indent=2).encode() + b"\n"))
-            writer.commit()
-        finally:
-            writer.abort()
+        write_file(_FILES, config, json.dumps(content, indent=2).encode() + b"\n")
     return {places[name]: table.selection for name, table in found.items()}
 
 

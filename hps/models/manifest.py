@@ -59,13 +59,13 @@ class VersionManifest(pydantic.BaseModel):
     updates: Mapping[str, Mapping[_Partition, _Position]] = {}
 
     def of_table(self, sparse_file: str) -> dict[str, FileCheck]:
-        """Return the checks of a table's files by name; `directory` is relative to the version's."""
+        """Return the checks of a table's files by name; the table's directory is relative to the version's."""
         below = posixpath.normpath(sparse_file)
         names = ((posixpath.split(posixpath.normpath(path)), check) for path, check in self.files.items())
         return {name: check for (directory, name), check in names if (directory or ".") == below}
 
     def updates_of(self, sparse_file: str) -> Mapping[str, str]:
-        """Return the positions of a table; `directory` is relative to the version's."""
+        """Return the positions of a table; its directory is relative to the version's."""
         below = posixpath.normpath(sparse_file)
         return next((held for path, held in self.updates.items() if posixpath.normpath(path) == below), {})
 
@@ -90,6 +90,16 @@ def read_manifest(place: str, sources: ModelSources) -> VersionManifest | None:
 def within(directory: str, name: str) -> str:
     """Join the path or URI of a directory and a name in it."""
     return f"{directory.rstrip('/')}/{name}"
+
+
+def write_file(filesystem: FileSystem, path: str, content: bytes) -> None:
+    """Write a small file, which appears only when complete."""
+    writer = filesystem.create(path)
+    try:
+        writer.write(memoryview(content))
+        writer.commit()
+    finally:
+        writer.abort()
 
 
 def read_json(filesystem: FileSystem, path: str) -> dict[str, Any] | None:

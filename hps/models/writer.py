@@ -15,7 +15,7 @@ import pydantic
 from hps.errors import InvalidDtypeError, InvalidInputError, ModelFileError
 from hps.filesystems.base import FileSystem, FileWriter
 from hps.filesystems.local import local_path
-from hps.models.manifest import MANIFEST, VERSION, FileCheck, VersionManifest
+from hps.models.manifest import MANIFEST, VERSION, FileCheck, VersionManifest, write_file
 from hps.models.sources import ModelSources
 from hps.types import FloatArray, KeyArray
 
@@ -121,10 +121,7 @@ def write_version(
             written = _write_files(filesystem, f"{target}/{name}", [rows] if isinstance(rows, tuple) else rows, deleted=gone)
             files |= {f"{name}/{file}": check for file, check in written.items()}
         manifest = blank.model_copy(update={"files": files})
-        writer = filesystem.create(f"{target}/{MANIFEST}")
-        undo.callback(writer.abort)
-        writer.write(memoryview(manifest.model_dump_json(indent=1).encode()))
-        writer.commit()
+        write_file(filesystem, f"{target}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
         if filesystem.is_local:
             for name in tables:
                 _sync(local_path(f"{target}/{name}"))

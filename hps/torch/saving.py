@@ -10,7 +10,6 @@ Keys are row numbers unless the caller gives others. `docs/versions.md` says how
 import json
 import os
 import posixpath
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,9 +20,9 @@ from torch import nn
 
 from hps.configuration.load import load_configuration
 from hps.errors import InvalidDtypeError, InvalidInputError, ModelFileError, ModelFileNotFoundError
-from hps.filesystems.base import FileSystem
+from hps.models.discovery import default_settings, name_of
 from hps.models.files import rows_of_a_chunk
-from hps.models.manifest import read_json, within
+from hps.models.manifest import read_json, within, write_file
 from hps.models.repository import MODEL_ENTRY, list_versions
 from hps.models.sources import ModelSources
 from hps.models.writer import write_version
@@ -139,7 +138,7 @@ def save(
         version = str(1 + max(map(int, there), default=0))
     write_version(within(place, version), rows, delta_of=delta_of, note=note, updates=updates, sources=sources)
     if entry != written:
-        _write_json(filesystem, within(place, MODEL_ENTRY), entry)
+        write_file(filesystem, within(place, MODEL_ENTRY), json.dumps(entry, indent=2).encode() + b"\n")
     return SavedModel(place, version, entry | {"version_path": place}, {one.path: tuple(one.tables) for one in embeddings})
 
 
@@ -185,11 +184,11 @@ def _walk(path: str, module: Any, seen: set[nn.Module]) -> Iterator[Embedding]:
             "or torchrec's unsharded collections: load its state_dict into those first"
         )
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        yield Embedding(path, module, {_table_name(path or kind.__name__): module.weight})
+        yield Embedding(path, module, {name_of(path or kind.__name__): module.weight})
     elif isinstance(module, torchrec_class("EmbeddingBagCollection")):
-        yield Embedding(path, module, {_table_name(name): one.weight for name, one in module.embedding_bags.items()})
+        yield Embedding(path, module, {name_of(name): one.weight for name, one in module.embedding_bags.items()})
     elif isinstance(module, torchrec_class("EmbeddingCollection")):
-        yield Embedding(path, module, {_table_name(name): one.weight for name, one in module.embeddings.items()})
+        yield Embedding(path, module, {name_of(name): one.weight for name, one in module.embeddings.items()})
     else:
         for name, child in module.named_children():
             yield from _walk(f"{path}.{name}" if path else name, child, seen)
@@ -204,10 +203,6 @@ def _check_weight(path: str, weight: torch.Tensor) -> None:
         raise InvalidInputError(f"saving {path}: got weights on the meta device, which have no values; load them first")
     if weight.dtype not in _DTYPES:
         raise InvalidDtypeError(f"saving {path}: got weights {weight.dtype}, expected float32, float16 or bfloat16")
-
-
-def _table_name(path: str) -> str:
-    return re.sub("[^a-zA-Z0-9_-]", "_", path)
 
 
 def _row_keys(doing: str, keys: torch.Tensor, rows: int) -> torch.Tensor:
@@ -254,7 +249,6 @@ def _entry(
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Build the entry of `models` from defaults, `model.json` and the caller's settings, in this order."""
-    count = len(weights)
     tables = {
         "sparse_files": list(weights),
         "embedding_table_names": list(weights),
@@ -266,15 +260,7 @@ def _entry(
                 f"saving {place}: its {MODEL_ENTRY} has {what} {theirs}, the module has {ours}; all versions of a model "
                 "have the same tables: save to another directory"
             )
-    defaults = {
-        "maxnum_catfeature_query_per_table_per_sample": [1] * count,
-        "default_value_for_each_table": [0.0] * count,
-        "deployed_device_list": [0],
-        "max_batch_size": 4096,
-        "gpucacheper": 0.5,
-        "hit_rate_threshold": 1.1,
-    }
-    entry = {"model": posixpath.basename(place.rstrip("/")), **tables, **defaults, **written}
+    entry = {"model": posixpath.basename(place.rstrip("/")), **tables, **default_settings(len(weights)), **written}
     if hotness is not None:
         most = entry["maxnum_catfeature_query_per_table_per_sample"]
         by_name = hotness if isinstance(hotness, Mapping) else dict.fromkeys(weights, hotness)
@@ -284,12 +270,3 @@ def _entry(
     entry |= settings
     load_configuration({"models": [entry]})
     return entry
-
-
-def _write_json(filesystem: FileSystem, path: str, content: Mapping[str, Any]) -> None:
-    writer = filesystem.create(path)
-    try:
-        writer.write(memoryview(json.dumps(content, indent=2).encode() + b"\n"))
-        writer.commit()
-    finally:
-        writer.abort()

@@ -1,15 +1,14 @@
-"""Finds the versions of models in directories: numbered ones of a model, and those of all models of a repository.
+"""Finds the versions of a model, and the models of a repository.
 
     <repository>/<model>/model.json         an entry of `models` without its place; `sparse_files` are relative to a version
-    <repository>/<model>/<version>/         a positive decimal number that does not begin with 0, as Triton has it
-    <repository>/<model>/<version>/version.json     what it consists of (`VersionManifest`); optional
+    <repository>/<model>/<version>/         a positive decimal number without leading zeros, as in Triton
+    <repository>/<model>/<version>/version.json     optional; see `VersionManifest`
     <repository>/<model>/<version>/<sparse file>/key, emb_vector
 
-**What is being written must not pass for whole.** A directory counts as a version by its name alone. So a publisher writes
-under any other name (`.2.tmp`) and renames the directory, where that is one step (a local disk, HDFS). Object stores cannot
-rename: there `version.json` is written last, and versions without it are not seen. Sizes and checksums that it names are
-checked: against a copy that stalled in a file of full length, or files of two versions in one directory. Without it a version
-that is not all there fails where its sizes do not fit, and can be tried again later.
+**Incomplete versions.** Any directory with such a name counts as a version. So a publisher writes under another name
+(`.2.tmp`) and renames the directory, where that is atomic (local disk, HDFS). Object stores cannot rename: there `version.json`
+is written last, and versions without it are ignored. Its sizes and checksums detect a partial copy, and files of two versions
+in one directory. Without `version.json`, an incomplete version fails to load when its sizes do not fit, and is tried again.
 """
 
 import logging
@@ -33,13 +32,12 @@ _MODEL = re.compile(r"[a-zA-Z0-9_-]{1,120}")
 def list_versions(
     place: str, sources: ModelSources, *, manifest_required: bool | None = None, known: Container[str] = ()
 ) -> dict[str, str]:
-    """Find the versions of a model: one request for its directory, and with `manifest_required` one for each new version.
+    """List the versions of a model: one request for its directory and, with `manifest_required`, one for each new version.
 
     Args:
         place: path or URI of the model's directory.
-        sources: the file systems.
-        manifest_required: leave out versions without `version.json`; by default where directories cannot be renamed.
-        known: versions that were found before, whose `version.json` need not be looked for again.
+        manifest_required: ignore versions without `version.json`; by default, where directories cannot be renamed.
+        known: versions whose `version.json` was found before, and is not requested again.
 
     Returns:
         The directory of each version, ascending by number. Other names, and files, are ignored.
@@ -59,11 +57,11 @@ def list_versions(
 
 
 def list_models(place: str, sources: ModelSources) -> dict[str, dict[str, Any] | HPSError]:
-    """Find the models of a repository: one request for its directory, and two for each model.
+    """List the models of a repository: one request for its directory, and two for each model.
 
     Returns:
-        By name of the directory, what its `model.json` says, with the name as `model`; or the error that says what is wrong
-        with it, which is no reason to do without the other models. Directories without `model.json` are ignored.
+        By name of the directory, the content of its `model.json`, with the name as `model`; or the error, which does not affect
+        other models. Directories without `model.json` are ignored.
 
     Raises:
         ModelFileNotFoundError: there is no such repository.
@@ -86,11 +84,10 @@ class VersionFiles:
     """The files of one version, before they are opened. *Immutable.*
 
     Attributes:
-        version: its number.
+        version: version number.
         sparse_files: directory or URI of each table.
-        delta_of: the version that it changes; None if it has all rows itself.
-        checks: what `version.json` says of each table's files; empty if it says nothing.
-        updates: of each table, the positions in the log of updates that its files contain, as `version.json` says.
+        delta_of: the version that it changes; None for a whole version.
+        checks, updates: by table, from `version.json`; empty without it.
     """
 
     version: str
@@ -101,16 +98,14 @@ class VersionFiles:
 
 
 def version_files(version: str, place: str, sparse_files: Sequence[str], sources: ModelSources) -> VersionFiles:
-    """Find out what the version in a directory consists of. Reads its `version.json`, if there is one.
+    """List the files of a version. Reads its `version.json`, if any.
 
     Args:
-        version: its number.
         place: path or URI of its directory.
-        sparse_files: of each table, relative to it.
-        sources: the file systems.
+        sparse_files: directory of each table, relative to `place`.
 
     Raises:
-        ModelFileError: `version.json` is not as it should be, or cannot be read.
+        ModelFileError: `version.json` is invalid or cannot be read.
     """
     manifest = read_manifest(place, sources) or VersionManifest()
     below = (posixpath.normpath(sparse_file) for sparse_file in sparse_files)  # a bucket would take dots literally
@@ -120,10 +115,10 @@ def version_files(version: str, place: str, sparse_files: Sequence[str], sources
 
 
 def log_starts_beside(sparse_files: Sequence[str], sources: ModelSources) -> tuple[Mapping[str, str], ...]:
-    """What a `version.json` beside the directories of tables says of the log of updates; empty if there is none.
+    """Read each table's positions in the log of updates from a `version.json` beside the tables' directories; empty without it.
 
-    For versions whose directories are configured one by one: nothing else of it holds for them, and one that cannot be read may
-    be somebody else's.
+    For versions whose directories are configured one by one; the rest of the file does not apply to them. A file that cannot be
+    read may belong to another program, and is ignored.
     """
     parents = {posixpath.split(place.rstrip("/"))[0] for place in sparse_files}
     if len(parents) != 1 or not (place := parents.pop()):
@@ -131,7 +126,7 @@ def log_starts_beside(sparse_files: Sequence[str], sources: ModelSources) -> tup
     try:
         manifest = read_manifest(place, sources)
     except ModelFileError as error:
-        _log.warning("the position in the log of updates is not known for %s: %s", place, error)
+        _log.warning("position in the log of updates unknown for %s: %s", place, error)
         return ()
     names = [posixpath.basename(one.rstrip("/")) for one in sparse_files]
     return () if manifest is None else tuple(map(manifest.updates_of, names))
@@ -142,19 +137,18 @@ def table_sources(
     find: Callable[[str], VersionFiles | None],
     held: Callable[[str], Sequence[HeldTable]] = lambda version: (),
 ) -> tuple[TableSource, ...]:
-    """Follow a version to all versions that it changes.
+    """Follow the chain of versions that a version changes.
 
     Args:
-        version: its number.
-        find: gives the files of a version; None if there is no such version.
-        held: where this process has the tables of a version, in their order; empty if it has not.
+        find: returns the files of a version; None if it does not exist.
+        held: returns where this process holds the tables of a version, in order; empty if it does not.
 
     Returns:
-        Where the rows of each table are, for `TableLoad` and `fingerprint_of`.
+        The source of each table, for `TableLoad` and `fingerprint_of`.
 
     Raises:
-        ModelFileNotFoundError: there is no such version, or none that it changes.
-        ModelFileError: versions change each other in a circle, there are too many, or they have other tables.
+        ModelFileNotFoundError: the version, or one that it changes, does not exist.
+        ModelFileError: the chain is a circle or too long, or its versions have different tables.
     """
     chain: list[VersionFiles] = []
     wanted: str | None = version

@@ -1,42 +1,38 @@
-"""How the hash map lies in memory, and how its readers and its writer use that memory.
+"""The memory layout of the hash map, and how its readers and its writer use it.
 
 A bucket is 128 bytes, aligned to 128: an 8-byte header (from its low bits: version 32, occupancy mask 16, overflow count
-16), ten int64 keys, ten uint32 row numbers. Entry e exists where bit e of the mask is set, so any int64 is a legal key. The
-home of a key is the bucket that `scale` gives for its mixed bits. A key lies in its home or, where that is full, in a later
+16), ten int64 keys, ten uint32 row numbers. Entry e exists if bit e of the mask is set, so any int64 is a legal key. The
+home of a key is the bucket that `scale` gives for its mixed bits. A key lies in its home or, if that is full, in a later
 bucket, around the end. Each bucket that it passed counts it in its overflow count, so a search ends at the first bucket
-whose count is 0, and a deletion leaves no mark behind. A count that reaches 65,535 stays there; only crafted keys get so far.
+whose count is 0, and a deletion leaves no tombstone. A count that reaches 65,535 stays there; only crafted keys get so far.
 
-A table has one array of buckets or, from 4,096 buckets on, sixteen *segments* by the upper bits of the hash, each an array
-of its own, so that growth takes the memory and the time of a sixteenth. Homes ascend with the hash whatever the number of
-buckets. That makes growth two sequential walks, and makes a hash a cursor of a scan that stays valid across growth.
+A table has one array of buckets or, from 4,096 buckets on, sixteen *segments* by the upper bits of the hash, each in an array
+of its own, so that growing one takes a sixteenth of the memory and time. Homes ascend with the hash for any number of
+buckets. So growth is two sequential walks, and a hash is a scan's cursor that stays valid across growth.
 
-Vectors lie in the order of their buckets, coarsely: whoever reads many keys by ascending hash then walks through memory, which
-a device does up to seven times faster than in any other order. Rows are mapped in *extents*. Each is divided evenly into at
-most 1,024 *stripes* by the upper bits of the hash. A new row comes from the stripe of its key: first from the list of rows that
-were freed there, then from the rows of the stripe that were never used; and where there are none, from the next stripe, around
-the end. A table whose rows were reserved before they were loaded has one extent, where few rows are not in their stripe.
-Without that, each further extent repeats the order.
+Vectors lie roughly in the order of their buckets: reading many keys by ascending hash then walks through memory, which is up
+to seven times faster for a device than any other order. Rows are mapped in *extents*. Each is divided evenly into at most
+1,024 *stripes* by the upper bits of the hash. A new row comes from the stripe of its key: first from the list of rows freed
+there, then from its unused rows, then from the next stripe, around the end. A table whose rows were reserved before loading
+has one extent, with few rows outside their stripe. Otherwise each further extent repeats the order.
 
 RACES. There is one writer at a time and any number of readers, who take no lock. The writer makes the version odd before it
 changes keys, row numbers or a linked vector, and afterwards even, two more than before. A change of the overflow count alone
 is one store. A reader uses what it read between two loads of an equal, even header, and otherwise reads again. So it saw the
 key's row as of that header, then the vector, then the same header: the whole vector that was current at that moment. The
-vector of a row that no entry names is written freely, since whoever still reads it loaded its header before the entry was
-removed. A segment that was replaced by a larger one is *retired* before anything else changes: each of its headers becomes
-all ones, and a reader that meets one asks the table for its present layout. The memory stays mapped while a reader holds the
-old layout.
+vector of an unlinked row is written freely, since a reader of it loaded its header before the entry was removed. A segment
+replaced by a larger one is *retired* before anything else changes: each of its headers becomes all ones, and a reader that
+meets one gets the current layout from the table. The memory stays mapped while a reader holds the old layout.
 
-DEVICES read pinned memory (`in_place.py` says how it stays there), with fewer loads, for each of which they wait a microsecond.
-The keys are divided into 1,024 *stripes* by the upper bits of their hash. While a table is pinned, the writer makes the version
-of a key's stripe odd before it links, unlinks or replaces the key, and afterwards even, two more than before. A device loads
-the version with an acquire load of system scope, then the buckets, then the vector, from `HostLayout.slabs`, and after a fence
-the version again. If it is even and as it was, nothing of the stripe changed in between, so that the entry named the key's row
-all the time; or the key was absent, if none was found. The parts of a bucket may be of different moments. An entry of another
-stripe's key that is being linked may thus show its occupancy bit beside what its key field held before: that is 0, since
-unlinking a key clears it. So what links or unlinks any key of the first segment, where key 0 belongs, also changes the version
-of the first stripe, which is that of key 0. A row number beyond the slabs
-of its layout is of a later one, and not followed. What CPU writers store becomes visible to devices in the order of their
-release stores and fences.
+DEVICES read pinned memory (see `in_place.py`) with fewer loads, since each takes a microsecond. While a table is pinned, the
+writer makes the version of a key's stripe odd before it links, unlinks or replaces the key, and afterwards even, two more than
+before. A device loads the version with an acquire load of system scope, then the buckets, then the vector, from
+`HostLayout.slabs`, and after a fence the version again. If it is even and unchanged, nothing of the stripe changed meanwhile:
+the entry named the key's row all the time, or the key was absent. The parts of a bucket may be of different moments. So the
+entry of another stripe's key that is being linked may show its occupancy bit beside its former key field, which is 0, since
+unlinking clears it. Therefore linking or unlinking any key of the first segment, where key 0 belongs, also changes the version
+of the first stripe, that of key 0. A row number beyond the slabs of a layout belongs to a later layout, and is not followed.
+What CPU writers store becomes visible to devices in the order of their release stores and fences.
 """
 
 from typing import Any, Final
@@ -63,7 +59,7 @@ from hps.ground.numba_atomics import (
 )
 from hps.ground.numba_kernels import read_only
 
-# The numba types of what kernels take.
+# numba types of kernel arguments.
 LAYOUT: Final[Any] = uint64[::1]
 COUNTERS: Final[Any] = int64[::1]
 KEYS: Final[Any] = read_only(int64[::1])
@@ -73,12 +69,12 @@ ENTRIES: Final = 10
 
 STRIPES: Final = 1024
 VERSION_BYTES: Final = 64
-"""A line of memory: reads of one line over a device's link wait for each other."""
+"""One line each: reads of one line over a device's link wait for each other."""
 
 LOAD_ROWS: Final = 9
 """Average rows per bucket at which a segment is full: one entry in ten stays free."""
 
-# Positions in `layout`, uint64, immutable: what a reader needs to know about a table.
+# Positions in `layout`, uint64, immutable: what readers need.
 SLABS: Final = 0
 """Address of the array of slab addresses."""
 SLAB_SHIFT: Final = 1
@@ -90,35 +86,35 @@ SEGMENT_BITS: Final = 4
 VERSIONS: Final = 5
 """Address of the versions of the stripes, each `VERSION_BYTES` after the last; 0 while no device reads the table."""
 SEGMENTS: Final = 6
-"""From here on, for each segment: its address and its number of buckets. The kernels name a segment by this position."""
+"""From here on, for each segment, its address and its number of buckets. Kernels identify a segment by this position."""
 
 # Positions in `counters`, (LISTS + 2 * lists,) int64, which the writer changes. `segment_rows` counts the rows of each segment.
 ROWS: Final = 0
 FREE_ROWS: Final = 1
-"""How many rows are on the lists of freed rows."""
+"""Number of rows on the lists of freed rows."""
 FRESH_ROWS: Final = 2
-"""How many rows of the present extent, the one that fresh rows come from, were never used."""
+"""Number of unused rows in the current extent, which provides fresh rows."""
 EXTENT_ROW: Final = 3
-"""First row of the present extent."""
+"""First row of the current extent."""
 STRIPE_ROWS: Final = 4
-"""Rows of each of its stripes."""
+"""Rows per stripe of it."""
 STRIPE_BITS: Final = 5
-"""It has 2^bits of them, at most as many as there are lists."""
+"""It has 2^bits stripes, at most as many as there are lists."""
 LIST_BITS: Final = 6
-"""There are 2^bits lists of freed rows: one for each stripe of the extent that has the most."""
+"""There are 2^bits lists of freed rows, one per stripe of the extent with the most stripes."""
 LISTS: Final = 7
-"""From here on, the first row of each list, or -1; the first 4 bytes of a freed vector hold the next one. Then, for each stripe
-of the present extent, how many of its rows were ever used."""
+"""From here on, the first row of each list, or -1; the first 4 bytes of a freed vector hold the next one. Then, per stripe of
+the current extent, the number of used rows."""
 
-# How a search ended.
+# Results of a search.
 DONE: Final = 0
 ABSENT: Final = 1
 MOVED: Final = 2
-"""The segment was replaced: continue with the present layout."""
+"""The segment was replaced: continue with the current layout."""
 BUSY: Final = 3
 """A writer is changing this bucket."""
 
-# What an access does to the stamp of a row.
+# Effects of an access on the stamp of a row.
 KEEP: Final = 0
 STAMP: Final = 1
 COUNT: Final = 2
@@ -136,75 +132,70 @@ _NO_ROW = np.uint64(0xFFFFFFFF)
 
 @njit(inline="always")
 def segment_of(layout, hashed):  # type: ignore[no-untyped-def]
-    """The segment of a hash, unsigned, since numba indexes by that without a test for negative numbers."""
+    """Return the segment of a hash, unsigned: numba indexes by that without a test for negative numbers."""
     return np.uint64(SEGMENTS) + (((hashed >> U32) >> (U32 - layout[SEGMENT_BITS])) << U1)
 
 
 @njit(inline="always")
 def number_of(segment):  # type: ignore[no-untyped-def]
-    """The number of a segment, from 0."""
+    """Return the number of a segment, from 0."""
     return np.int64((np.uint64(segment) - np.uint64(SEGMENTS)) >> U1)
 
 
 @njit(inline="always")
 def buckets_in(layout, segment):  # type: ignore[no-untyped-def]
-    """How many buckets a segment has."""
     return layout[np.uint64(segment) + U1]
 
 
 @njit(inline="always")
 def bucket_at(layout, segment, position):  # type: ignore[no-untyped-def]
-    """The address of a segment's bucket by its number."""
+    """Return the address of a segment's bucket by its number."""
     return layout[segment] + np.uint64(position) * _BUCKET
 
 
 @njit(inline="always")
 def place_of(layout, segment, hashed):  # type: ignore[no-untyped-def]
-    """The number of a hash's home in its segment."""
+    """Return the number of a hash's home in its segment."""
     return scale(hashed << layout[SEGMENT_BITS], np.int64(buckets_in(layout, segment)))
 
 
 @njit(inline="always")
 def home_of(layout, segment, hashed):  # type: ignore[no-untyped-def]
-    """The address of the bucket where a search begins."""
+    """Return the address of the bucket where a search begins."""
     return bucket_at(layout, segment, place_of(layout, segment, hashed))
 
 
 @njit(inline="always")
 def after(layout, segment, bucket):  # type: ignore[no-untyped-def]
-    """The address of the next bucket, around the segment's end."""
+    """Return the address of the next bucket, around the segment's end."""
     bucket += _BUCKET
     return layout[segment] if bucket == bucket_at(layout, segment, buckets_in(layout, segment)) else bucket
 
 
 @njit(inline="always")
 def mask_of(header):  # type: ignore[no-untyped-def]
-    """The occupancy mask in a header."""
     return (header >> U32) & _FULL
 
 
 @njit(inline="always")
 def overflow_of(header):  # type: ignore[no-untyped-def]
-    """The overflow count in a header."""
     return header >> U48
 
 
 @njit(inline="always")
 def key_of(bucket, entry):  # type: ignore[no-untyped-def]
-    """The key of an entry."""
     return np.int64(load_relaxed(bucket + _KEYS + entry * U8))
 
 
 @njit(inline="always")
 def match_keys(bucket, key):  # type: ignore[no-untyped-def]
-    """Compare the ten keys of a bucket with `key`: bit e is set where entry e, which may not exist, has it."""
+    """Compare the ten keys of a bucket with `key`; return a mask of equal entries, which may include unoccupied ones."""
     # Word 0 is the header, and words 11 and on are row numbers; their bits are dropped.
     return (equal_words_8(bucket, key) >> U1) | ((equal_words_4(bucket + U64, key) & U7) << U7)
 
 
 @njit(inline="always")
 def row_of(bucket, entry):  # type: ignore[no-untyped-def]
-    """The row number of an entry."""
     return load_relaxed_u32(bucket + _ROW_NUMBERS + entry * U4)
 
 
@@ -220,19 +211,18 @@ def _place_in_slab(layout, row):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def vector_of(layout, row):  # type: ignore[no-untyped-def]
-    """The address of a row's vector."""
     return _slab_of(layout, row) + _place_in_slab(layout, row) * layout[VECTOR_BYTES]
 
 
 @njit(inline="always")
 def stamp_of(layout, row):  # type: ignore[no-untyped-def]
-    """The address of a row's stamp, where there are stamps."""
+    """Return the address of a row's stamp, if the table has stamps."""
     return _slab_of(layout, row) + layout[STAMP_OFFSET] + _place_in_slab(layout, row) * U4
 
 
 @njit(inline="always")
 def copy(target, source, size_bytes):  # type: ignore[no-untyped-def]
-    """Copy a vector, both sides 4-byte aligned. A racing source is copied as it is; the caller checks afterwards."""
+    """Copy a vector, both addresses 4-byte aligned. The source may change meanwhile; the caller validates the copy."""
     done = U0
     while done + U64 <= size_bytes:
         copy_64_bytes(target + done, source + done)
@@ -247,7 +237,7 @@ def copy(target, source, size_bytes):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def touch(stamp, access, now):  # type: ignore[no-untyped-def]
-    """Note an access to a row."""
+    """Record an access to a row."""
     # Two readers may touch a stamp at the same time; a lost count does no harm.
     if access == STAMP:
         if load_relaxed_u32(stamp) != now:
@@ -263,8 +253,8 @@ def locate(layout, segment, bucket, key):  # type: ignore[no-untyped-def]
     """Search from a key's home, beside a writer.
 
     Returns:
-        (DONE, the key's bucket, that bucket's header, the key's row); or ABSENT, MOVED or BUSY, and three values without
-        meaning. An ABSENT key was absent at some moment of this call. A BUSY bucket is best tried again at once.
+        (DONE, the key's bucket, its header, the key's row); or ABSENT, MOVED or BUSY, with three meaningless values. An ABSENT
+        key was absent at some moment of this call. Try a BUSY bucket again at once.
     """
     home = bucket
     while True:
@@ -287,7 +277,7 @@ def locate(layout, segment, bucket, key):  # type: ignore[no-untyped-def]
 
 @njit()
 def search(layout, hashed, key):  # type: ignore[no-untyped-def]
-    """Search as the writer; returns (the key's bucket, its entry), or (0, 0) where the key is absent."""
+    """Search as the writer; return (the key's bucket, its entry), or (0, 0) if the key is absent."""
     segment = segment_of(layout, hashed)
     home = home_of(layout, segment, hashed)
     bucket = home
@@ -303,7 +293,7 @@ def search(layout, hashed, key):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def begin_change(bucket):  # type: ignore[no-untyped-def]
-    """Make the version odd; returns the header as it was."""
+    """Make the version odd; return the header before."""
     header = load_relaxed(bucket)
     store_relaxed(bucket, header | U1)
     fence_release()
@@ -327,7 +317,7 @@ def begin_stripe(layout, hashed):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def end_stripe(layout, hashed):  # type: ignore[no-untyped-def]
-    """Tell devices that it has changed."""
+    """Tell devices that the change has ended."""
     if layout[VERSIONS]:
         version = layout[VERSIONS] + (hashed >> _STRIPE_SHIFT) * _VERSION_BYTES
         store_release(version, load_relaxed(version) + U1)
@@ -335,7 +325,7 @@ def end_stripe(layout, hashed):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def _concerns_zero(layout, hashed):  # type: ignore[no-untyped-def]
-    """Whether a change of this key's entry may show a device a key 0 that is not there: that belongs where the hash is 0."""
+    """Return whether changing this entry may show a device an absent key 0, which belongs where the hash is 0."""
     return layout[VERSIONS] != U0 and hashed >> _STRIPE_SHIFT != U0 and segment_of(layout, hashed) == np.uint64(SEGMENTS)
 
 
@@ -349,7 +339,7 @@ def begin_entry(layout, hashed):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def end_entry(layout, hashed):  # type: ignore[no-untyped-def]
-    """Tell devices that it has been."""
+    """Tell devices that the key was linked or unlinked."""
     end_stripe(layout, hashed)
     if _concerns_zero(layout, hashed):
         end_stripe(layout, U0)
@@ -357,7 +347,7 @@ def end_entry(layout, hashed):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def link(layout, segment_rows, hashed, key, row):  # type: ignore[no-untyped-def]
-    """Enter an absent key, as the writer. The caller ensures that an entry of the segment is free."""
+    """Add an absent key, as the writer. The caller ensures that an entry of the segment is free."""
     begin_entry(layout, hashed)
     enter(layout, segment_rows, hashed, key, row)
     end_entry(layout, hashed)
@@ -365,7 +355,7 @@ def link(layout, segment_rows, hashed, key, row):  # type: ignore[no-untyped-def
 
 @njit()
 def enter(layout, segment_rows, hashed, key, row):  # type: ignore[no-untyped-def]
-    """Do what `link` does, where no device reads."""
+    """Do what `link` does while no device reads."""
     segment = segment_of(layout, hashed)
     bucket = home_of(layout, segment, hashed)
     header = load_relaxed(bucket)
@@ -384,7 +374,7 @@ def enter(layout, segment_rows, hashed, key, row):  # type: ignore[no-untyped-de
 
 @njit(inline="always")
 def list_of(counters, hashed):  # type: ignore[no-untyped-def]
-    """The number of the list of freed rows where a key belongs, unsigned."""
+    """Return the number of the list of freed rows for a key's stripe, unsigned."""
     return (hashed >> U32) >> (U32 - np.uint64(counters[LIST_BITS]))
 
 
@@ -415,7 +405,7 @@ def unlink(layout, counters, segment_rows, hashed, bucket, entry):  # type: igno
 
 @njit()
 def take_row(layout, counters, hashed):  # type: ignore[no-untyped-def]
-    """Hand out a row for a key, as the writer. The caller ensures that there are freed or fresh ones."""
+    """Take a row for a key, as the writer. The caller ensures that freed or fresh rows exist."""
     counters[ROWS] += 1
     list_bits, stripe_bits = np.uint64(counters[LIST_BITS]), np.uint64(counters[STRIPE_BITS])
     number = list_of(counters, hashed)
@@ -439,5 +429,5 @@ def take_row(layout, counters, hashed):  # type: ignore[no-untyped-def]
 
 @njit()
 def retire_bucket(bucket):  # type: ignore[no-untyped-def]
-    """Send readers of this bucket to the present layout, from now on."""
+    """Redirect readers of this bucket to the current layout."""
     store_relaxed(bucket, _RETIRED)

@@ -37,9 +37,10 @@ from hps.configuration.tiers import UpdateSourceConfig
 from hps.registry import implementation
 from hps.types import FloatArray, IndexArray, KeyArray
 from hps.updates.base import TOPIC_PREFIX, Partition, UpdateLogWriter
-from hps.updates.framing import encode, encode_hugectr
+from hps.updates.framing import encode
 from tests.servers.kafka_broker import KafkaBroker
 from tests.servers.redis_server import RedisServer
+from tests.tables.hugectr_messages import encode_hugectr
 
 _DIM, _PARTITIONS, MESSAGE_ROWS, ROWS_PER_S = 32, 4, 500, 100_000
 _MARKERS = 64  # 64 messages of 5 ms: none is replaced before it is seen unless it takes 320 ms

@@ -1,8 +1,8 @@
 """Checks of callers' arrays: with a wrong one a kernel or an engine would access memory out of bounds.
 
 Arrays and tensors are checked once a call, at the entry point. Every check raises `InvalidDtypeError` for a wrong dtype or a
-non-array, and `InvalidInputError` for a wrong shape, an array that is not C-contiguous, and a read-only output. Only int32 keys
-are copied, to widen them.
+non-array, and `InvalidInputError` for a wrong shape or place, an array that is not C-contiguous, and a read-only output. Only
+int32 keys are copied, to widen them.
 """
 
 from typing import Any, NoReturn
@@ -23,10 +23,12 @@ def check_fetch(
     out: FloatArray,  # (n, dim)
     found: BoolArray,  # (n,)
     dim: int,
+    *,
+    aligned: bool = False,
 ) -> tuple[KeyArray, FloatArray, BoolArray]:
     """Check the arrays of a fetch; `doing`, such as `fetching from table t`, begins the message."""
-    keys = check_keys(doing, keys)
-    out = check_array(doing, "out", out, np.float32, (keys.size, dim), writable=True)
+    keys = check_keys(doing, keys, aligned=aligned)
+    out = check_array(doing, "out", out, np.float32, (keys.size, dim), writable=True, aligned=aligned)
     return keys, out, check_array(doing, "found", found, np.bool_, (keys.size,), writable=True)
 
 
@@ -50,11 +52,7 @@ def check_keys(doing: str, keys: KeyArray, *, aligned: bool = False) -> KeyArray
 
 
 def check_positive(doing: str, name: str, value: int) -> None:
-    """Reject a number below 1.
-
-    Raises:
-        InvalidInputError: the number is below 1.
-    """
+    """Refuse a number below 1 with `InvalidInputError`."""
     if value < 1:
         raise InvalidInputError(f"{doing}: got {name} {value}, expected at least 1")
 
@@ -74,6 +72,7 @@ def check_array(
 
     Args:
         shape: None: one dimension of any length.
+        aligned: numba kernels need aligned arrays and do not check.
         rows_apart: require C-contiguous rows rather than a C-contiguous array.
     """
     if not isinstance(array, np.ndarray) or array.dtype != dtype:
@@ -103,10 +102,6 @@ def as_keys(keys: Any, what: str = "keys") -> KeyArray:
 
     Returns:
         (n,) int64, aligned: the same memory for int64 keys, else (int32) a widened copy. Read only.
-
-    Raises:
-        InvalidDtypeError: the elements are neither int64 nor int32.
-        InvalidInputError: they are not C-contiguous or not in host memory; and as for `adopt`.
     """
     array = _array(keys)
     if array is not None and array.dtype == np.int64 and array.flags.c_contiguous and array.flags.aligned:
@@ -132,10 +127,6 @@ def as_output(out: Any, rows: int, dim: int, what: str = "output") -> FloatArray
 
     Returns:
         (rows, dim) float32 over its first elements, writable.
-
-    Raises:
-        InvalidDtypeError: the elements are not float32.
-        InvalidInputError: it is read-only, too small, not C-contiguous or not in host memory; and as for `adopt`.
     """
     array = _array(out)
     if array is not None and array.dtype == np.float32 and array.size >= rows * dim:
@@ -166,11 +157,7 @@ def _array(tensor: Any) -> np.ndarray | None:
 
 
 def check_key_tensor(view: TensorView, what: str = "keys") -> None:
-    """Check a tensor on any device as keys: int64 or int32 (see `view.bits`), C-contiguous.
-
-    Raises:
-        InvalidDtypeError, InvalidInputError: the tensor cannot be keys.
-    """
+    """Check a tensor on any device as keys: int64 or int32 (see `view.bits`), C-contiguous."""
     if view.code != INT or view.bits not in (32, 64) or view.lanes != 1:
         hint = "; view the same bits as int64" if (view.code, view.bits) == (UINT, 64) else "; convert them"
         raise InvalidDtypeError(f"adopting {what}: got {view.dtype_name}, expected int64 (or int32, which is widened){hint}")
@@ -179,11 +166,7 @@ def check_key_tensor(view: TensorView, what: str = "keys") -> None:
 
 
 def check_output_tensor(view: TensorView, rows: int, dim: int, what: str = "output") -> None:
-    """Check that a tensor on any device has room for rows x dim float32 elements.
-
-    Raises:
-        InvalidDtypeError, InvalidInputError: the tensor cannot be an output.
-    """
+    """Check that a tensor on any device has room for rows x dim float32 elements."""
     if (view.code, view.bits, view.lanes) != (FLOAT, 32, 1):
         raise InvalidDtypeError(f"adopting {what}: got {view.dtype_name}, expected float32; allocate it as float32")
     if not view.contiguous:

@@ -151,8 +151,15 @@ def encode(
         InvalidInputError: a value is out of range, or a vector is not finite as `dtype`.
     """
     code, stored = _DTYPES[dtype]
-    keys, vectors = _checked(keys, vectors)
-    deleted = _keys(np.empty(0, np.int64) if deleted_keys is None else deleted_keys)
+    deleted = np.empty(0, np.int64) if deleted_keys is None else deleted_keys
+    for some in (keys, deleted):
+        if some.dtype != np.int64 or some.ndim != 1:
+            raise InvalidDtypeError(f"encoding an update: got keys {some.dtype} {some.shape}, expected int64 (n,)")
+    if vectors.dtype != np.float32:
+        raise InvalidDtypeError(f"encoding an update: got vectors {vectors.dtype}, expected float32")
+    if vectors.ndim != 2 or vectors.shape[0] != keys.size:
+        raise InvalidInputError(f"encoding an update: got vectors {vectors.shape} for {keys.size} keys, expected (n, dim)")
+    keys, vectors, deleted = (np.ascontiguousarray(array) for array in (keys, vectors, deleted))
     name = table.encode("ascii", "replace")
     if not 1 <= sequence <= HIGHEST_SEQUENCE or not 0 <= time_us <= HIGHEST_SEQUENCE or len(name) > 255:
         raise InvalidInputError(
@@ -175,29 +182,6 @@ def encode(
     for part in parts:
         crc = zlib.crc32(part, crc)
     return b"".join([header[:4], crc.to_bytes(4, "little"), *parts])
-
-
-def encode_hugectr(
-    keys: KeyArray,  # (n,)
-    vectors: FloatArray,  # (n, dim)
-    key_bytes: int = 8,
-) -> bytes:
-    """Encode a message as HugeCTR's `KafkaMessageSink` does.
-
-    Args:
-        keys: (n,) int64; with 4-byte keys all in [0, 2^32).
-        vectors: (n, dim) float32.
-        key_bytes: 8 or 4.
-
-    Raises:
-        InvalidInputError: the shapes do not match, or a key does not fit.
-    """
-    keys, vectors = _checked(keys, vectors)
-    if key_bytes == 4 and keys.size and not 0 <= keys.min() <= keys.max() < 1 << 32:
-        raise InvalidInputError("encoding an update: got keys beyond 32 bits, expected keys in [0, 2^32)")
-    rows = np.empty(keys.size, _hugectr_row(vectors.shape[1], key_bytes))
-    rows["key"], rows["vector"] = keys, vectors
-    return b"".join([b"HCTR", (4 * vectors.shape[1]).to_bytes(4, "little"), rows.tobytes()])
 
 
 def _decode_own(value: bytes, dim: int, key_bytes: int, table: str) -> Changes:
@@ -263,21 +247,6 @@ def _hugectr_row(dim: int, key_bytes: int) -> npt.DTypeLike:
 def _aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the array, or an aligned copy if the table's name has shifted it."""
     return array if array.flags.aligned else array.copy()
-
-
-def _keys(keys: KeyArray) -> KeyArray:
-    if keys.dtype != np.int64 or keys.ndim != 1:
-        raise InvalidDtypeError(f"encoding an update: got keys {keys.dtype} {keys.shape}, expected int64 (n,)")
-    return np.ascontiguousarray(keys)
-
-
-def _checked(keys: KeyArray, vectors: FloatArray) -> tuple[KeyArray, FloatArray]:
-    keys = _keys(keys)
-    if vectors.dtype != np.float32:
-        raise InvalidDtypeError(f"encoding an update: got vectors {vectors.dtype}, expected float32")
-    if vectors.ndim != 2 or vectors.shape[0] != keys.size:
-        raise InvalidInputError(f"encoding an update: got vectors {vectors.shape} for {keys.size} keys, expected (n, dim)")
-    return keys, np.ascontiguousarray(vectors)
 
 
 def _wrong(reason: str, got: str, expected: str) -> UpdateFormatError:

@@ -16,9 +16,10 @@ from hps.errors import DatabaseError
 from hps.statistics.metrics import Metrics
 from hps.updates.base import Message, Partition
 from hps.updates.feed import TableTopic, UpdateFeed
-from hps.updates.framing import encode, encode_hugectr
+from hps.updates.framing import encode
 from tests.fakes.memory_log import MemoryBroker, MemoryLog
 from tests.fakes.update_target import MemoryTarget
+from tests.tables.hugectr_messages import encode_hugectr
 
 TOPICS = ["hps_et.shop.item", "hps_et.shop.user"]
 PARTITIONS = [Partition(topic, number) for topic in TOPICS for number in range(2)]

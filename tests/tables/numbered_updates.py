@@ -16,7 +16,8 @@ import numpy as np
 
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 from hps.updates.base import Message, Partition, UpdateLogWriter
-from hps.updates.framing import decode, encode, encode_hugectr
+from hps.updates.framing import decode, encode
+from tests.tables.hugectr_messages import encode_hugectr
 
 DEFAULT = -1.0
 _LEAST_NORMAL = 0x0080_0000

@@ -5,14 +5,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
-import numpy as np
-
 from hps.databases.base import UNBOUNDED_ROWS, InProcessDatabase, LoadRecord, LogPosition, Partition, RowChanges, TableStats
 from hps.databases.hash_map.eviction import HashMapOverflow, Policy
 from hps.databases.hash_map.memory import MAX_ROWS
 from hps.databases.hash_map.sequence_table import SequenceTable
 from hps.databases.hash_map.table import SLICE_ROWS, HashMapTable
-from hps.errors import InvalidInputError, TableWidthError, UnknownTableError
+from hps.errors import TableWidthError, UnknownTableError
 from hps.ground.capacity import Need, available_memory, by_what, check_fits
 from hps.ground.host_tables import HostTable
 from hps.ground.lifetimes import disown_in_children, refusal
@@ -27,14 +25,13 @@ class HashMapDatabase(InProcessDatabase):
     Lookups take no lock, release the GIL, and run beside one writer per table; `layout.py` explains why no vector is torn. They
     need neither threads nor partitions; partitions matter only to `overflow_margin`.
 
-    **Memory of a table beyond its vectors**, in bytes per row. A bucket of 128 bytes has ten entries. It holds nine rows on
-    average when its segment grows, and 7.2 afterwards, since a segment grows by a quarter: 14.2 to 17.8 bytes. A stamp, for
-    `evict_least_used` and `evict_oldest`, takes 4. Slabs are committed by the page (by 2 MB from 2^20 rows on, which may leave
-    2 bytes per row unused). Lists of free rows are stored in the free rows, and without a margin there is nothing else. The
-    sum is 14 to 20, with stamps up to 24, and a sixteenth of 14 more while a segment grows; tables of less than 10,000 rows
-    take some more pages. Deleted and evicted rows keep their memory for later rows. Reserved rows take memory as they are
-    inserted, and from 64 MB on soon all of it, with a 256th to spare. The memory of a table that devices read in place is
-    committed and pinned, and grows by a sixty-fourth at a time.
+    **Memory beyond the vectors** is 14 to 20 bytes per row, with stamps up to 24. A bucket of 128 bytes holds nine rows on
+    average when its segment grows, and 7.2 afterwards, since a segment grows by a quarter: 14.2 to 17.8 bytes per row. A stamp,
+    for `evict_least_used` and `evict_oldest`, takes 4. Slabs are committed by the page (by 2 MB from 2^20 rows on, which may
+    leave 2 bytes per row unused). A growing segment takes a sixteenth of 14 bytes more; tables below 10,000 rows take some more
+    pages. Deleted and evicted rows keep their memory for later rows. Reserved rows take memory as they are inserted, and from
+    64 MB on soon all of it, with a 256th to spare. The memory of a table that devices read in place is committed and pinned,
+    and grows by a sixty-fourth at a time.
     """
 
     kind = "hash_map"
@@ -109,33 +106,26 @@ class HashMapDatabase(InProcessDatabase):
 
     def fetch(self, tag: str, keys: KeyArray, out: FloatArray, found: BoolArray) -> int:
         table, doing = self._table(tag), f"hash map: fetching from table {tag}"
-        keys, out, found = check_fetch(doing, keys, out, found, table.dim)
-        _check_aligned(doing, keys, out)
-        return table.fetch(keys, out, found)
+        return table.fetch(*check_fetch(doing, keys, out, found, table.dim, aligned=True))
 
     def insert(self, tag: str, keys: KeyArray, vectors: FloatArray) -> None:
         table, doing = self._table(tag), f"hash map: inserting into table {tag}"
-        keys, vectors = check_rows(doing, keys, vectors, table.dim)
-        _check_aligned(doing, keys, vectors)
-        (self._orders.get(tag) or table).insert(keys, vectors)
+        (self._orders.get(tag) or table).insert(*check_rows(doing, keys, vectors, table.dim, aligned=True))
 
     def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
         self._orders.pop(tag, None)  # the rows are older than any change
         self.insert(tag, keys, vectors)
 
     def delete(self, tag: str, keys: KeyArray) -> int:
-        table, doing = self._table(tag), f"hash map: deleting from table {tag}"
-        keys = check_keys(doing, keys)
-        _check_aligned(doing, keys, keys)
-        return (self._orders.get(tag) or table).delete(keys)
+        table = self._table(tag)
+        return (self._orders.get(tag) or table).delete(check_keys(f"hash map: deleting from table {tag}", keys, aligned=True))
 
     def follow_log(self, tag: str) -> dict[Partition, LogPosition]:
         return dict(self._order(tag).positions)
 
     def apply(self, tag: str, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
-        order, doing = self._order(tag), f"hash map: updating table {tag}"
-        check_rows(doing, changes.keys, changes.vectors, self._table(tag).dim)
-        _check_aligned(doing, changes.keys, changes.vectors)
+        order, dim = self._order(tag), self._table(tag).dim
+        check_rows(f"hash map: updating table {tag}", changes.keys, changes.vectors, dim, aligned=True)
         return order.apply(changes, positions)
 
     def _order(self, tag: str) -> SequenceTable:
@@ -212,9 +202,7 @@ class HashMapDatabase(InProcessDatabase):
         return self._table(tag).in_place
 
     def reserve(self, tag: str, rows: int) -> None:
-        """Make room for `rows` in total, so that the table need not grow step by step, and vectors lie in order.
-
-        Inserted rows commit memory; from 64 MB of vectors on, the first row commits all of it.
+        """Make room for `rows` in total; vectors then lie in order.
 
         Raises:
             DatabaseError: no memory, or more rows than a table can hold.
@@ -231,9 +219,3 @@ class HashMapDatabase(InProcessDatabase):
         except KeyError:
             self._check_open()
             raise UnknownTableError(f"hash map: there is no table {tag!r}; open_table makes one") from None
-
-
-def _check_aligned(doing: str, first: np.ndarray, second: np.ndarray) -> None:
-    """Refuse unaligned arrays, which numba does not check for."""
-    if not (first.flags.aligned and second.flags.aligned):
-        raise InvalidInputError(f"{doing}: got an array whose elements are not aligned in memory; copy it")

@@ -106,14 +106,14 @@ def _gather(layout, protected, excess, ends, scores):  # type: ignore[no-untyped
 def _evict(  # type: ignore[no-untyped-def]
     layout, counters, segment_rows, partition_rows, protected, excess, limits, tied, tied_excess, random
 ):
-    """Remove excess[p] unprotected rows of each partition p, and count it down to what could not be removed.
+    """Remove excess[p] unprotected rows of each partition p, and leave in excess[p] the number that could not be removed.
 
     Args:
-        limits: (partitions,) rows of a smaller score are evicted; -1 where scores do not matter. The scores of those that
-            stay are halved where limits[p] >= 0 and `random[1]` is 1.
-        tied: (partitions,) unprotected rows whose score is the limit, or all of them where scores do not matter.
-        tied_excess: (partitions,) how many of those are evicted.
-        random: (2,) the state of the generator, and whether to halve.
+        limits: (partitions,) rows with a smaller score are evicted; -1 if scores do not matter. The scores of remaining rows
+            are halved if limits[p] >= 0 and `random[1]` is 1.
+        tied: (partitions,) number of unprotected rows whose score is the limit; all of them if scores do not matter.
+        tied_excess: (partitions,) number of these to evict.
+        random: (2,) state of the generator, and whether to halve.
     """
     partitions = np.uint64(excess.size)
     for segment in range(SEGMENTS, layout.size, 2):
@@ -149,10 +149,9 @@ class HashMapOverflow:
     """The rule of `overflow_margin`, `overflow_policy` and `overflow_resolution_target`. *Immutable.*
 
     Attributes:
-        partitions: partitions of a table; a key is in partition `mix(key) % partitions`.
-        margin: most rows of a partition.
+        partitions: number of partitions; a key is in partition `mix(key) % partitions`.
+        margin: maximum rows of a partition.
         target_rows: rows to leave in a partition that would exceed the margin.
-        policy: which rows to evict.
     """
 
     partitions: int

@@ -26,26 +26,25 @@ from hps.errors import DatabaseError
 PAGE_BYTES: Final = mmap.PAGESIZE
 HUGE_PAGE_BYTES: Final = 2 << 20
 MAX_ROWS: Final = 2**32 - 2**16
-"""Most rows of a table: row numbers are uint32, a mark is not one of them, and slabs are whole."""
+"""Maximum rows of a table: row numbers are uint32, one of them is a mark, and slabs are whole."""
 STAMP_BYTES: Final = 4
 
 _HUGE_PAGES_FROM_ROWS = 1 << 20
-"""Rows from which extents use huge pages (10 to 15 % more keys/s at 8 M rows). The last page, filled in part, then costs at
-most 2 bytes per row."""
+"""Rows from which extents use huge pages: 10 to 15 % more keys/s at 8 M rows, at most 2 bytes per row unused."""
 _HUGE_PAGES_FROM_BYTES = 64 << 20
-"""Bytes of rows that are reserved, and so soon used, from which they do."""
+"""The same for reserved rows, which are soon used."""
 _SLAB_BYTES = 1 << 20
 _LEAST_SLAB_ROWS = 1 << 10
 _MOST_SLAB_ROWS = 1 << 16
 _STRIPE_BYTES = 1 << 20
-"""Minimum bytes of a stripe, so that partly committed pages and the rows at its ends are a small part of it."""
+"""Minimum size of a stripe, so that partly used pages and the rows at its ends are few."""
 _MOST_STRIPES = 1 << 10
 _SPARE_SHARE = 256
 """Reserved rows per extra row: of 2^24 rows, 0.4 % are then outside their stripe, instead of 14 %."""
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 SEGMENTED_FROM: Final = 4096
-"""Buckets from which a table has segments. Each is several pages by then, so that rounding up to pages costs little."""
+"""Buckets from which a table has segments, each of several pages, so that rounding up to pages costs little."""
 _SEGMENT_BITS: Final = 4
 _GROW_GENTLY_FROM: Final = 512
 _HUGE_FROM_BYTES: Final = 8 * HUGE_PAGE_BYTES
@@ -53,26 +52,15 @@ _IN_PAGE: Final = PAGE_BYTES // BUCKET_BYTES
 
 
 class Pages:
-    """Zeroed private memory that the system commits page by page as it is touched. Freed with the last reference.
-
-    It is page aligned, so that a device can pin and map it.
-
-    Attributes:
-        address: of the first byte; a multiple of the page size, or of the huge page size if `huge`.
-        size_bytes: bytes from there on.
-    """
+    """Zeroed private memory, page aligned, committed page by page at first touch. Freed with the last reference."""
 
     __slots__ = ("_array", "_mapped", "address", "size_bytes")
 
     def __init__(self, size_bytes: int, purpose: str, huge: bool = False) -> None:
-        """Map `size_bytes`.
-
-        Args:
-            purpose: what the memory is for; error messages say so.
-            huge: ask for huge pages.
+        """Map `size_bytes`; `purpose` is for messages, and `huge` asks for huge pages.
 
         Raises:
-            DatabaseError: the system refuses that much memory.
+            DatabaseError: the system refuses the memory.
         """
         alignment = HUGE_PAGE_BYTES if huge else PAGE_BYTES
         try:
@@ -120,43 +108,33 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Slabs that were mapped together. *Immutable.*
-
-    Attributes:
-        pages: their memory.
-        first_row: the number of their first row.
-        stripe_bits: their rows are divided evenly into 2^bits stripes.
-        stripe_rows: rows of a stripe.
-        commit_bytes: what the system commits at once there: a page, or a huge page.
-    """
+    """Slabs that were mapped together; their rows are divided evenly into 2^`stripe_bits` stripes. *Immutable.*"""
 
     pages: Pages
     first_row: int
     stripe_bits: int
     stripe_rows: int
-    commit_bytes: int
+    commit_bytes: int  # a page, or a huge page
 
 
 class Slabs:
-    """The vectors of a table by row number, and their stamps where a policy keeps them. *One writer at a time.*
+    """The vectors of a table by row number, and their stamps if the policy needs them. *One writer at a time.*
 
     A slab holds `rows_per_slab` rows, a power of two: first their vectors, densely, then their stamps. `addresses` points to
     the addresses of all slabs: row r is at `addresses[r >> shift] + (r & (rows_per_slab - 1)) * vector_bytes`. The array of
-    addresses has room for every slab that there can ever be, so that it never moves.
+    addresses has room for all possible slabs, so that it never moves.
 
     Slabs are mapped in extents: all that `reserve` asks for, or one slab, then as many as there are already, but at most
-    `allocation_rate` bytes at once. Pages are committed at first touch, and the rows of a stripe are used from its start, so a
-    table takes the memory of its rows and of part of a page for each stripe. A stripe is 1 MB or more, so that is little. Of
-    huge pages it is much: soon after the first row, all of an extent is committed. That is right where rows are reserved, which
-    a load then uses. Otherwise such an extent has only one stripe for each 2^20 rows of the table, for 2 bytes a row. Pinning
-    commits whole extents, so a table that is pinned grows by a sixty-fourth.
+    `allocation_rate` bytes at once. The rows of a stripe are used from its start, so a table commits the pages of its rows and
+    part of a page per stripe, which has 1 MB or more. With huge pages, soon after the first row all of an extent is committed.
+    That suits reserved rows, which a load then uses; other such extents have only one stripe per 2^20 rows of the table, for 2
+    bytes a row. Pinning commits whole extents, so a pinned table grows by a sixty-fourth.
 
     Attributes:
         capacity_rows: rows that have memory so far.
-        extents: the memory of all slabs, in the order of their mapping.
-        counters: see `layout.py`; for the writer, who gets another array with another extent.
+        counters: see `layout.py`; replaced with each new extent.
         pinned: whether extents are pinned, and so committed as a whole.
-        stamp_offset: bytes from the start of a slab to its stamps, 0 where there are none.
+        stamp_offset: bytes from the start of a slab to its stamps; 0 without stamps.
     """
 
     def __init__(self, tag: str, vector_bytes: int, stamped: bool, allocation_rate: int) -> None:
@@ -176,20 +154,20 @@ class Slabs:
         self._slabs_at_most = MAX_ROWS // self.rows_per_slab
         self._pages = Pages(self._slabs_at_most * 8, f"table {tag!r}: the addresses of its slabs")
         self._addresses = self._pages.words()
-        self._left: list[tuple[Extent, npt.NDArray[np.int64]]] = []  # extents with fresh rows, and what of them is used
+        self._left: list[tuple[Extent, npt.NDArray[np.int64]]] = []  # extents with fresh rows; used rows of each stripe
 
     @property
     def addresses(self) -> int:
-        """The address of the array of slab addresses, uint64."""
+        """Address of the array of slab addresses, uint64."""
         return self._pages.address
 
     @property
     def count(self) -> int:
-        """Slabs so far."""
+        """Number of slabs."""
         return self.capacity_rows >> self.shift
 
     def addresses_so_far(self) -> npt.NDArray[np.uint64]:
-        """The addresses of the slabs so far, (count,) uint64, a copy."""
+        """Return a copy of the addresses of the slabs, (count,) uint64."""
         return self._addresses[: self.count].copy()
 
     def share(self) -> None:
@@ -197,18 +175,18 @@ class Slabs:
         self.versions = self.versions or Pages(STRIPES * VERSION_BYTES, f"table {self._tag!r}: the versions of its stripes")
 
     def extend(self) -> None:
-        """Provide fresh rows from an earlier or a new extent, when none are left.
+        """Provide fresh rows from an earlier or a new extent, once the current one has none.
 
         Raises:
             DatabaseError: no memory, or the table has as many rows as there are row numbers.
         """
         if self._left:
-            self._turn_to(*self._left.pop())
+            self._use(*self._left.pop())
         else:
             self._map(self._usual())
 
     def reserve(self, rows: int) -> None:
-        """Map memory for `rows` in total in one extent, with some to spare, since stripes fill unevenly.
+        """Map memory for `rows` in total in one extent, with spare rows, since stripes fill unevenly.
 
         Raises:
             DatabaseError: no memory.
@@ -223,14 +201,14 @@ class Slabs:
         held += self.versions.size_bytes if self.versions else 0
         if self.pinned or not self.extents:
             return held
-        return held - sum(self._untouched_bytes(*left) for left in [*self._left, self._present()])
+        return held - sum(self._untouched_bytes(*left) for left in [*self._left, self._current()])
 
     def further_bytes(self, rows: int) -> int:
         """Estimate how many more bytes a total of `rows` would commit."""
         present, free, _ = self.counters[: FRESH_ROWS + 1].tolist()
         here = self.capacity_rows if self.pinned else present + free
         size_bytes = max(rows - here, 0) * (self.slab_bytes >> self.shift)
-        # Of huge pages, soon all that is reserved is committed.
+        # All of reserved huge pages is soon committed.
         return size_bytes + (size_bytes // _SPARE_SHARE if size_bytes >= _HUGE_PAGES_FROM_BYTES else 0)
 
     def _usual(self) -> int:
@@ -251,27 +229,27 @@ class Slabs:
         bits = stripes.bit_length() - 1
         extent = Extent(pages, self.capacity_rows, bits, rows >> bits, HUGE_PAGE_BYTES if huge else PAGE_BYTES)
         if self.counters[FRESH_ROWS]:
-            self._left.append(self._present())
+            self._left.append(self._current())
         self.extents.append(extent)
         self._addresses[before : before + slabs] = pages.address + np.arange(slabs, dtype=np.uint64) * np.uint64(
             self.slab_bytes
         )
         self.capacity_rows += rows
-        self._turn_to(extent, np.zeros(1 << bits, np.int64))
+        self._use(extent, np.zeros(1 << bits, np.int64))
 
-    def _present(self) -> tuple[Extent, npt.NDArray[np.int64]]:
-        """The extent that fresh rows come from, and how many rows of each of its stripes were ever used."""
+    def _current(self) -> tuple[Extent, npt.NDArray[np.int64]]:
+        """Return the extent that provides fresh rows, and the used rows of each of its stripes."""
         counters = self.counters
         extent = next(one for one in reversed(self.extents) if one.first_row == counters[EXTENT_ROW])
         start = LISTS + (1 << int(counters[LIST_BITS]))
         return extent, counters[start : start + (1 << extent.stripe_bits)].copy()
 
-    def _turn_to(
+    def _use(
         self,
         extent: Extent,
         used: npt.NDArray[np.int64],  # (stripes,)
     ) -> None:
-        """Let fresh rows come from this extent."""
+        """Take fresh rows from this extent."""
         old = self.counters
         lists = 1 << int(old[LIST_BITS])
         bits = max(int(old[LIST_BITS]), extent.stripe_bits)
@@ -302,15 +280,14 @@ class Buckets:
     """The segments of a table between two growths. `layout` is *immutable*; the writer changes the memory and the counts.
 
     Attributes:
-        layout: (6 + 2 * segments,) uint64, what kernels need to know, see `layout.py`; valid while this object is held.
-        pages: the memory of each segment.
-        segment_rows: (segments,) int64, the rows of each; for the writer alone.
+        layout: (6 + 2 * segments,) uint64, see `layout.py`; valid while this object is held.
+        segment_rows: (segments,) int64, rows per segment; for the writer alone.
     """
 
     __slots__ = ("_slabs", "_tag", "layout", "pages", "segment_rows")
 
     def __init__(self, tag: str, slabs: Slabs, pages: Sequence[Pages]) -> None:
-        """Describe segments; the caller enters their rows."""
+        """Describe segments; the caller adds their rows."""
         self._tag = tag
         self._slabs = slabs
         self.pages = tuple(pages)
@@ -322,14 +299,14 @@ class Buckets:
         self.segment_rows: npt.NDArray[np.int64] = np.zeros(len(pages), np.int64)
 
     def described_again(self) -> "Buckets":
-        """Return the same segments with the present slabs."""
+        """Return the same segments with the current slabs."""
         same = Buckets(self._tag, self._slabs, self.pages)
         same.segment_rows = self.segment_rows
         return same
 
     @classmethod
     def empty(cls, tag: str, slabs: Slabs, count: int) -> "Buckets":
-        """Make `count` buckets, or some more, without rows."""
+        """Make at least `count` empty buckets."""
         return cls(tag, slabs, [_allocated(tag, part) for part in _parted(count)])
 
     @property
@@ -338,7 +315,7 @@ class Buckets:
         return sum(pages.whole_bytes for pages in self.pages)
 
     def grown(self, number: int) -> "Buckets":
-        """Return the same rows with segment `number` enlarged: by a quarter unless it is small, so that 0.72 of it are in use.
+        """Return the same rows with segment `number` enlarged: by a quarter unless it is small, which leaves 0.72 in use.
 
         Raises:
             DatabaseError: no memory; this object is unharmed.
@@ -351,16 +328,16 @@ class Buckets:
         return self._resized(counts)
 
     def with_room_for(self, rows: int) -> "Buckets":
-        """Return buckets that hold `rows` in all, if need be larger ones; segments get some more, as chance is uneven."""
+        """Return buckets with room for `rows` in total, some of it spare, since segments fill unevenly; larger if necessary."""
         sizes = self._sizes_for(rows)
         return self if sizes == self._counts() else self._resized(sizes)
 
     def bytes_with_room_for(self, rows: int) -> int:
-        """Bytes of the pages of `with_room_for(rows)`."""
+        """Return the size of the pages of `with_room_for(rows)`."""
         return sum(_to_pages(size * BUCKET_BYTES) for size in self._sizes_for(rows))
 
     def retire_what_is_not_in(self, successor: "Buckets") -> None:
-        """Send the readers of replaced segments to the successor, before the writer changes anything in it."""
+        """Redirect readers of replaced segments to the successor, before the writer changes anything in it."""
         for number, pages in enumerate(self.pages):
             if pages not in successor.pages:
                 retire(self.layout, number)
@@ -404,7 +381,7 @@ def _allocated(tag: str, count: int) -> Pages:
 
 
 def _parted(count: int) -> list[int]:
-    """The sizes of the segments into which `count` buckets, or a few more, are cut."""
+    """Return the sizes of the segments for at least `count` buckets."""
     if count < SEGMENTED_FROM:
         return [count]
     segments = 1 << _SEGMENT_BITS

@@ -1,4 +1,4 @@
-"""The order of changes to one table of the hash map: the sequence of each row's last change, also of deleted rows."""
+"""The order of changes to one table of the hash map: the sequence of each row's last change, including deleted rows."""
 
 import threading
 from collections.abc import Iterator, Mapping
@@ -13,22 +13,21 @@ from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
 
 class SequenceTable:
-    """Makes the changes of a table that follows a log, one call after the other. *Thread-safe.*
+    """Changes a table that follows a log, one call at a time. *Thread-safe.*
 
-    Sequences are stored as the bits of another table's vectors. That table never evicts, since after an eviction an older
-    change must not count as the latest. So it takes 22 to 28 bytes for each key that was ever changed online.
+    Sequences are stored as the bits of another table's vectors. That table never evicts, or an older change could count as the
+    latest. So it takes 22 to 28 bytes for each key that was ever changed online.
 
     Args:
-        table: whose order it is.
         sequences: an empty table of width 2.
-        timeout_s: how long a call waits for others.
+        timeout_s: time limit of a call for running ones.
     """
 
     def __init__(self, table: HashMapTable, sequences: HashMapTable, timeout_s: float) -> None:
         self.positions: dict[Partition, LogPosition] = {}
         self._table = table
         self._sequences = sequences
-        self._highest = 0  # that was applied
+        self._highest = 0  # applied sequence
         self._changing = threading.Lock()
         self._timeout_s = timeout_s
 
@@ -66,7 +65,7 @@ class SequenceTable:
         return latest
 
     def _changed_now(self, keys: KeyArray) -> None:
-        if self._highest:  # else what was changed is older than any change of a log
+        if self._highest:  # else the rows are older than any change of a log
             self._sequences.insert(keys, _bits(np.full(keys.size, self._highest + 1, np.int64)))
 
     def _are_made(self, changes: RowChanges) -> BoolArray:
@@ -89,5 +88,5 @@ class SequenceTable:
 
 
 def _bits(sequences: IndexArray) -> FloatArray:
-    """The sequences as vectors, (n, 2), in the same memory."""
+    """Return sequences as vectors, (n, 2), over the same memory."""
     return sequences.view(np.float32).reshape(-1, 2)

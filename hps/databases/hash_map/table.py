@@ -1,4 +1,4 @@
-"""One table of the hash map: turns of its writers, and growth."""
+"""One table of the hash map: serialises its writers, and grows."""
 
 import logging
 import threading
@@ -38,10 +38,6 @@ class HashMapTable:
 
     A reader holds the buckets that it reads: outgrown buckets are unmapped when their last reader has finished. Slabs live as
     long as the table, which its readers also hold, so a table can be dropped while it is read.
-
-    Attributes:
-        dim: floats of a vector.
-        in_place: the table as devices read it.
     """
 
     def __init__(
@@ -146,7 +142,7 @@ class HashMapTable:
                 yield keys[start:stop], vectors[start:stop]
 
     def reserve(self, rows: int) -> None:
-        """Map memory for `rows` in total at once, since step by step growth moves buckets and spreads rows over extents."""
+        """Map memory for `rows` in total at once: growth in steps would move buckets and spread rows over extents."""
         with self.writing(f"reserving {rows} rows"):
             if rows > MAX_ROWS:
                 raise self._too_many(f"reserving {rows} rows")
@@ -157,12 +153,11 @@ class HashMapTable:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return int(self._slabs.counters[ROWS])
 
     @property
     def capacity_rows(self) -> int:
-        """Rows at which it evicts, or `UNBOUNDED_ROWS`."""
+        """Number of rows at which the table evicts, or `UNBOUNDED_ROWS`."""
         return self._overflow.partitions * self._overflow.margin if self._overflow else UNBOUNDED_ROWS
 
     @property
@@ -172,11 +167,10 @@ class HashMapTable:
 
     @property
     def memory(self) -> tuple[Buckets, Slabs]:
-        """The present memory of the table."""
         return self._buckets, self._slabs
 
     def share(self) -> None:
-        """Maintain the versions for devices from now on, as the writer."""
+        """Maintain versions for devices from now on, as the writer."""
         self._slabs.share()
         self._buckets = self._buckets.described_again()
 
@@ -204,7 +198,7 @@ class HashMapTable:
 
     @contextmanager
     def writing(self, doing: str) -> Iterator[None]:
-        """Be the one writer of the table."""
+        """Be the only writer of the table."""
         if not self._writer.acquire(timeout=self._timeout_s):
             raise DatabaseTimeoutError(
                 f"hash map: {doing} of table {self._tag!r}: other threads wrote to it for all of {self._timeout_s} s; "
@@ -275,7 +269,7 @@ class HashMapTable:
                 self._show_growth()
 
     def _replace_buckets(self, larger: Buckets) -> None:
-        """Show readers larger buckets, which hold the same rows, as the writer."""
+        """Redirect readers to larger buckets with the same rows, as the writer."""
         self._outgrown = self._buckets  # if an interrupt ends this here, the next writer retires them
         self._buckets = larger
         self._show_growth()

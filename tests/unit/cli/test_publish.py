@@ -12,9 +12,10 @@ from hps.registry import IMPLEMENTATIONS, Ours
 from hps.statistics.metrics import Metrics
 from hps.updates.base import Message, Partition
 from hps.updates.dead_letters import DeadLetters
-from hps.updates.framing import decode, encode, encode_hugectr
+from hps.updates.framing import decode, encode
 from tests.fakes.memory_log import MemoryBroker
 from tests.servers.running_service import document_of, model_of
+from tests.tables.hugectr_messages import encode_hugectr
 from tests.unit.cli.test_cli import run, words
 
 DIMS = {"user": 2, "item": 4}

@@ -18,10 +18,11 @@ from hps.statistics.snapshot import UpdateStatus
 from hps.updates import feed as feed_module
 from hps.updates.base import Message, Partition
 from hps.updates.feed import TableTopic, UpdateFeed
-from hps.updates.framing import encode, encode_hugectr
+from hps.updates.framing import encode
 from tests.fakes.clock import Clock
 from tests.fakes.memory_log import MemoryBroker, MemoryLog
 from tests.fakes.update_target import MemoryTarget
+from tests.tables.hugectr_messages import encode_hugectr
 
 TOPIC, OTHER = "hps_et.shop.item", "hps_et.shop.user"
 FIRST, SECOND, USERS = Partition(TOPIC, 0), Partition(TOPIC, 1), Partition(OTHER, 0)

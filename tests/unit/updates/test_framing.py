@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hps.errors import InvalidInputError, UpdateFormatError
-from hps.updates.framing import HEADER_BYTES, HIGHEST_SEQUENCE, decode, encode, encode_hugectr, sequence_of
+from hps.updates.framing import HEADER_BYTES, HIGHEST_SEQUENCE, decode, encode, sequence_of
+from tests.tables.hugectr_messages import encode_hugectr
 
 DIM = 3
 KEYS = np.array([5, -1, 2**63 - 1, -(2**63), 0], np.int64)

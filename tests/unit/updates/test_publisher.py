@@ -11,11 +11,12 @@ from hps.errors import ConfigError, InvalidInputError, UnknownTableError, Update
 from hps.ground.progress import NoProgress
 from hps.registry import IMPLEMENTATIONS, Ours
 from hps.updates.base import Partition
-from hps.updates.framing import Changes, decode, encode_hugectr
+from hps.updates.framing import Changes, decode
 from hps.updates.publisher import Publisher, Republisher
 from tests.fakes.clock import Clock
 from tests.fakes.memory_log import MemoryBroker, MemoryLogWriter
 from tests.servers.running_service import document_of, model_of
+from tests.tables.hugectr_messages import encode_hugectr
 
 TOPIC, DIM = "hps_et.shop.item", 4
 ROWS = 5000

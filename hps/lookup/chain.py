@@ -195,8 +195,6 @@ class DatabaseChain:
     - A refresh changes no row. A load writes a table that has no attached cache yet.
 
     Args:
-        volatile: upper database, or None.
-        persistent: lower database, or None.
         promote: copy persistent hits into the volatile database (`cache_missed_embeddings`).
         breaker: makes the two circuit breakers of a tier, for its reads and its writes.
         modification_timeout_s: time limit for earlier work on the table to end before an insert or delete.

@@ -17,6 +17,7 @@ from hps.cache.base import EmbeddingCache
 from hps.databases.base import Database
 from hps.errors import DeviceError
 from hps.ground.host_tables import HostTable
+from hps.ground.log_limits import LineLimit
 from hps.ground.progress import size_text
 from hps.lookup.chain import DatabaseChain
 from hps.lookup.coalescing import FetchCoalescer
@@ -80,7 +81,6 @@ def choose_paths(
     Args:
         cache: an empty cache.
         chain: host tiers, with the tables loaded.
-        wanted: configured choice.
         untimed: with `auto`, choose link wherever possible, without timing.
 
     Raises:
@@ -141,12 +141,11 @@ def _refusal(
 
 def _attach(cache: EmbeddingCache, index: int, host: HostTable, authoritative: bool) -> str:
     """Attach a cache to a table, or return why it cannot be. Logs the progress of pinning as often as that of a load."""
-    tag, logged_at = cache.tables[index].tag, time.monotonic()
+    tag, lines = cache.tables[index].tag, LineLimit(1, _LOG_INTERVAL_S)
+    lines.take()  # nothing is logged in the first interval
 
     def advance(done: int, total: int) -> None:
-        nonlocal logged_at
-        if (now := time.monotonic()) - logged_at >= _LOG_INTERVAL_S:
-            logged_at = now
+        if lines.take():
             _log.info("%s: %s of %s pinned, for the device to read.", tag, size_text(done), size_text(total))
 
     return cache.attach(index, host, authoritative, advance) or ""

@@ -71,8 +71,6 @@ def refresh(
     the table was modified meanwhile, and erases the chunk if that keeps happening.
 
     Args:
-        cache: cache of one device.
-        table_index: position of the table in `cache.tables`.
         fraction_per_iteration: share of the capacity to fetch at once (`cache_refresh_percentage_per_iteration`), at most one
             chunk of memory; 0 means one chunk.
         pace: pauses before each chunk and makes chunks small enough not to disturb lookups; None runs at full speed, for a

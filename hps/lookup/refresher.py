@@ -46,9 +46,7 @@ class Refresher:
     interval is configured, a thread runs refreshes periodically; it ends with this object.
 
     Args:
-        tables: tables of the model, in the order of their ids.
-        caches: caches of its devices; a refresh without caches does nothing.
-        chain: databases that hold the tables.
+        caches: caches of the devices; a refresh without caches does nothing.
         calls: calls of the deployment; closing it waits for the current run.
     """
 

@@ -168,9 +168,7 @@ class CachedSession:
     """Answers lookups from the embedding cache, then the databases, then the default vector. *Thread-safe.*
 
     Args:
-        tables: tables of the model, in the order of their ids.
-        cache: cache of this model and device.
-        chain: host tiers.
+        tables: in the order of their ids.
         coalescer: shared by all sessions of the chain.
     """
 
@@ -467,10 +465,6 @@ class DirectSession:
 
     For models without an embedding cache. The databases answer duplicate keys and write vectors straight to the output, so keys
     are not deduplicated first.
-
-    Args:
-        tables: tables of the model, in the order of their ids.
-        chain: host tiers.
     """
 
     def __init__(self, tables: Sequence[TableSpec], chain: DatabaseChain, metrics: Metrics) -> None:
@@ -592,15 +586,7 @@ class DirectSession:
 
 
 class _LookupPool:
-    """Bounds the number of concurrent lookups. *Thread-safe.* A lookup that waits too long raises; it never spins.
-
-    Args:
-        create: allocates a lookup; called `size` times now, so that no call allocates.
-        size: maximum number of concurrent lookups.
-        timeout_s: time limit of a call to get one.
-        owner: names this pool in error messages.
-        timeouts: counts calls that timed out.
-    """
+    """Bounds the number of concurrent lookups, all allocated at once. *Thread-safe.* A lookup that waits too long raises."""
 
     def __init__(self, create: Callable[[], CacheLookup], size: int, timeout_s: float, owner: str, timeouts: Value) -> None:
         self.size = size
@@ -642,7 +628,7 @@ class _LookupPool:
     def give_back(self, lookup: CacheLookup) -> None:
         self._free.put(lookup)
 
-    def close(self, timeout_s: float = 10.0) -> bool:
+    def close(self, timeout_s: float) -> bool:
         """Take all lookups away for good; return False if some still ran after `timeout_s`. May be called again."""
         self._closed = True
         deadline = time.monotonic() + timeout_s

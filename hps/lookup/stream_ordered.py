@@ -16,17 +16,11 @@ _ASK_INTERVAL_S = 0.1  # between two reads of the device's counts; a read takes 
 
 
 class _Need(NamedTuple):
-    """Room that a lookup needs.
+    """Room that a lookup needs, in total of all its tables."""
 
-    Attributes:
-        kind: its tables; a pooled lookup adds -1 without and -2 with weights or a max_norm.
-        keys, bags: totals of all tables.
-        floats: total of the vectors of all keys.
-    """
-
-    kind: tuple[int, ...]
+    kind: tuple[int, ...]  # its tables; a pooled lookup adds -1 without and -2 with weights or a max_norm
     keys: int
-    floats: int
+    floats: int  # of the vectors of all keys
     bags: int
 
 
@@ -69,8 +63,7 @@ class StreamOrderedLookups:
     and returns it when the graph is gone. The cache is not freed before that.
 
     Args:
-        tables: tables of the model, in the order of their ids.
-        refusals: for each table, why it is not attached as authoritative.
+        refusals: by table, why it is not attached as authoritative.
     """
 
     def __init__(

@@ -45,8 +45,6 @@ class SparseModel:
 
     Attributes:
         place: absolute path or URI of the directory.
-        rows: number of vectors.
-        dim: float32 elements per vector.
         fingerprint: hash of the place, the sizes and versions of both files, and the dimension.
         int32_keys: whether keys outside [0, 2^32) are refused.
     """

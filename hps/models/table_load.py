@@ -68,11 +68,8 @@ class LoadReport:
     """The result of a `TableLoad`. *Immutable.*
 
     Attributes:
-        tag: tag of the table.
         model: the loaded files; for a delta, a database with its rows, if any. A warm-up from it fills a cache with the same
             version.
-        fingerprint: fingerprint of the files.
-        seconds: duration of the load.
         loads: one entry for each loaded database, in order.
         differs: whether the authority has, or may have, other vectors than the files (it was updated online, kept, or writable
             by others), or than their first rows (a later row of the same key counts). A cache that is warmed up from the files
@@ -101,10 +98,10 @@ class TableLoad:
     A delta is loaded from its base in a database of this process that holds it unmodified, or else from the base's files. It
     fills only the persistent database, which then fills the volatile ones. An interrupted load of a delta starts over.
 
+    The table is opened in each database, also in those to keep.
+
     Args:
-        table: the table; it is opened in each database, also in those to keep.
-        source: directory or URI of its sparse model files, or what says more of them.
-        targets: the databases.
+        source: directory or URI of its sparse model files, or a `TableSource`.
         progress: receives the progress if there is anything to load.
 
     Raises:
@@ -518,9 +515,7 @@ class LoadFeed:
     """Gathers chunks into batches of the database's preferred size, and counts them in its load record. *One thread.*
 
     Args:
-        database: the database to load; its table is open.
-        tag: tag of the table.
-        dim: floats per vector.
+        database: the table is open there.
         record: the present content: `rows_done` is the first row to load, `checksum` is of the rows before it.
         last_row: end of the rows to load, exclusive.
         sums: compute the checksum also for a database that stores none.

@@ -57,10 +57,6 @@ def warm_up(
     """Fill one table of an embedding cache with the first rows of its model files, reading ahead of the insertion.
 
     Args:
-        cache: the cache of one device.
-        table_index: index of the table in `cache.tables`.
-        table: the same table.
-        sparse_model: its files, or a database with its rows.
         fraction_per_iteration: `cache_refresh_percentage_per_iteration`, the share of the capacity that one step fills and
             logs; 1.0 for one step, 0 for no warm-up. Memory does not depend on it, since a step is read in chunks.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from hps.types import IndexArray
 from hps.updates.base import Message, UpdateLog
 from hps.updates.dead_letters import DeadLetters
 from hps.updates.framing import HIGHEST_SEQUENCE, Changes, decode, sequence_of
-from hps.updates.target import UpdateTarget
 
 _log = logging.getLogger(__name__)
 
@@ -59,18 +58,37 @@ class TableTopic:
     start: Mapping[Partition, LogPosition]
 
 
+class UpdateTarget(Protocol):
+    """The tables of a deployment, by index in the order of their ids. *Thread-safe.*"""
+
+    def follow_log(self, index: int) -> dict[Partition, LogPosition]:
+        """As `Database.follow_log`.
+
+        Raises:
+            NotReadyError: the version is no longer in service.
+        """
+
+    def apply(self, index: int, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> int:
+        """Apply changes to every tier, as `Database.apply`. Lookups that start after it returns see them.
+
+        Returns:
+            Number of changes that were not older than the stored rows.
+
+        Raises:
+            DatabaseError: the database failed; call again with the same changes.
+            NotReadyError: the version is no longer in service.
+        """
+
+
 class UpdateFeed:
     """Follows the log for all tables of one deployment. *Thread-safe.*
 
     A table starts at the position that its database stored, else at that of its model files, else at `update_source.begin`.
 
     Args:
-        tables: the tables that follow a topic, each its own.
-        target: where changes are applied.
+        tables: each follows its own topic.
         log: not yet followed; the feed closes it.
         dead_letters: takes messages that cannot be applied; the caller closes it after the feed.
-        settings: `update_source`.
-        metrics: counts rows.
     """
 
     def __init__(

@@ -159,7 +159,8 @@ def encode(
         raise InvalidDtypeError(f"encoding an update: got vectors {vectors.dtype}, expected float32")
     if vectors.ndim != 2 or vectors.shape[0] != keys.size:
         raise InvalidInputError(f"encoding an update: got vectors {vectors.shape} for {keys.size} keys, expected (n, dim)")
-    keys, vectors, deleted = (np.ascontiguousarray(array) for array in (keys, vectors, deleted))
+    keys, deleted = np.ascontiguousarray(keys), np.ascontiguousarray(deleted)
+    vectors = np.ascontiguousarray(vectors)
     name = table.encode("ascii", "replace")
     if not 1 <= sequence <= HIGHEST_SEQUENCE or not 0 <= time_us <= HIGHEST_SEQUENCE or len(name) > 255:
         raise InvalidInputError(

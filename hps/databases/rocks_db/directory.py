@@ -25,7 +25,7 @@ from typing import TypeVar
 from weakref import finalize
 
 from hps.databases.rocks_db.write_ahead_log import SEAL as LOG_SEAL
-from hps.databases.rocks_db.write_ahead_log import check_manifest
+from hps.databases.rocks_db.write_ahead_log import check_manifest, checksum_of
 from hps.errors import DatabaseCorruptError, DatabaseError
 
 _log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def check_directory(path: Path, read_only: bool) -> bool:
         raise DatabaseError(f"opening the database {path}: {error}; expected a directory that this process may use") from error
     if _CURRENT in names:
         _check_seal(path)
-        _check_list(path)
+        check_manifest(path)
         return True
     leftover = sorted(name for name in names if name.startswith("MANIFEST-") or name.endswith(".sst"))
     if leftover:
@@ -128,14 +128,10 @@ def _check_seal(path: Path) -> None:
         return  # not sealed: HugeCTR's, or killed before the first seal
     if name != sealed.manifest:
         return
-    size = crc = 0
     try:
-        with open(path / name, "rb") as manifest:
-            while data := manifest.read(min(_READ_BYTES, sealed.size_bytes - size)):
-                crc = zlib.crc32(data, crc)
-                size += len(data)
+        size, crc = checksum_of(path / name, sealed.size_bytes)
     except FileNotFoundError:
-        return  # RocksDB says so itself
+        return  # RocksDB reports it
     if (size, crc) != (sealed.size_bytes, sealed.crc32):
         raise DatabaseCorruptError(
             f"opening the database {path}: {name} was cut short or changed: its first {sealed.size_bytes} bytes had checksum "
@@ -144,24 +140,14 @@ def _check_seal(path: Path) -> None:
         )
 
 
-def _check_list(path: Path) -> None:
-    try:
-        name = (path / _CURRENT).read_text().strip()
-    except (OSError, ValueError):
-        return  # RocksDB says so itself
-    check_manifest(path, name)
-
-
 def cut_logs(path: Path, ends: dict[str, int]) -> None:
-    """Cut off the damaged ends of logs, by name: they were not acknowledged, and RocksDB would hang at them.
+    """Cut off damaged ends of logs, by name: they were not acknowledged, and would hang RocksDB.
 
     Raises:
         DatabaseError: a log cannot be written.
     """
     for name, size in ends.items():
-        _log.warning(
-            "opening the database %s: %s ends in damaged records, which nobody was promised: cut to %d", path, name, size
-        )
+        _log.warning("opening the database %s: cut the damaged, unacknowledged end of %s at %d bytes", path, name, size)
         try:
             os.truncate(path / name, size)
         except OSError as error:
@@ -211,9 +197,7 @@ def link_files(path: Path, name: str) -> Path:
 class View:
     """A temporary directory for links. *Thread-safe.*
 
-    Attributes:
-        path: path of the directory.
-        cleanup: removes it, as do its last reference and the exit of the process that made it, but not of a forked child.
+    `cleanup` removes it, as do its last reference and the exit of the process that made it, but not of a forked child.
     """
 
     def __init__(self) -> None:

@@ -92,14 +92,8 @@ _threads = _Threads()
 
 class Engine:
     """A RocksDB database. *Thread-safe*, except that no call may overlap `open` or `close`, or come between `close` and `open`.
-    Column families are valid until `close`.
 
-    Args:
-        path: directory to name in errors.
-        read_only: open it without locking its directory.
-        num_threads: threads for flushing and compacting.
-        block_cache_bytes: 0 for no cache.
-        write_timeout_s: limit on the wait for a stalled write.
+    Column families are valid until `close`. The arguments are those of `RocksDatabase`; `path` is named in errors.
     """
 
     def __init__(
@@ -250,10 +244,6 @@ class Engine:
         with self._errors("reading properties"):
             return int(family.property_value(f"rocksdb.{name}") or 0)
 
-    def database_figure(self, name: str) -> int:
-        """Return an integer property of the database."""
-        return self.figure(self._db, name)
-
     def last_sequence(self) -> int:
         """Return the sequence number of the last write."""
         return int(self._db.latest_sequence_number())
@@ -261,11 +251,7 @@ class Engine:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def check_writable(self, doing: str) -> None:
-        """Check that the database was not opened with read_only.
-
-        Raises:
-            ReadOnlyError: it was.
-        """
+        """Raise ReadOnlyError if the database was opened with read_only."""
         if self.read_only:
             raise ReadOnlyError(f"{doing} in {self.path}: it was opened with read_only; open it without, where one may write")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hps.databases.base import DatabaseReport, TableCheck
 from hps.databases.rocks_db import directory
-from hps.databases.rocks_db.engine import Engine, after
+from hps.databases.rocks_db.engine import DEFAULT, Engine, after
 from hps.databases.rocks_db.table import width_of
 from hps.databases.rocks_db.write_ahead_log import SEAL, check_logs, logs_in, record_after
 from hps.errors import DatabaseCorruptError
@@ -49,7 +49,7 @@ def oldest_needed_log(path: Path) -> int:
     without_logs = dict.fromkeys(logs_in(path).values(), 0)
     view, _ = directory.opened_in_view(path, partial(engine.open, exists=True, torn=True), without_logs)
     try:
-        return engine.database_figure("min-log-number-to-keep")
+        return engine.figure(engine.family(DEFAULT), "min-log-number-to-keep")
     finally:
         engine.close()
         view.cleanup()

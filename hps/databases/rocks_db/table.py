@@ -52,12 +52,9 @@ class RocksTable:
     One lock serialises writers, so that a load and its record are never taken for unmodified. Readers never take it.
 
     Args:
-        engine: RocksDB; it has the column family.
-        records: the load records of all tables.
-        tag: of the table.
-        dim: floats of a vector.
-        max_batch_size: most rows of one multi-get or write.
-        write_timeout_s: how long a writer waits for another.
+        records: load records of all tables.
+        max_batch_size: maximum rows of one multi-get or write.
+        write_timeout_s: time limit of a writer for earlier ones.
     """
 
     def __init__(
@@ -90,7 +87,7 @@ class RocksTable:
         out: FloatArray,  # (n, dim)
         found: BoolArray,  # (n,)
     ) -> int:
-        """Fill the rows of `out` that are not yet `found`, and mark them; see `Database.fetch`."""
+        """As `Database.fetch`."""
         doing = f"fetching from table {self.tag}"
         keys, out, found = check_fetch(doing, keys, out, found, self.dim)
         missing = np.flatnonzero(~found)
@@ -376,8 +373,8 @@ class RocksTable:
         return self._order.follows
 
     def is_replaced_by(self, keys: KeyArray, record: LoadRecord) -> bool:
-        """Whether a chunk begins to load other files into a table that has followed a log."""
-        if not self.follows_log or (not keys.size and record.complete):  # which is said of files that were moved
+        """Return whether a chunk begins to load other files into a table that has followed a log."""
+        if not self.follows_log or (not keys.size and record.complete):  # the record of files that were only moved
             return False
         before = self._records.get(self.tag)
         return before is None or before.fingerprint != record.fingerprint

@@ -1,18 +1,17 @@
 """Checks of RocksDB's write-ahead logs for missing acknowledged rows, and for records that hang RocksDB.
 
-**Acknowledged rows are there, or the opening is refused.** To RocksDB a damaged, cut or missing log is the end: it opens, and
-later rows are absent. So after each sync we store how far the logs reached before it, with their checksums (the "seal", 2 % of
-an insert of 1,000 rows), and the opening compares. The seal itself is not synced: a power cut leaves an older one, which is
-true as well. Bytes behind the seal were not acknowledged, unless a power cut took the seal's last seconds, so RocksDB keeps
-those that it can read. This tells a torn end from damage.
+**Acknowledged rows are there, or the opening is refused.** RocksDB treats a damaged, cut or missing log as the end of the log:
+it opens, and later rows are absent. So after each sync we store how far the logs reached before it, with their checksums (the
+"seal", 2 % of an insert of 1,000 rows), and compare at the next opening. The seal itself is not synced: a power cut leaves an
+older one, which is also true. Bytes behind the seal were not acknowledged, unless a power cut took the seal's last seconds, so
+RocksDB keeps those that it can read. This distinguishes a torn end from damage.
 
-**A missing log** was either written to files and deleted by RocksDB, or lost. The MANIFEST tells, since it names the oldest log
-that is still needed.
+**A missing log** was either written to files and deleted by RocksDB, or lost. The MANIFEST names the oldest log still needed.
 
 **Without a seal** (written by HugeCTR or an earlier hps), an incomplete last record is a torn end; all else is damage.
 
 **A record that hangs RocksDB.** If RocksDB 9.8.4 meets the header of a recycled record in a log that does not begin with one,
-it reads that header again and again, with the interpreter lock held. So none may be where it looks.
+it reads that header forever, with the interpreter lock held. So none may be where RocksDB looks.
 """
 
 import contextlib
@@ -169,7 +168,7 @@ def check_logs(path: Path, oldest_needed: Callable[[], int]) -> CheckedLogs:
         for number, size, crc in seal or ():
             name = there.get(number, f"{number:06}.log")
             try:
-                got = _checksum(path / name, size)
+                got = checksum_of(path / name, size)
             except FileNotFoundError:  # perhaps just now, by a process that writes here
                 missing.append(name)
                 continue
@@ -193,15 +192,16 @@ def check_logs(path: Path, oldest_needed: Callable[[], int]) -> CheckedLogs:
     return CheckedLogs(seal is not None, damages, ends)
 
 
-def check_manifest(path: Path, name: str) -> None:
-    """Refuse a MANIFEST, which has the format of a log, at which RocksDB would hang.
+def check_manifest(path: Path) -> None:
+    """Refuse a MANIFEST, which has the format of a log, that would hang RocksDB.
 
     Raises:
         DatabaseCorruptError: RocksDB would hang.
     """
     try:
+        name = (path / "CURRENT").read_text().strip()
         hangs = _hanging_record(path / name, 0)
-    except (OSError, ValueError):  # none, or no name of a file: RocksDB says so itself
+    except (OSError, ValueError):  # missing, or not a file name: RocksDB reports it
         return
     if hangs is not None:
         raise damaged(path, name, f"a record at {hangs} is damaged")
@@ -245,16 +245,17 @@ def _read_seal(path: Path) -> list[LogEnd] | None:
         return None
 
 
-def _checksum(log: Path, size: int) -> tuple[int, int]:
+def checksum_of(file_path: Path, size: int) -> tuple[int, int]:
+    """Return the number of the first `size` bytes that a file has, and their CRC-32."""
     done = crc = 0
-    with open(log, "rb") as file:
+    with open(file_path, "rb") as file:
         while data := file.read(min(_READ_BYTES, size - done)):
             done, crc = done + len(data), zlib.crc32(data, crc)
     return done, crc
 
 
 def _hanging_record(log: Path, start: int) -> int | None:
-    """Find the first header that hangs RocksDB, from the block at `start` on, wherever RocksDB may look for one."""
+    """Find the first header that would hang RocksDB, from the block at `start` on; None if there is none."""
     with open(log, "rb") as file:
         file.seek(start)
         for at in itertools.count(start, _BLOCK_BYTES):

@@ -41,7 +41,7 @@ _closed_at_exit: WeakKeyDictionary[Any, Callable[[Any], object]] = WeakKeyDictio
 def disown_in_children(resource: Inheritable) -> None:
     """Register a resource whose `disown()` is called in every forked child."""
     _inheritable.add(resource)
-    _inherited[:] = [one for one in _inherited if one is not resource]  # it was opened again
+    _inherited[:] = [one for one in _inherited if one is not resource]  # opened again
 
 
 def close_at_exit(resource: Any, close: Callable[[Any], object]) -> None:
@@ -66,7 +66,7 @@ def _close_all() -> None:
         resource, close = _closed_at_exit.popitem()
         try:
             close(resource)
-        except BaseException:  # noqa: BLE001 - also at Ctrl-C the others are to be closed
+        except BaseException:  # noqa: BLE001 - even on Ctrl-C, close the others
             _log.warning("closing at exit failed", exc_info=True)
 
 

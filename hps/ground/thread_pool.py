@@ -135,7 +135,7 @@ class ThreadPool:
                 if done and ready > reported and job.error is None:
                     reported, start = ready, reported
                     done(start, ready)
-        except BaseException as error:  # noqa: BLE001 - raised below, when nobody works any more
+        except BaseException as error:  # noqa: BLE001 - raised below, when no thread works any more
             job.error = job.error or error
         while job.helpers:
             job.wait()

@@ -127,7 +127,7 @@ class Refresher:
                 run.set_result(self._run(share))
             finally:
                 self._running.release()
-        except BaseException as error:  # noqa: BLE001 - raised by whoever asks for the result
+        except BaseException as error:  # noqa: BLE001 - raised by `Future.result`
             self._forget(run)
             run.set_exception(error)
 

@@ -98,13 +98,13 @@ class Discovery:
     repository: bool = False
 
 
-def discover(place: str, sources: ModelSources | None = None) -> Discovery:
+def discover(place: str) -> Discovery:
     """Find the models below a directory. Only the sizes of files are read.
 
     Raises:
         ModelFileError: the directory cannot be listed, holds no table, or holds two models with one name.
     """
-    search = _Search(sources or ModelSources())
+    search = _Search()
     root = search.locate(place)
     if any(search.holds(within(root, name), MODEL_ENTRY) for name in search.directories(root)):
         return Discovery((), repository=True)
@@ -121,7 +121,7 @@ def discover(place: str, sources: ModelSources | None = None) -> Discovery:
     return Discovery(tuple(models))
 
 
-def relocated(place: str, entry: Mapping[str, Any], sources: ModelSources | None = None) -> FoundModel:
+def relocated(place: str, entry: Mapping[str, Any]) -> FoundModel:
     """Find the files of an entry of a ps.json, which may have been moved, and the widths of its tables.
 
     Args:
@@ -131,7 +131,7 @@ def relocated(place: str, entry: Mapping[str, Any], sources: ModelSources | None
     Raises:
         ModelFileError: a table is in neither place, or fits no dimension.
     """
-    search = _Search(sources or ModelSources())
+    search = _Search()
     tables, files = [], entry.get("sparse_files") or []
     names = entry.get("embedding_table_names") or [f"sparse_embedding{i}" for i in range(len(files))]
     for name, file in zip(names, files, strict=False):
@@ -158,8 +158,8 @@ def natural(name: str) -> list[tuple[int, str]]:
 class _Search:
     """Lists directories. *One thread.*"""
 
-    def __init__(self, sources: ModelSources) -> None:
-        self.sources = sources
+    def __init__(self) -> None:
+        self.sources = ModelSources()
 
     def locate(self, place: str) -> str:
         return self.sources.locate(place)[1].rstrip("/") or "/"

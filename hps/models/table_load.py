@@ -181,7 +181,7 @@ class TableLoad:
         for database in (*self._targets.load, *self._targets.keep):
             database.stand_above(self._tag, authority)
 
-    # -- what is there ------------------------------------------------------------------------------------------------
+    # -- state of the databases ---------------------------------------------------------------------------------------
 
     def _check_kept(self, database: Database) -> None:
         database.open_table(self._tag, self._table.dim)
@@ -243,7 +243,7 @@ class TableLoad:
                 return True
         return False
 
-    # -- what is needed -----------------------------------------------------------------------------------------------
+    # -- plan ---------------------------------------------------------------------------------------------------------
 
     def _planned(self, database: Database, record: LoadRecord | None, copied: bool) -> DatabaseLoad:
         """Decide which rows of the files a database still needs; empty it if it holds other files."""
@@ -349,8 +349,8 @@ class TableLoad:
     def _check_at_rest(self, model: DeltaModel) -> None:
         if model.may_change_unseen():
             raise ModelFileChangedError(
-                f"reading {model.place}: somebody has its files, or those of a version that it changes, open for writing; load "
-                "it when the writer is done"
+                f"reading {model.place}: its files, or those of a version that it changes, are open for writing; load it when "
+                "the writer is done"
             )
 
     def _base_rows(self, model: DeltaModel, database: Database) -> BaseRows | None:

@@ -93,12 +93,11 @@ def check_array(
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
-def as_keys(keys: Any, what: str = "keys") -> KeyArray:
+def as_keys(keys: Any) -> KeyArray:
     """Adopt keys in host memory: an int64 tensor of any shape.
 
     Args:
         keys: as for `adopt`.
-        what: names the keys in errors.
 
     Returns:
         (n,) int64, aligned: the same memory for int64 keys, else (int32) a widened copy. Read only.
@@ -107,23 +106,22 @@ def as_keys(keys: Any, what: str = "keys") -> KeyArray:
     if array is not None and array.dtype == np.int64 and array.flags.c_contiguous and array.flags.aligned:
         flat: KeyArray = array if array.ndim == 1 else array.reshape(-1)
         return flat
-    return view_as_keys(adopt(keys, None, what), what)
+    return view_as_keys(adopt(keys, what="keys"))
 
 
-def view_as_keys(view: TensorView, what: str = "keys") -> KeyArray:
+def view_as_keys(view: TensorView) -> KeyArray:
     """Return an adopted tensor as keys; see `as_keys`."""
-    check_key_tensor(view, what)
-    _check_host(view, what)
+    check_key_tensor(view)
+    _check_host(view, "keys")
     given = view.host_array((view.size,))
     return given if view.bits == 64 and given.flags.aligned else given.astype(np.int64)
 
 
-def as_output(out: Any, rows: int, dim: int, what: str = "output") -> FloatArray:  # (rows, dim)
+def as_output(out: Any, rows: int, dim: int) -> FloatArray:  # (rows, dim)
     """Adopt an output in host memory: a float32 tensor of any shape with room for rows x dim elements.
 
     Args:
         out: as for `adopt`.
-        what: names the output in errors.
 
     Returns:
         (rows, dim) float32 over its first elements, writable.
@@ -134,13 +132,13 @@ def as_output(out: Any, rows: int, dim: int, what: str = "output") -> FloatArray
         if flags.c_contiguous and flags.writeable and flags.aligned:
             fits: FloatArray = array if array.shape == (rows, dim) else array.reshape(-1)[: rows * dim].reshape(rows, dim)
             return fits
-    return view_as_output(adopt(out, None, what), rows, dim, what)
+    return view_as_output(adopt(out, what="output"), rows, dim)
 
 
-def view_as_output(view: TensorView, rows: int, dim: int, what: str = "output") -> FloatArray:  # (rows, dim)
+def view_as_output(view: TensorView, rows: int, dim: int) -> FloatArray:  # (rows, dim)
     """Return an adopted tensor as an output; see `as_output`."""
-    check_output_tensor(view, rows, dim, what)
-    _check_host(view, what)
+    check_output_tensor(view, rows, dim)
+    _check_host(view, "output")
     return view.host_array((rows, dim))
 
 
@@ -165,21 +163,21 @@ def check_key_tensor(view: TensorView, what: str = "keys") -> None:
         _fail_layout(view, what)
 
 
-def check_output_tensor(view: TensorView, rows: int, dim: int, what: str = "output") -> None:
+def check_output_tensor(view: TensorView, rows: int, dim: int) -> None:
     """Check that a tensor on any device has room for rows x dim float32 elements."""
     if (view.code, view.bits, view.lanes) != (FLOAT, 32, 1):
-        raise InvalidDtypeError(f"adopting {what}: got {view.dtype_name}, expected float32; allocate it as float32")
+        raise InvalidDtypeError(f"adopting output: got {view.dtype_name}, expected float32; allocate it as float32")
     if not view.contiguous:
-        _fail_layout(view, what)
+        _fail_layout(view, "output")
     if view.read_only:
-        raise InvalidInputError(f"adopting {what}: got a read-only tensor, expected a writable one; pass a copy")
+        raise InvalidInputError("adopting output: got a read-only tensor, expected a writable one; pass a copy")
     if view.size < rows * dim:
         raise InvalidInputError(
-            f"adopting {what}: got shape {view.shape} with {view.size} elements, expected at least {rows * dim} for {rows} "
+            f"adopting output: got shape {view.shape} with {view.size} elements, expected at least {rows * dim} for {rows} "
             f"vectors of {dim}; allocate it larger"
         )
     if view.pointer % 4:
-        raise InvalidInputError(f"adopting {what}: got memory that is not aligned to float32; pass a tensor of its own")
+        raise InvalidInputError("adopting output: got memory that is not aligned to float32; pass a tensor of its own")
 
 
 def _check_host(view: TensorView, what: str) -> None:

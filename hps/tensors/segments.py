@@ -7,7 +7,7 @@ DLPack.
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -118,20 +118,6 @@ def as_host_array(values: Any, what: str, expected: str) -> npt.NDArray[Any]:
         raise InvalidInputError(f"reading {what}: got {type(values).__name__} ({error}), expected {expected}") from error
 
 
-def _as_counts(counts: Iterable[Any]) -> list[int]:
-    """Convert the counts of concatenated tables to Python integers, whose sums cannot overflow.
-
-    Raises:
-        InvalidInputError: they are not integers.
-    """
-    try:
-        return [operator.index(count) for count in counts]
-    except TypeError as error:
-        raise InvalidInputError(
-            f"looking up concatenated tables: got counts {counts!r}, expected integers ({error})"
-        ) from error
-
-
 def tensor_segment(table: int, dim: int, keys: Any, out: Any, *, on_cuda: bool, with_found: bool) -> Segment:
     """Build the segment of one table from tensors for keys and output.
 
@@ -212,7 +198,12 @@ def concatenated_segments(
         InvalidDtypeError, InvalidInputError: as for `tensor_segment`; also without exactly one count for each table, or if the
             counts do not add up to the keys.
     """
-    counts = _as_counts(counts)
+    try:
+        counts = [operator.index(count) for count in counts]  # sums of Python's integers cannot overflow
+    except TypeError as error:
+        raise InvalidInputError(
+            f"looking up concatenated tables: got counts {counts!r}, expected integers ({error})"
+        ) from error
     if len(counts) != len(specs) or min(counts, default=0) < 0:
         raise InvalidInputError(
             f"looking up concatenated tables: got counts {list(counts)[:8]}, expected {len(specs)} of them, one per table, "
@@ -246,25 +237,13 @@ def concatenated_segments(
 
 
 def refuse_repeated_tables(segments: Sequence[Segment], specs: Sequence[TableSpec]) -> None:
-    """Check that no table has two segments.
-
-    Raises:
-        InvalidInputError: a table has two.
-    """
+    """Refuse two segments of one table with `InvalidInputError`."""
     if len({segment.table for segment in segments}) != len(segments):
         raise InvalidInputError(f"looking up model {specs[0].model_name!r}: a table is named twice; name each once")
 
 
 def check_segment(doing: str, segment: Segment, n: int, dim: int) -> None:
-    """Check the arrays of a segment of n keys that are in host memory; a query accepts unaligned keys.
-
-    Args:
-        doing: begins the message.
-        dim: dimension of the table.
-
-    Raises:
-        InvalidDtypeError, InvalidInputError: a kernel would misread one of them.
-    """
+    """Check those arrays of a segment of n keys that are in host memory; a query accepts unaligned keys."""
     keys, out, found, pooling = segment.keys, segment.out, segment.found, segment.pooling
     if isinstance(keys, np.ndarray):
         check_array(doing, "keys", keys, np.int64, (n,))

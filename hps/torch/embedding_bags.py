@@ -71,7 +71,7 @@ class EmbeddingBag(torch.nn.Module):
         weights = per_sample_weights
         if weights is not None:
             weights = weights.detach()
-        if not torch.jit.is_scripting():  # noqa: SIM102 - TorchScript leaves out what is below a bare question
+        if not torch.jit.is_scripting():  # noqa: SIM102 - TorchScript skips the body only if this is the whole condition
             if called_directly(input):
                 return lookup_bags(
                     [input],

@@ -69,7 +69,7 @@ class LookupLayer(torch.nn.Module):
             TrainingModeError: the layer is in training mode.
             HPSError: as `HPS.lookup_fromdlpack`.
         """
-        if not torch.jit.is_scripting():  # noqa: SIM102 - TorchScript leaves out what is below a bare question
+        if not torch.jit.is_scripting():  # noqa: SIM102 - TorchScript skips the body only if this is the whole condition
             if self.max_norm is None and not self.training and called_directly(keys):
                 table = self.table_name or self.table_id
                 return lookup_rows(keys, self.ps_config_file, self.model_name, table, self.emb_vec_size, self.wait)

@@ -220,7 +220,7 @@ class UpdateFeed:
     def _poll(self, timeout_s: float) -> list[Message]:
         try:
             messages = self._log.poll(timeout_s, self._most_bytes)
-        except Exception as error:  # noqa: BLE001 - a bug: it raises nothing
+        except Exception as error:  # noqa: BLE001 - a bug in the log
             if not self._problem:
                 _log.exception("updates of model %r: polling the log failed; it is tried again", self._model)
             self._problem = f"polling the log failed: {error!r}"
@@ -287,7 +287,7 @@ class UpdateFeed:
             changes = decode(
                 message.value, followed.dim, followed.key_bytes, key=message.key, table=followed.name, most_bytes=most_bytes
             )
-        except Exception as error:  # noqa: BLE001 - a bug there must not end the stream either
+        except Exception as error:  # noqa: BLE001 - a bug must not end the stream
             reason = error.reason if isinstance(error, UpdateFormatError) else "internal"
             if reason == "internal" and reason not in table.dead_letters:
                 _log.exception("updates of model %r: decoding %s at %s", self._model, message.partition, message.position)
@@ -389,7 +389,7 @@ class UpdateFeed:
         self._uncommitted = 0
         try:
             self._log.commit(self._positions())
-        except Exception:  # noqa: BLE001 - a bug: it raises nothing; and only people read what is committed
+        except Exception:  # noqa: BLE001 - a bug in the log; commits are only informative
             _log.exception("updates of model %r: committing positions failed", self._model)
 
     def _positions(self) -> dict[Partition, str]:

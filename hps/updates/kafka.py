@@ -41,9 +41,9 @@ _MOST_BYTES: Final = 2**31 - 1
 
 _OURS: Final = {
     "enable.auto.commit": "positions are committed once they are applied",
-    "auto.offset.reset": "what is lost is to be noticed; update_source.begin says where to begin",
-    "enable.partition.eof": "the end of a partition is to be seen",
-    "enable.idempotence": "no message is to be written twice",
+    "auto.offset.reset": "lost messages must be noticed; update_source.begin sets the start",
+    "enable.partition.eof": "the reader needs the ends of partitions",
+    "enable.idempotence": "no message may be written twice",
 }
 
 
@@ -592,8 +592,8 @@ class KafkaWriter(UpdateLogWriter):
         while not self._closed or len(self._producer):
             try:
                 self._producer.poll(_SLICE_S)
-            except Exception:  # noqa: BLE001 - whatever it is, the others want their reports
-                _log.exception("Kafka: what waits for a message to be sent failed")
+            except Exception:  # noqa: BLE001 - other messages must be reported, too
+                _log.exception("Kafka: the callback of a sent message failed")
 
     def _last(self, reader: Any, partition: Partition, deadline: float) -> Message | None:
         place = TopicPartition(partition.topic, partition.number)

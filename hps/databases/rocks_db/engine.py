@@ -414,10 +414,10 @@ _MEANINGS: tuple[tuple[tuple[str, ...], type[DatabaseError], str], ...] = (
     (
         ("No space left on device", "File too large", "Disk quota exceeded"),
         DatabaseError,
-        "The disk is full; the rows that were there can still be read. Make room, and writing goes on by itself",
+        "The disk is full; existing rows can still be read. Make room, and writing resumes by itself",
     ),
     (("Write stall",), WriteStalledError, "The disk does not keep up with the writes; write less, or use a faster disk"),
-    (("Too many open files",), DatabaseError, "Raise the limit of open files (`ulimit -n`); writing goes on by itself"),
+    (("Too many open files",), DatabaseError, "Raise the limit of open files (`ulimit -n`); writing resumes by itself"),
     (
         (
             "Permission denied",
@@ -433,7 +433,7 @@ _MEANINGS: tuple[tuple[tuple[str, ...], type[DatabaseError], str], ...] = (
     (
         ("Corruption", "No such file or directory"),  # RocksDB names only files that it has written
         DatabaseCorruptError,
-        "Files are damaged or missing, so nothing is answered from there; `hps check-database {path}` says what is left. "
+        "Files are damaged or missing, so nothing is read from there; `hps check-database {path}` lists what is readable. "
         "Restore the directory from a backup, or remove it and load the models again",
     ),
 )

@@ -25,7 +25,7 @@ class LoadRecords:
         """Read the record of a table; None if there is none.
 
         Raises:
-            DatabaseCorruptError: what is stored is not a record.
+            DatabaseCorruptError: the stored value is not a record.
         """
         doing = f"reading the load record of table {tag}"
         data, loaded_at = self._engine.get(self._engine.family(DEFAULT), [_key(tag), _TIME + tag.encode()], doing)
@@ -84,7 +84,7 @@ class LoadRecords:
     def _is_dropped(self, tag: str) -> bool:
         try:
             return self.get(tag) == _DROPPED
-        except DatabaseCorruptError:  # opening the table will say so
+        except DatabaseCorruptError:  # opening the table reports it
             return False
 
     def remove(self, tag: str) -> None:

@@ -32,7 +32,7 @@ _BLOCK_BYTES = 1 << 15  # of RocksDB's logs; a record header stands at the start
 _HEADER = struct.Struct("<IHB")  # checksum, bytes that follow, type
 _RECYCLED = frozenset({5, 6, 7, 8, 11})  # types of records in recycled logs, which neither HugeCTR nor hps uses
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4  # types of a record, and of the parts of one that is in several blocks
-_BEGINNINGS = frozenset({_FULL, _FIRST})  # they go on with a sequence number
+_BEGINNINGS = frozenset({_FULL, _FIRST})  # followed by a sequence number
 _CONTINUATIONS = frozenset({_MIDDLE, _LAST})
 _READ_BYTES = 1 << 20
 
@@ -229,8 +229,8 @@ def damaged(path: Path, name: str, what: str) -> DatabaseCorruptError:
     """Make the error for a file with missing rows."""
     return DatabaseCorruptError(
         f"opening the database {path}: {path / name} is damaged: {what}. Acknowledged rows would be missing unnoticed. "
-        f"`hps check-database {path}` says what is left. Restore the directory from a backup, or remove it and load the models "
-        "again"
+        f"`hps check-database {path}` lists what is readable. Restore the directory from a backup, or remove it and load the "
+        "models again"
     )
 
 

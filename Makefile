@@ -6,6 +6,9 @@ CONFIG ?= configs/minimal.json
 # One process more than cores, since many tests wait for servers.
 PARALLEL ?= --numprocesses $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 1))) --maxprocesses 5 --dist loadfile --no-loadscope-reorder
 
+# Tests start hundreds of processes. Without cached bytecode, each compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install dev sample serve test test-slow test-gpu mutants check lint types imports format soak bench docs site wheel clean
 
 help:            ## list the targets

@@ -81,12 +81,10 @@ def _short_collections_of_garbage() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def _no_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HPS_BEARER_TOKEN", raising=False)
-    monkeypatch.delenv("HPS_ADMIN_TOKEN", raising=False)
-    monkeypatch.delenv("HPS_REDIS_PASSWORD", raising=False)
-    monkeypatch.delenv("HPS_UPDATE_PASSWORD", raising=False)
+@pytest.fixture(scope="session", autouse=True)
+def _no_secrets_of_the_environment() -> None:
+    for name in ("HPS_BEARER_TOKEN", "HPS_ADMIN_TOKEN", "HPS_REDIS_PASSWORD", "HPS_UPDATE_PASSWORD"):
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2]
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -20,6 +23,19 @@ def own_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def run_alone(function: Callable[..., object], *arguments: object) -> None:
+    """Call a module's function in a process of its own, where threads and garbage of other tests do not count.
+
+    Args:
+        function: is imported there by its name.
+        arguments: are passed by their `repr`.
+    """
+    name = function.__name__
+    code = f"from {function.__module__} import {name}; {name}(*{arguments!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 class ChildProcesses:

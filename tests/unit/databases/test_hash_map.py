@@ -1,9 +1,6 @@
 """The hash map database: its contract, its memory and its limits."""
 
-import gc
-import re
-import subprocess
-import sys
+import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,10 +36,9 @@ from tests.contracts.database_contract import (
     fetched,
     vectors_of,
 )
+from tests.servers.child_processes import run_alone
 from tests.tables.hash_map_inspection import colliding_keys, inspect, keys_with_hash, mixed, placed
 from tests.tables.readers import reading
-
-ROOT = Path(__file__).parents[3]
 
 
 class TestHashMapDatabase(DatabaseContract):
@@ -347,7 +343,6 @@ def test_scan_yields_each_row_once_though_the_table_grows_and_shrinks(database):
 
 
 def resident_bytes():
-    gc.collect()  # what other tests left
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
 
@@ -365,8 +360,7 @@ def test_memory_beyond_the_vectors_is_at_most_24_bytes_a_row_at_any_size(policy,
     assert 14 < worst <= 24
 
 
-@pytest.mark.parametrize(("dim", "rows", "reserved"), [(1, 400_000, 0), (32, 150_000, 0), (32, 150_000, 450_000)])
-def test_the_process_grows_by_what_the_statistics_say(dim, rows, reserved):
+def check_growth(dim, rows, reserved):
     keys = distinct_keys(rows)
     vectors = np.ones((50_000, dim), np.float32)
     warm = opened(dim)
@@ -383,12 +377,16 @@ def test_the_process_grows_by_what_the_statistics_say(dim, rows, reserved):
         assert grown / stats.rows <= 4 * dim + 24
 
 
-def test_growth_takes_no_more_than_that_for_a_moment_either():
-    """The kernel's own record of the most memory that the process had."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError as error:
-        pytest.skip(f"the record cannot be reset: {error}")
+def check_growth_of_three_tables():
+    for dim, rows, reserved in ((1, 400_000, 0), (32, 150_000, 0), (32, 150_000, 450_000)):
+        check_growth(dim, rows, reserved)
+
+
+def test_the_process_grows_by_what_the_statistics_say():
+    run_alone(check_growth_of_three_tables)
+
+
+def check_most_memory():
     keys = distinct_keys(600_000)
     vectors = np.ones((5000, 1), np.float32)
     database = opened(1, overflow_margin=10**6, overflow_policy="evict_oldest")
@@ -401,6 +399,15 @@ def test_growth_takes_no_more_than_that_for_a_moment_either():
             status = Path("/proc/self/status").read_text().splitlines()
             peak = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
             assert (peak - before) / database.size(TAG) <= 4 + 24
+
+
+def test_growth_takes_no_more_than_that_for_a_moment_either():
+    """The kernel's own record of the most memory that the process had."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        pytest.skip(f"the record cannot be reset: {error}")
+    run_alone(check_most_memory)
 
 
 def test_a_tiny_table_takes_a_few_pages_whatever_the_allocation_rate():
@@ -450,47 +457,34 @@ def test_more_rows_than_row_numbers_are_refused_before_anything_changes(database
     assert_holds(database, keys[:100], version=2)
 
 
-# In a process of its own: what other tests left to the garbage collector would be room within the limit.
-REFUSED_MEMORY = """
-import resource, sys
-import numpy as np
-from pathlib import Path
-from hps.databases.hash_map import memory
-from hps.databases.hash_map.database import HashMapDatabase
-from hps.errors import DatabaseError
-from tests.contracts.database_contract import distinct_keys, fetched, vectors_of
-from tests.tables.hash_map_inspection import inspect
-
-memory.SEGMENTED_FROM = int(sys.argv[1]) or memory.SEGMENTED_FROM
-database = HashMapDatabase(initial_buckets=1)
-keys = distinct_keys(200_000)
-vectors = vectors_of(keys, 64)
-database.open_table("big", 64)
-database.insert("big", keys[:1000], vectors[:1000])
-soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-mapped = int(Path("/proc/self/statm").read_text().split()[0]) * memory.PAGE_BYTES
-resource.setrlimit(resource.RLIMIT_AS, (mapped + (8 << 20), hard))
-try:
+def check_refused_memory(segmented_from):
+    hash_map_memory.SEGMENTED_FROM = segmented_from or hash_map_memory.SEGMENTED_FROM
+    database = opened(initial_buckets=1)
+    keys = distinct_keys(200_000)
+    vectors = vectors_of(keys, 64)
+    database.open_table("big", 64)
+    database.insert("big", keys[:1000], vectors[:1000])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + (8 << 20), hard))
+    try:
+        with pytest.raises(
+            DatabaseError, match=r"table 'big': \d+ (more rows|buckets): the system refused \d+ bytes"
+        ) as caught:
+            database.insert("big", keys, vectors)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert isinstance(caught.value.__cause__, OSError)
+    assert 1000 <= len(inspect(database, "big").vectors) < 200_000
     database.insert("big", keys, vectors)
-except DatabaseError as error:
-    refused = error
-resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-assert isinstance(refused.__cause__, OSError)
-assert 1000 <= len(inspect(database, "big").vectors) < 200_000
-database.insert("big", keys, vectors)
-out, found = fetched(database, "big", keys, 64)
-assert found.all()
-np.testing.assert_array_equal(out, vectors)
-print(refused)
-"""
+    out, found = fetched(database, "big", keys, 64)
+    assert found.all()
+    np.testing.assert_array_equal(out, vectors)
 
 
 @pytest.mark.parametrize("segmented_from", [0, 2], ids=["one array", "segments"])
 def test_a_table_that_gets_no_memory_says_so_and_stays_whole(segmented_from):
-    command = [sys.executable, "-c", REFUSED_MEMORY, str(segmented_from)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"table 'big': \d+ (more rows|buckets): the system refused \d+ bytes", done.stdout)
+    run_alone(check_refused_memory, segmented_from)
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

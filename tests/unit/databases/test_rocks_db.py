@@ -16,6 +16,7 @@ import pytest
 import rocksdict
 
 from hps.databases.base import Database, LoadRecord
+from hps.databases.rocks_db import engine
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.databases.rocks_db.engine import Engine
 from hps.databases.rocks_db.load_records import LoadRecords
@@ -31,6 +32,7 @@ from hps.errors import (
 )
 from hps.registry import implementation
 from tests.contracts.database_contract import DIM, OTHER, TAG, DatabaseContract, bits, distinct_keys, fetched, vectors_of
+from tests.servers.child_processes import run_alone
 from tests.tables.rocks_database import opened
 
 
@@ -793,8 +795,13 @@ def test_the_space_of_a_dropped_table_is_freed_without_the_interpreter_lock(fill
         np.testing.assert_array_equal(fetched(database, OTHER, keys, DIM)[0], vectors_of(keys, DIM))
 
 
-def test_tables_that_come_and_go_leave_nothing_behind(path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hps.databases.rocks_db.engine._MANIFEST_BYTES", 16 << 10)
+def test_tables_that_come_and_go_leave_nothing_behind(path: Path):
+    run_alone(check_tables_that_come_and_go, str(path))
+
+
+def check_tables_that_come_and_go(directory: str) -> None:
+    path = Path(directory)
+    engine._MANIFEST_BYTES = 16 << 10
     keys = distinct_keys(500)
     figures = []
     with opened(path) as database:

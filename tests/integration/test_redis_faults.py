@@ -4,7 +4,7 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
@@ -33,16 +33,21 @@ SLACK_S = 60.0  # of a busy machine; a call that hangs hangs for ever
 HEALED_S = 60.0
 
 
-def redis_database(address, **settings):
+def redis_database(address, timeout_s=TIMEOUT_S, read_timeout_s=READ_S, **settings):
     return RedisDatabase(
         address,
         num_partitions=PARTITIONS,
         num_node_connections=4,
-        timeout_s=TIMEOUT_S,
-        read_timeout_s=READ_S,
-        connect_timeout_s=READ_S,
+        timeout_s=timeout_s,
+        read_timeout_s=read_timeout_s,
+        connect_timeout_s=read_timeout_s,
         **settings,
     )
+
+
+def patient_database(address, **settings):
+    """For tests in which Redis always answers, however slow the machine."""
+    return redis_database(address, timeout_s=SLACK_S, read_timeout_s=SLACK_S, **settings)
 
 
 class Traffic:
@@ -412,18 +417,23 @@ class TestCluster:
         finally:
             database.close()
 
-    def test_slots_move(self, traffic, cluster):
-        before = traffic.redis_hits()
-        for index in range(PARTITIONS):
-            move_slot(cluster, KeyPartition(TAG, index).slot, traffic)
-            traffic.wait_for(10)
-        assert traffic.redis_hits() > before
-        assert traffic.redis_errors() == 0  # no lookup needed the database below
-        assert traffic.chain.databases[0].size(TAG) == PRESENT
+    def test_slots_move(self, cluster, tmp_path):
+        with tiers(patient_database(cluster.address), tmp_path) as chain, Traffic(chain).running() as traffic:
+            before = traffic.redis_hits()
+            for index in range(PARTITIONS):
+                move_slot(cluster, KeyPartition(TAG, index).slot, traffic)
+                traffic.wait_for(10)
+            assert traffic.redis_hits() > before
+            assert traffic.failures == []
+            assert traffic.redis_errors() == 0  # no lookup needed the database below
+            assert chain.databases[0].size(TAG) == PRESENT
 
     @pytest.mark.parametrize("follow", [False, True])
     def test_slots_move_beside_writers(self, cluster, follow):
-        database = redis_database(cluster.address, overflow_policy="evict_least_used")
+        with closing(patient_database(cluster.address, overflow_policy="evict_least_used")) as database:
+            self.move_slots_beside_writers(cluster, database, follow)
+
+    def move_slots_beside_writers(self, cluster, database, follow):
         database.open_table(TAG, DIM)
         if follow:
             database.follow_log(TAG)
@@ -448,12 +458,11 @@ class TestCluster:
                     move_slot(cluster, KeyPartition(TAG, index).slot)
             finally:
                 done.set()
-            versions = [writer.result(30) for writer in writers]
+            versions = [writer.result(SLACK_S) for writer in writers]
         out, found = np.empty((KEYS.size, DIM), np.float32), np.zeros(KEYS.size, np.bool_)
         assert database.fetch(TAG, KEYS, out, found) == KEYS.size
         for seed in range(2):
             np.testing.assert_array_equal(out[seed::2], vectors_of(KEYS[seed::2].copy(), DIM, versions[seed]))
-        database.close()
 
     @pytest.mark.slow
     def test_a_replica_takes_over(self, tmp_path):

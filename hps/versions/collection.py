@@ -29,6 +29,7 @@ from hps.versions.live_models import LiveModels
 _log = logging.getLogger(__name__)
 _MEASURED_EVERY_S = 15.0
 _CLOSE_WAIT_S = 10.0
+_DEVICE = ""
 _Known = TypeVar("_Known")
 
 
@@ -61,7 +62,8 @@ class StatisticsCollector:
         self._round_at = -math.inf
         self._closed = False
         metrics.show(self.families)
-        self._known: WeakKeyDictionary[Database | EmbeddingCache, dict[str | int, _Answer]] = WeakKeyDictionary()
+        # Answers of each database and cache by table tag, and those of a cache about its device by _DEVICE.
+        self._known: WeakKeyDictionary[Database | EmbeddingCache, dict[str, _Answer]] = WeakKeyDictionary()
 
     def statistics(self) -> ServerStatistics:
         """Return the current statistics without waiting for databases or devices."""
@@ -106,8 +108,8 @@ class StatisticsCollector:
         deployments = self._live.all()
         tags = {table.tag for deployment in deployments for table in deployment.tables}
         with self._lock:  # tags come and go with the versions of models
-            for whom, known in self._known.items():
-                for gone in known.keys() - tags if isinstance(whom, Database) else ():
+            for known in self._known.values():
+                for gone in known.keys() - tags - {_DEVICE}:
                     del known[gone]
         for deployment in deployments:
             for index, table in enumerate(deployment.tables):
@@ -116,9 +118,9 @@ class StatisticsCollector:
                         self._ask(database, table.tag, partial(database.stats, table.tag))
                 for cache in deployment.caches:
                     if cache.device != "cpu":
-                        self._ask(cache, index, partial(cache.stats, index))
+                        self._ask(cache, table.tag, partial(cache.stats, index))
             for cache in deployment.caches:
-                self._ask(cache, "device", cache.device_memory)
+                self._ask(cache, _DEVICE, cache.device_memory)
 
     def close(self) -> None:
         """Start no more rounds, and wait for the current one."""
@@ -142,7 +144,7 @@ class StatisticsCollector:
         except Exception:  # noqa: BLE001 - logged with its traceback; the next round may do better
             _log.exception("asking databases and devices for their sizes")
 
-    def _ask(self, whom: Database | EmbeddingCache, what: str | int, ask: Callable[[], object]) -> None:
+    def _ask(self, whom: Database | EmbeddingCache, what: str, ask: Callable[[], object]) -> None:
         if self._closed:
             return
         with suppress(HPSError):  # the source is down or closing: the last figures stay
@@ -150,7 +152,7 @@ class StatisticsCollector:
             with self._lock:
                 self._known.setdefault(whom, {})[what] = _Answer(value, self._clock())  # type: ignore[arg-type]
 
-    def _last(self, whom: Database | EmbeddingCache, what: str | int, kind: type[_Known]) -> tuple[_Known | None, float]:
+    def _last(self, whom: Database | EmbeddingCache, what: str, kind: type[_Known]) -> tuple[_Known | None, float]:
         """Return the last answer and its age in seconds."""
         with self._lock:
             measured = self._known.get(whom, {}).get(what)
@@ -245,7 +247,7 @@ class StatisticsCollector:
 
     def _cache_stats(self, cache: EmbeddingCache, index: int) -> tuple[CacheStats | None, float]:
         if cache.device != "cpu":
-            return self._last(cache, index, CacheStats)
+            return self._last(cache, cache.tables[index].tag, CacheStats)
         with suppress(HPSError):  # the model is closing
             return cache.stats(index), 0.0
         return None, 0.0
@@ -260,7 +262,7 @@ class StatisticsCollector:
                     by_device.setdefault(device, []).append(session.cache)
                     pinned[device] = pinned.get(device, 0) + _pinned_bytes(deployment, session)
         for device, caches in by_device.items():
-            memory = next((found for one in caches if (found := self._last(one, "device", DeviceMemory)[0])), None)
+            memory = next((found for one in caches if (found := self._last(one, _DEVICE, DeviceMemory)[0])), None)
             stats = [self._cache_stats(cache, index)[0] for cache in caches for index in range(len(cache.tables))]
             yield DeviceStatistics(
                 device=device,

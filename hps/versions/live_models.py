@@ -485,11 +485,17 @@ class LiveModels:
         Returns:
             The deployments that were in service, for the caller to close.
         """
+        deadline = None if timeout_s is None else self._clock() + timeout_s
+
+        def wait_until_none(busy: Callable[[_Model], object]) -> None:
+            left_s = None if deadline is None else max(0.0, deadline - self._clock())
+            self._changed.wait_for(lambda: not any(map(busy, self._models.values())), left_s)
+
         with self._changed:
             self._closed = True
-            self._changed.wait_for(lambda: not any(one.doing for one in self._models.values()), timeout_s)
+            wait_until_none(lambda model: model.doing)
             self.serving = {}
-            self._changed.wait_for(lambda: not any(one.of("retiring") for one in self._models.values()), timeout_s)
+            wait_until_none(lambda model: model.of("retiring"))
             out = self.all()
             self._models = {}
             return out

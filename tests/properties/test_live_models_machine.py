@@ -4,9 +4,7 @@ HPS_HYPOTHESIS_EXAMPLES=2000 python -m pytest tests/properties/test_live_models_
 """
 
 import os
-import threading
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -18,26 +16,10 @@ from hps.versions import live_models
 from hps.versions.deployment import Deployment
 from hps.versions.live_models import FIRST_RETRY_S, LONGEST_RETRY_S, LiveModels
 from tests.fakes.clock import Clock
-from tests.servers.running_service import document_of, model_of, wait_until
+from tests.fakes.fake_deployment import ENTRY, fake
+from tests.servers.running_service import wait_until
 
-ENTRY = hps.load_configuration(document_of(model_of("m", ["nowhere"], {"t": 4}))).models[0]
 VERSION = st.sampled_from(["1", "2", "3"])
-
-
-class FakeDeployment:
-    """A version whose last lookup ends when it is released."""
-
-    def __init__(self, version: str) -> None:
-        self.version, self.config, self.chain = version, ENTRY, SimpleNamespace(databases=["some"])
-        self.released = threading.Event()
-        self.released.set()
-
-    def close(self, tables: str) -> bool:
-        return self.released.is_set()
-
-
-def fake(version: str) -> Deployment:
-    return cast(Deployment, FakeDeployment(version))
 
 
 class LiveModelsMachine(RuleBasedStateMachine):

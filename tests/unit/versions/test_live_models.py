@@ -1,0 +1,73 @@
+"""The states of versions: what the machine in tests/properties/test_live_models_machine.py does not reach."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import hps
+from hps.versions.live_models import LiveModels
+from tests.fakes.clock import Clock
+from tests.fakes.fake_deployment import FakeDeployment, fake
+from tests.servers.running_service import wait_until
+
+
+def serve(live: LiveModels, deployment: Any) -> None:
+    with live.changing("m", "deploying"):
+        live.serve(deployment, lambda versions: [], "keep")
+
+
+def test_a_closed_server_takes_no_version_that_was_being_loaded() -> None:
+    live = LiveModels()
+    with live.changing("m", "deploying"):
+        live.close(0.0)
+        with pytest.raises(hps.NotReadyError, match="closed"):
+            live.serve(fake("1"), list, "keep")
+    with pytest.raises(hps.NotReadyError, match="closed"), live.changing("m", "deploying"):
+        pass
+
+
+def test_a_version_whose_caches_cannot_be_freed_is_in_nobodys_way() -> None:
+    class Broken(FakeDeployment):
+        def close(self, tables: str) -> bool:
+            raise hps.DeviceError("the device failed")
+
+    live = LiveModels()
+    for deployment in (Broken("1"), Broken("2"), fake("3")):
+        serve(live, deployment)
+    wait_until(lambda: "retiring" not in [state for _, state in live.versions("m")], "nothing retires")
+    assert live.find("m", None).version == "3"
+
+
+def test_a_defect_while_a_version_retires_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class Defective(FakeDeployment):
+        def close(self, tables: str) -> bool:
+            raise ZeroDivisionError
+
+    live = LiveModels()
+    for deployment in (Defective("1"), fake("2")):
+        serve(live, deployment)
+    wait_until(lambda: "retiring version 1" in caplog.text, "it is logged")
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_closing_has_one_deadline_for_changes_and_for_versions_that_retire() -> None:
+    class Draining(FakeDeployment):
+        def close(self, tables: str) -> bool:
+            return self.released.wait(90)
+
+    clock = Clock(0.0)
+    live, busy = LiveModels(clock=clock), Draining("1")
+    busy.released.clear()
+    serve(live, busy)
+    serve(live, fake("2"))
+    change = live.begin("other", "deploying")
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(live.close, 60.0)
+        wait_until(lambda: live.closed, "it is being closed")
+        clock.now += 61
+        live.end(change)
+        try:
+            assert [one.version for one in closing.result(30)] == ["2"]
+        finally:
+            busy.released.set()

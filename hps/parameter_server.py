@@ -104,7 +104,7 @@ class HPS:
             raise
 
     def _make_deployer(self, targets: LoadTargets) -> Deployer:
-        return Deployer(self.catalog, self.live, self._updates, self._chain, targets, self._cache_class, self.metrics)
+        return Deployer(self.catalog, self.live, self._updates, self._chain, targets, self._cache_class)
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -75,10 +75,6 @@ class ModelCatalog:
             self._added = {**self._added, model.model: model}
             return known
 
-    def remove(self, name: str) -> None:
-        """Remove a configured or added entry."""
-        self.restore(name, None)
-
     def restore(self, name: str, known: ModelConfig | None) -> None:
         """Undo an `add` that returned `known`."""
         with self._lock:

@@ -12,7 +12,6 @@ from hps.ground.progress import Progress
 from hps.lookup.chain import DatabaseChain
 from hps.models.deltas import HeldTable
 from hps.models.table_load import LoadTargets
-from hps.statistics.metrics import Metrics
 from hps.types import TableSpec
 from hps.versions.catalog import ModelCatalog
 from hps.versions.catalog_watch import CatalogWatch
@@ -43,7 +42,6 @@ class Deployer:
         chain: DatabaseChain,
         targets: LoadTargets,
         cache_class: type[EmbeddingCache],
-        metrics: Metrics,
     ) -> None:
         self._catalog = catalog
         self._live = live
@@ -51,7 +49,7 @@ class Deployer:
         self._chain = chain
         self._targets = targets
         self._cache_class = cache_class
-        self._metrics = metrics
+        self._metrics = chain.metrics
 
     def deploy(
         self,
@@ -103,7 +101,7 @@ class Deployer:
             def stay(versions: list[str]) -> list[str]:
                 return [one for one in versions if one != serving.version]
 
-            deployed = kept[-1].renewed()
+            deployed = kept[-1].renewed(kept[-1].config)
             try:
                 self._updates.start(deployed)  # without waiting: the serving version is worse than late rows
                 self._live.serve(deployed, stay, "keep" if serving.config.keep_versions else "drop", kept[-1])
@@ -171,7 +169,6 @@ class Deployer:
                 tables,
                 self._cache_class,
                 self._chain,
-                self._metrics,
                 targets=replace(self._targets, force=force),
                 follows=self._updates.follows,
                 progress=change,
@@ -201,8 +198,8 @@ class Deployer:
     def _renewed(self, there: Deployment, config: ModelConfig) -> Deployment:
         """Build new sessions, with the caches of `config`, over the tables of a version."""
         if _same_settings(there.config, config):
-            return there.renewed()
-        return reconfigure(there, config, self._cache_class, self._metrics)
+            return there.renewed(there.config)
+        return reconfigure(there, config)
 
     def _held_tables(self, name: str, version: str) -> list[HeldTable]:
         """Return the tables of a version that is in service or kept."""

@@ -90,7 +90,7 @@ class Deployment:
         chain: the host tiers that hold its tables.
         rows: row count of each table's files.
         fingerprints: fingerprint of each table's files.
-        renew: builds new sessions, with caches warmed from the databases.
+        renew: builds sessions with the settings of an entry, and caches warmed from the databases.
         since: time it was put into service, in seconds since the epoch.
         modified: set by the first online write.
         log_starts: per table, the position of the last log message contained in its files, by partition; None if the table
@@ -111,7 +111,9 @@ class Deployment:
     chain: DatabaseChain
     rows: tuple[int, ...] = ()
     fingerprints: tuple[str, ...] = ()
-    renew: Callable[[], dict[int, Session]] = field(default=dict, repr=False)
+    renew: Callable[[ModelConfig, Sequence[TableSpec]], dict[int, Session]] = field(
+        default=lambda config, tables: {}, repr=False
+    )
     since: float = field(default_factory=time.time)
     modified: threading.Event = field(default_factory=threading.Event, repr=False)
     log_starts: tuple[Mapping[str, str] | None, ...] = ()
@@ -144,12 +146,10 @@ class Deployment:
 
     @property
     def version(self) -> str:
-        """Version number."""
         return self.config.version
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the files of all tables."""
         return joint_fingerprint(self.fingerprints)
 
     def held_tables(self) -> list[HeldTable]:
@@ -167,7 +167,6 @@ class Deployment:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Device ids of the model."""
         return tuple(self.sessions)
 
     @property
@@ -372,14 +371,19 @@ class Deployment:
             return False
         return True
 
-    def renewed(self) -> "Deployment":
-        """Return a deployment of the same tables with new sessions, after `close("keep")`; the databases warm its caches.
+    def renewed(self, config: ModelConfig) -> "Deployment":
+        """Return a deployment of the same tables with new sessions; the databases warm its caches.
+
+        Args:
+            config: entry with the same tables and cache type.
 
         Raises:
             DatabaseError, DeviceError: a tier failed.
         """
-        positions = _log_positions(self.chain, self.tables, self.log_starts)
-        return replace(self, sessions=self.renew(), since=time.time(), log_positions=positions)
+        tables = tuple(replace(new, slot=old.slot) for new, old in zip(config.tables, self.tables, strict=True))
+        positions = _log_positions(self.chain, tables, self.log_starts)
+        sessions = self.renew(config, tables)
+        return replace(self, config=config, tables=tables, sessions=sessions, since=time.time(), log_positions=positions)
 
 
 def choose_cache(device: str) -> type[EmbeddingCache]:
@@ -406,7 +410,6 @@ def deploy(
     tables: Sequence[TableSpec],
     cache_class: type[EmbeddingCache],
     chain: DatabaseChain,
-    metrics: Metrics,
     *,
     targets: LoadTargets,
     follows: Callable[[TableSpec], bool] = lambda table: False,
@@ -427,7 +430,7 @@ def deploy(
     """
     config, tables = version.config, tuple(tables)
     if config.embedding_cache_type in RESIDENT:
-        chain, targets = _resident(targets, metrics)
+        chain, targets = _resident(targets, chain.metrics)
     elif config.embedding_cache_type == "stochastic":  # as in HugeCTR, such a model does not fill the databases
         targets = replace(targets, load=(), keep=())
     loads = [TableLoad(table, source, targets, progress) for table, source in zip(tables, version.sources, strict=True)]
@@ -443,13 +446,12 @@ def deploy(
         fingerprints = tuple(report.fingerprint for report in reports)
         starts = tuple(one.log_start if follows(table) else None for table, one in zip(tables, version.sources, strict=True))
         positions = _log_positions(chain, tables, starts)
-        build = _session_builder(config, tables, rows, cache_class, chain, metrics)
+        build = partial(_sessions, cache_class, chain, rows)
         _log.debug("%s: its tables are loaded; building and warming its caches", what)
-        sessions = build(_FromFiles(tables, reports, chain))
+        sessions = build(config, tables, _FromFiles(tables, reports, chain).fill)
         _log.debug("%s: its caches are warm; it takes over", what)
-        renew = partial(build, _FromDatabases(tables, chain))
         return Deployment(
-            config, tables, sessions, chain, rows, fingerprints, renew, log_starts=starts, log_positions=positions
+            config, tables, sessions, chain, rows, fingerprints, build, log_starts=starts, log_positions=positions
         )
     except BaseException:
         for table in tables:  # loaded tables of a model that does not serve
@@ -458,7 +460,7 @@ def deploy(
         raise
 
 
-def reconfigure(there: Deployment, config: ModelConfig, cache_class: type[EmbeddingCache], metrics: Metrics) -> Deployment:
+def reconfigure(there: Deployment, config: ModelConfig) -> Deployment:
     """Build caches and sessions with other settings over the tables of a version in service; nothing is loaded.
 
     Both deployments answer lookups, and writes through the one in service reach the caches of both. After the takeover, close
@@ -471,17 +473,11 @@ def reconfigure(there: Deployment, config: ModelConfig, cache_class: type[Embedd
     Raises:
         DatabaseError, DeviceError: a tier failed.
     """
-    tables = tuple(replace(new, slot=old.slot) for new, old in zip(config.tables, there.tables, strict=True))
-    build = _session_builder(config, tables, there.rows, cache_class, there.chain, metrics)
-    renew = partial(build, _FromDatabases(tables, there.chain))
-    positions = _log_positions(there.chain, tables, there.log_starts)
-    successor = replace(
-        there, config=config, tables=tables, sessions=renew(), renew=renew, since=time.time(), log_positions=positions
-    )
+    successor = there.renewed(config)
     there.successors.append(successor)
     try:
         for cache in successor.caches:
-            for index, table in enumerate(tables):  # writes that missed the caches while they were warmed
+            for index, table in enumerate(successor.tables):  # writes that missed the caches while they were warmed
                 successor.chain.settle(table)  # writes that began before these caches were registered, and did not reach them
                 refresh(cache, index, table, successor.chain, config.cache_refresh_percentage_per_iteration)
     except BaseException:
@@ -501,36 +497,28 @@ def _log_positions(
     return tuple({} if start is None else chain.follow_log(table) for table, start in zip(tables, starts, strict=True))
 
 
-def _session_builder(
-    config: ModelConfig,
-    tables: tuple[TableSpec, ...],
-    rows: tuple[int, ...],
-    cache_class: type[EmbeddingCache],
-    chain: DatabaseChain,
-    metrics: Metrics,
-) -> "Callable[[_FromFiles | _FromDatabases], dict[int, Session]]":
-    """Return a function that builds the sessions of a version, given a source to warm the caches from."""
-    if is_direct(config, cache_class):
-        return lambda _: dict.fromkeys(config.deployed_device_list, DirectSession(tables, chain, metrics))
-    return partial(_cached_sessions, config, tables, rows, cache_class, chain, metrics)
-
-
 def is_direct(config: ModelConfig, cache_class: type[EmbeddingCache]) -> bool:
     """Whether the databases answer without a cache: on the CPU, where they are as fast."""
     return cache_class.device == "cpu" and (config.embedding_cache_type in RESIDENT or not config.gpucache)
 
 
-def _cached_sessions(
-    config: ModelConfig,
-    tables: Sequence[TableSpec],
-    rows: Sequence[int],
+def _sessions(
     cache_class: type[EmbeddingCache],
     chain: DatabaseChain,
-    metrics: Metrics,
-    warm: "_FromFiles | _FromDatabases",
+    rows: Sequence[int],
+    config: ModelConfig,
+    tables: Sequence[TableSpec],
+    fill: Callable[[EmbeddingCache, int, float], None] | None = None,
 ) -> dict[int, Session]:
-    """Build and warm the cache of every device; on the CPU all device ids share one."""
-    coalescer = FetchCoalescer(chain.fetch, metrics)
+    """Build the session of every device, with its cache; on the CPU all device ids share one.
+
+    Args:
+        fill: warms a table of a cache with a share of its rows; by default from the database that holds every row.
+    """
+    if is_direct(config, cache_class):
+        return dict.fromkeys(config.deployed_device_list, DirectSession(tables, chain, chain.metrics))
+    fill = fill or partial(_fill, chain)
+    coalescer = FetchCoalescer(chain.fetch, chain.metrics)
     settings = SessionSettings(
         hit_rate_threshold=config.hit_rate_threshold,
         workspaces=config.num_of_worker_buffer_in_pool,
@@ -551,11 +539,11 @@ def _cached_sessions(
                 sessions[device_id] = next(iter(sessions.values()))
                 continue
             cache = cache_class.create(tables, capacities, device_id)
-            paths = _miss_paths(config, cache, chain, metrics)
+            paths = _miss_paths(config, cache, chain)
             own = replace(settings, stream_order_refusals=paths.stream_order_refusals, miss_paths=tuple(paths.paths))
-            sessions[device_id] = CachedSession(tables, cache, chain, coalescer, own, metrics)
+            sessions[device_id] = CachedSession(tables, cache, chain, coalescer, own, chain.metrics)
             for index in range(len(tables)):
-                warm.fill(cache, index, fraction)
+                fill(cache, index, fraction)
     except BaseException:
         for session in dict.fromkeys(sessions.values()):
             session.close(0.0)
@@ -563,7 +551,7 @@ def _cached_sessions(
     return sessions
 
 
-def _miss_paths(config: ModelConfig, cache: EmbeddingCache, chain: DatabaseChain, metrics: Metrics) -> MissPaths:
+def _miss_paths(config: ModelConfig, cache: EmbeddingCache, chain: DatabaseChain) -> MissPaths:
     """Choose the miss path of each table for an empty cache: reading the hash map in place, or not."""
     if not config.gpucache:  # else a table would be pinned for a device that caches none of it
         return MissPaths(stream_order_refusals=dict.fromkeys(range(len(cache.tables)), "gpucache is false"))
@@ -574,7 +562,7 @@ def _miss_paths(config: ModelConfig, cache: EmbeddingCache, chain: DatabaseChain
         raise
     for table, chosen in zip(cache.tables, paths.paths, strict=True):
         for path in ("link", "copy"):
-            metrics.miss_path.labels(table.model_name, table.table_name, path).set(path == chosen)
+            chain.metrics.miss_path.labels(table.model_name, table.table_name, path).set(path == chosen)
     return paths
 
 
@@ -596,16 +584,11 @@ class _FromFiles:
             refresh(cache, index, table, self._chain, fraction)
 
 
-class _FromDatabases:
-    """Warms caches from the database that holds every row. *One thread.*"""
-
-    def __init__(self, tables: Sequence[TableSpec], chain: DatabaseChain) -> None:
-        self._tables, self._chain = tables, chain
-
-    def fill(self, cache: EmbeddingCache, index: int, fraction: float) -> None:
-        if self._chain.databases:
-            table = self._tables[index]
-            warm_up(cache, index, table, DatabaseRows(self._chain.databases[-1], table.tag, table.dim), fraction)
+def _fill(chain: DatabaseChain, cache: EmbeddingCache, index: int, fraction: float) -> None:
+    """Warm a table of a cache from the database that holds every row."""
+    if chain.databases:
+        table = cache.tables[index]
+        warm_up(cache, index, table, DatabaseRows(chain.databases[-1], table.tag, table.dim), fraction)
 
 
 def _warmed_in_part(table: TableSpec, model: WarmUpSource, rows: int, chain: DatabaseChain) -> bool:

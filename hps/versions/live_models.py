@@ -231,7 +231,6 @@ class LiveModels:
             return next((one.deployment for one in found if one.deployment.version == version), None)
 
     def all(self) -> list[Deployment]:
-        """Return all deployments in service."""
         return [one for name in list(self._models) for one, state in self.versions(name) if state in ("serving", "available")]
 
     def kept(self, name: str) -> list[Deployment]:

@@ -108,7 +108,6 @@ class LiveUpdates:
         return sorted(found, key=lambda one: (one.model, int(one.version), one.table))
 
     def close(self) -> None:
-        """Stop all feeds."""
         for feed in list(self._feeds):
             self._stop(feed, DRAIN_S)
         if self._log_class is not None:

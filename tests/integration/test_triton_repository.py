@@ -1,7 +1,6 @@
 """Triton's model repository, model configuration and statistics extensions, asked with Triton's own client and without."""
 
 import json
-import random
 import re
 import shutil
 import threading
@@ -125,21 +124,23 @@ def test_what_a_load_generator_of_triton_asks_for(client: triton.InferenceServer
     assert after["execution_count"] == after["inference_stats"]["success"]["count"]
 
 
-@pytest.mark.parametrize("mode", ["none", "poll"])
-def test_models_are_not_controlled_unless_the_mode_is_explicit(document: Callable[..., dict[str, Any]], mode: str) -> None:
-    with running_service(document(mode, "simple")) as service:
-        for refused in (load(service), unload(service)):
-            assert refused.status_code == 503
-            assert "explicit model load / unload is not allowed if polling is enabled" in refused.json()["error"]
-        assert states(service) == {("simple", "1"): "READY"}
-        assert answer(service) == [1] * DIM
+def models_are_not_controlled(service: RunningService) -> None:
+    for refused in (load(service), unload(service)):
+        assert refused.status_code == 503
+        assert "explicit model load / unload is not allowed if polling is enabled" in refused.json()["error"]
+    assert states(service) == {("simple", "1"): "READY"}
+    assert answer(service) == [1] * DIM
 
 
-def test_only_the_named_models_are_loaded_at_an_explicit_start(document: Callable[..., dict[str, Any]]) -> None:
-    for named, expected in (([], set()), (["other"], {"other"}), (["*"], {"simple", "other"})):
-        with running_service(document("explicit", "simple", "other", load=named)) as service:
-            assert service.client.get("/v2/health/ready").status_code == 200
-            assert {name for name, _ in states(service, ready=True)} == expected
+def test_models_are_not_controlled_in_mode_none(document: Callable[..., dict[str, Any]]) -> None:
+    with running_service(document("none", "simple")) as service:
+        models_are_not_controlled(service)
+
+
+def test_an_explicit_start_that_names_no_model_is_ready_without_any(document: Callable[..., dict[str, Any]]) -> None:
+    with running_service(document("explicit", "simple")) as service:
+        assert service.client.get("/v2/health/ready").status_code == 200
+        assert states(service, ready=True) == {}
 
 
 def test_a_model_that_cannot_be_loaded_is_given_up_when_it_is_unloaded(
@@ -177,15 +178,6 @@ def test_a_repository_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
 def test_models_to_load_are_checked(document: Callable[..., dict[str, Any]], service: dict[str, Any], says: str) -> None:
     with pytest.raises(hps.ConfigError, match=says):
         hps.load_configuration({**document("none", "simple"), "service": service})
-
-
-def test_files_that_were_replaced_are_loaded(explicit: RunningService, tmp_path: Path) -> None:
-    assert load(explicit).status_code == 200
-    write(tmp_path, "simple", 2)
-    assert answer(explicit) == [1] * DIM
-    response = load(explicit)
-    assert (response.status_code, response.content) == (200, b"")
-    assert answer(explicit) == [2] * DIM
 
 
 def test_other_settings_keep_what_was_written_online(explicit: RunningService) -> None:
@@ -228,33 +220,31 @@ def test_what_a_client_got_as_configuration_can_be_sent_back(explicit: RunningSe
     assert changed == config
 
 
-@pytest.mark.parametrize(
-    ("config", "status", "says"),
-    [
-        ("{", 400, "not JSON"),
-        ("[]", 400, "expected a JSON object"),
-        ('{"gpucacheper": 7, "nonsense": 1}', 400, "2 problems"),
-        ('{"name": "other"}', 400, "name: got 'other', expected 'simple'"),
-        ('{"backend": "onnxruntime"}', 400, "expected 'hps'"),
-        ('{"parameters": {"gpucacheper": 1}}', 400, "expected as in"),
-        ('{"embedding_vecsize_per_table": [5]}', 409, r"got widths \(5,\).* cannot change under the same version"),
-        ('{"embedding_table_names": ["user"]}', 409, "cannot change under the same version"),
-        ('{"embedding_cache_type": "static"}', 409, "cannot change under the same version"),
-        ('{"sparse_files": ["/nowhere/item.model"]}', 400, "/nowhere/item.model"),
-    ],
-)
-def test_a_configuration_that_cannot_be_loaded_changes_nothing(
-    explicit: RunningService, config: str, status: int, says: str
-) -> None:
+REFUSED_CONFIGS = [
+    ("{", 400, "not JSON"),
+    ("[]", 400, "expected a JSON object"),
+    ('{"gpucacheper": 7, "nonsense": 1}', 400, "2 problems"),
+    ('{"name": "other"}', 400, "name: got 'other', expected 'simple'"),
+    ('{"backend": "onnxruntime"}', 400, "expected 'hps'"),
+    ('{"parameters": {"gpucacheper": 1}}', 400, "expected as in"),
+    ('{"embedding_vecsize_per_table": [5]}', 409, r"got widths \(5,\).* cannot change under the same version"),
+    ('{"embedding_table_names": ["user"]}', 409, "cannot change under the same version"),
+    ('{"embedding_cache_type": "static"}', 409, "cannot change under the same version"),
+    ('{"sparse_files": ["/nowhere/item.model"]}', 400, "/nowhere/item.model"),
+]
+
+
+def test_a_configuration_that_cannot_be_loaded_changes_nothing(explicit: RunningService) -> None:
     load(explicit)
     before = explicit.client.get("/v2/models/simple/config").json()
-    response = load(explicit, config=config)
-    assert response.status_code == status
-    assert response.json()["error"].startswith("failed to load 'simple', ")
-    assert re.search(says, response.json()["error"], re.DOTALL)
-    assert explicit.client.get("/v2/models/simple/config").json() == before
-    assert answer(explicit) == [1] * DIM
-    assert load(explicit).status_code == 200
+    for config, status, says in REFUSED_CONFIGS:
+        response = load(explicit, config=config)
+        assert response.status_code == status, config
+        assert response.json()["error"].startswith("failed to load 'simple', ")
+        assert re.search(says, response.json()["error"], re.DOTALL), response.text
+        assert explicit.client.get("/v2/models/simple/config").json() == before
+        assert answer(explicit) == [1] * DIM
+        assert load(explicit).status_code == 200
 
 
 def test_a_whole_entry_loads_a_model_that_is_not_configured(explicit: RunningService, tmp_path: Path) -> None:
@@ -269,25 +259,24 @@ def test_a_whole_entry_loads_a_model_that_is_not_configured(explicit: RunningSer
     assert "sparse_files" in load(explicit, "newer", json.dumps(entry)).json()["error"]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status"),
-    [
-        ("/v2/repository/index", b"{", 400),
-        ("/v2/repository/index", b'{"ready": "yes"}', 400),
-        ("/v2/repository/models/simple/load", b"[]", 400),
-        ("/v2/repository/models/simple/load", b'{"parameters": {"config": 7}}', 400),
-        ("/v2/repository/models/simple/load", b'{"parameters": {"config": "{}", "file:1/item.model/key": "AA=="}}', 400),
-        ("/v2/repository/models/simple/load", b'{"parameters": {"config": "%s"}}' % (b" " * (1 << 20)), 413),
-        ("/v2/repository/models/simple/unload", b'{"parameters": {"unload_dependents": 1}}', 400),
-        ("/v2/repository/mine/models/simple/load", b"", 400),
-        ("/v2/repository/mine/models/simple/unload", b"", 400),
-    ],
-)
-def test_requests_that_are_wrong_are_refused(explicit: RunningService, path: str, body: bytes, status: int) -> None:
-    response = explicit.client.post(path, content=body)
-    assert response.status_code == status
-    assert response.json()["error"]
-    assert states(explicit, ready=True) == {("other", "1"): "READY"}
+REFUSED_REQUESTS = [
+    ("/v2/repository/index", b"{", 400),
+    ("/v2/repository/index", b'{"ready": "yes"}', 400),
+    ("/v2/repository/models/simple/load", b"[]", 400),
+    ("/v2/repository/models/simple/load", b'{"parameters": {"config": 7}}', 400),
+    ("/v2/repository/models/simple/load", b'{"parameters": {"config": "{}", "file:1/item.model/key": "AA=="}}', 400),
+    ("/v2/repository/models/simple/load", b'{"parameters": {"config": "%s"}}' % (b" " * (1 << 20)), 413),
+    ("/v2/repository/models/simple/unload", b'{"parameters": {"unload_dependents": 1}}', 400),
+    ("/v2/repository/mine/models/simple/load", b"", 400),
+    ("/v2/repository/mine/models/simple/unload", b"", 400),
+]
+
+
+def test_requests_that_are_wrong_are_refused(explicit: RunningService) -> None:
+    for path, body, status in REFUSED_REQUESTS:
+        response = explicit.client.post(path, content=body)
+        assert (response.status_code, bool(response.json()["error"])) == (status, True), (path, body[:80])
+        assert states(explicit, ready=True) == {("other", "1"): "READY"}
 
 
 def test_a_route_says_which_method_it_takes(explicit: RunningService) -> None:
@@ -440,23 +429,6 @@ def test_polling_tries_broken_files_again_after_a_pause_or_a_change(
         assert content(server) == 3
 
 
-def test_pauses_grow(versions: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    with versions() as server:
-        now = 0.0
-        monkeypatch.setattr(server.live, "_clock", lambda: now)
-        monkeypatch.setattr(random, "uniform", lambda low, high: high)
-        pauses = []
-        for _ in range(8):
-            server.live.failed("simple", hps.DeviceMemoryError("no room"))
-            assert not list(server._watch.differing())
-            started = now
-            while not list(server._watch.differing()):
-                now += live_models.FIRST_RETRY_S / 2
-            pauses.append(now - started)
-        assert pauses[:3] == [5, 10, 20]
-        assert pauses[-1] == live_models.LONGEST_RETRY_S
-
-
 def test_a_model_that_cannot_be_polled_does_not_stop_the_others(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
 
@@ -491,6 +463,7 @@ def test_a_service_that_polls_serves_new_versions_by_itself(
     document: Callable[..., dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with running_service(document("poll", "simple", keep_versions=0)) as service:
+        models_are_not_controlled(service)
         write(tmp_path, "simple", 2)
         wait_until(lambda: answer(service) == [2] * DIM, "the files are served")
         assert service.client.get("/v2/health/ready").status_code == 200

@@ -14,7 +14,6 @@ import pytest
 import hps
 from hps.models.writer import write_version as write_version_of
 from hps.types import split_tag
-from hps.versions.live_models import LiveModels
 from tests.integration.test_undeploy import PausedSegment
 from tests.servers.running_service import document_of, model_of, wait_until
 
@@ -79,12 +78,7 @@ def tags(server: hps.HPS) -> set[str]:
     return {names[1] for database in databases for tag in database.tags() if (names := split_tag(tag))}
 
 
-def test_the_highest_version_serves_by_default(server: hps.HPS) -> None:
-    assert server.deploy("ranker").version == "3"
-    assert version_of(server) == 3
-
-
-def test_a_version_takes_over_and_the_one_before_is_kept_for_a_roll_back(server: hps.HPS) -> None:
+def test_a_version_takes_over_and_only_the_one_before_is_kept(server: hps.HPS) -> None:
     for number in ("1", "2"):
         assert server.deploy("ranker", number).version == number
         assert version_of(server) == int(number)
@@ -98,11 +92,7 @@ def test_a_version_takes_over_and_the_one_before_is_kept_for_a_roll_back(server:
     wait_until(lambda: {one.version: one.state for one in server.versions("ranker")}["2"] == "kept", "version 2 is kept")
     assert server.rollback("ranker").version == "2", "back and forth"
     assert version_of(server) == 2
-
-
-def test_a_version_that_is_no_longer_kept_leaves_nothing_in_any_tier(server: hps.HPS) -> None:
-    for number in ("1", "2", "3"):
-        server.deploy("ranker", number)
+    assert server.deploy("ranker").version == "3", "the highest by default"
     wait_until(lambda: not [one for one in server.versions("ranker") if one.state == "retiring"], "nothing retires")
     assert tags(server) <= {"2", "3"}
     assert version_of(server) == 3
@@ -147,47 +137,12 @@ def test_files_that_were_replaced_are_served_beside_the_old_ones_and_found_again
         np.testing.assert_array_equal(vectors, vectors_of(KEYS[100:], 4, 5))
 
 
-def test_a_load_that_fails_leaves_the_old_version_serving(document: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    configuration = document()
-    with hps.HPS(configuration, deploy_models=False) as server:
-        server.deploy("ranker", "1")
-        vectors = tmp_path / "2" / "item.model" / "emb_vector"
-        vectors.write_bytes(vectors.read_bytes()[:-4])
-        with pytest.raises(hps.ModelFileError):
-            server.deploy("ranker", "2")
-        assert server.model("ranker").version == "1"
-        assert version_of(server) == 1
-        write_version(tmp_path, 2)
-        assert server.deploy("ranker", "2").version == "2"
-
-
-def test_two_changes_of_a_model_at_once_are_refused(document: Callable[..., dict[str, Any]]) -> None:
-    with hps.HPS(document(), deploy_models=False) as server:
-        server.deploy("ranker", "1")
-        loading, go_on = threading.Event(), threading.Event()
-
-        class Paused:
-            def start(self, tag: str, rows: int, size_bytes: int) -> None:
-                loading.set()
-                assert go_on.wait(60)
-
-            def advance(self, tag: str, rows: int) -> None: ...
-
-            def finish(self, tag: str) -> None: ...
-
-        with ThreadPoolExecutor(1) as pool:
-            deploying = pool.submit(server.deploy, "ranker", "2", progress=Paused())
-            assert loading.wait(60)
-            try:
-                for change in (lambda: server.deploy("ranker", "3"), lambda: server.undeploy("ranker")):
-                    with pytest.raises(hps.ConflictError, match="deploying it is under way"):
-                        change()
-                assert version_of(server) == 1
-            finally:
-                go_on.set()
-            assert deploying.result(60).version == "2"
-
-
+@pytest.mark.parametrize(
+    "server",
+    [("direct", "hash_map"), ("cached", "hash_map"), ("cached", "rocks_db"), ("static", "rocks_db")],
+    ids="-".join,
+    indirect=True,
+)
 def test_no_lookup_fails_and_none_mixes_versions_while_versions_are_swapped(server: hps.HPS) -> None:
     server.deploy("ranker", "1")
     stop, seen = threading.Event(), set()
@@ -243,15 +198,18 @@ def test_refreshes_bring_the_rows_of_their_own_version_while_versions_are_swappe
     wait_until(lambda: "hps-refresh-ranker" not in [one.name for one in threading.enumerate()], "the timers ended")
 
 
-def test_a_process_that_died_during_a_swap_leaves_nothing_that_stays(document: Callable[..., dict[str, Any]]) -> None:
-    configuration = document()
+@pytest.mark.parametrize(("keep_versions", "left"), [(1, {"3", ""}), (0, {"3"})])
+def test_a_process_that_died_during_a_swap_leaves_nothing_that_stays(
+    document: Callable[..., dict[str, Any]], keep_versions: int, left: set[str]
+) -> None:
+    configuration = document(keep_versions=keep_versions)
     with hps.HPS(configuration, deploy_models=False) as server:
         server.deploy("ranker", "1")
         for database in server._chain.databases:
             database.open_table("hps_et.ranker@2.deadbeef.user", 4)  # as a load does that is killed
             database.open_table("hps_et.ranker@9.user", 4)
     with hps.HPS(configuration) as server:
-        assert tags(server) == {"3", ""}
+        assert tags(server) == left
         assert version_of(server) == 3
 
 
@@ -268,11 +226,6 @@ def test_tables_that_are_not_of_the_configured_model_are_left_alone(document: Ca
             assert foreign in database.tags()
         wait_until(lambda: "hps_et.ranker.user" not in database.tags(), "version 1 is dropped")
         assert foreign in database.tags()
-
-
-def test_there_may_be_nothing_to_go_back_to(document: Callable[..., dict[str, Any]]) -> None:
-    with hps.HPS(document(versions=1)) as server, pytest.raises(hps.ConflictError, match="no version to go back to"):
-        server.rollback("ranker")
 
 
 def test_versions_of_a_repository_are_found_and_a_delta_changes_the_one_before(
@@ -346,8 +299,10 @@ def write_online(server: hps.HPS) -> Callable[[], None]:
     return check
 
 
-@pytest.mark.parametrize("host", ["hash_map", "rocks_db"])
-@pytest.mark.parametrize("back", [lambda server: server.rollback("ranker"), lambda server: server.deploy("ranker", "1")])
+@pytest.mark.parametrize(
+    ("host", "back"),
+    [("hash_map", lambda server: server.rollback("ranker")), ("rocks_db", lambda server: server.deploy("ranker", "1"))],
+)
 def test_a_version_that_was_kept_comes_back_with_what_was_written_to_it_online(
     document: Callable[..., dict[str, Any]], host: str, back: Callable[[hps.HPS], Any]
 ) -> None:
@@ -380,18 +335,10 @@ def test_what_is_kept_goes_first_where_there_is_no_room_beside_it(
         assert server.rollback("ranker").version == "2"
 
 
-def test_tables_that_a_killed_process_left_of_the_first_version_go_too(document: Callable[..., dict[str, Any]]) -> None:
-    configuration = document(keep_versions=0)
-    with hps.HPS(configuration, deploy_models=False) as server:
-        server.deploy("ranker", "1")  # and it dies before version 2 has replaced it
-    with hps.HPS(configuration) as server:
-        assert tags(server) == {"3"}
-
-
-def test_closing_waits_for_lookups_of_a_version_that_was_replaced(server: hps.HPS) -> None:
-    server.deploy("ranker", "1")
+def test_closing_waits_for_lookups_of_a_version_that_was_replaced(document: Callable[..., dict[str, Any]]) -> None:
     segment = PausedSegment(1, KEYS, DIMS["item"])
-    with ThreadPoolExecutor(2) as pool:
+    with hps.HPS(document("direct"), deploy_models=False) as server, ThreadPoolExecutor(2) as pool:
+        server.deploy("ranker", "1")
         running = pool.submit(server.lookup_segments, server.model("ranker"), [segment])
         try:
             assert segment.reached.wait(60)
@@ -424,30 +371,6 @@ def test_a_lookup_that_waits_for_a_workspace_of_a_version_that_retires_is_answer
             finally:
                 segment.go_on.set()
             running.result(60)
-
-
-def test_a_server_that_is_closed_takes_no_version_that_was_being_loaded(document: Callable[..., dict[str, Any]]) -> None:
-    with hps.HPS(document(versions=1)) as server:
-        deployment, live = server.model("ranker"), LiveModels()
-        with live.changing("ranker", "deploying"):
-            live.close(0.0)
-            with pytest.raises(hps.NotReadyError, match="closed"):
-                live.serve(deployment, list, "keep")
-        with pytest.raises(hps.NotReadyError, match="closed"), live.changing("ranker", "deploying"):
-            pass
-
-
-def test_a_version_whose_caches_cannot_be_freed_stands_in_no_ones_way(
-    document: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail() -> None:
-        raise hps.DeviceError("the device failed")
-
-    with hps.HPS(document(), deploy_models=False) as server:
-        for number in ("1", "2"):
-            monkeypatch.setattr(server.deploy("ranker", number).caches[0], "close", fail)
-        server.deploy("ranker", "3")
-        assert version_of(server) == 3
 
 
 def test_a_version_that_was_kept_comes_back_with_other_settings_and_its_writes(

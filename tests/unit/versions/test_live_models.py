@@ -1,14 +1,15 @@
 """The states of versions: what the machine in tests/properties/test_live_models_machine.py does not reach."""
 
+import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 import hps
-from hps.versions.live_models import LiveModels
+from hps.versions.live_models import FIRST_RETRY_S, LONGEST_RETRY_S, LiveModels
 from tests.fakes.clock import Clock
-from tests.fakes.fake_deployment import FakeDeployment, fake
+from tests.fakes.fake_deployment import ENTRY, FakeDeployment, fake
 from tests.servers.running_service import wait_until
 
 
@@ -71,3 +72,55 @@ def test_closing_has_one_deadline_for_changes_and_for_versions_that_retire() -> 
             assert [one.version for one in closing.result(30)] == ["2"]
         finally:
             busy.released.set()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        hps.ModelSourceError("no answer"),
+        hps.ModelFileChangedError("it was replaced"),
+        hps.DatabaseTimeoutError("no answer"),
+        hps.NotReadyError("lookups still run"),
+    ],
+)
+def test_a_failure_that_may_pass_is_tried_again(error: hps.HPSError) -> None:
+    live = LiveModels(clock=Clock(0.0))
+    live.want(ENTRY)
+    live.failed("m", error)
+    assert 0 < live.due()["m"] <= FIRST_RETRY_S
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (hps.ModelFileError("permission denied"), "permission denied"),
+        (hps.DatabaseCorruptError("damaged"), "damaged"),
+        (hps.TableWidthError("it holds vectors of 4 floats"), "it holds vectors of 4 floats"),
+        (hps.DeviceMemoryError("8 GB do not fit"), "8 GB do not fit"),
+        (MemoryError(), "not enough memory"),
+        (ZeroDivisionError("secret detail"), "internal error; the log has the details"),
+    ],
+)
+def test_a_failure_that_stays_is_not_tried_again(error: Exception, cause: str) -> None:
+    live = LiveModels()
+    live.want(ENTRY)
+    live.failed("m", error)
+    [life] = live.models()
+    assert (life.state, life.failure and life.failure.cause, life.retry_in_s, live.due()) == ("failed", cause, None, {})
+
+
+def test_polling_pauses_longer_after_each_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random, "uniform", lambda low, high: high)
+    clock, pauses = Clock(0.0), []
+    live = LiveModels(clock=clock)
+    wanted = (ENTRY, (("1", "files"),))
+    for _ in range(8):
+        live.failed("m", hps.DeviceMemoryError("no room"))
+        started = clock.now
+        while not live.differs("m", wanted):
+            clock.now += FIRST_RETRY_S / 2
+        pauses.append(clock.now - started)
+    assert pauses == [5, 10, 20, 40, 80, 160, LONGEST_RETRY_S, LONGEST_RETRY_S]
+    live.failed("m", hps.DeviceMemoryError("no room"))
+    assert not live.differs("m", wanted)
+    assert live.differs("m", (ENTRY, (("1", "other files"),))), "a change of the files is not delayed"

@@ -295,11 +295,7 @@ def test_a_command_shows_how_far_a_load_is(content: dict[str, Any], gate: Gate) 
         wait_until(lambda: "under way for" in run("models", service.url).stdout, "the change is shown")
         gate.release.set()
         assert deploying.result().exit_code == 0
-    assert served_version(content) == "2"
-
-
-def served_version(content: dict[str, Any]) -> str:
-    return str(content["models"][0]["versions"][0]["version"])
+        assert served(service) == 2
 
 
 REFUSED_COMMANDS = [

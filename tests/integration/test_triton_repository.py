@@ -16,6 +16,7 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 import hps
+from hps.ground.progress import NoProgress
 from hps.versions import deployment as deployment_module
 from hps.versions import live_models
 from tests.servers.running_service import RunningService, document_of, model_of, running_service, wait_until
@@ -285,7 +286,7 @@ def test_a_route_says_which_method_it_takes(explicit: RunningService) -> None:
     assert "expected POST" in response.json()["error"]
 
 
-class Gate:
+class Gate(NoProgress):
     """Holds the loading of a model's tables until it is opened."""
 
     def __init__(self, service: RunningService) -> None:
@@ -295,10 +296,6 @@ class Gate:
     def start(self, tag: str, rows: int, size_bytes: int) -> None:
         self.entered.set()
         assert self.opened.wait(60)
-
-    def advance(self, tag: str, rows: int) -> None: ...
-
-    def finish(self, tag: str) -> None: ...
 
 
 def test_a_load_is_seen_while_it_runs_and_outlives_its_client(explicit: RunningService) -> None:

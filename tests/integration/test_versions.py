@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import hps
+from hps.ground.progress import NoProgress
 from hps.models.writer import write_version as write_version_of
 from hps.types import split_tag
-from tests.integration.test_undeploy import PausedSegment
+from tests.fakes.paused_lookup import PausedSegment, paused_lookup
 from tests.servers.running_service import document_of, model_of, wait_until
 
 DIMS = {"user": 4, "item": 7}
@@ -275,15 +276,11 @@ def test_a_version_that_does_not_fit_is_refused_with_figures_before_a_byte_is_lo
         assert server.model("ranker").version == "1"
 
 
-class Stopped:
+class Stopped(NoProgress):
     """A progress that ends a load with its first rows."""
-
-    def start(self, tag: str, rows: int, size_bytes: int) -> None: ...
 
     def advance(self, tag: str, rows: int) -> None:
         raise InterruptedError(tag)
-
-    def finish(self, tag: str) -> None: ...
 
 
 def write_online(server: hps.HPS) -> Callable[[], None]:
@@ -335,42 +332,99 @@ def test_what_is_kept_goes_first_where_there_is_no_room_beside_it(
         assert server.rollback("ranker").version == "2"
 
 
-def test_closing_waits_for_lookups_of_a_version_that_was_replaced(document: Callable[..., dict[str, Any]]) -> None:
-    segment = PausedSegment(1, KEYS, DIMS["item"])
-    with hps.HPS(document("direct"), deploy_models=False) as server, ThreadPoolExecutor(2) as pool:
-        server.deploy("ranker", "1")
-        running = pool.submit(server.lookup_segments, server.model("ranker"), [segment])
+# -- lookups that outlast their version -------------------------------------------------------------------------------
+
+LEAVING = pytest.mark.parametrize(
+    "server", [*((kind, "hash_map") for kind in KINDS), ("direct", "rocks_db")], ids="-".join, indirect=True
+)
+
+
+def check(segment: PausedSegment) -> None:
+    """Whether the lookup was answered by version 1."""
+    assert segment.found.all(), f"{np.count_nonzero(~segment.found)} of {KEYS.size} keys that exist got the default vector"
+    np.testing.assert_array_equal(segment.out, vectors_of(KEYS, DIMS["item"], 1))
+
+
+@pytest.fixture
+def segment() -> PausedSegment:
+    return PausedSegment(1, KEYS, DIMS["item"])
+
+
+@LEAVING
+def test_undeploy_lets_running_lookups_end_and_frees_the_tables(server: hps.HPS, segment: PausedSegment) -> None:
+    deployment = server.deploy("ranker", "1")
+    tables = deployment.chain.databases[0]
+    assert len(tables.tags()) == len(DIMS)
+    with ThreadPoolExecutor(1) as pool, paused_lookup(server, "ranker", segment) as running:
+        leaving = pool.submit(server.undeploy, "ranker")
+        wait_until(lambda: server.models == (), "the model was out of service")
+        with pytest.raises(hps.NotReadyError):  # of a caller that had found the model before it was undeployed
+            wait_until(lambda: deployment.session(None).lookup([]), "new lookups were refused")
+        segment.go_on.set()
+        running.result(60)
+        leaving.result(60)
+    check(segment)
+    assert tables.kind != "hash_map" or tables.tags() == []
+
+
+@LEAVING
+def test_a_lookup_that_does_not_end_keeps_its_table_and_the_model_its_name(
+    server: hps.HPS, segment: PausedSegment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hps.versions.deployment.DRAIN_S", 0.05)
+    deployment = server.deploy("ranker", "1")
+    with paused_lookup(server, "ranker", segment) as running:
+        server.undeploy("ranker")
+        write_version(tmp_path, 1, content=5)
+        with pytest.raises(hps.NotReadyError, match="still run"):
+            server.deploy("ranker", "1")
+        with pytest.raises((hps.NotReadyError, hps.InvalidInputError)):  # static, without a persistent database
+            deployment.insert(1, KEYS[:1], np.ones((1, 7), np.float32))
+        segment.go_on.set()
+        running.result(60)
+    check(segment)
+
+    def deployed() -> bool:
         try:
-            assert segment.reached.wait(60)
+            server.deploy("ranker", "1")
+        except hps.NotReadyError:
+            return False
+        return True
+
+    wait_until(deployed, "the name was free")
+    assert version_of(server) == 5
+
+
+def test_closing_waits_for_lookups_of_a_version_that_was_replaced(
+    document: Callable[..., dict[str, Any]], segment: PausedSegment
+) -> None:
+    with hps.HPS(document("direct"), deploy_models=False) as server, ThreadPoolExecutor(1) as pool:
+        server.deploy("ranker", "1")
+        with paused_lookup(server, "ranker", segment) as running:
             server.deploy("ranker", "2")
             closing = pool.submit(server.close)
             wait_until(lambda: server.models == (), "the server is being closed")
             assert not closing.done()
-        finally:
             segment.go_on.set()
-        running.result(60)
-        closing.result(60)
-    np.testing.assert_array_equal(segment.out, vectors_of(KEYS, DIMS["item"], 1))
+            running.result(60)
+            closing.result(60)
+    check(segment)
 
 
 def test_a_lookup_that_waits_for_a_workspace_of_a_version_that_retires_is_answered_by_the_next(
-    document: Callable[..., dict[str, Any]],
+    document: Callable[..., dict[str, Any]], segment: PausedSegment
 ) -> None:
     configuration = document(workspace_timeout_s=0.5)
     configuration["models"][0]["num_of_worker_buffer_in_pool"] = 1
-    with hps.HPS(configuration, deploy_models=False) as server:
+    with hps.HPS(configuration, deploy_models=False) as server, ThreadPoolExecutor(1) as pool:
         server.deploy("ranker", "1")
-        segment = PausedSegment(1, KEYS, DIMS["item"])
-        with ThreadPoolExecutor(2) as pool:
-            running = pool.submit(server.lookup_segments, server.model("ranker"), [segment])
-            try:
-                assert segment.reached.wait(60)
-                waiting = pool.submit(server.lookup, [5], "ranker", "user")
-                server.deploy("ranker", "2")
-                np.testing.assert_array_equal(waiting.result(60), vectors_of([5], 4, 2))
-            finally:
-                segment.go_on.set()
-            running.result(60)
+        with paused_lookup(server, "ranker", segment):
+            waiting = pool.submit(server.lookup, [5], "ranker", "user")
+            server.deploy("ranker", "2")
+            np.testing.assert_array_equal(waiting.result(60), vectors_of([5], 4, 2))
+
+
+# -- what was kept ----------------------------------------------------------------------------------------------------
 
 
 def test_a_version_that_was_kept_comes_back_with_other_settings_and_its_writes(

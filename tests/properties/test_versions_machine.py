@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import hps
+from hps.ground.progress import NoProgress
 from tests.servers.running_service import document_of, model_of
 
 DIMS = {"narrow": 1, "wide": 3}
@@ -38,15 +39,11 @@ class Version:
     choices: list[Rows]
 
 
-class Stopped:
+class Stopped(NoProgress):
     """A progress that ends a load with its first rows."""
-
-    def start(self, tag: str, rows: int, size_bytes: int) -> None: ...
 
     def advance(self, tag: str, rows: int) -> None:
         raise InterruptedError(tag)
-
-    def finish(self, tag: str) -> None: ...
 
 
 class VersionsMachine(RuleBasedStateMachine):

@@ -195,10 +195,7 @@ class StatisticsCollector:
 
     def _caches(self, deployment: Deployment, index: int, counters: TableCounters) -> Iterator[TierStatistics]:
         dim = deployment.tables[index].dim
-        for place, session in enumerate(_cached(deployment)):
-            cache = session.cache
-            if cache is None:
-                continue
+        for place, cache in enumerate(deployment.caches):
             stats, age = self._cache_stats(cache, index)
             vector_bytes = None if stats is None else min(stats.size_bytes, 4 * dim * stats.capacity_rows)
             yield TierStatistics(
@@ -256,7 +253,7 @@ class StatisticsCollector:
         by_device: dict[str, list[EmbeddingCache]] = {}
         pinned: dict[str, int] = {}
         for deployment in deployments:
-            for session in _cached(deployment):
+            for session in dict.fromkeys(deployment.sessions.values()):
                 if session.cache is not None:
                     device = _device(session.cache)
                     by_device.setdefault(device, []).append(session.cache)
@@ -281,11 +278,6 @@ def resident_bytes() -> int:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
-
-
-def _cached(deployment: Deployment) -> list[Session]:
-    """Return each session that has a cache, once."""
-    return [one for one in dict.fromkeys(deployment.sessions.values()) if one.cache is not None]
 
 
 def _pinned_bytes(deployment: Deployment, session: Session) -> int:

@@ -392,17 +392,22 @@ def choose_cache(device: str) -> type[EmbeddingCache]:
     Raises:
         DeviceError, MissingDependencyError: `cuda` is configured and not available.
     """
-    if device != "auto":
-        return _cache_class(device)
+    if device == "auto":
+        reason = why_unavailable("cuda")
+        device = "cpu" if reason else "cuda"
+        if reason:
+            _log.warning("device auto: serving from the CPU with the NumPy cache (%s)", reason)
+    chosen: type[EmbeddingCache] = implementation("cache", device)
+    return chosen
+
+
+def why_unavailable(device: str) -> str | None:
+    """Return why the cache of a device cannot be used here; None if it can."""
     try:
-        cuda = _cache_class("cuda")
-        reason = cuda.unavailable_reason()
+        reason: str | None = implementation("cache", device).unavailable_reason()
     except ImportError as error:
         reason = str(error)
-    if reason is None:
-        return cuda
-    _log.warning("device auto: serving from the CPU with the NumPy cache (%s)", reason)
-    return _cache_class("cpu")
+    return reason
 
 
 def deploy(
@@ -636,11 +641,6 @@ def _resident(targets: LoadTargets, metrics: Metrics) -> tuple[DatabaseChain, Lo
     keep = tuple(database for database in targets.keep if database.persistent)
     chain = DatabaseChain(resident, next(iter(load + keep), None), metrics=metrics)
     return chain, replace(targets, load=(resident, *load), keep=keep, initial_cache_rate=1.0)
-
-
-def _cache_class(device: str) -> type[EmbeddingCache]:
-    found: type[EmbeddingCache] = implementation("cache", device)
-    return found
 
 
 def open_databases(configuration: Configuration, metrics: Metrics) -> tuple[DatabaseChain, LoadTargets]:

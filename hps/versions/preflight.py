@@ -17,7 +17,7 @@ from hps.models.sources import ModelSources
 from hps.registry import implementation
 from hps.statistics.metrics import Metrics
 from hps.types import CheckResult, TableSpec
-from hps.versions.deployment import cache_capacities
+from hps.versions.deployment import cache_capacities, why_unavailable
 from hps.versions.live_updates import LiveUpdates, topic_of
 
 
@@ -91,16 +91,14 @@ def _listed(place: str, sources: ModelSources) -> list[CheckResult]:
 
 
 def _device(configuration: Configuration, tables: Mapping[TableSpec, tuple[int, int]]) -> list[CheckResult]:
-    device, cache = configuration.device, None
-    try:
-        cache = implementation("cache", "cuda" if device == "auto" else device)
-        reason = cache.unavailable_reason()
-    except ImportError as error:
-        reason = str(error)
+    device = configuration.device
+    name = "cuda" if device == "auto" else device
+    reason = why_unavailable(name)
     if reason and device == "auto":
         return [CheckResult("warning", "device", f"auto is cpu here ({reason}); write cpu, or see to the GPU")]
-    if reason or cache is None:
+    if reason:
         return [CheckResult("wrong", "device", f"{device} cannot be used: {reason}; write auto or cpu, or see to it")]
+    cache = implementation("cache", name)
     return _room(configuration, tables, cache) or [CheckResult("good", "device", f"{cache.device} can be used")]
 
 

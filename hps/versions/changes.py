@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hps.errors import HPSError
-from hps.ground.progress import FailureProgress, Progress, TableProgress
+from hps.ground.progress import FailureProgress, NoProgress, Progress, TableProgress
 from hps.types import split_tag
 
 LoadState = Literal["waiting", "loading", "done", "failed"]
@@ -55,7 +55,7 @@ class Change:
     status: int | None = None
     since: float = field(default_factory=time.time)
     thread: threading.Thread | None = None
-    listener: Progress | None = None
+    listener: Progress = field(default_factory=NoProgress)
 
     def __post_init__(self) -> None:
         self._started = self.clock()
@@ -78,8 +78,7 @@ class Change:
 
     def start(self, tag: str, rows: int, size_bytes: int) -> None:
         """Begin reading a table. Earlier tables are done, read or not."""
-        if self.listener is not None:
-            self.listener.start(tag, rows, size_bytes)
+        self.listener.start(tag, rows, size_bytes)
         with self._lock:
             table = self.tables.setdefault(name := _table_of(tag), LoadingTable(name))
             for other in self.tables.values():
@@ -90,15 +89,13 @@ class Change:
 
     def advance(self, tag: str, rows: int) -> None:
         """Report rows written to the databases."""
-        if self.listener is not None:
-            self.listener.advance(tag, rows)
+        self.listener.advance(tag, rows)
         if (table := self.tables.get(_table_of(tag))) is not None and table.load is not None:
             table.load.advance(rows)
 
     def finish(self, tag: str) -> None:
         """Report that all rows of a table are in the databases."""
-        if self.listener is not None:
-            self.listener.finish(tag)
+        self.listener.finish(tag)
         with self._lock:
             if (table := self.tables.get(_table_of(tag))) is not None:
                 table.state = "done"

@@ -33,7 +33,7 @@ from hps.errors import (
     UnknownTableError,
     UnknownVersionError,
 )
-from hps.ground.progress import Progress
+from hps.ground.progress import NoProgress, Progress
 from hps.ground.workers import call_in_thread
 from hps.statistics.metrics import TIERS
 from hps.versions.changes import Change, LoadingTable, cause_of
@@ -379,7 +379,7 @@ class LiveModels:
                 change, ends_it, begun.thread = begun, False, None
             else:
                 change, ends_it = self.begin(name, doing), True
-        change.listener = progress
+        change.listener = progress or NoProgress()
         try:
             with self._changed:
                 model = self._models[name]

@@ -326,28 +326,6 @@ def test_broken_model_files_leave_nothing_open(configuration, tmp_path):
         assert server.models == ("ranker",)
 
 
-def test_undeployed_model_is_unknown_and_can_be_deployed_again(server):
-    model = server.config.models[0]
-    server.undeploy("ranker")
-    with pytest.raises(hps.UnknownModelError):
-        server.lookup([1], "ranker", 0)
-    server.deploy(model)
-    np.testing.assert_array_equal(server.lookup([1], "ranker", 0), vectors_of([1], 4))
-    serving = server.model("ranker")
-    assert server.deploy(model) is serving, "its files have not changed"
-
-
-def test_a_smaller_model_of_the_same_name_has_nothing_of_the_older_one(configuration, tmp_path):
-    del configuration["persistent_db"]
-    with hps.HPS(configuration) as server:
-        server.undeploy("ranker")
-        write_models(tmp_path, np.arange(5))
-        server.deploy(server.config.models[0])
-        vectors, found = server.lookup([4, 5], "ranker", "item", return_found=True)
-        assert found.tolist() == [True, False]
-        np.testing.assert_array_equal(vectors[1], np.float32(-2))
-
-
 class LoadsOneTable(NoProgress):
     """A progress that ends the load of the second table."""
 

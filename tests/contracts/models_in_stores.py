@@ -122,12 +122,7 @@ class ModelsInStores:
         ("files", "message"),
         [
             ({}, r"there is no such directory; \w+ a directory with the files key and emb_vector"),
-            ({"key": 16}, "emb_vector not found; it holds key; "),
-            ({"emb_vector": 64}, "key not found; it holds emb_vector; "),
-            ({"other": 1}, "key and emb_vector not found; it holds other"),
-            ({"key": 16, "emb_vector": 128}, r"got 128 bytes, \w+ 64.*embedding_vecsize_per_table 16"),
             ({"key/0": 16, "emb_vector": 64}, "it is a directory"),
-            ({"key": 16, "emb_vector/part": 64}, "it is a directory"),
             ({"": 1}, r"it is an? (object|file), expected a directory"),
         ],
     )

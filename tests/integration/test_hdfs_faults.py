@@ -17,7 +17,7 @@ import pytest
 
 from hps.configuration.tiers import ModelSourceConfig
 from hps.databases.hash_map.database import HashMapDatabase
-from hps.errors import ModelFileChangedError, ModelFileError, ModelFileNotFoundError, ModelSourceError
+from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
 from hps.filesystems.base import FileWriter
 from hps.filesystems.hdfs import HdfsFileSystem
 from hps.models.files import open_sparse_model
@@ -101,24 +101,6 @@ class TestModelsInHdfs(ModelsInStores):
     @pytest.fixture
     def sources(self) -> ModelSources:
         return ModelSources(PATIENT)
-
-
-def test_an_empty_directory_is_no_model(cluster: HdfsCluster, root: str) -> None:
-    cluster.mkdir(f"{root}/item")
-    with pytest.raises(ModelFileNotFoundError, match=f"{root}/item.*it holds nothing"):
-        open_sparse_model(f"{root}/item", DIM)
-
-
-def test_a_model_that_is_replaced_by_one_of_the_same_size_while_it_is_loaded_is_refused(
-    cluster: HdfsCluster, own_model: str
-) -> None:
-    opened = open_sparse_model(own_model, DIM)
-    with closing(read_ahead(opened, [(start, start + 1000) for start in range(0, ROWS, 1000)])) as chunks:
-        next(chunks)
-        cluster.put(f"{own_model}/emb_vector", VECTORS[::-1].tobytes())
-        with pytest.raises(ModelFileChangedError, match=f"{own_model}/emb_vector: it changed while it was being read"):
-            check(chunks)
-    assert open_sparse_model(own_model, DIM).fingerprint != opened.fingerprint
 
 
 def check(chunks: Iterable[tuple[int, KeyArray, FloatArray]]) -> list[int]:

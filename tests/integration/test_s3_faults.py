@@ -163,6 +163,7 @@ def test_a_refusal_is_told_by_every_operation_at_once(
         ),
         (refusal(301, "PermanentRedirect"), "is in another region.*AWS_DEFAULT_REGION"),
         (refusal(400, "IllegalLocationConstraintException"), "is in another region.*AWS_DEFAULT_REGION"),
+        (always(Answer(403)), "not allowed .*s3:ListBucket .*an object that is not there"),
         (refusal(418, "Teapot"), r"refused \(HTTP 418 Teapot: What Teapot says\.\)"),
     ],
     ids=lambda value: "" if callable(value) else value[:24],
@@ -184,12 +185,6 @@ def test_a_wrong_region_in_the_address_is_named(proxy: MisbehavingProxy, patient
     with pytest.raises(ModelFileError, match=rf"{address}: .*in region eu-central-1, .*name it in the address"):
         patient.status(address)
     assert any("/us-west-2/s3/" in request.headers["Authorization"] for request in proxy.requests)
-
-
-def test_a_refusal_that_says_nothing_tells_what_it_may_mean(proxy: MisbehavingProxy, patient: S3FileSystem, file: str) -> None:
-    proxy.rule = always(Answer(403))
-    with pytest.raises(ModelFileError, match=rf"opening {file}: not allowed .*s3:ListBucket .*an object that is not there"):
-        patient.status(file)
 
 
 def test_what_is_no_s3_is_an_error(proxy: MisbehavingProxy, patient: S3FileSystem, file: str) -> None:

@@ -257,19 +257,6 @@ def test_what_hdfs_refuses_is_named_with_its_cure(error: Exception, kind: type[M
     assert "\\tat" not in str(failure)
 
 
-def test_what_may_not_pass_is_asked_once() -> None:
-    asked = []
-
-    def ask(_client: object) -> None:
-        asked.append(1)
-        raise RuntimeError(f'RPCError("{_HADOOP}.security.AccessControlException", "Permission denied")')
-
-    connections = hdfs_connections.HdfsConnections(ModelSourceConfig(max_attempts=3))
-    with pytest.raises(ModelFileError, match="Permission denied"):
-        connections.ask("opening", hdfs_address("hdfs://127.0.0.1:1/key", "opening"), ask)
-    assert len(asked) == 1
-
-
 def test_a_panic_of_the_library_is_an_error_of_ours() -> None:
     def ask(_client: object) -> None:
         raise BaseException("a panic of Rust's")

@@ -7,7 +7,6 @@ import pytest
 from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelFileNotFoundError
 from hps.filesystems.s3 import S3FileSystem, part_bytes
-from tests.contracts.filesystem_contract import noise
 from tests.contracts.object_store_contract import ObjectStoreContract
 from tests.servers.s3_server import S3Server, know_only_moto, s3_server
 
@@ -73,16 +72,6 @@ def test_what_is_in_no_bucket_cannot_be_removed(filesystem: S3FileSystem) -> Non
 
 
 # -- writing -------------------------------------------------------------------------------------------------------
-
-
-def test_a_long_file_is_sent_in_parts_and_an_abort_leaves_none(server: S3Server, filesystem: S3FileSystem, bucket: str) -> None:
-    writer = filesystem.create(f"s3://{bucket}/file")
-    writer.write(memoryview(noise(9_000_000)))
-    uploads = server.client.list_multipart_uploads(Bucket=bucket)["Uploads"]
-    assert [upload["Key"] for upload in uploads] == ["file"]
-    writer.abort()
-    assert "Uploads" not in server.client.list_multipart_uploads(Bucket=bucket)
-    assert filesystem.list(f"s3://{bucket}") == []
 
 
 def test_parts_grow_so_that_ten_thousand_hold_five_terabytes() -> None:

@@ -4,7 +4,7 @@ import logging
 import queue
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -162,18 +162,17 @@ class GcsFileSystem(ObjectStore):
             raise ModelSourceError(f"opening {address.uri}: got an answer that is not one of Google Cloud Storage")
         return FileStatus(blob.size, str(blob.generation))
 
-    def _page(self, address: ObjectAddress, most: int, token: str) -> tuple[list[str], str]:
+    def _pages(self, address: ObjectAddress, most: int) -> Iterator[list[str]]:
         found = self.client.list_blobs(
             address.bucket,
             prefix=address.prefix,
             delimiter="/",
             page_size=most,
-            page_token=token or None,
             fields="items(name),prefixes,nextPageToken",
             **self._once,
         )
-        names = [blob.name for blob in next(found.pages, ())]
-        return names + sorted(found.prefixes), found.next_page_token or ""
+        for page in found.pages:
+            yield [*(blob.name for blob in page), *found.prefixes]
 
     def _range(self, address: ObjectAddress, offset: int, end: int, version: str, target: ReadTarget) -> str:
         blob = self.blob(address)

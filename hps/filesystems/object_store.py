@@ -3,7 +3,7 @@
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
@@ -93,8 +93,8 @@ class ObjectStore(FileSystem):
         """Return the status of an object; None if it does not exist."""
 
     @abstractmethod
-    def _page(self, address: ObjectAddress, most: int, token: str) -> tuple[list[str], str]:
-        """Return a page of keys and prefixes directly below an address, and the token of the next page, if any."""
+    def _pages(self, address: ObjectAddress, most: int) -> Iterator[list[str]]:
+        """Yield the keys and prefixes directly below an address, at most `most` of each page; prefixes may be repeated."""
 
     @abstractmethod
     def _range(self, address: ObjectAddress, offset: int, end: int, version: str, target: ReadTarget) -> str:
@@ -173,8 +173,7 @@ class ObjectStore(FileSystem):
         raise ModelFileNotFoundError(f"{doing} {address.uri}: there is no such object in bucket {address.bucket!r}")
 
     def _is_directory(self, address: ObjectAddress) -> bool:
-        found, _ = self._page(address, 1, "")
-        return bool(found) or not address.key
+        return bool(next(self._pages(address, 1), [])) or not address.key
 
     def _names(self, path: str) -> set[str]:
         address = self._address(path)
@@ -183,16 +182,12 @@ class ObjectStore(FileSystem):
     def _list(self, address: ObjectAddress) -> set[str]:
         """List the names directly below an address; those of prefixes end with a slash."""
         found: set[str] = set()
-        token = ""
-        for _ in range(_MOST_PAGES):
-            page, token = self._page(address, _PAGE_NAMES, token)
+        for number, page in enumerate(self._pages(address, _PAGE_NAMES)):
+            if number == _MOST_PAGES:
+                raise ModelFileError(
+                    f"listing {address.uri}: it holds more than {len(found)} names, expected the directory of a model"
+                )
             found.update(name.removeprefix(address.prefix) for name in page)
-            if not token:
-                break
-        else:
-            raise ModelFileError(
-                f"listing {address.uri}: it holds more than {len(found)} names, expected the directory of a model"
-            )
         if found or not address.key:
             return {name for name in found if name.rstrip("/")}  # some tools create an empty object for a directory
         if self._find(address) is not None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from typing import Any
 from urllib.parse import unquote
@@ -148,16 +149,13 @@ class S3FileSystem(ObjectStore):
             )
         return FileStatus(head["ContentLength"], head["ETag"])
 
-    def _page(self, address: ObjectAddress, most: int, token: str) -> tuple[list[str], str]:
-        query: dict[str, Any] = {"Prefix": address.prefix, "Delimiter": "/", "MaxKeys": most}
-        if token:
-            query["ContinuationToken"] = token
-        page = self.client(address).list_objects_v2(Bucket=address.bucket, **query)
-        if "IsTruncated" not in page:  # S3 always sends it; botocore takes an empty body for an empty page
-            raise ModelSourceError(f"listing {address.uri}: S3 answered with an empty page; try again")
-        keys = [entry["Key"] for entry in page.get("Contents", ())]
-        prefixes = [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
-        return keys + prefixes, page.get("NextContinuationToken", "")
+    def _pages(self, address: ObjectAddress, most: int) -> Iterator[list[str]]:
+        pages = self.client(address).get_paginator("list_objects_v2")
+        for page in pages.paginate(Bucket=address.bucket, Prefix=address.prefix, Delimiter="/", MaxKeys=most):
+            if "IsTruncated" not in page:  # S3 always sends it; botocore takes an empty body for an empty page
+                raise ModelSourceError(f"listing {address.uri}: S3 answered with an empty page; try again")
+            keys = [entry["Key"] for entry in page.get("Contents", ())]
+            yield keys + [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
 
     def _range(self, address: ObjectAddress, offset: int, end: int, version: str, target: ReadTarget) -> str:
         query = {"Range": f"bytes={offset}-{end - 1}"} | ({"IfMatch": version} if version else {})

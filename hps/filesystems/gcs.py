@@ -38,9 +38,11 @@ from hps.ground.workers import call_in_thread
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+_thread = threading.local()  # `target`: what this thread reads into; `cancel`: ends the upload that it has begun
 
 _SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
 _CONNECTIONS = 64  # kept connections; several tables may be loaded at a time
+_RECEIVE_BYTES = 1 << 18  # at a time: 4 MB at once were a fifth slower
 _PART_BYTES = 8 << 20  # a multiple of 256 KiB, as the service requires
 
 _FORMS = "gs://bucket/object or https://storage.googleapis.com/bucket/object"
@@ -176,6 +178,7 @@ class GcsFileSystem(ObjectStore):
 
     def _range(self, address: ObjectAddress, offset: int, end: int, version: str, target: ReadTarget) -> str:
         blob = self.blob(address)
+        _thread.target = target
         try:
             blob.download_to_file(
                 target,
@@ -183,7 +186,6 @@ class GcsFileSystem(ObjectStore):
                 end=end - 1,
                 if_generation_match=int(version) if version else None,
                 raw_download=True,
-                single_shot_download=True,
                 checksum=None,
                 **self._once,
             )
@@ -202,28 +204,38 @@ def storage_client(endpoint: str, credentials: Any = None) -> Client:
     # A refused token is renewed once, which needs credentials.
     renewal: dict[str, Any] = {"max_refresh_attempts": 1} if credentials else {"refresh_status_codes": ()}
     session: Any = AuthorizedSession(credentials or AnonymousCredentials(), **renewal)
-    session.auth = lambda request: request  # otherwise a password of ~/.netrc replaces the token
+    # The environment (proxies, certificates) is read once, not for each request, and ~/.netrc never: its password would replace
+    # the token.
+    environment = session.merge_environment_settings(endpoint, {}, None, None, None)
+    session.proxies, session.verify, session.trust_env = environment["proxies"], environment["verify"], False
     session.max_redirects = 0
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(pool_maxsize=_CONNECTIONS))
-    session.hooks["response"] += [_check_range, partial(_keep_upload, session)]
+    session.hooks["response"] += [_receive, partial(_keep_upload, session)]
     # `_http` is documented, but may change: pyproject.toml limits the version. Without it the client makes its own session,
     # which lacks these settings.
     options = {"api_endpoint": endpoint, "universe_domain": session.credentials.universe_domain}
     return Client(project=None, credentials=session.credentials, client_options=options, _http=session)
 
 
-_thread = threading.local()  # `cancel`: ends the resumable upload that this thread has begun
+def _receive(answer: requests.Response, **_: Any) -> None:
+    """Check the range of an answer, and copy its body: the library does not check, and reads 8 KB at a time, or all at once.
 
-
-def _check_range(answer: requests.Response, **_: Any) -> None:
-    """Raise if an answer holds other bytes than those asked for, which the library does not check."""
+    Raises:
+        InvalidHeader: it has other bytes than those that were asked for.
+    """
     asked = re.fullmatch(r"bytes=(\d+)-(\d+)", str(answer.request.headers.get("Range", "")))
-    if asked and answer.status_code in (200, 206):
+    if not asked or answer.status_code not in (200, 206):
+        return
+    try:
         length = int(answer.headers.get("Content-Length", 0))
         if why := range_mismatch(answer.headers.get("Content-Range", ""), length, int(asked[1]), int(asked[2]) + 1):
-            answer.close()
             raise requests.exceptions.InvalidHeader(why)
+        for piece in answer.raw.stream(_RECEIVE_BYTES, decode_content=False):
+            _thread.target.write(piece)
+    except BaseException:
+        answer.close()
+        raise
 
 
 def _keep_upload(session: requests.Session, answer: requests.Response, **_: Any) -> None:

@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -73,6 +74,16 @@ _NEEDS = {
     "openssl": lambda: _program_missing("openssl"),
     "promtool": lambda: _program_missing("promtool"),
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile the kernels once, half of them in each of two processes, before each worker of a parallel run compiles all."""
+    if config.getoption("numprocesses", None):
+        code = "import hps.{}, hps.ground.numba_kernels as kernels; kernels.compile_kernels()"
+        halves = ("databases.hash_map.database", "cache.cpu.cache, hps.databases.redis.database")
+        compilers = [subprocess.Popen([sys.executable, "-c", code.format(half)], cwd=config.rootpath) for half in halves]
+        for compiler in compilers:
+            compiler.wait()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,7 +15,7 @@ from hps.planning.power_law import fitted_alpha, power_law_trace
 from hps.statistics.key_traces import KeyTrace, sample_hashes
 from hps.types import TableSpec
 
-ROWS, KEYS, BATCH = 200_000, 3_000_000, 1000
+ROWS, KEYS, BATCH = 200_000, 1_500_000, 1000
 SHARES = (0.01, 0.05, 0.1, 0.2, 0.5)
 TABLE = TableSpec("m", "t", 4, 0.0, BATCH)
 

@@ -1,6 +1,7 @@
 """The life of the service: loading, ready, failed, stopped; in this process and as `hps serve`."""
 
 import json
+import logging
 import os
 import re
 import shlex
@@ -135,17 +136,6 @@ def said(log, pattern):
     return re.search(pattern, log.read_text())
 
 
-def test_serve_prints_a_curl_that_answers_and_ends_with_0_on_sigterm(document, serve):
-    process, log = serve(document)
-    command = shlex.split(said(log, r"try: (curl .*)")[1])
-    url, body = command[2], command[command.index("-d") + 1]
-    answer = httpx.post(url, content=body)
-    assert answer.json() == {"tables": {"item": [[1, 1, 1], [2, 2, 2], [3, 3, 3]]}}
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(EXIT_S) == 0
-    assert "Traceback" not in log.read_text()
-
-
 def test_serve_ends_on_an_interrupt_without_draining(document, serve):
     document["service"]["drain_s"] = 3600
     process, log = serve(document)
@@ -156,11 +146,13 @@ def test_serve_ends_on_an_interrupt_without_draining(document, serve):
 
 
 @pytest.mark.parametrize("drain_s", [0.2, 3600])
-def test_serve_logs_each_step_of_its_end(document, serve, drain_s):
+def test_serve_prints_a_curl_that_answers_and_logs_each_step_of_its_end(document, serve, drain_s):
     document["service"]["drain_s"] = drain_s
     process, log = serve(document)
     url = said(log, r"listening on (\S+);")[1]
-    said(log, "ready; try")
+    command = shlex.split(said(log, r"try: (curl .*)")[1])
+    answer = httpx.post(command[2], content=command[command.index("-d") + 1])
+    assert answer.json() == {"tables": {"item": [[1, 1, 1], [2, 2, 2], [3, 3, 3]]}}
     process.send_signal(signal.SIGTERM)
     said(log, f"SIGTERM: not ready from now on; requests are answered for {drain_s:g} s more")
     if drain_s == 3600:
@@ -171,6 +163,7 @@ def test_serve_logs_each_step_of_its_end(document, serve, drain_s):
     found = [re.search(f"INFO hps.service.*: {step}", log.read_text()) for step in steps]
     assert all(found), log.read_text()
     assert sorted(found, key=lambda one: one.start()) == found
+    assert "Traceback" not in log.read_text()
 
 
 def test_serve_fails_when_a_model_cannot_be_loaded(document, serve):
@@ -212,28 +205,25 @@ def test_ipv6_is_listened_on_where_it_is_there():
 
 
 @pytest.fixture
-def edit(document, tmp_path, serve):
+def edit(document, tmp_path, caplog):
     """Serve, then change the document and have it read again: `edit(change, says)` waits for the log to say that."""
     for name, dim in (("a", 2), ("b", 2)):
         keys = np.arange(10, dtype=np.int64)
         hps.write_sparse_model(tmp_path / name, (keys, np.repeat(keys.astype(np.float32)[:, None], dim, axis=1)))
-    process, log = serve(document)
-    url = said(log, r"listening on (\S+);")[1]
-    said(log, "ready; try")
+    path = tmp_path / "ps.json"
+    caplog.set_level(logging.INFO)
+    with running_service(document) as service:
 
-    def edit(change, *says):
-        before = len(log.read_text())
-        change(document)
-        (tmp_path / "ps.json").write_text(json.dumps(document))
-        process.send_signal(signal.SIGHUP)
-        wait_until(lambda: all(re.search(one, log.read_text()[before:]) for one in says), f"the log says {says}")
-        return log.read_text()[before:]
+        def edit(change, *says):
+            before = len(caplog.text)
+            change(document)
+            path.write_text(json.dumps(document))
+            service.server.reload(path)
+            wait_until(lambda: all(re.search(one, caplog.text[before:]) for one in says), f"the log says {says}")
+            return caplog.text[before:]
 
-    with httpx.Client(base_url=url) as client:
-        yield edit, client
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(EXIT_S) == 0
-    assert "Traceback" not in log.read_text()
+        yield edit, service.client
+    assert not [record for record in caplog.get_records("call") if record.exc_info]
 
 
 def test_tokens_limits_and_the_log_level_change_while_it_serves(edit):
@@ -329,16 +319,29 @@ def test_lines_are_json_from_the_first_one_on_and_notices_are_among_them(documen
     assert all(line.keys() >= {"time", "level", "logger", "message"} for line in lines)
 
 
-def test_the_format_changes_while_it_serves_unless_the_command_line_says_it(edit):
-    edit, client = edit
-    said = edit(
-        lambda document: document["service"].update(log_format="json", access_log_per_s=3),
-        '"changed: service.log_format is json',
-    )
-    assert all(json.loads(line) for line in said.splitlines())
-    edit(lambda _: client.get("/v2", headers={"X-Request-Id": "abc"}), '"request_id": "abc"')
-    edit(lambda document: document["service"].update(log_format="text"), "INFO .*log_format is text, was json")
-    edit(lambda _: client.get("/v2", headers={"X-Request-Id": "def"}), "INFO .*request_id=def")
+def test_the_format_changes_while_it_serves_unless_the_command_line_says_it(document, serve, tmp_path):
+    process, log = serve(document)
+    url = said(log, r"listening on (\S+);")[1]
+    said(log, "ready; try")
+
+    def read_again(says, **service):
+        before = len(log.read_text())
+        document["service"] |= service
+        (tmp_path / "ps.json").write_text(json.dumps(document))
+        process.send_signal(signal.SIGHUP)
+        wait_until(lambda: re.search(says, log.read_text()[before:]), f"the log says {says}")
+        return log.read_text()[before:]
+
+    lines = read_again('"changed: service.log_format is json', log_format="json", access_log_per_s=3)
+    assert all(json.loads(line) for line in lines.splitlines())
+    httpx.get(f"{url}/v2", headers={"X-Request-Id": "abc"})
+    said(log, '"request_id": "abc"')
+    read_again("INFO .*log_format is text, was json", log_format="text")
+    httpx.get(f"{url}/v2", headers={"X-Request-Id": "def"})
+    said(log, "INFO .*request_id=def")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(EXIT_S) == 0
+    assert "Traceback" not in log.read_text()
 
 
 def test_the_log_level_of_the_command_line_stays(document, serve, tmp_path):

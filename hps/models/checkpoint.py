@@ -9,10 +9,9 @@ from functools import reduce
 import numpy as np
 
 from hps.errors import InvalidInputError, ModelFileError, ModelFileNotFoundError
-from hps.filesystems.base import changed
 from hps.filesystems.local import LocalFileSystem, local_path
 from hps.models.discovery import name_of, natural
-from hps.models.files import rows_of_a_chunk
+from hps.models.files import open_file, rows_of_a_chunk
 from hps.models.formats.base import ArrayInfo
 from hps.models.formats.conversion import to_keys, to_vectors
 from hps.models.formats.selection import Selection, select
@@ -55,14 +54,13 @@ class Checkpoint:
         files = [file for file in held if _format(file) == kind] or held
         if kind == "npy" and keys is not None and keys.endswith(".npy") and path in files:
             files.append(keys)
-        self._versions = {file: _FILES.status(file).version for file in files}
+        self._files = [open_file(_FILES, file, {}) for file in files]
         self.arrays = implementation("format", kind)(path, files)
 
     def verify(self) -> None:
         """Refuse files that changed since they were opened."""
-        for path, version in self._versions.items():
-            if (now := _FILES.status(path).version) != version:
-                raise changed(path, version, now)
+        for file in self._files:
+            file.verify()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,16 +20,8 @@ import numpy as np
 
 from hps.databases.base import Database
 from hps.errors import ModelFileError
-from hps.filesystems.base import FileSystem
 from hps.ground.key_sets import KeySet
-from hps.models.files import (
-    CHUNK_BYTES,
-    SparseModel,
-    check_crc32,
-    checked_status,
-    joint_fingerprint,
-    open_sparse_model,
-)
+from hps.models.files import OpenedFile, SparseModel, joint_fingerprint, open_file, open_sparse_model
 from hps.models.manifest import FileCheck, within
 from hps.models.read_ahead import whole_rows
 from hps.models.sources import ModelSources
@@ -83,41 +75,11 @@ class TableSource:
 
 
 @dataclass(frozen=True, slots=True)
-class DeletedKeys:
-    """The file `deleted` of a delta. *Immutable, thread-safe.*"""
-
-    path: str
-    version: str
-    rows: int
-    crc32: str
-    filesystem: FileSystem = field(repr=False)
-
-    def add_to(self, keys: KeySet) -> str:
-        """Add the keys to a set, and return their checksum.
-
-        Raises:
-            ModelFileError: the file changed, cannot be read, or is not the one that was written.
-        """
-        buffer, crc = np.empty(max(1, min(self.rows, CHUNK_BYTES // 8)), np.int64), 0
-        for start in range(0, self.rows, buffer.size):
-            chunk = buffer[: min(buffer.size, self.rows - start)]
-            self.filesystem.read_into(self.path, 8 * start, chunk.data.cast("B"), self.version)
-            crc = zlib.crc32(chunk.data.cast("B"), crc)
-            keys.add(chunk)
-        check_crc32(self.path, self.crc32, f"{crc:08x}")
-        return f"{crc:08x}"
-
-    def may_change_unseen(self) -> bool:
-        """As `SparseModel.may_change_unseen`."""
-        return self.filesystem.is_local and self.filesystem.may_change_unseen(self.path, self.version)
-
-
-@dataclass(frozen=True, slots=True)
 class Delta:
     """The changes of one version to a table. *Immutable, thread-safe.*"""
 
     changed: SparseModel
-    deleted: DeletedKeys | None
+    deleted: OpenedFile | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +129,7 @@ class DeltaModel:
         return self.base.chunk_rows
 
     def may_change_unseen(self) -> bool:
-        """As `SparseModel.may_change_unseen`, of any file."""
+        """As `OpenedFile.may_change_unseen`, of any file."""
         files = (self.base, *(one for delta in self.deltas for one in (delta.changed, delta.deleted) if one))
         return any(one.may_change_unseen() for one in files)
 
@@ -288,10 +250,16 @@ def first_rows(chunks: Chunks, rows: int) -> Chunks:
 
 def _touched(delta: Delta) -> tuple[KeySet, str]:
     """Read the keys that a delta changes or deletes, and the checksum of the deleted ones."""
-    keys = KeySet(delta.changed.rows + (delta.deleted.rows if delta.deleted else 0))
-    for _, chunk in delta.changed.key_chunks():
+    deleted, crc = delta.deleted, 0
+    keys = KeySet(delta.changed.rows + (deleted.size_bytes // 8 if deleted else 0))
+    for _, chunk in delta.changed.keys.key_chunks():
         keys.add(chunk)
-    return keys, delta.deleted.add_to(keys) if delta.deleted else 8 * "0"
+    for _, chunk in deleted.key_chunks() if deleted else ():
+        keys.add(chunk)
+        crc = zlib.crc32(chunk.data.cast("B"), crc)
+    if deleted:
+        deleted.check_content(f"{crc:08x}")
+    return keys, f"{crc:08x}"
 
 
 def _without(touched: Sequence[KeySet], chunks: Iterator[tuple[KeyArray, FloatArray]]) -> Iterator[tuple[KeyArray, FloatArray]]:
@@ -306,16 +274,15 @@ def _without(touched: Sequence[KeySet], chunks: Iterator[tuple[KeyArray, FloatAr
             yield keys[~gone], vectors[~gone]
 
 
-def _open_deleted(source: TableSource, sources: ModelSources) -> DeletedKeys | None:
+def _open_deleted(source: TableSource, sources: ModelSources) -> OpenedFile | None:
     filesystem, place = sources.locate(source.place)
     path = within(place, "deleted")
     if "deleted" not in source.checks and not filesystem.exists(path):
         return None
-    status = checked_status(filesystem, path, source.checks)
-    if status.size_bytes % 8:
-        raise ModelFileError(f"opening {path}: got {status.size_bytes} bytes, expected 8 (an int64) for every key")
-    crc32 = source.checks["deleted"].crc32 if "deleted" in source.checks else ""
-    return DeletedKeys(path, status.version, status.size_bytes // 8, crc32, filesystem)
+    file = open_file(filesystem, path, source.checks)
+    if file.size_bytes % 8:
+        raise ModelFileError(f"opening {path}: got {file.size_bytes} bytes, expected 8 (an int64) for every key")
+    return file
 
 
 def _digest(*parts: str) -> str:

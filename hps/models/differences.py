@@ -93,7 +93,10 @@ def _digests_by_key(model: SparseModel, seed: np.uint64) -> tuple[KeyArray, npt.
 def _last_of_each_key(model: SparseModel | DeltaModel) -> BoolArray:
     """Mark the last row of each key, in the order of `rows_of`."""
     keys, rows = np.empty(model.rows, np.int64), 0
-    chunks = (some for some, _ in rows_of(model)) if isinstance(model, DeltaModel) else (some for _, some in model.key_chunks())
+    if isinstance(model, DeltaModel):
+        chunks = (some for some, _ in rows_of(model))
+    else:
+        chunks = (some for _, some in model.keys.key_chunks())
     for some in chunks:
         keys[rows : rows + some.size] = some
         rows += some.size

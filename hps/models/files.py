@@ -10,14 +10,15 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from hps.errors import ModelFileError, ModelFileNotFoundError, ModelSourceError
-from hps.filesystems.base import FileStatus, FileSystem, changed
+from hps.filesystems.base import FileSystem, changed
 from hps.models.manifest import FileCheck, within
 from hps.models.sources import ModelSources
 from hps.types import FloatArray, KeyArray
@@ -30,13 +31,52 @@ _UINT32_KEYS = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
-class FilePart:
-    """A range of one version of a file, and the memory to read it into. Parts may be read in any order, by any thread."""
+class OpenedFile:
+    """One version of a file of a table. *Immutable, thread-safe.*
 
+    Raises of every operation:
+        ModelFileError: the file changed since it was opened, ends early or cannot be read.
+
+    Attributes:
+        crc32: expected CRC-32, eight hexadecimal digits; empty if unknown.
+    """
+
+    filesystem: FileSystem = field(repr=False)
     path: str
     version: str
-    offset: int
-    buffer: memoryview
+    size_bytes: int
+    crc32: str = ""
+
+    def read(self, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer from byte `offset` on."""
+        self.filesystem.read_into(self.path, offset, buffer, self.version)
+
+    def key_chunks(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, KeyArray]]:
+        """Yield the int64 keys [first, last), by default all, with the number of the first; the next chunk overwrites them."""
+        last = self.size_bytes // _KEY_BYTES if last is None else last
+        buffer = np.empty(max(1, min(last - first, CHUNK_BYTES // _KEY_BYTES)), np.int64)
+        for start in range(first, last, buffer.size):
+            keys = buffer[: min(buffer.size, last - start)]
+            self.read(start * _KEY_BYTES, keys.data.cast("B"))
+            yield start, keys
+
+    def verify(self) -> None:
+        """Check that the file has not changed."""
+        now = self.filesystem.status(self.path).version
+        if now != self.version:
+            raise changed(self.path, self.version, now)
+
+    def may_change_unseen(self) -> bool:
+        """Return whether the file may change without getting another version, because a process has it open for writing."""
+        return self.filesystem.is_local and self.filesystem.may_change_unseen(self.path, self.version)
+
+    def check_content(self, crc32: str) -> None:
+        """Compare the CRC-32 of the content with the expected one, if known."""
+        if self.crc32 and self.crc32 != crc32:
+            raise ModelFileError(
+                f"reading {self.path}: its content has CRC-32 {crc32}, expected the {self.crc32} that version.json says; it is "
+                "being copied, or was damaged: write the version again"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +94,13 @@ class SparseModel:
     dim: int
     fingerprint: str
     int32_keys: bool
-    _filesystem: FileSystem = field(repr=False)
-    _versions: tuple[tuple[str, str], ...] = field(repr=False)  # (path, version) of key, then of emb_vector
-    _crc32s: tuple[str, str] = field(default=("", ""), repr=False)  # expected; empty for any
+    keys: OpenedFile
+    vectors: OpenedFile
 
     @property
     def is_local(self) -> bool:
         """Whether the files are on this machine."""
-        return self._filesystem.is_local
+        return self.keys.filesystem.is_local
 
     @property
     def row_bytes(self) -> int:
@@ -80,65 +119,36 @@ class SparseModel:
         start_row: int,
         keys: KeyArray,  # (n,)
         vectors: FloatArray,  # (n, dim)
-    ) -> list[FilePart]:
-        """Cut n rows from `start_row` on into parts to read in parallel.
+    ) -> list[Callable[[], None]]:
+        """Cut the reading of n rows from `start_row` on into calls, which any threads may make in any order.
 
         Args:
-            keys: (n,) int64, C-contiguous, in host memory; filled by reading all parts, unspecified after an error.
+            keys: (n,) int64, C-contiguous, in host memory; filled by all calls, unspecified after an error.
             vectors: (n, dim) float32, likewise.
         """
-        step, parts = self._filesystem.part_bytes, []
+        step = self.keys.filesystem.part_bytes
+        parts: list[Callable[[], None]] = []
         arrays: tuple[np.ndarray, np.ndarray] = (keys, vectors)
-        for (path, version), row_bytes, array in zip(self._versions, (_KEY_BYTES, 4 * self.dim), arrays, strict=True):
+        for file, row_bytes, array in zip((self.keys, self.vectors), (_KEY_BYTES, 4 * self.dim), arrays, strict=True):
             if array.size:  # a memoryview of nothing cannot be cast
                 whole, offset = array.data.cast("B"), start_row * row_bytes
-                parts += [FilePart(path, version, offset + low, whole[low : low + step]) for low in range(0, len(whole), step)]
+                parts += [partial(file.read, offset + low, whole[low : low + step]) for low in range(0, len(whole), step)]
         return parts
-
-    def read_part(self, part: FilePart) -> None:
-        """Fill one part.
-
-        Raises:
-            ModelFileError: the file changed since it was opened, ends early or cannot be read.
-        """
-        self._filesystem.read_into(part.path, part.offset, part.buffer, part.version)
-
-    def read_keys(self, start_row: int, keys: KeyArray) -> None:
-        """Read the keys of the rows from `start_row` on into an array, (n,) int64, C-contiguous.
-
-        Raises:
-            ModelFileError: as `read_part`.
-        """
-        path, version = self._versions[0]
-        self._filesystem.read_into(path, start_row * _KEY_BYTES, keys.data.cast("B"), version)
-
-    def key_chunks(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, KeyArray]]:
-        """Yield the keys of rows [first, last), by default all, with their first row; each array is overwritten by the next.
-
-        Raises:
-            ModelFileError: as `read_part`.
-        """
-        last = self.rows if last is None else last
-        buffer = np.empty(max(1, min(last - first, CHUNK_BYTES // _KEY_BYTES)), np.int64)
-        for start in range(first, last, buffer.size):
-            keys = buffer[: min(buffer.size, last - start)]
-            self.read_keys(start, keys)
-            yield start, keys
 
     @property
     def parallel_reads(self) -> int:
         """Number of parts to read at a time."""
-        return self._filesystem.parallel_reads
+        return self.keys.filesystem.parallel_reads
 
     @property
     def chunks_ahead(self) -> int:
         """Number of chunks to read ahead, so that `parallel_reads` parts are read at a time."""
-        return max(self.parallel_reads * min(self._filesystem.part_bytes, CHUNK_BYTES) // CHUNK_BYTES, 2)
+        return max(self.parallel_reads * min(self.keys.filesystem.part_bytes, CHUNK_BYTES) // CHUNK_BYTES, 2)
 
     @property
     def is_summed(self) -> bool:
         """Whether `version.json` has a checksum for `check_content`."""
-        return any(self._crc32s)
+        return bool(self.keys.crc32 or self.vectors.crc32)
 
     def check_content(self, checksum: str) -> None:
         """Compare the checksum of all rows, as `extended` computes it, with `version.json`.
@@ -146,16 +156,12 @@ class SparseModel:
         Raises:
             ModelFileError: they differ.
         """
-        for (path, _), expected, got in zip(self._versions, self._crc32s, (checksum[:8], checksum[8:]), strict=True):
-            check_crc32(path, expected, got)
+        self.keys.check_content(checksum[:8])
+        self.vectors.check_content(checksum[8:])
 
     def may_change_unseen(self) -> bool:
-        """Whether a file may change without getting another version, because a process has it open for writing.
-
-        Raises:
-            ModelFileError: a file changed, or cannot be opened.
-        """
-        return self.is_local and any(self._filesystem.may_change_unseen(path, version) for path, version in self._versions)
+        """As `OpenedFile.may_change_unseen`, of any file."""
+        return self.keys.may_change_unseen() or self.vectors.may_change_unseen()
 
     def verify(self) -> None:
         """Check, before any row is used, that the files have not changed since they were opened, and `int32_keys`.
@@ -165,16 +171,14 @@ class SparseModel:
         Raises:
             ModelFileError: a file changed, or a key is outside [0, 2^32).
         """
-        for path, opened in self._versions:
-            now = self._filesystem.status(path).version
-            if now != opened:
-                raise changed(path, opened, now)
-        for start, keys in self.key_chunks() if self.int32_keys else ():
+        self.keys.verify()
+        self.vectors.verify()
+        for start, keys in self.keys.key_chunks() if self.int32_keys else ():
             if keys.min() < 0 or keys.max() >= _UINT32_KEYS:
                 row = int(np.argmax((keys < 0) | (keys >= _UINT32_KEYS)))
                 raise ModelFileError(
-                    f"reading {self._versions[0][0]}: row {start + row} has key {keys[row]}, but supportlonglong=false serves "
-                    "keys in [0, 2^32) only; set supportlonglong to true"
+                    f"reading {self.keys.path}: row {start + row} has key {keys[row]}, but supportlonglong=false serves keys "
+                    "in [0, 2^32) only; set supportlonglong to true"
                 )
 
 
@@ -206,11 +210,10 @@ def open_sparse_model(
     key_path, vector_path, meta_path, deleted_path = (within(place, name) for name in ("key", "emb_vector", "meta", "deleted"))
     checks = checks or {}
     try:
-        statuses = {path: checked_status(filesystem, path, checks) for path in (key_path, vector_path)}
+        files = [open_file(filesystem, path, checks) for path in (key_path, vector_path)]
     except ModelFileNotFoundError as error:
         raise _missing(filesystem, place, error) from error
-    key_bytes, vector_bytes = (status.size_bytes for status in statuses.values())
-    versions = tuple((path, status.version) for path, status in statuses.items())
+    key_bytes, vector_bytes = (file.size_bytes for file in files)
     if (key_bytes == 0 and not delta) or key_bytes % _KEY_BYTES:
         raise ModelFileError(f"opening {key_path}: got {key_bytes} bytes, expected {_KEY_BYTES} (an int64) for every row")
     rows = key_bytes // _KEY_BYTES
@@ -232,10 +235,9 @@ def open_sparse_model(
             f"opening {deleted_path}: got the changes of a version, expected a whole table; say in the version's version.json "
             "(or in `versions`) which version they change: delta_of"
         )
-    content = json.dumps([place, rows, dim, versions])
+    content = json.dumps([place, rows, dim, [(file.path, file.version) for file in files]])
     fingerprint = hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=16).hexdigest()
-    crc32s = tuple(checks[name].crc32 if name in checks else "" for name in ("key", "emb_vector"))
-    return SparseModel(place, rows, dim, fingerprint, int32_keys, filesystem, versions, (crc32s[0], crc32s[1]))
+    return SparseModel(place, rows, dim, fingerprint, int32_keys, *files)
 
 
 def stored_shape(path_or_uri: str | os.PathLike[str], sources: ModelSources | None = None) -> tuple[int, int]:
@@ -270,7 +272,7 @@ def joint_fingerprint(fingerprints: Iterable[str]) -> str:
     return hashlib.blake2b("".join(fingerprints).encode(), digest_size=16).hexdigest()
 
 
-def checked_status(filesystem: FileSystem, path: str, checks: Mapping[str, FileCheck]) -> FileStatus:
+def open_file(filesystem: FileSystem, path: str, checks: Mapping[str, FileCheck]) -> OpenedFile:
     """Get size and version of a file, and compare the size with `version.json`.
 
     Raises:
@@ -282,20 +284,7 @@ def checked_status(filesystem: FileSystem, path: str, checks: Mapping[str, FileC
             f"opening {path}: got {status.size_bytes} bytes, expected the {check.size_bytes} that version.json says; wait "
             "until it is copied, or write the version again"
         )
-    return status
-
-
-def check_crc32(path: str, expected: str, got: str) -> None:
-    """Compare the CRC-32 of a file with the expected one, if any.
-
-    Raises:
-        ModelFileError: they differ.
-    """
-    if expected and expected != got:
-        raise ModelFileError(
-            f"reading {path}: its content has CRC-32 {got}, expected the {expected} that version.json says; it is being "
-            "copied, or was damaged: write the version again"
-        )
+    return OpenedFile(filesystem, path, status.version, status.size_bytes, check.crc32 if check else "")
 
 
 def extended(checksum: str, keys: KeyArray, vectors: FloatArray) -> str:

@@ -30,7 +30,7 @@ def read_ahead(
         allocate: makes arrays by shape and dtype; `EmbeddingCache.host_buffer` for a cache.
 
     Raises:
-        ModelFileError: as in `SparseModel.read_part`, or a chunk took too long. Earlier rows are of unchanged files.
+        ModelFileError: as in `OpenedFile`, or a chunk took too long. Earlier rows are of unchanged files.
     """
     length = min(model.chunk_rows, model.rows)
     free = deque(
@@ -46,7 +46,7 @@ def read_ahead(
                 start, count = bounds[0], bounds[1] - bounds[0]
                 buffer = free.popleft()
                 parts = model.parts(start, buffer[0][:count], buffer[1][:count])
-                pending.append((start, count, buffer, [pool.submit(model.read_part, part) for part in parts]))
+                pending.append((start, count, buffer, [pool.submit(part) for part in parts]))
             if not pending:
                 return
             start, count, buffer, reading = pending.popleft()

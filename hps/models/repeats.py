@@ -47,9 +47,9 @@ def find_repeats(model: SparseModel, rows: int) -> Repeats | None:
         return None
     first_rows = KeySet(rows)
     found, first_key, first_row = 0, 0, 0
-    for _, keys in model.key_chunks(0, rows):
+    for _, keys in model.keys.key_chunks(0, rows):
         first_rows.add(keys)
-    for start, keys in model.key_chunks(rows):
+    for start, keys in model.keys.key_chunks(rows):
         repeated = first_rows.contains(keys)
         more = int(np.count_nonzero(repeated))
         if more and not found:

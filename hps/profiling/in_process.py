@@ -84,7 +84,7 @@ class InProcess:
             if source.base is None and rows <= MOST_ROWS:
                 files = open_sparse_model(source.place, spec.dim, sources=sources)
                 ids = np.empty(files.rows, np.int64)
-                files.read_keys(0, ids)
+                files.keys.read(0, ids.data.cast("B"))
                 rows = files.rows
             found[name] = (rows, ids)
         return found

@@ -16,5 +16,5 @@ def chunks_of(model: SparseModel, chunk_rows: int | None = None, start_row: int 
         count = min(step, model.rows - start)
         keys, vectors = np.empty(count, np.int64), np.empty((count, model.dim), np.float32)
         for part in model.parts(start, keys, vectors):
-            model.read_part(part)
+            part()
         yield keys, vectors

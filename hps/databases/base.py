@@ -100,7 +100,6 @@ class Partition(str):
 
     @property
     def number(self) -> int:
-        """The number in the topic."""
         return int(self.rpartition("/")[2])
 
 

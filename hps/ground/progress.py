@@ -138,7 +138,6 @@ class LogProgress:
         self._logged_at = 0.0
 
     def start(self, tag: str, rows: int, size_bytes: int) -> None:
-        """Log the table and its size."""
         self._table = TableProgress(rows, size_bytes, self._clock)
         self._logged_at = self._clock()
         _log.info("%s: %d rows, %s.", tag, rows, size_text(size_bytes))
@@ -154,7 +153,6 @@ class LogProgress:
         _log.info("%s: %d of %d rows, %.0f rows/s, %s.", tag, table.rows_done, table.rows, table.rows_per_s, str(table))
 
     def finish(self, tag: str) -> None:
-        """Log the duration."""
         table = self._table
         table.end()
         rate = size_text(table.bytes_per_s)

@@ -654,7 +654,6 @@ def _refuse_too_many_keys(tables: Sequence[TableSpec], max_keys: Sequence[int], 
 
 
 def _contained(ascending: KeyArray, keys: KeyArray) -> BoolArray:
-    """Return which of `keys` are in `ascending`."""
     if not ascending.size:
         return np.zeros(keys.size, np.bool_)
     place = np.minimum(np.searchsorted(ascending, keys), ascending.size - 1)

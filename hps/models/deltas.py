@@ -70,7 +70,7 @@ class TableSource:
     log_start: Mapping[str, str] = field(default_factory=dict)
 
     def chain(self) -> "list[TableSource]":
-        """The versions that make up this one, the whole one first."""
+        """Return the versions that make up this one, the whole one first."""
         return [*(self.base.chain() if self.base else ()), self]
 
 

@@ -397,11 +397,11 @@ class TableLoad:
         try:
             if model.may_change_unseen() or self._watched:
                 for (_, load), feed in zip(targets, feeds, strict=True):
-                    if not self._watched or self._checksum(model, feed.first_summed_row, load.last_row) != feed.checksum:
+                    if not self._watched or self._checksum(model, feed.first_summed_row, load.last_row) != feed.record.checksum:
                         raise changed(model.place, "at the opening")
             if model.is_summed:
                 whole = (feed for (_, load), feed in zip(targets, feeds, strict=True) if load.last_row == model.rows)
-                sums = next((feed.checksum for feed in whole if not feed.first_summed_row), "")
+                sums = next((feed.record.checksum for feed in whole if not feed.first_summed_row), "")
                 model.check_content(sums or self._checksum(model, 0, model.rows))
         except ModelFileError:
             for database, _ in targets:
@@ -516,7 +516,7 @@ class LoadFeed:
 
     Args:
         database: the table is open there.
-        record: the present content: `rows_done` is the first row to load, `checksum` is of the rows before it.
+        record: the content before: `rows_done` is the first row to load, `checksum` is of the rows before it.
         last_row: end of the rows to load, exclusive.
         sums: compute the checksum also for a database that stores none.
         counts: whether rows come in the order of the files, so that the record can count them; else it is unchanged.
@@ -541,11 +541,6 @@ class LoadFeed:
         rows = min(database.load_bytes // (8 + 4 * dim), _MOST_BATCH_ROWS, last_row - record.rows_done)
         self._keys, self._vectors = np.empty(rows, np.int64), np.empty((rows, dim), np.float32)
         self._held = 0
-
-    @property
-    def checksum(self) -> str:
-        """Checksum of the rows taken since `first_summed_row`."""
-        return self.record.checksum
 
     def add(
         self,

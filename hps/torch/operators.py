@@ -212,7 +212,6 @@ def fake_lookup(
 
 
 def _count_of(keys: Tensor, offsets: Tensor | None, include_last_offset: bool, model_name: str, table: Any) -> Any:
-    """Count the bags of a feature."""
     if offsets is None:
         if keys.dim() != 2:
             raise InvalidInputError(

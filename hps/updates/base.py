@@ -76,7 +76,7 @@ class UpdateLog(ABC):
     def follow(self, topics: Sequence[str], after: Mapping[Partition, str], begin: str) -> None:
         """Start to read all partitions of these topics, including those added later. Called once.
 
-        A missing topic is waited for.
+        A missing topic is followed as soon as it exists.
 
         Args:
             after: last position to skip, by partition.
@@ -201,7 +201,5 @@ def missing_topics(topics: Sequence[str], there: Sequence[str], where: str) -> l
     """Turn missing topics into the results of `probe`."""
     missing = [topic for topic in topics if topic not in there]
     if missing:
-        return [
-            CheckResult("warning", where, f"no topic {', '.join(missing)} yet; it is waited for, and made by who publishes")
-        ]
+        return [CheckResult("warning", where, f"no topic {', '.join(missing)} yet; it is followed once a publisher creates it")]
     return [CheckResult("good", where, f"{len(topics)} of {len(topics)} topics are there")]

@@ -123,7 +123,8 @@ class DeadLetters:
         self._path = ""
         self._lock = threading.Lock()
         self._queued_bytes = 0
-        self._lost = 0
+        self.lost = 0
+        """Number of messages that could not be stored, or were removed to keep the bound."""
         self._cause = ""  # cause of the last loss
         self._unlogged: Counter[str] = Counter()
         self._lines = LineLimit(1, LOG_INTERVAL_S, clock)
@@ -145,11 +146,6 @@ class DeadLetters:
     def place(self) -> str:
         """Where they are stored, `topic` or a directory; empty if nowhere."""
         return f"topics {DEAD_LETTER_PREFIX}*" if self._connect else self._directory
-
-    @property
-    def lost(self) -> int:
-        """Messages that could not be stored, or were removed to keep the bound."""
-        return self._lost
 
     def add(self, message: Message, reason: str, detail: str, sequence: int) -> None:
         """Queue a message. Does not block and raises nothing.
@@ -252,7 +248,7 @@ class DeadLetters:
 
     def _lose(self, count: int, cause: str) -> None:
         with self._lock:
-            self._lost += count
+            self.lost += count
             self._cause = cause
 
     def _report(self, reason: str, detail: str) -> None:
@@ -263,7 +259,7 @@ class DeadLetters:
             if not self._unlogged or (reason and not self._lines.take()):
                 return
             counts, self._unlogged = self._unlogged, Counter()
-            lost, cause = self._lost, self._cause
+            lost, cause = self.lost, self._cause
         counted = ", ".join(f"{count} x {name}" for name, count in sorted(counts.items()))
         kept = f"they go to {self.place}" if self.place else "they are kept nowhere: set update_source.dead_letters"
         missing = f"; {lost} in all could not be kept: {cause}" if lost else ""

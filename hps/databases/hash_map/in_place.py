@@ -46,7 +46,6 @@ class Pin:
             raise
 
     def undo(self) -> None:
-        """Unpin the pages."""
         while self._pieces:
             self._pinner.unpin(self._pieces.pop())
 
@@ -166,7 +165,6 @@ def _pages_of(buckets: Buckets, slabs: Slabs) -> list[Pages]:
 
 
 def _add(pins: dict[Pages, Pin], memory: tuple[Buckets, Slabs], pinner: Pinner, progress: Callable[[int, int], None]) -> None:
-    """Pin the unpinned memory of a table."""
     missing = [pages for pages in _pages_of(*memory) if pages not in pins]
     total = sum(pages.whole_bytes for pages in (*pins, *missing))
     done = total - sum(pages.whole_bytes for pages in missing)

@@ -120,8 +120,8 @@ class Extent:
 class Slabs:
     """The vectors of a table by row number, and their stamps if the policy needs them. *One writer at a time.*
 
-    A slab holds `rows_per_slab` rows, a power of two: first their vectors, densely, then their stamps. `addresses` points to
-    the addresses of all slabs: row r is at `addresses[r >> shift] + (r & (rows_per_slab - 1)) * vector_bytes`. The array of
+    A slab holds `rows_per_slab` rows, a power of two: first their vectors, densely, then their stamps. `pages` holds the
+    addresses of all slabs: row r is at `addresses[r >> shift] + (r & (rows_per_slab - 1)) * vector_bytes`. The array of
     addresses has room for all possible slabs, so that it never moves.
 
     Slabs are mapped in extents: all that `reserve` asks for, or one slab, then as many as there are already, but at most
@@ -152,18 +152,12 @@ class Slabs:
         self._tag = tag
         self._slabs_at_once = max(allocation_rate // self.slab_bytes, 1)
         self._slabs_at_most = MAX_ROWS // self.rows_per_slab
-        self._pages = Pages(self._slabs_at_most * 8, f"table {tag!r}: the addresses of its slabs")
-        self._addresses = self._pages.words()
+        self.pages = Pages(self._slabs_at_most * 8, f"table {tag!r}: the addresses of its slabs")
+        self._addresses = self.pages.words()
         self._left: list[tuple[Extent, npt.NDArray[np.int64]]] = []  # extents with fresh rows; used rows of each stripe
 
     @property
-    def addresses(self) -> int:
-        """Address of the array of slab addresses, uint64."""
-        return self._pages.address
-
-    @property
     def count(self) -> int:
-        """Number of slabs."""
         return self.capacity_rows >> self.shift
 
     def addresses_so_far(self) -> npt.NDArray[np.uint64]:
@@ -249,7 +243,6 @@ class Slabs:
         extent: Extent,
         used: npt.NDArray[np.int64],  # (stripes,)
     ) -> None:
-        """Take fresh rows from this extent."""
         old = self.counters
         lists = 1 << int(old[LIST_BITS])
         bits = max(int(old[LIST_BITS]), extent.stripe_bits)
@@ -293,7 +286,7 @@ class Buckets:
         self.pages = tuple(pages)
         bits = len(pages).bit_length() - 1
         versions = slabs.versions.address if slabs.versions else 0
-        head = [slabs.addresses, slabs.shift, slabs.vector_bytes, slabs.stamp_offset, bits, versions]
+        head = [slabs.pages.address, slabs.shift, slabs.vector_bytes, slabs.stamp_offset, bits, versions]
         segments = [word for page in pages for word in (page.address, page.size_bytes // BUCKET_BYTES)]
         self.layout: npt.NDArray[np.uint64] = np.array(head + segments, np.uint64)
         self.segment_rows: npt.NDArray[np.int64] = np.zeros(len(pages), np.int64)
@@ -311,7 +304,6 @@ class Buckets:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the pages of all buckets."""
         return sum(pages.whole_bytes for pages in self.pages)
 
     def grown(self, number: int) -> "Buckets":

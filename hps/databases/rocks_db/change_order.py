@@ -138,7 +138,7 @@ class ChangeOrder:
     def forget(self) -> None:
         """Forget all logs, durably on return."""
         doing = f"forgetting the log of table {self._tag}"
-        self._engine.remove(log_records(self._tag), [DEFAULT], doing)
+        self._engine.write({}, {DEFAULT: log_records(self._tag)}, doing)
         self._engine.sync(doing)
         self.highest, self.positions, self._known, self._noted = 0, {}, None, 0
 

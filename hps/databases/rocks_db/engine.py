@@ -255,25 +255,14 @@ class Engine:
         if self.read_only:
             raise ReadOnlyError(f"{doing} in {self.path}: it was opened with read_only; open it without, where one may write")
 
-    def put(self, keys: list[bytes], values: Mapping[str, Iterable[bytes]], doing: str) -> None:
-        """Add or replace rows atomically; the last of equal keys counts. They are on disk after `sync`.
-
-        Args:
-            keys: keys of the rows.
-            values: values by column family name.
-        """
-        self.write({name: (keys, own) for name, own in values.items()}, {}, doing)
-
-    def remove(self, keys: list[bytes], names: Iterable[str], doing: str) -> None:
-        """Remove rows from column families atomically. The removal is on disk after `sync`."""
-        self.write({}, dict.fromkeys(names, keys), doing)
-
     def write(
         self, puts: Mapping[str, tuple[Iterable[bytes], Iterable[bytes]]], removals: Mapping[str, Iterable[bytes]], doing: str
     ) -> None:
-        """Put rows into column families and remove others, atomically. Puts are keys and values, removals keys, by family name.
+        """Put rows into column families and remove others, atomically; they are on disk after `sync`.
 
-        May iterate the arguments more than once. The writes are on disk after `sync`.
+        Args:
+            puts: keys and values by family name; the last of equal keys counts. May be iterated more than once.
+            removals: keys by family name, likewise.
         """
         changes: list[tuple[str, str, tuple[Iterable[bytes], ...]]] = [
             (name, "__setitem__", rows) for name, rows in puts.items()

@@ -64,7 +64,7 @@ class LoadRecords:
     def renew_writer(self, tag: str) -> str:
         """Store another token of a modified table, durably on return."""
         token, doing = secrets.token_hex(6), f"naming the writer of table {tag}"
-        self._engine.put([_WRITER + tag.encode()], {DEFAULT: [token.encode()]}, doing)
+        self._engine.write({DEFAULT: ([_WRITER + tag.encode()], [token.encode()])}, {}, doing)
         self._engine.sync(doing)
         return token
 
@@ -91,13 +91,14 @@ class LoadRecords:
         """Remove a table's records, durably on return."""
         doing = f"forgetting the load of table {tag}"
         own = [_WRITER + tag.encode(), _TIME + tag.encode(), _key(tag)]
-        self._engine.remove([*own, *log_records(tag)], [DEFAULT], doing)
+        self._engine.write({}, {DEFAULT: [*own, *log_records(tag)]}, doing)
         self._engine.sync(doing)
 
     def _put(self, tag: str, record: LoadRecord, doing: str) -> None:
         fields = asdict(record)
         loaded_at = b"%d" % fields.pop("loaded_at_us")
-        self._engine.put([_key(tag), _TIME + tag.encode()], {DEFAULT: [json.dumps(fields).encode(), loaded_at]}, doing)
+        keys, values = [_key(tag), _TIME + tag.encode()], [json.dumps(fields).encode(), loaded_at]
+        self._engine.write({DEFAULT: (keys, values)}, {}, doing)
         self._engine.sync(doing)
 
 

@@ -233,7 +233,7 @@ class RocksTable:
             self._mark_modified()
             written = self._changed_now(keys)
             for piece, values in self._sorted_pieces(keys, vectors, self._write_rows):  # a fifth faster than unsorted
-                self._engine.put(piece, {self.tag: values, TIMES + self.tag: written}, doing)
+                self._engine.write({self.tag: (piece, values), TIMES + self.tag: (piece, written)}, {}, doing)
             self._engine.sync(doing)
 
     def delete(self, keys: KeyArray) -> int:
@@ -251,7 +251,8 @@ class RocksTable:
                 if self._order.next:
                     self._engine.write({times: (batch, written)}, {self.tag: there}, doing)
                 else:
-                    self._engine.remove(there, [self.tag] if self._times is None else [self.tag, times], doing)
+                    names = [self.tag] if self._times is None else [self.tag, times]
+                    self._engine.write({}, dict.fromkeys(names, there), doing)
                 deleted += len(there)
             self._engine.sync(doing)
         return deleted

@@ -65,7 +65,7 @@ _TABLE_BYTES = 2 << 10
 _ROW_BYTES = 21.1  # beside the vector: key, sequence, lengths, filter, and the index within a block
 _BLOCK_OVERHEAD_BYTES = 25  # per block: trailer, properties and index entry
 _FILTER_BYTES = 1.25  # a row
-_MERGED = "the table that is merged, which is there twice meanwhile"
+_MERGED = "a second copy of a table that is being merged"
 _ROOM_BYTES = 4 << 20  # written by RocksDB at an opening, beside the content of the write-ahead logs
 
 
@@ -257,7 +257,7 @@ class RocksDatabase(PersistentDatabase):
             Need("disk", "RocksDB's own files", _DATABASE_BYTES),
             Need("disk", _MERGED, max([size for *_, size in sizes], default=0), passing=True),
             Need("ram", "RocksDB's indices and filters", int(read)),
-            Need("ram", "what is written to RocksDB, until it is on the disk", WRITE_BUFFERS_BYTES, passing=True),
+            Need("ram", "RocksDB's write buffers", WRITE_BUFFERS_BYTES, passing=True),
         ]
 
     def check_room(self, tables: Sequence[tuple[str, int, int]]) -> None:

@@ -122,7 +122,6 @@ class TableCheck:
 
     Attributes:
         dim: floats per vector; 0 if the table is empty or its first row is unreadable.
-        rows: number of readable rows.
         damage: why other rows are unreadable; empty if all are readable.
     """
 
@@ -137,8 +136,6 @@ class DatabaseReport:
     """The state of a persistent database after an inspection. *One per thread.*
 
     Attributes:
-        tables: the readable tables.
-        damages: one line for each damage.
         cures: steps that save the readable rows and give up the others.
     """
 
@@ -152,7 +149,6 @@ class TableStats:
     """Size of one table. *Immutable.*
 
     Attributes:
-        rows: number of vectors.
         vector_bytes: memory or disk space of the vectors.
         overhead_bytes: memory or disk space beside the vectors; -1 if unknown.
         capacity_rows: rows at which the table evicts (overflow_margin x num_partitions), or `UNBOUNDED_ROWS`.

@@ -9,7 +9,6 @@ class LineLimit:
     """Limits the lines in each period. *Thread-safe* except for the counts, which may be slightly off.
 
     Attributes:
-        lines: maximum per period.
         until: end of the period, on the clock.
         left_out: lines suppressed between the last two that passed.
     """

@@ -45,11 +45,6 @@ class FailureProgress(Progress, Protocol):
 class TableProgress:
     """Progress and rate of one table. *Thread-safe.*
 
-    Args:
-        rows: rows to load.
-        size_bytes: size of their keys and vectors.
-        clock: monotonic time in seconds.
-
     Attributes:
         rows_done: rows in the databases so far.
     """

@@ -108,7 +108,6 @@ class ThreadPool:
         """Call `work(start, stop)` for pieces that cover `range(rows)`, in several threads if that pays.
 
         Args:
-            rows: number of rows in total.
             least_rows: minimum size of a piece; 0 does not cut the work.
             work: called by several threads at once.
             done: called in this thread, in order, with rows [start, stop) for which `work` has returned.

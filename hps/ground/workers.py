@@ -58,10 +58,8 @@ class Worker:
     """Runs a loop on daemon threads. *Thread-safe.*
 
     Args:
-        name: name of the threads, after `hps-`.
         run: the loop; it returns soon after `stop` is set.
         stop: shared with the owner of the worker.
-        threads: number of threads that run the loop.
     """
 
     def __init__(self, name: str, run: Callable[[], object], stop: Stop | None = None, threads: int = 1) -> None:
@@ -114,13 +112,11 @@ class PeriodicTask(Worker):
     Logs one failure until the function succeeds again; ignores `NotReadyError`, since its object is being closed.
 
     Args:
-        name: name of the thread.
         run: a bound method does not keep its object alive; the task ends when the object is collected.
         interval_s: period between the starts of two runs.
         delay_s: delay before the first interval.
         jitter: random share of an interval by which each is longer or shorter.
         what: purpose of the function, in the log, e.g. `refreshing model 'shop'`.
-        stop: shared with the owner.
     """
 
     def __init__(
@@ -220,8 +216,6 @@ class WorkQueue(Worker):
 
     Args:
         name: the work, in thread names, logs and metrics.
-        length: maximum number of waiting jobs.
-        threads: number of concurrent jobs.
     """
 
     def __init__(self, name: str, length: int, threads: int, counts: WorkCounts) -> None:
@@ -313,11 +307,7 @@ class WorkQueue(Worker):
 
 
 def call_in_thread(name: str, call: Callable[[], T]) -> Future[T]:
-    """Start a call on its own thread; the future gives its outcome, and cannot be cancelled.
-
-    Args:
-        name: name of the thread, after `hps-`.
-    """
+    """Start a call on its own thread, `hps-<name>`; the future gives its outcome, and cannot be cancelled."""
     answer: Future[T] = Future()
     answer.set_running_or_notify_cancel()
     threading.Thread(target=_answer, args=(answer, call), name=f"hps-{name}", daemon=True).start()

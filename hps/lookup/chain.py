@@ -134,8 +134,6 @@ class TierState:
     """State of a tier for a table. *Immutable.*
 
     Attributes:
-        name: one of `metrics.TIERS`.
-        database: shared by all tables of the chain.
         read, written: whether the tier is in use now, rather than skipped after failures of any table.
     """
 

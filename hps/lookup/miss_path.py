@@ -57,7 +57,6 @@ class MissPaths:
     """The miss path of each table of a cache.
 
     Attributes:
-        paths: by table.
         stream_order_refusals: by table, why the device cannot answer its lookups alone.
         timings: by width, if the paths were timed.
     """

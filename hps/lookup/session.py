@@ -168,7 +168,6 @@ class CachedSession:
     """Answers lookups from the embedding cache, then the databases, then the default vector. *Thread-safe.*
 
     Args:
-        tables: in the order of their ids.
         coalescer: shared by all sessions of the chain.
     """
 

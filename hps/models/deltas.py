@@ -166,10 +166,6 @@ def open_table_files(
 def fingerprint_of(tables: Sequence[tuple[str | TableSource, int]], sources: ModelSources) -> str:
     """Identify the state of a version's files by their sizes and versions. No row is read.
 
-    Args:
-        tables: source and dimension of each table.
-        sources: the file systems.
-
     Returns:
         32 hexadecimal digits, unchanged until a file of the version or of one that it changes is replaced; equal to the
         `joint_fingerprint` of the tables' load reports.
@@ -186,7 +182,6 @@ class BaseRows:
 
     Attributes:
         level: number of deltas that they include.
-        chunks: the rows.
         checksum: checksum of the rows; empty if unknown.
         still_counts: tells, after the last chunk, whether the rows are still those of the base's files.
     """
@@ -201,7 +196,6 @@ class Merge:
     """One pass over the rows of a delta. *One thread, one use.*
 
     Args:
-        model: its files.
         base: rows of a version that it is based on; by default, that version's files are read.
 
     Attributes:

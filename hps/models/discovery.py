@@ -33,7 +33,6 @@ class FoundTable:
     Attributes:
         name: from its directory or HugeCTR's graph.
         place: path or URI; relative to the version if the model has versions.
-        dim: float32 elements per vector.
         rows: rows of the files, or of the latest version's.
     """
 
@@ -90,7 +89,6 @@ class Discovery:
     """The content of a directory. *Immutable.*
 
     Attributes:
-        models: by name.
         repository: whether its models have a `model.json`, so that it can be a `model_repository`.
     """
 

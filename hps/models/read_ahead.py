@@ -25,8 +25,6 @@ def read_ahead(
     at most CHUNK_BYTES. The next chunk may overwrite the arrays. Closing the generator stops reading.
 
     Args:
-        model: the files.
-        ranges: ranges of rows.
         allocate: makes arrays by shape and dtype; `EmbeddingCache.host_buffer` for a cache.
 
     Raises:

@@ -33,11 +33,9 @@ class LoadTargets:
     """The databases to load from model files. *Immutable.*
 
     Attributes:
-        load: databases to fill.
         keep: databases that keep their rows (`initialize_after_startup: false`, `read_only`).
         initial_cache_rate: share of a volatile database's capacity, or of the rows if fewer, to load, from the first row on.
         int32_keys: refuse keys outside [0, 2^32) (`supportlonglong: false`).
-        sources: file systems of the model files.
         force: empty the databases before loading.
     """
 
@@ -515,7 +513,6 @@ class LoadFeed:
     """Gathers chunks into batches of the database's preferred size, and counts them in its load record. *One thread.*
 
     Args:
-        database: the table is open there.
         record: the content before: `rows_done` is the first row to load, `checksum` is of the rows before it.
         last_row: end of the rows to load, exclusive.
         sums: compute the checksum also for a database that stores none.

@@ -91,7 +91,6 @@ class EmbeddingCollection(nn.Module):
     """Replaces torchrec's `EmbeddingCollection`; one lookup per feature. *Thread-safe.*
 
     Args:
-        layers: one per table.
         features: name, feature and layer number of each output.
         need_indices: return the keys as weights of the outputs, as torchrec does.
     """

@@ -39,13 +39,7 @@ _TO_TABLES = "str ps_config_file, str model_name"
 
 @dataclass(frozen=True)
 class Feature:
-    """The bags of one feature: their table and how they are pooled. *Immutable.*
-
-    Attributes:
-        table: id or name.
-        dim: width of the table.
-        combiner: sum, mean or sqrtn.
-    """
+    """The bags of one feature: their table and how they are pooled. *Immutable.*"""
 
     table: int | str
     dim: int

@@ -53,7 +53,6 @@ class SavedModel:
 
     Attributes:
         place: path or URI of the model's directory.
-        version: version number.
         entry: the entry of `models` that serves it in a `ps.json`.
         tables: table names of each submodule, by its path.
     """

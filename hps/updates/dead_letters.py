@@ -148,12 +148,7 @@ class DeadLetters:
         return f"topics {DEAD_LETTER_PREFIX}*" if self._connect else self._directory
 
     def add(self, message: Message, reason: str, detail: str, sequence: int) -> None:
-        """Queue a message. Does not block and raises nothing.
-
-        Args:
-            reason, detail: why it cannot be applied.
-            sequence: place in the order of changes; 0 if unknown.
-        """
+        """Queue a message. Does not block and raises nothing."""
         model, _, table = split_tag(message.partition.topic) or ("", "", "")
         letter = DeadLetter(message, reason, detail, model, table, sequence)
         size = len(message.value)

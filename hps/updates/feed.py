@@ -44,8 +44,6 @@ class TableTopic:
     """A table that follows a topic. *Immutable.*
 
     Attributes:
-        index: index of the table in its deployment.
-        dim: elements of a vector.
         key_bytes: 8, or 4 for HugeCTR messages with such keys.
         start: positions up to which the model files contain the log, from their manifest.
     """

@@ -214,8 +214,6 @@ def opened_in_view(path: Path, open_at: Callable[[Path], T], ends: dict[str, int
     """Call `open_at` with a temporary directory of links to the files of the database, for reading.
 
     Args:
-        path: the directory of the database.
-        open_at: opens RocksDB.
         ends: sizes to which files are copied, by name; 0 leaves a file out.
 
     Returns:

@@ -50,11 +50,6 @@ class RocksTable:
     """Rows of one column family. *Thread-safe.*
 
     One lock serialises writers, so that a load and its record are never taken for unmodified. Readers never take it.
-
-    Args:
-        records: load records of all tables.
-        max_batch_size: maximum rows of one multi-get or write.
-        write_timeout_s: time limit of a writer for earlier ones.
     """
 
     def __init__(

@@ -32,7 +32,6 @@ def to_keys(path: str, name: str, block: AnyArray, row: int) -> KeyArray:
     """Convert a block of keys to (n,) int64.
 
     Args:
-        path, name: for messages.
         block: (n,) or (n, 1) integers of any size and byte order.
         row: number of the block's first row in the source.
 
@@ -52,7 +51,6 @@ def to_vectors(path: str, name: str, block: AnyArray, row: int) -> FloatArray:
     """Convert a block of vectors to (n, dim) float32. float32 and float16 keep their values; NaN and infinity stay.
 
     Args:
-        path, name: for messages.
         block: (n, dim) floats, or the 16 bits of bfloat16 as any other type; little-endian unless they are integers.
         row: number of the block's first row in the source.
 

@@ -47,9 +47,6 @@ def select(
     """Find keys and vectors by the given or conventional names, and check their shapes and dtypes.
 
     Args:
-        source: the arrays.
-        keys: name of the keys.
-        vectors: name of the vectors.
         first_key: use row numbers, starting here, as keys.
         dtype: dtype of the vectors, if the source has only their bits.
 

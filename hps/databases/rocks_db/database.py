@@ -149,7 +149,7 @@ class RocksDatabase(PersistentDatabase):
             raise damaged(self.path, name, what)
         open_at = partial(self._engine.open, exists=exists, torn=logs.sealed)
         if self.read_only:
-            self._view, _ = directory.opened_in_view(self.path, open_at, logs.ends)
+            self._view = directory.opened_in_view(self.path, open_at, logs.ends)
         else:
             directory.cut_logs(self.path, logs.ends)
             open_at(self.path)

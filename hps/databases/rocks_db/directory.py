@@ -21,7 +21,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
 from weakref import finalize
 
 from hps.databases.rocks_db.write_ahead_log import SEAL as LOG_SEAL
@@ -38,8 +37,6 @@ _NOT_LINKED = frozenset({_CURRENT, "LOCK", "LOG", "rocksdict-config.json", _SEAL
 _READ_BYTES = 1 << 20
 _VIEW_ATTEMPTS = 3
 _FLOCK = "hhqqi"  # struct flock of Linux: type, whence, start, length, process
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,17 +207,14 @@ def _remove_own(path: Path, owner: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def opened_in_view(path: Path, open_at: Callable[[Path], T], ends: dict[str, int] | None = None) -> tuple[View, T]:
-    """Call `open_at` with a temporary directory of links to the files of the database, for reading.
+def opened_in_view(path: Path, open_at: Callable[[Path], None], ends: dict[str, int] | None = None) -> View:
+    """Call `open_at` with a temporary directory of links to the files of a database; return it, for cleaning up afterwards.
 
     Args:
         ends: sizes to which files are copied, by name; 0 leaves a file out.
 
-    Returns:
-        The directory, to be cleaned up when the database is closed, and what `open_at` returned.
-
     Raises:
-        DatabaseError: what `open_at` raised last.
+        DatabaseError: the last error of `open_at`.
     """
     attempts = 0
     while True:
@@ -228,7 +222,8 @@ def opened_in_view(path: Path, open_at: Callable[[Path], T], ends: dict[str, int
         view = View()
         try:
             _link_files(path, view.path, ends or {})
-            return view, open_at(view.path)
+            open_at(view.path)
+            return view
         except DatabaseCorruptError:
             view.cleanup()
             if attempts == _VIEW_ATTEMPTS:  # a process that writes may replace files after we listed them

@@ -1,5 +1,7 @@
 """Inspects the directory of a database for damage and readable rows, without changing it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -19,19 +21,13 @@ def inspect(path: Path) -> DatabaseReport:
     report = DatabaseReport([], [], [])
     try:
         directory.check_directory(path, read_only=True)
-        ends = _check_logs(path, report)
-        engine = _engine(path)
-        view, _ = directory.opened_in_view(path, partial(engine.open, exists=True, torn=False), ends)
+        with _opened(path, _check_logs(path, report), torn=False) as engine:
+            for tag in sorted(engine.names()):
+                report.tables.append(_read_table(engine, tag))
     except DatabaseCorruptError as error:
         report.damages.append(str(error))
         report.cures.append(_LOAD_AGAIN)
         return report
-    try:
-        for tag in sorted(engine.names()):
-            report.tables.append(_read_table(engine, tag))
-    finally:
-        engine.close()
-        view.cleanup()
     for table in report.tables:
         if table.damage:
             report.damages.append(f"table {table.tag}: {table.damage}")
@@ -39,17 +35,19 @@ def inspect(path: Path) -> DatabaseReport:
     return report
 
 
-def _engine(path: Path) -> Engine:
-    return Engine(path, read_only=True, num_threads=1, block_cache_bytes=0, write_timeout_s=0)
-
-
 def oldest_needed_log(path: Path) -> int:
     """Read in the MANIFEST which write-ahead log is the oldest with rows that are in no other file."""
-    engine = _engine(path)
-    without_logs = dict.fromkeys(logs_in(path).values(), 0)
-    view, _ = directory.opened_in_view(path, partial(engine.open, exists=True, torn=True), without_logs)
-    try:
+    with _opened(path, dict.fromkeys(logs_in(path).values(), 0), torn=True) as engine:
         return engine.figure(engine.family(DEFAULT), "min-log-number-to-keep")
+
+
+@contextmanager
+def _opened(path: Path, ends: dict[str, int], *, torn: bool) -> Iterator[Engine]:
+    """Open a view of a database without the logs beyond `ends`."""
+    engine = Engine(path, read_only=True, num_threads=1, block_cache_bytes=0, write_timeout_s=0)
+    view = directory.opened_in_view(path, partial(engine.open, exists=True, torn=torn), ends)
+    try:
+        yield engine
     finally:
         engine.close()
         view.cleanup()
@@ -72,17 +70,12 @@ def _check_logs(path: Path, report: DatabaseReport) -> dict[str, int]:
 
 def _readable_end(path: Path, name: str, ends: dict[str, int]) -> int:
     """Find the size of a damaged log before its first damaged record."""
-    engine = _engine(path)
     later = {other: 0 for number, other in logs_in(path).items() if number > int(name[:-4])}
     try:
-        view, _ = directory.opened_in_view(path, partial(engine.open, exists=True, torn=True), {**ends, **later})
+        with _opened(path, {**ends, **later}, torn=True) as engine:
+            return record_after(path / name, engine.last_sequence())
     except DatabaseCorruptError:  # whole records in the wrong order
         return 0
-    try:
-        return record_after(path / name, engine.last_sequence())
-    finally:
-        engine.close()
-        view.cleanup()
 
 
 def _read_table(engine: Engine, tag: str) -> TableCheck:

@@ -770,7 +770,7 @@ def test_later_releases_may_add_to_the_time_of_a_row(path: Path):
     with opened(path) as database:
         database.insert(TAG, keys, vectors_of(keys, DIM))
         value = (1234567).to_bytes(8, "little") + b"and a sequence number"
-        database._engine.put([keys[:1].tobytes()], {f"hps-written/{TAG}": [value]}, "adding")
+        database._engine.write({f"hps-written/{TAG}": ([keys[:1].tobytes()], [value])}, {}, "adding")
         assert database.written_at(TAG, keys[:1]).tolist() == [1234567]
 
 

@@ -64,7 +64,7 @@ def test_a_row_that_a_release_without_sequences_wrote_is_older_than_any_change(p
     with opened(path) as database:
         applied(database, TAG, changes_of(KEYS[:2], 10))
         value = (1234567).to_bytes(8, "little")
-        database._engine.put([KEYS[:1].tobytes()], {f"hps-written/{TAG}": [value]}, "writing as an older release")
+        database._engine.write({f"hps-written/{TAG}": ([KEYS[:1].tobytes()], [value])}, {}, "writing as an older release")
     with opened(path) as database:
         assert applied(database, TAG, changes_of(KEYS[:2], 5, version=1)) == [True, False]
         assert database.written_at(TAG, KEYS[:1])[0] > 1234567

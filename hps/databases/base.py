@@ -70,9 +70,9 @@ class RowChanges:
     sequences: IndexArray
     deleted: BoolArray | None = None
 
-    def at(self, rows: BoolArray) -> "RowChanges":
-        """Select rows by a mask, (n,)."""
-        if rows.all():
+    def at(self, rows: BoolArray | IndexArray | slice) -> "RowChanges":
+        """Select rows by a mask, (n,), by positions or by a slice."""
+        if isinstance(rows, np.ndarray) and rows.dtype == np.bool_ and rows.all():
             return self
         deleted = None if self.deleted is None else self.deleted[rows]
         return RowChanges(self.keys[rows], self.vectors[rows], self.sequences[rows], deleted)

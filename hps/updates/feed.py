@@ -524,15 +524,10 @@ def _resolve(parts: Sequence[Changes], sequences: Sequence[int], dim: int) -> Ro
         return changes
     order = np.lexsort((of_rows, keys))  # stable: among equal sequences the last to arrive stays last
     latest = order[np.append(keys[order][1:] != keys[order][:-1], True)]
-    return RowChanges(keys[latest], vectors[latest], of_rows[latest], None if deleted is None else deleted[latest])
+    return changes.at(latest)
 
 
 def _pieces(changes: RowChanges, most_rows: int) -> list[RowChanges]:
     count = -(-changes.keys.size // most_rows)
     edges = [changes.keys.size * i // count for i in range(count + 1)]
-    cuts = [slice(low, high) for low, high in pairwise(edges)]
-    deleted = changes.deleted
-    return [
-        RowChanges(changes.keys[cut], changes.vectors[cut], changes.sequences[cut], None if deleted is None else deleted[cut])
-        for cut in cuts
-    ]
+    return [changes.at(slice(low, high)) for low, high in pairwise(edges)]

@@ -14,6 +14,7 @@ contribute the table's default vector, as in a lookup of rows.
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from enum import IntEnum
 from typing import Any, Literal
 
@@ -46,6 +47,7 @@ class Combiner(IntEnum):
 _COMBINERS = {combiner.name.lower(): combiner for combiner in Combiner}
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Bags:
     """Keys of one table in bags, as `HPS.lookup_pooled` takes them. *Immutable*; the tensors stay the caller's.
 
@@ -63,28 +65,17 @@ class Bags:
         include_last_offset: False: offsets are (B,), without the final n, the default of torch's `EmbeddingBag`.
     """
 
-    __slots__ = ("combiner", "include_last_offset", "keys", "max_norm", "offsets", "padding_key", "weights")
-
-    def __init__(
-        self,
-        keys: Any,
-        offsets: Any = None,
-        weights: Any = None,
-        *,
-        combiner: Literal["sum", "mean", "sqrtn"] = "sum",
-        max_norm: float | None = None,
-        padding_key: int | None = None,
-        include_last_offset: bool = True,
-    ) -> None:
-        self.keys = keys
-        self.offsets = offsets
-        self.weights = weights
-        self.combiner = combiner
-        self.max_norm = max_norm
-        self.padding_key = padding_key
-        self.include_last_offset = include_last_offset
+    keys: Any
+    offsets: Any = None
+    weights: Any = None
+    _: KW_ONLY
+    combiner: Literal["sum", "mean", "sqrtn"] = "sum"
+    max_norm: float | None = None
+    padding_key: int | None = None
+    include_last_offset: bool = True
 
 
+@dataclass(slots=True, eq=False)
 class Pooling:
     """The bags of a segment. *Immutable.*
 
@@ -98,27 +89,16 @@ class Pooling:
         padding_key: None: no key is skipped.
     """
 
-    __slots__ = ("combiner", "count", "hotness", "max_norm", "offsets", "padding_key", "weights")
-
-    def __init__(
-        self,
-        count: int,
-        offsets: DeviceArray | None,
-        hotness: int,
-        weights: DeviceArray | None,
-        combiner: Combiner,
-        max_norm: float,
-        padding_key: int | None,
-    ) -> None:
-        self.count = count
-        self.offsets = offsets
-        self.hotness = hotness
-        self.weights = weights
-        self.combiner = combiner
-        self.max_norm = max_norm
-        self.padding_key = padding_key
+    count: int
+    offsets: DeviceArray | None
+    hotness: int
+    weights: DeviceArray | None
+    combiner: Combiner
+    max_norm: float
+    padding_key: int | None
 
 
+@dataclass(slots=True, eq=False)
 class Columns:
     """Consecutive columns of a (rows, width) float32 tensor that several segments share, in CUDA memory.
 
@@ -128,13 +108,10 @@ class Columns:
         rows, width: expected dimensions; the tensor has at least rows x width elements.
     """
 
-    __slots__ = ("rows", "start", "tensor", "width")
-
-    def __init__(self, tensor: DeviceArray, start: int, rows: int, width: int) -> None:
-        self.tensor = tensor
-        self.start = start
-        self.rows = rows
-        self.width = width
+    tensor: DeviceArray
+    start: int
+    rows: int
+    width: int
 
 
 def pooled_segments(

@@ -8,6 +8,7 @@ DLPack.
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from hps.tensors.bags import Pooling
 
 
+@dataclass(slots=True, eq=False)
 class Stretch:
     """Consecutive elements of a tensor that several segments share; a CUDA cache inspects the tensor once for all of them.
 
@@ -31,13 +33,10 @@ class Stretch:
         total: expected size of the tensor: the exact number of keys, the minimum number of elements of an output.
     """
 
-    __slots__ = ("size", "start", "tensor", "total")
-
-    def __init__(self, tensor: DeviceArray, start: int, size: int, total: int) -> None:
-        self.tensor = tensor
-        self.start = start
-        self.size = size
-        self.total = total
+    tensor: DeviceArray
+    start: int
+    size: int
+    total: int
 
 
 class Segment:

@@ -4,7 +4,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hps.databases.redis.catalog import Catalog
@@ -72,6 +72,18 @@ steps = st.one_of(
     st.tuples(st.sampled_from(["apply", "remove", "write later", "delete later"]), marks, some, st.integers(1, 9)),
     st.tuples(st.just("lose"), st.none(), st.none(), st.booleans()),
 )
+WRITES = ("promote", "write", "promote", "apply", "write later", "apply", "remove", "promote", "delete", "delete later")
+EVERY_WRITE = [
+    ("change", None, MARKS[0], False),
+    *(
+        (what, mark, part, None if what == "delete" else 1 + turn % 9)
+        for turn, what in enumerate(WRITES)
+        for part in (slice(0, 3), slice(0, ROWS))
+        for mark in (MARKS[1], MARKS[0])
+    ),
+    ("change", MARKS[0], MARKS[2], True),
+]
+"""Each under another mark than the partition has, and under its own."""
 
 
 class Mirror:
@@ -168,6 +180,7 @@ def test_the_scripts_do_what_their_mirror_does(tmp_path):
 
             @settings(max_examples=100, deadline=None)
             @given(st.lists(steps, max_size=25))
+            @example(EVERY_WRITE)
             def run(sequence):
                 client.flushall()
                 mirror, catalog = Mirror(), Catalog(nodes, 1)

@@ -222,16 +222,6 @@ def test_a_table_that_another_process_made_anew_is_read_as_it_now_is(opened):
 
 
 @pytest.mark.redis
-def test_an_insertion_into_a_table_that_was_dropped_fails(opened):
-    keys = distinct_keys(10)
-    ours, theirs = opened(), opened()
-    ours.open_table(TAG, 2)
-    theirs.drop_table(TAG)
-    with pytest.raises(UnknownTableError, match="open it again"):
-        ours.insert(TAG, keys, vectors_of(keys, 2))
-
-
-@pytest.mark.redis
 def test_dropping_leaves_other_programs_and_other_tables_alone(opened, client):
     others = {b"hps_et{hps_et.shop.item2/p0}v", b"hps_et{hps_et.shop.item}x", b"other", b"hps_et.shop.item/p0/v"}
     for name in others:

@@ -166,20 +166,6 @@ def test_a_larger_share_is_completed_and_a_smaller_one_is_there(node):
     assert database.claim_load(TAG, "v1", 600) == 300
 
 
-def test_a_redis_that_lost_a_partition_is_loaded_from_the_first_row(node, client):
-    database = node()
-    database.claim_load(TAG, "v1", 600)
-    chunk(database, 0, 600)
-    database.finish_load(TAG)
-    client.delete(f"hps_et{{{TAG}/p2}}v", f"hps_et{{{TAG}/p2}}m")
-    again = node()
-    assert again.claim_load(TAG, "v1", 600) == 0
-    chunk(again, 0, 600)
-    again.finish_load(TAG)
-    holds(again, 600)
-    holds(database, 600)
-
-
 def test_a_load_into_a_table_that_is_dropped_meanwhile_fails(node):
     first, second = node(), node()
     first.claim_load(TAG, "v1", 600)
@@ -231,6 +217,7 @@ class TestLost:
             client.delete(f"hps_et{{{TAG}/p2}}v", f"hps_et{{{TAG}/p2}}m")
         else:
             node().drop_table(TAG)
+        self.refuses(reader)
         dead, another = node(lease_s=0.3), node()  # which have opened it, and load it later
         self.refuses(reader)
         assert dead.claim_load(TAG, "v1", 600) == 0

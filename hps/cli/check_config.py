@@ -3,6 +3,7 @@
 import json
 import logging
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -87,7 +88,7 @@ class _Report:
 
 def _checked(path: Path, files: bool, reach_s: float) -> _Report:
     from hps.configuration.load import read_configuration
-    from hps.configuration.usable_part import UsablePart
+    from hps.configuration.usable_part import UsablePart, usable_part
     from hps.models.sources import ModelSources
     from hps.types import CheckResult
 
@@ -105,7 +106,9 @@ def _checked(path: Path, files: bool, reach_s: float) -> _Report:
     except errors.ConfigError as error:
         split = (problem.partition(": ") for problem in error.problems)
         report.findings += [CheckResult("wrong", where, text) for where, _, text in split]
-        part = _usable_part(path)
+        part = None
+        with suppress(errors.ConfigError):  # it is not a document, which is reported already
+            part = usable_part(path)
     if part is None:
         return report
     sources = ModelSources(part.configuration.model_source)
@@ -124,15 +127,6 @@ def _checked(path: Path, files: bool, reach_s: float) -> _Report:
         tables = {row.table: (row.rows or 0, row.size_bytes) for row in report.rows}
         report.reached = preflight(part.configuration, tables, sources, reach_s)
     return report
-
-
-def _usable_part(path: Path) -> "UsablePart | None":
-    from hps.configuration.usable_part import usable_part
-
-    try:
-        return usable_part(path)
-    except errors.ConfigError:
-        return None  # it is not a document, which is reported already
 
 
 def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -> None:
@@ -246,20 +240,14 @@ def _updates(configuration: "Configuration", tables: "list[TableSpec]") -> str:
 
 
 def _print_summary(configuration: "Configuration", report: _Report) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    summary = Table("model", "version", "table", "id", box=None, pad_edge=False)
-    for column in ("rows", "dim", "MB", "cached rows"):
-        summary.add_column(column, justify="right")
+    rows = []
     for model, table, place, count, size_bytes in report.rows:
         share = model.gpucacheper if model.gpucache else 0.0
         vectors = size_bytes - 8 * (count or 0)
         figures = (f"{count:,}", f"{vectors / 1e6:,.1f}", f"{share * count:,.0f}") if count else ("?",) * 3
-        summary.add_row(model.model, model.version, table.table_name, str(place), figures[0], str(table.dim), *figures[1:])
-    screen = Console(highlight=False)
-    screen.width = max(screen.width, 120)  # terminals wrap long lines; pipes must not cut them
-    screen.print(summary)
+        rows.append((model.model, model.version, table.table_name, str(place), figures[0], str(table.dim), *figures[1:]))
+    names = ("model", "version", "table", "id")
+    console.screen(120).print(console.table(names, ("rows", "dim", "MB", "cached rows"), rows))
     persistent, service = configuration.persistent_db, configuration.service
     where = f" at {persistent.path}" if persistent.type == "rocks_db" else ""
     typer.echo(

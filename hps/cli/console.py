@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, TypeAlias
@@ -17,6 +17,7 @@ from hps.ground.progress import LogProgress, TableProgress, count_text, size_tex
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
+    from rich.table import Table
 
     from hps.ground.progress import Progress
 
@@ -57,6 +58,32 @@ def rows_text(rows: int) -> str:
     return f"{rows:,} row" if rows == 1 else f"{rows:,} rows"
 
 
+def screen(least_width: int = 0) -> Console:
+    """Make a console for tables, which in a pipe is as wide as they are.
+
+    Args:
+        least_width: on a narrower terminal, lines are wrapped, not cut.
+    """
+    made = Console(highlight=False, markup=False)
+    made.width = max(made.width, least_width) if made.is_terminal else _PIPE_WIDTH
+    return made
+
+
+def table(words: Sequence[str], figures: Sequence[str], rows: Iterable[Sequence[str]] = (), *, title: str = "") -> "Table":
+    """Make a table: columns of words, then columns of figures, which are never folded. One with a title has lines."""
+    from rich.table import Table
+
+    made = Table(title=title) if title else Table(box=None, pad_edge=False)
+    for column in words:
+        made.add_column(column, overflow="fold")
+    for column in figures:
+        made.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+_PIPE_WIDTH = 10_000
 _FIGURES_WIDTH = 68  # figures, the shortest bar and the spaces between them
 
 

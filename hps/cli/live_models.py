@@ -1,7 +1,6 @@
 """`hps models | deploy | undeploy | rollback | refresh | updates status`: list and change the models of a running server."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +20,6 @@ EXAMPLES = {
     "updates status": "Example: `hps updates status http://127.0.0.1:8000`",
 }
 _TIERS = ("embedding_cache", "volatile_db", "persistent_db")
-_WIDTH = 160  # if the output is not a terminal
 
 
 def models_command(
@@ -129,7 +127,9 @@ def updates_status_command(
         behind = "?" if one["behind"] is None else count_text(one["behind"])
         rate, rows_done, stale = (count_text(one[key]) for key in ("rows_per_s", "rows", "stale_rows"))
         rows.append((one["model"], one["version"], one["table"], lag, behind, f"{rate}/s", rows_done, stale, dead))
-    _print_columns(("model", "version", "table"), ("lag", "behind", "rows/s", "rows", "stale", "dead letters"), rows)
+    console.screen().print(
+        console.table(("model", "version", "table"), ("lag", "behind", "rows/s", "rows", "stale", "dead letters"), rows)
+    )
     for one in answer["tables"]:
         if one["problem"]:
             typer.echo(f"{one['model']} version {one['version']}, {one['table']}: {one['problem']}")
@@ -171,23 +171,4 @@ def _print_table(models: list[dict[str, Any]]) -> None:
             shown = f"{rate:.1%}" if rate is not None and version["state"] == "serving" else ""
             rows.append((model["name"], version["version"], version["state"], count_text(version["rows"]), *sizes, shown))
     figures = ("rows", *(tier.replace("_", " ") for tier in _TIERS), "hit rate")
-    _print_columns(("model", "version", "state"), figures, rows)
-
-
-def _print_columns(names: Sequence[str], figures: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: columns of words, then columns of figures, which are never folded."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in names:
-        table.add_column(column, overflow="fold")
-    for column in figures:
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    console_ = Console(highlight=False, markup=False)
-    if not console_.is_terminal:
-        console_.width = _WIDTH
-    console_.print(table)
+    console.screen().print(console.table(("model", "version", "state"), figures, rows))

@@ -9,6 +9,7 @@ import typer
 
 from hps import errors
 from hps.cli import console
+from hps.cli.pictures import check_picture, draw_plan
 from hps.ground.progress import size_text
 
 if TYPE_CHECKING:
@@ -57,9 +58,9 @@ def plan_command(
         from hps.configuration.load import load_configuration
         from hps.planning import memory
         from hps.planning.forecast import Forecast
-        from hps.planning.picture import draw
         from hps.statistics.key_traces import read_traces
 
+        check_picture(picture)
         given = {"gpu": gpu_memory, "ram": ram, "disk": disk, "redis": redis}
         sizes: dict[Place, int] = {place: _size(text) for place, text in given.items() if text is not None}  # type: ignore[misc]
         configuration = load_configuration(config)
@@ -78,7 +79,7 @@ def plan_command(
         if (goal is not None or budget is not None) and not predicted:
             raise errors.InvalidInputError("planning: got a goal or a budget, but no keys; expected --trace or --alpha, too")
         if picture is not None:
-            draw(picture, [table for one in predicted for table in one.tables])
+            draw_plan(picture, [table for one in predicted for table in one.tables])
         if as_json:
             typer.echo(json.dumps(_document(needs, totals, machine, predicted, suggestions), indent=1))
         else:
@@ -120,10 +121,7 @@ def _print(
     forecasts: "list[Forecast]",
     suggestions: "list[Suggestion]",
 ) -> None:
-    from rich.console import Console
-
-    screen = Console(highlight=False)
-    screen.width = max(screen.width, 160)  # terminals wrap long lines; pipes must not cut them
+    screen = console.screen(160)
     _print_memory(screen, needs, totals, machine)
     if forecasts:
         _print_hit_rates(screen, forecasts)
@@ -134,19 +132,14 @@ def _print(
 
 
 def _print_memory(screen: "Console", needs: "list[PlannedNeed]", totals: "list[Total]", machine: "Machine") -> None:
-    from rich.table import Table
-
-    rows = Table("model", "version", "tier", "for", "place", box=None, pad_edge=False)
-    rows.add_column("size", justify="right")
+    rows = []
     for one in needs:
         place = one.need.place if one.device is None else f"gpu {one.device}"
         what = f"{one.need.what} (while loading)" if one.need.passing else one.need.what
-        rows.add_row(one.model, one.version, one.tier, what, place, size_text(one.need.size_bytes))
-    screen.print(rows)
+        rows.append((one.model, one.version, one.tier, what, place, size_text(one.need.size_bytes)))
+    screen.print(console.table(("model", "version", "tier", "for", "place"), ("size",), rows))
     screen.print()
-    summary = Table("place", box=None, pad_edge=False)
-    for column in ("needed", "while loading", "there"):
-        summary.add_column(column, justify="right")
+    summary = console.table(("place",), ("needed", "while loading", "there"))
     summary.add_column("")
     for total in totals:
         verdict = {True: "fits", False: "DOES NOT FIT", None: "not known here"}[total.fits]
@@ -154,26 +147,18 @@ def _print_memory(screen: "Console", needs: "list[PlannedNeed]", totals: "list[T
             verdict += ", with what is pinned" if any(one.place == "pinned" for one in totals) else ""
         if total.place == "pinned":
             verdict = "part of ram"
+        if where := machine.source.get(total.place):
+            verdict = f"{verdict} ({where})"
         free = "?" if total.free_bytes is None else size_text(total.free_bytes)
-        where = machine.source.get(total.place)
-        summary.add_row(
-            total.place,
-            size_text(total.size_bytes),
-            size_text(total.peak_bytes),
-            free,
-            f"{verdict} ({where})" if where else verdict,
-        )
+        summary.add_row(total.place, size_text(total.size_bytes), size_text(total.peak_bytes), free, verdict)
     screen.print(summary)
 
 
 def _print_hit_rates(screen: "Console", forecasts: "list[Forecast]") -> None:
-    from rich.table import Table
-
     from hps.planning.forecast import SHARES
 
-    rates = Table("model", "table", box=None, pad_edge=False)
-    for column in ("rows", "alpha", *(f"{share * 100:g} %" for share in SHARES), "configured", "hit rate", "misses/s"):
-        rates.add_column(column, justify="right")
+    figures = ("rows", "alpha", *(f"{share * 100:g} %" for share in SHARES), "configured", "hit rate", "misses/s")
+    rates = console.table(("model", "table"), figures)
     uncertain = False
     for table in [table for one in forecasts for table in one.tables]:
         cells = []
@@ -185,7 +170,7 @@ def _print_hit_rates(screen: "Console", forecasts: "list[Forecast]") -> None:
         share = f"{100 * table.configured.capacity_rows / max(table.rows, 1):.3g} %"
         rates.add_row(table.model, table.table, f"{table.rows:,}", f"{table.alpha:.2f}", *cells[:-1], share, cells[-1], missed)
     screen.print()
-    screen.print("hit rate by cache size, as a share of the table's rows", markup=False)
+    screen.print("hit rate by cache size, as a share of the table's rows")
     screen.print(rates)
     if uncertain:
         screen.print(

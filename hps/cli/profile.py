@@ -2,14 +2,14 @@
 
 import json
 from contextlib import ExitStack
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from hps import errors
 from hps.cli import console
+from hps.cli.pictures import check_picture, draw_profile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,14 +25,6 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: `hps profile http://127.0.0.1:8000 --rate 2000 --rate 4000 --p99-ms 5 --picture rates.svg`"
 _STAGE_TEXTS = {"http": "HTTP request", "lookup": "whole lookup", "outside": "outside of stages"}
-
-
-class Distribution(StrEnum):
-    """Distributions of keys."""
-
-    POWER_LAW = "power-law"
-    HOT_KEYS = "hot-keys"
-    UNIFORM = "uniform"
 
 
 def profile_command(
@@ -52,7 +44,9 @@ def profile_command(
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.01, help="For each row.")] = 10.0,
     warmup: Annotated[float, typer.Option(min=0.0, help="Seconds of warm-up before each row of results.")] = 2.0,
-    distribution: Annotated[Distribution, typer.Option(help="The popularity of keys.")] = Distribution.POWER_LAW,
+    distribution: Annotated[
+        Literal["power-law", "hot-keys", "uniform"], typer.Option(help="The popularity of keys.")
+    ] = "power-law",
     alpha: Annotated[float, typer.Option(min=0.0, help="Of the power law.")] = 0.99,
     hot_key_percentage: Annotated[float, typer.Option(min=0.0, max=1.0, help="This share of the keys is hot, and")] = 0.2,
     hot_key_coverage: Annotated[float, typer.Option(min=0.0, max=1.0, help="gets this share of the requests.")] = 0.8,
@@ -100,7 +94,7 @@ def profile_command(
         from hps.profiling.profile import Bounds, Profile
         from hps.profiling.service import Service
 
-        workload = Workload(distribution.value, alpha, hot_key_percentage, hot_key_coverage, seed)
+        workload = Workload(distribution, alpha, hot_key_percentage, hot_key_coverage, seed)
         batches, rates = batch or [1000], [*(rate or ())] or [None]
         _check(batches, rates, bags, json_file, picture)
         asked: Service | InProcess
@@ -123,9 +117,9 @@ def profile_command(
             },
         )
         bounds = Bounds(p50_ms, p99_ms, min_keys_per_s, min_hit_rate, max_failures)
-        screen = _screen()
+        screen = console.screen()
         said = f"{target}: model {asked.model}, tables {', '.join(asked.tables)}; {profile.about['workload']}"
-        screen.print(said, markup=False, soft_wrap=True)
+        screen.print(said, soft_wrap=True)
         for size in batches:
             if check:
                 asked.check(drawn, size)
@@ -138,9 +132,7 @@ def profile_command(
             except OSError as error:
                 raise errors.InvalidInputError(f"writing {json_file}: {error}") from error
         if picture is not None:
-            from hps.profiling.pictures import draw
-
-            draw(profile, picture)
+            draw_profile(picture, profile)
     if profile.missed:
         for text in profile.missed:
             typer.echo(f"missed: {text}", err=True)
@@ -159,8 +151,7 @@ def _check(
     for file in (json_file, picture):
         if file is not None and not file.absolute().parent.is_dir():
             raise errors.InvalidInputError(f"writing {file}: its directory does not exist")
-    if picture is not None and picture.suffix not in (".svg", ".png"):
-        raise errors.InvalidInputError(f"drawing {picture}: expected a .svg or .png file")
+    check_picture(picture)
 
 
 def _opened(path: Path, stack: ExitStack) -> "HPS":
@@ -188,20 +179,9 @@ def _keys(asked: "Service | InProcess", workload: "Workload", keys: Path | None,
     return {table: workload.draw(count, place, ids) for place, (table, (count, ids)) in enumerate(known.items())}
 
 
-def _screen() -> "Console":
-    """Make the screen for tables; in a pipe, as wide as they are."""
-    from rich.console import Console
-
-    screen = Console(highlight=False)
-    return screen if screen.is_terminal else Console(highlight=False, width=200)
-
-
 def _print(screen: "Console", profile: "Profile") -> None:
-    from rich.table import Table
-
-    wholes = Table(title="Lookups")
-    for head in ("keys", "rate/s", "lookups/s", "keys/s", "p50 ms", "p95 ms", "p99 ms", "p99.9 ms", "max ms", "failed"):
-        wholes.add_column(head, justify="right")
+    times_ms = ("p50 ms", "p95 ms", "p99 ms", "p99.9 ms", "max ms")
+    wholes = console.table((), ("keys", "rate/s", "lookups/s", "keys/s", *times_ms, "failed"), title="Lookups")
     for row in profile.rows:
         times = row.latency
         shown = (times.p50_ms, times.p95_ms, times.p99_ms, times.p999_ms, times.max_ms)
@@ -222,23 +202,24 @@ def _print(screen: "Console", profile: "Profile") -> None:
 
 def _print_row(screen: "Console", row: "Row") -> None:
     """Print where the time of one row of results went, and which tiers answered."""
-    from rich.table import Table
-
     title = f"{row.batch:,} keys" + (f" at {row.rate:,.10g}/s" if row.rate else "")
     if row.stages:
-        stages = Table(title=f"Stages, {title}")
-        stages.add_column("stage")
-        for head in ("lookups", "of the time", "mean us", "p50 us", "p99 us"):
-            stages.add_column(head, justify="right")
-        for name, times in row.stages.items():
-            figures = (f"{times.mean_us:,.1f}", f"{times.p50_us:,.1f}", f"{times.p99_us:,.1f}")
-            stages.add_row(_STAGE_TEXTS.get(name, name), f"{times.count:,}", f"{times.share:.1%}", *figures)
-        screen.print(stages)
+        figures = ("lookups", "of the time", "mean us", "p50 us", "p99 us")
+        stages = (
+            (
+                _STAGE_TEXTS.get(name, name),
+                f"{times.count:,}",
+                f"{times.share:.1%}",
+                *(f"{us:,.1f}" for us in (times.mean_us, times.p50_us, times.p99_us)),
+            )
+            for name, times in row.stages.items()
+        )
+        screen.print(console.table(("stage",), figures, stages, title=f"Stages, {title}"))
     lines = [f"{name}: {one.hit_rate:.2%} of {one.asked:,} keys" for name, one in row.tiers.items()]
     if lines:
         screen.print(f"hit rates: {'; '.join(lines)}; in no tier: {row.default_keys:,}", soft_wrap=True)
     for what, count in row.failures.items():
-        screen.print(f"failed: {count:,} x {what}", markup=False)
+        screen.print(f"failed: {count:,} x {what}")
     if row.failures:
         screen.print(f"failed lookups took {row.failed.p50_ms:.3f} ms (p50), {row.failed.max_ms:.3f} ms at most")
     late = f"; lookups began {row.lateness.p99_ms:.3f} ms late (p99)" if row.rate else ""

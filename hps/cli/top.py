@@ -37,15 +37,12 @@ def top_command(
 
     The figures cover the time between two samples. The server's bearer token is enough.
     """
-    from rich.console import Console
     from rich.live import Live
 
     with console.reported():
         server = running_server(url, token, token_file)
-        screen = Console(highlight=False)
+        screen = console.screen()
         before, at = server.ask("/v1/stats"), time.monotonic()
-        if not screen.is_terminal:
-            screen.width = _ANY_WIDTH
         if once or not screen.is_terminal:
             time.sleep(interval)
             now = server.ask("/v1/stats")
@@ -231,10 +228,6 @@ def _time(seconds: float | None) -> str:
 
 
 def _table(first: str, *others: str) -> "Table":
-    from rich.table import Table
-
-    made = Table(box=None, pad_edge=False)
-    made.add_column(first, overflow="fold", min_width=8)  # long names are shortened, figures are not
-    for name in others:
-        made.add_column(name, justify="right", no_wrap=True)
+    made = console.table((first,), others)
+    made.columns[0].min_width = 8  # long names are shortened, figures are not
     return made

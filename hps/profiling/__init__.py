@@ -7,5 +7,4 @@ http_load.py   a load generator: requests over a few connections, back to back o
 service.py     a running service under that load
 counters.py    the server's counters of stages and tiers over that time
 profile.py     the figures and their bounds
-pictures.py    plots
 """

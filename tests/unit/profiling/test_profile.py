@@ -6,10 +6,10 @@ from dataclasses import asdict
 
 import pytest
 
+from hps.cli.pictures import draw_profile
 from hps.errors import InvalidInputError
 from hps.profiling.counters import Counters, TierKeys
 from hps.profiling.http_load import LoadResult
-from hps.profiling.pictures import draw
 from hps.profiling.profile import Bounds, Profile, Row
 from hps.statistics.snapshot import Latency, ModelStatistics, ServerStatistics, TableStatistics, TierStatistics
 
@@ -91,7 +91,7 @@ def test_pictures(tmp_path, rates):
     profile = Profile("ps.json", {"model": "m", "workload": "uniform"})
     for rate in rates:
         profile.add(row(rate=rate), Bounds())
-    draw(profile, tmp_path / "a.svg")
+    draw_profile(tmp_path / "a.svg", profile)
     assert ("at a fixed rate" if rates[0] else "share of the lookups") in (tmp_path / "a.svg").read_text()  # in a comment
     with pytest.raises(InvalidInputError, match="drawing"):
-        draw(profile, tmp_path / "missing" / "a.svg")
+        draw_profile(tmp_path / "missing" / "a.svg", profile)

@@ -42,10 +42,10 @@ class HTTPMetrics:
         self._counts: dict[tuple[str, int], int] = {}
         self._routes: dict[str, Times] = {}
         self._gauges = (
-            ("hps_http_lookups_pending", "Lookups that run or wait for a thread.", pending),
-            ("hps_http_held_bytes", "Bytes of memory that are held for clients.", held_bytes),
+            ("hps_http_lookups_pending", "Lookups running or waiting for a thread.", pending),
+            ("hps_http_held_bytes", "Memory held for clients.", held_bytes),
             ("hps_ready", "1 while lookups are answered, ignoring models that cannot be loaded.", ready),
-            ("hps_device_failed", "1 after a device has failed: no lookup is answered until a restart.", device_failed),
+            ("hps_device_failed", "1 after a device failure: no lookup is answered until a restart.", device_failed),
         )
         self._refusals = refusals
         self._process = ProcessCollector(registry=None)
@@ -145,18 +145,18 @@ class InferenceStatistics:
 
 
 _TRITON: tuple[tuple[str, str, Callable[[InferenceCounts], int]], ...] = (
-    ("request_success", "Requests that were answered.", lambda one: one.successes),
-    ("request_failure", "Requests that failed.", lambda one: one.failures),
-    ("count", "Requests that were answered; a lookup is one inference.", lambda one: one.successes),
+    ("request_success", "Answered requests.", lambda one: one.successes),
+    ("request_failure", "Failed requests.", lambda one: one.failures),
+    ("count", "Answered requests; a lookup is one inference.", lambda one: one.successes),
     ("exec_count", "Lookups.", lambda one: one.successes),
     (
         "request_duration_us",
-        "Time of requests that were answered.",
+        "Duration of answered requests.",
         lambda one: (one.input_ns + one.queue_ns + one.infer_ns + one.output_ns) // 1000,
     ),
-    ("queue_duration_us", "Time of waiting for a thread, and for the event loop.", lambda one: one.queue_ns // 1000),
-    ("compute_input_duration_us", "Time of reading requests.", lambda one: one.input_ns // 1000),
-    ("compute_infer_duration_us", "Time of lookups.", lambda one: one.infer_ns // 1000),
-    ("compute_output_duration_us", "Time of writing answers.", lambda one: one.output_ns // 1000),
+    ("queue_duration_us", "Time waiting for a thread and for the event loop.", lambda one: one.queue_ns // 1000),
+    ("compute_input_duration_us", "Time reading requests.", lambda one: one.input_ns // 1000),
+    ("compute_infer_duration_us", "Duration of lookups.", lambda one: one.infer_ns // 1000),
+    ("compute_output_duration_us", "Time writing answers.", lambda one: one.output_ns // 1000),
 )
 """Names after `nv_inference_` in Triton's docs/user_guide/metrics.md. Answers are not cached, so there is no `nv_cache_*`."""

@@ -65,9 +65,9 @@ class Readiness:
         ):
             yield family("gauge", name, text, [(where, getattr(load, attribute)) for where, load in loads])
         seconds = [(where, life.load_seconds) for where, life in models]
-        yield family("gauge", "hps_load_seconds", "Duration of the last load of a model, so far.", seconds)
+        yield family("gauge", "hps_load_seconds", "Duration of the last load of a model, so far or in total.", seconds)
         failures = [(where, life.failures) for where, life in models]
-        yield family("counter", "hps_load_failures", "Loads of a model that failed.", failures)
+        yield family("counter", "hps_load_failures", "Failed loads of a model.", failures)
 
 
 def table_status(table: LoadingTable) -> TableStatus:

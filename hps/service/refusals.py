@@ -51,6 +51,10 @@ class Refusals:
     def families(self) -> Iterator[Family]:
         for name, text, counts in (
             ("hps_http_refused", "Requests refused with 503, by the limit that was reached.", self.refused),
-            ("hps_http_aborted_connections", "Connections closed amid a request, by what was waited for.", self.aborted),
+            (
+                "hps_http_aborted_connections",
+                "Connections closed during a request, by cause.",
+                self.aborted,
+            ),
         ):
             yield family("counter", name, text, [(label_text(["reason"], [reason]), n) for reason, n in counts.items()])

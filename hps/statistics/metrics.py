@@ -188,58 +188,54 @@ class Metrics(Collector):
         self.table_quarantined = self._gauge(
             "hps_table_quarantined", "1 while the volatile database is skipped because it may hold outdated vectors.", "tag"
         )
-        self.promoted = self._counter(
-            "hps_promoted_keys", "Vectors copied from the persistent into the volatile database.", *_TABLE
-        )
+        self.promoted = self._counter("hps_promoted_keys", "Rows copied from the persistent to the volatile database.", *_TABLE)
         self.background_dropped = self._counter(
-            "hps_background_dropped_batches", "Batches dropped because the queue was full.", "work"
+            "hps_background_dropped_batches", "Background batches dropped because their queue was full.", "work"
         )
-        self.background_errors = self._counter("hps_background_failed_batches", "Batches whose background work failed.", "work")
+        self.background_errors = self._counter("hps_background_failed_batches", "Background batches that failed.", "work")
         self.workspace_timeouts = self._counter(
             "hps_workspace_timeouts", "Lookups refused because every workspace stayed busy.", "model"
         )
         self.coalesced_keys = self._counter(
-            "hps_coalesced_keys", "Missing keys that shared the fetch of another lookup.", *_TABLE
+            "hps_coalesced_keys", "Missing keys fetched by another lookup at the same time.", *_TABLE
         )
         self.miss_path = self._gauge(
             "hps_miss_path",
-            "1 for what answers a key that the embedding cache misses and host memory has: link, the device reads it there; "
-            "copy, the host fetches it.",
+            "1 for the path of keys that the embedding cache misses and host memory has: link (the device reads them there) or "
+            "copy (the host fetches them).",
             *_TABLE,
             "path",
         )
-        self.model_changes = self._counter(
-            "hps_model_changes", "Changes of a model, by how they ended.", "model", "change", "outcome"
-        )
+        self.model_changes = self._counter("hps_model_changes", "Changes of a model, by outcome.", "model", "change", "outcome")
         self.trace_keys = self._counter(
             "hps_trace_keys",
-            "Keys of a recording: recorded; or dropped, since its thread was too slow, unread on a device, lost with the file.",
+            "Keys of a recording: recorded, dropped (its thread was too slow), unread (on a device) or lost (write failed).",
             "outcome",
         )
         self.refreshes = self._counter("hps_refreshes", "Complete refreshes of a model's caches.", "model")
-        self.refresh_failures = self._counter("hps_failed_refreshes", "Refreshes that a database or a device ended.", "model")
+        self.refresh_failures = self._counter("hps_failed_refreshes", "Failed refreshes of a model's caches.", "model")
         self.refreshed_rows = self._counter(
-            "hps_refreshed_rows", "Resident keys that a refresh updated or erased.", "model", "outcome"
+            "hps_refreshed_rows", "Resident rows updated or erased by refreshes.", "model", "outcome"
         )
-        self.refresh_seconds = self._gauge("hps_refresh_seconds", "Time of the last complete refresh.", "model")
+        self.refresh_seconds = self._gauge("hps_refresh_seconds", "Duration of the last complete refresh.", "model")
         self.refresh_succeeded_at = self._gauge(
-            "hps_refresh_succeeded_timestamp_seconds", "When the last complete refresh ended.", "model"
+            "hps_refresh_succeeded_timestamp_seconds", "End of the last complete refresh, in seconds since 1970.", "model"
         )
         self.update_rows = self._counter(
-            "hps_update_rows", "Rows of the log that were applied to every tier.", *_TABLE, "change"
+            "hps_update_rows", "Rows of the update log that were applied to every tier.", *_TABLE, "change"
         )
         self.update_stale_rows = self._counter(
-            "hps_update_stale_rows", "Rows of the log that were older than the stored ones.", *_TABLE
+            "hps_update_stale_rows", "Applied rows that were older than the stored ones, and had no effect.", *_TABLE
         )
-        self.update_bytes = self._counter("hps_update_bytes", "Bytes of messages that were applied.", *_TABLE)
+        self.update_bytes = self._counter("hps_update_bytes", "Bytes of applied messages.", *_TABLE)
         self.update_dead_letters = self._counter(
-            "hps_update_dead_letters", "Messages that could not be applied.", *_TABLE, "reason"
+            "hps_update_dead_letters", "Messages that could not be applied, by reason.", *_TABLE, "reason"
         )
         self.update_failures = self._counter(
-            "hps_update_failures", "Batches that a database or a device refused; each is tried again.", *_TABLE
+            "hps_update_failures", "Update batches that failed on a database or a device; each is retried.", *_TABLE
         )
         self.update_gaps = self._counter(
-            "hps_update_gaps", "Times that wanted messages were gone from a partition of the log.", *_TABLE
+            "hps_update_gaps", "Gaps in a partition of the log: messages deleted before they were read.", *_TABLE
         )
         self.registry.register(self)
 
@@ -395,33 +391,35 @@ class Metrics(Collector):
             fetches = [(label_text(("model", "tier"), where), one.latency()) for where, one in self._fetches.items()]
             visible = [(label_text(_TABLE, where), one.latency()) for where, one in self._visible.items()]
             applied = [(label_text(["tier"], [tier]), one.latency()) for tier, one in self._applied.items()]
-        yield family("counter", "hps_lookup_keys", "Requested keys.", [(where, one.keys) for where, one in tables])
+        yield family(
+            "counter", "hps_lookup_keys", "Requested keys with duplicates.", [(where, one.keys) for where, one in tables]
+        )
         for name, text, counts in (
-            ("hps_hits", "Keys that a tier answered.", [(where, one.hits) for where, one in tables]),
-            ("hps_misses", "Keys that a tier did not have.", [(where, one.misses) for where, one in tables]),
+            ("hps_hits", "Keys found in a tier.", [(where, one.hits) for where, one in tables]),
+            ("hps_misses", "Keys not found in a tier.", [(where, one.misses) for where, one in tables]),
         ):
             by_tier = [(f'{where},tier="{tier}"', n) for where, keys in counts for tier, n in zip(TIERS, keys, strict=True)]
             yield family("counter", name, text, by_tier)
         for name, text, attribute in (
             ("hps_default_keys", "Requested keys that no tier has.", "defaults"),
-            ("hps_deferred_keys", "Keys that got the default vector and are fetched later.", "deferred"),
-            ("hps_linked_keys", "Keys that a device read in host memory by itself.", "linked"),
+            ("hps_deferred_keys", "Keys answered with the default vector and fetched in the background.", "deferred"),
+            ("hps_linked_keys", "Keys that a device read directly from host memory.", "linked"),
         ):
             yield family("counter", name, text, [(where, getattr(one, attribute)) for where, one in tables])
-        yield family("counter", "hps_device_lookups", "Lookups of the embedding cache of a device.", devices)
+        yield family("counter", "hps_device_lookups", "Lookups by device.", devices)
         yield histogram("hps_lookup_seconds", "Duration of a lookup.", whole)
-        yield histogram("hps_lookup_stage_seconds", "Duration of a stage of a lookup, for all its tables.", stages)
+        yield histogram("hps_lookup_stage_seconds", "Duration of a stage of a lookup, over all its tables.", stages)
         yield histogram("hps_fetch_seconds", "Duration of one fetch from a database.", fetches)
         yield histogram("hps_update_apply_seconds", "Duration of applying one batch of online updates, by tier.", applied)
         yield histogram(
-            "hps_update_visible_seconds", "Time from the making of a row until every lookup sees it, by rows.", visible
+            "hps_update_visible_seconds", "Delay from the creation of an updated row until every lookup sees it.", visible
         )
         yield from update_families(self.updates())
         queues = [(label_text(["work"], [work]), waiting) for work, waiting in self.queues().items()]
-        yield family("gauge", "hps_background_batches", "Batches that wait for background work.", queues)
+        yield family("gauge", "hps_background_batches", "Waiting background batches.", queues)
         compiled = [(label_text(["compiler"], [one]), done) for one, done in COMPILATIONS.all().items()]
-        yield family("counter", "hps_compiled_kernels", "Kernels that were compiled.", [(one, n) for one, (n, _) in compiled])
-        yield family("counter", "hps_compile_seconds", "Duration of compiling kernels.", [(one, s) for one, (_, s) in compiled])
+        yield family("counter", "hps_compiled_kernels", "Compiled kernels.", [(one, n) for one, (n, _) in compiled])
+        yield family("counter", "hps_compile_seconds", "Time spent compiling kernels.", [(one, s) for one, (_, s) in compiled])
         yield from (one.family() for one in self._values)
         for other in self._others:
             if families := other():

@@ -110,18 +110,18 @@ def expose(families: Iterable[Family], *, openmetrics: bool = False) -> bytes:
 
 _TIER_FIGURES: tuple[tuple[str, str, str, str], ...] = (
     ("rows", "gauge", "hps_tier_rows", "Rows of a table in a tier."),
-    ("capacity_rows", "gauge", "hps_tier_capacity_rows", "Rows that a tier may hold, if bounded."),
-    ("vector_bytes", "gauge", "hps_tier_vector_bytes", "Memory or disk for the vectors of a table in a tier."),
-    ("overhead_bytes", "gauge", "hps_tier_overhead_bytes", "Memory or disk that a tier takes beside vectors."),
-    ("inserts", "counter", "hps_tier_inserts", "Rows that came into a tier."),
-    ("evictions", "counter", "hps_tier_evictions", "Rows that others pushed out of a tier."),
-    ("age_s", "gauge", "hps_tier_age_seconds", "Age of the figures of a tier."),
+    ("capacity_rows", "gauge", "hps_tier_capacity_rows", "Maximum rows of a table in a tier, if bounded."),
+    ("vector_bytes", "gauge", "hps_tier_vector_bytes", "Memory or disk space of a table's vectors in a tier."),
+    ("overhead_bytes", "gauge", "hps_tier_overhead_bytes", "Memory or disk space of a table in a tier beyond its vectors."),
+    ("inserts", "counter", "hps_tier_inserts", "Rows inserted into a tier, except by loading."),
+    ("evictions", "counter", "hps_tier_evictions", "Rows evicted from a tier."),
+    ("age_s", "gauge", "hps_tier_age_seconds", "Age of a tier's sizes."),
 )
 _DEVICE_FIGURES: tuple[tuple[str, str, str], ...] = (
-    ("memory_bytes", "hps_device_memory_bytes", "Memory of a device."),
+    ("memory_bytes", "hps_device_memory_bytes", "Total device memory."),
     ("free_bytes", "hps_device_free_bytes", "Free device memory."),
     ("cache_bytes", "hps_device_cache_bytes", "Device memory of embedding caches."),
-    ("pinned_bytes", "hps_device_pinned_bytes", "Host memory that is pinned for a device to read tables."),
+    ("pinned_bytes", "hps_device_pinned_bytes", "Host memory pinned for a device."),
 )
 
 
@@ -144,19 +144,19 @@ def server_families(stats: ServerStatistics) -> Iterator[Family]:
         for model in stats.models
         for version, state in model.versions
     ]
-    yield family("gauge", "hps_model_version", "1 for each version there is.", versions)
+    yield family("gauge", "hps_model_version", "1 for each version, by state.", versions)
     models = [(label_text(["model"], [model.name]), model) for model in stats.models]
     workspaces = [(labels, one.workspaces) for labels, one in models]
     busy = [(labels, one.busy_workspaces) for labels, one in models]
-    yield family("gauge", "hps_workspaces", "Lookups that may run at once.", workspaces)
-    yield family("gauge", "hps_busy_workspaces", "Lookups that run.", busy)
+    yield family("gauge", "hps_workspaces", "Maximum number of concurrent lookups.", workspaces)
+    yield family("gauge", "hps_busy_workspaces", "Running lookups.", busy)
 
 
 def update_families(statuses: Sequence[UpdateStatus]) -> Iterator[Family]:
     """Render how far tables have followed the log of their updates; for several versions, the one furthest behind."""
     for name, text, attribute in (
-        ("hps_update_lag_seconds", "Time for which a table has lacked messages of the log.", "lag_s"),
-        ("hps_update_lag_messages", "Messages in the log that are not applied.", "behind"),
+        ("hps_update_lag_seconds", "How long a table has been behind its log of updates.", "lag_s"),
+        ("hps_update_lag_messages", "Unapplied messages in the log.", "behind"),
     ):
         largest: dict[tuple[str, str], float] = {}
         for one in statuses:

@@ -88,7 +88,7 @@ class StatisticsCollector:
     def families(self) -> Iterator[Family]:
         """Return the statistics as Prometheus metric families."""
         build = label_text(("version", "python"), (__version__, platform.python_version()))
-        yield family("gauge", "hps_build_info", "1, with the versions of what runs in its labels.", [(build, 1)])
+        yield family("gauge", "hps_build_info", "1; the labels are the versions of hps and Python.", [(build, 1)])
         yield from server_families(self.statistics())
         available = [
             (label_text(("model", "tier", "operation"), (name, tier.name, operation)), value)
@@ -99,7 +99,7 @@ class StatisticsCollector:
         yield family(
             "gauge",
             "hps_tier_available",
-            "1 while the database of a tier is read or written, 0 while that is not tried after failures.",
+            "1 while the database of a tier is used, 0 while it is skipped after failures.",
             available,
         )
 

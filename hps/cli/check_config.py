@@ -95,10 +95,10 @@ def _checked(path: Path, files: bool, reach_s: float) -> _Report:
     report = _Report(None)
     part: UsablePart | None
     try:
-        report.whole, notices = read_configuration(path)
+        report.whole = read_configuration(path)
         places = {model.model: f"models[{i}]" for i, model in enumerate(report.whole.models)}
         part = UsablePart(report.whole, places, frozenset())
-        levels = (("warning" if level >= logging.WARNING else "note", text) for level, text in notices)
+        levels = (("warning" if level >= logging.WARNING else "note", text) for level, text in report.whole.unheard)
         report.findings += [CheckResult(level, "", text) for level, text in levels]  # type: ignore[arg-type]
         report.findings += [
             CheckResult("warning", where, f"{path}: {where}: {text}") for where, text in _doubts(report.whole).items()

@@ -43,7 +43,7 @@ def serve_command(
         from hps.configuration.load import read_configuration
         from hps.service.logs.lines import formatter_of
 
-        configuration, _ = read_configuration(config)  # its notices are logged when it is used: it says itself how
+        configuration = read_configuration(config)  # it says how to log; its notices are logged when it is used
         service = configuration.service
         with console.progress(log_level or service.log_level, formatter_of(log_format or service.log_format)) as progress:
             from hps.parameter_server import HPS

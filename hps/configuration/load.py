@@ -71,10 +71,7 @@ def load_configuration(source: Source) -> Configuration:
         ConfigError: the file is missing, is not JSON or has wrong keys or values; one report of all problems.
     """
     handled = _log.hasHandlers()
-    if isinstance(source, Configuration):
-        configuration = source
-    else:
-        configuration, _ = read_configuration(source)
+    configuration = source if isinstance(source, Configuration) else read_configuration(source)
     if handled or configuration is not source:  # without handlers, logging writes warnings on standard error
         for level, text in configuration.unheard:
             _log.log(level, "%s", text)
@@ -127,11 +124,8 @@ def document_of_source(source: Source) -> Document:
     return Document(name, content, problems, lambda location: origins.get(location) or path(location))
 
 
-def read_configuration(source: Source) -> tuple[Configuration, list[tuple[int, str]]]:
-    """Load a configuration, and return the level and text of each notice instead of logging them.
-
-    They are logged when the configuration is used.
-    """
+def read_configuration(source: Source) -> Configuration:
+    """Load a configuration without logging its notices: they are logged when the configuration is used."""
     name, content, problems, path = document_of_source(source)
     notices = Notices()
     try:
@@ -141,7 +135,7 @@ def read_configuration(source: Source) -> tuple[Configuration, list[tuple[int, s
     if problems:
         raise ConfigError(name, problems)
     configuration.unheard.extend((level, f"{name}: {text}") for level, text in _written(notices))
-    return configuration, list(configuration.unheard)
+    return configuration
 
 
 def override_model(name: str, model: ModelConfig | None, changes: Mapping[str, Any]) -> ModelConfig:

@@ -1,6 +1,7 @@
 """Routes that change the models of a running server, called by operators and by `hps models`, `hps deploy` and the like."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -141,34 +142,25 @@ def _answer(change: Change) -> schemas.ChangeAnswer:
 
 def _models(lifecycle: Lifecycle) -> list[schemas.ModelDetails]:
     server = lifecycle.server
-    return [
-        schemas.ModelDetails(
-            name=one.name,
-            state=one.state,
-            reason=one.reason,
-            devices=_devices(server, one.name),
-            hit_rates=server.metrics.hit_rates(one.name),
-            versions=_versions(server, one.name),
+    found = []
+    for one in lifecycle.states.models():
+        devices, versions = [], []
+        with suppress(UnknownModelError):  # it waits, is being loaded, or failed
+            versions = server.versions(one.name)
+            devices = list(server.model(one.name).devices)
+        found.append(
+            schemas.ModelDetails(
+                name=one.name,
+                state=one.state,
+                reason=one.reason,
+                devices=devices,
+                hit_rates=server.metrics.hit_rates(one.name),
+                versions=[
+                    schemas.VersionStatus(
+                        version=it.version, state=it.state, since=_time(it.since), rows=it.rows, size_bytes=it.size_bytes
+                    )
+                    for it in versions
+                ],
+            )
         )
-        for one in lifecycle.states.models()
-    ]
-
-
-def _devices(server: HPS, name: str) -> list[int]:
-    try:
-        return list(server.model(name).devices)
-    except UnknownModelError:
-        return []
-
-
-def _versions(server: HPS, name: str) -> list[schemas.VersionStatus]:
-    try:
-        found = server.versions(name)
-    except UnknownModelError:  # it waits, is being loaded, or failed
-        return []
-    return [
-        schemas.VersionStatus(
-            version=one.version, state=one.state, since=_time(one.since), rows=one.rows, size_bytes=one.size_bytes
-        )
-        for one in found
-    ]
+    return found

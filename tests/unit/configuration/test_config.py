@@ -31,7 +31,7 @@ def load(model: dict[str, Any] | None = None, **top: Any) -> Configuration:
 
 def notices(model: dict[str, Any] | None = None, **top: Any) -> str:
     """What the reader of a configuration is told, one line a notice."""
-    _, found = read_configuration({"models": [{**MODEL, **(model or {})}], **copy.deepcopy(top)})
+    found = read_configuration({"models": [{**MODEL, **(model or {})}], **copy.deepcopy(top)}).unheard
     return "\n".join(f"{logging.getLevelName(level)} {text}" for level, text in found)
 
 
@@ -52,13 +52,13 @@ def test_returns_a_configuration_as_it_is(monkeypatch: pytest.MonkeyPatch) -> No
 def test_notices_that_nobody_heard_are_logged_when_the_configuration_is_used(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "hps")
     document = {"models": [{**MODEL, "max_batch_size": "7"}]}
-    configuration, _ = read_configuration(document)  # as where logging is not set up
+    configuration = read_configuration(document)  # as where logging is not set up
     assert not caplog.records
     for _ in range(2):
         assert load_configuration(configuration) is configuration
         assert [record.levelname for record in caplog.records] == ["INFO"]
     assert "models[].max_batch_size" in caplog.text
-    assert configuration == read_configuration(document)[0]
+    assert configuration == read_configuration(document)
 
 
 @pytest.mark.parametrize("given", [None, "http://127.0.0.1:1"])

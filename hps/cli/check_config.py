@@ -37,7 +37,8 @@ def check_config_command(
         ),
     ] = False,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=0.1, metavar="SECONDS", help="With --connect: time of each; all run at once.")
+        float,
+        typer.Option("--timeout", min=0.1, metavar="SECONDS", help="With --connect: timeout of each check."),
     ] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")] = False,
 ) -> None:

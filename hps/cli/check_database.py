@@ -35,7 +35,7 @@ def check_database_command(
         return
     for damage in report.damages:
         typer.echo(f"damaged: {damage}")
-    typer.echo("These rows can be saved. Copy the directory, then restore a backup, or keep them and give up the rest:")
+    typer.echo("To save these rows, copy the directory. Then restore a backup, or keep these rows and give up the rest:")
     for cure in report.cures:
         typer.echo(f"  {cure}")
     raise typer.Exit(1)

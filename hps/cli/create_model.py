@@ -17,10 +17,10 @@ EXAMPLE = "Example: `hps create-model models/sample/item.model --rows 50000 --di
 
 def create_model_command(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory to write.", show_default=False)],
-    rows: Annotated[int, typer.Option(min=1, help="How many; the keys are 0 to ROWS - 1.", show_default=False)],
-    dim: Annotated[int, typer.Option(min=1, help="float32 elements of a vector.", show_default=False)],
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Another seed gives other vectors.")] = 0,
-    overwrite: Annotated[bool, typer.Option(help="Replace a model that is there.")] = False,
+    rows: Annotated[int, typer.Option(min=1, help="Number of rows; the keys are 0 to ROWS - 1.", show_default=False)],
+    dim: Annotated[int, typer.Option(min=1, help="Width of a vector: float32 elements.", show_default=False)],
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the vectors.")] = 0,
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing model.")] = False,
 ) -> None:
     """Write a sparse model whose vectors can be computed from their keys (hps.models.sample.sample_vectors).
 

@@ -63,13 +63,13 @@ def init_command(
     gpucacheper: Annotated[
         float | None, typer.Option(min=0, max=1, help="Share of the rows that the embedding cache holds. Default: 0.5.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Name of a single model. Default: by its directory.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name of a single model. Default: its directory's.")] = None,
     tables: Annotated[
         str | None,
         typer.Option(metavar="PATTERN", help="The tables of a checkpoint, as in `hps import --tables`."),
     ] = None,
     explain: Annotated[bool, typer.Option(help="Print every line with its reason.")] = True,
-    ask: Annotated[bool, typer.Option("--ask", help="Ask on the terminal for options that are not given.")] = False,
+    ask: Annotated[bool, typer.Option("--ask", help="Ask on the terminal for missing options.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing configuration and imported tables.")] = False,
 ) -> None:
     """Write a ps.json for the models in SOURCE, and print the reason for each line.
@@ -100,7 +100,7 @@ def init_command(
 
 def _ask(choices: _Choices) -> None:
     if not sys.stdin.isatty():
-        raise errors.InvalidInputError("asking: there is no terminal, expected the options instead of --ask")
+        raise errors.InvalidInputError("--ask needs a terminal; give the options instead")
     from rich.prompt import FloatPrompt, Prompt
 
     if choices.volatile is None:

@@ -42,9 +42,9 @@ def plan_command(
     gpu_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory of each GPU, to plan for another machine.")
     ] = None,
-    ram: Annotated[str | None, typer.Option(metavar="SIZE", help="As --gpu-memory: its memory.")] = None,
-    disk: Annotated[str | None, typer.Option(metavar="SIZE", help="As --gpu-memory: its disk.")] = None,
-    redis: Annotated[str | None, typer.Option(metavar="SIZE", help="As --gpu-memory: the memory of Redis.")] = None,
+    ram: Annotated[str | None, typer.Option(metavar="SIZE", help="As --gpu-memory, for RAM.")] = None,
+    disk: Annotated[str | None, typer.Option(metavar="SIZE", help="As --gpu-memory, for the disk.")] = None,
+    redis: Annotated[str | None, typer.Option(metavar="SIZE", help="As --gpu-memory, for Redis.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw hit rates by cache size: .svg or .png (extra `plot`).")
@@ -77,7 +77,7 @@ def plan_command(
             share = memory.share_within(_size(budget), versions, on_cuda)
             suggestions += [one.at(share) for one in predicted]
         if (goal is not None or budget is not None) and not predicted:
-            raise errors.InvalidInputError("planning: got a goal or a budget, but no keys; expected --trace or --alpha, too")
+            raise errors.InvalidInputError("planning: --goal and --budget need keys, expected --trace or --alpha")
         if picture is not None:
             draw_plan(picture, [table for one in predicted for table in one.tables])
         if as_json:
@@ -142,9 +142,9 @@ def _print_memory(screen: "Console", needs: "list[PlannedNeed]", totals: "list[T
     summary = console.table(("place",), ("needed", "while loading", "there"))
     summary.add_column("")
     for total in totals:
-        verdict = {True: "fits", False: "DOES NOT FIT", None: "not known here"}[total.fits]
+        verdict = {True: "fits", False: "DOES NOT FIT", None: "unknown"}[total.fits]
         if total.place == "ram":
-            verdict += ", with what is pinned" if any(one.place == "pinned" for one in totals) else ""
+            verdict += ", including pinned memory" if any(one.place == "pinned" for one in totals) else ""
         if total.place == "pinned":
             verdict = "part of ram"
         if where := machine.source.get(total.place):

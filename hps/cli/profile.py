@@ -42,14 +42,14 @@ def profile_command(
             "more rows of results. Default: each begins when the previous one ends."
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.01, help="For each row.")] = 10.0,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Duration of each measurement.")] = 10.0,
     warmup: Annotated[float, typer.Option(min=0.0, help="Seconds of warm-up before each row of results.")] = 2.0,
     distribution: Annotated[
         Literal["power-law", "hot-keys", "uniform"], typer.Option(help="The popularity of keys.")
     ] = "power-law",
-    alpha: Annotated[float, typer.Option(min=0.0, help="Of the power law.")] = 0.99,
-    hot_key_percentage: Annotated[float, typer.Option(min=0.0, max=1.0, help="This share of the keys is hot, and")] = 0.2,
-    hot_key_coverage: Annotated[float, typer.Option(min=0.0, max=1.0, help="gets this share of the requests.")] = 0.8,
+    alpha: Annotated[float, typer.Option(min=0.0, help="Exponent of the power law.")] = 0.99,
+    hot_key_percentage: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the keys that are hot.")] = 0.2,
+    hot_key_coverage: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the requests for hot keys.")] = 0.8,
     rows: Annotated[
         int, typer.Option(min=0, help="Draw keys from 0 to ROWS - 1. Default: those of the model files; of a server, as many.")
     ] = 0,
@@ -57,7 +57,7 @@ def profile_command(
         Path | None,
         typer.Option(help="Keys recorded by `hps serve --record-trace`, or a .npy of int64, instead of drawn keys."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of drawn keys.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of drawn keys.")] = 1,
     bags: Annotated[int, typer.Option(min=0, help="Keys per bag: ask for sums of bags instead of vectors.")] = 0,
     device: Annotated[int | None, typer.Option(help="In process: device of the embedding cache.", show_default=False)] = None,
     on_device: Annotated[bool, typer.Option("--on-device", help="In process: keys and vectors are on the GPU.")] = False,
@@ -71,17 +71,17 @@ def profile_command(
         ),
     ] = "",
     check: Annotated[bool, typer.Option("--check", help="First look up some keys twice and compare the vectors.")] = False,
-    p50_ms: Annotated[float | None, typer.Option("--p50-ms", help="A bound of p50.", show_default=False)] = None,
-    p99_ms: Annotated[float | None, typer.Option("--p99-ms", help="A bound of p99.", show_default=False)] = None,
-    min_keys_per_s: Annotated[float | None, typer.Option(help="A bound of the throughput.", show_default=False)] = None,
+    p50_ms: Annotated[float | None, typer.Option("--p50-ms", help="Upper bound of p50.", show_default=False)] = None,
+    p99_ms: Annotated[float | None, typer.Option("--p99-ms", help="Upper bound of p99.", show_default=False)] = None,
+    min_keys_per_s: Annotated[float | None, typer.Option(help="Lower bound of the throughput.", show_default=False)] = None,
     min_hit_rate: Annotated[
-        float | None, typer.Option(help="Least hit rate of the embedding cache, 0 to 1.", show_default=False)
+        float | None, typer.Option(help="Lower bound of the embedding cache's hit rate, 0 to 1.", show_default=False)
     ] = None,
     max_failures: Annotated[float, typer.Option(min=0.0, max=1.0, help="The share of lookups that may fail.")] = 0.0,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all figures to this file.", show_default=False)
     ] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw them into this .svg or .png.", show_default=False)] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the figures to this .svg or .png.", show_default=False)] = None,
 ) -> None:
     """Measure the speed of lookups, where their time goes, and which tier answers.
 

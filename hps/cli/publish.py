@@ -52,13 +52,13 @@ def publish_command(
         typer.Option(metavar="KEYS", help="With TABLE: keys to delete, 5,7,9 or a .npy file; without SOURCE, only delete."),
     ] = None,
     version: Annotated[str | None, typer.Option(help="Version of MODEL. Default: the last that CONFIG serves.")] = None,
-    rate: Annotated[float, typer.Option(metavar="ROWS", min=0, help="The most rows a second; 0 for any.")] = 0.0,
+    rate: Annotated[float, typer.Option(metavar="ROWS", min=0, help="Maximum rows per second; 0 for no limit.")] = 0.0,
     create_partitions: Annotated[
         int, typer.Option(metavar="N", min=0, max=65535, help="Create missing topics with N partitions.")
     ] = 0,
-    message_bytes: Annotated[int, typer.Option(min=64, help="Of a message.")] = 256 << 10,
+    message_bytes: Annotated[int, typer.Option(min=64, help="Maximum message size in bytes.")] = 256 << 10,
     dtype: Annotated[str, typer.Option(help="Dtype of vectors in messages: float32, float16 or bfloat16.")] = "float32",
-    keys: Annotated[str | None, typer.Option(help="As in `hps import`, as are the next ones.")] = None,
+    keys: Annotated[str | None, typer.Option(help="As in `hps import`, like the following options.")] = None,
     vectors: Annotated[str | None, typer.Option()] = None,
     first_key: Annotated[int | None, typer.Option()] = None,
     file_format: Annotated[str | None, typer.Option("--format")] = None,
@@ -70,7 +70,7 @@ def publish_command(
     """
     with console.reported():
         if table is None and (source or delete):
-            raise errors.InvalidInputError("publishing: got SOURCE or --delete without TABLE, expected all of them")
+            raise errors.InvalidInputError("publishing: SOURCE and --delete need TABLE")
         if dtype not in ("float32", "float16", "bfloat16"):
             raise errors.InvalidInputError(f"publishing: got --dtype {dtype}, expected float32, float16 or bfloat16")
         lines: list[str] = []

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from hps.ground.progress import Progress
     from hps.ground.server_client import RunningServer
 
-Url: TypeAlias = Annotated[str, typer.Option("--url", envvar="HPS_URL", help="Of the server.")]
-ServerUrl: TypeAlias = Annotated[str, typer.Argument(metavar="URL", envvar="HPS_URL", help="Of the server.")]
+Url: TypeAlias = Annotated[str, typer.Option("--url", envvar="HPS_URL", help="URL of the server.")]
+ServerUrl: TypeAlias = Annotated[str, typer.Argument(metavar="URL", envvar="HPS_URL", help="URL of the server.")]
 Token: TypeAlias = Annotated[
     str,
     typer.Option(

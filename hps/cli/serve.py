@@ -13,10 +13,10 @@ EXAMPLE = "Example: `hps serve configs/minimal.json --port 8000`"
 def serve_command(
     config: console.ConfigPath,
     host: Annotated[str | None, typer.Option(help="Address to listen on, instead of CONFIG's.")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="As --host; 0 takes any free port.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port, instead of CONFIG's; 0 takes any.")] = None,
     log_level: Annotated[
         Literal["critical", "error", "warning", "info", "debug"] | None,
-        typer.Option(case_sensitive=False, help="Least level to log, instead of CONFIG's."),
+        typer.Option(case_sensitive=False, help="Minimum level to log, instead of CONFIG's."),
     ] = None,
     log_format: Annotated[
         Literal["text", "json"] | None,

@@ -28,7 +28,7 @@ _Answer = Mapping[str, Any]
 
 def top_command(
     url: ServerUrl = LOCAL,
-    interval: Annotated[float, typer.Option(min=0.3, help="Seconds between two looks.")] = 2.0,
+    interval: Annotated[float, typer.Option(min=0.3, help="Seconds between two updates.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Take two samples, print, and exit. The default in a pipe.")] = False,
     token: Token = "",
     token_file: TokenFile = None,

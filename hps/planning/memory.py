@@ -183,7 +183,7 @@ def this_machine(configuration: Configuration, given: Mapping[Place, int]) -> Ma
         held = sum(file.stat().st_size for file in path.glob("*.sst")) if path.exists() else 0
         free["disk"], source["disk"] = shutil.disk_usage(there).free + held, f"on the file system of {there}"
         if held:
-            source["disk"] += f", with the {held:,} that tables there take"
+            source["disk"] += f", including {held:,} bytes of the tables there"
     if "gpu" not in free and (devices := _gpu_memory(configuration)):
         free["gpu"], source["gpu"] = min(devices), "on each of the configured GPUs"
     return Machine(free, source)

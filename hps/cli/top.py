@@ -135,37 +135,28 @@ def _models(now: _Answer, before: _Answer, seconds: float) -> "Table":
 
 @dataclass(frozen=True)
 class _Tables:
-    """The tables of a model in one grid, or in two if that is too wide: lookups, and contents of the tiers. *Immutable.*
-
-    Attributes:
-        model: name of the model.
-        names: names of its tables.
-        lookups, held: cells by the title of their column; empty columns are left out.
-    """
+    """The tables of a model in one grid, or in two if that is too wide: lookups, and contents of the tiers. *Immutable.*"""
 
     model: str
     names: list[str]
-    lookups: dict[str, list[str]]
-    held: dict[str, list[str]]
+    lookups: list[dict[str, str]]  # a table's cells by the title of their column
+    held: list[dict[str, str]]
 
     def __rich_console__(self, screen: "Console", options: "ConsoleOptions") -> "RenderResult":
-        whole = self._table(self.lookups | self.held)
+        whole = self._grid([asked | has for asked, has in zip(self.lookups, self.held, strict=True)])
         fits = screen.measure(whole, options=options.update(width=_ANY_WIDTH)).maximum <= options.max_width
-        yield from (whole,) if fits else (self._table(self.lookups), self._table(self.held))
+        yield from (whole,) if fits else (self._grid(self.lookups), self._grid(self.held))
 
-    def _table(self, columns: dict[str, list[str]]) -> "Table":
-        filled = {head: cells for head, cells in columns.items() if any(cells)}
+    def _grid(self, tables: list[dict[str, str]]) -> "Table":
+        filled = [head for head in tables[0] if any(cells[head] for cells in tables)]
         made = _table(self.model, *filled)
-        for row in zip(self.names, *filled.values(), strict=True):
-            made.add_row(*row)
+        for name, cells in zip(self.names, tables, strict=True):
+            made.add_row(name, *(cells[head] for head in filled))
         return made
 
 
 def _tables(model: _Answer, before: _Answer, seconds: float) -> _Tables:
-    heads = ("dim", "rows", "keys/s", *(f"{name}\nhits" for name in _TIERS.values()), "unknown")
-    lookups: dict[str, list[str]] = {head: [] for head in heads}
-    heads = ("cached\nrows", "evicted/s", *(f"{name}\nsize" for name in _TIERS.values()))
-    held: dict[str, list[str]] = {head: [] for head in heads}
+    lookups, held = [], []
     earlier = {table["name"]: table for table in before["tables"]}
     for table in model["tables"]:
         was = earlier.get(table["name"], table)
@@ -173,21 +164,22 @@ def _tables(model: _Answer, before: _Answer, seconds: float) -> _Tables:
         cache = [tier for tier in table["tiers"] if tier["tier"] == "embedding_cache"]
         evicted = _sum(table, "embedding_cache", "evictions") - _sum(was, "embedding_cache", "evictions")
         known = [one for one in cache if one["rows"] is not None]
-        asked = (
-            str(table["dim"]),
-            count_text(table["rows"]),
-            count_text(keys / seconds),
-            *(_hit_rate(table, was, tier) for tier in _TIERS),
-            _share(table["defaults"] - was["defaults"], keys),
+        lookups.append(
+            {
+                "dim": str(table["dim"]),
+                "rows": count_text(table["rows"]),
+                "keys/s": count_text(keys / seconds),
+                **{f"{name}\nhits": _hit_rate(table, was, tier) for tier, name in _TIERS.items()},
+                "unknown": _share(table["defaults"] - was["defaults"], keys),
+            }
         )
-        has = (
-            f"{count_text(known[0]['rows'])} of {count_text(known[0]['capacity_rows'])}" if known else "",
-            count_text(evicted / seconds) if cache else "",
-            *(_size(table, tier) for tier in _TIERS),
+        held.append(
+            {
+                "cached\nrows": f"{count_text(known[0]['rows'])} of {count_text(known[0]['capacity_rows'])}" if known else "",
+                "evicted/s": count_text(evicted / seconds) if cache else "",
+                **{f"{name}\nsize": _size(table, tier) for tier, name in _TIERS.items()},
+            }
         )
-        for columns, cells in ((lookups, asked), (held, has)):
-            for column, cell in zip(columns.values(), cells, strict=True):
-                column.append(cell)
     return _Tables(model["name"], [table["name"] for table in model["tables"]], lookups, held)
 
 

@@ -17,7 +17,7 @@ from hps.profiling import http_load
 from hps.profiling.counters import LOOKUP, Counters, StageTimes
 from hps.profiling.http_load import LoadResult
 from hps.profiling.keys import MOST_ROWS, KeyPool
-from hps.profiling.profile import Row
+from hps.profiling.profile import Row, compare
 from hps.profiling.times import TimeHistogram
 from hps.statistics.tracing import STAGES, traced
 from hps.tensors.bags import Bags
@@ -122,20 +122,9 @@ class InProcess:
             default_keys=after.defaults_since(before),
         )
 
-    def check(self, keys: dict[str, KeyArray], batch: int, lookups: int = 20) -> None:
-        """Look the same keys up twice, the second time backwards and table by table, and compare all vectors bit for bit.
-
-        Raises:
-            HPSError: they differ, which is legitimate if rows are written meanwhile.
-        """
-        pool = KeyPool(keys, batch)
-        for number in range(lookups):
-            asked = pool.take(number)
-            answers = self._server.lookup_tables(asked, self.model, self._device_id)
-            for table, some in asked.items():
-                again = self._server.lookup_tables({table: some[::-1].copy()}, self.model, self._device_id)[table]
-                if answers[table].tobytes() != again[::-1].tobytes():
-                    raise HPSError(f"checking the vectors of {self.model}.{table}: two lookups of the same keys differ")
+    def check(self, keys: dict[str, KeyArray], batch: int) -> None:
+        """Compare vectors of the same keys, as `compare`."""
+        compare(lambda asked: self._server.lookup_tables(asked, self.model, self._device_id), KeyPool(keys, batch), 0)
 
     def _counters(self) -> Counters:
         return Counters({"server": asdict(self._server.stats())}, self.model, self.tables)

@@ -1,14 +1,21 @@
 """The figures of a profile, one row per batch size and rate, and their bounds."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
+from hps.errors import HPSError
 from hps.profiling.counters import StageTimes, TierKeys
 from hps.profiling.http_load import LoadResult
+from hps.profiling.keys import KeyPool
 from hps.profiling.times import TimeHistogram
+from hps.types import KeyArray
 
 _CURVE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9995, 0.9999, 0.99999)
 _HIT_RATE_TIER = "embedding_cache"
+_COMPARED = 20  # lookups
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,3 +169,27 @@ class Profile:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def compare(look_up: Callable[[dict[str, KeyArray]], Mapping[str, Any]], pool: KeyPool, hotness: int) -> None:
+    """Look the same keys up twice, the second time backwards, and compare vectors bit for bit, pooled ones approximately.
+
+    Args:
+        look_up: returns the vectors of keys or bags, (rows, dim) float32 by table.
+        hotness: keys per bag; 0: every key gets a vector.
+
+    Raises:
+        HPSError: they differ, which is legitimate if rows are written meanwhile.
+    """
+    for number in range(_COMPARED):
+        asked = pool.take(number)
+        backwards = {table: keys.reshape(-1, hotness or 1)[::-1].reshape(-1) for table, keys in asked.items()}
+        answers, again = look_up(asked), look_up(backwards)
+        for table, vectors in answers.items():
+            others = again[table][::-1]
+            if hotness:  # sums depend on the order of a bag's vectors
+                same = np.allclose(vectors, others, rtol=1e-4, atol=1e-5, equal_nan=True)
+            else:
+                same = vectors.tobytes() == others.tobytes()
+            if not same:
+                raise HPSError(f"checking the vectors of table {table!r}: two lookups of the same keys differ")

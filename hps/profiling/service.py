@@ -11,14 +11,13 @@ from typing import Any
 from urllib.parse import quote
 
 import numpy as np
-import numpy.typing as npt
 
 from hps import errors
 from hps.ground.server_client import RunningServer, refusal
 from hps.profiling.counters import Counters
 from hps.profiling.http_load import HttpLoad, LoadResult, Parts, number_of
 from hps.profiling.keys import KeyPool
-from hps.profiling.profile import Row
+from hps.profiling.profile import Row, compare
 from hps.types import KeyArray
 
 _START_S = 60.0
@@ -140,20 +139,10 @@ class Service:
             default_keys=after.defaults_since(before[0]),
         )
 
-    def check(self, keys: dict[str, KeyArray], batch: int, lookups: int = 20) -> None:
-        """Look the same keys up twice, the second time backwards, and compare vectors bit for bit, pooled ones approximately.
-
-        Raises:
-            HPSError: they differ, which is legitimate if rows are written meanwhile.
-        """
-        requests, pool = self._requests(keys, batch), KeyPool(keys, batch)
-        for number in range(lookups):
-            asked = pool.take(number)
-            shape = (-1, self._hotness or 1)  # keeps bags intact
-            backwards = {table: some.reshape(shape)[::-1].reshape(-1) for table, some in asked.items()}
-            answers, again = (self._lookup(requests, one) for one in (asked, backwards))
-            if not all(_same(answers[table], again[table][::-1], bool(self._hotness)) for table in asked):
-                raise errors.HPSError(f"checking the vectors of {self.model}: two lookups of the same keys differ")
+    def check(self, keys: dict[str, KeyArray], batch: int) -> None:
+        """Compare vectors of the same keys, as `compare`."""
+        requests = self._requests(keys, batch)
+        compare(lambda asked: self._lookup(requests, asked), KeyPool(keys, batch), self._hotness)
 
     def _requests(self, keys: dict[str, KeyArray], batch: int) -> Requests:
         shape = [batch // self._hotness, self._hotness] if self._hotness else [batch]
@@ -173,7 +162,7 @@ class Service:
         return Requests(self._address, ("\r\n".join(lines) + "\r\n\r\n").encode(), text, pools, batch, answer_bytes)
 
     def _lookup(self, requests: Requests, asked: dict[str, KeyArray], refused_only: bool = False) -> dict[str, Any]:
-        """Look up once; returns the vectors' bits as int32, (rows, dim) by table."""
+        """Look up once; returns the vectors, (rows, dim) float32 by table."""
         body = requests.text + b"".join(some.tobytes() for some in asked.values())
         headers = {"Inference-Header-Content-Length": str(len(requests.text))}
         answer = self._server.request("POST", f"/v2/models/{quote(self.model, safe='')}/infer", body, headers)
@@ -183,7 +172,7 @@ class Service:
                 raise error
         if refused_only:
             return {}
-        values = np.frombuffer(answer.data[int(answer.headers["Inference-Header-Content-Length"]) :], np.int32)
+        values = np.frombuffer(answer.data[int(answer.headers["Inference-Header-Content-Length"]) :], np.float32)
         found, start = {}, 0
         for table in self.tables:
             dim = self._dims[table]
@@ -223,13 +212,6 @@ class Service:
             raise
         except errors.HPSError:  # other servers of the same protocol may lack them
             return {}
-
-
-def _same(vectors: npt.NDArray[np.int32], again: npt.NDArray[np.int32], summed: bool) -> bool:
-    """Compare vectors bit for bit; pooled ones approximately, as sums depend on the order of a bag's vectors."""
-    if summed:
-        return np.allclose(vectors.view(np.float32), again.view(np.float32), rtol=1e-4, atol=1e-5, equal_nan=True)
-    return np.array_equal(vectors, again)
 
 
 def _share(barrier: Any) -> None:

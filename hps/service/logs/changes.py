@@ -6,20 +6,16 @@ from dataclasses import dataclass
 
 from starlette.types import Scope
 
-from hps.service.logs.lines import fields
+from hps.service.logs.lines import escaped, fields
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 60.0
 _MOST_WRITERS = 256
-
-
-def printable(text: str) -> str:
-    """Escape a client's text to one line of at most 300 characters."""
-    return text[:300].encode("unicode_escape").decode()
+_MOST_TEXT = 300  # maximum characters of a client's text
 
 
 def request_line(scope: Scope) -> str:
-    return printable(f"{scope['method']} {scope['path']}")
+    return escaped(f"{scope['method']} {scope['path']}"[:_MOST_TEXT])
 
 
 def log_change(what: str, who: str, request_id: bytes, outcome: str, error: str, seconds: float) -> None:
@@ -31,7 +27,7 @@ def log_change(what: str, who: str, request_id: bytes, outcome: str, error: str,
         "%s, by %s: %s after %.1f s",
         what,
         who,
-        printable(ended),
+        escaped(ended[:_MOST_TEXT]),
         seconds,
         extra=more,
     )

@@ -4,12 +4,11 @@ Keys in bags: `{"bags": {"item": [[1, 2], []]}, "combiner": "mean"}`, answered i
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from hps.errors import InvalidDtypeError, InvalidInputError
+from hps.errors import InvalidInputError
 from hps.service.logs.lookup_report import LookupBreakdown
 from hps.service.protocol.json_size import JSON_MASK_SHARE, JSON_VECTOR_SHARE, write_json
 from hps.service.protocol.request_checks import (
@@ -17,6 +16,7 @@ from hps.service.protocol.request_checks import (
     ModelTables,
     check_bag_option,
     check_counts,
+    flattened,
     float32_array,
     int64_array,
     kind_of,
@@ -25,7 +25,6 @@ from hps.service.protocol.request_checks import (
 )
 from hps.tensors.bags import Bags, pooling_of
 from hps.tensors.segments import Segment
-from hps.types import KeyArray
 
 _EXAMPLE = '{"tables": {"<table>": [1, 2, 3]}}'
 _BAGS_EXAMPLE = '{"bags": {"<table>": [[1, 2], [3]]}}'
@@ -145,7 +144,7 @@ def _decode_bags(request: dict[str, Any], model: ModelTables, max_keys: int) -> 
     read = []
     for name, lists in tables.items():
         index, what = model.table_index(name, "reading 'bags'"), f"reading the bags of table {name!r}"
-        flat, offsets = _flattened(lists, what)
+        flat, offsets = flattened(lists, what, "one for each bag")
         read.append((index, int64_array(flat, what), offsets))
     check_counts([(model.tables[index], keys.size) for index, keys, _ in read], max_keys)
     check_counts([(model.tables[index], offsets.size - 1) for index, _, offsets in read], max_keys, "bags")
@@ -154,7 +153,7 @@ def _decode_bags(request: dict[str, Any], model: ModelTables, max_keys: int) -> 
         numbers = None
         if name in weights:
             what = f"reading the weights of table {name!r}"
-            flat, ends = _flattened(weights[name], what)
+            flat, ends = flattened(weights[name], what, "one for each bag")
             numbers = float32_array(flat, what)
             if not np.array_equal(offsets, ends):
                 raise InvalidInputError(f"{what}: got other lists than the bags have, expected a number for each key")
@@ -164,16 +163,6 @@ def _decode_bags(request: dict[str, Any], model: ModelTables, max_keys: int) -> 
         out = np.empty((pooling.count, model.tables[index].dim), np.float32)
         segments.append(Segment(index, keys, out, pooling=pooling))
     return JSONLookup(segments, list(tables), device_id, wants_report=_flag(request, "report"))
-
-
-def _flattened(lists: Any, what: str) -> tuple[list[Any], KeyArray]:
-    """Flatten lists; returns the elements and the offsets of the lists, including the end."""
-    if type(lists) is not list or not {list}.issuperset(map(type, lists)):
-        got = "a list of other things" if type(lists) is list else kind_of(lists)
-        raise InvalidDtypeError(f"{what}: got {got}, expected a list of lists, one for each bag")
-    offsets = np.zeros(len(lists) + 1, np.int64)
-    np.cumsum(np.fromiter(map(len, lists), np.int64, len(lists)), out=offsets[1:])
-    return list(chain.from_iterable(lists)), offsets
 
 
 def _option(request: dict[str, Any], option: str, table: str) -> Any:

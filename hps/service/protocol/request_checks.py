@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -80,8 +81,8 @@ def int64_array(values: Any, what: str) -> KeyArray:
         raise InvalidDtypeError(f"{what}: got {value} at position {position}, expected signed 64-bit integers") from error
 
 
-def float32_array(values: Any, what: str) -> FloatArray:
-    """Convert a JSON list of numbers to float32, rounded to nearest; as `int64_array`.
+def float32_array(values: Any, what: str, width: int = 0) -> FloatArray:
+    """Convert a JSON list of numbers, of rows of a `width` if that is given, to float32, rounded to nearest; as `int64_array`.
 
     Raises:
         InvalidDtypeError: it is not a list, or an element is not a number.
@@ -91,13 +92,31 @@ def float32_array(values: Any, what: str) -> FloatArray:
         raise InvalidDtypeError(f"{what}: got {kind_of(values)}, expected a list of numbers")
     if not {float, int}.issuperset(map(type, values)):
         position, value = next((i, value) for i, value in enumerate(values) if type(value) not in (float, int))
-        raise InvalidDtypeError(f"{what}: got {kind_of(value)} at position {position}, expected numbers")
+        raise InvalidDtypeError(f"{what}: got {kind_of(value)} {_place(position, width)}, expected numbers")
     with np.errstate(over="ignore"):
         floats = np.array(values, np.float64).astype(np.float32)
     if not np.isfinite(floats).all():
         position = int(np.argmin(np.isfinite(floats)))
-        raise InvalidInputError(f"{what}: got {values[position]!r} at position {position}, which does not fit float32")
+        raise InvalidInputError(f"{what}: got {values[position]!r}: the number {_place(position, width)} does not fit float32")
     return floats
+
+
+def _place(position: int, width: int) -> str:
+    return f"in row {position // width}" if width else f"at position {position}"
+
+
+def flattened(lists: Any, what: str, each: str) -> tuple[list[Any], KeyArray]:
+    """Flatten a JSON list of lists. Returns the elements, and the offsets of the lists, including the end.
+
+    Raises:
+        InvalidDtypeError: it is something else, expected a list of lists, `each`.
+    """
+    if type(lists) is not list or not {list}.issuperset(map(type, lists)):
+        got = "a list of other things" if type(lists) is list else kind_of(lists)
+        raise InvalidDtypeError(f"{what}: got {got}, expected a list of lists, {each}")
+    offsets = np.zeros(len(lists) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, lists), np.int64, len(lists)), out=offsets[1:])
+    return list(chain.from_iterable(lists)), offsets
 
 
 def check_bag_option(option: str, value: Any, what: str) -> None:

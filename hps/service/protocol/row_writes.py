@@ -6,14 +6,13 @@ anything is written.
 """
 
 from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError
+from hps.errors import InvalidInputError, TooManyKeysError
 from hps.service.protocol.open_inference_header import CACHED_BYTES, InputTensor, read_inputs, reading_input
-from hps.service.protocol.request_checks import int64_array, kind_of, parse_object
+from hps.service.protocol.request_checks import flattened, float32_array, int64_array, parse_object
 from hps.types import FloatArray, KeyArray, TableSpec
 
 MAX_JSON_BYTES = 8 << 20
@@ -100,25 +99,14 @@ def _json_object(body: bytes | bytearray, members: set[str]) -> dict[str, Any]:
 
 def _json_vectors(values: Any, count: int, table: TableSpec) -> FloatArray:
     what, dim = "reading 'vectors'", table.dim
-    if type(values) is not list or not {list}.issuperset(map(type, values)):
-        got = kind_of(values) if type(values) is not list else "a list of other things"
-        raise InvalidDtypeError(f"{what}: got {got}, expected a list of lists of numbers")
-    if len(values) != count or not {dim}.issuperset(map(len, values)):
+    flat, offsets = flattened(values, what, "one for each key")
+    if len(values) != count or (np.diff(offsets) != dim).any():
         widths = sorted(set(map(len, values)))
         raise InvalidInputError(
             f"{what}: got {len(values)} vectors of {str(widths)[:80]} numbers, expected {count}, one for each key, of {dim} "
             f"numbers each, as table {table.table_name!r} has them"
         )
-    flat = list(chain.from_iterable(values))
-    if not {float, int}.issuperset(map(type, flat)):
-        place, value = next((place, one) for place, one in enumerate(flat) if type(one) not in (float, int))
-        raise InvalidDtypeError(f"{what}: got {kind_of(value)} in row {place // dim}, expected numbers")
-    with np.errstate(over="ignore"):
-        vectors = np.array(flat, np.float64).astype(np.float32).reshape(count, dim)
-    if not np.isfinite(vectors).all():
-        row = int(np.argmin(np.isfinite(vectors).all(axis=1)))
-        raise InvalidInputError(f"{what}: a number in row {row} does not fit float32")
-    return vectors
+    return float32_array(flat, what, dim).reshape(count, dim)
 
 
 @lru_cache(_CACHED_HEADERS)

@@ -3,13 +3,15 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from hps.errors import HPSError, InvalidInputError, MissingDependencyError, UnknownModelError
+from hps.ground.workers import call_in_thread
 from hps.models.files import open_sparse_model
 from hps.models.sources import ModelSources
 from hps.parameter_server import HPS
@@ -27,13 +29,7 @@ TRACED_OF = 8
 _OUTSIDE = "outside"
 
 
-@dataclass
-class _Measured:
-    result: LoadResult = field(default_factory=LoadResult)
-    stages: dict[str, TimeHistogram] = field(
-        default_factory=lambda: {stage: TimeHistogram() for stage in (LOOKUP, *STAGES, _OUTSIDE)}
-    )
-    error: BaseException | None = None
+_Stages: TypeAlias = dict[str, TimeHistogram]
 
 
 class InProcess:
@@ -107,12 +103,11 @@ class InProcess:
         if warm_up_s:
             self._run(pool, concurrency, warm_up_s, rate, numbers)
         before = self._counters()
-        measured = self._run(pool, concurrency, seconds, rate, numbers)
+        results, timed = zip(*self._run(pool, concurrency, seconds, rate, numbers), strict=True)
         after = self._counters()
-        result = LoadResult().merge([one.result for one in measured])
-        stages = {stage: TimeHistogram().merge([one.stages[stage] for one in measured]) for stage in measured[0].stages}
+        stages = {stage: TimeHistogram().merge([one[stage] for one in timed]) for stage in timed[0]}
         return Row.of(
-            result,
+            LoadResult().merge(results),
             batch=batch,
             tables=len(self.tables),
             concurrency=concurrency,
@@ -158,84 +153,70 @@ class InProcess:
 
     def _run(
         self, pool: KeyPool, concurrency: int, seconds: float, rate: float | None, numbers: "count[int]"
-    ) -> list[_Measured]:
-        measured = [_Measured() for _ in range(concurrency)]
+    ) -> list[tuple[LoadResult, _Stages]]:
         ready = threading.Barrier(concurrency + 1)
-        places = count()  # lookups taken from the schedule
-        clock: list[int] = []  # when it begins
-        threads = [
-            threading.Thread(target=self._drive, args=(one, pool, ready, clock, places, numbers, seconds, rate), daemon=True)
-            for one in measured
-        ]
-        for thread in threads:
-            thread.start()
+        clock: list[int] = []  # when the schedule begins
+        drive = partial(self._drive, pool, ready, clock, count(), numbers, seconds, rate)
+        drives = [call_in_thread("profile", drive) for _ in range(concurrency)]
         clock.append(time.perf_counter_ns() + 1_000_000)
         ready.wait()
-        for thread in threads:
-            thread.join()
-        for one in measured:
-            if one.error is not None:
-                raise one.error
-        return measured
+        return [one.result() for one in drives]
 
     def _drive(
         self,
-        measured: _Measured,
         pool: KeyPool,
         ready: threading.Barrier,
         clock: list[int],
-        places: "count[int]",
+        places: "count[int]",  # lookups taken from the schedule
         numbers: "count[int]",
         seconds: float,
         rate: float | None,
-    ) -> None:
+    ) -> tuple[LoadResult, _Stages]:
         """Look keys up, one lookup after the other, until the end; runs on a thread."""
-        result = measured.result
-        result.seconds = seconds
-        try:
-            ready.wait()
-            end = clock[0] + int(seconds * 1e9)
-            last = end + int(http_load.DRAIN_S * 1e9)
-            left, own_ns = time.perf_counter_ns(), 0
-            while (due := clock[0] + int(next(places) * 1e9 / rate) if rate else time.perf_counter_ns()) < end:
-                number = next(numbers)
-                call = self._call(pool.take(number))
-                now = idle = time.perf_counter_ns()
-                own_ns += idle - left
-                left = idle
-                if now > last:  # the server cannot hold the rate: the remaining lookups have waited this long
-                    result.failures["no answer"] += 1
-                    result.failed.add(now - due)
-                    result.times.add(now - due)
-                    continue
-                while now < due:
-                    time.sleep((due - now) / 1e9)
-                    now = time.perf_counter_ns()
-                began = due if rate else now
-                if rate:
-                    result.lateness.add(now - max(due, idle))
-                try:
-                    if number % TRACED_OF:
-                        call()
-                        ended = time.perf_counter_ns()
-                    else:
-                        ended = self._trace(call, measured.stages)
-                except InvalidInputError:
-                    raise
-                except HPSError as error:
-                    result.failures[type(error).__name__] += 1
-                    left = time.perf_counter_ns()
-                    result.failed.add(left - began)
-                    continue
-                left = ended
-                result.times.add(ended - began)
-                result.in_time += ended <= end
-            result.busy_s = own_ns / 1e9
-        except BaseException as error:  # noqa: BLE001 - raised again on the thread that waits
-            measured.error = error
+        result = LoadResult(seconds=seconds)
+        stages = {stage: TimeHistogram() for stage in (LOOKUP, *STAGES, _OUTSIDE)}
+        ready.wait()
+        end = clock[0] + int(seconds * 1e9)
+        last = end + int(http_load.DRAIN_S * 1e9)
+        left, own_ns = time.perf_counter_ns(), 0
+        while (due := clock[0] + int(next(places) * 1e9 / rate) if rate else time.perf_counter_ns()) < end:
+            number = next(numbers)
+            call = self._call(pool.take(number))
+            now = idle = time.perf_counter_ns()
+            own_ns += idle - left
+            left = idle
+            if now > last:  # the server cannot hold the rate: the remaining lookups have waited this long
+                result.failures["no answer"] += 1
+                result.failed.add(now - due)
+                result.times.add(now - due)
+                continue
+            while now < due:
+                time.sleep((due - now) / 1e9)
+                now = time.perf_counter_ns()
+            began = due if rate else now
+            if rate:
+                result.lateness.add(now - max(due, idle))
+            try:
+                if number % TRACED_OF:
+                    call()
+                    ended = time.perf_counter_ns()
+                else:
+                    ended = self._trace(call, stages)
+            except InvalidInputError:
+                raise
+            except HPSError as error:
+                result.failures[type(error).__name__] += 1
+                left = time.perf_counter_ns()
+                result.failed.add(left - began)
+                continue
+            left = ended
+            result.times.add(ended - began)
+            result.in_time += ended <= end
+        result.busy_s = own_ns / 1e9
+        return result, stages
 
     @staticmethod
-    def _trace(call: Callable[[], object], stages: dict[str, TimeHistogram]) -> int:
+    def _trace(call: Callable[[], object], stages: _Stages) -> int:
         """Make a call and record the times of its stages. Returns its end time."""
         with traced() as trace:
             began = time.perf_counter_ns()

@@ -108,9 +108,9 @@ function chart(names, show, most) {
 }
 
 // A bar of parts, each [name, share, text], with a legend.
-function bar(parts, label) {
+function bar(parts) {
   const shown = parts.filter(([, share]) => share > 0);
-  const line = h("div.bar", { role: "img", ariaLabel: label ?? shown.map(([name, , text]) => `${name} ${text}`).join(", ") });
+  const line = h("div.bar", { role: "img", ariaLabel: shown.map(([name, , text]) => `${name} ${text}`).join(", ") });
   for (const [, share] of shown) {
     const part = h("i");
     part.style.width = `${Math.min(100, 100 * share)}%`;

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from threading import BrokenBarrierError
@@ -113,30 +114,21 @@ class Service:
         """
         requests = self._requests(keys, batch)
         self._lookup(requests, KeyPool(keys, batch).take(0), refused_only=True)
-        before: list[Counters] = []
-
-        def run(run_s: float) -> LoadResult:
-            before[:] = [self._counters()]
-            if self._processes == 1:
-                return _load(requests, connections, run_s, rate, 0)
-            return self._run_processes(requests, connections, run_s, rate)
-
         if warm_up_s:
-            run(warm_up_s)
-        result = run(seconds)
-        try:
+            self._run(requests, connections, warm_up_s, rate)
+        after = before = self._counters()
+        result = self._run(requests, connections, seconds, rate)
+        with suppress(errors.NotReadyError):  # the server has gone away; the failures show it
             after = self._counters()
-        except errors.NotReadyError:
-            after = before[0]  # the server has gone away; the failures show it
         return Row.of(
             result,
             batch=batch,
             tables=len(self.tables),
             concurrency=connections,
             rate=rate,
-            stages=after.stages_since(before[0]),
-            tiers=after.tiers_since(before[0]),
-            default_keys=after.defaults_since(before[0]),
+            stages=after.stages_since(before),
+            tiers=after.tiers_since(before),
+            default_keys=after.defaults_since(before),
         )
 
     def check(self, keys: dict[str, KeyArray], batch: int) -> None:
@@ -173,15 +165,16 @@ class Service:
         if refused_only:
             return {}
         values = np.frombuffer(answer.data[int(answer.headers["Inference-Header-Content-Length"]) :], np.float32)
-        found, start = {}, 0
-        for table in self.tables:
-            dim = self._dims[table]
-            stop = start + requests.answer_bytes // 4 * dim // sum(self._dims[one] for one in self.tables)
-            found[table] = values[start:stop].reshape(-1, dim)
-            start = stop
-        return found
+        dims = [self._dims[table] for table in self.tables]
+        ends = values.size // sum(dims) * np.cumsum(dims)
+        return {
+            table: vectors.reshape(-1, dim)
+            for table, dim, vectors in zip(self.tables, dims, np.split(values, ends[:-1]), strict=True)
+        }
 
-    def _run_processes(self, requests: Requests, connections: int, seconds: float, rate: float | None) -> LoadResult:
+    def _run(self, requests: Requests, connections: int, seconds: float, rate: float | None) -> LoadResult:
+        if self._processes == 1:
+            return _load(requests, connections, seconds, rate, 0)
         each, more = divmod(connections, self._processes)
         shares = [each + (place < more) for place in range(self._processes)]
         context = get_context("spawn")

@@ -100,7 +100,7 @@ def read_json(path: str, name: str) -> Any:
         hint = "; JSON has no comments" if error.doc[error.pos : error.pos + 1] in ("/", "#") else ""
         raise ConfigError(name, [f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}{hint}"]) from error
     except ValueError as error:  # Python limits the digits of an integer
-        raise ConfigError(name, ["top level: a number in it has thousands of digits"]) from error
+        raise ConfigError(name, ["top level: one of its numbers has thousands of digits"]) from error
 
 
 def plain(
@@ -121,7 +121,7 @@ def plain(
     """
     if isinstance(value, Mapping):
         repeated = getattr(value, "repeated", ())
-        problems.extend(f"{path((*location, key))}: stands in this object more than once; keep one" for key in repeated)
+        problems.extend(f"{path((*location, key))}: appears more than once in this object; keep one" for key in repeated)
         copy = {}
         for key, inner in value.items():
             if isinstance(key, str) and _is_unicode(key):
@@ -171,7 +171,7 @@ def problems_of(
         elif kind == "extra_forbidden":
             text = _unknown_key(location, keys, other_names)
         elif kind == "missing":
-            text = "missing; it has no default, so write it"
+            text = "missing; it has no default"
         else:
             allowed = _KINDS.get(kind)
             text = f"got {got}, expected {allowed.format(**context)}" if allowed else f"got {got}: {detail['msg']}"

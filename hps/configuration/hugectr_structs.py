@@ -224,8 +224,8 @@ def document_of(config: ParameterServerConfig) -> tuple[dict[str, Any], list[str
             continue
         document[key] = _database_document(given, problems, key)
         problems.extend(
-            f"inference_params_array[{i}].{key}: differs from the {key} of the ParameterServerConfig, which is the one that "
-            "counts; set it there"
+            f"inference_params_array[{i}].{key}: differs from the {key} of the ParameterServerConfig, which takes precedence; "
+            "set it there"
             for i, model in enumerate(config.inference_params_array if models else [])
             if getattr(model, key) not in (struct(), given)
         )
@@ -301,7 +301,7 @@ def _model_problems(models: list[dict[str, Any]], tables: dict[str, Any]) -> Ite
         for key, name in _TABLE_DICTS.items():
             listed = _of_model(tables[key], model)
             if listed is not None and model[key] not in (_MODEL_DEFAULTS[key], listed):
-                yield f"{place}.{key}: differs from {name}[{shown(model['model_name'])}], which is the one that counts"
+                yield f"{place}.{key}: differs from {name}[{shown(model['model_name'])}], which takes precedence"
 
 
 def _of_model(by_model: Any, model: dict[str, Any]) -> Any:

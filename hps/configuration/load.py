@@ -173,7 +173,7 @@ def _take_secrets(content: dict[str, Any]) -> dict[Location, str]:
 def _written(notices: Notices) -> list[tuple[int, str]]:
     keys = (
         ("these keys of HugeCTR's dense part have no effect", notices.ignored),
-        ("these keys of HugeCTR up to 4.1 are read as docs/configuration.md says", notices.older),
+        ("these keys of HugeCTR 4.1 and earlier are read as described in docs/configuration.md", notices.older),
         ("these numbers or booleans are in quotes and are read without them", notices.quoted),
     )
     lines = [(logging.INFO, f"{meaning}: {', '.join(sorted(names))}") for meaning, names in keys if names]

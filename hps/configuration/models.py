@@ -104,7 +104,7 @@ class ServiceConfig(Section):
     @classmethod
     def _check_admin(cls, value: str, info: ValidationInfo) -> str:
         if value and value == info.data.get("bearer_token"):
-            raise problem("it is the bearer_token, expected another one: who may look up may not change models for that")
+            raise problem("it equals bearer_token, expected another token: the bearer token must not allow changes")
         return value
 
     @field_validator("max_held_bytes")
@@ -348,10 +348,10 @@ def _unfollowable(tiers: list[Any]) -> str:
     """Say why no database can keep the updates of a log; empty if one can. `tiers`: `persistent_db`, then `volatile_db`."""
     authority = next((tier for tier in tiers if tier.type != "disabled"), None)
     if authority is None:
-        return "no database would keep the updates; configure volatile_db or persistent_db"
+        return "there is no database to keep the updates; configure volatile_db or persistent_db"
     title = authority.model_config["title"]
     if getattr(authority, "read_only", False):
-        return f"{title}.read_only forbids to write them; set it to false"
+        return f"{title}.read_only does not allow writing them; set it to false"
     if not keeps_order(authority.type):
         return f"databases of type {authority.type} keep no order of updates ({title}); configure another type"
     return ""
@@ -362,7 +362,7 @@ def _repeated(values: Sequence[Any]) -> str | None:
     seen: dict[str | int, int] = {}
     for i, value in enumerate(values):
         if isinstance(value, str | int) and seen.setdefault(value, i) != i:
-            return f"{json.dumps(value)} stands at {seen[value]} and at {i}; expected each once"
+            return f"{json.dumps(value)} is at positions {seen[value]} and {i}; expected it once"
     return None
 
 
@@ -416,7 +416,7 @@ class Configuration(Section):
         if service and not info.data.get("model_repository") and (others := set(service.load_models) - names):
             raise problem(f"got no model {min(others)!r}, which service.load_models names")
         notices_of(info).warnings.extend(
-            f"model {model.model}: miss_path is link, which cannot be: {reason}; deploying it will fail"
+            f"model {model.model}: miss_path link is impossible: {reason}; its deployment will fail"
             for model in value
             if model.miss_path == "link" and (reason := _unlinkable(model, info.data))
         )

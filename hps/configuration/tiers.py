@@ -121,7 +121,7 @@ class Section(BaseModel):
         notices.ignored.update(f"{title}.{key}" for key in self.model_fields_set & self.ignored_keys())
         notices.older.update(f"{title}.{key}" for key in self.model_fields_set & self.older_keys)
         if not self.model_fields_set & {"type", "backend"} and "type" in type(self).model_fields:
-            notices.warnings.append(f"{title} names no type and is disabled; write a type, or leave {title} out")
+            notices.warnings.append(f"{title} has no type and is disabled; write a type, or leave {title} out")
         return self
 
 

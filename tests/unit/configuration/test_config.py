@@ -124,7 +124,7 @@ def test_tables_hold_what_the_lists_say() -> None:
 def test_a_hash_map_is_used_without_volatile_db_and_none_with_an_empty_one() -> None:
     assert (load().volatile_db.type, notices()) == ("parallel_hash_map", "")
     assert load(volatile_db={"num_partitions": 3}).volatile_db.type == "disabled"
-    assert "WARNING configuration: volatile_db names no type and is disabled" in notices(volatile_db={"num_partitions": 3})
+    assert "WARNING configuration: volatile_db has no type and is disabled" in notices(volatile_db={"num_partitions": 3})
 
 
 def test_batch_sizes_of_4_1_stand_for_max_batch_size() -> None:
@@ -279,15 +279,19 @@ def test_secrets_are_in_no_repr() -> None:
         ({"fp8_quant": True}, {}, "fp8_quant is not implemented"),
         ({"enable_pagelock": True}, {}, "enable_pagelock is not implemented"),
         ({"embedding_cache_type": "stochastic"}, {}, "stochastic"),
-        ({"miss_path": "link"}, {"device": "cpu"}, "miss_path is link, which cannot be: device is cpu"),
-        ({"miss_path": "link", "gpucache": False}, {}, "which cannot be: gpucache is false"),
-        ({"miss_path": "link"}, {"volatile_db": {"type": "redis"}}, "which cannot be: volatile_db is redis_cluster"),
+        ({"miss_path": "link"}, {"device": "cpu"}, "miss_path link is impossible: device is cpu"),
+        ({"miss_path": "link", "gpucache": False}, {}, "miss_path link is impossible: gpucache is false"),
+        (
+            {"miss_path": "link"},
+            {"volatile_db": {"type": "redis"}},
+            "miss_path link is impossible: volatile_db is redis_cluster",
+        ),
         (
             {"miss_path": "link"},
             {"volatile_db": {"type": "hash_map", "overflow_margin": 10, "overflow_policy": "evict_oldest"}},
-            "which cannot be: overflow_policy evict_oldest",
+            "miss_path link is impossible: overflow_policy evict_oldest",
         ),
-        ({}, {"persistent_db": {"path": "x"}}, "persistent_db names no type"),
+        ({}, {"persistent_db": {"path": "x"}}, "persistent_db has no type"),
     ],
 )
 def test_what_is_read_and_not_done_is_a_warning(model: dict[str, Any], top: dict[str, Any], warning: str) -> None:

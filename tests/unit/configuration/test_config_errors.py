@@ -45,13 +45,13 @@ MODEL_VALUES = [
     ("embedding_vecsize_per_table", [16], "1 width for 2 sparse_files"),
     ("embedding_table_names", ["user"], "1 name for 2 sparse_files"),
     ("embedding_table_names", [], "0 names for 2 sparse_files"),
-    ("embedding_table_names", ["user", "user"], '"user" stands at 0 and at 1; expected each once'),
+    ("embedding_table_names", ["user", "user"], '"user" is at positions 0 and 1; expected it once'),
     ("maxnum_catfeature_query_per_table_per_sample", [1], "1 maximum for 2 sparse_files"),
     ("default_value_for_each_table", [], "0 default values for 2 sparse_files"),
     ("default_value_for_each_table", [0.0] * 3, "3 default values for 2 sparse_files"),
     ("default_value_for_each_table", 0.0, "got 0.0, expected a list; write [0.0]"),
     ("deployed_device_list", [], "got an empty list, expected at least one element"),
-    ("deployed_device_list", [1, 0, 1], "1 stands at 0 and at 2; expected each once"),
+    ("deployed_device_list", [1, 0, 1], "1 is at positions 0 and 2; expected it once"),
     ("deployed_device_list", 0, "got 0, expected a list; write [0]"),
     ("max_batch_size", 0, "got 0, expected at least 1"),
     ("max_batch_size", 2**31, "got 2147483648, expected at most 2147483647"),
@@ -290,7 +290,7 @@ MISTAKES = [
     *(
         (
             {"models": [{name: MODEL[name] for name in MODEL if name != key}]},
-            f"models[0].{key}: missing; it has no default, so write it",
+            f"models[0].{key}: missing; it has no default",
         )
         for key in (
             "model",
@@ -301,7 +301,7 @@ MISTAKES = [
             "default_value_for_each_table",
         )
     ),
-    ({"models": [MODEL, MODEL]}, 'models: the name "ranker" stands at 0 and at 1; expected each once'),
+    ({"models": [MODEL, MODEL]}, 'models: the name "ranker" is at positions 0 and 1; expected it once'),
     (
         document({"max_batch_size": 2**20, "maxnum_catfeature_query_per_table_per_sample": [1, 2048]}),
         "models[0].maxnum_catfeature_query_per_table_per_sample: got 2048 keys a sample and 1048576 samples (max_batch_size), "
@@ -320,11 +320,11 @@ MISTAKES = [
         for tiers, text in (
             (
                 {"volatile_db": {"type": "disabled"}},
-                "no database would keep the updates; configure volatile_db or persistent_db",
+                "there is no database to keep the updates; configure volatile_db or persistent_db",
             ),
             (
                 {"persistent_db": {"type": "rocks_db", "read_only": True}},
-                "persistent_db.read_only forbids to write them; set it to false",
+                "persistent_db.read_only does not allow writing them; set it to false",
             ),
         )
     ),
@@ -403,7 +403,7 @@ def test_the_message_holds_the_source_and_every_problem(tmp_path: Path) -> None:
         (b'{"models": []} x', "line 1, column 16: not JSON: Extra data"),
         (b'{"model\xff": 1}', "byte 7: not UTF-8 (invalid start byte); save the file as UTF-8"),
         (b"[" * 100_000, "top level: objects and lists are nested too deeply, or contain themselves"),
-        (b'{"models": ' + b"1" * 5000 + b"}", "top level: a number in it has thousands of digits"),
+        (b'{"models": ' + b"1" * 5000 + b"}", "top level: one of its numbers has thousands of digits"),
         (b"[]", "top level: got an empty list, expected an object with the key models"),
         (b"null", "top level: got null, expected an object with the key models"),
         (b'"models"', 'top level: got "models", expected an object with the key models'),
@@ -421,8 +421,8 @@ def test_keys_that_stand_twice_are_named_with_their_path(tmp_path: Path) -> None
     text = json.dumps(document(device="cpu")).replace('"device"', '"device": "auto", "device"')
     path.write_text(text.replace('"model"', '"model": "a", "model": "b", "model"'))
     assert problems(path) == [
-        "device: stands in this object more than once; keep one",
-        "models[0].model: stands in this object more than once; keep one",
+        "device: appears more than once in this object; keep one",
+        "models[0].model: appears more than once in this object; keep one",
     ]
 
 

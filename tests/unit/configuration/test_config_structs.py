@@ -199,7 +199,7 @@ def test_equal_databases_in_both_places_are_fine() -> None:
     [
         ({}, {"embedding_vec_size": {"dcn": [16]}}, 'embedding_vec_size["dcn"]: 1 width for 2 sparse_files'),
         ({}, {"embedding_vec_size": {"dcn": [16, 0]}}, 'embedding_vec_size["dcn"][1]: got 0, expected at least 1'),
-        ({}, {"embedding_vec_size": {}}, 'embedding_vec_size["dcn"]: missing; it has no default, so write it'),
+        ({}, {"embedding_vec_size": {}}, 'embedding_vec_size["dcn"]: missing; it has no default'),
         ({}, {"emb_table_name": {}}, 'emb_table_name["dcn"]: missing; expected the names of this model\'s tables'),
         (
             {},
@@ -215,13 +215,13 @@ def test_equal_databases_in_both_places_are_fine() -> None:
             {"embedding_vecsize_per_table": [16, 64]},
             {},
             'inference_params_array[0].embedding_vecsize_per_table: differs from embedding_vec_size["dcn"], '
-            "which is the one that counts",
+            "which takes precedence",
         ),
         (
             {"persistent_db": PersistentDatabaseParams(backend=DatabaseType_t.rocks_db)},
             {},
-            "inference_params_array[0].persistent_db: differs from the persistent_db of the ParameterServerConfig, which is "
-            "the one that counts; set it there",
+            "inference_params_array[0].persistent_db: differs from the persistent_db of the ParameterServerConfig, which "
+            "takes precedence; set it there",
         ),
         ({"device_id": 3}, {}, "inference_params_array[0].device_id: got 3, expected one of the deployed_devices"),
         (

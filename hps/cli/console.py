@@ -132,12 +132,10 @@ class _Bars:
             self._bars.update(self._bars.task_ids[0], completed=self._table.rows_done)
 
     def finish(self, tag: str) -> None:
-        """Leave the full bar on the screen."""
+        """Leave the bar on the screen."""
         self.stop()
 
-    def fail(self, tag: str) -> None:
-        """Leave the unfinished bar on the screen."""
-        self.stop()
+    fail = finish
 
     def stop(self) -> None:
         """Stop the moving bar, if there is one."""

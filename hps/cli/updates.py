@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 
     from hps.configuration.load import Configuration
     from hps.types import TableSpec
-    from hps.updates.base import UpdateLogWriter
     from hps.updates.dead_letters import DeadLetter
     from hps.updates.framing import Changes
-    from hps.updates.publisher import Republisher
     from hps.versions.catalog import ModelCatalog
 
 REPLAY_EXAMPLE = "Example: `hps updates replay ps.json --dry-run && hps updates replay ps.json`"
@@ -45,7 +43,8 @@ def replay_command(
     with console.reported(), console.progress():
         from hps.configuration.load import load_configuration
         from hps.models.sources import ModelSources
-        from hps.updates.publisher import open_writer
+        from hps.updates.base import TOPIC_PREFIX
+        from hps.updates.publisher import Republisher, open_writer
         from hps.versions.catalog import ModelCatalog
 
         configuration = load_configuration(config)
@@ -53,8 +52,8 @@ def replay_command(
         unread: Counter[str] = Counter()
         detail = ""
         messages = 0
+        publishers: dict[TableSpec, Republisher] = {}
         with closing(open_writer(configuration.update_source)) as writer:
-            publishers = _Publishers(writer)
             for letter in _letters(configuration, catalog, directory):
                 try:
                     if isinstance(letter, errors.UpdateFormatError):
@@ -65,38 +64,22 @@ def replay_command(
                     detail = str(error)
                     continue
                 messages += 1
-                if not dry_run:
-                    publishers.of(table).republish(letter.message.partition.number, changes, sequence)
-            publishers.finish()
-        rows = sum(publisher.rows for publisher in publishers.made.values())
+                if dry_run:
+                    continue
+                if table not in publishers:
+                    topic = f"{TOPIC_PREFIX}{table.model_name}.{table.table_name}"
+                    publishers[table] = Republisher(writer, topic, dim=table.dim)
+                publishers[table].republish(letter.message.partition.number, changes, sequence)
+            for publisher in publishers.values():
+                publisher.mark()
+                publisher.flush()
+        rows = sum(publisher.rows for publisher in publishers.values())
         done = "can be published" if dry_run else f"published again ({console.rows_text(rows)})"
         typer.echo(f"{messages} of {messages + unread.total()} messages {done}")
         if unread:
             counts = ", ".join(f"{count} x {reason}" for reason, count in sorted(unread.items()))
             typer.echo(f"{unread.total()} still cannot be read ({counts}); the last: {detail}")
             raise typer.Exit(1)
-
-
-class _Publishers:
-    """Makes a publisher for each table at its first message. *One thread.*"""
-
-    def __init__(self, writer: "UpdateLogWriter") -> None:
-        self._writer = writer
-        self.made: dict[str, Republisher] = {}
-
-    def of(self, table: "TableSpec") -> "Republisher":
-        from hps.updates.base import TOPIC_PREFIX
-        from hps.updates.publisher import Republisher
-
-        topic = f"{TOPIC_PREFIX}{table.model_name}.{table.table_name}"
-        if topic not in self.made:
-            self.made[topic] = Republisher(self._writer, topic, dim=table.dim)
-        return self.made[topic]
-
-    def finish(self) -> None:
-        for publisher in self.made.values():
-            publisher.mark()
-            publisher.flush()
 
 
 def _letters(

@@ -163,13 +163,6 @@ def keyed_hashes(keys: KeyArray, secret: bytes) -> KeyArray:
     return hashed
 
 
-class _SampledKeys(threading.local):
-    """Per-thread buffer for the sampled keys of a segment."""
-
-    def __init__(self) -> None:
-        self.keys: KeyArray = np.empty(1024, np.int64)
-
-
 class KeyRecorder:
     """Records a sample of the keys of lookups in a file. *Thread-safe.*
 
@@ -207,7 +200,7 @@ class KeyRecorder:
         self._max_bytes = max_bytes
         self._secret = secrets.token_bytes(16) if hash_keys else None
         self._numbers = count()
-        self._scratch = _SampledKeys()
+        self._scratch = threading.local()  # has `keys`, the sampled ones of a segment
         self._waiting: deque[tuple[int, TableSpec, int, KeyArray]] = deque()
         self._waiting_keys = 0
         self._dropped = self._unread = 0
@@ -272,9 +265,9 @@ class KeyRecorder:
 
     def _room(self, n: int) -> KeyArray:
         """Return this thread's buffer, with room for `n` keys."""
-        scratch: KeyArray = self._scratch.keys
+        scratch: KeyArray = getattr(self._scratch, "keys", _NONE)
         if scratch.size < n:
-            scratch = self._scratch.keys = np.empty(1 << (n - 1).bit_length(), np.int64)
+            scratch = self._scratch.keys = np.empty(max(1024, 1 << (n - 1).bit_length()), np.int64)
         return scratch
 
     def _write_waiting(self) -> None:

@@ -56,7 +56,7 @@ class RequestSpan:
         self._span.set_attributes({key: value for key, value in attributes.items() if value is not None})
         if status >= 500:
             self._span.set_attribute("error.type", str(status))
-            self._spans.fail(self._span)
+            self._span.set_status(self._spans.error)
         if trace is not None:
             self._spans.add_stages(self._span, trace, self._clock_ns)
         self._span.end()
@@ -73,6 +73,7 @@ class RequestSpans:
 
     Attributes:
         disabled: whether the environment disables it (`OTEL_SDK_DISABLED`).
+        error: status of the span of a failed request.
 
     Raises:
         ImportError: the extra `otel` is not installed.
@@ -96,7 +97,7 @@ class RequestSpans:
         self._tracer = self._provider.get_tracer("hps", __version__)
         self.disabled = isinstance(self._tracer, NoOpTracer)
         self._kinds, self._within, self._extract = SpanKind, set_span_in_context, TraceContextTextMapPropagator().extract
-        self._error = Status(StatusCode.ERROR)
+        self.error = Status(StatusCode.ERROR)
         kinds = {"volatile_db": configuration.volatile_db.type, "persistent_db": configuration.persistent_db.type}
         self._systems = {tier: _SYSTEMS.get(kind, kind) for tier, kind in kinds.items()}
 
@@ -107,9 +108,6 @@ class RequestSpans:
         }
         parent = self._extract(carrier)
         return RequestSpan(self._tracer.start_span(scope["method"], parent, self._kinds.SERVER), self)
-
-    def fail(self, span: "Span") -> None:
-        span.set_status(self._error)
 
     def add_stages(self, parent: "Span", trace: LookupTrace, clock_ns: int) -> None:
         """Add a span for each stage. `clock_ns` converts its times to nanoseconds since 1970."""

@@ -79,17 +79,13 @@ class Forecast:
         self._rows: dict[str, int] = {}
         self._traces: dict[str, KeyTrace] = {}
         self.tables: list[TableForecast] = []
-        for table, rows, capacity in zip(version.tables, version.rows, cache_capacities(config, version.rows), strict=True):
+        for table, rows, capacity in zip(config.tables, version.rows, cache_capacities(config, version.rows), strict=True):
             own = [one for one in traces if (one.model, one.table) == (table.model_name, table.table_name) and one.keys.size]
             trace = max(own, key=lambda one: one.keys.size, default=None)
-            law = alpha
-            if trace is not None:
-                law = fitted_alpha(trace)
+            law = alpha if trace is None else fitted_alpha(trace)
             if law is None:
                 continue
-            used = trace
-            if used is None or fit:
-                used = power_law_trace(table, rows, law, table.max_keys)
+            used = power_law_trace(table, rows, law, table.max_keys) if trace is None or fit else trace
             used = used.thinned(distinct_share(used, MOST_KEYS))
             self._rows[table.table_name], self._traces[table.table_name] = rows, used
             *curve, configured = predict(used, [*(math.ceil(share * rows) for share in SHARES), capacity], self._threshold)

@@ -16,7 +16,6 @@ from hps.models.deltas import open_table_files
 from hps.models.files import CHUNK_BYTES
 from hps.models.sources import ModelSources
 from hps.registry import implementation
-from hps.types import TableSpec
 from hps.versions.catalog import ModelCatalog
 from hps.versions.deployment import RESIDENT, cache_capacities, is_direct
 
@@ -31,7 +30,6 @@ class ServedVersion:
     """A version to be served, with the rows of each table. *Immutable.*"""
 
     config: ModelConfig
-    tables: tuple[TableSpec, ...]
     rows: tuple[int, ...]
 
 
@@ -101,7 +99,7 @@ def served_versions(configuration: Configuration) -> list[ServedVersion]:
                     open_table_files(source, table.dim, int32_keys=int32_keys, sources=sources)
                     for table, source in zip(config.tables, version.sources, strict=True)
                 ]
-                found.append(ServedVersion(config, tuple(config.tables), tuple(one.rows for one in files)))
+                found.append(ServedVersion(config, tuple(one.rows for one in files)))
         except HPSError as error:
             problems.append(f"model {name!r}: {error}")
     if problems:
@@ -120,20 +118,17 @@ def planned_needs(configuration: Configuration, versions: Sequence[ServedVersion
     owners = {}
     load_bytes, plan = CHUNK_BYTES, cache_plan(on_cuda)
     for version in versions:
-        config, names = version.config, {table.tag: table.table_name for table in version.tables}
-        owners.update({table.tag: (config.model, config.version, names[table.tag]) for table in version.tables})
+        config, tables = version.config, version.config.tables
+        owners.update({table.tag: (config.model, config.version, table.table_name) for table in tables})
         if on_cuda or not is_direct(config, implementation("cache", "cpu")):
             capacities = cache_capacities(config, version.rows)
             for device in config.deployed_device_list[: None if on_cuda else 1]:
-                needs = plan.room_for(version.tables, capacities)
-                workspaces = plan.workspaces_for(version.tables, config.num_of_worker_buffer_in_pool)
+                needs = plan.room_for(tables, capacities)
+                workspaces = plan.workspaces_for(tables, config.num_of_worker_buffer_in_pool)
                 found += _of(config, "embedding_cache", needs, device if on_cuda else None)
                 found += _of(config, "workspaces", workspaces, device if on_cuda else None)
         for tier, database, section, share in _databases(configuration, config):
-            rows = [
-                (table.tag, table.dim, math.ceil(share * count))
-                for table, count in zip(version.tables, version.rows, strict=True)
-            ]
+            rows = [(table.tag, table.dim, math.ceil(share * count)) for table, count in zip(tables, version.rows, strict=True)]
             own = tier == "volatile_db" and config.embedding_cache_type in RESIDENT
             stored.setdefault((tier, own), (database, section, []))[2].extend(rows)
             load_bytes = max(load_bytes, getattr(database, "load_bytes", 0))
@@ -205,7 +200,7 @@ def share_within(budget: int, versions: Sequence[ServedVersion], on_cuda: bool) 
     plan, cached = cache_plan(on_cuda), [one for one in versions if one.config.gpucache]
 
     def needed(share: float) -> int:
-        rooms = (plan.room_for(one.tables, [math.ceil(share * rows) for rows in one.rows]) for one in cached)
+        rooms = (plan.room_for(one.config.tables, [math.ceil(share * rows) for rows in one.rows]) for one in cached)
         return sum(need.size_bytes for needs in rooms for need in needs)
 
     if needed(1.0) <= budget:

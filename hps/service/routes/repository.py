@@ -3,7 +3,7 @@
 import logging
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Path, Request, Response
 from starlette.concurrency import run_in_threadpool
@@ -20,12 +20,6 @@ from hps.service.protocol.triton_schemas import IndexedVersion, IndexRequest, In
 from hps.service.request_body import described_object, read_object
 
 _log = logging.getLogger(__name__)
-_STATES: dict[str, IndexState] = {
-    "ready": "READY",
-    "loading": "LOADING",
-    "unloading": "UNLOADING",
-    "unavailable": "UNAVAILABLE",
-}
 _Name = Annotated[str, Path(description="Name of the model.")]
 
 
@@ -88,7 +82,9 @@ def _refuse_unless_explicit(lifecycle: Lifecycle) -> None:
 
 def _index(server: HPS, ready: bool) -> list[IndexedVersion]:
     return [
-        IndexedVersion(name=one.model, version=one.version or None, state=_STATES[one.state], reason=one.reason or None)
+        IndexedVersion(
+            name=one.model, version=one.version or None, state=cast("IndexState", one.state.upper()), reason=one.reason or None
+        )
         for one in server.index()
         if one.state == "ready" or not ready
     ]

@@ -117,10 +117,10 @@ def test_planned_gpu_memory_is_then_used(tmp_path, dim, rows):
     room = [one.need.size_bytes for one in planned_needs(config, versions, True) if one.tier == "embedding_cache"]
     cache_class = implementation("cache", "cuda")
     cupy.cuda.runtime.deviceSynchronize()
-    cache = cache_class.create(versions[0].tables, versions[0].rows, 0)
+    cache = cache_class.create(versions[0].config.tables, versions[0].rows, 0)
     assert room == pytest.approx([cache.stats(0).size_bytes], rel=0.001)
     before = cupy.cuda.runtime.memGetInfo()[0]
-    again = cache_class.create(versions[0].tables, versions[0].rows, 0)
+    again = cache_class.create(versions[0].config.tables, versions[0].rows, 0)
     used = before - cupy.cuda.runtime.memGetInfo()[0]
     assert sum(room) == pytest.approx(used, rel=0.05, abs=4 << 20)  # the driver hands out 2 MB at a time
     again.close()
@@ -157,7 +157,7 @@ def test_the_share_within_a_budget_is_the_largest(tmp_path):
 
     def needed(one):
         return sum(
-            need.size_bytes for need in plan.room_for(versions[0].tables, [int(one * rows) for rows in versions[0].rows])
+            need.size_bytes for need in plan.room_for(versions[0].config.tables, [int(one * rows) for rows in versions[0].rows])
         )
 
     assert needed(share) <= 300_000 < needed(share + 0.01)

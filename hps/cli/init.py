@@ -128,7 +128,7 @@ def _found(source: str, output: Path, tables: str | None, model: str | None, for
     entries = [] if is_ours else entries_of(listed)
     if listed == source and not entries:
         raise errors.InvalidInputError(
-            f"reading {source}: it has no models with sparse_files, expected a ps.json, or a directory"
+            f"reading {source}: got no models with sparse_files, expected a ps.json or a directory"
         )
     if entries:
         place = os.path.dirname(os.path.abspath(listed))
@@ -206,7 +206,7 @@ def _tiers(
     kind = choices.volatile or ("redis_cluster" if choices.redis else "hash_map")
     stays = choices.persistent or ("disabled" if fits and kind != "disabled" else "rocks_db")
     if kind == stays == "disabled":
-        raise errors.InvalidInputError("choosing the tiers: both are disabled, expected --volatile or --persistent with a type")
+        raise errors.InvalidInputError("choosing the tiers: both are disabled, expected a type for --volatile or --persistent")
     volatile: dict[str, Any] = {"type": kind}
     kinds = {"hash_map": "in this process' memory", "redis_cluster": "shared by all servers", "disabled": "no tier in memory"}
     words = {"type": kinds[kind]}

@@ -77,7 +77,7 @@ def _follow(server: "RunningServer", change: dict[str, Any], progress: "Progress
         time.sleep(_PAUSE_S)
         latest = [one for one in server.ask("/v1/models")["changes"] if one["model"] == name and one["number"] >= number]
         if not latest or latest[0]["number"] > number:
-            raise errors.HPSError(f"changing model {name!r}: it has ended; the server's log has the outcome")
+            raise errors.HPSError(f"changing model {name!r}: the change has ended; the server's log has its outcome")
         change = latest[0]
         table = change.get("table")
         if tag and (table is None or f"{name}.{table['name']}" != tag):

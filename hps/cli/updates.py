@@ -101,7 +101,7 @@ def _letters(
     elif place:
         yield from read_directory(place)
     else:
-        raise errors.InvalidInputError("replaying dead letters: CONFIG keeps none, expected DIRECTORY")
+        raise errors.InvalidInputError("replaying dead letters: CONFIG names no place for them, expected DIRECTORY")
 
 
 def _read(letter: "DeadLetter", catalog: "ModelCatalog", configuration: "Configuration") -> "tuple[TableSpec, Changes, int]":
@@ -115,7 +115,7 @@ def _read(letter: "DeadLetter", catalog: "ModelCatalog", configuration: "Configu
     tables = {one.table_name: one for one in catalog.model(letter.model).tables} if letter.model in catalog.names else {}
     table = tables.get(letter.table)
     if table is None:
-        raise errors.UpdateFormatError("table", f"reading a message of {letter.message.partition}: there is no such table")
+        raise errors.UpdateFormatError("table", f"reading a message of {letter.message.partition}: CONFIG has no such table")
     most_bytes, key_bytes = configuration.update_source.max_message_bytes, 8 if configuration.supportlonglong else 4
     message = letter.message
     changes = decode(message.value, table.dim, key_bytes, key=message.key, table=table.table_name, most_bytes=most_bytes)

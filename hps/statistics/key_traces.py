@@ -211,7 +211,7 @@ class KeyRecorder:
             self._file = _opened(self.path)
             self._write({"version": _VERSION, "rate": rate, "hashed": hash_keys})
         except OSError as error:
-            raise ModelFileError(f"recording keys to {path}: {error}; it must be possible to write there") from error
+            raise ModelFileError(f"recording keys to {path}: {error}; expected a writable file") from error
         # Not a bound method, which would be weak: an unreferenced recording continues until it is closed.
         self._task = PeriodicTask("key-trace", lambda: self._write_waiting(), _WRITE_EVERY_S)
         close_at_exit(self, KeyRecorder.close)
@@ -277,9 +277,9 @@ class KeyRecorder:
                 self._write_keys()
                 if self._file.tell() < self._max_bytes:
                     return
-            why = f"it has its {self._max_bytes:,} bytes, which is enough"
+            why = f"the file has reached {self._max_bytes:,} bytes"
         except OSError as error:
-            why = f"{error}; lookups go on"
+            why = f"{error}; lookups continue"
         _log.warning("recording keys to %s ended: %s", self.path, why)
         self._ended = True
         self._waiting.clear()
@@ -389,7 +389,7 @@ def _blocks(content: bytes, path: str | os.PathLike[str]) -> Iterator[tuple[byte
         body = content[at + _HEAD.size : at + _HEAD.size + size]
         if magic != _MAGIC or len(body) < size or zlib.crc32(body) != crc:
             if at == 0 or content.find(_MAGIC, at + 1) >= 0:
-                raise ModelFileError(f"reading recorded keys from {path}: got damage at byte {at}, expected a block of keys")
+                raise ModelFileError(f"reading recorded keys from {path}: it is damaged at byte {at}, expected a block of keys")
             return
         at += _HEAD.size + size
         yield zlib.decompress(body), at

@@ -128,7 +128,7 @@ class RequestSpans:
     def close(self) -> None:
         """Export the queued spans, with a short timeout. Blocks."""
         if not wait([call_in_thread("spans", self._provider.shutdown)], _CLOSE_S).done:
-            _log.warning("the last traces were not taken by the OTLP endpoint within %g s, and are lost", _CLOSE_S)
+            _log.warning("the OTLP endpoint did not take the last traces within %g s; they are lost", _CLOSE_S)
 
 
 def spans_of(configuration: Configuration) -> RequestSpans | None:
@@ -140,5 +140,5 @@ def spans_of(configuration: Configuration) -> RequestSpans | None:
         return None if spans.disabled else spans
     except ImportError as error:
         what = "no traces are sent to service.otlp_endpoint"  # the endpoint may contain a password
-        _log.warning("%s: %s; install what sends them: pip install 'hps-server[otel]'", what, error)
+        _log.warning("%s: %s; install the exporter: pip install 'hps-server[otel]'", what, error)
         return None

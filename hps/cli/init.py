@@ -127,9 +127,7 @@ def _found(source: str, output: Path, tables: str | None, model: str | None, for
     is_ours = listed != source and Path(listed).resolve() == output.resolve()
     entries = [] if is_ours else entries_of(listed)
     if listed == source and not entries:
-        raise errors.InvalidInputError(
-            f"reading {source}: got no models with sparse_files, expected a ps.json or a directory"
-        )
+        raise errors.InvalidInputError(f"reading {source}: got no models with sparse_files, expected a ps.json or a directory")
     if entries:
         place = os.path.dirname(os.path.abspath(listed))
         found = Discovery(tuple(relocated(place, entry) for entry in entries))

@@ -87,7 +87,7 @@ class StreamOrderedLookups:
         self._used = False
         self._ask_at = 0.0
         self._ended = False
-        metrics.settle_by(self.settle)
+        metrics.settling.add(self.settle)
 
     def check(self, segments: Sequence[Segment]) -> None:
         """Reject tables that need the host, and report keys that earlier lookups could not read.

@@ -79,9 +79,7 @@ class Authorization:
             raise _forbidden(f"changes are off: the server does not listen on loopback alone and has no admin token; {_CURE}")
         self.check_lookup(headers)
         if forwarded := next((name for name in _FORWARDED if name in headers), None):
-            raise _forbidden(
-                f"got the header {forwarded.decode()!r}: without an admin token, requests through a proxy change nothing; {_CURE}"
-            )
+            raise _forbidden(f"got the header {forwarded.decode()!r}: without an admin token, proxies change nothing; {_CURE}")
         if (origin := headers.get(b"origin")) is not None and origin.lower() not in _own_origins(scope):
             raise _forbidden(f"got Origin {origin[:120].decode('latin-1')!r}: pages of other origins change nothing; {_CURE}")
         return f"{client} (loopback)"

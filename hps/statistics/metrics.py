@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from time import perf_counter_ns
-from typing import Final, TypeAlias
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 from weakref import WeakMethod
 
 import numpy as np
@@ -31,6 +31,7 @@ _BOUNDS = (*_STAGE_BUCKETS, *_LOOKUP_BUCKETS)
 _VISIBLE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 3600)
 TIERS = ("embedding_cache", "volatile_db", "persistent_db")
 _TABLE = ("model", "table")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 @dataclass(slots=True)
@@ -121,6 +122,24 @@ class Times:
         return Latency(below[-1], self.total_ns / 1e9, tuple(zip(self._bounds_s, below, strict=False)))
 
 
+class LiveMethods(Generic[_Method]):
+    """Methods of objects, as long as these live. *Thread-safe.*
+
+    References are weak: threads that hold the metrics must not keep the objects alive.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._methods: list[WeakMethod[_Method]] = []
+
+    def add(self, method: _Method) -> None:
+        with self._lock:
+            self._methods = [one for one in self._methods if one()] + [WeakMethod(method)]
+
+    def __iter__(self) -> Iterator[_Method]:
+        return (method for one in self._methods if (method := one()))
+
+
 LookupNs: TypeAlias = tuple[int, int, int, int, int]
 """Nanoseconds of one lookup: in total; then its stages `adopt`, `wait`, `query` and `finish`."""
 
@@ -166,6 +185,9 @@ class Metrics(Collector):
     Attributes:
         registry: exposes them to prometheus-client.
         lock: guards every `TableCounters`, `DeviceCounters` and `Times`.
+        feeds: methods that return how far tables have followed the log of their updates.
+        settling: methods that add the counts of devices, called before counters are read.
+        others: methods that return further families.
     """
 
     def __init__(self) -> None:
@@ -178,10 +200,10 @@ class Metrics(Collector):
         self._applied = defaultdict[str, Times](lambda: Times(_LOOKUP_BUCKETS))  # by tier
         self._visible = defaultdict[tuple[str, str], Times](lambda: Times(_VISIBLE_BUCKETS))  # by model and table
         self._values: list[Values] = []
-        self._statuses: list[WeakMethod[Callable[[], Sequence[UpdateStatus]]]] = []
-        self._queues: list[tuple[str, WeakMethod[Callable[[], int]]]] = []
-        self._settling: list[WeakMethod[Callable[[], None]]] = []
-        self._others: list[WeakMethod[Callable[[], Iterator[Family]]]] = []
+        self.feeds = LiveMethods[Callable[[], Sequence[UpdateStatus]]]()
+        self.settling = LiveMethods[Callable[[], None]]()
+        self.others = LiveMethods[Callable[[], Iterator[Family]]]()
+        self._queues = defaultdict[str, LiveMethods[Callable[[], int]]](LiveMethods)  # by type of work
         self.tier_errors = self._counter(
             "hps_tier_errors", "Failed reads and writes of a database.", "model", "tier", "operation"
         )
@@ -291,32 +313,14 @@ class Metrics(Collector):
         with self.lock:
             self._visible[model, table].add_buckets(counts.tolist(), round(1e9 * float(ages_s @ rows)))
 
-    def show_updates(self, status: Callable[[], Sequence[UpdateStatus]]) -> None:
-        """Show the status that a feed's method returns, while the feed lives."""
-        with self.lock:
-            self._statuses = [one for one in self._statuses if one()] + [WeakMethod(status)]
-
     def updates(self) -> list[UpdateStatus]:
         """Return how far each table has followed the log of its updates."""
-        return [status for one in self._statuses if (feed := one()) for status in feed()]
-
-    def settle_by(self, settle: Callable[[], None]) -> None:
-        """Call a method before counters are read, while its object lives; it adds the counts of devices."""
-        with self.lock:
-            self._settling = [one for one in self._settling if one()] + [WeakMethod(settle)]
-
-    def show(self, families: Callable[[], Iterator[Family]]) -> None:
-        """Show the families that a method returns, while its object lives.
-
-        The reference is weak: threads that hold these metrics must not keep the object alive.
-        """
-        with self.lock:
-            self._others = [one for one in self._others if one()] + [WeakMethod(families)]
+        return [status for feed in self.feeds for status in feed()]
 
     def show_queue(self, work: str, waiting: Callable[[], int]) -> None:
         """Show the number of waiting background batches that a method returns, while its object lives."""
         with self.lock:
-            self._queues = [(name, one) for name, one in self._queues if one()] + [(work, WeakMethod(waiting))]
+            self._queues[work].add(waiting)
 
     def count_dropped(self, work: str) -> None:
         """Count a batch of background work dropped because the queue was full."""
@@ -329,18 +333,14 @@ class Metrics(Collector):
     def queues(self) -> dict[str, int]:
         """Return the number of waiting batches in all queues, by type of work."""
         with self.lock:
-            shown = list(self._queues)
-        waiting: dict[str, int] = {}
-        for work, one in shown:
-            if length := one():
-                waiting[work] = waiting.get(work, 0) + length()
-        return waiting
+            queues = list(self._queues.items())
+        waiting = {work: [length() for length in lengths] for work, lengths in queues}
+        return {work: sum(lengths) for work, lengths in waiting.items() if lengths}
 
     def _settle(self) -> None:
-        for one in self._settling:
-            if settle := one():
-                with suppress(HPSError):  # a device failed
-                    settle()
+        for settle in self.settling:
+            with suppress(HPSError):  # a device failed
+                settle()
 
     @contextmanager
     def changing(self, model: str, change: str) -> Iterator[None]:
@@ -421,9 +421,8 @@ class Metrics(Collector):
         yield family("counter", "hps_compiled_kernels", "Compiled kernels.", [(one, n) for one, (n, _) in compiled])
         yield family("counter", "hps_compile_seconds", "Time spent compiling kernels.", [(one, s) for one, (_, s) in compiled])
         yield from (one.family() for one in self._values)
-        for other in self._others:
-            if families := other():
-                yield from families()
+        for families in self.others:
+            yield from families()
 
     def collect(self) -> Iterator[Metric]:
         """Return all metrics as prometheus-client's objects."""

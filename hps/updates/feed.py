@@ -119,7 +119,7 @@ class UpdateFeed:
     def start(self) -> None:
         """Start the thread. Called once."""
         self._worker.start()
-        self._metrics.show_updates(self._shown)
+        self._metrics.feeds.add(self._shown)
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End after the current batch; returns whether it ended in time. May be called twice."""

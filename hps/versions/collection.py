@@ -61,7 +61,7 @@ class StatisticsCollector:
         self._round: Future[None] | None = None
         self._round_at = -math.inf
         self._closed = False
-        metrics.show(self.families)
+        metrics.others.add(self.families)
         # Answers of each database and cache by table tag, and those of a cache about its device by _DEVICE.
         self._known: WeakKeyDictionary[Database | EmbeddingCache, dict[str, _Answer]] = WeakKeyDictionary()
 

@@ -389,7 +389,7 @@ def _blocks(content: bytes, path: str | os.PathLike[str]) -> Iterator[tuple[byte
         body = content[at + _HEAD.size : at + _HEAD.size + size]
         if magic != _MAGIC or len(body) < size or zlib.crc32(body) != crc:
             if at == 0 or content.find(_MAGIC, at + 1) >= 0:
-                raise ModelFileError(f"reading recorded keys from {path}: it is damaged at byte {at}, expected a block of keys")
+                raise ModelFileError(f"reading recorded keys from {path}: got damage at byte {at}, expected a block of keys")
             return
         at += _HEAD.size + size
         yield zlib.decompress(body), at

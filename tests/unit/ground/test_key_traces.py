@@ -108,7 +108,7 @@ def test_rates_out_of_range_are_refused(tmp_path, rate):
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path):
-    with pytest.raises(ModelFileError, match="possible to write"):
+    with pytest.raises(ModelFileError, match="expected a writable file"):
         KeyRecorder(tmp_path / "no" / "keys")
 
 

@@ -3,9 +3,9 @@
 import json
 import posixpath
 from collections.abc import Callable, Iterable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,13 +13,10 @@ from hps import errors
 from hps.cli import console
 
 if TYPE_CHECKING:
-    from hps.ground.progress import Progress
     from hps.models.deltas import TableSource
     from hps.models.differences import Difference
     from hps.models.sources import ModelSources
     from hps.types import KeyArray
-    from hps.updates.framing import VectorDtype
-    from hps.updates.publisher import Publisher
     from hps.versions.catalog import ModelCatalog
 
 EXAMPLE = "Example: `hps publish ps.json shop item new/item.model --since old/item.model --rate 100000`"
@@ -57,7 +54,7 @@ def publish_command(
         int, typer.Option(metavar="N", min=0, max=65535, help="Create missing topics with N partitions.")
     ] = 0,
     message_bytes: Annotated[int, typer.Option(min=64, help="Maximum message size in bytes.")] = 256 << 10,
-    dtype: Annotated[str, typer.Option(help="Dtype of vectors in messages: float32, float16 or bfloat16.")] = "float32",
+    dtype: Annotated[Literal["float32", "float16", "bfloat16"], typer.Option(help="Dtype of vectors in messages.")] = "float32",
     keys: Annotated[str | None, typer.Option(help="As in `hps import`, like the following options.")] = None,
     vectors: Annotated[str | None, typer.Option()] = None,
     first_key: Annotated[int | None, typer.Option()] = None,
@@ -68,47 +65,48 @@ def publish_command(
     Prints the position of the last message in each partition for each table. Model files with all published rows belong to
     these positions.
     """
-    with console.reported():
+    with console.reported(), ExitStack() as stack:
         if table is None and (source or delete):
             raise errors.InvalidInputError("publishing: SOURCE and --delete need TABLE")
-        if dtype not in ("float32", "float16", "bfloat16"):
-            raise errors.InvalidInputError(f"publishing: got --dtype {dtype}, expected float32, float16 or bfloat16")
         lines: list[str] = []
-        try:
-            with console.progress() as progress:
-                from hps.configuration.load import load_configuration
-                from hps.models.sources import ModelSources
-                from hps.updates.base import TOPIC_PREFIX
-                from hps.updates.publisher import Publisher, open_writer
-                from hps.versions.catalog import ModelCatalog
+        stack.callback(lambda: [*map(typer.echo, lines)])  # below the bars, also for tables before an error
+        progress = stack.enter_context(console.progress())
+        from hps.configuration.load import load_configuration
+        from hps.models.sources import ModelSources
+        from hps.updates.base import TOPIC_PREFIX
+        from hps.updates.publisher import Publisher, open_writer
+        from hps.versions.catalog import ModelCatalog
 
-                configuration = load_configuration(config)
-                sources = ModelSources(configuration.model_source)
-                tables = _tables(ModelCatalog(configuration, sources), model, table, version, since)
-                deleted = _deleted_keys(delete) if delete else None
-                names = {"keys": keys, "vectors": vectors, "first_key": first_key, "file_format": file_format}
-                with closing(open_writer(configuration.update_source)) as writer:
-                    for name, dim, files, old in tables:
-                        rows, chunks = _chunks(source or files(), dim, old, sources, names) if source or not delete else (0, ())
-                        topic = f"{TOPIC_PREFIX}{model}.{name}"
-                        total = rows + (0 if deleted is None else deleted.size)
-                        progress.start(topic, total, total * (8 + 4 * dim))
-                        publisher = Publisher(
-                            writer,
-                            topic,
-                            dim=dim,
-                            dtype=cast("VectorDtype", dtype),
-                            message_bytes=message_bytes,
-                            rows_per_s=rate,
-                            create_partitions=create_partitions,
-                            progress=progress,
-                        )
-                        positions = _publish(publisher, chunks, deleted, topic, progress)
-                        progress.finish(topic)
-                        lines.append(f"{topic}: published {publisher.rows:,} changes; positions {json.dumps(positions)}")
-        finally:  # below the bars, also for tables before an error
-            for line in lines:
-                typer.echo(line)
+        configuration = load_configuration(config)
+        sources = ModelSources(configuration.model_source)
+        tables = _tables(ModelCatalog(configuration, sources), model, table, version, since)
+        deleted = _deleted_keys(delete) if delete else None
+        names = {"keys": keys, "vectors": vectors, "first_key": first_key, "file_format": file_format}
+        writer = stack.enter_context(closing(open_writer(configuration.update_source)))
+        for name, dim, files, old in tables:
+            rows, chunks = _chunks(source or files(), dim, old, sources, names) if source or not delete else (0, ())
+            topic = f"{TOPIC_PREFIX}{model}.{name}"
+            total = rows + (0 if deleted is None else deleted.size)
+            progress.start(topic, total, total * (8 + 4 * dim))
+            publisher = Publisher(
+                writer,
+                topic,
+                dim=dim,
+                dtype=dtype,
+                message_bytes=message_bytes,
+                rows_per_s=rate,
+                create_partitions=create_partitions,
+                progress=progress,
+            )
+            for one in chunks:
+                publisher.insert(one.keys, one.vectors)
+                publisher.delete(one.deleted)
+                progress.advance(topic, one.rows - one.keys.size)  # the unchanged rows
+            if deleted is not None:
+                publisher.delete(deleted)
+            positions = publisher.flush()
+            progress.finish(topic)
+            lines.append(f"{topic}: published {publisher.rows:,} changes; positions {json.dumps(positions)}")
 
 
 def _tables(
@@ -156,18 +154,6 @@ def _chunks(
     if old is not None:
         return model.rows, differences(open_sparse_model(old, dim, sources=sources), model)
     return model.rows, (Difference(keys, vectors, none, keys.size) for keys, vectors in rows_of(model))
-
-
-def _publish(
-    publisher: "Publisher", chunks: "Iterable[Difference]", deleted: "KeyArray | None", topic: str, progress: "Progress"
-) -> dict[str, str]:
-    for one in chunks:
-        publisher.insert(one.keys, one.vectors)
-        publisher.delete(one.deleted)
-        progress.advance(topic, one.rows - one.keys.size)  # the unchanged rows
-    if deleted is not None:
-        publisher.delete(deleted)
-    return publisher.flush()
 
 
 def _deleted_keys(text: str) -> "KeyArray":

@@ -168,7 +168,7 @@ def test_every_key_is_printed_with_its_reason(tmp_path: Path, target: Path) -> N
     ("prepare", "options", "text"),
     [
         ("table", ["--volatile", "disabled", "--persistent", "disabled"], "both are disabled"),
-        ("table", ["--ask"], "there is no terminal"),
+        ("table", ["--ask"], "needs a terminal"),
         ("cut", [], "one file is cut short"),
         ("empty", [], "expected directories with the files key and emb_vector"),
         ("arrays", [], "expected --tables 'PATTERN'"),

@@ -114,7 +114,7 @@ def test_tokens_change_with_the_settings() -> None:
 
 
 def test_one_token_cannot_be_both() -> None:
-    with pytest.raises(ConfigError, match=r"service\.admin_token: .*expected another one"):
+    with pytest.raises(ConfigError, match=r"service\.admin_token: .*expected another token"):
         authorization(bearer_token="same", admin_token="same")
 
 

@@ -58,7 +58,9 @@ def test_a_failed_change_is_recorded_and_its_error_freed():
 
     gc.disable()
     try:
-        assert asyncio.run(fail())() is None
+        error = asyncio.run(fail())
+        live.requested["shop"].thread.join(10)  # its frames refer to the error
+        assert error() is None
     finally:
         gc.enable()
     failed = live.requested["shop"]

@@ -125,6 +125,12 @@ def children() -> Iterator[ChildProcesses]:
     processes.end()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with long files that would come last, so that no worker of a parallel run is left alone with one of them."""
+    folders = ("unit/updates", "unit/torch")
+    items.sort(key=lambda item: not item.nodeid.startswith(tuple(f"tests/{folder}/" for folder in folders)))
+
+
 def pytest_collection_finish() -> None:
     """Leave what all modules and seven thousand tests hold out of each collection of garbage, which takes a second with it."""
     gc.collect()

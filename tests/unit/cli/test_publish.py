@@ -207,7 +207,8 @@ def test_dead_letters_of_topics_are_replayed(tmp_path: Path, config: Path, broke
     content = json.loads(config.read_text())
     content["update_source"]["dead_letters"] = "topic"
     config.write_text(json.dumps(content))
-    broker.create("hps_et.shop.item")
+    for topic in ("hps_et.shop.item", "hps_dead.shop.user"):  # a topic that is not there would be waited for
+        broker.create(topic)
     from hps.configuration.load import load_configuration
 
     configuration = load_configuration(config)

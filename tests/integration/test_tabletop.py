@@ -459,7 +459,7 @@ class Flood:
         self._go_on = threading.Event()
         self._clients = tabletop.stack.enter_context(ExitStack())
         tabletop.stack.callback(self._go_on.set)
-        self._fake.on_lookup = lambda: self._go_on.wait(20) and None
+        self._fake.on_lookup = lambda: self._go_on.wait(60) and None
         self.service = tabletop.serve(parameter_server=self._fake, service=service)
 
     def send(self, count: int, content: bytes, *headers: str) -> list[socket.socket]:

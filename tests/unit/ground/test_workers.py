@@ -161,7 +161,7 @@ def test_a_task_ends(end):
 
     owner = Owner()
     task = owner.task
-    assert all(owner.ran.acquire(timeout=20) for _ in range(3))
+    assert all(owner.ran.acquire(timeout=60) for _ in range(3))
     if end == "abandon":
         assert task.abandon(20)
     elif end == "stop":
@@ -169,7 +169,7 @@ def test_a_task_ends(end):
     else:
         del owner
         gc.collect()
-    assert task.join(20)
+    assert task.join(60)
     assert not task.alive
 
 
@@ -181,7 +181,7 @@ def test_stop_ends_every_wait():
     assert not stop.wait(0.01)
     stop.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert ended == [True] * 3
     assert stop.wait(60)
     assert stop.is_set()

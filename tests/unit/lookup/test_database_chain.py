@@ -37,7 +37,7 @@ class Host:
             metrics=self.metrics,
             promote=promote,
             breaker=breaker,
-            modification_timeout_s=5,
+            modification_timeout_s=60,
         )
         self.chain.open_table(TABLE)
 
@@ -287,7 +287,7 @@ def test_queued_promotion_does_not_enter_a_table_that_was_released_meanwhile():
     """The table may have been opened again, by another model of the same name."""
     host, other = Host(), TableSpec("model", "other", 4, 0.5, 1000)
     volatile = GatedMap()
-    chain = DatabaseChain(volatile, host.persistent, metrics=host.metrics, promote=True, modification_timeout_s=10)
+    chain = DatabaseChain(volatile, host.persistent, metrics=host.metrics, promote=True, modification_timeout_s=60)
     for table in (other, TABLE):
         chain.open_table(table)
         host.persistent.insert(table.tag, np.array([1]), vectors_of([1]))

@@ -35,7 +35,7 @@ class Served:
         self.database = FaultyDatabase(MemoryDatabase())
         self.metrics = Metrics()
         self.chain = DatabaseChain(
-            None, self.database, metrics=self.metrics, breaker=lambda: CircuitBreaker(failures=10**9), modification_timeout_s=5
+            None, self.database, metrics=self.metrics, breaker=lambda: CircuitBreaker(failures=10**9), modification_timeout_s=60
         )
         for table in TABLES:
             self.chain.open_table(table)

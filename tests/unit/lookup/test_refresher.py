@@ -132,12 +132,12 @@ def test_calls_that_come_while_one_runs_share_the_next(make: Callable[..., Refre
     served.database.gate_late = threading.Event()
     with ThreadPoolExecutor(5) as pool:
         first = pool.submit(served.refresher.refresh)
-        assert served.database.entered.acquire(timeout=20)  # the first chunk has its old vectors
+        assert served.database.entered.acquire(timeout=60)  # the first chunk has its old vectors
         served.write(1)
         others = [pool.submit(served.refresher.refresh) for _ in range(4)]
         wait_until(lambda: served.calls.under_way == 5, "all calls came")
         served.database.gate_late.set()
-        results = [call.result(20) for call in [first, *others]]
+        results = [call.result(60) for call in [first, *others]]
     assert results == [{"user": RefreshReport(200, 0), "item": RefreshReport(200, 0)}] * 5
     served.check(1)
     assert served.metric("refreshes_total") == 2
@@ -149,7 +149,7 @@ def test_who_shares_a_run_that_fails_hears_of_it_and_the_next_call_tries_again(m
     served.database.gate = threading.Event()
     with ThreadPoolExecutor(3) as pool:
         calls = [pool.submit(served.refresher.refresh)]
-        assert served.database.entered.acquire(timeout=20)
+        assert served.database.entered.acquire(timeout=60)
         calls += [pool.submit(served.refresher.refresh) for _ in range(2)]
         wait_until(lambda: served.calls.under_way == 3, "all calls came")
         served.database.failing = {"fetch"}
@@ -169,7 +169,7 @@ def test_a_refresh_ends_between_two_chunks_when_its_deployment_is_closed(make: C
     served.database.gate_late = threading.Event()
     with ThreadPoolExecutor(2) as pool:
         refreshing = pool.submit(served.refresher.refresh)
-        assert served.database.entered.acquire(timeout=20)
+        assert served.database.entered.acquire(timeout=60)
         waiting = pool.submit(served.refresher.refresh)
         wait_until(lambda: served.calls.under_way == 2, "both calls came")
         served.refresher.stop()
@@ -188,7 +188,7 @@ def test_a_cache_that_is_freed_meanwhile_is_not_written(make: Callable[..., Refr
     served.database.gate_late = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         refreshing = pool.submit(served.refresher.refresh)
-        assert served.database.entered.acquire(timeout=20)
+        assert served.database.entered.acquire(timeout=60)
         served.caches[0].close()
         served.database.gate_late.set()
         assert isinstance(refreshing.exception(20), NotReadyError)

@@ -34,7 +34,7 @@ class Host:
             metrics=self.metrics,
             promote=promote,
             breaker=self.breaker,
-            modification_timeout_s=5,
+            modification_timeout_s=60,
         )
         self.chain.open_table(TABLE)
         self.keys = np.arange(ROWS)

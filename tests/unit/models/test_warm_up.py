@@ -209,7 +209,7 @@ def test_a_modification_during_a_refresh_is_not_undone(tiers: tuple[NumpyCache, 
         chain.insert(TABLE, KEYS, new, lambda done: cache.update(0, KEYS[:500], new[:500]))
     finally:
         database.gate_late.set()
-        refreshing.join(20)
+        refreshing.join(60)
     assert reports == [RefreshReport(updated=500, erased=0)]
     out, found = lookup(cache, KEYS[:500])
     assert found.all()

@@ -140,8 +140,8 @@ class Catalog:
             layout: the table.
             me: decides whether the process may use them, and what must change for it.
             deadline: time limit on the monotonic clock.
-            known: the marks under which it last used them, empty if none; None opens the table: without a database below,
-                missing marks are then created, and missing rows count as absent.
+            known: the marks under which it last used them, empty if none. None opens the table: with nothing below, missing
+                marks are created, and missing rows count as absent.
 
         Returns:
             The marks; None if the table holds another model, or is being loaded.
@@ -154,10 +154,10 @@ class Catalog:
             texts = self.marks(layout, deadline)
             if texts is None:
                 raise lost(layout)
-            marks = [parse(text) for text in texts]
-            if known is not None and me.base is None and any(map(rows_lost, marks, map(parse, known))):
+            parsed = [parse(text) for text in texts]
+            if known is not None and me.base is None and any(map(rows_lost, parsed, map(parse, known))):
                 raise lost(layout)
-            steps = [opened(mark, me, fresh) for mark in marks]
+            steps = [opened(mark, me, fresh) for mark in parsed]
             changes, empty = [], []
             for partition, text, step in zip(layout.partitions, texts, steps, strict=True):
                 if step is None:

@@ -288,18 +288,18 @@ class BulkConnection(Connection):
         return call_within(timeout_s, resolve, self._resolving, late)
 
 
-def tls_context(ca_certificate: str, client_certificate: str, client_key: str) -> ssl.SSLContext:
-    """Make the context of TLS connections.
+def tls_context(config: Any) -> ssl.SSLContext | None:
+    """Make the context of TLS connections of a `VolatileDbConfig`; None without TLS.
 
-    Args:
-        ca_certificate: file or directory of trusted authorities.
-        client_certificate: file; none is sent if neither it nor the key exists.
-        client_key: file.
+    The client's certificate is sent if it or its key exists.
 
     Raises:
         ConfigError: a file is missing or invalid.
     """
-    problems = []
+    if not config.enable_tls:
+        return None
+    ca_certificate, client_certificate = config.tls_ca_certificate, config.tls_client_certificate
+    client_key, problems = config.tls_client_key, []
     context = ssl.create_default_context()
     authorities = Path(ca_certificate)
     try:

@@ -125,9 +125,6 @@ class RedisDatabase(SharedDatabase):
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
-        tls = None
-        if config.enable_tls:
-            tls = tls_context(config.tls_ca_certificate, config.tls_client_certificate, config.tls_client_key)
         return cls(
             config.address,
             user_name=config.user_name,
@@ -135,7 +132,7 @@ class RedisDatabase(SharedDatabase):
             num_partitions=config.num_partitions,
             num_node_connections=config.num_node_connections,
             max_batch_size=config.max_batch_size,
-            tls=tls,
+            tls=tls_context(config),
             tls_server_name=config.tls_server_name_identification,
             overflow_margin=config.overflow_margin,
             overflow_policy=config.overflow_policy,
@@ -166,7 +163,7 @@ class RedisDatabase(SharedDatabase):
             if table is None or table.layout != layout:
                 below = self._below.setdefault(tag, TableAuthority(tag))
                 table = RedisTable(layout, below, self._catalog, self._nodes, self._overflow, self._batch)
-            table.look(make=True)
+            table.look(opens=True)
             self._tables[tag] = table
         except BaseException:
             if tag not in self._tables:
@@ -177,7 +174,7 @@ class RedisDatabase(SharedDatabase):
     def stand_above(self, tag: str, database: Database) -> None:
         table = self._table(tag)
         self._below[tag] = table.below = TableAuthority(tag, database)
-        table.look(make=True)
+        table.look(opens=True)
         if table.marks is None:
             _log.warning("redis: table %s holds another model than the database below; it is not used until that changes", tag)
 

@@ -12,9 +12,6 @@ The tag T is the whole `hps_et.<model>.<table>`, so a key reads `hps_et{hps_et.s
 `t` is 8 little-endian bytes of seconds since 1970, with evict_least_used a decimal count; evict_random writes none. HugeCTR
 neither reads nor writes `m`.
 
-The mark tells an absent key from a lost one, and current rows from those of another model or of an older write. A server that
-was emptied, or restarted without its data, has no marks, so that missing rows do not count as absent.
-
 Where Redis is the authority of a table that follows a log of updates, `s` has the sequence of each key's last change as 8
 big-endian bytes, of keys whose row was deleted or evicted, too, and in the field `h` the highest one that was applied. It
 belongs to an incarnation of the partition, and goes with it.

@@ -27,14 +27,11 @@ _REFUSALS: Final = ("password", "user_name", "certificate", "TLS failed", "may n
 def check_server(config: Any, tables: Iterable[TableSpec]) -> list[CheckResult]:
     """Check the Redis of a `VolatileDbConfig`; see `Database.probe`."""
     try:
-        tls = None
-        if config.enable_tls:
-            tls = tls_context(config.tls_ca_certificate, config.tls_client_certificate, config.tls_client_key)
         nodes = RedisNodes(
             parse_addresses(config.address),
             user_name=config.user_name,
             password=config.password,
-            tls=tls,
+            tls=tls_context(config),
             tls_server_name=config.tls_server_name_identification,
             connections=1,
             connect_timeout_s=_TIMEOUT_S,

@@ -86,12 +86,12 @@ class RedisTable:
         self._batch = batch
         self._chunk = max(1, min(_CHUNK_FIELDS, batch, _CHUNK_BYTES // (4 * layout.dim)))
 
-    def look(self, deadline: float | None = None, *, make: bool = False, first: bool = False) -> None:
+    def look(self, deadline: float | None = None, *, opens: bool = False, first: bool = False) -> None:
         """Read the marks, and change them so that the table can be used, if allowed; see `Catalog.look`.
 
         Args:
             deadline: time limit on the monotonic clock.
-            make: open the table.
+            opens: the process opens the table: it takes it as it is, and with nothing below creates missing marks.
             first: the process is about to make its first modification.
         """
         if self.loading:
@@ -99,7 +99,7 @@ class RedisTable:
         me = self.below.process()
         me = replace(me, token=None, previous=None) if first else me
         self._looked_at = time.monotonic()
-        known = None if make else self.marks or [b""] * len(self.layout.partitions)
+        known = None if opens else self.marks or [b""] * len(self.layout.partitions)
         marks = self._catalog.look(self.layout, me, deadline, known=known)
         self._unmodified = me.token is None and not first
         self.marks = marks
@@ -225,9 +225,9 @@ class RedisTable:
 
     def size(self) -> int:
         """As `Database.size`."""
-        counts = [Call(partition.slot, "HLEN", partition.values) for partition in self.layout.partitions]
-        self._nodes.run(counts)
-        return sum(count.reply for count in counts)
+        sizes = [Call(partition.slot, "HLEN", partition.values) for partition in self.layout.partitions]
+        self._nodes.run(sizes)
+        return sum(size.reply for size in sizes)
 
     def stats(self) -> TableStats:
         """As `Database.stats`; the overhead is Redis' own estimate from a few rows of each partition."""

@@ -458,6 +458,7 @@ class CacheContract:
     ) -> None:
         """Look up bags of several tables at once, twice, and compare them with the oracle. Of absent keys they get defaults."""
         lookup = lookup or cache.create_lookup()
+        expected = [self.expected_bags(cache, case, known) for case in cases]
         for _ in range(2):
             segments = [self.bags(cache, **case) for case in cases]
             missing = [self.missing_in_bags(cache, case) for case in cases]
@@ -465,8 +466,8 @@ class CacheContract:
             paddings = [int(np.count_nonzero(case["keys"] == case.get("padding_key"))) for case in cases]
             padded = any(case.get("padding_key") is not None for case in cases)
             assert list(lookup.padding) == (paddings if padded else [])
-            for case, segment in zip(cases, segments, strict=True):
-                self.expected_bags(cache, case, known).check(self.to_host(segment.out))
+            for one, segment in zip(expected, segments, strict=True):
+                one.check(self.to_host(segment.out))
 
     def missing_in_bags(self, cache: EmbeddingCache, case: dict[str, Any]) -> int:
         counted = case["keys"] != case.get("padding_key")

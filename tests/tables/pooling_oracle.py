@@ -1,6 +1,5 @@
 """What bags of keys must be answered with, in float64, and how far from it an answer in float32 may be."""
 
-import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -38,23 +37,24 @@ def pooled(
     padding_key: int | None = None,
 ) -> Expected:
     """Pool the vector of every key as `hps.tensors.bags` defines it."""
-    terms = vectors.astype(np.float64)
+    counted = np.ones(keys.size, np.bool_) if padding_key is None else keys != padding_key
+    terms = np.where(counted[:, None], vectors, 0).astype(np.float64)
     if max_norm is not None:
         norms = np.sqrt((terms**2).sum(1))
         terms[norms > max_norm] *= (max_norm / (norms + 1e-7))[norms > max_norm, None]
-    factors = np.ones(keys.size) if weights is None else weights.astype(np.float64)
-    counted = np.ones(keys.size, np.bool_) if padding_key is None else keys != padding_key
-    shape = (len(bounds) - 1, vectors.shape[1])
-    expected = Expected(np.zeros(shape), np.zeros(shape))
-    for bag, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        chosen = start + np.flatnonzero(counted[start:stop])
-        weighted = factors[chosen, None] * terms[chosen]
-        divisor = {
-            "sum": 1.0,
-            "mean": factors[chosen].sum(),
-            "sqrtn": np.sqrt((factors[chosen] ** 2).sum()),
-        }[combiner]
-        if chosen.size and divisor:
-            expected.vectors[bag] = weighted.sum(0) / divisor
-            expected.bounds[bag] = (chosen.size + 2) * EPS * np.abs(weighted).sum(0) / abs(divisor)
-    return expected
+    factors = np.where(counted, 1 if weights is None else weights, 0).astype(np.float64)
+    filled = np.flatnonzero(np.diff(bounds))
+
+    def of_bags(values: np.ndarray) -> np.ndarray:
+        sums = np.zeros((len(bounds) - 1, *values.shape[1:]))
+        if filled.size:
+            sums[filled] = np.add.reduceat(values[: bounds[-1]], bounds[filled])
+        return sums
+
+    weighted = factors[:, None] * terms
+    counts = of_bags(counted.astype(np.float64))
+    divisors = {"sum": np.sign(counts), "mean": of_bags(factors), "sqrtn": np.sqrt(of_bags(factors**2))}[combiner][:, None]
+    bounds_of_sums = (counts[:, None] + 2) * EPS * of_bags(np.abs(weighted))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        quotients = of_bags(weighted) / divisors, bounds_of_sums / np.abs(divisors)
+    return Expected(*(np.where(divisors, one, 0.0) for one in quotients))

@@ -23,7 +23,6 @@ from tests.tables.hugectr_messages import encode_hugectr
 
 TOPICS = ["hps_et.shop.item", "hps_et.shop.user"]
 PARTITIONS = [Partition(topic, number) for topic in TOPICS for number in range(2)]
-NO_VECTORS = np.empty((0, 1), np.float32)
 
 _RESTART, _CRASH, _FAIL = "restart", "crash", "fail"
 MESSAGES = st.tuples(

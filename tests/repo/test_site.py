@@ -14,7 +14,6 @@ from docs.site_hooks import http_routes
 ROOT = Path(__file__).parents[2]
 FETCHED = {("script", "src"), ("link", "href"), ("img", "src"), ("source", "src"), ("iframe", "src"), ("object", "data")}
 LINKS_ONLY = {"canonical", "author", "next", "prev"}
-NUMBERS = {"type": "array", "items": {"type": "integer"}}
 
 
 def build(directory: Path, *options: str) -> "subprocess.CompletedProcess[str]":

@@ -166,24 +166,6 @@ def test_serve_prints_a_curl_that_answers_and_logs_each_step_of_its_end(document
     assert "Traceback" not in log.read_text()
 
 
-def test_serve_fails_when_a_model_cannot_be_loaded(document, serve):
-    document["models"][0]["sparse_files"] = ["/nowhere/item.model"]
-    process, log = serve(document)
-    assert process.wait(EXIT_S) == 2
-    assert "/nowhere/item.model" in log.read_text()
-    assert "Traceback" not in log.read_text()
-
-
-def test_serve_fails_before_it_loads_when_the_port_is_taken(document, serve):
-    with listen("127.0.0.1", 0) as listener:
-        port = listener.getsockname()[1]
-        process, log = serve(document, port)
-        assert process.wait(EXIT_S) == 2
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in log.read_text()
-    assert "loading" not in log.read_text()
-    assert "Traceback" not in log.read_text()
-
-
 @pytest.mark.parametrize(
     ("host", "says"), [("203.0.113.1", "Cannot assign"), ("no.such.host.invalid", "cannot listen on no.such")]
 )

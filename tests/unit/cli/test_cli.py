@@ -468,14 +468,15 @@ def test_serve_refuses_a_log_level_that_is_none(config: Path) -> None:
     assert "'loud' is not one of 'critical', 'error', 'warning', 'info', 'debug'" in words(result.stderr)
 
 
-def test_serve_says_when_its_port_is_taken(config: Path) -> None:
+def test_serve_says_when_its_port_is_taken_before_it_opens_anything(config: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         result = run("serve", config, "--port", port)
     assert result.exit_code == 2
-    assert f"127.0.0.1:{port}" in result.stderr
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in words(result.stderr)
+    assert not (config.parent / "rocksdb").exists()
 
 
 def test_serve_of_a_broken_model_ends_with_code_2(tmp_path: Path, config: Path, children: ChildProcesses) -> None:

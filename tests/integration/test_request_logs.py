@@ -10,6 +10,7 @@ from tritonclient.utils import InferenceServerException
 
 import hps
 from hps.errors import DatabaseError
+from hps.ground.log_limits import LineLimit
 from hps.statistics.tracing import STAGES
 from hps.types import TableSpec
 from tests.fakes.fake_parameter_server import FakeParameterServer
@@ -82,7 +83,7 @@ def test_each_request_has_an_access_line(serve):
 
 
 def test_access_lines_are_bounded_and_count_those_left_out(serve, monkeypatch):
-    monkeypatch.setattr("hps.ground.log_limits.LineLimit.take", take_every(5))
+    monkeypatch.setattr("hps.service.logs.requests.LineLimit", EveryFifth)
     with serve() as (client, lines):
         for _ in range(6):
             client.get("/v2")
@@ -90,14 +91,14 @@ def test_access_lines_are_bounded_and_count_those_left_out(serve, monkeypatch):
     assert found == [None, 4]
 
 
-def take_every(count):
-    taken = {"requests": -1}
+class EveryFifth(LineLimit):
+    """Passes every fifth line, whatever the time."""
 
-    def take(_):
-        taken["requests"] += 1
-        return taken["requests"] % count == 0
+    asked = 0
 
-    return take
+    def take(self):
+        self.asked += 1
+        return self.asked % 5 == 1
 
 
 def test_without_access_lines_there_are_none_and_nothing_is_traced(serve):

@@ -76,7 +76,7 @@ def test_a_saved_program_runs_in_a_process_of_its_own(tmp_path: Path, kind: str)
     torch.testing.assert_close(torch.load(tmp_path / "answer.pt"), expected)
 
 
-@pytest.mark.parametrize("kind", ["exported", "scripted"])
+@pytest.mark.parametrize("kind", [pytest.param("exported", marks=pytest.mark.slow), "scripted"])
 def test_a_program_with_a_name_wants_the_server_attached(tmp_path: Path, kind: str) -> None:
     document, _ = configuration(tmp_path)
     inputs = torch.arange(10), torch.tensor([0, 1, 4, 10])

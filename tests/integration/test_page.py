@@ -118,7 +118,7 @@ def test_a_key_is_found_by_typing_it(tab, service):
     for wrong in ("1.5", "0x", str(2**63), "", " "):
         tab.fill("#find-key", wrong)
         tab.locator("#find").evaluate("form => form.dispatchEvent(new Event('submit', {cancelable: true}))")
-        expect(tab.locator("#found")).to_have_text("A key is an integer of 64 bits.")
+        expect(tab.locator("#found")).to_have_text("A key is a 64-bit integer.")
 
 
 def test_a_load_moves(tab, tmp_path):
@@ -156,7 +156,7 @@ def test_a_token_is_asked_for_and_guards_all_figures(tab, tmp_path):
         expect(tab.locator("#main")).to_be_hidden()
         tab.fill("#token", "wrong")
         tab.press("#token", "Enter")
-        expect(tab.locator("#notice")).to_have_text("The server does not take this token.")
+        expect(tab.locator("#notice")).to_have_text("The server rejects this token.")
         tab.fill("#token", "s3cret")
         tab.press("#token", "Enter")
         expect(tab.locator("[data-model=ranker] .badge")).to_have_text("ready")

@@ -33,7 +33,7 @@ function fail(error) {
   const old = last ? ` The figures below are ${time(performance.now() / 1000 - last.at)} old.` : "";
   if (error instanceof Refused && error.status === 401) {
     state("locked", "fair");
-    say(hasToken() ? "The server does not take this token." : "");
+    say(hasToken() ? "The server rejects this token." : "");
     $("main").hidden = true;
     wantToken(() => { $("main").hidden = false; poll(); });
     return false;
@@ -123,8 +123,8 @@ function tiles(figures) {
   const tile = (id, name, value, more, drawn) =>
     h("div.card.tile", { id }, h("span.name", {}, name), h("b", {}, value), h("div.more", {}, more), ...drawn);
   return [
-    tile("tile-keys", "Keys a second", count(figures.keys), "requested, duplicates included", chart(["keys"], count)),
-    tile("tile-lookups", "Lookups a second", count(figures.lookups), "", chart(["lookups"], count)),
+    tile("tile-keys", "Keys per second", count(figures.keys), "requested, including duplicates", chart(["keys"], count)),
+    tile("tile-lookups", "Lookups per second", count(figures.lookups), "", chart(["lookups"], count)),
     tile("tile-latency", "Lookup latency, p99", time(figures.p99), `p50 ${time(figures.p50)} · p95 ${time(figures.p95)}`,
       chart(["p99", "p95", "p50"], time)),
     tile("tile-hits", "Hit rate of the cache", percent(figures.hitRate), "of the keys of the last 10 s", chart(["hitRate"], percent, 1)),
@@ -177,7 +177,7 @@ function stages(one, before) {
   const lookups = one.lookups.count - (before?.lookups.count ?? 0);
   if (whole <= 0 || lookups <= 0) return [];
   const parts = spent.filter(([, s]) => s > 0).sort((a, b) => b[1] - a[1]).slice(0, 6)
-    .map(([name, s]) => [TIERS[name] ?? name, s / whole, `${percent(s / whole)}, ${time(s / lookups)} a lookup`]);
+    .map(([name, s]) => [TIERS[name] ?? name, s / whole, `${percent(s / whole)}, ${time(s / lookups)} per lookup`]);
   const latency = [0.5, 0.99].map((share) => time(quantile(one.lookups, before?.lookups, share)));
   return [
     h("div.keys", {}, h("span", {}, `p50 ${latency[0]}, p99 ${latency[1]}; the time goes to`), ...parts.map(([name, , text]) => h("span", {}, `${name} ${text}`))),
@@ -223,10 +223,10 @@ function devices(answer) {
 }
 
 function work(answer) {
-  if (!answer.server) return h("p.soft", {}, "Nothing runs yet.");
-  const rows = Object.entries(answer.server.queues).map(([name, n]) => h("tr", {}, cell(name), cell(`${count(n)} batches wait`)));
+  if (!answer.server) return h("p.soft", {}, "Nothing is running yet.");
+  const rows = Object.entries(answer.server.queues).map(([name, n]) => h("tr", {}, cell(name), cell(`${count(n)} batches waiting`)));
   rows.push(...Object.entries(answer.server.updates).map(([name, lag]) => h("tr", {}, cell(`updates of ${name}`), cell(lag === null ? "lag unknown" : `${time(lag)} behind`))));
-  rows.push(h("tr", {}, cell("lookups over HTTP"), cell(`${count(answer.service.pending)} run or wait`)));
+  rows.push(h("tr", {}, cell("lookups over HTTP"), cell(`${count(answer.service.pending)} running or waiting`)));
   rows.push(h("tr", {}, cell("held for clients"), cell(bytes(answer.service.held_bytes))));
   return h("div.card", {}, table(["work", "now"], rows));
 }
@@ -240,7 +240,7 @@ function http(answer, before, seconds) {
     return h("tr", {}, cell(one.route), cell(count(rate)), cell(time(quantile(one.latency, was?.latency, 0.5))),
       cell(time(quantile(one.latency, was?.latency, 0.99))), cell(failing.join(", ") || "none"));
   });
-  return rows.length ? h("div.card", {}, table(["route", "requests/s", "p50", "p99", "errors"], rows)) : h("p.soft", {}, "No request but this page's so far.");
+  return rows.length ? h("div.card", {}, table(["route", "requests/s", "p50", "p99", "errors"], rows)) : h("p.soft", {}, "No requests besides this page's so far.");
 }
 
 function problems(answer) {
@@ -278,7 +278,7 @@ async function find(event) {
   event.preventDefault();
   const key = int64($("find-key").value);
   const shown = $("found");
-  if (key === null) return shown.replaceChildren(h("p.bad", {}, "A key is an integer of 64 bits."));
+  if (key === null) return shown.replaceChildren(h("p.bad", {}, "A key is a 64-bit integer."));
   const [model, table] = [$("find-model").value, $("find-table").value].map(encodeURIComponent);
   try {
     const row = await ask(`v1/models/${model}/tables/${table}/rows/${key}`, AbortSignal.timeout(ANSWER_MS));
@@ -291,7 +291,7 @@ async function find(event) {
 function answered(row, key) {
   const where = row.found ? `answered by the ${{ embedding_cache: "embedding cache", volatile_db: "volatile database", persistent_db: "persistent database" }[row.tier]}`
     : "in no tier: this is the default vector";
-  const written = row.written_at ? `written ${new Date(row.written_at).toLocaleString()}` : row.found ? "when it was written is not known" : "";
+  const written = row.written_at ? `written ${new Date(row.written_at).toLocaleString()}` : row.found ? "time of writing unknown" : "";
   const most = Math.max(1e-30, ...row.vector.map((value) => Math.abs(value ?? 0)));
   const drawn = h("div.vector", { role: "img", ariaLabel: `vector of ${row.vector.length} values` });
   for (const value of row.vector.slice(0, 256)) {

@@ -128,7 +128,10 @@ def _print(
     else:
         screen.print("\nhit rates: unknown without keys; give --trace or --alpha")
     for one in suggestions:
-        _print_suggestion(screen, one)
+        what = f"gpucacheper {one.gpucacheper:g}" if one.gpucacheper is not None else "no gpucacheper reaches the goal: at 1"
+        screen.print(f"\nmodel {one.model} version {one.version}: {what}, hit rate {one.hit_rate:.3f}")
+        for table, share in one.per_table.items():
+            screen.print(f"  {table}: {'never' if share is None else f'{100 * share:.3g} % of its rows'}")
 
 
 def _print_memory(screen: "Console", needs: "list[PlannedNeed]", totals: "list[Total]", machine: "Machine") -> None:
@@ -176,10 +179,3 @@ def _print_hit_rates(screen: "Console", forecasts: "list[Forecast]") -> None:
         screen.print(
             "? fewer than 200 recorded keys fit such a cache: it may be off by more than 0.02. Record at a higher rate"
         )
-
-
-def _print_suggestion(screen: "Console", one: "Suggestion") -> None:
-    what = f"gpucacheper {one.gpucacheper:g}" if one.gpucacheper is not None else "no gpucacheper reaches the goal: at 1"
-    screen.print(f"\nmodel {one.model} version {one.version}: {what}, hit rate {one.hit_rate:.3f}")
-    for table, share in one.per_table.items():
-        screen.print(f"  {table}: {'never' if share is None else f'{100 * share:.3g} % of its rows'}")

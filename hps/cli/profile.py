@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from hps.parameter_server import HPS
     from hps.profiling.in_process import InProcess
     from hps.profiling.keys import Workload
     from hps.profiling.profile import Profile, Row
@@ -99,7 +99,12 @@ def profile_command(
         _check(batches, rates, bags, json_file, picture)
         asked: Service | InProcess
         if "://" not in target:
-            asked = InProcess(_opened(Path(target), stack), model, table or (), bags, device, on_device)
+            from hps.configuration.load import load_configuration
+            from hps.parameter_server import HPS
+
+            progress = stack.enter_context(console.progress())
+            server = stack.enter_context(HPS(load_configuration(target), progress=progress))
+            asked = InProcess(server, model, table or (), bags, device, on_device)
         elif device is None and not on_device:
             asked = Service(target, token, model, table or (), bags, processes)
         else:
@@ -128,7 +133,7 @@ def profile_command(
         _print(screen, profile)
         if json_file is not None:
             try:
-                json_file.write_text(json.dumps(profile.as_dict(), indent=2) + "\n")
+                json_file.write_text(json.dumps(asdict(profile), indent=2) + "\n")
             except OSError as error:
                 raise errors.InvalidInputError(f"writing {json_file}: {error}") from error
         if picture is not None:
@@ -152,15 +157,6 @@ def _check(
         if file is not None and not file.absolute().parent.is_dir():
             raise errors.InvalidInputError(f"writing {file}: its directory does not exist")
     check_picture(picture)
-
-
-def _opened(path: Path, stack: ExitStack) -> "HPS":
-    """Open the parameter server of a configuration for the duration of the command."""
-    from hps.configuration.load import load_configuration
-    from hps.parameter_server import HPS
-
-    progress = stack.enter_context(console.progress())
-    return stack.enter_context(HPS(load_configuration(path), progress=progress))
 
 
 def _keys(asked: "Service | InProcess", workload: "Workload", keys: Path | None, rows: int) -> "dict[str, KeyArray]":

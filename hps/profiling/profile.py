@@ -1,7 +1,7 @@
 """The figures of a profile, one row per batch size and rate, and their bounds."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -166,9 +166,6 @@ class Profile:
         self.rows.append(row)
         where = f"batch {row.batch:,}" + (f" at {row.rate:,.10g}/s" if row.rate else "")
         self.missed += [f"{where}: {text}" for text in bounds.missed(row)]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def compare(look_up: Callable[[dict[str, KeyArray]], Mapping[str, Any]], pool: KeyPool, hotness: int) -> None:

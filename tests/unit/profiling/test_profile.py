@@ -54,7 +54,7 @@ def test_bounds(bounds, of, missed):
     assert len(profile.missed) == bool(missed)
     if missed:
         assert re.search(missed, profile.missed[0])
-    assert json.loads(json.dumps(profile.as_dict()))["rows"][0]["batch"] == 10
+    assert json.loads(json.dumps(asdict(profile)))["rows"][0]["batch"] == 10
 
 
 def test_counters_are_those_of_the_model_its_tables_and_the_time_between():

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import resource
 import threading
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hps.updates.base import Message, Partition
 from hps.updates.dead_letters import LOG_INTERVAL_S, DeadLetter, DeadLetters, read_directory, read_topics
 from tests.fakes.clock import Clock
 from tests.fakes.memory_log import MemoryBroker, MemoryLog, MemoryLogWriter
+from tests.servers.child_processes import run_alone
 
 PARTITION = Partition("hps_et.shop.item", 3)
 
@@ -117,24 +119,24 @@ def test_a_disk_that_cannot_take_it_loses_the_message_alone(tmp_path: Path, capl
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_half_a_line_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    letters = make(tmp_path)
+def check_half_a_line(directory: str) -> None:
+    letters = make(directory)
     letters.add(message(b"whole"), "size", "short", 1)
     assert letters.flush(10.0)
-    (path,) = tmp_path.iterdir()
+    (path,) = Path(directory).iterdir()
     before = path.read_bytes()
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100_000, hard))  # Python ignores SIGXFSZ: EFBIG
-    try:
-        letters.add(message(bytes(1 << 20)), "size", "short", 1)
-        assert letters.flush(10.0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    letters.add(message(bytes(1 << 20)), "size", "short", 1)
+    assert letters.flush(10.0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == before
     assert letters.lost == 1
     letters.close()
+
+
+def test_half_a_line_is_not_left_behind(tmp_path: Path) -> None:
+    run_alone(check_half_a_line, str(tmp_path))
 
 
 def test_a_writer_that_is_slow_makes_nobody_wait(tmp_path: Path, caplog) -> None:

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from hps.configuration.load import Configuration
     from hps.databases.base import Database
     from hps.ground.progress import Progress
-    from hps.models.sources import ModelSources
-    from hps.models.table_load import DatabaseLoad, LoadReport
+    from hps.models.table_load import DatabaseLoad, LoadReport, LoadTargets
     from hps.versions.catalog import ModelVersion
 
 EXAMPLE = "Example: `hps load configs/minimal.json && hps serve configs/minimal.json`"
@@ -33,17 +32,24 @@ def load_command(config: console.ConfigPath, force: console.Force = False) -> No
             progress = stack.enter_context(console.progress())
             from hps.configuration.load import load_configuration
             from hps.models.sources import ModelSources
+            from hps.models.table_load import LoadTargets
             from hps.versions.catalog import ModelCatalog
 
             configuration = load_configuration(config)
             databases = _open_databases(config, configuration, stack)
             sources = ModelSources(configuration.model_source)
+            targets = LoadTargets(
+                load=tuple(databases),
+                initial_cache_rate=configuration.volatile_db.initial_cache_rate,
+                int32_keys=not configuration.supportlonglong,
+                sources=sources,
+                force=force,
+            )
             catalog = ModelCatalog(configuration, sources)
             for name in catalog.names:
                 try:
                     for version in catalog.to_serve(name):
-                        chosen = catalog.version(name, version)
-                        lines += _load_version(configuration, chosen, databases, sources, progress, force)
+                        lines += _load_version(catalog.version(name, version), targets, progress)
                 except errors.ModelFileError as error:
                     failures.append((name, error))
         for line in lines:  # below the bars
@@ -79,27 +85,13 @@ def _open_databases(path: Path, configuration: "Configuration", stack: ExitStack
     return [stack.enter_context(closing(database.from_config(section))) for database, section in chosen]
 
 
-def _load_version(
-    configuration: "Configuration",
-    version: "ModelVersion",
-    databases: "list[Database]",
-    sources: "ModelSources",
-    progress: "Progress",
-    force: bool,
-) -> list[str]:
+def _load_version(version: "ModelVersion", targets: "LoadTargets", progress: "Progress") -> list[str]:
     """Load the tables of one version of a model; return the lines to print."""
-    from hps.models.table_load import LoadTargets, TableLoad
+    from hps.models.table_load import TableLoad
 
     model = version.config
     if model.embedding_cache_type == "stochastic":
         return [f"{model.model}: embedding_cache_type stochastic uses no database"]
-    targets = LoadTargets(
-        load=tuple(databases),
-        initial_cache_rate=configuration.volatile_db.initial_cache_rate,
-        int32_keys=not configuration.supportlonglong,
-        sources=sources,
-        force=force,
-    )
     lines = []
     for table, source in zip(model.tables, version.sources, strict=True):
         report = TableLoad(table, source, targets, progress).run()

@@ -251,7 +251,7 @@ class ObjectStoreFaults(ModelsInStores):
             held.bind(("127.0.0.1", 0))
             for url in (f"http://127.0.0.1:{held.getsockname()[1]}", "http://no-such-host.invalid"):
                 with pytest.raises(ModelSourceError, match=rf"reading {file}: .*{self.unreachable}"):
-                    read(store_at(url, file, **HASTY), file)
+                    read(store_at(url, file, timeout_s=20, deadline_s=60, max_attempts=2), file)
 
     # -- what was asked for, and nothing else -------------------------------------------------------------------------
 

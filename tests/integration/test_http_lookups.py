@@ -333,7 +333,7 @@ class TwoDevices(hps.HPS):
     def model(self, name, version=None):
         if self.pretended is None:
             deployment = super().model(name, version)
-            sessions = {0: deployment.session(0), 1: deployment.renew()[0]}
+            sessions = {0: deployment.session(0), 1: deployment.renew(deployment.config, deployment.tables)[0]}
             self.pretended = dataclasses.replace(deployment, sessions=sessions)
             for device, session in sessions.items():
                 for index, dim in enumerate(DIMS.values()):

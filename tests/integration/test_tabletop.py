@@ -80,9 +80,11 @@ class Tabletop:
         return self.timeline.now.value(name, **labels)
 
     def said(self, pattern: str, level: str = "WARNING") -> None:
-        """There is such a line in the log."""
-        lines = [(one.levelname, one.getMessage()) for one in self._log.records]
-        assert any(kind == level and re.search(pattern, line) for kind, line in lines), lines
+        """There is such a line in the log, or soon will be: late tables are looked for once a second."""
+        wait_until(
+            lambda: any(one.levelname == level and re.search(pattern, one.getMessage()) for one in self._log.records),
+            f"a line of the log says {pattern!r}",
+        )
 
     def silent(self, text: str) -> None:
         assert text not in self._log.text

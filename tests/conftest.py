@@ -83,7 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
         halves = ("databases.hash_map.database", "cache.cpu.cache, hps.databases.redis.database")
         compilers = [subprocess.Popen([sys.executable, "-c", code.format(half)], cwd=config.rootpath) for half in halves]
         for compiler in compilers:
-            compiler.wait()
+            compiler.wait(600)
 
 
 @pytest.fixture(scope="module", autouse=True)

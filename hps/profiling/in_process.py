@@ -26,6 +26,7 @@ from hps.tensors.bags import Bags
 from hps.types import KeyArray
 
 TRACED_OF = 8
+_START_S = 60.0  # until all threads of a run have started
 _OUTSIDE = "outside"
 
 
@@ -154,7 +155,7 @@ class InProcess:
     def _run(
         self, pool: KeyPool, concurrency: int, seconds: float, rate: float | None, numbers: "count[int]"
     ) -> list[tuple[LoadResult, _Stages]]:
-        ready = threading.Barrier(concurrency + 1)
+        ready = threading.Barrier(concurrency + 1, timeout=_START_S)
         clock: list[int] = []  # when the schedule begins
         drive = partial(self._drive, pool, ready, clock, count(), numbers, seconds, rate)
         drives = [call_in_thread("profile", drive) for _ in range(concurrency)]

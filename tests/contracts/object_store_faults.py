@@ -19,6 +19,7 @@ from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import ModelFileChangedError, ModelSourceError
 from hps.filesystems.object_store import ObjectStore
+from hps.models.manifest import write_file
 from hps.models.sample import sample_chunks
 from hps.models.sources import ModelSources
 from hps.models.writer import write_sparse_model
@@ -64,15 +65,6 @@ def read(filesystem: ObjectStore, path: str, offset: int = 0, size: int = SIZE, 
     return bytes(buffer)
 
 
-def write(filesystem: ObjectStore, path: str, content: bytes) -> None:
-    writer = filesystem.create(path)
-    try:
-        writer.write(memoryview(content))
-        writer.commit()
-    finally:
-        writer.abort()
-
-
 def name_of(given: object) -> str | None:
     """The id of a test: what goes wrong."""
     if isinstance(given, Answer):
@@ -87,7 +79,7 @@ OPERATIONS: dict[str, Callable[[ObjectStore, str], object]] = {
     "status": lambda filesystem, path: filesystem.status(path),
     "read_into": lambda filesystem, path: read(filesystem, path),
     "list": lambda filesystem, path: filesystem.list(path.rpartition("/")[0]),
-    "write": lambda filesystem, path: write(filesystem, f"{path}-2", b"x"),
+    "write": lambda filesystem, path: write_file(filesystem, f"{path}-2", b"x"),
     "delete": lambda filesystem, path: filesystem.delete(path),
 }
 

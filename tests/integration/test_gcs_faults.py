@@ -26,8 +26,9 @@ from hps.configuration.tiers import ModelSourceConfig
 from hps.errors import ModelFileError, ModelSourceError
 from hps.filesystems import gcs
 from hps.filesystems.gcs import GcsFileSystem
+from hps.models.manifest import write_file
 from tests.contracts.filesystem_contract import noise
-from tests.contracts.object_store_faults import OPERATIONS, SIZE, ObjectStoreFaults, name_of, read, write
+from tests.contracts.object_store_faults import OPERATIONS, SIZE, ObjectStoreFaults, name_of, read
 from tests.servers.gcs_server import GcsServer
 from tests.servers.misbehaving_proxy import Answer, Drop, Fault, MisbehavingProxy, Request, Silence, always, first
 
@@ -322,7 +323,7 @@ def test_an_upload_goes_on_where_the_service_stands(
     content = noise(5 * CHUNK + 99)
     failing = {0, 2, 4}
     uploads.on_chunk = lambda number: (kept, fault) if number in failing else (None, None)
-    write(patient, "gs://models/file", content)
+    write_file(patient, "gs://models/file", content)
     assert uploads.content == content
     assert uploads.whole
     assert not uploads.cancelled
@@ -332,14 +333,14 @@ def test_an_upload_goes_on_where_the_service_stands(
 
 def test_an_upload_whose_last_answer_is_lost_is_whole(patient: GcsFileSystem, uploads: Uploads) -> None:
     uploads.on_chunk = lambda number: (None, Drop() if number == 1 else None)
-    write(patient, "gs://models/file", noise(3 * CHUNK))
+    write_file(patient, "gs://models/file", noise(3 * CHUNK))
     assert uploads.content == noise(3 * CHUNK)
 
 
 def test_an_upload_that_was_damaged_is_removed(hasty: GcsFileSystem, uploads: Uploads) -> None:
     uploads.crc = "AAAAAA=="
     with pytest.raises(ModelFileError, match=r"writing gs://models/file: the checksum differs: .*write it again"):
-        write(hasty, "gs://models/file", noise(3 * CHUNK))
+        write_file(hasty, "gs://models/file", noise(3 * CHUNK))
     assert uploads.removed
 
 
@@ -361,7 +362,7 @@ def test_an_upload_that_cannot_go_on_is_an_error_and_cancelled(
 ) -> None:
     uploads.on_chunk = lambda number: (None, None) if number == 0 else (0, fault)
     with pytest.raises(ModelFileError, match=rf"writing gs://models/file: .*{why}") as error:
-        write(hasty, "gs://models/file", noise(5 * CHUNK))
+        write_file(hasty, "gs://models/file", noise(5 * CHUNK))
     assert "SECRET" not in str(error.value)
     assert not uploads.whole
     assert_cancelled(uploads)

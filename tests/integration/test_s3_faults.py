@@ -8,8 +8,9 @@ import pytest
 from hps.errors import HPSError, ModelFileError, ModelSourceError
 from hps.filesystems.s3 import S3FileSystem
 from hps.models.files import open_sparse_model
+from hps.models.manifest import write_file
 from tests.contracts.filesystem_contract import noise
-from tests.contracts.object_store_faults import OPERATIONS, SIZE, ObjectStoreFaults, read, sources_at, write
+from tests.contracts.object_store_faults import OPERATIONS, SIZE, ObjectStoreFaults, read, sources_at
 from tests.servers.misbehaving_proxy import (
     Answer,
     Before,
@@ -86,7 +87,7 @@ def test_what_is_written_through_failures_is_whole(
     content = noise(17_000_000)
     faults = iter([Answer(500), None, Drop(), None, Answer(503), None, Drop(after_asking=True), None, Answer(500)])
     proxy.rule = lambda request: next(faults, None)
-    write(patient, f"{root}/file", content)
+    write_file(patient, f"{root}/file", content)
     assert server.get(f"{root}/file") == content
     assert next(faults, "used up") == "used up"
 
@@ -97,7 +98,7 @@ def test_a_commit_whose_answer_is_lost_is_found_done(
     content, gone = noise(9_000_000), b"<Error><Code>NoSuchUpload</Code></Error>"  # S3's answer to a second commit, not moto's
     faults = iter([Drop(after_asking=True), Answer(404, gone)])
     proxy.rule = lambda request: next(faults) if is_commit(request) else None
-    write(patient, f"{root}/file", content)
+    write_file(patient, f"{root}/file", content)
     assert server.get(f"{root}/file") == content
     assert len([request for request in proxy.requests if is_commit(request)]) == 2
 
@@ -107,7 +108,7 @@ def test_a_commit_of_an_upload_that_somebody_ended_is_an_error(
 ) -> None:
     proxy.rule = always(Answer(404, b"<Error><Code>NoSuchUpload</Code></Error>"), is_commit)
     with pytest.raises(ModelFileError, match=rf"writing {file}: .*NoSuchUpload"):
-        write(patient, file, noise(9_000_000))
+        write_file(patient, file, noise(9_000_000))
     assert server.get(file) == noise(SIZE)
 
 
@@ -119,7 +120,7 @@ def test_a_failed_write_leaves_the_old_object_and_no_parts(
 ) -> None:
     proxy.rule = after(1, Answer(500), lambda request: request.method == "PUT")
     with pytest.raises(ModelSourceError, match=f"writing {file}"):
-        write(patient, file, noise(17_000_000))
+        write_file(patient, file, noise(17_000_000))
     assert server.get(file) == noise(SIZE)
     assert "Uploads" not in server.client.list_multipart_uploads(Bucket=file.split("/")[2])
 
@@ -202,7 +203,7 @@ def test_a_write_that_ends_as_another_object_is_an_error(
 ) -> None:
     proxy.rule = always(Before(lambda: server.put(file, b"another's")), lambda request: request.method == "HEAD")
     with pytest.raises(ModelFileError, match=rf"writing {file}: got an object of 9 bytes, .*expected 5 bytes.*another writer"):
-        write(patient, file, b"ours.")
+        write_file(patient, file, b"ours.")
 
 
 # -- models --------------------------------------------------------------------------------------------------------

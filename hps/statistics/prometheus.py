@@ -169,8 +169,8 @@ def update_families(statuses: Sequence[UpdateStatus]) -> Iterator[Family]:
             text,
             [(label_text(("model", "table"), where), math.nan if lag == math.inf else lag) for where, lag in largest.items()],
         )
-    connected: dict[str, bool] = {}
+    connected: dict[tuple[str, str], bool] = {}
     for one in statuses:
-        connected[one.model] = one.connected and connected.get(one.model, True)
-    models = [(label_text(["model"], [model]), value) for model, value in connected.items()]
-    yield family("gauge", "hps_update_connected", "1 while the log can be reached.", models)
+        connected[one.model, one.table] = one.connected and connected.get((one.model, one.table), True)
+    tables = [(label_text(("model", "table"), where), value) for where, value in connected.items()]
+    yield family("gauge", "hps_update_connected", "1 while the log brings the messages of a table.", tables)

@@ -153,7 +153,7 @@ class UpdateStatus:
         stale_rows: rows among them that were older than the stored ones, and so had no effect.
         dead_letters: messages that could not be applied, by reason.
         problem: why updates are not applied, or what was lost; empty if there is no problem.
-        connected: whether the log can be reached.
+        connected: whether the log brings the table's messages.
     """
 
     model: str

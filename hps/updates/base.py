@@ -114,7 +114,18 @@ class UpdateLog(ABC):
     @property
     @abstractmethod
     def problem(self) -> str:
-        """Describe what keeps messages from arriving; empty if nothing does. *Thread-safe.*"""
+        """Describe what keeps messages of any topic from arriving; empty if nothing does. *Thread-safe.*"""
+
+    @abstractmethod
+    def problem_of(self, topic: str) -> str:
+        """Describe what keeps messages of one topic from arriving; empty if nothing does. *Thread-safe.*
+
+        What another party has written for one topic keeps no message of the others.
+        """
+
+    @abstractmethod
+    def lacks(self, topic: str) -> bool:
+        """Return whether the log has said that there is no such topic. *Thread-safe.*"""
 
     @abstractmethod
     def lost(self) -> dict[Partition, str]:

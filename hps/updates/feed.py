@@ -18,6 +18,7 @@ import numpy as np
 from hps.configuration.tiers import UpdateSourceConfig
 from hps.databases.base import LogPosition, Partition, RowChanges
 from hps.errors import HPSError, NotReadyError, UpdateFormatError
+from hps.ground.log_limits import LineLimit
 from hps.ground.pacing import paced
 from hps.ground.progress import TableProgress
 from hps.ground.workers import Worker
@@ -36,6 +37,7 @@ _LONGEST_POLL_S = 0.5  # bounds how long a stop takes
 _LONGEST_BACKOFF_S = 5.0
 _LATE_S = 60.0  # lag that the log mentions
 _LATE_SAID_AGAIN_S = 60.0
+_LOOK_S = 1.0
 _LOST_SHOWN_S = 3600.0  # how long a status mentions lost messages
 
 
@@ -113,7 +115,8 @@ class UpdateFeed:
         self._uncommitted = 0  # messages since the last commit
         self._orphaned_at: float | None = None  # when the target went out of service
         self._problem = ""  # a problem of the feed, not of one table
-        self._look_at = 0.0  # next look for late tables
+        self._look_at = 0.0  # next look for tables that are late or cut off
+        self._late_lines = LineLimit(1, _LATE_SAID_AGAIN_S, _clock)
         self._worker = Worker(f"updates-{model}", self._run)
 
     def start(self) -> None:
@@ -136,8 +139,8 @@ class UpdateFeed:
         self._target = target
 
     def status(self) -> list[UpdateStatus]:
-        behind, problem = self._log.behind(), self._problem or self._log.problem
-        return [self._status(table, behind, not problem, problem) for table in self._tables.values()]
+        behind = self._log.behind()
+        return [self._status(table, behind) for table in self._tables.values()]
 
     def wait_for_lag(self, lag_s: float, timeout_s: float, give_up: Callable[[], bool]) -> bool:
         """Wait until no table lags by more than this; False on timeout, on `give_up`, or when the feed ends."""
@@ -211,6 +214,8 @@ class UpdateFeed:
         if not messages:
             self._note_quiet()
         if _clock() >= self._look_at:
+            self._look_at = _clock() + _LOOK_S
+            self._say_cut_off()
             self._say_late()
         if self._uncommitted >= (self._settings.max_commit_interval if messages else 1):
             self._commit()
@@ -399,11 +404,22 @@ class UpdateFeed:
             if self._behind(table, behind) == 0:
                 table.quiet_at = now
 
+    def _say_cut_off(self) -> None:
+        """Log the tables whose messages the log has ceased to bring, or brings again: a line for each cause."""
+        news: dict[str, list[str]] = {}
+        for table in self._tables.values():
+            problem = self._log.problem_of(table.followed.topic)
+            if bool(problem) != table.cut_off:
+                table.cut_off = bool(problem)
+                news.setdefault(problem, []).append(table.followed.name)
+        for problem, names in news.items():
+            where, text = f"updates of model {self._model!r}, {', '.join(names)}", problem or "they can be read again"
+            _log.log(logging.WARNING if problem else logging.INFO, "%s: %s", where, text)
+
     def _say_late(self) -> None:
         """Log which tables are late, at most once a minute."""
         late = [one for one in self.status() if (one.lag_s or 0.0) > _LATE_S]
-        self._look_at = _clock() + (_LATE_SAID_AGAIN_S if late else 1.0)
-        for one in late:
+        for one in late if late and self._late_lines.take() else ():
             behind = "" if one.behind is None else f", {one.behind} messages behind"
             text = "updates of model %r, table %r are late: lag %.0f s%s; %.0f rows are applied a second%s"
             _log.warning(text, one.model, one.table, one.lag_s, behind, one.rows_per_s, one.problem and f"; {one.problem}")
@@ -416,7 +432,8 @@ class UpdateFeed:
         batch = table.batch
         return sum(known) + len(table.messages) + (batch.messages if batch else 0)
 
-    def _status(self, table: "_Table", behind: Mapping[Partition, int | None], connected: bool, problem: str) -> UpdateStatus:
+    def _status(self, table: "_Table", behind: Mapping[Partition, int | None]) -> UpdateStatus:
+        problem = self._problem or self._log.problem_of(table.followed.topic)
         count, now = self._behind(table, behind), _clock()
         lags_s = [0.0] if count == 0 else []
         if table.newest_us:
@@ -437,7 +454,7 @@ class UpdateFeed:
             stale_rows=table.stale_rows,
             dead_letters=table.dead_letters,
             problem="; ".join(filter(None, (table.problem, problem, lost))),
-            connected=connected,
+            connected=not problem,
         )
 
     def _shown(self) -> list[UpdateStatus]:
@@ -495,6 +512,7 @@ class _Table:
     backoff_s: float = 0.0
     paused: list[Partition] = field(default_factory=list)
     problem: str = ""
+    cut_off: bool = False
     lost: str = ""
     lost_at: float = 0.0
     stale_rows: int = 0

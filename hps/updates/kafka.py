@@ -112,6 +112,7 @@ class KafkaLog(UpdateLog):
         self._partitions: dict[tuple[str, int], Partition] = {}
         self._ids: dict[str, str] = {}  # id by known topic; "" if it did not exist then
         self._absent: dict[str, str] = {}
+        self._unknown: set[str] = set()  # topics that do not exist
         self._away = ""  # why the cluster does not answer
         self._commit_failed = ""
         self._commits: dict[Partition, str] = {}
@@ -209,10 +210,20 @@ class KafkaLog(UpdateLog):
 
     @property
     def problem(self) -> str:
+        return self._problem_of(self._topics)
+
+    def problem_of(self, topic: str) -> str:
+        return self._problem_of([topic])
+
+    def lacks(self, topic: str) -> bool:
+        return not self._away and topic in self._unknown
+
+    def _problem_of(self, topics: Sequence[str]) -> str:
         if self._away:
             return self._away
-        troubles = [f"{one}: {read.trouble}" for one, read in list(self._readings.items()) if read.trouble]
-        parts = [*self._absent.values(), *troubles]
+        readings = [(one, read) for one, read in list(self._readings.items()) if one.topic in topics]
+        parts = [reason for topic, reason in self._absent.items() if topic in topics]
+        parts += [f"{one}: {read.trouble}" for one, read in readings if read.trouble]
         if self._commit_failed:
             parts.append(self._commit_failed)
         return "; ".join(parts[:3]) + (f"; and {len(parts) - 3} more" if len(parts) > 3 else "")
@@ -313,7 +324,7 @@ class KafkaLog(UpdateLog):
             self._away = self._away or found
         else:
             self._away = ""
-            self._absent = found.absent
+            self._absent, self._unknown = found.absent, found.unknown
             made_anew = False
             for partition, reading in self._readings.items():
                 if partition.topic in found.unknown:

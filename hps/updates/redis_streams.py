@@ -1,6 +1,6 @@
 """Online updates in Redis Streams, on a server or a cluster. Redis 7 or newer, or Valkey.
 
-    hps_et.<model>.<table>        a string: the number of partitions of the topic
+    hps_et.<model>.<table>        a string: the number of partitions of the topic, 1 to 1024
     {hps_et.<model>.<table>}/<n>  the stream of partition n, with the fields `value` and `time` (microseconds since 1970)
 
 So `SET hps_et.shop.items 1` and `XADD {hps_et.shop.items}/0 * value ...` are all that a publisher in another language needs.
@@ -11,14 +11,17 @@ from the sizes of earlier ones, at first from the largest allowed, so that a rep
 
 An id does not tell how many messages follow it. Redis counts the entries ever added to a stream, and the reader those it read.
 Once it has caught up the two must agree; otherwise messages were lost.
+
+Others may write any key. What one holds in place of a count or a stream is the problem of its table; the others go on.
 """
 
+import logging
 import re
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +46,7 @@ from hps.errors import ConfigError, UpdateLogError
 from hps.types import CheckResult
 from hps.updates.base import Message, Partition, UpdateLog, UpdateLogWriter, missing_topics
 
+_log = logging.getLogger(__name__)
 _Client: TypeAlias = "Redis | RedisCluster"
 
 _BEFORE_ALL: Final = "0-0"
@@ -51,6 +55,7 @@ _BLOCK_MS: Final = 100  # bounds how long a resume or a commit waits for a block
 _LOOK_S: Final = 1.0
 _MOST_BACKOFF_S: Final = 2.0
 _MESSAGE_BYTES: Final = 300  # memory of a message beyond its value
+_MOST_PARTITIONS: Final = 1024  # of a topic: anybody may write the count
 _REPLY_MESSAGES: Final = 4096
 _BATCH_MESSAGES: Final = 1024
 _BATCH_BYTES: Final = 4 << 20
@@ -60,21 +65,29 @@ _AWAY: Final = (RedisError, RedisClusterException, OSError, UpdateLogError)
 _PASSING: Final = (OutOfMemoryError, ReadOnlyError, ClusterError, TryAgainError)
 """Errors after which a writer tries again."""
 
+_COUNT: Final = """
+local answers = {}
+for i, key in ipairs(KEYS) do
+  local value = redis.pcall('GET', key)
+  answers[i] = value and string.sub(type(value) == 'table' and value.err or value, 1, 40)
+end
+return answers
+"""
+"""GET, with the start of a long value, and the error of a key that is no string in place of its value."""
+
 _LOOK: Final = """
 local answers = {}
 for i, key in ipairs(KEYS) do
   local facts = {length = 0, ['last-generated-id'] = '0-0', ['entries-added'] = 0}
-  if redis.call('EXISTS', key) == 1 then
-    local reply = redis.call('XINFO', 'STREAM', key)
-    for j = 1, #reply, 2 do facts[reply[j]] = reply[j + 1] end
-  end
+  local reply = redis.call('EXISTS', key) == 1 and redis.pcall('XINFO', 'STREAM', key) or {}
+  for j = 1, #reply, 2 do facts[reply[j]] = reply[j + 1] end
   local first, last = facts['first-entry'], facts['last-entry']
   local ids = {facts['last-generated-id'], first and first[1] or '', last and last[1] or ''}
-  answers[i] = {facts.length, facts['entries-added'], unpack(ids)}
+  answers[i] = {reply.err or '', facts.length, facts['entries-added'], unpack(ids)}
 end
 return answers
 """
-"""XINFO STREAM without the first and last entries, each as large as a message."""
+"""XINFO STREAM without the first and last entries, each as large as a message; and its error, of a key that is no stream."""
 
 _APPEND: Final = """
 local done = redis.call('GET', KEYS[2])
@@ -144,6 +157,22 @@ def _key(partition: Partition) -> str:
     return f"{{{partition.topic}}}/{partition.number}"
 
 
+def _partition_count(topic: str, answer: bytes | None) -> int:
+    """Return the number of partitions that the key of a topic says; `answer` is of `_COUNT`.
+
+    Raises:
+        UpdateLogError: it says something else, or there is no such key.
+    """
+    if answer is None:
+        raise UpdateLogError(f"topic {topic} does not exist: there is no key of that name with the number of its partitions")
+    if not re.fullmatch(b"[0-9]{1,6}", answer) or not 1 <= int(answer) <= _MOST_PARTITIONS:
+        raise UpdateLogError(
+            f"the key {topic}: got {answer.decode(errors='replace')!r}, expected the number of its partitions, "
+            f"1 to {_MOST_PARTITIONS}"
+        )
+    return int(answer)
+
+
 def _order(position: str) -> tuple[int, int]:
     """Return the sort key of a position; a position of another kind of log sorts first."""
     if not re.fullmatch("[0-9]{1,20}(-[0-9]{1,20})?", position):
@@ -175,7 +204,7 @@ class _Stream:
 
     `read` is the id of the last message read ahead (None until `latest` is resolved), `polled` that of the last one returned by
     `poll` or the start, with `queued` messages between. `count` estimates the entries ever added up to `read`; it is
-    no estimate if `exact`. `added` is Redis' own count, None until asked.
+    no estimate if `exact`. `added` is Redis' own count, None until asked. `trouble` is Redis' reason for not reading it.
     """
 
     partition: Partition
@@ -187,6 +216,7 @@ class _Stream:
     exact: bool = False
     added: int | None = None
     paused: bool = False
+    trouble: str = ""
 
     def compare(self, facts: _Facts) -> str:
         """Correct the count by Redis' facts; returns a description of lost messages, if any."""
@@ -233,8 +263,10 @@ class RedisStreamLog(UpdateLog):
         self.streams: dict[Partition, _Stream] = {}
         self.queue: deque[tuple[_Stream, Message]] = deque()
         self.queued_bytes = 0  # read ahead or requested
-        self.problems: dict[str, str] = {}  # read errors by the first topic of a reader
-        self.commit_problem = ""
+        self.unreachable: dict[str, str] = {}  # errors of the server by topic
+        self.refused: dict[str, str] = {}  # errors in what the topic's own key says
+        self.absent: set[str] = set()  # topics that do not exist
+        self.uncommitted: dict[Partition, str] = {}  # errors of the last commit
         self.commits: dict[Partition, tuple[str, int | None]] = {}
         self.after: dict[Partition, str] = {}
         self.begin = "earliest"
@@ -311,7 +343,7 @@ class RedisStreamLog(UpdateLog):
         with self.changed:
             return {
                 partition: None
-                if stream.added is None or self.problems
+                if stream.added is None or stream.trouble or partition.topic in self.unreachable
                 else max(stream.added, stream.count) - stream.count + stream.queued
                 for partition, stream in self.streams.items()
             }
@@ -326,7 +358,23 @@ class RedisStreamLog(UpdateLog):
     @property
     def problem(self) -> str:
         with self.changed:
-            return next(iter(self.problems.values()), self.commit_problem)
+            return next(self._problems(), "")
+
+    def problem_of(self, topic: str) -> str:
+        with self.changed:
+            return next(self._problems(topic), "")
+
+    def lacks(self, topic: str) -> bool:
+        with self.changed:
+            return topic in self.absent and topic not in self.unreachable
+
+    def _problems(self, only: str = "") -> Iterator[str]:
+        for kind in (self.unreachable, self.refused):
+            yield from (problem for topic, problem in kind.items() if only in ("", topic))
+        for stream in self.streams.values():
+            if stream.trouble and only in ("", stream.partition.topic):
+                yield stream.trouble
+        yield from (problem for partition, problem in self.uncommitted.items() if only in ("", partition.topic))
 
     def lost(self) -> dict[Partition, str]:
         with self.changed:
@@ -347,9 +395,12 @@ class RedisStreamLog(UpdateLog):
         for thread in threads:
             thread.join(3 * _TIMEOUT_S)
 
-    def note(self, answers: Sequence[tuple[_Stream, _Facts]]) -> None:
+    def note(self, answers: Sequence[tuple[_Stream, str, _Facts]]) -> None:
         with self.changed:
-            for stream, facts in answers:
+            for stream, error, facts in answers:
+                stream.trouble = error and f"the key {stream.key}: {error}; expected a stream"
+                if error:
+                    continue
                 if stream.read is None:
                     self._begun[stream.partition] = facts.generated
                 if lost := stream.compare(facts):
@@ -369,7 +420,7 @@ class _Reader:
 
     def run(self) -> None:
         """Read until the log is closed, through all failures of the server."""
-        name, failures = self._topics[0], 0
+        failures = 0
         while not self._log.closing.is_set():
             started = time.monotonic()
             try:
@@ -379,9 +430,11 @@ class _Reader:
                             self._log.read_on_thread([topic])
                         del self._topics[1:]
                     self._serve(client)
-            except _AWAY as error:
+            except Exception as error:  # noqa: BLE001 - reading goes on, for all tables
+                if not isinstance(error, _AWAY) and not failures:
+                    _log.exception("Redis streams: reading %s failed; it is tried again", ", ".join(self._topics))
                 with self._log.changed:
-                    self._log.problems[name] = f"{type(error).__name__}: {error}"
+                    self._log.unreachable |= dict.fromkeys(self._topics, f"{type(error).__name__}: {error}")
                 failures = 0 if time.monotonic() - started > 2 * _TIMEOUT_S else failures + 1
                 backoff_s = self._log.config.failure_backoff_ms / 1000 * 2 ** min(failures, 16)
                 self._log.closing.wait(min(_MOST_BACKOFF_S, backoff_s))
@@ -397,16 +450,24 @@ class _Reader:
                 self._commit(client)
                 self._look(client)
                 looked_at = now
-            self._read(client)
+            if not self._read(client):
+                looked_at = float("-inf")
         self._commit(client)
 
     def _find(self, client: _Client) -> None:
-        for topic in self._topics:
-            answer = client.get(topic)
-            if answer is not None and not answer.isdigit():
-                raise UpdateLogError(f"the key {topic}: got {answer[:20]!r}, expected the number of its partitions")
+        answers = client.eval_ro(_COUNT, len(self._topics), *self._topics)
+        for topic, answer in zip(self._topics, answers, strict=True):
+            count, refused = 0, ""
+            try:
+                count = _partition_count(topic, answer)
+            except UpdateLogError as error:  # of this table alone
+                refused = str(error)
             with self._log.changed:
-                for number in range(int(answer or 0)):
+                self._log.refused.pop(topic, None)
+                if refused:
+                    self._log.refused[topic] = refused
+                (self._log.absent.add if answer is None else self._log.absent.discard)(topic)
+                for number in range(count):
                     partition = Partition(topic, number)
                     if partition not in self._log.streams:
                         new = topic in self._met or self._log.begin == "earliest"
@@ -414,7 +475,8 @@ class _Reader:
                         if read is not None and _order(read) == (0, 0):  # perhaps of another kind of log
                             read = _BEFORE_ALL
                         self._log.streams[partition] = _Stream(partition, _key(partition), read, read or _BEFORE_ALL)
-            self._met.add(topic)
+            if answer is None or not refused:  # else its partitions may be there, and `latest` applies to them
+                self._met.add(topic)
 
     def _streams(self) -> list[_Stream]:
         with self._log.changed:
@@ -424,10 +486,15 @@ class _Reader:
         streams = self._streams()
         if streams:
             answers = client.eval_ro(_LOOK, len(streams), *(stream.key for stream in streams))
-            facts = (_Facts(length, added, *(one.decode() for one in ids)) for length, added, *ids in answers)
-            self._log.note(list(zip(streams, facts, strict=True)))
+            self._log.note(
+                [
+                    (stream, error.decode(), _Facts(length, added, *(one.decode() for one in ids)))
+                    for stream, (error, length, added, *ids) in zip(streams, answers, strict=True)
+                ]
+            )
         with self._log.changed:
-            self._log.problems.pop(self._topics[0], None)
+            for topic in self._topics:
+                self._log.unreachable.pop(topic, None)
 
     def _commit(self, client: _Client) -> None:
         """Move our group in the streams. Nothing reads by it, but `XINFO GROUPS` then shows the lag."""
@@ -447,16 +514,19 @@ class _Reader:
             except ResponseError as error:
                 said = f"committing the position of {partition}: {error}"
             with self._log.changed:
-                self._log.commit_problem = said
+                self._log.uncommitted.pop(partition, None)
+                if said:
+                    self._log.uncommitted[partition] = said
 
-    def _read(self, client: _Client) -> None:
+    def _read(self, client: _Client) -> bool:
+        """Read ahead; False if a key turned out to be no stream: another look tells which."""
         log, room = self._log, self._log.config.read_ahead_bytes
         with log.changed:
-            streams = [one for one in self._streams() if not one.paused and one.read is not None]
+            streams = [one for one in self._streams() if not one.paused and one.read is not None and not one.trouble]
             # A single message may exceed the remaining room.
             if not streams or (log.queued_bytes and log.queued_bytes + self._largest > room):
                 log.changed.wait(_BLOCK_MS / 1000)
-                return
+                return True
             free = min(room - log.queued_bytes, max(room // 4, self._largest))
             wanted = max(1, min(len(streams), free // self._largest))
             # A blocked read returns messages of one stream, so ask for all streams only after each alone was empty.
@@ -472,10 +542,15 @@ class _Reader:
         reply: Any = []
         try:
             reply = client.xread(reads, count, _BLOCK_MS if block else None)  # type: ignore[arg-type]
+        except ResponseError as error:
+            if not str(error).startswith("WRONGTYPE"):
+                raise
+            return False
         finally:
             with log.changed:
                 log.queued_bytes -= reserved
                 self._take(asked, reads, reply)
+        return True
 
     def _take(self, asked: dict[str, _Stream], reads: dict[str, str], reply: Any) -> None:
         log, largest = self._log, 0
@@ -542,14 +617,12 @@ class RedisStreamWriter(UpdateLogWriter):
         def count(client: _Client) -> Any:
             if create:
                 client.set(topic, create, nx=True)
-            return client.get(topic)
+            return client.eval(_COUNT, 1, topic)
 
-        answer = self._ask(f"looking for the topic {topic}", timeout_s, count)
-        if answer is None or not answer.isdigit():
-            raise UpdateLogError(
-                f"the topic {topic}: got {answer!r}, expected the number of its partitions in the key of that name; create it"
-            )
-        return int(answer)
+        if create > _MOST_PARTITIONS:
+            raise UpdateLogError(f"creating {topic}: got {create} partitions, expected at most {_MOST_PARTITIONS}")
+        (answer,) = self._ask(f"looking for the topic {topic}", timeout_s, count)
+        return _partition_count(topic, answer)
 
     def last(self, partition: Partition, timeout_s: float) -> Message | None:
         entries = self._ask(

@@ -311,6 +311,21 @@ class UpdateLogContract:
         assert values(polled(log, 1)) == [b"x"]
         eventually(lambda: log.problem == "")
 
+    def test_a_topic_that_does_not_exist_is_named_and_the_others_are_read(self, opened, writer, topic):
+        writer.partitions(topic, _LONG_S, create=1)
+        written(writer, Partition(topic, 0), b"x")
+        missing = f"{topic}.missing"
+        log = self.reader(opened, [missing, topic])
+        assert values(polled(log, 1)) == [b"x"]
+        eventually(lambda: log.poll(0.01, 1) == [] and log.lacks(missing))
+        assert missing in log.problem_of(missing)
+        assert (log.lacks(topic), log.problem_of(topic)) == (False, "")
+        assert log.behind() == {Partition(topic, 0): 0}
+        writer.partitions(missing, _LONG_S, create=1)
+        written(writer, Partition(missing, 0), b"y")
+        assert values(polled(log, 1)) == [b"y"]
+        eventually(lambda: log.poll(0.01, 1) == [] and (log.lacks(missing), log.problem) == (False, ""))
+
     def test_a_restart_loses_and_repeats_nothing(self, opened, server, writer, topic):
         if not self.keeps:
             pytest.skip("this log keeps nothing over a restart")

@@ -134,6 +134,12 @@ class MemoryLog(UpdateLog):
     def problem(self) -> str:
         return self._problem
 
+    def problem_of(self, topic: str) -> str:
+        return f"there is no topic {topic}" if self.lacks(topic) else self._problem if self._broker.away else ""
+
+    def lacks(self, topic: str) -> bool:
+        return not self._broker.away and not self._broker.partitions(topic)
+
     def lost(self) -> dict[Partition, str]:
         lost, self._lost = self._lost, {}
         return lost

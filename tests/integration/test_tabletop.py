@@ -238,7 +238,7 @@ def test_stale_replica_that_does_not_reach_its_log(tabletop, logs):
         'HPSUpdatesNotConnected{instance="hps-1",model="shop"}',
         'HPSUpdatesLate{instance="hps-1",model="shop",table="item"}',
     )
-    assert tabletop.value("hps_update_connected", model="shop") == 0
+    assert tabletop.value("hps_update_connected", model="shop", table="item") == 0
     tabletop.said(r"updates of model 'shop', table 'item' are late: lag \d+ s; 0 rows .*; the broker is away")
     away.away = False
     quiet()

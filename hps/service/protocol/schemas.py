@@ -368,7 +368,7 @@ class FollowedTable(BaseModel):
     rows: int = Field(description="Rows applied since the start.")
     stale_rows: int = Field(description="Those that were older than the stored row, and changed nothing.")
     dead_letters: dict[str, int] = Field(description="Messages that could not be applied, by reason.")
-    connected: bool = Field(description="Whether the log is reachable.")
+    connected: bool = Field(description="Whether the log brings the messages of the table.")
     problem: str = Field(description="Obstacle to applying updates, or a loss of messages; empty if none.")
 
 

@@ -358,6 +358,34 @@ def test_lost_messages_are_counted_and_said_and_reading_goes_on(world: World, ca
     assert [record.levelname for record in caplog.records if "are gone" in record.message] == ["ERROR"]
 
 
+def test_a_topic_that_is_not_there_is_the_problem_of_its_table_alone(
+    world: World, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    world.broker.drop(OTHER)
+    with world.running() as feed:
+        world.send(upsert(1, 1))
+        assert world.settled(_0="0")
+        item, user = status(feed), status(feed, "user")
+        assert (item.problem, item.connected, item.lag_s) == ("", True, 0.0)
+        assert (user.problem, user.connected, user.lag_s) == (f"there is no topic {OTHER}", False, None)
+        assert world.sample("hps_update_connected") == 1
+        assert world.sample("hps_update_connected", table="user") == 0
+        for _ in range(3):  # it is said once
+            clock.now += 2
+            world.send(upsert(1, 1))
+        assert eventually(lambda: "there is no topic" in caplog.text)
+        world.broker.create(OTHER)
+        clock.now += 2
+        assert eventually(lambda: "read again" in caplog.text)
+        assert (status(feed, "user").problem, status(feed, "user").connected) == ("", True)
+    said = [one.getMessage() for one in caplog.records if "updates of model 'shop'" in one.getMessage()]
+    assert said == [
+        f"updates of model 'shop', user: there is no topic {OTHER}",
+        "updates of model 'shop', user: they can be read again",
+    ]
+
+
 def test_a_log_that_raises_is_polled_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     poll, raised = MemoryLog.poll, threading.Event()
 
@@ -474,7 +502,7 @@ def test_ages_are_counted_by_rows_and_a_clock_that_is_ahead_counts_as_no_age(wor
         assert buckets == {"0.001": 1, "0.02": 1, "0.035": 3, "10": 4, "+Inf": 4}
         assert world.sample("hps_update_visible_seconds_sum") == pytest.approx(10.06)
         assert world.sample("hps_update_lag_messages") == world.sample("hps_update_lag_seconds") == 0
-        assert world.metrics.registry.get_sample_value("hps_update_connected", {"model": "shop"}) == 1
+        assert world.sample("hps_update_connected") == 1
     assert world.sample("hps_update_lag_seconds") is None  # it is stopped
 
 

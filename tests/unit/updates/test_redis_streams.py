@@ -6,6 +6,7 @@ import pytest
 from redis import RedisCluster
 
 from hps.errors import ConfigError, UpdateLogError
+from hps.updates import redis_streams
 from hps.updates.base import Partition
 from hps.updates.redis_streams import RedisStreamLog, RedisStreamWriter
 from tests.contracts.update_log_contract import UpdateLogContract, eventually, polled, values, written
@@ -253,6 +254,95 @@ class TestServer(RedisStreams):
         eventually(lambda: topic in log.problem and "many" in log.problem)
         with pytest.raises(UpdateLogError, match="many"):
             writer.partitions(topic, 5)
+
+    @pytest.mark.parametrize(
+        "count", [b"1" * 5000, b"5000000", b"1025", b"0", b"-1", b"1.5", b"", "\u0661".encode(), b"\xff" * (1 << 20), [b"1"]]
+    )
+    def test_a_count_that_is_none_stops_its_topic_alone(self, opened, server, writer, topic, count):
+        good, bad = f"{topic}.good", f"{topic}.bad"
+        client = server.client()
+        writer.partitions(good, 20, create=1)
+        client.rpush(bad, *count) if isinstance(count, list) else client.set(bad, count)
+        written(writer, Partition(good, 0), b"x")
+        log = self.reader(opened, [bad, good])
+        assert values(polled(log, 1)) == [b"x"]
+        eventually(lambda: log.problem_of(bad))
+        assert bad in log.problem_of(bad)
+        assert "1 to 1024" in log.problem_of(bad)
+        assert len(log.problem_of(bad)) < 500
+        assert (log.lacks(bad), log.problem_of(good)) == (False, "")
+        with pytest.raises(UpdateLogError, match="1 to 1024"):
+            writer.partitions(bad, 20)
+        client.delete(bad)
+        client.set(bad, 1)
+        written(writer, Partition(bad, 0), b"repaired")
+        written(writer, Partition(good, 0), b"y")
+        assert sorted(values(polled(log, 2))) == [b"repaired", b"y"]
+        eventually(lambda: (log.problem, set(log.behind().values())) == ("", {0}))
+
+    def test_no_more_partitions_are_made_than_are_read(self, opened, server, writer, topic):
+        with pytest.raises(UpdateLogError, match="at most 1024"):
+            writer.partitions(topic, 20, create=1025)
+        assert not server.client().exists(topic)
+        assert writer.partitions(topic, 20, create=1024) == 1024
+        log = self.reader(opened, [topic])
+        eventually(lambda: len(log.behind()) == 1024)
+
+    def test_a_key_that_is_no_stream_stops_its_partition_alone(self, opened, server, writer, topic):
+        good, bad = f"{topic}.good", f"{topic}.bad"
+        client = server.client()
+        writer.partitions(good, 20, create=1)
+        writer.partitions(bad, 20, create=3)
+        first, second, third = (Partition(bad, number) for number in range(3))
+        client.set(key_of(second), "no stream")
+        log = self.reader(opened, [bad, good])
+        for round_number in range(2):  # as the reader starts, and while it reads
+            for partition in (first, third, Partition(good, 0)):
+                written(writer, partition, b"%d" % round_number)
+            assert values(polled(log, 3)) == [b"%d" % round_number] * 3
+            eventually(lambda: key_of(second) in log.problem_of(bad))
+            assert "WRONGTYPE" in log.problem_of(bad)
+            assert log.problem_of(good) == ""
+            eventually(lambda: log.behind() == {first: 0, second: None, third: 0, Partition(good, 0): 0})
+            client.delete(key_of(second))
+            written(writer, second, b"repaired")
+            assert values(polled(log, 1)) == [b"repaired"]
+            eventually(lambda: log.problem == "")
+            client.delete(key_of(second))
+            client.sadd(key_of(second), "no stream")
+
+    def test_a_position_that_cannot_be_committed_is_a_problem_of_its_topic(self, opened, server, writer, topic):
+        topics = [f"{topic}.{name}" for name in ("a", "b", "c")]
+        for one in topics:
+            writer.partitions(one, 20, create=1)
+        positions = {Partition(one, 0): written(writer, Partition(one, 0), b"x")[0] for one in topics}
+        log = self.reader(opened, topics)
+        polled(log, 3)
+        server.client().delete(key_of(Partition(topics[1], 0)))
+        log.commit(positions)
+        eventually(lambda: "committing" in log.problem_of(topics[1]))
+        assert [log.problem_of(topics[0]), log.problem_of(topics[2])] == ["", ""]
+        assert self.committed(server, "hps.test", Partition(topics[2], 0)) == positions[Partition(topics[2], 0)]
+        written(writer, Partition(topics[1], 0), b"y")
+        log.commit({Partition(topics[1], 0): positions[Partition(topics[1], 0)]})
+        eventually(lambda: log.problem == "")
+
+    def test_a_reader_with_a_bug_says_so_and_reads_on(self, opened, writer, topic, monkeypatch, caplog):
+        writer.partitions(topic, 20, create=1)
+        written(writer, Partition(topic, 0), b"x")
+        failed = []
+
+        def fail_once(partition, entry):
+            if not failed:
+                failed.append(entry)
+                raise ValueError("a bug")
+            return message(partition, entry)
+
+        message = redis_streams._message
+        monkeypatch.setattr(redis_streams, "_message", fail_once)
+        assert values(polled(self.reader(opened, [topic]), 1)) == [b"x"]
+        (record,) = (one for one in caplog.records if one.exc_info)
+        assert topic in record.message
 
     def test_a_name_for_certificates_is_refused(self, opened):
         with pytest.raises(ConfigError, match="tls_server_name_identification"):

@@ -80,7 +80,7 @@ class HPS:
         self.config = load_configuration(config)
         self.metrics = Metrics()
         self._cache_class = choose_cache(self.config.device)
-        self.live = LiveModels()
+        self.live = LiveModels(counted=self.metrics.models)
         self._closing = threading.Lock()
         self._closed = False
         self._recorder: KeyRecorder | None = None
@@ -715,7 +715,7 @@ class HPS:
                 sessions = dict.fromkeys(deployment.devices, session)
                 deployments[name] = replace(deployment, sessions=sessions, chain=chain, stop_following=[])
             self._chain = chain
-            self.live = LiveModels(deployments)
+            self.live = LiveModels(deployments, self.metrics.models)
             self.statistics = StatisticsCollector(self.live, self.metrics)
             self._watch = CatalogWatch(self.catalog, self.live)
             self._deployer = self._make_deployer(targets)

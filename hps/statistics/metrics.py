@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from hps.errors import HPSError, UnknownModelError
 from hps.ground.compilations import COMPILATIONS
 from hps.statistics.prometheus import Family, Values, expose, family, histogram, label_text, update_families
+from hps.statistics.series import Models, Series
 from hps.statistics.snapshot import Latency, UpdateStatus
 from hps.statistics.tracing import STAGES
 from hps.types import IndexArray
@@ -183,6 +184,7 @@ class Metrics(Collector):
     """All counters of one parameter server, for Prometheus, `HPS.stats` and the service. *Thread-safe.*
 
     Attributes:
+        models: the models that have series; whoever deploys and undeploys them tells it.
         registry: exposes them to prometheus-client.
         lock: guards every `TableCounters`, `DeviceCounters` and `Times`.
         feeds: methods that return how far tables have followed the log of their updates.
@@ -193,12 +195,13 @@ class Metrics(Collector):
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.lock = threading.Lock()
-        self._tables = defaultdict[tuple[str, str], TableCounters](TableCounters)  # by model and table
-        self._devices = defaultdict[tuple[str, str], DeviceCounters](DeviceCounters)  # by model and device
-        self._lookups = defaultdict[str, LookupTimes](LookupTimes)  # by model
-        self._fetches = defaultdict[tuple[str, str], Times](Times)  # by model and tier
-        self._applied = defaultdict[str, Times](lambda: Times(_LOOKUP_BUCKETS))  # by tier
-        self._visible = defaultdict[tuple[str, str], Times](lambda: Times(_VISIBLE_BUCKETS))  # by model and table
+        self.models = Models()
+        self._tables = Series(self.models, _TABLE, lambda labels: TableCounters())
+        self._devices = Series(self.models, ("model", "device"), lambda labels: DeviceCounters())
+        self._lookups = Series(self.models, ("model",), lambda labels: LookupTimes())
+        self._fetches = Series(self.models, ("model", "tier"), lambda labels: Times())
+        self._applied = Series(self.models, ("tier",), lambda labels: Times(_LOOKUP_BUCKETS))
+        self._visible = Series(self.models, _TABLE, lambda labels: Times(_VISIBLE_BUCKETS))
         self._values: list[Values] = []
         self.feeds = LiveMethods[Callable[[], Sequence[UpdateStatus]]]()
         self.settling = LiveMethods[Callable[[], None]]()
@@ -229,6 +232,7 @@ class Metrics(Collector):
             "path",
         )
         self.model_changes = self._counter("hps_model_changes", "Changes of a model, by outcome.", "model", "change", "outcome")
+        self.model_changes.labels("", "deploy", "failed")  # seen while it is 0, too
         self.trace_keys = self._counter(
             "hps_trace_keys",
             "Keys of a recording: recorded, dropped (its thread was too slow), unread (on a device) or lost (write failed).",
@@ -268,28 +272,24 @@ class Metrics(Collector):
         return self._new("gauge", name, text, labels)
 
     def _new(self, kind: str, name: str, text: str, labels: tuple[str, ...]) -> Values:
-        self._values.append(Values(kind, name, text, labels))
+        self._values.append(Values(self.models, kind, name, text, labels))
         return self._values[-1]
 
     def table(self, model: str, table: str) -> TableCounters:
         """Return the counters of a table."""
-        with self.lock:
-            return self._tables[model, table]
+        return self._tables.of(model, table)
 
     def device(self, model: str, device_id: int | None) -> DeviceCounters:
         """Return the counters of a model on a device; None is the CPU."""
-        with self.lock:
-            return self._devices[model, "cpu" if device_id is None else str(device_id)]
+        return self._devices.of(model, "cpu" if device_id is None else str(device_id))
 
     def lookup_times(self, model: str) -> LookupTimes:
         """Return the times of a model's lookups."""
-        with self.lock:
-            return self._lookups[model]
+        return self._lookups.of(model)
 
     def fetch_times(self, model: str, tier: str) -> Times:
         """Return the times of fetches from a database for a model."""
-        with self.lock:
-            return self._fetches[model, tier]
+        return self._fetches.of(model, tier)
 
     @contextmanager
     def applying(self, tier: str) -> Iterator[None]:
@@ -299,7 +299,7 @@ class Metrics(Collector):
             yield
         finally:
             with self.lock:
-                self._applied[tier].add(perf_counter_ns() - began)
+                self._applied.of(tier).add(perf_counter_ns() - began)
 
     def observe_visible(self, model: str, table: str, ages_s: npt.NDArray[np.float64], rows: IndexArray) -> None:
         """Count updated rows by their delay from creation until lookups see them.
@@ -311,7 +311,7 @@ class Metrics(Collector):
         ages_s = np.maximum(ages_s, 0.0)
         counts = np.bincount(np.searchsorted(_VISIBLE_BUCKETS, ages_s), rows, len(_VISIBLE_BUCKETS) + 1).astype(np.int64)
         with self.lock:
-            self._visible[model, table].add_buckets(counts.tolist(), round(1e9 * float(ages_s @ rows)))
+            self._visible.of(model, table).add_buckets(counts.tolist(), round(1e9 * float(ages_s @ rows)))
 
     def updates(self) -> list[UpdateStatus]:
         """Return how far each table has followed the log of its updates."""
@@ -343,17 +343,21 @@ class Metrics(Collector):
                 settle()
 
     @contextmanager
-    def changing(self, model: str, change: str) -> Iterator[None]:
-        """Count a change of a model by its outcome, unless the model or version is unknown."""
+    def changing(self, change: str, *, done: str, failed: str) -> Iterator[None]:
+        """Count a change of a model by its outcome, unless the model or version is unknown.
+
+        Args:
+            done, failed: model under which each outcome is counted; the empty name if the model then has no series.
+        """
         try:
             yield
         except UnknownModelError:
             raise
         except Exception:
-            self.model_changes.labels(model, change, "failed").inc()
+            self.model_changes.labels(failed, change, "failed").inc()
             raise
-        self.model_changes.labels(model, change, "failed").inc(0)  # makes the first failure visible as an increase
-        self.model_changes.labels(model, change, "done").inc()
+        self.model_changes.labels(done, change, "failed").inc(0)  # makes the first failure visible as an increase
+        self.model_changes.labels(done, change, "done").inc()
 
     def hit_rates(self, model: str) -> dict[str, float]:
         """Return each tier's hit rate over all tables of a model; without tiers that were not asked."""
@@ -382,15 +386,15 @@ class Metrics(Collector):
             whole, stages = [], []
             for model, times in self._lookups.items():
                 times.fold()
-                whole.append((label_text(["model"], [model]), times.whole.latency()))
+                whole.append((label_text(["model"], model), times.whole.latency()))
                 stages += [
-                    (label_text(("model", "stage"), (model, stage)), one.latency())
+                    (label_text(("model", "stage"), (*model, stage)), one.latency())
                     for stage, one in times.stages.items()
                     if any(one.buckets)
                 ]
             fetches = [(label_text(("model", "tier"), where), one.latency()) for where, one in self._fetches.items()]
             visible = [(label_text(_TABLE, where), one.latency()) for where, one in self._visible.items()]
-            applied = [(label_text(["tier"], [tier]), one.latency()) for tier, one in self._applied.items()]
+            applied = [(label_text(["tier"], tier), one.latency()) for tier, one in self._applied.items()]
         yield family(
             "counter", "hps_lookup_keys", "Requested keys with duplicates.", [(where, one.keys) for where, one in tables]
         )

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from hps.statistics.series import Models, Series
 from hps.statistics.snapshot import Latency, ServerStatistics, UpdateStatus
 
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
@@ -71,25 +72,21 @@ class Value:
 class Values:
     """A counter or gauge with a value per label set. *Thread-safe.*"""
 
-    def __init__(self, kind: str, name: str, text: str, names: Sequence[str]) -> None:
+    def __init__(self, models: Models, kind: str, name: str, text: str, names: Sequence[str]) -> None:
         self._of = kind, name, text
-        self._names = names
-        self._values: dict[tuple[str, ...], Value] = {}
+        self._values = Series(models, names, lambda values: Value(label_text(names, values)))
 
     def labels(self, *values: str) -> Value:
         """Return the value for these labels, initially 0."""
-        found = self._values.get(values)
-        if found is None:
-            found = self._values.setdefault(values, Value(label_text(self._names, values)))
-        return found
+        return self._values.of(*values)
 
     def remove(self, *values: str) -> None:
         """Remove the value for these labels."""
-        self._values.pop(values, None)
+        self._values.remove(*values)
 
     def family(self) -> Family:
         """Return all values as a family."""
-        return family(*self._of, [(one.labels, one.value) for one in list(self._values.values())])
+        return family(*self._of, [(one.labels, one.value) for _, one in self._values.items()])
 
 
 def expose(families: Iterable[Family], *, openmetrics: bool = False) -> bytes:

@@ -65,8 +65,9 @@ class Deployer:
         Args:
             entry: replaces the known entry of the model.
         """
-        with self._live.changing(name, "deploying", progress) as change, self._metrics.changing(name, "deploy"):
-            known = name in self._catalog.names
+        known = name in self._catalog.names
+        counted = self._metrics.changing("deploy", done=name, failed=name if known else "")
+        with self._live.changing(name, "deploying", progress) as change, counted:
             before = None if entry is None else self._catalog.add(entry)
             served = False
             try:
@@ -85,7 +86,7 @@ class Deployer:
 
     def rollback(self, name: str) -> None:
         """Roll back to the previous version; see `HPS.rollback`."""
-        with self._live.changing(name, "rolling back") as change, self._metrics.changing(name, "rollback"):
+        with self._live.changing(name, "rolling back") as change, self._metrics.changing("rollback", done=name, failed=name):
             serving = self._live.find(name, None)
             kept = self._live.kept(name)
             if not kept:
@@ -111,7 +112,8 @@ class Deployer:
 
     def undeploy(self, name: str, version: str | None) -> None:
         """Undeploy a model or one version; see `HPS.undeploy`."""
-        with self._live.changing(name, "undeploying"), self._metrics.changing(name, "undeploy"):
+        counted = self._metrics.changing("undeploy", done="" if version is None else name, failed=name)
+        with self._live.changing(name, "undeploying"), counted:
             for deployment in self._live.withdraw(name, version):
                 self._live.retire(name, deployment, "release")
             if version is None:

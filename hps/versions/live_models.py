@@ -36,6 +36,7 @@ from hps.errors import (
 from hps.ground.progress import NoProgress, Progress
 from hps.ground.workers import call_in_thread
 from hps.statistics.metrics import TIERS
+from hps.statistics.series import Models as CountedModels
 from hps.versions.changes import Change, LoadingTable, cause_of
 from hps.versions.deployment import DRAIN_S, Deployment, Fate
 
@@ -168,12 +169,19 @@ class _Model:
     def is_gone(self) -> bool:
         return not (self.versions or self.doing or self.wanted or self.failure or self.deployed)
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether its metrics are shown: until it is undeployed."""
+        undeployed = self.change is not None and self.change.doing == "undeploying"
+        return bool(self.versions or self.doing or self.wanted or (self.failure and not undeployed))
+
 
 class LiveModels:
     """The models of this process: the versions that hold resources, the models to come, and the changes. *Thread-safe.*
 
     Args:
         serving: serving deployments at the start.
+        counted: told when models begin and end, since their metrics do with them.
         clock: monotonic time in seconds.
 
     Attributes:
@@ -182,11 +190,19 @@ class LiveModels:
         first_retry_s: first pause of the back-off.
     """
 
-    def __init__(self, serving: dict[str, Deployment] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        serving: dict[str, Deployment] | None = None,
+        counted: CountedModels | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.serving = serving or {}
         self.requested: dict[str, Change] = {}
         self.first_retry_s = FIRST_RETRY_S
+        self._counted = counted or CountedModels()
         self._models = {name: _Model([_Version(one, "serving")]) for name, one in self.serving.items()}
+        for name in self._models:
+            self._counted.begin(name)
         self._changed = threading.Condition()
         self._closed = False
         self._clock = clock
@@ -242,6 +258,7 @@ class LiveModels:
     def want(self, model: ModelConfig) -> None:
         """Wait until a model serves with this entry, and reset its failures."""
         with self._changed:
+            self._counted.begin(model.model)
             known = self._models.setdefault(model.model, _Model())
             known.wanted, known.failure = model, None
 
@@ -341,6 +358,7 @@ class LiveModels:
             asked = self.requested.get(name)
             if under_way := model.doing or (asked.doing if by and asked is not None and asked.under_way else ""):
                 raise ConflictError(f"{doing} model {name!r}: {under_way} it is under way; try again when that has ended")
+            self._counted.begin(name)
             change = Change(name, doing, next(self._numbers), what, by, clock=self._clock)
             if doing != REFRESHING:
                 model.change = change
@@ -527,7 +545,10 @@ class LiveModels:
             raise NotReadyError(f"{what} model {name!r}: the parameter server is closed")
 
     def _forget_gone(self, name: str) -> None:
-        if name in self._models and self._models[name].is_gone:
+        model = self._models.get(name)
+        if model is None or not model.is_counted:
+            self._counted.end(name)
+        if model is not None and model.is_gone:
             del self._models[name]
 
     def _retire_later(self, name: str, deployment: Deployment, tables: Fate) -> None:

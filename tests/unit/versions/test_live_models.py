@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import hps
+from hps.statistics.series import Models
 from hps.versions.live_models import FIRST_RETRY_S, LONGEST_RETRY_S, LiveModels
 from tests.fakes.clock import Clock
 from tests.fakes.fake_deployment import ENTRY, FakeDeployment, fake
@@ -124,3 +125,31 @@ def test_polling_pauses_longer_after_each_failure(monkeypatch: pytest.MonkeyPatc
     live.failed("m", hps.DeviceMemoryError("no room"))
     assert not live.differs("m", wanted)
     assert live.differs("m", (ENTRY, (("1", "other files"),))), "a change of the files is not delayed"
+
+
+def test_metrics_of_a_model_end_when_nothing_of_it_is_left() -> None:
+    counted = Models()
+    live = LiveModels(counted=counted)
+    last = fake("2")
+    last.released.clear()
+    for deployment in (fake("1"), last):
+        serve(live, deployment)
+    live.want(ENTRY.model_copy(update={"model": "waits"}))
+    with live.changing("fails", "deploying"):
+        live.failed("fails", hps.ModelFileError("damaged"))
+    with live.changing("unknown", "deploying"):
+        live.failed("unknown", hps.ModelFileError("damaged"), known=False)
+        assert counted.has("unknown")
+    assert [counted.has(name) for name in ("m", "waits", "fails", "unknown")] == [True, True, True, False]
+    with live.changing("m", "undeploying"):
+        for deployment in live.withdraw("m", None):
+            live.retire("m", deployment, "release")
+        live.drop_kept("m", live.kept("m"), "release")
+    assert counted.has("m")  # the last lookups of version 2 still run
+    last.released.set()
+    wait_until(lambda: not counted.has("m"), "its metrics end")
+    live.give_up("waits")
+    assert not counted.has("waits")
+    with live.changing("fails", "undeploying"):
+        pass
+    assert not counted.has("fails")

@@ -10,6 +10,8 @@ from hps import errors
 from hps.cli import console
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hps.configuration.load import Configuration
     from hps.databases.base import Database
     from hps.ground.progress import Progress
@@ -93,10 +95,25 @@ def _load_version(version: "ModelVersion", targets: "LoadTargets", progress: "Pr
     if model.embedding_cache_type == "stochastic":
         return [f"{model.model}: embedding_cache_type stochastic uses no database"]
     lines = []
+    for database in targets.load if targets.force else ():
+        _empty_shared(database, [table.tag for table in model.tables])
     for table, source in zip(model.tables, version.sources, strict=True):
         report = TableLoad(table, source, targets, progress).run()
         lines += [_line(report, load) for load in report.loads]
     return lines
+
+
+def _empty_shared(database: "Database", tags: "Sequence[str]") -> None:
+    from hps.databases.base import SharedDatabase
+
+    if not isinstance(database, SharedDatabase):
+        return
+    for tag in tags:
+        if not database.empty_table(tag):
+            raise errors.ConflictError(
+                f"loading table {tag} again: other processes use its rows in {database.kind}; run `hps deploy MODEL --force` "
+                "on each, which loads beside them, or stop them first"
+            )
 
 
 def _line(report: "LoadReport", load: "DatabaseLoad") -> str:

@@ -391,7 +391,7 @@ class Database(ABC):
     def reserve(self, tag: str, rows: int) -> None:  # noqa: B027 - optional
         """Make room for `rows` in total, so that loading need not grow the table step by step."""
 
-    def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, afresh: bool = False) -> int | None:
+    def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, replaces: bool = True) -> int | None:
         """Claim the right to load an open table, before the first `load_chunk`.
 
         A shared database remembers the loaded rows, and empties a table that holds another model. The process with the claim
@@ -402,13 +402,15 @@ class Database(ABC):
             fingerprint: identifies the model files.
             rows: how many leading rows of the files the table is to hold.
             wait_s: how long to wait while another process loads.
-            afresh: empty the table first. The caller must then open it again.
+            replaces: whether to empty a table that holds another model while other processes use it, which then need a
+                database below.
 
         Returns:
             The first row to load; `rows` if the table has them all; None if another process is still loading after `wait_s`.
+
+        Raises:
+            DatabaseError: other processes use another model's rows, and they must stay.
         """
-        if afresh:
-            self.drop_table(tag)
         return 0
 
     def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
@@ -462,7 +464,18 @@ class SharedDatabase(Database):
     shared = True
 
     @abstractmethod
-    def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, afresh: bool = False) -> int | None: ...
+    def claim_load(
+        self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, replaces: bool = True
+    ) -> int | None: ...
+
+    def takes_rows(self, tag: str, fingerprint: str) -> bool:
+        """Whether a load of these files would take other rows of a table, opened or not, from another process."""
+        return False
+
+    def empty_table(self, tag: str) -> bool:
+        """Drop a table, opened or not and whoever wrote it, unless another process uses it; return whether it was dropped."""
+        self.drop_table(tag)
+        return True
 
     def discard_table(self, tag: str) -> bool:
         """Stop using a table; the last user drops it. Return whether it was dropped, by default never.

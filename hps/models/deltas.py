@@ -21,7 +21,7 @@ import numpy as np
 from hps.databases.base import Database
 from hps.errors import ModelFileError
 from hps.ground.key_sets import KeySet
-from hps.models.files import OpenedFile, SparseModel, joint_fingerprint, open_file, open_sparse_model
+from hps.models.files import OpenedFile, SparseModel, open_file, open_sparse_model
 from hps.models.manifest import FileCheck, within
 from hps.models.read_ahead import whole_rows
 from hps.models.sources import ModelSources
@@ -163,17 +163,17 @@ def open_table_files(
     return DeltaModel(base, tuple(deltas), tuple(fingerprints), tuple(one.held for one in (first, *rest[:-1])))
 
 
-def fingerprint_of(tables: Sequence[tuple[str | TableSource, int]], sources: ModelSources) -> str:
+def fingerprints_of(tables: Sequence[tuple[str | TableSource, int]], sources: ModelSources) -> tuple[str, ...]:
     """Identify the state of a version's files by their sizes and versions. No row is read.
 
     Returns:
-        32 hexadecimal digits, unchanged until a file of the version or of one that it changes is replaced; equal to the
-        `joint_fingerprint` of the tables' load reports.
+        32 hexadecimal digits for each table, unchanged until a file of the version or of one that it changes is replaced; those
+        of the tables' load reports.
 
     Raises:
         ModelFileError: as of `open_table_files`.
     """
-    return joint_fingerprint(open_table_files(source, dim, sources=sources).fingerprint for source, dim in tables)
+    return tuple(open_table_files(source, dim, sources=sources).fingerprint for source, dim in tables)
 
 
 @dataclass(frozen=True, slots=True)

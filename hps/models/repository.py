@@ -144,7 +144,7 @@ def table_sources(
         held: returns where this process holds the tables of a version, in order; empty if it does not.
 
     Returns:
-        The source of each table, for `TableLoad` and `fingerprint_of`.
+        The source of each table, for `TableLoad` and `fingerprints_of`.
 
     Raises:
         ModelFileNotFoundError: the version, or one that it changes, does not exist.

@@ -36,7 +36,7 @@ class LoadTargets:
         keep: databases that keep their rows (`initialize_after_startup: false`, `read_only`).
         initial_cache_rate: share of a volatile database's capacity, or of the rows if fewer, to load, from the first row on.
         int32_keys: refuse keys outside [0, 2^32) (`supportlonglong: false`).
-        force: empty the databases before loading.
+        force: empty the databases before loading. The caller empties a shared one, whose rows others may use.
     """
 
     load: tuple[Database, ...] = ()
@@ -114,6 +114,7 @@ class TableLoad:
         self._targets = targets
         self._progress = progress or NoProgress()
         self._watched = False  # whether the files may change without another version
+        self._has_authority = any(one.persistent for one in (*targets.load, *targets.keep))
         self._model = open_table_files(source, table.dim, int32_keys=targets.int32_keys, sources=targets.sources)
 
     @property
@@ -183,7 +184,7 @@ class TableLoad:
 
     def _check_kept(self, database: Database) -> None:
         database.open_table(self._tag, self._table.dim)
-        record = database.load_record(self._tag)
+        record = None if database.shared else database.load_record(self._tag)
         if record is not None and not record.complete:
             raise DatabaseError(
                 f"keeping table {self._tag} in {database.kind} as it is (initialize_after_startup false): it holds "
@@ -192,8 +193,11 @@ class TableLoad:
             )
 
     def _record(self, database: Database) -> LoadRecord | None:
-        """Read the load record of a database, unless it is forced. Recognise local files that were only copied or touched."""
-        if self._targets.force:
+        """Read the load record of a database, unless it is forced. Recognise local files that were only copied or touched.
+
+        Processes that load a shared database agree by their claims.
+        """
+        if self._targets.force or database.shared:
             return None
         record, model = database.load_record(self._tag), self._model
         if record is None or not record.complete or not record.checksum or record.fingerprint == model.fingerprint:
@@ -249,8 +253,10 @@ class TableLoad:
             return DatabaseLoad(database.kind, self._first_row(database, record), self._model.rows)
         if copied:  # it gets its rows from the persistent database
             return DatabaseLoad(database.kind, 0, 0)
+        if self._targets.force and not database.shared:
+            self._empty(database)
         rows = self._share(database, self._model.rows)
-        first = database.claim_load(self._tag, self._model.fingerprint, rows, afresh=self._targets.force)
+        first = database.claim_load(self._tag, self._model.fingerprint, rows, replaces=self._has_authority)
         database.open_table(self._tag, self._table.dim)
         return DatabaseLoad(database.kind, first or 0, rows, elsewhere=first is None)
 
@@ -443,7 +449,8 @@ class TableLoad:
         """Wait until no other process loads a shared database; return the first row that it still needs."""
         _log.info("Table: %s; another process is loading %s; waiting for it.", self._tag, database.kind)
         self._progress.start(self._tag, rows, rows * self._model.row_bytes)
-        while (first := database.claim_load(self._tag, self._model.fingerprint, rows, wait_s=_CLAIM_WAIT_S)) is None:
+        fingerprint, replaces = self._model.fingerprint, self._has_authority
+        while (first := database.claim_load(self._tag, fingerprint, rows, wait_s=_CLAIM_WAIT_S, replaces=replaces)) is None:
             self._progress.advance(self._tag, 0)  # its rows are unknown here, but a progress that raises ends the wait
         self._progress.advance(self._tag, first)
         self._progress.finish(self._tag)
@@ -460,7 +467,7 @@ class TableLoad:
     def _copied_as_files(self, authority: Database, database: Database) -> DatabaseLoad:
         """Fill a shared database from the persistent one, under the fingerprint of the files."""
         rows, fingerprint = self._share(database, self._model.rows), self._model.fingerprint
-        first = database.claim_load(self._tag, fingerprint, rows, afresh=self._targets.force)
+        first = database.claim_load(self._tag, fingerprint, rows)
         database.open_table(self._tag, self._table.dim)
         if first is None:
             first = self._claim_when_free(database, rows)

@@ -7,7 +7,7 @@ from functools import partial
 
 from hps.configuration.load import Configuration, ModelConfig, load_configuration
 from hps.errors import HPSError, UnknownModelError, UnknownVersionError
-from hps.models.deltas import HeldTable, TableSource, fingerprint_of
+from hps.models.deltas import HeldTable, TableSource, fingerprints_of
 from hps.models.manifest import within
 from hps.models.repository import VersionFiles, list_models, list_versions, log_starts_beside, table_sources, version_files
 from hps.models.sources import ModelSources
@@ -133,14 +133,14 @@ class ModelCatalog:
         places = tuple(source.place for source in sources)
         return ModelVersion(model.model_copy(update={"version": version, "sparse_files": places}), sources)
 
-    def fingerprint(self, version: ModelVersion) -> str:
-        """Return the fingerprint of a version's current files, without reading rows.
+    def fingerprints(self, version: ModelVersion) -> tuple[str, ...]:
+        """Return the fingerprint of each table's current files, without reading rows.
 
         Raises:
             ModelFileError: files are missing or do not fit the configuration.
         """
         tables = zip(version.sources, version.config.embedding_vecsize_per_table, strict=True)
-        return fingerprint_of(list(tables), self._sources)
+        return fingerprints_of(list(tables), self._sources)
 
     def to_serve(self, name: str) -> list[str]:
         """Return the versions that the model's `version_policy` selects, ascending.

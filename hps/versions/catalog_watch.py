@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hps.errors import HPSError
+from hps.models.files import joint_fingerprint
 from hps.versions.catalog import ModelCatalog
 from hps.versions.live_models import LiveModels, VersionState
 
@@ -64,7 +65,7 @@ class CatalogWatch:
         for name in names:
             try:
                 chosen = [self._catalog.version(name, version) for version in self._catalog.to_serve(name)]
-                versions = tuple((one.config.version, self._catalog.fingerprint(one)) for one in chosen)
+                versions = tuple((one.config.version, joint_fingerprint(self._catalog.fingerprints(one))) for one in chosen)
                 wanted = self._catalog.model(name), versions
             except HPSError as error:
                 if self._unreadable.get(name) != str(error):

@@ -11,6 +11,7 @@ from hps.errors import CapacityError, ConflictError
 from hps.ground.progress import Progress
 from hps.lookup.chain import DatabaseChain
 from hps.models.deltas import HeldTable
+from hps.models.files import joint_fingerprint
 from hps.models.table_load import LoadTargets
 from hps.types import TableSpec
 from hps.versions.catalog import ModelCatalog
@@ -144,7 +145,8 @@ class Deployer:
                 f"deploying model {name!r}: {other}, which cannot change under the same version; give the files a version "
                 "of their own, or undeploy the model first"
             )
-        fingerprint = self._catalog.fingerprint(wanted)
+        fingerprints = self._catalog.fingerprints(wanted)
+        fingerprint = joint_fingerprint(fingerprints)
         if there and there.fingerprint == fingerprint and not force:
             same = _same_settings(there.config, config)
             if same or there.chain.databases:
@@ -163,7 +165,7 @@ class Deployer:
             deployed, kept = self._renewed(old, config), [one for one in kept if one is not old]
         else:
             used = {table.slot for one, _ in self._live.versions(name) for table in one.tables}
-            slot = free_slot(config, fingerprint, used, self._chain)
+            slot = free_slot(config, fingerprints, used, self._chain, force=force)
             tables, old = tuple(replace(table, slot=slot) for table in config.tables), None
             load = partial(
                 deploy,

@@ -1,13 +1,17 @@
 """Decides which tables of earlier versions to keep, and allocates slots for those of a new one."""
 
-from collections.abc import Collection, Sequence
+import hashlib
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from itertools import count
 
 from hps.configuration.load import ModelConfig
 from hps.configuration.models import FIRST_VERSION
-from hps.databases.base import Database
-from hps.errors import DatabaseError
+from hps.databases.base import Database, LoadRecord, SharedDatabase
+from hps.errors import DatabaseError, TableWidthError
 from hps.lookup.chain import DatabaseChain
+from hps.models.files import joint_fingerprint
 from hps.types import TableSpec, split_tag
 from hps.versions.deployment import Deployment
 
@@ -17,22 +21,67 @@ def surplus(kept: Sequence[Deployment], keep_versions: int) -> Sequence[Deployme
     return kept[: max(0, len(kept) - max(0, keep_versions - 1))]
 
 
-def free_slot(config: ModelConfig, fingerprint: str, used: Collection[str], chain: DatabaseChain) -> str:
+def free_slot(
+    config: ModelConfig, fingerprints: Sequence[str], used: Collection[str], chain: DatabaseChain, *, force: bool = False
+) -> str:
     """Return a slot for the tables of a version that no other version of the model uses.
 
     A version reloaded from other files gets tables beside the serving ones. After a restart, existing tables of exactly these
-    files are preferred, since they contain online writes.
+    files are preferred, since they contain online writes; of several, the whole ones that were loaded last. Tables of a shared
+    database that other processes use with other rows are left to them.
 
     Args:
         config: configuration of the version.
-        fingerprint: fingerprint of its files.
+        fingerprints: fingerprint of each table's files.
         used: slots of the versions in service or kept.
+        force: whether the files are loaded again in any case. Shared databases then hold no table of the slot.
     """
-    others = [f"{config.version}.{fingerprint[i : i + 8]}" for i in (0, 8, 16)]
-    databases = [database for database in chain.databases if database.persistent]
-    held = {slot for database in databases for _, slot, _ in _tables_of(config.model, database)}
-    written = [slot for slot in others if slot in held]
-    return next(slot for slot in [*written, config.tables[0].slot, *others] if slot not in used)
+    free = (slot for slot in _slots(config, joint_fingerprint(fingerprints)) if slot not in used)
+    if force:
+        shared = [database for database in chain.databases if isinstance(database, SharedDatabase)]
+        return next(slot for slot in free if all(one.discard_table(tag) for one in shared for tag in _tags(config, slot)))
+    authority = chain.databases[-1] if chain.databases else None
+    if authority is not None and (authority.persistent or authority.shared):
+        stored = {tag: slot for tag, slot, _ in _tables_of(config.model, authority)}
+        own = {slot for slot in stored.values() if slot == config.tables[0].slot or slot.startswith(f"{config.version}.")}
+        held = [slot for slot in own if slot not in used and stored.keys() >= set(_tags(config, slot))]
+        loads = {slot: loaded for slot in held if (loaded := _loaded(config, slot, fingerprints, authority))}
+        if loads:
+            return max(loads, key=lambda slot: loads[slot])
+    if not isinstance(authority, SharedDatabase):
+        return next(free)
+
+    def takes_rows(slot: str) -> bool:
+        tables = zip(_tags(config, slot), fingerprints, strict=True)
+        return any(authority.takes_rows(tag, fingerprint) for tag, fingerprint in tables)
+
+    return next(slot for slot in free if not takes_rows(slot))
+
+
+def _slots(config: ModelConfig, fingerprint: str) -> Iterator[str]:
+    """Yield the slot of a version, then further ones for the same version and files."""
+    yield config.tables[0].slot
+    yield from (f"{config.version}.{fingerprint[i : i + 8]}" for i in (0, 8, 16))
+    for number in count(3):
+        yield f"{config.version}.{hashlib.blake2b(f'{fingerprint} {number}'.encode(), digest_size=4).hexdigest()}"
+
+
+def _tags(config: ModelConfig, slot: str) -> list[str]:
+    return [replace(table, slot=slot).tag for table in config.tables]
+
+
+def _loaded(config: ModelConfig, slot: str, fingerprints: Sequence[str], database: Database) -> tuple[bool, int] | None:
+    """Return whether the tables of a slot have all rows of these files, and when they were loaded; None for other files."""
+    records: list[LoadRecord] = []
+    for table, tag in zip(config.tables, _tags(config, slot), strict=True):
+        with suppress(TableWidthError):
+            if database.persistent:
+                database.open_table(tag, table.dim)
+            if record := database.load_record(tag):
+                records.append(record)
+    if [record.fingerprint for record in records] != list(fingerprints):
+        return None
+    return all(record.complete for record in records), max(record.loaded_at_us for record in records)
 
 
 def leftovers(config: ModelConfig, live: Sequence[TableSpec], held_versions: int, chain: DatabaseChain) -> list[str]:

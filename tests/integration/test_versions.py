@@ -130,12 +130,30 @@ def test_files_that_were_replaced_are_served_beside_the_old_ones_and_found_again
         write_version(tmp_path, 1, content=5)
         assert server.deploy("ranker") is not serving
         assert version_of(server) == 5
+        for content in (1, 5):
+            server.rollback("ranker")
+            assert version_of(server) == content
         server.insert([7], np.full((1, 4), 9.0, np.float32), "ranker", "user")
         assert server.deploy("ranker").version == "1"
     with hps.HPS(configuration) as server:
         np.testing.assert_array_equal(server.lookup([7], "ranker", "user"), np.full((1, 4), 9.0, np.float32))
         vectors = server.lookup(KEYS[100:], "ranker", "user")
         np.testing.assert_array_equal(vectors, vectors_of(KEYS[100:], 4, 5))
+
+
+@pytest.mark.parametrize("forced", [1, 2, 3, 4])
+def test_a_restart_finds_the_rows_that_were_forced_last_and_what_was_written_to_them(
+    document: Callable[..., dict[str, Any]], forced: int
+) -> None:
+    configuration = document(versions=1)
+    for round_ in range(1, 3):
+        with hps.HPS(configuration) as server:
+            for number in range(forced):
+                server.deploy("ranker", force=True)
+                server.insert([7], np.full((1, 4), 10 * round_ + number, np.float32), "ranker", "user")
+        with hps.HPS(configuration) as server:
+            expected = np.full((1, 4), 10 * round_ + forced - 1, np.float32)
+            np.testing.assert_array_equal(server.lookup([7], "ranker", "user"), expected)
 
 
 @pytest.mark.parametrize(

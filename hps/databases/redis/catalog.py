@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from hps.databases.base import LogPosition, Partition
+from hps.databases.base import LoadRecord, LogPosition, Partition
 from hps.databases.redis.layout import ANY_KEY, KeyPartition, RedisLayout, partition_number, tag_of
 from hps.databases.redis.marks import Mark, Process, opened, parse, rows_lost
 from hps.databases.redis.nodes import RedisNodes
@@ -17,6 +17,7 @@ from hps.errors import DatabaseCorruptError, DatabaseError, TableWidthError, Unk
 
 _log = logging.getLogger(__name__)
 _LOADED: Final = b"loaded"
+_LOADED_AT: Final = b"loaded at"
 _LOG: Final = b"log "
 _ATTEMPTS: Final = 8
 _CHANGE: Final = """
@@ -203,6 +204,22 @@ class Catalog:
     def write_note(self, layout: RedisLayout, note: LoadNote) -> None:
         """Store the progress of a load."""
         self._nodes.ask(layout.slot, "HSET", layout.about, _LOADED, json.dumps(asdict(note)))
+
+    def write_load_time(self, layout: RedisLayout) -> None:
+        """Store that a load ended now."""
+        seconds, microseconds = self._nodes.ask(layout.slot, "TIME")
+        self._nodes.ask(layout.slot, "HSET", layout.about, _LOADED_AT, 1_000_000 * int(seconds) + int(microseconds))
+
+    def load_record(self, tag: str) -> LoadRecord | None:
+        """Return which model files a table, opened or not, was loaded from; None if unknown, or if rows were lost since."""
+        about = self._about(RedisLayout.of(tag, 1, self._num_partitions))
+        if not (about.get(b"dim") and about.get(b"num_partitions")):
+            return None
+        layout = RedisLayout.of(tag, int(about[b"dim"]), int(about[b"num_partitions"]))
+        note = _parse_note(about.get(_LOADED), layout)
+        if note is None or note.marks != digest(self.marks(layout) or []):
+            return None
+        return LoadRecord(note.fingerprint, note.rows_done, note.rows, loaded_at_us=int(about.get(_LOADED_AT, 0)))
 
     def positions(self, layout: RedisLayout, marks: list[bytes]) -> dict[Partition, LogPosition]:
         """Read how far each partition of the log was applied; none if rows were lost since, as the incarnations tell."""

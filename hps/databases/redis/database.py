@@ -113,8 +113,8 @@ class RedisDatabase(SharedDatabase):
         target_rows = round(overflow_margin * overflow_resolution_target)
         self._overflow = Overflow(self._nodes, overflow_margin, target_rows, overflow_policy)
         self._catalog = Catalog(self._nodes, num_partitions)
-        self._leases = LoadLeases(self._nodes, self._catalog, lease_s)
         self._users = TableUsers(self._nodes, self._catalog, use_lease_s)
+        self._leases = LoadLeases(self._nodes, self._catalog, self._users, lease_s)
         self._tables: dict[str, RedisTable] = {}
         self._below: dict[str, TableAuthority] = {}
         self._uses: WorkQueue | None = None
@@ -251,14 +251,22 @@ class RedisDatabase(SharedDatabase):
         self._catalog.drop(tag)
 
     def discard_table(self, tag: str) -> bool:
-        self._below.pop(tag, None)
-        table = self._tables.pop(tag, None)
-        if table is not None:
-            self._leases.give_up(table)
+        self._forget(tag)
         return self._users.discard(self._any_layout(tag))
 
-    def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, afresh: bool = False) -> int | None:
-        return self._leases.claim(self._table(tag), fingerprint, rows, wait_s, afresh=afresh)
+    def empty_table(self, tag: str) -> bool:
+        self._forget(tag)
+        return self._users.discard(self._any_layout(tag), spare_foreign=False)
+
+    def takes_rows(self, tag: str, fingerprint: str) -> bool:
+        note = self._catalog.note(layout := self._any_layout(tag))
+        return note is not None and note.fingerprint != fingerprint and self._users.others(layout)
+
+    def load_record(self, tag: str) -> LoadRecord | None:
+        return self._catalog.load_record(tag)
+
+    def claim_load(self, tag: str, fingerprint: str, rows: int, wait_s: float = 0.0, *, replaces: bool = True) -> int | None:
+        return self._leases.claim(self._table(tag), fingerprint, rows, wait_s, replaces=replaces)
 
     def load_chunk(self, tag: str, keys: KeyArray, vectors: FloatArray, record: LoadRecord) -> None:
         table = self._table(tag)
@@ -296,6 +304,12 @@ class RedisDatabase(SharedDatabase):
                 "absent; set it to noeviction, and bound the tables with overflow_margin",
                 policy,
             )
+
+    def _forget(self, tag: str) -> None:
+        self._below.pop(tag, None)
+        table = self._tables.pop(tag, None)
+        if table is not None:
+            self._leases.give_up(table)
 
     def _any_layout(self, tag: str) -> RedisLayout:
         return RedisLayout.of(tag, 1, self._num_partitions)

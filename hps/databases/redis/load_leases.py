@@ -12,6 +12,7 @@ from hps.databases.redis.marks import LOADING, UNKNOWN, Mark, base_of, begun, lo
 from hps.databases.redis.nodes import RedisNodes
 from hps.databases.redis.requests import Call
 from hps.databases.redis.table import RedisTable
+from hps.databases.redis.users import TableUsers
 from hps.errors import DatabaseError
 
 _LOOK_S: Final = 0.2  # between two checks of another process' progress
@@ -27,17 +28,19 @@ class LoadLeases:
     Args:
         nodes: run the commands.
         catalog: recreates a table that holds another model.
+        users: tells whether other processes use a table.
         lease_s: maximum silence of a holder.
     """
 
-    def __init__(self, nodes: RedisNodes, catalog: Catalog, lease_s: float) -> None:
+    def __init__(self, nodes: RedisNodes, catalog: Catalog, users: TableUsers, lease_s: float) -> None:
         self._nodes = nodes
         self._catalog = catalog
+        self._users = users
         self._lease_ms = max(1, int(1000 * lease_s))
         self._token = secrets.token_hex(8)
         self._claimed: dict[str, LoadNote] = {}
 
-    def claim(self, table: RedisTable, fingerprint: str, rows: int, wait_s: float, *, afresh: bool = False) -> int | None:
+    def claim(self, table: RedisTable, fingerprint: str, rows: int, wait_s: float, *, replaces: bool = True) -> int | None:
         """As `Database.claim_load`."""
         deadline = time.monotonic() + wait_s
         layout = table.layout
@@ -45,10 +48,10 @@ class LoadLeases:
         while True:
             texts = self._open(layout)
             whole = not any(mark and mark.base == LOADING for mark in map(parse, texts))
-            if whole and not afresh and self._first_row(table, texts, self._catalog.note(layout), fingerprint, rows) == rows:
+            if whole and self._first_row(table, texts, self._catalog.note(layout), fingerprint, rows) == rows:
                 return rows
             if self._acquire(layout):
-                return self._begin(table, fingerprint, rows, afresh=afresh)
+                return self._begin(table, fingerprint, rows, replaces=replaces)
             if time.monotonic() >= deadline:
                 return None
             time.sleep(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
@@ -89,6 +92,7 @@ class LoadLeases:
             self._change(table, table.marks or [], lambda mark: loaded(mark or Mark("", ""), base, fresh))
             table.loading = False
             self._catalog.write_note(table.layout, replace(claimed, rows_done=claimed.rows))
+            self._catalog.write_load_time(table.layout)
             self._release(table.layout)
 
     def give_up(self, table: RedisTable) -> None:
@@ -103,15 +107,17 @@ class LoadLeases:
             raise lost(layout)
         return texts
 
-    def _begin(self, table: RedisTable, fingerprint: str, rows: int, *, afresh: bool) -> int:
+    def _begin(self, table: RedisTable, fingerprint: str, rows: int, *, replaces: bool) -> int:
         layout = table.layout
         note, texts = self._catalog.note(layout), self._open(layout)  # again: another process may have completed it meanwhile
-        first = 0 if afresh else self._first_row(table, texts, note, fingerprint, rows)
+        first = self._first_row(table, texts, note, fingerprint, rows)
         marks = [mark for mark in map(parse, texts) if mark]
         if first == rows and not any(mark.base == LOADING for mark in marks):
             self._release(layout)
             return rows
-        if afresh or (not first and not self._may_stay(table, marks, note, fingerprint)):
+        if not first and not self._may_stay(table, marks, note, fingerprint):
+            if not replaces:
+                self._refuse_used(layout, note, LoadNote(fingerprint, 0, rows, ""))
             self._catalog.drop(layout.tag)
             # Before the table has marks again: else missing rows would count as absent.
             self._catalog.write_note(layout, LoadNote(fingerprint, 0, rows, ""))
@@ -123,6 +129,23 @@ class LoadLeases:
         if first == rows:  # its loader died when all rows were there
             self.end(table)
         return first
+
+    def _refuse_used(self, layout: RedisLayout, before: LoadNote | None, note: LoadNote) -> None:
+        """Refuse to load over rows that other processes use. Whoever opens the table after this finds no whole rows there.
+
+        Raises:
+            DatabaseError: there are such processes.
+        """
+        self._catalog.write_note(layout, note)
+        if not self._users.others(layout):
+            return
+        if before is not None:
+            self._catalog.write_note(layout, before)
+        self._release(layout)
+        raise DatabaseError(
+            f"redis: loading table {layout.tag}: other processes use it with the rows of other files; deploy the model, which "
+            "takes another table, or stop them"
+        )
 
     def _change(self, table: RedisTable, texts: list[bytes], to: Callable[[Mark | None], Mark]) -> list[bytes]:
         """Change the marks of all partitions from these; the table is then used under the new ones."""

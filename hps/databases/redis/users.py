@@ -58,6 +58,14 @@ return 1
 """
 )
 """Removes a process from the users. Returns 1 if it must drop the table, as the last user."""
+_OTHERS: Final = (
+    _NOW
+    + """
+local users = redis.call('hgetall', KEYS[1])
+for i = 2, #users, 2 do if users[i - 1] ~= ARGV[1] and tonumber(users[i]) > now then return 1 end end
+return 0
+"""
+)
 
 
 class TableUsers:
@@ -103,9 +111,17 @@ class TableUsers:
         self._forget(layout)
         self._nodes.ask(layout.slot, "HDEL", layout.users, self._token)
 
-    def discard(self, layout: RedisLayout) -> bool:
-        """Leave a table, and drop it unless others use it, or may; return whether it was dropped."""
-        if "@" not in layout.tag and self._may_be_hugectrs(layout):
+    def others(self, layout: RedisLayout) -> bool:
+        """Whether other processes use a table."""
+        return bool(self._nodes.ask(layout.slot, "EVAL", _OTHERS, 1, layout.users, self._token))
+
+    def discard(self, layout: RedisLayout, *, spare_foreign: bool = True) -> bool:
+        """Leave a table, and drop it unless others use it; return whether it was dropped.
+
+        Args:
+            spare_foreign: keep a table that HugeCTR may use.
+        """
+        if spare_foreign and "@" not in layout.tag and self._may_be_hugectrs(layout):
             self.leave(layout)
             return False
         self._forget(layout)

@@ -147,6 +147,34 @@ def test_another_model_replaces_the_rows(node):
     holds(first, 300, version=2)
 
 
+def test_rows_that_another_process_uses_stay_if_it_has_nothing_below(node):
+    first, second = node(), node()
+    first.claim_load(TAG, "v1", 600)
+    chunk(first, 0, 600)
+    first.finish_load(TAG)
+    for _ in range(2):
+        assert second.takes_rows(TAG, "v2")
+        assert not second.takes_rows(TAG, "v1")
+        with pytest.raises(DatabaseError, match="other processes use it"):
+            second.claim_load(TAG, "v2", 300, replaces=False)
+        holds(first, 600)
+    assert node().claim_load(TAG, "v1", 600, replaces=False) == 600
+    first.close()
+
+
+def test_rows_that_no_other_process_uses_are_replaced(node):
+    first, second = node(), node()
+    first.claim_load(TAG, "v1", 600)
+    chunk(first, 0, 600)
+    first.finish_load(TAG)
+    first.close()
+    assert not second.takes_rows(TAG, "v2")
+    assert second.claim_load(TAG, "v2", 300, replaces=False) == 0
+    chunk(second, 0, 300, "v2", version=2)
+    second.finish_load(TAG)
+    holds(second, 300, version=2)
+
+
 def test_rows_that_nobody_recorded_stay_and_are_overwritten(node):
     database = node()
     database.insert(TAG, KEYS, vectors_of(KEYS, DIM, version=5))
@@ -291,7 +319,8 @@ class TestLoadTable:
         assert nothing_to_do(load_table(TABLE, files, [node()]))
 
     def test_a_new_version_replaces_the_old_one(self, node, files):
-        load_table(TABLE, files, [node()])
+        load_table(TABLE, files, [before := node()])
+        before.close()
         write_sparse_model(files, (KEYS[:400], vectors_of(KEYS[:400], DIM, 1)), overwrite=True)
         database = node()
         assert load_table(TABLE, files, [database]).loads[0].rows == 400

@@ -180,8 +180,9 @@ def test_what_was_lost_is_applied_again(authority, client, what):
         client.flushall()
     with closing(authority(follow=False)) as other:
         if what == "loaded again":
-            other.claim_load(TAG, "files", KEYS.size, afresh=True)
+            other.drop_table(TAG)
             other.open_table(TAG, DIM)
+            other.claim_load(TAG, "files", KEYS.size)
             other.load_chunk(TAG, KEYS, vectors(40, 0), LoadRecord("files", 40, 40))
             other.finish_load(TAG)
         else:

@@ -12,7 +12,7 @@ from hps.databases.base import Database, TableStats
 from hps.databases.hash_map.database import HashMapDatabase
 from hps.databases.rocks_db.database import RocksDatabase
 from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError, ModelFileNotFoundError
-from hps.models.deltas import MOST_DELTAS, HeldTable, fingerprint_of
+from hps.models.deltas import MOST_DELTAS, HeldTable, fingerprints_of
 from hps.models.repository import VersionFiles, table_sources
 from hps.models.sources import ModelSources
 from hps.models.table_load import LoadTargets, TableLoad
@@ -260,12 +260,12 @@ def test_a_cache_is_warmed_with_the_rows_of_the_delta(
 
 
 def test_a_changed_base_is_noticed_and_loaded_again(versions: Versions, persistent: Any) -> None:
-    def fingerprint() -> str:
-        return fingerprint_of([(versions.source("3"), DIM)], ModelSources())
+    def fingerprint() -> tuple[str, ...]:
+        return fingerprints_of([(versions.source("3"), DIM)], ModelSources())
 
     versions.load("3", [persistent])
     before = fingerprint()
-    assert fingerprint() == before != fingerprint_of([(versions.source("2"), DIM)], ModelSources())
+    assert fingerprint() == before != fingerprints_of([(versions.source("2"), DIM)], ModelSources())
     for version, name in (("1", "key"), ("2", "emb_vector"), ("2", "deleted"), ("3", "key")):
         path = Path(versions.place) / version / "item" / name
         path.rename(path.with_suffix(".old"))
@@ -280,7 +280,7 @@ def test_no_row_is_read_for_a_fingerprint(versions: Versions) -> None:
     with gates("counted") as (gate,):
         source = versions.source("3", root="gate://counted")
         gate.bytes_read.clear()
-        fingerprint_of([(source, DIM), (source, DIM)], ModelSources())
+        fingerprints_of([(source, DIM), (source, DIM)], ModelSources())
         assert gate.bytes_read == {}
 
 

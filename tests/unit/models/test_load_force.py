@@ -309,7 +309,7 @@ def test_force_needs_usable_files_before_it_empties_anything(source: str, rocks:
 
 
 @pytest.mark.redis
-def test_force_empties_redis_and_loads_it_again(source: str, tmp_path: Path) -> None:
+def test_force_loads_redis_again_once_no_other_process_uses_the_table(source: str, tmp_path: Path) -> None:
     with RedisServer(tmp_path) as server:
         redis = RedisDatabase(server.address, num_partitions=4, timeout_s=20, read_timeout_s=20)
         other = RedisDatabase(server.address, num_partitions=4, timeout_s=20, read_timeout_s=20)
@@ -318,10 +318,12 @@ def test_force_empties_redis_and_loads_it_again(source: str, tmp_path: Path) -> 
             updated = update(redis)
             assert load_table(TABLE, source, [other]).loads[0].rows == 0
             assert held(other) == updated
+            assert not other.empty_table(TAG)
+            assert held(redis) == updated
+            redis.close()
+            assert other.empty_table(TAG)
             assert load_table(TABLE, source, [other], force=True).loads[0].rows == ROWS
-            redis.open_table(TAG, DIM)  # it sees that its table was replaced
-            assert held(redis) == held(other) == FILES
-            assert load_table(TABLE, source, [redis]).loads[0].rows == 0
+            assert held(other) == FILES
         finally:
             redis.close()
             other.close()
@@ -372,6 +374,21 @@ def test_a_model_that_is_deployed_again_with_fewer_rows_leaves_none_of_the_old(
             write_sparse_model(source, fewer, overwrite=True)
             server.deploy(config)
             assert served(server, KEYS) == dict.fromkeys(KEYS.tolist()) | content(*fewer)
+
+
+@pytest.mark.redis
+def test_the_command_line_does_not_empty_a_table_that_a_server_uses(configuration: dict[str, Any], tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis") as redis:
+        configuration["persistent_db"] = {"type": "disabled"}
+        configuration["volatile_db"] = {"type": "redis", "address": redis.address, "num_partitions": 4}
+        (path := tmp_path / "ps.json").write_text(json.dumps(configuration))
+        with hps.HPS(configuration) as server:
+            result = CliRunner().invoke(app, ["load", str(path), "--force"])
+            assert result.exit_code == 1
+            assert "other processes use its rows" in " ".join(result.output.split())
+            assert served(server, KEYS) == FILES
+        result = CliRunner().invoke(app, ["load", str(path), "--force"])
+        assert "loaded 1,000 rows" in " ".join(result.output.split())
 
 
 def test_the_command_line_loads_again_when_forced(configuration: dict[str, Any], tmp_path: Path) -> None:

@@ -1,0 +1,160 @@
+"""Servers that share a Redis with nothing below: none takes another one's rows away while it deploys."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hps
+from hps.databases.redis.database import RedisDatabase
+from hps.databases.redis.layout import tag_of
+from hps.ground.progress import NoProgress
+from hps.types import split_tag
+from tests.servers.redis_server import RedisServer
+from tests.servers.running_service import document_of, model_of
+
+pytestmark = pytest.mark.redis
+DIMS = {"user": 4, "item": 7}
+KEYS = np.arange(2000)
+
+
+def vectors_of(dim: int, content: int) -> np.ndarray:
+    return (KEYS[:, None] * 16 + np.arange(dim) + content * 100_000).astype(np.float32)
+
+
+def write_content(directory: Path, content: int) -> list[str]:
+    places = [directory / f"{table}.model" for table in DIMS]
+    for place, dim in zip(places, DIMS.values(), strict=True):
+        hps.write_sparse_model(place, (KEYS, vectors_of(dim, content)), overwrite=True)
+    return list(map(str, places))
+
+
+def content_of(server: hps.HPS) -> int:
+    """The content that answers for every key, which is one, or the test fails."""
+    answer = server.lookup_tables(dict.fromkeys(DIMS, KEYS), "ranker")
+    content = int(answer["user"][0, 0]) // 100_000
+    for table, dim in DIMS.items():
+        np.testing.assert_array_equal(answer[table], vectors_of(dim, content))
+    return content
+
+
+class AskingPeers(NoProgress):
+    """Looks up in peers at each step of a load."""
+
+    def __init__(self, peers: dict[hps.HPS, int]) -> None:
+        self._expected = peers
+        self.steps = 0
+
+    def start(self, tag: str, rows: int, size_bytes: int) -> None:
+        self.ask()
+
+    def advance(self, tag: str, rows: int) -> None:
+        self.ask()
+
+    def finish(self, tag: str) -> None:
+        self.ask()
+
+    def ask(self) -> None:
+        self.steps += 1
+        for peer, content in self._expected.items():
+            assert content_of(peer) == content
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path / "redis") as server:
+        yield server
+
+
+@pytest.fixture
+def start(redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., hps.HPS]]:
+    """Start servers over the Redis, each as another process would be; the files of their model have content 1."""
+    monkeypatch.setattr("hps.models.files.CHUNK_BYTES", 1 << 13)
+    files = write_content(tmp_path, 1)
+    with ExitStack() as servers:
+
+        def start_server(**more: Any) -> hps.HPS:
+            model = model_of("ranker", files, DIMS, max_batch_size=2000, gpucache=False)
+            volatile = {"type": "redis", "address": redis.address, "num_partitions": 2}
+            return servers.enter_context(hps.HPS(document_of(model, volatile_db=volatile), **more))
+
+        yield start_server
+
+
+def stored_slots(redis: RedisServer) -> set[str]:
+    """Slots of the tables with rows in Redis."""
+    with redis.client() as client:
+        tags = {tag for key in client.scan_iter("hps_et{*}v") if (tag := tag_of(key))}
+    return {names[1] for tag in tags if (names := split_tag(tag))}
+
+
+def test_peers_answer_all_the_while_that_each_in_turn_forces_a_deployment(
+    start: Callable[..., hps.HPS], redis: RedisServer
+) -> None:
+    servers = [start() for _ in range(3)]
+    for _ in range(3):
+        for server in servers:
+            peers = AskingPeers(dict.fromkeys(servers, 1))
+            server.deploy("ranker", progress=peers, force=True)
+            assert peers.steps > 10
+            peers.ask()
+    assert len(stored_slots(redis)) <= 2 * len(servers), "what each serves, and what it keeps"
+
+
+def test_servers_that_force_a_deployment_at_once_load_it_once(start: Callable[..., hps.HPS], redis: RedisServer) -> None:
+    servers = [start() for _ in range(3)]
+    with ThreadPoolExecutor() as pool:
+        for _ in range(3):
+            for done in [pool.submit(server.deploy, "ranker", force=True) for server in servers]:
+                done.result(60)
+            assert list(map(content_of, servers)) == [1, 1, 1]
+
+
+def test_files_that_were_replaced_are_loaded_beside_those_that_a_peer_serves(
+    start: Callable[..., hps.HPS], redis: RedisServer, tmp_path: Path
+) -> None:
+    """A server that is started again finds other files under the same version."""
+    serving, restarted = start(), start()
+    restarted.close()
+    write_content(tmp_path, 5)
+    peers = AskingPeers({serving: 1})
+    restarted = start(progress=peers)
+    assert peers.steps > 10
+    assert (content_of(serving), content_of(restarted)) == (1, 5)
+    serving.deploy("ranker")
+    assert (content_of(serving), content_of(restarted)) == (5, 5)
+    assert len({slot for slot in stored_slots(redis) if slot}) == 1, "both use the same rows"
+
+
+@pytest.mark.parametrize("forced", [1, 2, 3, 4])
+def test_a_restarted_server_finds_the_rows_that_it_forced_last_and_its_writes(
+    start: Callable[..., hps.HPS], forced: int
+) -> None:
+    server = start()
+    for round_ in range(forced):
+        server.deploy("ranker", force=True)
+        server.insert([7], np.full((1, 4), round_, np.float32), "ranker", "user")
+    server.close()
+    server = start()
+    np.testing.assert_array_equal(server.lookup([7], "ranker", "user"), np.full((1, 4), forced - 1, np.float32))
+
+
+def test_a_table_of_hugectr_stays_as_it_is_beside_a_forced_deployment(
+    start: Callable[..., hps.HPS], redis: RedisServer
+) -> None:
+    """HugeCTR enters itself nowhere, and may read its table."""
+    database = RedisDatabase(redis.address, num_partitions=2)
+    for table, dim in DIMS.items():
+        database.open_table(f"hps_et.ranker.{table}", dim)
+        database.insert(f"hps_et.ranker.{table}", KEYS, vectors_of(dim, 3))
+    database.close()
+    with redis.client() as client:
+        ours = [key for key in client.scan_iter("hps_et{*") if key[-1:] not in (b"v", b"t")]
+        client.unlink(*ours)
+        before = {key: client.hgetall(key) for key in client.scan_iter("hps_et{*}v")}
+        assert content_of(start(force=True)) == 1
+        assert {key: client.hgetall(key) for key in before} == before

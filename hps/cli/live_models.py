@@ -131,8 +131,11 @@ def updates_status_command(
         console.table(("model", "version", "table"), ("lag", "behind", "rows/s", "rows", "stale", "dead letters"), rows)
     )
     for one in answer["tables"]:
+        where = f"{one['model']} version {one['version']}, {one['table']}"
         if one["problem"]:
-            typer.echo(f"{one['model']} version {one['version']}, {one['table']}: {one['problem']}")
+            typer.echo(f"{where}: {one['problem']}")
+        if one["future_times"]:
+            typer.echo(f"{where}: {one['future_times']} messages claimed a time in the future; check the producers' clocks")
 
 
 def _change(model: str, verb: str, body: dict[str, Any], no_wait: bool, url: str, token: str, token_file: Path | None) -> None:

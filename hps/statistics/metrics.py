@@ -253,6 +253,9 @@ class Metrics(Collector):
         self.update_stale_rows = self._counter(
             "hps_update_stale_rows", "Applied rows that were older than the stored ones, and had no effect.", *_TABLE
         )
+        self.update_future_times = self._counter(
+            "hps_update_future_times", "Messages that claimed a time more than a second ahead of this machine's clock.", *_TABLE
+        )
         self.update_bytes = self._counter("hps_update_bytes", "Bytes of applied messages.", *_TABLE)
         self.update_dead_letters = self._counter(
             "hps_update_dead_letters", "Messages that could not be applied, by reason.", *_TABLE, "reason"

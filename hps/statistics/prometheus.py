@@ -152,7 +152,7 @@ def server_families(stats: ServerStatistics) -> Iterator[Family]:
 def update_families(statuses: Sequence[UpdateStatus]) -> Iterator[Family]:
     """Render how far tables have followed the log of their updates; for several versions, the one furthest behind."""
     for name, text, attribute in (
-        ("hps_update_lag_seconds", "How long a table has been behind its log of updates.", "lag_s"),
+        ("hps_update_lag_seconds", "Age of the oldest message of updates that is not applied, by the log.", "lag_s"),
         ("hps_update_lag_messages", "Unapplied messages in the log.", "behind"),
     ):
         largest: dict[tuple[str, str], float] = {}

@@ -146,11 +146,12 @@ class UpdateStatus:
         topic: topic of the log.
         positions: last message applied to every tier, by partition; empty before the first.
         behind: unapplied messages in the log; None if unknown.
-        lag_s: 0 if the table is not behind, else the age of the newest applied message, or the time since the table was last
-            not behind if that is shorter. None if unknown.
+        lag_s: age of the oldest unapplied message, by the log and not by what producers claim; 0 if there is none. While the
+            log cannot be reached, the time since it was last known that nothing was unapplied. None if unknown.
         rows_per_s: rows applied per second, over the last ten seconds.
         rows: rows applied since the start, including repeated ones.
         stale_rows: rows among them that were older than the stored ones, and so had no effect.
+        future_times: messages that claimed a time more than a second ahead of this machine's clock.
         dead_letters: messages that could not be applied, by reason.
         problem: why updates are not applied, or what was lost; empty if there is no problem.
         connected: whether the log brings the table's messages.
@@ -166,6 +167,7 @@ class UpdateStatus:
     rows_per_s: float
     rows: int
     stale_rows: int
+    future_times: int
     dead_letters: dict[str, int]
     problem: str
     connected: bool

@@ -11,7 +11,7 @@ A reader chooses its own starting positions: the database stores with the rows h
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Self
 
 from hps.databases.base import Partition as Partition  # part of this contract
@@ -32,6 +32,7 @@ class Message:
         position: position in the partition, as the log writes it (a Kafka offset, a Redis stream id).
         time_us: publication time in microseconds since 1970, by the publisher's or broker's clock; 0 if unknown.
         key: Kafka's message key; empty by default.
+        arrived: when it was appended, by `time.monotonic`, within what was observed (arrivals.py); None if unknown.
     """
 
     partition: Partition
@@ -39,6 +40,7 @@ class Message:
     time_us: int
     key: bytes
     value: bytes
+    arrived: float | None = field(default=None, compare=False)
 
 
 class UpdateLog(ABC):
@@ -105,6 +107,14 @@ class UpdateLog(ABC):
         """Return the number of unread messages in each known partition; None if unknown now. Does not block. *Thread-safe.*
 
         Includes empty partitions.
+        """
+
+    @abstractmethod
+    def unread_since(self) -> dict[Partition, float | None]:
+        """Return a moment by `time.monotonic` before which no unread message of a partition was appended. *Thread-safe.*
+
+        It is as late as the log can tell, whatever times producers claim; None if unknown. While `behind` does not know, there
+        may be unread messages since then.
         """
 
     @abstractmethod

@@ -38,6 +38,7 @@ _LONGEST_BACKOFF_S = 5.0
 _LATE_S = 60.0  # lag that the log mentions
 _LATE_SAID_AGAIN_S = 60.0
 _LOOK_S = 1.0
+_FUTURE_US = 1_000_000  # how far ahead a claimed time may be
 _LOST_SHOWN_S = 3600.0  # how long a status mentions lost messages
 
 
@@ -139,8 +140,8 @@ class UpdateFeed:
         self._target = target
 
     def status(self) -> list[UpdateStatus]:
-        behind = self._log.behind()
-        return [self._status(table, behind) for table in self._tables.values()]
+        behind, unread_since = self._log.behind(), self._log.unread_since()
+        return [self._status(table, behind, unread_since) for table in self._tables.values()]
 
     def wait_for_lag(self, lag_s: float, timeout_s: float, give_up: Callable[[], bool]) -> bool:
         """Wait until no table lags by more than this; False on timeout, on `give_up`, or when the feed ends."""
@@ -202,8 +203,7 @@ class UpdateFeed:
         for partition, position in self._log.begun().items():
             table = self._tables[partition.topic]
             table.applied = {partition: LogPosition(position)} | table.applied
-        for message in messages:
-            self._tables[message.partition.topic].messages.append(message)
+        self._take(messages)
         for table in failing:
             if table.messages:  # messages of a partition that was unknown
                 self._pause(table)
@@ -211,8 +211,6 @@ class UpdateFeed:
             if not messages or table.unstored >= self._settings.max_commit_interval:
                 self._store(table)
             self._work(table)
-        if not messages:
-            self._note_quiet()
         if _clock() >= self._look_at:
             self._look_at = _clock() + _LOOK_S
             self._say_cut_off()
@@ -231,6 +229,16 @@ class UpdateFeed:
             return []
         self._problem = ""
         return messages
+
+    def _take(self, messages: Sequence[Message]) -> None:
+        arrived: dict[Partition, float] = {}
+        for message in messages:
+            self._tables[message.partition.topic].messages.append(message)
+            at = np.inf if message.arrived is None else message.arrived
+            arrived[message.partition] = min(at, arrived.get(message.partition, np.inf))
+        for partition, at in arrived.items():
+            table = self._tables[partition.topic]
+            table.held_since = table.held_since | {partition: min(at, table.held_since.get(partition, np.inf))}
 
     def _work(self, table: "_Table") -> None:
         """Apply a table's messages, batch after batch, until none are left or a batch fails."""
@@ -314,6 +322,8 @@ class UpdateFeed:
             self._succeed(table)
             self._worker.stop.wait((_clock() - began) * (1 / self._settings.device_share - 1))
         table.applied, table.batch = table.applied | batch.applied, None
+        if not table.messages:
+            table.held_since = {}
         table.unstored += batch.messages
         self._uncommitted += batch.messages
         self._count(table, batch)
@@ -328,9 +338,11 @@ class UpdateFeed:
         metrics.update_stale_rows.labels(*where).inc(batch.stale)
         table.progress.advance(batch.upserts + batch.deletes)
         table.stale_rows += batch.stale
-        known = batch.times_us > 0
-        metrics.observe_visible(*where, (_now_us() - batch.times_us[known]) / 1e6, batch.rows[known])
-        table.newest_us = max(table.newest_us, int(batch.times_us.max()))
+        known, ages_us = batch.times_us > 0, _now_us() - batch.times_us
+        metrics.observe_visible(*where, ages_us[known] / 1e6, batch.rows[known])
+        if future := int((ages_us < -_FUTURE_US).sum()):
+            metrics.update_future_times.labels(*where).inc(future)
+            table.future_times += future
 
     def _fail(self, table: "_Table", target: UpdateTarget, error: Exception) -> None:
         """Back off a table, and end the feed if its target has been out of service for too long."""
@@ -398,12 +410,6 @@ class UpdateFeed:
     def _positions(self) -> dict[Partition, str]:
         return {one: at.position for table in self._tables.values() for one, at in table.applied.items() if at.position}
 
-    def _note_quiet(self) -> None:
-        behind, now = self._log.behind(), _clock()
-        for table in self._tables.values():
-            if self._behind(table, behind) == 0:
-                table.quiet_at = now
-
     def _say_cut_off(self) -> None:
         """Log the tables whose messages the log has ceased to bring, or brings again: a line for each cause."""
         news: dict[str, list[str]] = {}
@@ -432,26 +438,36 @@ class UpdateFeed:
         batch = table.batch
         return sum(known) + len(table.messages) + (batch.messages if batch else 0)
 
-    def _status(self, table: "_Table", behind: Mapping[Partition, int | None]) -> UpdateStatus:
+    def _lag_s(
+        self, table: "_Table", behind: Mapping[Partition, int | None], unread_since: Mapping[Partition, float | None]
+    ) -> float | None:
+        """Return the age of the oldest message that is not applied; None if unknown."""
+        now, held = _clock(), table.held_since
+        partitions = [one for one in behind if one.topic == table.followed.topic]
+        late = [one for one in partitions if one in held or behind[one] != 0]
+        since = [held[one] if one in held else unread_since.get(one) for one in late]
+        known = [at for at in since if at is not None and at < np.inf]
+        if not partitions or len(known) < len(late):
+            return None
+        return max(0.0, now - min(known, default=now))
+
+    def _status(
+        self, table: "_Table", behind: Mapping[Partition, int | None], unread_since: Mapping[Partition, float | None]
+    ) -> UpdateStatus:
         problem = self._problem or self._log.problem_of(table.followed.topic)
-        count, now = self._behind(table, behind), _clock()
-        lags_s = [0.0] if count == 0 else []
-        if table.newest_us:
-            lags_s.append(max(0.0, (_now_us() - table.newest_us) / 1e6))
-        if table.quiet_at is not None:
-            lags_s.append(now - table.quiet_at)
-        lost = table.lost if table.lost and now - table.lost_at < _LOST_SHOWN_S else ""
+        lost = table.lost if table.lost and _clock() - table.lost_at < _LOST_SHOWN_S else ""
         return UpdateStatus(
             model=self._model,
             version=self._version,
             table=table.followed.name,
             topic=table.followed.topic,
             positions={str(one): at.position for one, at in table.applied.items() if at.position},
-            behind=count,
-            lag_s=min(lags_s, default=None),
+            behind=self._behind(table, behind),
+            lag_s=self._lag_s(table, behind, unread_since),
             rows_per_s=table.progress.rows_per_s,
             rows=table.progress.rows_done,
             stale_rows=table.stale_rows,
+            future_times=table.future_times,
             dead_letters=table.dead_letters,
             problem="; ".join(filter(None, (table.problem, problem, lost))),
             connected=not problem,
@@ -497,7 +513,8 @@ class _Table:
     """State of a table. Other threads may read it; dicts are replaced, never changed.
 
     Every tier has the changes up to `applied`; the database has stored the positions `stored`, `unstored` messages ago.
-    `messages` are polled but not decoded. `refused_by` is the target that failed last, None after a success.
+    `messages` are polled but not decoded. `held_since` tells when the oldest polled and unapplied message of a partition was
+    appended, infinite if unknown. `refused_by` is the target that failed last, None after a success.
     """
 
     followed: TableTopic
@@ -506,6 +523,7 @@ class _Table:
     stored: dict[Partition, LogPosition] = field(default_factory=dict)
     unstored: int = 0
     messages: list[Message] = field(default_factory=list)
+    held_since: dict[Partition, float] = field(default_factory=dict)
     batch: _Batch | None = None
     refused_by: UpdateTarget | None = None
     retry_at: float = 0.0
@@ -517,8 +535,7 @@ class _Table:
     lost_at: float = 0.0
     stale_rows: int = 0
     dead_letters: dict[str, int] = field(default_factory=dict)
-    newest_us: int = 0
-    quiet_at: float | None = None
+    future_times: int = 0
 
 
 def _resolve(parts: Sequence[Changes], sequences: Sequence[int], dim: int) -> RowChanges:

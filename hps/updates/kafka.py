@@ -1,8 +1,8 @@
 """Online updates from Apache Kafka and compatible brokers, through librdkafka (confluent-kafka).
 
 The reader assigns itself every partition of its topics at its own offsets and joins no group; the group only names its commits,
-so other members do not disturb it. A thread, the *survey*, asks the cluster for the topics' partitions and, for partitions
-that are not being read well, their offsets.
+so other members do not disturb it. A thread, the *survey*, asks the cluster every second for the ends of partitions and, less
+often, for the topics' partitions and the starts of those that are not being read well.
 
 A position is the offset of a message.
 """
@@ -12,13 +12,13 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Self
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicCollection, TopicPartition
+from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, Producer, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
 
 from hps.errors import ConfigError, UpdateLogError
@@ -26,6 +26,7 @@ from hps.ground.lifetimes import close_at_exit, disown_in_children, refusal
 from hps.ground.log_limits import LineLimit
 from hps.ground.workers import call_in_thread
 from hps.types import CheckResult
+from hps.updates.arrivals import Arrivals, moment_of
 from hps.updates.base import Message, Partition, UpdateLog, UpdateLogWriter, missing_topics
 
 _log = logging.getLogger(__name__)
@@ -79,10 +80,14 @@ class _Offsets(NamedTuple):
 
 @dataclass(slots=True)
 class _Survey:
+    whole: bool  # with the topics, else only the ends of known partitions
+    asked: float = 0.0  # when it asked for the ends
+    known: float = 0.0  # when it had them
     topics: dict[str, tuple[str, list[int]]] = field(default_factory=dict)  # id, new if made anew; partitions
     absent: dict[str, str] = field(default_factory=dict)  # reasons by topic that cannot be read
     unknown: set[str] = field(default_factory=set)  # absent topics that do not exist
     offsets: dict[Partition, _Offsets] = field(default_factory=dict)
+    ends: dict[Partition, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -93,6 +98,7 @@ class _PartitionState:
     paused: bool = False
     refused: bool = False  # the broker said that the offset does not exist
     trouble: str = ""  # cleared by the next message
+    arrivals: Arrivals = field(default_factory=Arrivals)
 
 
 class KafkaLog(UpdateLog):
@@ -105,6 +111,8 @@ class KafkaLog(UpdateLog):
         self._consumer = _client(Consumer, self._settings)
         self._admin = _client(AdminClient, {key: value for key, value in settings.items() if key != "group.id"})
         self._refresh_s = refresh_s
+        open_too = settings.get("isolation.level") == "read_uncommitted"  # messages of open transactions are read
+        self._isolation = IsolationLevel.READ_UNCOMMITTED if open_too else IsolationLevel.READ_COMMITTED
         self._topics: Sequence[str] = ()
         self._after: dict[Partition, str] = {}
         self._begin = "earliest"
@@ -186,7 +194,8 @@ class KafkaLog(UpdateLog):
                         break
             for partition in {message.partition for message in messages}:
                 reading = self._readings[partition]
-                reading.end = max(self._end_of_fetch(partition), reading.next)
+                reading.end = max(self._end_of_fetch(partition), reading.next, reading.end)
+                reading.arrivals.look((reading.end - 1,), time.monotonic())
         if messages:
             self._away = ""
         return messages
@@ -201,6 +210,9 @@ class KafkaLog(UpdateLog):
         known = not self._away
         readings = list(self._readings.items())
         return {one: max(read.end - read.next, 0) if known and read.end >= 0 else None for one, read in readings}
+
+    def unread_since(self) -> dict[Partition, float | None]:
+        return {one: read.arrivals.unread_since() for one, read in list(self._readings.items())}
 
     def commit(self, positions: Mapping[Partition, str]) -> None:
         with self._using:
@@ -268,7 +280,9 @@ class KafkaLog(UpdateLog):
         reading = self._readings[partition]
         reading.next = got.offset() + 1
         reading.trouble = ""
-        return None if got.value() is None else _message(partition, got)  # None: a tombstone of a compacted topic
+        message = _message(partition, got)
+        message = replace(message, arrived=reading.arrivals.read((got.offset(),), moment_of(message.time_us)))
+        return None if got.value() is None else message  # None: a tombstone of a compacted topic
 
     def _on_event(self, got: Any) -> None:
         error: KafkaError = got.error()
@@ -277,6 +291,7 @@ class KafkaLog(UpdateLog):
             self._on_error(error)
         elif error.code() == KafkaError._PARTITION_EOF:
             reading.next = reading.end = got.offset()
+            reading.arrivals.skip((reading.next - 1,))
             reading.trouble = ""
         else:
             reading.trouble = error.str()
@@ -322,6 +337,8 @@ class KafkaLog(UpdateLog):
         found = self._found.popleft()
         if isinstance(found, str):
             self._away = self._away or found
+        elif not found.whole:
+            self._see_ends(found)
         else:
             self._away = ""
             self._absent, self._unknown = found.absent, found.unknown
@@ -346,7 +363,16 @@ class KafkaLog(UpdateLog):
                 self._ids.setdefault(topic, "")
             if made_anew:
                 self._reopen()
+            self._see_ends(found)
         self._tell()
+
+    def _see_ends(self, found: _Survey) -> None:
+        for partition, end in found.ends.items():
+            reading = self._readings.get(partition)
+            if reading is not None and reading.assigned and not reading.trouble:
+                reading.end = max(reading.end, end)
+                reading.arrivals.look((end - 1,), found.known, found.asked)
+                reading.arrivals.skip((reading.next - 1,))
 
     def _place(self, partition: Partition, there: _Offsets, begin: str) -> None:
         """Start to read a partition, or restart it after a problem."""
@@ -358,8 +384,7 @@ class KafkaLog(UpdateLog):
             self._partitions[partition.topic, partition.number] = partition
             if after is None and begin == "latest":
                 self._begun[partition] = str(wanted - 1)
-        elif reading.assigned and not reading.trouble:  # paused: only its end was needed
-            reading.end = max(reading.end, there.high)
+        elif reading.assigned and not reading.trouble:
             return
         if reading.next < there.low:
             self._lose(partition, reading, f"messages {reading.next} to {there.low - 1} are no longer there", there.low)
@@ -385,6 +410,8 @@ class KafkaLog(UpdateLog):
 
     def _lose(self, partition: Partition, reading: _PartitionState, what: str, begin: int) -> None:
         self._lost[partition] = f"{what}; reading goes on with message {begin}"
+        if begin < reading.next:
+            reading.arrivals = Arrivals()  # others have these positions now
         reading.next = begin
 
     def _restart(self, partition: Partition, reading: _PartitionState, trouble: str) -> None:
@@ -421,28 +448,55 @@ class KafkaLog(UpdateLog):
     # --- the survey thread ---------------------------------------------------------------------------------------------------
 
     def _keep_looking(self) -> None:
+        whole_at = 0.0
         while not self._closed:
             self._look.clear()
+            now = time.monotonic()
+            whole = now >= whole_at
             try:
-                found: _Survey | str = self._survey()
+                found: _Survey | str = self._survey(whole)
             except KafkaException as error:
                 found = f"{self._settings['bootstrap.servers']} does not answer: {error.args[0].str()}"
-            self._found.append(found)
+            if whole or not self._found:  # ends must not replace a survey that waits
+                self._found.append(found)
             if self._using.acquire(timeout=_SLICE_S / 2):  # else a poll acts on it
                 try:
                     self._act_on_survey()
                 finally:
                     self._using.release()
-            if self._look.wait(min(_LOOK_AGAIN_S, self._refresh_s) if self._needs_another_look(found) else self._refresh_s):
+            if self._look.wait(min(_LOOK_AGAIN_S, self._refresh_s)):
                 time.sleep(min(0.05, self._refresh_s))  # one fault may show in many partitions
+            if self._look.is_set() or self._needs_another_look(found):
+                whole_at = 0.0
+            elif whole:
+                whole_at = now + self._refresh_s
 
     def _needs_another_look(self, found: _Survey | str) -> bool:
         if isinstance(found, str) or found.absent or self._away:
             return True
-        return any(read.trouble or read.paused or not read.assigned for read in list(self._readings.values()))
+        readings = list(self._readings.items())
+        return any(read.trouble or not read.assigned or one not in found.ends for one, read in readings)
 
-    def _survey(self) -> _Survey:
-        found = _Survey()
+    def _survey(self, whole: bool) -> _Survey:
+        found = _Survey(whole)
+        if whole:
+            self._ask_for_topics(found)
+        starts = set()
+        for topic, (identity, numbers) in found.topics.items():
+            same = self._ids.get(topic) == identity
+            for partition in (Partition(topic, number) for number in numbers):
+                read = self._readings.get(partition)
+                if not same or read is None or read.trouble or not read.assigned:
+                    starts.add(partition)
+        followed = {one for one in list(self._readings) if one.topic not in found.unknown}
+        found.asked = time.monotonic()
+        found.ends = self._offsets(starts | followed, OffsetSpec.latest())
+        found.known = time.monotonic()
+        lows = self._offsets(starts, OffsetSpec.earliest())
+        found.offsets = {one: _Offsets(lows[one], found.ends[one]) for one in starts if one in lows and one in found.ends}
+        return found
+
+    def _ask_for_topics(self, found: _Survey) -> None:
         waiting = self._admin.describe_topics(TopicCollection(list(self._topics)), request_timeout=_ANSWER_S)
         for topic, answer in waiting.items():
             try:
@@ -458,20 +512,10 @@ class KafkaLog(UpdateLog):
                     raise
             else:
                 found.topics[topic] = str(described.topic_id), [one.id for one in described.partitions]
-        wanted = []
-        for topic, (identity, numbers) in found.topics.items():
-            same = self._ids.get(topic) == identity
-            for partition in (Partition(topic, number) for number in numbers):
-                read = self._readings.get(partition)
-                if not same or read is None or read.trouble or read.paused or not read.assigned:
-                    wanted.append(partition)
-        lows, highs = self._offsets(wanted, OffsetSpec.earliest()), self._offsets(wanted, OffsetSpec.latest())
-        found.offsets = {one: _Offsets(lows[one], highs[one]) for one in wanted if one in lows and one in highs}
-        return found
 
-    def _offsets(self, partitions: list[Partition], which: OffsetSpec) -> dict[Partition, int]:
+    def _offsets(self, partitions: Collection[Partition], which: OffsetSpec) -> dict[Partition, int]:
         asked = {TopicPartition(one.topic, one.number): which for one in partitions}
-        waiting = self._admin.list_offsets(asked, request_timeout=_ANSWER_S) if asked else {}
+        waiting = self._admin.list_offsets(asked, isolation_level=self._isolation, request_timeout=_ANSWER_S) if asked else {}
         known = {}
         for place, answer in waiting.items():
             with suppress(KafkaException):  # asked again in the next survey

@@ -23,7 +23,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple, Self, TypeAlias
 
@@ -44,6 +44,7 @@ from redis.retry import Retry
 from hps.configuration.tiers import UpdateSourceConfig
 from hps.errors import ConfigError, UpdateLogError
 from hps.types import CheckResult
+from hps.updates.arrivals import Arrivals
 from hps.updates.base import Message, Partition, UpdateLog, UpdateLogWriter, missing_topics
 
 _log = logging.getLogger(__name__)
@@ -76,18 +77,21 @@ return answers
 """GET, with the start of a long value, and the error of a key that is no string in place of its value."""
 
 _LOOK: Final = """
-local answers = {}
+local server = redis.call('INFO', 'server')
+local answers = {string.match(server, 'server_time_usec:(%d+)')}
 for i, key in ipairs(KEYS) do
   local facts = {length = 0, ['last-generated-id'] = '0-0', ['entries-added'] = 0}
   local reply = redis.call('EXISTS', key) == 1 and redis.pcall('XINFO', 'STREAM', key) or {}
   for j = 1, #reply, 2 do facts[reply[j]] = reply[j + 1] end
   local first, last = facts['first-entry'], facts['last-entry']
   local ids = {facts['last-generated-id'], first and first[1] or '', last and last[1] or ''}
-  answers[i] = {reply.err or '', facts.length, facts['entries-added'], unpack(ids)}
+  answers[i + 1] = {reply.err or '', facts.length, facts['entries-added'], unpack(ids)}
 end
 return answers
 """
-"""XINFO STREAM without the first and last entries, each as large as a message; and its error, of a key that is no stream."""
+"""The server's time (TIME would need a right of its own), and XINFO STREAM without the first and last entries, each as large as
+a message; and its error, of a key that is no stream.
+"""
 
 _APPEND: Final = """
 local done = redis.call('GET', KEYS[2])
@@ -204,7 +208,8 @@ class _Stream:
 
     `read` is the id of the last message read ahead (None until `latest` is resolved), `polled` that of the last one returned by
     `poll` or the start, with `queued` messages between. `count` estimates the entries ever added up to `read`; it is
-    no estimate if `exact`. `added` is Redis' own count, None until asked. `trouble` is Redis' reason for not reading it.
+    no estimate if `exact`. `added` is Redis' own count, None until asked. `trouble` is Redis' reason for not reading it. The
+    server's clock, which makes ids, is `ahead_s` ahead of `time.monotonic`; `arrivals` counts what was polled as read.
     """
 
     partition: Partition
@@ -217,6 +222,8 @@ class _Stream:
     added: int | None = None
     paused: bool = False
     trouble: str = ""
+    ahead_s: float = 0.0
+    arrivals: Arrivals = field(default_factory=Arrivals)
 
     def compare(self, facts: _Facts) -> str:
         """Correct the count by Redis' facts; returns a description of lost messages, if any."""
@@ -227,7 +234,7 @@ class _Stream:
         lost = ""
         if at > _order(facts.generated) or (self.exact and facts.added < self.count):
             lost = f"the stream was made anew or cut: its last id is {facts.generated}, {self.read} was read; reading it whole"
-            self.read, self.count, self.exact = _BEFORE_ALL, removed, True
+            self.read, self.count, self.exact, self.arrivals = _BEFORE_ALL, removed, True, Arrivals()
         elif not self.exact and at == (0, 0):
             self.count, self.exact = removed, True
         elif at < _order(facts.first or facts.generated):
@@ -309,7 +316,8 @@ class RedisStreamLog(UpdateLog):
             self.changed.wait_for(lambda: self.queue or self.closing.is_set(), timeout_s)
             while self.queue and (not messages or size < most_bytes):
                 stream, message = self.queue.popleft()
-                messages.append(message)
+                place = _order(message.position)
+                messages.append(replace(message, arrived=stream.arrivals.read(place, place[0] / 1000 - stream.ahead_s)))
                 stream.polled = message.position
                 stream.queued -= 1
                 size += len(message.value)
@@ -347,6 +355,10 @@ class RedisStreamLog(UpdateLog):
                 else max(stream.added, stream.count) - stream.count + stream.queued
                 for partition, stream in self.streams.items()
             }
+
+    def unread_since(self) -> dict[Partition, float | None]:
+        with self.changed:
+            return {partition: stream.arrivals.unread_since() for partition, stream in self.streams.items()}
 
     def commit(self, positions: Mapping[Partition, str]) -> None:
         with self.changed:
@@ -395,7 +407,7 @@ class RedisStreamLog(UpdateLog):
         for thread in threads:
             thread.join(3 * _TIMEOUT_S)
 
-    def note(self, answers: Sequence[tuple[_Stream, str, _Facts]]) -> None:
+    def note(self, answers: Sequence[tuple[_Stream, str, _Facts]], asked: float, server_time_us: int) -> None:
         with self.changed:
             for stream, error, facts in answers:
                 stream.trouble = error and f"the key {stream.key}: {error}; expected a stream"
@@ -405,6 +417,10 @@ class RedisStreamLog(UpdateLog):
                     self._begun[stream.partition] = facts.generated
                 if lost := stream.compare(facts):
                     self._lost[stream.partition] = lost
+                stream.ahead_s = server_time_us / 1e6 - asked
+                stream.arrivals.look(_order(facts.generated), time.monotonic(), asked)
+                if stream.added == stream.count and not stream.queued:
+                    stream.arrivals.skip(_order(facts.generated))
 
 
 class _Reader:
@@ -485,13 +501,13 @@ class _Reader:
     def _look(self, client: _Client) -> None:
         streams = self._streams()
         if streams:
-            answers = client.eval_ro(_LOOK, len(streams), *(stream.key for stream in streams))
-            self._log.note(
-                [
-                    (stream, error.decode(), _Facts(length, added, *(one.decode() for one in ids)))
-                    for stream, (error, length, added, *ids) in zip(streams, answers, strict=True)
-                ]
-            )
+            asked = time.monotonic()
+            server_time_us, *answers = client.eval_ro(_LOOK, len(streams), *(stream.key for stream in streams))
+            looks = [
+                (stream, error.decode(), _Facts(length, added, *(one.decode() for one in ids)))
+                for stream, (error, length, added, *ids) in zip(streams, answers, strict=True)
+            ]
+            self._log.note(looks, asked, int(server_time_us))
         with self._log.changed:
             for topic in self._topics:
                 self._log.unreachable.pop(topic, None)

@@ -261,6 +261,53 @@ class UpdateLogContract:
         polled(resumed, 5)
         eventually(lambda: resumed.behind() == {first: 0, second: 0})
 
+    def test_what_comes_while_nobody_polls_is_behind(self, opened, writer, topic):
+        writer.partitions(topic, _LONG_S, create=1)
+        partition = Partition(topic, 0)
+        log = self.reader(opened, [topic])
+        for round_ in range(3):
+            written(writer, partition, *[b"x"] * (round_ + 1))
+            polled(log, round_ + 1)
+            written(writer, partition, *[b"y"] * 5)
+            eventually(lambda: log.behind() == {partition: 5})
+            assert (log.unread_since()[partition] or 0.0) <= time.monotonic()
+            polled(log, 5)
+            eventually(lambda: log.behind() == {partition: 0})
+
+    def test_messages_are_as_old_as_the_log_tells_whatever_they_claim(self, opened, writer, topic):
+        writer.partitions(topic, _LONG_S, create=3)
+        log = self.reader(opened, [topic])
+        partitions = [Partition(topic, number) for number in range(3)]
+        eventually(lambda: set((log.unread_since() or {None: None}).values()).isdisjoint({None}) and len(log.behind()) == 3)
+        for hours in (1, -1, 0):
+            begun = time.monotonic()
+            eventually(lambda begun=begun: all(at > begun for at in log.unread_since().values()))  # looks go on
+            log.pause(partitions)
+            claimed = time.time_ns() // 1000 + hours * 3_600_000_000
+            for partition in partitions:
+                written(writer, partition, b"x", b"y", b"z", time_us=claimed)
+            done = time.monotonic()
+            eventually(lambda: set(log.behind().values()) == {3})
+            unread = dict(log.unread_since())
+            log.resume(partitions)
+            messages = polled(log, 9)
+            for message in messages:
+                assert begun < unread[message.partition] <= done
+                assert begun < message.arrived <= done
+            eventually(lambda: set(log.behind().values()) == {0})
+
+    def test_a_backlog_is_no_younger_than_the_reader(self, opened, writer, topic):
+        writer.partitions(topic, _LONG_S, create=1)
+        partition = Partition(topic, 0)
+        for hours in (1, 0):
+            written(writer, partition, b"x", time_us=time.time_ns() // 1000 + hours * 3_600_000_000)
+        done = time.monotonic()
+        log = self.reader(opened, [topic])
+        eventually(lambda: log.behind() == {partition: 2})
+        assert (log.unread_since()[partition] or 0.0) <= done
+        assert all((message.arrived or 0.0) <= done + 0.1 for message in polled(log, 2))  # claims are in ms, by another clock
+        eventually(lambda: (log.unread_since()[partition] or 0.0) > done)  # nothing is
+
     def test_committed_positions_stand_in_the_log_and_change_nothing_that_is_read(self, opened, writer, topic, server):
         writer.partitions(topic, _LONG_S, create=2)
         partition = Partition(topic, 1)

@@ -23,6 +23,7 @@ class MemoryBroker:
         refuse: tells whether a message is refused when it is sent, by partition and value.
         most_bytes: the largest message that is taken.
         committed: positions by group and partition.
+        clock: dates what is appended.
     """
 
     by_name: "defaultdict[str, MemoryBroker]"
@@ -33,6 +34,7 @@ class MemoryBroker:
         self.refuse: Callable[[Partition, bytes], bool] = lambda partition, value: False
         self.most_bytes = 1 << 30
         self.committed: dict[str, dict[Partition, str]] = defaultdict(dict)
+        self.clock: Callable[[], float] = time.monotonic
         self.changed = threading.Condition()
         self._messages: dict[Partition, list[Message | None]] = {}
         self._topics: dict[str, int] = {}
@@ -55,7 +57,7 @@ class MemoryBroker:
         """Add a message, whatever it is; returns its position."""
         with self.changed:
             held = self._messages[partition]
-            held.append(Message(partition, str(len(held)), time_us or time.time_ns() // 1000, key, value))
+            held.append(Message(partition, str(len(held)), time_us or time.time_ns() // 1000, key, value, self.clock()))
             self.changed.notify_all()
             return str(len(held) - 1)
 
@@ -91,6 +93,7 @@ class MemoryLog(UpdateLog):
         self._paused: set[Partition] = set()
         self._lost: dict[Partition, str] = {}
         self._begun: dict[Partition, str] = {}
+        self._looked: float | None = None  # when the broker was last there
         self._topics: Sequence[str] = ()
         self._after: Mapping[Partition, str] = {}
         self._begin = "earliest"  # of partitions that are found; after the first contact everything of new ones is wanted
@@ -125,6 +128,13 @@ class MemoryLog(UpdateLog):
             if self._broker.away:
                 return dict.fromkeys(self._next)
             return {one: max(0, len(self._broker.part(one) or ()) - at) for one, at in self._next.items()}
+
+    def unread_since(self) -> dict[Partition, float | None]:
+        with self._broker.changed:
+            if not self._broker.away:
+                self._looked = self._broker.clock()
+            unread = {one: (self._broker.part(one) or [])[at:] for one, at in self._next.items()}
+            return {one: next((m.arrived for m in messages if m), self._looked) for one, messages in unread.items()}
 
     def commit(self, positions: Mapping[Partition, str]) -> None:
         if not self._broker.away:

@@ -363,10 +363,13 @@ class FollowedTable(BaseModel):
         description="By partition, position of the last applied message: lookups that start now see it."
     )
     behind: int | None = Field(description="Messages in the log that are not applied; null if unknown.")
-    lag_s: float | None = Field(description="How long the table has lagged behind the log; null if unknown yet.")
+    lag_s: float | None = Field(
+        description="Age of the oldest message that is not applied, by the log; 0 if there is none, null if unknown yet."
+    )
     rows_per_s: float = Field(description="Rate over the last ten seconds.")
     rows: int = Field(description="Rows applied since the start.")
     stale_rows: int = Field(description="Those that were older than the stored row, and changed nothing.")
+    future_times: int = Field(description="Messages that claimed a time more than a second ahead of the server's clock.")
     dead_letters: dict[str, int] = Field(description="Messages that could not be applied, by reason.")
     connected: bool = Field(description="Whether the log brings the messages of the table.")
     problem: str = Field(description="Obstacle to applying updates, or a loss of messages; empty if none.")

@@ -457,28 +457,86 @@ def test_a_share_of_the_device_leaves_the_rest_of_the_time(world: World, clock: 
     assert rests == [6.0]
 
 
-def test_lag_is_the_age_of_what_is_applied_or_how_long_something_has_been_behind(
-    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lag_is_the_age_of_the_oldest_message_that_is_not_applied(world: World, clock: Clock) -> None:
+    world.broker.clock = clock
     feed = world.feed()
     assert (status(feed).lag_s, status(feed).behind) == (None, None)
     feed._begin()
     assert (status(feed).lag_s, status(feed).behind) == (0.0, 0)
-    world.send(upsert(1, 1, time_us=NOW_US - 3_000_000), upsert(2, 1))
-    assert (status(feed).lag_s, status(feed).behind) == (None, 2)  # never up to date so far
+    for second in (1, 2, 3):
+        world.send(upsert(second, 1, time_us=NOW_US - 10**9))
+        clock.now += 1.0
+    assert (status(feed).lag_s, status(feed).behind) == (3.0, 3)
+    assert status(feed, "user").lag_s == 0.0
     feed._most_bytes = 1
-    feed._round()
-    assert (status(feed).lag_s, status(feed).behind) == (3.0, 1)
-    feed._round()
-    assert (status(feed).lag_s, status(feed).behind) == (0.0, 0)
-    feed._round()  # quiet
+    for left in (2, 1, 0):
+        feed._round()
+        assert (status(feed).lag_s, status(feed).behind) == (left, left)
+    clock.now += 5.0
+    assert status(feed).lag_s == 0.0
     world.broker.away = True
     clock.now += 7.0
-    monkeypatch.setattr("hps.updates.feed._now_us", lambda: NOW_US + 3_600_000_000)
     assert (status(feed).lag_s, status(feed).behind, status(feed).connected) == (7.0, None, True)
     feed._round()
     assert not status(feed).connected
     assert "away" in status(feed).problem
+
+
+def test_a_message_that_is_polled_waits_until_it_is_applied(world: World, clock: Clock) -> None:
+    world.broker.clock = clock
+    feed = world.feed()
+    feed._begin()
+
+    def fail(index: int, changes: RowChanges) -> None:
+        raise DatabaseError("down")
+
+    world.target.before, succeed = fail, world.target.before
+    world.send(upsert(1, 1), upsert(2, 1))
+    feed._round()
+    clock.now += 4.0
+    world.send(upsert(3, 1))
+    clock.now += 2.0
+    assert (status(feed).lag_s, status(feed).behind) == (6.0, 3)
+    feed._round()
+    clock.now += 3.0
+    assert (status(feed).lag_s, status(feed).behind) == (9.0, 3)
+    world.target.before = succeed
+    feed._round()  # what was polled; the rest waits in the log, which was paused
+    assert (status(feed).lag_s, status(feed).behind) == (5.0, 1)
+    feed._round()
+    assert (status(feed).lag_s, status(feed).behind) == (0.0, 0)
+
+
+def test_of_three_partitions_the_worst_counts_and_an_unknown_one_is_not_taken_for_none(world: World, clock: Clock) -> None:
+    world.broker.clock = clock
+    world.broker.create(TOPIC, 3)
+    feed = world.feed()
+    feed._begin()
+    for number in (1, 0, 2):
+        clock.now += 10.0
+        world.send(upsert(1, 1), to=Partition(TOPIC, number))
+    clock.now += 5.0
+    assert (status(feed).lag_s, status(feed).behind) == (25.0, 3)
+    since = world.log.unread_since()
+    world.log.unread_since = lambda: since | {SECOND: None}  # type: ignore[method-assign]
+    assert status(feed).lag_s is None
+
+
+def test_a_time_of_the_future_hides_no_lag_and_is_counted(world: World, clock: Clock) -> None:
+    world.broker.clock = clock
+    feed = world.feed()
+    feed._begin()
+    feed._most_bytes = 1
+    world.send(upsert(1, 1, time_us=NOW_US + 3_600_000_000), *(upsert(n, 1, time_us=NOW_US) for n in range(2, 1501)))
+    clock.now += 600.0
+    feed._round()
+    assert (status(feed).lag_s, status(feed).behind, status(feed).future_times) == (600.0, 1499, 1)
+    assert not feed.wait_for_lag(599.0, 0.0, lambda: False)
+    world.send(upsert(2000, 2, time_us=NOW_US + 1_000_000), upsert(2001, 2, time_us=NOW_US + 1_000_001))
+    feed._most_bytes = 1 << 20
+    feed._round()
+    assert (status(feed).lag_s, status(feed).behind, status(feed).future_times) == (0.0, 0, 2)
+    assert world.sample("hps_update_future_times_total") == 2
 
 
 def test_waiting_for_a_lag_ends_with_it_or_with_the_time_or_when_told(world: World) -> None:

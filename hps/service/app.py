@@ -50,6 +50,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 _MOST_TARGETS = 256
 _MOST_REPORTS = 16  # reports waiting for an earlier one
+_MOST_TEXTS = 8  # metrics in two formats and statistics, each written once at a time
 _LINGER_S = 1.0  # for a client that sends its complete body before reading our error
 _OPEN_PATHS = frozenset({"/v2/health/live", "/v2/health/ready"}) | OPEN_PATHS
 
@@ -103,6 +104,7 @@ class Application:
         self._bodies = BodyReader(settings.max_body_bytes, settings.request_timeout_s, self._threads, self.memory)
         self._rows = RowRoutes(lifecycle, settings, self.memory, self._threads)
         self._reports = LookupThreads(1, settings.request_timeout_s, _MOST_REPORTS, "report")
+        self._texts = LookupThreads(1, settings.request_timeout_s, _MOST_TEXTS, "text")
         self._metrics = HTTPMetrics(
             pending=lambda: self._threads.pending,
             held_bytes=lambda: self.memory.held,
@@ -112,9 +114,11 @@ class Application:
         )
         routers = [
             admin_routes(lifecycle, self._reports, ERRORS),
-            status_routes(lifecycle, self._metrics, self.problems, self._held, ERRORS),
+            status_routes(lifecycle, self._metrics, self.problems, self._held, self._texts, ERRORS),
         ]
-        self._control = control_app(lifecycle, self._metrics, self._statistics, self._lifespan, self._error_answer, routers)
+        self._control = control_app(
+            lifecycle, self._metrics, self._statistics, self._lifespan, self._error_answer, self._texts, routers
+        )
         self._spans = spans_of(lifecycle.configuration)
         self._requests = RequestLog(settings, self._spans)
         self.configure(settings)
@@ -127,6 +131,7 @@ class Application:
         self.memory.limit_to(settings.max_held_bytes)
         self._threads.limit_to(settings.request_timeout_s)
         self._reports.limit_to(settings.request_timeout_s)
+        self._texts.limit_to(settings.request_timeout_s)
         self._rows.configure(settings)
         self._bodies.limit_to(settings.max_body_bytes, settings.request_timeout_s)
 
@@ -354,7 +359,7 @@ class Application:
         finally:
             self.lifecycle.refuse()
             idle = True
-            for threads in (self._threads, self._rows, self._reports):
+            for threads in (self._threads, self._rows, self._reports, self._texts):
                 if not await asyncio.to_thread(threads.close, CLOSE_TIMEOUT_S):
                     idle = False
                     _log.error("lookups or writes were still running after %g s", CLOSE_TIMEOUT_S)

@@ -19,7 +19,7 @@ DISCONNECTED = 499
 
 
 class HTTPMetrics:
-    """Counts requests. *One per event loop*; only the loop calls it.
+    """Counts requests. *One per event loop*: only the loop counts, other threads may read.
 
     The counts are plain integers: a counter and a histogram of prometheus-client take locks, 1.5 us a request together.
 
@@ -52,26 +52,29 @@ class HTTPMetrics:
 
     def count(self, route: str, status: int, seconds: float) -> None:
         """Count one request. `route` is a template, not the path, to keep the number of labels small."""
-        key = (route, status)
-        self._counts[key] = self._counts.get(key, 0) + 1
-        times = self._routes.get(route)
+        times = self._routes.get(route)  # before its count: readers find the times of each count
         if times is None:
             times = self._routes[route] = Times(_BUCKETS)
         times.add(round(1e9 * seconds))
+        key = (route, status)
+        self._counts[key] = self._counts.get(key, 0) + 1
 
     def requests(self) -> list[dict[str, Any]]:
         """Return the number of requests by status and their times (`snapshot.Latency`), by route."""
+        counts = list(self._counts.items())
         found: dict[str, dict[str, Any]] = {
-            route: {"route": route, "statuses": {}, "latency": times.latency()} for route, times in self._routes.items()
+            route: {"route": route, "statuses": {}, "latency": times.latency()} for route, times in list(self._routes.items())
         }
-        for (route, status), count in self._counts.items():
+        for (route, status), count in counts:
             found[route]["statuses"][str(status)] = count
         return list(found.values())
 
     def families(self) -> Iterator[Family]:
-        requests = [(label_text(("route", "status"), (where, str(status))), n) for (where, status), n in self._counts.items()]
+        requests = [
+            (label_text(("route", "status"), (where, str(status))), n) for (where, status), n in list(self._counts.items())
+        ]
         yield family("counter", "hps_http_requests", "Requests by route and status.", requests)
-        times = [(label_text(["route"], [route]), one.latency()) for route, one in self._routes.items()]
+        times = [(label_text(["route"], [route]), one.latency()) for route, one in list(self._routes.items())]
         yield histogram("hps_http_request_seconds", "Time from the headers of a request to the end of its answer.", times)
         for name, text, value in self._gauges:
             yield family("gauge", name, text, [("", value())])
@@ -121,7 +124,7 @@ class InferenceCounts:
 
 
 class InferenceStatistics:
-    """The counts of every version in service; dropped with the version. *One per event loop.*"""
+    """The counts of every version in service; dropped with the version. *One per event loop*; other threads may read."""
 
     def __init__(self) -> None:
         self._counts: WeakKeyDictionary[Deployment, InferenceCounts] = WeakKeyDictionary()
@@ -136,9 +139,10 @@ class InferenceStatistics:
     def families(self) -> Iterator[Family]:
         """Return the counts under Triton's names, which lack the `_total` of Prometheus counters."""
         versions: dict[str, list[InferenceCounts]] = {}
-        for deployment, counts in self._counts.items():
-            where = label_text(("model", "version"), (deployment.config.model, deployment.version))
-            versions.setdefault(where, []).append(counts)
+        for known in self._counts.keyrefs():  # a copy: the loop may add others
+            if (deployment := known()) is not None and (counts := self._counts.get(deployment)) is not None:
+                where = label_text(("model", "version"), (deployment.config.model, deployment.version))
+                versions.setdefault(where, []).append(counts)
         for name, text, value in _TRITON:
             sums = [(where, sum(value(one) for one in counts)) for where, counts in versions.items()]
             yield family("untyped", f"nv_inference_{name}", text, sums)

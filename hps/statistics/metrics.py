@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from time import perf_counter_ns
 from typing import Any, Final, Generic, TypeAlias, TypeVar
@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from hps.errors import HPSError, UnknownModelError
 from hps.ground.compilations import COMPILATIONS
+from hps.ground.pacing import in_turns
 from hps.statistics.prometheus import Family, Values, expose, family, histogram, label_text, update_families
 from hps.statistics.series import Models, Series
 from hps.statistics.snapshot import Latency, UpdateStatus
@@ -32,7 +33,10 @@ _BOUNDS = (*_STAGE_BUCKETS, *_LOOKUP_BUCKETS)
 _VISIBLE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 3600)
 TIERS = ("embedding_cache", "volatile_db", "persistent_db")
 _TABLE = ("model", "table")
+_READ = 16  # counters read between two pauses
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_C = TypeVar("_C")
+_R = TypeVar("_R")
 
 
 @dataclass(slots=True)
@@ -63,7 +67,9 @@ class TableCounters:
     inserts: list[int] = field(default_factory=lambda: [0] * len(TIERS))
 
     def copy(self) -> "TableCounters":
-        return replace(self, hits=[*self.hits], misses=[*self.misses], inserts=[*self.inserts])
+        return TableCounters(
+            self.keys, [*self.hits], [*self.misses], self.defaults, self.deferred, self.linked, [*self.inserts]
+        )
 
     def count_linked(self, linked: int, absent: int) -> None:
         """Count keys, including duplicates, for which a device read the volatile database directly.
@@ -178,6 +184,11 @@ class LookupTimes:
         counts = np.bincount(places.ravel(), minlength=kinds * size).reshape(kinds, size)
         for one, new, total_ns in zip(self._of_every_lookup, counts.tolist(), times.sum(axis=0).tolist(), strict=True):
             one.add_buckets(new, total_ns)
+
+    def latencies(self) -> tuple[Latency, dict[str, Latency]]:
+        """Return the total times, and those of the stages that any lookup had."""
+        self.fold()
+        return self.whole.latency(), {stage: one.latency() for stage, one in self.stages.items() if any(one.buckets)}
 
 
 class Metrics(Collector):
@@ -376,28 +387,28 @@ class Metrics(Collector):
         """Return a consistent copy of table counters, lookup times and stage times."""
         counters, times = [self.table(model, table) for table in tables], self.lookup_times(model)
         with self.lock:
-            times.fold()
-            stages = {stage: one.latency() for stage, one in times.stages.items() if any(one.buckets)}
-            return [one.copy() for one in counters], times.whole.latency(), stages
+            return [one.copy() for one in counters], *times.latencies()
+
+    def _read(self, series: Series[_C], names: Sequence[str], read: Callable[[_C], _R]) -> list[tuple[str, _R]]:
+        """Read counters one by one, since lookups wait for the lock; return them by their labels."""
+        found = []
+        for labels, counter in in_turns(series.items(), _READ):
+            with self.lock:
+                value = read(counter)
+            found.append((label_text(names, labels), value))
+        return found
 
     def families(self) -> Iterator[Family]:
         """Return all metrics as families of the text format."""
         self._settle()
-        with self.lock:
-            tables = [(label_text(_TABLE, where), one.copy()) for where, one in self._tables.items()]
-            devices = [(label_text(("model", "device"), where), one.lookups) for where, one in self._devices.items()]
-            whole, stages = [], []
-            for model, times in self._lookups.items():
-                times.fold()
-                whole.append((label_text(["model"], model), times.whole.latency()))
-                stages += [
-                    (label_text(("model", "stage"), (*model, stage)), one.latency())
-                    for stage, one in times.stages.items()
-                    if any(one.buckets)
-                ]
-            fetches = [(label_text(("model", "tier"), where), one.latency()) for where, one in self._fetches.items()]
-            visible = [(label_text(_TABLE, where), one.latency()) for where, one in self._visible.items()]
-            applied = [(label_text(["tier"], tier), one.latency()) for tier, one in self._applied.items()]
+        tables = self._read(self._tables, _TABLE, TableCounters.copy)
+        devices = self._read(self._devices, ("model", "device"), lambda one: one.lookups)
+        lookups = self._read(self._lookups, ("model",), LookupTimes.latencies)
+        fetches = self._read(self._fetches, ("model", "tier"), Times.latency)
+        visible = self._read(self._visible, _TABLE, Times.latency)
+        applied = self._read(self._applied, ("tier",), Times.latency)
+        whole = [(where, one) for where, (one, _) in lookups]
+        stages = [(f'{where},stage="{stage}"', one) for where, (_, by_stage) in lookups for stage, one in by_stage.items()]
         yield family(
             "counter", "hps_lookup_keys", "Requested keys with duplicates.", [(where, one.keys) for where, one in tables]
         )

@@ -7,11 +7,14 @@ tables each has 10,000 samples.
 import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
+from hps.ground.pacing import in_turns
 from hps.statistics.series import Models, Series
 from hps.statistics.snapshot import Latency, ServerStatistics, UpdateStatus
 
+_SAMPLES, _HISTOGRAMS = 100, 8  # written between two pauses: 0.1 ms of the interpreter lock
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
@@ -26,19 +29,24 @@ class Family(NamedTuple):
 
 def label_text(names: Sequence[str], values: Sequence[str]) -> str:
     """Format labels as between the braces of the text format, sorted by name."""
+    return _label_text(tuple(names), tuple(values))
+
+
+@lru_cache(1 << 14)
+def _label_text(names: tuple[str, ...], values: tuple[str, ...]) -> str:
     return ",".join([f'{name}="{value.translate(_ESCAPES)}"' for name, value in sorted(zip(names, values, strict=True))])
 
 
 def family(kind: str, name: str, text: str, samples: Iterable[tuple[str, float]]) -> Family:
     """Build a counter or gauge from values by `label_text`; an empty text is a sample without labels."""
     full = f"{name}_total" if kind == "counter" else name
-    return Family(kind, name, text, [_sample(full, labels, value) for labels, value in samples])
+    return Family(kind, name, text, [_sample(full, labels, value) for labels, value in in_turns(samples, _SAMPLES)])
 
 
 def histogram(name: str, text: str, series: Iterable[tuple[str, Latency]]) -> Family:
     """Build a histogram from times by `label_text`, which must not be empty."""
     lines = []
-    for labels, times in series:
+    for labels, times in in_turns(series, _HISTOGRAMS):
         start, end = f'{name}_bucket{{le="', f'",{labels}}} '
         lines += [f"{start}{bound}{end}{count}" for bound, count in (*times.buckets, ("+Inf", times.count))]
         lines.append(f"{name}_count{{{labels}}} {times.count}")
@@ -127,7 +135,7 @@ def server_families(stats: ServerStatistics) -> Iterator[Family]:
     tiers = [
         (label_text(("model", "table", "tier", "device"), (model.name, table.name, tier.tier, tier.device)), tier)
         for model in stats.models
-        for table in model.tables
+        for table in in_turns(model.tables, _HISTOGRAMS)
         for tier in table.tiers
     ]
     for attribute, kind, name, text in _TIER_FIGURES:

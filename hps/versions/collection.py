@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from hps.cache.base import CacheStats, DeviceMemory, EmbeddingCache
 from hps.databases.base import UNBOUNDED_ROWS, Database, TableStats
 from hps.errors import HPSError
+from hps.ground.pacing import in_turns
 from hps.ground.workers import call_in_thread
 from hps.lookup.session import Session
 from hps.statistics.metrics import TIERS, Metrics, TableCounters
@@ -28,6 +29,7 @@ from hps.versions.live_models import LiveModels
 
 _log = logging.getLogger(__name__)
 _MEASURED_EVERY_S = 15.0
+_TABLES = 2  # read between two pauses
 _CLOSE_WAIT_S = 10.0
 _DEVICE = ""
 _Known = TypeVar("_Known")
@@ -175,7 +177,7 @@ class StatisticsCollector:
             stages=stages,
             workspaces=sum(size for size, _ in workspaces),
             busy_workspaces=sum(busy for _, busy in workspaces),
-            tables=tuple(self._table(deployment, index, one) for index, one in enumerate(counted)),
+            tables=tuple(self._table(deployment, index, one) for index, one in enumerate(in_turns(counted, _TABLES))),
         )
 
     def _table(self, deployment: Deployment, index: int, counters: TableCounters) -> TableStatistics:

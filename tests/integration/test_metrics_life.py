@@ -1,10 +1,14 @@
-"""Series of `/metrics` live as long as what they measure."""
+"""Series of `/metrics` live as long as what they measure; and nobody waits for those who read them."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
 import numpy as np
 import pytest
 
 import hps
-from tests.servers.running_service import document_of, model_of, running_service, samples
+from tests.servers.running_service import document_of, model_of, running_service, samples, wait_until
 
 ROWS, DIM, TABLES, MODELS = 50, 4, ("a", "b", "c"), 180
 
@@ -83,3 +87,58 @@ def test_a_model_that_is_deployed_again_counts_from_zero(service, files):
         assert samples(service)["hps_lookup_keys_total", "m", "a"] == 4
         _undeploy(service, "m")
         assert ("hps_lookup_keys_total", "m", "a") not in samples(service)
+
+
+class Held:
+    """Figures of a server that are not there until it is released."""
+
+    def __init__(self, service):
+        self.begun, self.released, self.rounds = threading.Event(), threading.Event(), 0
+        self._collector = service.app.lifecycle.server.statistics
+        self._statistics, self._collector.statistics = self._collector.statistics, self._wait
+
+    def _wait(self):
+        self.rounds += 1
+        self.begun.set()
+        assert self.released.wait(60)
+        return self._statistics()
+
+    def end(self):
+        self.released.set()
+        self._collector.statistics = self._statistics
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/v1/stats"])
+def test_who_asks_while_figures_are_written_gets_the_same_text_and_no_lookup_waits(service, path):
+    held = Held(service)
+    with ThreadPoolExecutor(4) as pool:
+        try:
+            first = pool.submit(httpx.get, service.url + path, timeout=60)
+            assert held.begun.wait(60)
+            others = [pool.submit(httpx.get, service.url + path, timeout=60) for _ in range(3)]
+            for _ in range(3):
+                _look_up(service, "stays")
+            wait_until(lambda: service.requests == 4, "all have asked")
+            _look_up(service, "stays")
+            assert not any(one.done() for one in [first, *others])
+        finally:
+            held.end()
+        texts = {one.result().content for one in [first, *others]}
+    assert len(texts) == held.rounds == 1
+    assert service.client.get("/metrics").content not in texts
+
+
+def test_figures_that_are_never_written_are_given_up_and_do_not_pile_up(files):
+    document = document_of(_model("stays", files), service={"request_timeout_s": 0.3})
+    with running_service(document) as service:
+        held = Held(service)
+        try:
+            for path in ("/metrics", "/metrics", "/v1/stats", "/metrics"):
+                assert service.client.get(path).status_code == 504
+            _look_up(service, "stays")
+            assert held.rounds == 1
+            assert sum(thread.name.startswith("hps-text") for thread in threading.enumerate()) == 1
+        finally:
+            held.end()
+        wait_until(lambda: service.client.get("/metrics").status_code == 200, "it is written again")
+        assert service.client.get("/v1/stats").status_code == 200

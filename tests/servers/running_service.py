@@ -37,6 +37,11 @@ class RunningService:
         """How many connections the server has."""
         return len(self.server._uvicorn.server_state.connections)
 
+    @property
+    def requests(self) -> int:
+        """How many requests are being answered."""
+        return len(self.server._uvicorn.server_state.tasks)
+
     def start(self) -> None:
         self._thread.start()  # clients may connect already: it listens
 

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from prometheus_client.exposition import choose_encoder
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
@@ -18,9 +18,11 @@ from hps.parameter_server import HPS
 from hps.service.http_answer import HTTPAnswer, RequestError
 from hps.service.http_metrics import HTTPMetrics, InferenceStatistics
 from hps.service.lifecycle import STOPPING, Lifecycle
+from hps.service.lookup_threads import LookupThreads
 from hps.service.protocol import schemas
 from hps.service.routes.repository import repository_routes
 from hps.service.routes.statistics import statistics_routes
+from hps.service.shared_text import SharedText
 from hps.statistics.prometheus import expose
 from hps.version import __version__
 
@@ -81,6 +83,7 @@ def control_app(
     statistics: InferenceStatistics,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]],
     error_answer: Callable[[Exception, Scope], HTTPAnswer],
+    threads: LookupThreads,
     routers: Iterable[APIRouter] = (),
 ) -> FastAPI:
     """Make the FastAPI application of these routes.
@@ -90,6 +93,7 @@ def control_app(
         statistics: statistics of inferences.
         lifespan: entered when the service starts, left when it stops.
         error_answer: makes the answer to an error raised while a request was served.
+        threads: the thread that writes the metrics.
         routers: further routes.
     """
 
@@ -178,14 +182,16 @@ def control_app(
     async def prometheus_metrics(request: Request) -> Response:
         """Return the metrics of lookups, tiers and requests, for Prometheus."""
         _, content_type = choose_encoder(request.headers.get("accept", ""))
+        text = texts[content_type.startswith("application/openmetrics-text")]
+        return Response(await text.get(), headers={"content-type": content_type})
+
+    def metrics_text(openmetrics: bool) -> bytes:
         server = lifecycle.opened
-        ours = [*metrics.families(), *(statistics.families() if lifecycle.configuration.service.triton_metrics else ())]
+        triton = statistics.families() if lifecycle.configuration.service.triton_metrics else ()
+        of_server = server.metrics.families() if server else ()
+        return expose([*metrics.families(), *triton, *lifecycle.states.families(), *of_server], openmetrics=openmetrics)
 
-        def text() -> bytes:
-            others = [*lifecycle.states.families(), *(server.metrics.families() if server else ())]
-            return expose([*ours, *others], openmetrics=content_type.startswith("application/openmetrics-text"))
-
-        return Response(await run_in_threadpool(text), headers={"content-type": content_type})
+    texts = [SharedText(partial(metrics_text, openmetrics), threads) for openmetrics in (False, True)]
 
     for router in routers:
         app.include_router(router)

@@ -1,6 +1,5 @@
 """The page at `/`, the API page at `/docs`, and `GET /v1/stats`, the data of the first."""
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -9,11 +8,12 @@ from typing import Any, Final
 
 import orjson
 from fastapi import APIRouter, Response
-from starlette.concurrency import run_in_threadpool
 
 from hps.service.http_metrics import HTTPMetrics
 from hps.service.lifecycle import Lifecycle
 from hps.service.logs.lines import RecentProblems
+from hps.service.lookup_threads import LookupThreads
+from hps.service.shared_text import SharedText
 
 _KEPT_S: Final = 0.25  # an answer takes about 1 ms for 26 tables
 _PAGES: Final = {"/": "index.html", "/docs": "api.html"}
@@ -36,6 +36,7 @@ def status_routes(
     metrics: HTTPMetrics,
     problems: RecentProblems,
     service: Callable[[], dict[str, Any]],
+    threads: LookupThreads,
     responses: dict[int | str, dict[str, Any]],
 ) -> APIRouter:
     """Make the routes.
@@ -43,12 +44,11 @@ def status_routes(
     Args:
         metrics: metrics of requests.
         problems: recent problems.
-        service: returns what the service itself holds now.
+        service: returns what the service itself holds now; called on any thread.
+        threads: the thread that writes the data.
         responses: descriptions of errors by status.
     """
     router = APIRouter()
-
-    kept, kept_at = b"", -math.inf
 
     @router.get("/v1/stats", tags=["metrics"], responses={401: responses[401]}, response_class=Response)
     async def stats() -> Response:
@@ -58,18 +58,13 @@ def status_routes(
         process. All counts are since the start: for rates, divide the difference of two answers by that of their `at_s`, the
         server's clock in seconds. An answer is shared by all requests within a quarter of a second.
         """
-        nonlocal kept, kept_at
-        if time.monotonic() - kept_at > _KEPT_S:
-            kept, kept_at = await run_in_threadpool(text, state()), time.monotonic()
-        return Response(kept, headers={"content-type": "application/json", "cache-control": "no-store"})
+        return Response(await shared.get(), headers={"content-type": "application/json", "cache-control": "no-store"})
 
-    def text(state: dict[str, Any]) -> bytes:
+    def text() -> bytes:
         opened = lifecycle.opened
-        return orjson.dumps({"server": opened.stats() if opened is not None else None, **state})
-
-    def state() -> dict[str, Any]:
-        return {
+        state = {
             "at_s": time.monotonic(),
+            "server": opened.stats() if opened is not None else None,
             "service": {
                 "ready": not lifecycle.not_ready_reason,
                 "reason": lifecycle.not_ready_reason,
@@ -79,7 +74,9 @@ def status_routes(
             "models": [one.model_dump(exclude_none=True) for one in lifecycle.states.models()],
             "problems": [asdict(one) for one in problems.entries()],
         }
+        return orjson.dumps(state)
 
+    shared = SharedText(text, threads, _KEPT_S)
     folder = resources.files("hps.service") / "page"
     for path, name in (*_PAGES.items(), *((f"/page/{name}", name) for name in _PARTS)):
         router.get(path, include_in_schema=False)(_static((folder / name).read_bytes(), _TYPES[name.rpartition(".")[2]]))

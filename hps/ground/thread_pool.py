@@ -66,6 +66,12 @@ class _Job:
             self.helpers.pop()
             self.news.put(None)
 
+    def end(self) -> BaseException | None:
+        """Leave nothing to threads that come late. Return the error, whose traceback refers to this job."""
+        self._left = iter(())
+        error, self.error = self.error, None
+        return error
+
     def rows_done(self) -> int:
         """Return the number of leading rows that are done."""
         piece = self._done.find(0)
@@ -134,13 +140,16 @@ class ThreadPool:
                 if done and ready > reported and job.error is None:
                     reported, start = ready, reported
                     done(start, ready)
-        except BaseException as error:  # noqa: BLE001 - raised below, when no thread works any more
-            job.error = job.error or error
+        except BaseException as failure:  # noqa: BLE001 - raised below, when no thread works any more
+            job.error = job.error or failure
         while job.helpers:
             job.wait()
         self._forget(job)
-        if job.error is not None:
-            raise job.error
+        if (error := job.end()) is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame, and thereby to the caller's arrays
         if done and reported < rows:
             done(reported, rows)
 
@@ -181,12 +190,15 @@ class ThreadPool:
     def _work(self, wake: queue.SimpleQueue[bool]) -> None:
         try:
             while wake.get(timeout=_IDLE_S):
-                for job in self._jobs.copy():
-                    job.help()
-                    self._forget(job)
+                self._help()
         except queue.Empty:  # this thread is not needed
             with suppress(ValueError):
                 self._threads.remove(threading.current_thread())
+
+    def _help(self) -> None:
+        for job in self._jobs.copy():
+            job.help()
+            self._forget(job)
 
     def _forget(self, job: _Job) -> None:
         with suppress(ValueError):

@@ -340,7 +340,10 @@ class DatabaseChain:
             if (tiers := current.tiers) is not None and after < before:
                 tiers[found & (tiers == 0) if before - after < keys.size else slice(None)] = tier.index
             if error and last and after:
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # its traceback refers to this frame, which holds the caller's arrays
             if known is not None and after < before:
                 self._promote(table, fence, token, keys, out, found & ~known)
             before = after
@@ -369,7 +372,10 @@ class DatabaseChain:
             if found[0]:
                 return tier.name
             if error and tier is self._tiers[-1]:
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # as in `fetch`
         return None
 
     def written_at(self, table: TableSpec, key: KeyArray) -> int:
@@ -503,7 +509,10 @@ class DatabaseChain:
                     failure = failure or self._doubt(table)
             then(failure is None)
             if failure:
-                raise failure
+                try:
+                    raise failure
+                finally:
+                    del failure  # as in `fetch`
 
     def _quarantine(self, table: TableSpec) -> None:
         with suppress(UnknownTableError):

@@ -20,7 +20,7 @@ from hps.parameter_server import HPS
 from hps.service.answer_memory import AnswerMemory
 from hps.service.authorization import Authorization, is_change
 from hps.service.held_memory import SMALL_BYTES, HeldMemory
-from hps.service.http_answer import BINARY, JSON, HTTPAnswer, OverloadedError, RequestError, error_answer
+from hps.service.http_answer import BINARY, JSON, HTTPAnswer, OverloadedError, RequestError, error_answer, release_frames
 from hps.service.http_metrics import DISCONNECTED, HTTPMetrics, InferenceCounts, InferenceStatistics
 from hps.service.lifecycle import Lifecycle
 from hps.service.logs.changes import log_change, request_line
@@ -34,7 +34,7 @@ from hps.service.protocol.open_inference import Inference, decode_request, parse
 from hps.service.protocol.request_checks import ModelTables
 from hps.service.protocol.schemas import INFER, INFER_VERSION, LOOKUP
 from hps.service.refusals import Refusals
-from hps.service.request_body import BodyReader, ClientDisconnected
+from hps.service.request_body import MOST_OBJECT_BYTES, BodyReader, ClientDisconnected
 from hps.service.routes.administration import admin_routes
 from hps.service.routes.control import ERRORS, control_app
 from hps.service.routes.rows import RowRoutes, RowTarget, row_target
@@ -100,11 +100,11 @@ class Application:
         self.refusals = Refusals()
         self._device_failed = False
         self._answers = AnswerMemory(settings.max_held_bytes)
-        self._threads = LookupThreads(settings.lookup_threads, settings.request_timeout_s)
+        self._threads = LookupThreads(settings.lookup_threads, settings.request_timeout_s, self.memory)
         self._bodies = BodyReader(settings.max_body_bytes, settings.request_timeout_s, self._threads, self.memory)
         self._rows = RowRoutes(lifecycle, settings, self.memory, self._threads)
-        self._reports = LookupThreads(1, settings.request_timeout_s, _MOST_REPORTS, "report")
-        self._texts = LookupThreads(1, settings.request_timeout_s, _MOST_TEXTS, "text")
+        self._reports = LookupThreads(1, settings.request_timeout_s, self.memory, _MOST_REPORTS, "report")
+        self._texts = LookupThreads(1, settings.request_timeout_s, self.memory, _MOST_TEXTS, "text")
         self._metrics = HTTPMetrics(
             pending=lambda: self._threads.pending,
             held_bytes=lambda: self.memory.held,
@@ -177,6 +177,7 @@ class Application:
     ) -> int:
         """Serve a lookup, rows or, without a target, a request for FastAPI. Returns the status of the answer."""
         body: bytes | bytearray | None = None
+        most = MOST_OBJECT_BYTES if target is None else None
         try:
             if isinstance(target, LookupTarget):
                 served.model, served.version = target.model_name, target.version
@@ -189,10 +190,10 @@ class Application:
             else:
                 who = self._admit(scope, headers)
                 rows = self._rows.read(target, scope, who) if target else None
-            body = await self._bodies.read(headers, receive)
+            body = await self._bodies.read(headers, receive, most)
             served.bytes_in = len(body)
             if b"content-encoding" in headers:
-                body = await self._bodies.decompress(headers, body)
+                body = await self._bodies.decompress(headers, body, most)
             if isinstance(target, LookupTarget):
                 answer = await _look_up(server, self, target, headers, body, served)
             elif rows is not None:
@@ -257,7 +258,7 @@ class Application:
             submitted = time.perf_counter_ns()
             look_up = _traced_lookup if served.traced or request.wants_report else _timed_lookup
             lookup = (look_up, server, deployment, request.segments, request.device_id)
-            request.device_id, began, ended, trace = await self._threads.run(*lookup)
+            request.device_id, began, ended, trace = await self._threads.run(*lookup, held=held)
             if request.scratch_bytes:
                 self.memory.held -= request.scratch_bytes
                 held -= request.scratch_bytes
@@ -291,11 +292,14 @@ class Application:
     ) -> JSONLookup | Inference:
         """Parse a request with large JSON on another thread, if there is memory for the result."""
         text = memoryview(body)[:header_length]
-        size = self.memory.take(await self._threads.run(parsed_bytes, text, self._max_keys), "parsing the request")
+        scan = self._threads.run(parsed_bytes, text, self._max_keys, held=len(body))
+        size = self.memory.take(await scan, "parsing the request")
+        held = size + len(body)
         try:
             if target.route == LOOKUP:
-                return await self._threads.run(decode_lookup, body, model, self._max_keys)
-            return await self._threads.run(decode_request, body, header_length, model, self._max_keys, self._answers.take)
+                return await self._threads.run(decode_lookup, body, model, self._max_keys, held=held)
+            decode = (decode_request, body, header_length, model, self._max_keys, self._answers.take)
+            return await self._threads.run(*decode, held=held)
         finally:
             self.memory.held -= size
 
@@ -348,7 +352,9 @@ class Application:
             _log.error(
                 "serving %s failed unexpectedly", request_line(scope), exc_info=error, extra=fields(request_id=request_id)
             )
-        return error_answer(error, request_id)
+        answer = error_answer(error, request_id)
+        release_frames(error)  # for errors that a frame of their own traceback holds, or that outlive their request
+        return answer
 
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:

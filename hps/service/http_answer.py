@@ -90,6 +90,15 @@ def status_of(error: BaseException) -> int:
     return next((STATUS_OF_ERROR[kind] for kind in type(error).__mro__ if kind in STATUS_OF_ERROR), 500)
 
 
+def release_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an error and of its causes: their frames hold the request, and may hold the error, too."""
+    left: list[BaseException | None] = [error]
+    while left:
+        if (one := left.pop()) is not None:
+            left += [one.__cause__, one.__context__]
+            one.__traceback__ = one.__cause__ = one.__context__ = None
+
+
 def error_answer(error: BaseException, request_id: str) -> HTTPAnswer:
     """Answer a request that raised `error`: status, and `{"error": message}` as in the protocol, with the request id."""
     status, headers = status_of(error), [JSON]

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from hps.service.held_memory import HeldMemory
 from hps.service.http_answer import OverloadedError, RequestError
 
 _T = TypeVar("_T")
@@ -35,6 +36,8 @@ class _Call:
     arguments: tuple[Any, ...]
     future: "asyncio.Future[Any]"
     submitted_s: float
+    held: int
+    late: bool = False
     result: Any = None
     error: BaseException | None = None
 
@@ -47,13 +50,17 @@ class LookupThreads:
         timeout_s: timeout of a call, including its wait for a thread.
         max_waiting: number of calls that may wait for a thread.
         what: name of a call in messages.
+        memory: counts what calls hold that have timed out and still run.
 
     Attributes:
         pending: calls that run or wait.
     """
 
-    def __init__(self, threads: int, timeout_s: float, max_waiting: int = MAX_WAITING, what: str = "lookup") -> None:
+    def __init__(
+        self, threads: int, timeout_s: float, memory: HeldMemory, max_waiting: int = MAX_WAITING, what: str = "lookup"
+    ) -> None:
         self._what = what
+        self._memory = memory
         self.limit_to(timeout_s)
         self._limit = threads + max_waiting
         # Used only by the event loop.
@@ -76,18 +83,21 @@ class LookupThreads:
     def limit_to(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
-    async def run(self, function: Callable[..., _T], *arguments: Any) -> _T:
+    async def run(self, function: Callable[..., _T], *arguments: Any, held: int = 0) -> _T:
         """Run `function(*arguments)` on a thread, and return or raise its result.
+
+        Args:
+            held: bytes that the call holds and the caller counts. If it times out, they count here until the call ends.
 
         Raises:
             OverloadedError: too many calls are waiting.
-            RequestError: 504, it did not end in time. Its thread then runs on until the call ends.
+            RequestError: 504, it did not end in time. If it had begun, its thread runs on until it ends.
         """
         if self.pending >= self._limit:
             limit = f"expected at most {self._limit}; send the request again later"
             raise OverloadedError("threads", f"{self.pending} {self._what}s run or wait, {limit}")
         loop = asyncio.get_running_loop()
-        call = _Call(function, arguments, loop.create_future(), time.monotonic())
+        call = _Call(function, arguments, loop.create_future(), time.monotonic(), held)
         self.pending += 1
         self._unanswered[call] = None
         if not self._submitted:
@@ -96,7 +106,10 @@ class LookupThreads:
         if not self._ticking:
             self._ticking = True
             loop.call_later(_TICK_S, self._tick, loop)
-        result: _T = await call.future
+        try:
+            result: _T = await call.future
+        finally:
+            del call  # holds the error, whose traceback refers to this frame
         return result
 
     def close(self, timeout_s: float) -> bool:
@@ -129,6 +142,12 @@ class LookupThreads:
             if not oldest.future.done():
                 text = f"the {self._what} did not end within {self._timeout_s:g} s (service.request_timeout_s)"
                 oldest.future.set_exception(RequestError(504, text))
+                try:
+                    self._waiting.remove(oldest)
+                    self.pending -= 1
+                except ValueError:  # a thread has it
+                    oldest.late = True
+                    self._memory.held += oldest.held
         with suppress(IndexError):  # a thread took the last one meanwhile
             if self._waiting and now - self._waiting[0].submitted_s > _TICK_S:
                 self._wake(len(self._waiting))
@@ -141,6 +160,8 @@ class LookupThreads:
             call = self._done.popleft()
             self.pending -= 1
             self._unanswered.pop(call, None)
+            if call.late:
+                self._memory.held -= call.held
             if call.future.done():  # timed out, or its request was cancelled
                 continue
             if call.error is None:

@@ -16,7 +16,9 @@ from hps.service.lookup_threads import LookupThreads
 from hps.service.protocol.request_checks import parse_object
 
 _Object = TypeVar("_Object", bound=BaseModel)
-_MOST_OBJECT_BYTES = 1 << 20
+MOST_OBJECT_BYTES = 1 << 20
+"""Maximum size of a body that is neither of a lookup nor of rows."""
+
 _ENCODINGS = (b"identity", b"gzip", b"deflate")
 _EXPIRED = -1.0
 _COMPRESSED_BYTES, _INFLATED_BYTES = 1 << 16, 1 << 20  # per step
@@ -49,17 +51,21 @@ class BodyReader:
         self._timeout_s = timeout_s
         self._sweep_s = min(timeout_s / 4, 0.25)
 
-    async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes | bytearray:
+    async def read(self, headers: Mapping[bytes, bytes], receive: Receive, most: int | None = None) -> bytes | bytearray:
         """Read the complete body, as sent. Its length is held; the caller subtracts it when the request is done.
+
+        Args:
+            most: maximum size of this body, if that is less than of others.
 
         Raises:
             RequestError: 408, it did not arrive in time; 413, its declared or actual size is too large (the rest is not read);
                 415, its compression is not supported; 503, the bodies of other requests fill the memory set aside for bodies.
             ClientDisconnected: the client disconnected.
         """
+        most_bytes = self._most(most)
         declared = headers.get(b"content-length")
-        if declared is not None and int(declared) > self._max_bytes:  # the server checked that it is a number
-            raise self._too_large(f"Content-Length is {int(declared)}")
+        if declared is not None and int(declared) > most_bytes:  # the server checked that it is a number
+            raise self._too_large(f"Content-Length is {int(declared)}", most_bytes)
         if b"content-encoding" in headers and (encoding := _encoding(headers)) not in _ENCODINGS:
             got = f"got Content-Encoding {encoding.decode('latin-1')[:40]!r}"
             raise RequestError(415, f"reading the request: {got}, expected gzip, deflate or none")
@@ -81,24 +87,26 @@ class BodyReader:
                 else:
                     body = chunk
                 memory.held += len(chunk)
-                if len(body) > self._max_bytes:
-                    raise self._too_large(f"got {len(body)} bytes")
-                most = memory.limit if len(body) <= SMALL_BYTES else memory.large_limit
-                if memory.held > most and chunk:
-                    raise memory.full("reading the request", most)
+                if len(body) > most_bytes:
+                    raise self._too_large(f"got {len(body)} bytes", most_bytes)
+                limit = memory.limit if len(body) <= SMALL_BYTES else memory.large_limit
+                if memory.held > limit and chunk:
+                    raise memory.full("reading the request", limit)
                 more = message.get("more_body", False)
         except BaseException as error:
             memory.held -= len(body)
             if isinstance(error, asyncio.CancelledError) and self._deadlines[task] == _EXPIRED:
                 task.uncancel()
-                limit = f"{self._timeout_s:g} s (service.request_timeout_s)"
-                raise RequestError(408, f"the request body did not arrive within {limit}") from None
+                expected = f"{self._timeout_s:g} s (service.request_timeout_s)"
+                raise RequestError(408, f"the request body did not arrive within {expected}") from None
             raise
         finally:
             del self._deadlines[task]
         return body
 
-    async def decompress(self, headers: Mapping[bytes, bytes], body: bytes | bytearray) -> bytes | bytearray:
+    async def decompress(
+        self, headers: Mapping[bytes, bytes], body: bytes | bytearray, most: int | None = None
+    ) -> bytes | bytearray:
         """Decompress the body of a request with a Content-Encoding. The result replaces the body, also in the held memory.
 
         Its memory is held before it is allocated.
@@ -110,13 +118,13 @@ class BodyReader:
         """
         if _encoding(headers) == b"identity":
             return body
-        max_bytes = self._max_bytes  # may change while the body is decompressed
-        most = self._memory.take(min(_MOST_INFLATION * len(body), max_bytes), "decompressing the request")
+        max_bytes = self._most(most)  # may change while the body is decompressed
+        held = self._memory.take(min(_MOST_INFLATION * len(body), max_bytes), "decompressing the request")
         try:
-            decompressed = await self._threads.run(self._inflate, body, max_bytes)
+            decompressed = await self._threads.run(self._inflate, body, max_bytes, held=held + len(body))
             self._memory.held += len(decompressed) - len(body)
         finally:
-            self._memory.held -= most
+            self._memory.held -= held
         return decompressed
 
     def _start_clock(self, task: "asyncio.Task[Any]") -> None:
@@ -154,7 +162,7 @@ class BodyReader:
                     inflated = decompressor.decompress(piece, most)
                     decompressed += inflated
                     if len(decompressed) > max_bytes:
-                        raise self._too_large("it decompresses to more")
+                        raise self._too_large("it decompresses to more", max_bytes)
                     piece, full = decompressor.unconsumed_tail, len(inflated) == most
         except zlib.error as error:
             raise InvalidInputError(f"decompressing the request: {error}") from error
@@ -164,9 +172,12 @@ class BodyReader:
             raise InvalidInputError(f"decompressing the request: the compressed stream {found}")
         return decompressed
 
-    def _too_large(self, got: str) -> RequestError:
-        limit = f"expected at most {self._max_bytes} (service.max_body_bytes)"
-        return RequestError(413, f"reading the request: {got}, {limit}; send fewer keys")
+    def _most(self, most: int | None) -> int:
+        return self._max_bytes if most is None else min(most, self._max_bytes)
+
+    def _too_large(self, got: str, limit: int) -> RequestError:
+        cure = " (service.max_body_bytes); send fewer keys" if limit == self._max_bytes else ""
+        return RequestError(413, f"reading the request: {got}, expected at most {limit}{cure}")
 
 
 def _encoding(headers: Mapping[bytes, bytes]) -> bytes:
@@ -178,11 +189,8 @@ async def read_object(request: Request, kind: type[_Object]) -> _Object:
 
     Raises:
         InvalidInputError: the body is not of this kind.
-        RequestError: 413, it is too large.
     """
     body = await request.body()
-    if len(body) > _MOST_OBJECT_BYTES:
-        raise RequestError(413, f"reading the request: got {len(body)} bytes, expected at most {_MOST_OBJECT_BYTES}")
     try:
         return kind.model_validate(parse_object(body) if body.strip() else {}, strict=True)
     except ValidationError as error:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import socket
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,9 +24,12 @@ GROWTH = 2 * BUDGET  # beyond the budget: what is not counted, and what the allo
 KEYS, DIM = 100_000, 32
 PATH = "/v1/models/m/lookup"
 TOKEN = "Authorization: Bearer secret"
+ADMIN = {"Authorization": "Bearer of-changes"}
+UNCOLLECTED = "import gc; from hps.cli.app import main; gc.disable(); main()"
 LIMITS = {
     "port": 0,
     "bearer_token": "secret",
+    "admin_token": "of-changes",
     "max_body_bytes": BODY,
     "max_keys_per_request": KEYS,
     "max_held_bytes": BUDGET,
@@ -109,14 +113,15 @@ class Victim:
 
 
 @contextmanager
-def serving(directory):
+def serving(directory, *interpreter):
     keys = np.arange(1000)
     hps.write_sparse_model(directory / "item.model", (keys, np.repeat(keys.astype(np.float32)[:, None], DIM, axis=1)))
     model = model_of("m", [directory / "item.model"], {"item": DIM}, max_batch_size=KEYS, gpucacheper=1.0, init_ec=False)
     (directory / "ps.json").write_text(json.dumps(document_of(model, service=LIMITS)))
     log, children = directory / "log", ChildProcesses()
     with log.open("w") as stderr:
-        process = children.hps("serve", directory / "ps.json", stdout=stderr, stderr=stderr)
+        command = (sys.executable, *(interpreter or ("-m", "hps")), "serve", directory / "ps.json")
+        process = children.start(*command, stdout=stderr, stderr=stderr)
     try:
         yield Server(process, log)
     finally:
@@ -187,6 +192,67 @@ def bombs():
             b'{"inputs": [{"name": "item", "datatype": "INT64", "shape": [1], "data": [' + b"[]," * (size // 3) + b"1]}]}",
         ),
     }
+
+
+def hostile(most):
+    """Requests that end in errors, each at another place: method, path, body, and what the body's Content-Encoding says.
+
+    Args:
+        most: number of values in a body; three times the keys of a request, so that they are still parsed.
+    """
+    infer, rows, deploy = "/v2/models/m/infer", "/v1/models/m/tables/item/rows", "/v1/models/m/deploy"
+    ones, floats = b"1," * most + b"1", b"1.5," * most + b"1"
+    data = b'{"inputs": [{"name": "item", "datatype": "INT64", "shape": [1], "data": [%s]}]}'
+    parsed = {
+        "floats": (PATH, b'{"tables": {"item": [%s]}}' % floats),
+        "strings": (PATH, b'{"tables": {"item": [%s1]}}' % (b'"1",' * most)),
+        "objects": (PATH, b'{"tables": {"item": [%s1]}}' % (b'{"":0},' * (most // 3))),
+        "too large a key": (PATH, b'{"tables": {"item": [%s, 18446744073709551615]}}' % ones),
+        "too many keys": (PATH, b'{"tables": {"item": [%s]}}' % ones),
+        "unknown table": (PATH, b'{"tables": {"none": [%s]}}' % ones),
+        "unknown member": (PATH, b'{"keys": [%s]}' % ones),
+        "unknown model": ("/v1/models/none/lookup", b'{"tables": {"item": [%s]}}' % ones),
+        "unknown device": (PATH, b'{"device": 7, "tables": {"item": [%s1]}}' % (b"1," * (most // 3 - 1))),
+        "given twice": (PATH, b'{"tables": {"item": [%s], "item": [1]}}' % ones),
+        "cut short": (PATH, b'{"tables": {"item": [%s' % ones),
+        "deep": (PATH, b"[" * most),
+        "no text": (PATH, b'{"tables": {"item": ["%s"]}}' % b"\xff" * (5 * most)),
+        "bags": (PATH, b'{"bags": {"item": [%s1]}}' % (b"[1.5]," * (most // 2))),
+        "weights": (PATH, b'{"bags": {"item": [[1]]}, "weights": {"item": [[%s]]}}' % ones),
+        "data of floats": (infer, data % floats),
+        "data of another shape": (infer, data % ones),
+        "inputs": (infer, b'{"inputs": [%s1]}' % (b"{}," * (most // 2))),
+        "rows of floats": (rows, b'{"keys": [%s], "vectors": []}' % floats),
+        "rows without a vector": (rows, b'{"keys": [1], "vectors": [[%s]]}' % floats),
+        "a deployment": (deploy, b'{"version": [%s1]}' % (b"1.5," * (most // 2))),
+        "nowhere": ("/nowhere", b"1" * most),
+    }
+    requests = {kind: ("POST", path, gzip.compress(body, 1), "gzip") for kind, (path, body) in parsed.items()}
+    return requests | {
+        "deleted floats": ("DELETE", rows, gzip.compress(b'{"keys": [%s]}' % floats, 1), "gzip"),
+        "too large": ("POST", PATH, gzip.compress(bytes(BODY + 1)), "gzip"),
+        "a large deployment": ("POST", deploy, b" " * (2 << 20), "identity"),
+        "gzip cut short": ("POST", PATH, gzip.compress(bytes(5 * most))[:-1], "gzip"),
+        "no gzip": ("POST", PATH, b"x" * (5 * most), "gzip"),
+        "another encoding": ("POST", PATH, b"x" * (5 * most), "br"),
+        "binary data": ("POST", infer, b"x" * (5 * most), "identity"),
+    }
+
+
+@pytest.mark.parametrize(("count", "values"), [(12, 3 * KEYS), pytest.param(1000, 20_000, marks=pytest.mark.slow)])
+def test_no_error_keeps_its_request_until_garbage_is_collected(tmp_path, count, values):
+    with serving(tmp_path, "-c", UNCOLLECTED) as server, attacked(server) as victim:
+        kept = {}
+        for kind, (method, path, body, encoding) in hostile(values).items():
+            before = server.rss
+            for _ in range(count):
+                answer = victim.client.request(method, path, content=body, headers=ADMIN | {"Content-Encoding": encoding})
+                assert 400 <= answer.status_code < 500, (kind, answer.text)
+            with suppress(AssertionError):
+                wait_until(lambda before=before: server.rss < before + 64 * MB, "its memory is free", 5)
+            kept[kind] = (server.rss - before) // MB
+        assert max(kept.values()) < 64, kept
+        victim.check()
 
 
 @pytest.mark.parametrize("kind", ["lists", "objects", "keys", "strings", "tables", "data"])

@@ -1,10 +1,12 @@
 """Slow, broken and greedy clients, stuck and failing lookups: each ends in its own error, and nothing stays behind."""
 
 import asyncio
+import gc
 import gzip
 import json
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from types import SimpleNamespace
@@ -101,6 +103,27 @@ def closes(connection):
 def is_idle(service):
     """Nothing of any request is left: no lookup, no body."""
     return service.app._threads.pending == 0 and service.app.memory.held == 0
+
+
+def test_an_error_that_is_in_a_frame_of_its_own_traceback_is_freed(fake):
+    def fail():
+        try:
+            raise DeviceError("the device is gone")
+        except DeviceError as error:
+            cause = error
+        failure = DatabaseTimeoutError("the disk is slow")
+        errors.extend((weakref.ref(failure), weakref.ref(cause)))
+        raise failure from cause
+
+    errors = []
+    fake.on_lookup = fail
+    gc.disable()
+    try:
+        with running_service(document(), fake) as service:
+            assert service.client.post(PATH, content=LOOKUP).status_code == 503
+            wait_until(lambda: not any(error() for error in errors), "both errors are freed")
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("path", [PATH, "/v2/health/live"])

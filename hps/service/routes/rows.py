@@ -70,7 +70,7 @@ class RowRoutes:
         self._lifecycle = lifecycle
         self._memory = memory
         self._lookups = lookups
-        self._writes = LookupThreads(_WRITE_THREADS, settings.request_timeout_s, _MOST_WAITING, "write")
+        self._writes = LookupThreads(_WRITE_THREADS, settings.request_timeout_s, memory, _MOST_WAITING, "write")
         self._log = WriteLog()
         self.configure(settings)
 
@@ -119,7 +119,7 @@ class RowRoutes:
             held = self._hold(headers, body)
             try:
                 length = parse_header_length(headers.get(b"inference-header-content-length"), len(body))
-                version, rows = await self._writes.run(self._write, server, request, length, body)
+                version, rows = await self._writes.run(self._write, server, request, length, body, held=held + len(body))
             finally:
                 self._memory.held -= held
         except BaseException:

@@ -1,12 +1,16 @@
+import gc
 import subprocess
 import sys
 import threading
+import weakref
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
 from hps.errors import DatabaseError
 from hps.ground.thread_pool import ThreadPool, available_threads
+from tests.servers.running_service import wait_until
 
 WAIT_S = 10
 
@@ -104,6 +108,31 @@ def test_pieces_after_a_failure_are_not_begun(pool):
     with pytest.raises(DatabaseError):
         pool.run(400, 100, work)
     assert begun == [0]
+
+
+def fails(start, stop):
+    raise DatabaseError("the disk is gone")
+
+
+@pytest.mark.parametrize(("work", "done"), [(fails, None), (lambda start, stop: None, fails), (lambda start, stop: None, None)])
+def test_nothing_of_a_call_is_kept_when_it_has_ended(pool, work, done):
+    class Rows:
+        pass
+
+    def call():
+        rows = Rows()
+        alive.append(weakref.ref(rows))
+        with suppress(DatabaseError):
+            pool.run(1000, 10, lambda start, stop: (rows, work(start, stop)), done)
+
+    alive = []
+    gc.disable()
+    try:
+        for _ in range(3):
+            call()
+        wait_until(lambda: not any(one() for one in alive), "the other threads let go, too", WAIT_S)
+    finally:
+        gc.enable()
 
 
 def test_report_that_fails_ends_the_call_when_no_piece_runs_any_more(pool):

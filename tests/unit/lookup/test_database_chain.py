@@ -1,4 +1,7 @@
+import gc
+import logging
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -66,6 +69,29 @@ def host():
     host = Host()
     yield host
     host.chain.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "failing"),
+    [
+        (lambda chain, keys: chain.fetch(TABLE, keys, np.empty((1, 4), np.float32), np.zeros(1, np.bool_)), "fetch"),
+        (lambda chain, keys: chain.locate(TABLE, keys, np.empty((1, 4), np.float32)), "fetch"),
+        (lambda chain, keys: chain.insert(TABLE, keys, np.empty((1, 4), np.float32), lambda done: None), "insert"),
+    ],
+    ids=["fetch", "locate", "insert"],
+)
+def test_an_error_is_freed_with_its_handler(host, caplog, call, failing):
+    caplog.set_level(logging.ERROR)  # pytest keeps warnings, which have the error
+    host.persistent.failing.add(failing)
+    gc.disable()
+    try:
+        try:
+            call(host.chain, np.array([7]))
+        except DatabaseError as error:
+            freed = weakref.ref(error)
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def test_volatile_answers_first_and_persistent_only_what_is_missing(host):

@@ -12,8 +12,9 @@ from hps.service.request_body import BodyReader
 
 def test_no_more_than_the_limit_is_decompressed():
     body = zlib.compress(bytes(64 << 20))
-    threads = LookupThreads(1, timeout_s=10)
-    reader = BodyReader(100_000, 10, threads, HeldMemory(1 << 20))
+    memory = HeldMemory(1 << 20)
+    threads = LookupThreads(1, 10, memory)
+    reader = BodyReader(100_000, 10, threads, memory)
     tracemalloc.start()
     try:
         with pytest.raises(RequestError, match="decompresses to more"):

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 
+from hps.service.held_memory import HeldMemory
 from hps.service.http_answer import RequestError
 from hps.service.lookup_threads import LookupThreads
 
@@ -23,7 +24,7 @@ def run():
     made = []
 
     def run(main, threads=2, timeout_s=WAIT_S, max_waiting=100):
-        made.append(LookupThreads(threads, timeout_s, max_waiting))
+        made.append(LookupThreads(threads, timeout_s, HeldMemory(1 << 20), max_waiting))
         return asyncio.run(asyncio.wait_for(main(made[-1]), 2 * WAIT_S))
 
     yield run
@@ -128,13 +129,13 @@ def test_more_calls_than_may_wait_are_refused(run, release):
 
 def test_a_call_that_takes_too_long_is_given_up_and_still_counts_until_it_ends(run, release):
     async def main(threads):
-        with pytest.raises(RequestError, match=r"within 0.05 s \(service.request_timeout_s\)"):
+        with pytest.raises(RequestError, match=r"within 0.5 s \(service.request_timeout_s\)"):
             await threads.run(release.wait, WAIT_S)
         assert threads.pending == 1
         release.set()
         await idle(threads)
 
-    run(main, threads=1, timeout_s=0.05)
+    run(main, threads=1, timeout_s=0.5)
 
 
 def test_a_call_that_timed_out_while_it_waited_never_starts(run, release):
@@ -168,10 +169,80 @@ def test_a_cancelled_request_leaves_nothing_behind(run, release):
     assert run(main, threads=1) == "alive"
 
 
-def test_idle_threads_hold_neither_arguments_nor_results(run):
-    class Buffer:
-        pass
+class Buffer:
+    """Stands for the body of a request."""
 
+
+def _fails(buffer):
+    raise ValueError
+
+
+def _fails_from_another(buffer):
+    try:
+        raise KeyError
+    except KeyError as error:
+        raise ValueError from error
+
+
+@pytest.mark.parametrize("call", [_fails, _fails_from_another, lambda buffer: next(iter(()))])
+def test_an_error_keeps_its_request_until_it_is_handled_and_no_longer(run, call):
+    async def main(threads):
+        buffer = Buffer()
+        alive = weakref.ref(buffer)
+        try:
+            await threads.run(call, buffer)
+        except (ValueError, RuntimeError):
+            del buffer
+        while alive():  # until this turn of the event loop, and the thread's, have ended
+            await asyncio.sleep(0.001)
+
+    gc.disable()
+    try:
+        run(main, threads=1)
+    finally:
+        gc.enable()
+
+
+def test_a_call_that_timed_out_while_it_waited_lets_go_of_its_request(run, release):
+    async def main(threads):
+        running = threading.Barrier(4)
+        long = [asyncio.ensure_future(threads.run(lambda: (running.wait(WAIT_S), release.wait(WAIT_S)))) for _ in range(3)]
+        await asyncio.to_thread(running.wait, WAIT_S)
+        buffer = Buffer()
+        alive = weakref.ref(buffer)
+        try:
+            await threads.run(len, buffer, held=7)
+        except RequestError:
+            del buffer
+        assert threads.pending == 3
+        assert threads._memory.held == 0
+        while alive():
+            await asyncio.sleep(0.001)
+        release.set()
+        await asyncio.gather(*long, return_exceptions=True)
+
+    gc.disable()
+    try:
+        run(main, threads=3, timeout_s=0.5)
+    finally:
+        gc.enable()
+
+
+def test_what_a_call_holds_after_its_timeout_counts_until_it_ends(run, release):
+    async def main(threads):
+        for _ in range(2):
+            release.clear()
+            with pytest.raises(RequestError, match="did not end within"):
+                await threads.run(release.wait, WAIT_S, held=7)
+            assert threads._memory.held == 7
+            release.set()
+            await idle(threads)
+            assert threads._memory.held == 0
+
+    run(main, threads=1, timeout_s=0.5)
+
+
+def test_idle_threads_hold_neither_arguments_nor_results(run):
     async def main(threads):
         buffers = [Buffer() for _ in range(8)]
         await asyncio.gather(*(threads.run(lambda buffer: buffer, buffer) for buffer in buffers))
@@ -195,7 +266,7 @@ def test_close_lets_waiting_calls_end_and_says_when_it_could_not(release):
         assert await asyncio.to_thread(threads.close, WAIT_S)
         await asyncio.gather(*calls)
 
-    threads = LookupThreads(1, WAIT_S)
+    threads = LookupThreads(1, WAIT_S, HeldMemory(1 << 20))
     asyncio.run(main(threads))
     assert done == [1]
 
@@ -205,7 +276,7 @@ def test_a_result_after_the_event_loop_ended_is_dropped(release):
         asyncio.ensure_future(threads.run(release.wait, WAIT_S)).cancel()
         await asyncio.sleep(0)
 
-    threads = LookupThreads(1, WAIT_S)
+    threads = LookupThreads(1, WAIT_S, HeldMemory(1 << 20))
     asyncio.run(main(threads))
     release.set()
     assert threads.close(WAIT_S)

@@ -17,7 +17,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
 
-from hps.errors import ConfigError, MissingDependencyError
+from hps.errors import ConfigError, HPSError, MissingDependencyError
 
 _CORE = "pip install hps-server"
 
@@ -104,6 +104,7 @@ def implementation(kind: str, name: str) -> Any:
     Raises:
         ConfigError: the name is not registered, and the message lists the known ones; or its package offers no usable class.
         MissingDependencyError: the class cannot be imported; the message names the package to install.
+        HPSError: its module cannot be read, as without a free file descriptor.
     """
     ours = IMPLEMENTATIONS[kind].get(name)
     if ours is None:
@@ -113,6 +114,8 @@ def implementation(kind: str, name: str) -> Any:
         return _attribute(target)
     except ImportError as error:
         raise MissingDependencyError(f"{kind} {name!r} needs a package that is not installed ({error}): {hint}") from error
+    except OSError as error:  # no descriptor to read it by
+        raise HPSError(f"importing {kind} {name!r}: {error}") from error
 
 
 def names(kind: str) -> list[str]:

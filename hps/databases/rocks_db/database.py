@@ -14,7 +14,8 @@ truncated file would then kill the process.
 opening, or it is refused (write_ahead_log.py); a damaged end behind them, as after a power cut, is dropped.
 
 **Failed writes.** When the disk is full or descriptors run out, RocksDB refuses all later writes, but goes on reading. So the
-next write checks whether there is room again, and then RocksDB is reopened while all calls wait.
+next write checks whether there is room again, and then RocksDB is reopened while all calls wait. A start on a full disk opens a
+view of what is there, and goes on in the same way.
 
 **Waiting.** RocksDB has no timeouts: a call takes as long as the disk does. Where RocksDB would stall a write, we wait instead,
 at most `write_timeout_s`. Two locks are held while RocksDB works: one per table, which serialises its writers, and one that
@@ -36,7 +37,15 @@ from typing import Any, Self
 
 from hps.databases.base import DatabaseReport, LoadRecord, LogPosition, Partition, PersistentDatabase, RowChanges, TableStats
 from hps.databases.rocks_db import directory
-from hps.databases.rocks_db.engine import BLOCK_BYTES, DEFAULT, TIMES, WRITE_BUFFERS_BYTES, Engine, database_error
+from hps.databases.rocks_db.engine import (
+    BLOCK_BYTES,
+    DEFAULT,
+    TIMES,
+    WRITE_BUFFERS_BYTES,
+    DiskFullError,
+    Engine,
+    database_error,
+)
 from hps.databases.rocks_db.inspection import inspect, oldest_needed_log
 from hps.databases.rocks_db.load_records import LoadRecords
 from hps.databases.rocks_db.table import RocksTable, width_of
@@ -118,9 +127,11 @@ class RocksDatabase(PersistentDatabase):
         self._seal_lock = threading.Lock()
         self._seal: directory.Seal | None = None
         self._view: directory.View | None = None
+        self._held = -1  # the file that keeps other processes out while a view is open
         self._released = False
         self._recovering = threading.Lock()
         self._recover_at = 0.0
+        self._refusal: DatabaseError | None = None  # of the last recovery, if it failed
         self._engine = Engine(
             self.path,
             read_only=read_only,
@@ -131,18 +142,10 @@ class RocksDatabase(PersistentDatabase):
         self._records = LoadRecords(self._engine)
         self._open()
         disown_in_children(self)
-        if read_only:
-            return
-        try:
-            directory.clear_staging(self.path)
-            self._drop_the_rest()
-            self._seal_now()
-        except DatabaseError:
-            self.close()
-            raise
 
     def _open(self) -> None:
-        """Open the engine if all acknowledged rows are there."""
+        """Open the engine if all acknowledged rows are there; on a full disk a view of them, which `_recover` replaces."""
+        self._leave_view()
         exists = directory.check_directory(self.path, self.read_only)
         logs = check_logs(self.path, partial(oldest_needed_log, self.path)) if exists else CheckedLogs(True, {}, {})
         for name, what in logs.damages.items():
@@ -150,9 +153,39 @@ class RocksDatabase(PersistentDatabase):
         open_at = partial(self._engine.open, exists=exists, torn=logs.sealed)
         if self.read_only:
             self._view = directory.opened_in_view(self.path, open_at, logs.ends)
-        else:
+            return
+        try:
             directory.cut_logs(self.path, logs.ends)
             open_at(self.path)
+            directory.clear_staging(self.path)
+            self._drop_the_rest()
+            self._seal_now()
+        except DiskFullError as error:
+            self._engine.close()
+            if not exists:
+                raise DatabaseError(
+                    f"making a database in {self.path}: the disk is full ({error.__cause__ or error}); make room, or give "
+                    "another path"
+                ) from error
+            self._held = directory.hold(self.path)
+            try:
+                self._view = directory.opened_in_view(self.path, open_at, logs.ends, in_memory=True)
+            except DatabaseError:
+                self._leave_view()
+                raise
+            self._refusal = type(error)(*error.args)
+            _log.error("%s. Until then this process serves the rows that are there", error)
+        except DatabaseError:
+            self._engine.close()
+            raise
+
+    def _leave_view(self) -> None:
+        if self._view:
+            self._view.cleanup()
+            self._view = None
+        if self._held >= 0:
+            os.close(self._held)
+            self._held = -1
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
@@ -206,7 +239,8 @@ class RocksDatabase(PersistentDatabase):
         check_positive(f"opening table {tag}", "dim", dim)
         if tag == DEFAULT:
             raise InvalidInputError(f"opening table {tag}: got the name of RocksDB's own column family, expected another tag")
-        self._recover()
+        if not self._engine.is_open or self._engine.family(tag) is None:
+            self._recover()
         with self._calls, self._tables_lock:
             table = self._tables.get(tag)
             held = table.dim if table else self._width(tag)
@@ -328,24 +362,36 @@ class RocksDatabase(PersistentDatabase):
                 f"{self.path}: another call was still opening it again after {self._write_timeout_s:g} s; try again"
             )
         try:
-            if not self._engine.stuck or self._released or time.monotonic() < self._recover_at:
+            if not self._engine.stuck or self._released:
                 return
-            self._recover_at = time.monotonic() + _RECOVER_EVERY_S
+            if time.monotonic() < self._recover_at:
+                self._refuse()
+                return
+            self._recover_at, self._refusal = time.monotonic() + _RECOVER_EVERY_S, None
             try:
-                logs = sum(os.path.getsize(self.path / name) for name in logs_in(self.path).values())
-                directory.check_room(self.path, logs + _ROOM_BYTES)
-            except OSError as error:
-                raise database_error(str(error), "opening the database again after a failed write", self.path) from error
-            with self._calls.alone(_DRAIN_TIMEOUT_S), self._tables_lock:
-                _log.warning("%s refuses writes since one failed: opening it again", self.path)
-                self._engine.close()
-                self._open()
-                self._drop_the_rest()
-                for table in self._tables.values():
-                    table.renew()
-                self._seal_now()
+                self._reopen()
+            except DatabaseError as error:
+                self._refusal = type(error)(*error.args)
+            self._refuse()
         finally:
             self._recovering.release()
+
+    def _refuse(self) -> None:
+        if self._refusal:  # a copy, since an error keeps the frames that it went through
+            raise type(self._refusal)(*self._refusal.args)
+
+    def _reopen(self) -> None:
+        try:
+            logs = sum(os.path.getsize(self.path / name) for name in logs_in(self.path).values())
+            directory.check_room(self.path, logs + _ROOM_BYTES)
+        except OSError as error:
+            raise database_error(str(error), "opening the database again after a failed write", self.path) from error
+        with self._calls.alone(_DRAIN_TIMEOUT_S), self._tables_lock:
+            _log.warning("%s refuses writes since one failed: opening it again", self.path)
+            self._engine.close()
+            self._open()
+            for table in self._tables.values():
+                table.renew()
 
     def close(self) -> None:
         if not self._calls.close(self._close_timeout_s):  # new calls stay refused, and `close` may be called again
@@ -363,8 +409,7 @@ class RocksDatabase(PersistentDatabase):
                 self._seal_now()  # with RocksDB's last additions; the next opening begins a new MANIFEST
             except DatabaseError as error:
                 _log.warning("%s; it is closed and whole, but later damage to its list of files may go unnoticed", error)
-            if self._view:
-                self._view.cleanup()
+            self._leave_view()
 
     def disown(self) -> None:
         """In a forked child: leave the files and RocksDB's threads to the parent."""
@@ -373,7 +418,7 @@ class RocksDatabase(PersistentDatabase):
         self._released = True
 
     def _seal_now(self) -> None:
-        if not self.read_only:
+        if not self._view:
             with self._seal_lock:
                 self._seal = directory.seal(self.path, self._seal)
 
@@ -408,9 +453,8 @@ class RocksDatabase(PersistentDatabase):
             return (self._table_with_times(tag) if table.follows_log else table).delete(keys)
 
     def follow_log(self, tag: str) -> dict[Partition, LogPosition]:
-        self._recover()
         with self._calls:
-            return self._table_with_times(tag).follow_log()
+            return self._table(tag).follow_log()
 
     def apply(self, tag: str, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
         self._recover()
@@ -461,7 +505,8 @@ class RocksDatabase(PersistentDatabase):
             return self._table(tag).writer_token()
 
     def renew_writer_token(self, tag: str) -> str | None:
-        self._recover()
+        if not self._engine.in_view:
+            self._recover()
         with self._calls:
             return self._table(tag).renew_writer_token()
 

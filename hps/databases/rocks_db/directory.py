@@ -6,7 +6,8 @@ opens, every later row is absent, and the files of those rows are deleted. So we
 opening, and HugeCTR may have written here meanwhile.
 
 **Read-only opening.** The binding writes its log and settings into the directory even then, and fails if it cannot. So it opens
-a directory of links to the files instead, which also works on a read-only volume.
+a directory of links to the files instead, which also works on a read-only volume. So does a start on a full disk, with
+the links in memory.
 """
 
 import fcntl
@@ -23,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from weakref import finalize
 
+from hps.databases.rocks_db.engine import database_error
 from hps.databases.rocks_db.write_ahead_log import SEAL as LOG_SEAL
 from hps.databases.rocks_db.write_ahead_log import check_manifest, checksum_of
 from hps.errors import DatabaseCorruptError, DatabaseError
@@ -36,6 +38,7 @@ _CURRENT = "CURRENT"
 _NOT_LINKED = frozenset({_CURRENT, "LOCK", "LOG", "rocksdict-config.json", _SEAL, LOG_SEAL})
 _READ_BYTES = 1 << 20
 _VIEW_ATTEMPTS = 3
+_MEMORY = "/dev/shm"
 _FLOCK = "hhqqi"  # struct flock of Linux: type, whence, start, length, process
 
 
@@ -90,6 +93,25 @@ def holder(path: Path) -> int:
     return 0 if kind == fcntl.F_UNLCK else process or -1
 
 
+def hold(path: Path) -> int:
+    """Keep other processes from opening a database for writing, as RocksDB does, until the returned file is closed.
+
+    Raises:
+        DatabaseError: another process has it open, or the file cannot be opened.
+    """
+    doing = "holding the database"
+    try:
+        file = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise database_error(str(error), doing, path) from error
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        raise database_error(f"While lock file: {error}", doing, path) from error
+    return file
+
+
 def seal(path: Path, previous: Seal | None) -> Seal | None:
     """Store the present length and checksum of the MANIFEST; `previous` saves reading the sealed part.
 
@@ -113,7 +135,7 @@ def seal(path: Path, previous: Seal | None) -> Seal | None:
     except FileNotFoundError:
         return None  # RocksDB has just replaced its MANIFEST; the next seal covers the new one
     except OSError as error:
-        raise DatabaseError(f"sealing the database {path}: {error}") from error
+        raise database_error(str(error), "sealing the database", path) from error
     return current
 
 
@@ -121,8 +143,10 @@ def _check_seal(path: Path) -> None:
     try:
         sealed = Seal(**json.loads((path / _SEAL).read_text()))
         name = (path / _CURRENT).read_text().strip()
-    except (OSError, ValueError, TypeError):
+    except (FileNotFoundError, ValueError, TypeError):
         return  # not sealed: HugeCTR's, or killed before the first seal
+    except OSError as error:
+        raise DatabaseError(f"opening the database {path}: {error}; it must be possible to read it") from error
     if name != sealed.manifest:
         return
     try:
@@ -148,7 +172,7 @@ def cut_logs(path: Path, ends: dict[str, int]) -> None:
         try:
             os.truncate(path / name, size)
         except OSError as error:
-            raise DatabaseError(f"cutting {path / name} to {size} bytes: {error}") from error
+            raise database_error(str(error), f"cutting {name} to {size} bytes", path) from error
 
 
 def check_room(path: Path, size_bytes: int) -> None:
@@ -158,6 +182,7 @@ def check_room(path: Path, size_bytes: int) -> None:
         OSError: it could not.
     """
     trial = path / STAGING / "room"
+    trial.parent.mkdir(exist_ok=True)  # a start on a full disk may have left none
     try:
         with open(trial, "wb") as file:
             os.posix_fallocate(file.fileno(), 0, size_bytes)
@@ -173,7 +198,7 @@ def clear_staging(path: Path) -> None:
             shutil.rmtree(staging)
         staging.mkdir()
     except OSError as error:
-        raise DatabaseError(f"clearing {staging}: {error}; it must be possible to write there") from error
+        raise database_error(str(error), f"clearing {STAGING}", path) from error
 
 
 def link_files(path: Path, name: str) -> Path:
@@ -197,8 +222,8 @@ class View:
     `cleanup` removes it, as do its last reference and the exit of the process that made it, but not of a forked child.
     """
 
-    def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="hps-rocks-db-"))
+    def __init__(self, parent: str | None = None) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="hps-rocks-db-", dir=parent))
         self.cleanup = finalize(self, _remove_own, self.path, os.getpid())
 
 
@@ -207,11 +232,14 @@ def _remove_own(path: Path, owner: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def opened_in_view(path: Path, open_at: Callable[[Path], None], ends: dict[str, int] | None = None) -> View:
+def opened_in_view(
+    path: Path, open_at: Callable[[Path], None], ends: dict[str, int] | None = None, *, in_memory: bool = False
+) -> View:
     """Call `open_at` with a temporary directory of links to the files of a database; return it, for cleaning up afterwards.
 
     Args:
         ends: sizes to which files are copied, by name; 0 leaves a file out.
+        in_memory: make the directory on a file system in memory, if there is one: the disk of others may be full.
 
     Raises:
         DatabaseError: the last error of `open_at`.
@@ -219,7 +247,10 @@ def opened_in_view(path: Path, open_at: Callable[[Path], None], ends: dict[str, 
     attempts = 0
     while True:
         attempts += 1
-        view = View()
+        try:
+            view = View(_MEMORY if in_memory and os.access(_MEMORY, os.W_OK | os.X_OK) else None)
+        except OSError as error:
+            raise database_error(str(error), "making a directory of links", path) from error
         try:
             _link_files(path, view.path, ends or {})
             open_at(view.path)

@@ -109,8 +109,9 @@ class Engine:
         self.path = path
         self.read_only = read_only
         self._write_timeout_s = write_timeout_s
-        self._options = _options(num_threads, block_cache_bytes)
-        self._times_options = _times_options(_options(num_threads, 0))
+        with self._errors("reading RocksDB's settings"):
+            self._options = _options(num_threads, block_cache_bytes)
+            self._times_options = _times_options(_options(num_threads, 0))
         self._refuse = rocksdict.WriteOptions()
         self._refuse.no_slowdown = True
         self._move = rocksdict.IngestExternalFileOptions()
@@ -119,7 +120,9 @@ class Engine:
         self._families: dict[str, Family] = {}
         self._logs: LogSeal | None = None
         self.stuck = False
-        """Whether a write failed: RocksDB then refuses all writes until it is opened again, even after the cause has passed."""
+        """Whether it is closed or a write failed. RocksDB then refuses all writes until it is opened again."""
+        self.in_view = False
+        """Whether a view is open, where nothing can be written."""
 
     def open(self, place: Path, *, exists: bool, torn: bool) -> None:
         """Open RocksDB.
@@ -129,16 +132,17 @@ class Engine:
             exists: whether the database exists.
             torn: whether to drop damaged records at the end of the write-ahead logs, not only an incomplete one.
         """
+        in_view = place != self.path
         modes, access = rocksdict.DBRecoveryMode, rocksdict.AccessType
         self._options.set_wal_recovery_mode(modes.point_in_time() if torn else modes.tolerate_corrupted_tail_records())
         with self._errors("opening the database"):
             names = rocksdict.Rdict.list_cf(str(place)) if exists else [DEFAULT]
             families = {name: self._options_of(name) for name in names}
-            how = access.read_only(False) if self.read_only else access.read_write()
+            how = access.read_only(False) if in_view else access.read_write()
             self._db = rocksdict.Rdict(str(place), self._options, families, how)
             self._families = {name: self._db.get_column_family(name) for name in names}
-            self.stuck = False
-            if not self.read_only:
+            self.in_view, self.stuck = in_view, in_view and not self.read_only
+            if not in_view:
                 try:
                     self._logs = LogSeal(self.path)
                 except OSError:
@@ -185,6 +189,7 @@ class Engine:
         if self._db is not None:
             self._close(self._db)
             self._db = None
+        self.stuck = True
         if self._logs is not None:
             self._logs.close()
             self._logs = None
@@ -393,6 +398,10 @@ class WriteStalledError(DatabaseTimeoutError):
     """The engine accepts no writes until it has flushed its memory."""
 
 
+class DiskFullError(DatabaseError):
+    """The file system takes no more bytes."""
+
+
 _MEANINGS: tuple[tuple[tuple[str, ...], type[DatabaseError], str], ...] = (
     (
         ("lock hold by current process", "While lock file"),
@@ -402,7 +411,7 @@ _MEANINGS: tuple[tuple[tuple[str, ...], type[DatabaseError], str], ...] = (
     ),
     (
         ("No space left on device", "File too large", "Disk quota exceeded"),
-        DatabaseError,
+        DiskFullError,
         "The disk is full; existing rows can still be read. Make room, and writing resumes by itself",
     ),
     (("Write stall",), WriteStalledError, "The disk does not keep up with the writes; write less, or use a faster disk"),

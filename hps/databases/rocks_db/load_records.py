@@ -1,7 +1,6 @@
 """Durable records of how far each table is loaded, and whether it was modified since."""
 
 import json
-import secrets
 from dataclasses import asdict, replace
 
 from hps.databases.base import LoadRecord
@@ -61,12 +60,11 @@ class LoadRecords:
         (data,) = self._engine.get(self._engine.family(DEFAULT), [_WRITER + tag.encode()], f"reading the writer of table {tag}")
         return None if data is None else data.decode()
 
-    def renew_writer(self, tag: str) -> str:
+    def name_writer(self, tag: str, token: str) -> None:
         """Store another token of a modified table, durably on return."""
-        token, doing = secrets.token_hex(6), f"naming the writer of table {tag}"
+        doing = f"naming the writer of table {tag}"
         self._engine.write({DEFAULT: ([_WRITER + tag.encode()], [token.encode()])}, {}, doing)
         self._engine.sync(doing)
-        return token
 
     def mark_dropped(self, tag: str) -> None:
         """Mark a table as being dropped until `remove`, durably on return."""

@@ -69,6 +69,7 @@ class RocksTable:
         self._counted = (-1, 0)  # how many of them there had been when the rows were counted, and the rows
         self._marked = False  # its record, if any, says that it was modified
         self._writer = records.writer(tag)
+        self._writer_waits = False  # to be stored when there is room
         self._order = ChangeOrder(engine, tag)
         self._piece_rows = max(1, min(_PIECE_ROWS, _PIECE_BYTES // (_KEY_BYTES + 4 * dim)))
         self._fetch_rows = min(max_batch_size, _FETCH_ROWS)
@@ -395,6 +396,8 @@ class RocksTable:
         self._family, self._times = self._engine.family(self.tag), self._engine.family(TIMES + self.tag)
         self._order = ChangeOrder(self._engine, self.tag)
         self._loading = False  # the engine merges by itself again
+        if self._writer_waits and not self._engine.in_view:
+            self._name_writer(str(self._writer))
 
     def retire(self) -> None:
         """Refuse writes from now on, since another table may soon have the name by which RocksDB knows this one."""
@@ -427,18 +430,24 @@ class RocksTable:
         return self._writer
 
     def renew_writer_token(self) -> str | None:
-        """Store and return another token if the table was modified, durably on return."""
+        """Store and return another token if the table was modified, durably on return; on a full disk when it is reopened."""
         with self._alone(f"naming the writer of table {self.tag}"):
             if self.writer_token() is not None:
-                self._writer = self._records.renew_writer(self.tag)
+                self._name_writer(secrets.token_hex(6))
             return self._writer
+
+    def _name_writer(self, token: str) -> None:
+        self._writer_waits = self._engine.in_view
+        if not self._writer_waits:
+            self._records.name_writer(self.tag, token)
+        self._writer = token
 
     def _mark_modified(self) -> None:
         if not self._marked:
             self._records.mark_modified(self.tag)
             self._marked = True
         if self._writer is None:
-            self._writer = self._records.renew_writer(self.tag)
+            self._name_writer(secrets.token_hex(6))
 
     def _sorted_pieces(self, keys: KeyArray, vectors: FloatArray, piece_rows: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
         order = _last_of_each(keys)

@@ -161,10 +161,9 @@ def check_logs(path: Path, oldest_needed: Callable[[], int]) -> CheckedLogs:
     Raises:
         DatabaseError: a log cannot be read.
     """
-    seal = _read_seal(path)
     damages, ends, missing = {}, {}, []
     try:
-        there = logs_in(path)
+        seal, there = _read_seal(path), logs_in(path)
         for number, size, crc in seal or ():
             name = there.get(number, f"{number:06}.log")
             try:
@@ -237,11 +236,14 @@ def damaged(path: Path, name: str, what: str) -> DatabaseCorruptError:
 def _read_seal(path: Path) -> list[LogEnd] | None:
     try:
         data = (path / SEAL).read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
         seal = json.loads(data)
         if zlib.crc32(json.dumps(seal["logs"]).encode()) != seal["crc32"]:
             return None
         return [LogEnd(*end) for end in seal["logs"]]
-    except (OSError, ValueError, TypeError, KeyError):  # none, or a power cut left half of it
+    except (ValueError, TypeError, KeyError):  # a power cut left half of it
         return None
 
 

@@ -43,6 +43,7 @@ from hps.versions.deployer import Deployer
 from hps.versions.deployment import Deployment, StoredRow, choose_cache, open_databases, repeated_after_takeover
 from hps.versions.live_models import LiveModels, VersionInfo, version_info
 from hps.versions.live_updates import LiveUpdates
+from hps.versions.pins import Pin, pins_of
 
 _log = logging.getLogger(__name__)
 _EXIT_WAIT_S = 5.0  # limit for a load still running at interpreter exit
@@ -88,8 +89,8 @@ class HPS:
         POOL.limit_to(self.config.fetch_threads)
         self._updates = LiveUpdates(self.config, self.metrics)
         self._chain, targets = open_databases(self.config, self.metrics)
-        self.statistics = StatisticsCollector(self.live, self.metrics)
-        self.catalog = ModelCatalog(self.config, targets.sources)
+        self.catalog = ModelCatalog(self.config, targets.sources, pins_of(self._chain))
+        self.statistics = StatisticsCollector(self.live, self.metrics, self.catalog.pins)
         self._watch = CatalogWatch(self.catalog, self.live)
         self._deployer = self._make_deployer(targets)
         disown_in_children(self)
@@ -98,7 +99,7 @@ class HPS:
             _log.warning("no database is configured: keys that the embedding cache does not hold get the default vector")
         try:
             for name in self.catalog.names if deploy_models else ():
-                self.deploy(name, progress=progress, force=force)
+                self.deploy(name, progress=progress, force=force, pin=False)
         except BaseException:
             self.close()
             raise
@@ -528,6 +529,7 @@ class HPS:
         progress: Progress | None = None,
         force: bool = False,
         remember: bool = True,
+        pin: bool = True,
     ) -> Deployment:
         """Load a version of a model beside those in service, and switch to it atomically.
 
@@ -541,6 +543,8 @@ class HPS:
             version: version to load; default: those the `version_policy` selects, the highest of which serves.
             force: load the files even if a database already holds them; online updates are lost.
             remember: keep this configuration as the known one; if False, a known model uses it for this deployment only.
+            pin: pin the model to `version`, as `rollback` does, or end its pin if no version is given; if False, its pin stays
+                and counts, as at a start.
 
         Returns:
             The serving version.
@@ -556,13 +560,15 @@ class HPS:
         if self._closed:
             raise refusal(self, "the parameter server")
         name = model if isinstance(model, str) else model.model
-        self._deployer.deploy(name, None if isinstance(model, str) else model, version, progress, force, remember)
+        self._deployer.deploy(name, None if isinstance(model, str) else model, version, progress, force, remember, pin)
         return self.model(name)
 
     def rollback(self, model_name: str) -> Deployment:
-        """Roll back to the previous version. Its tables are still loaded; its caches are warmed from them.
+        """Roll back to the previous version, and pin the model to it.
 
-        After a restart, this is the version below the serving one; its tables are reused if they still exist.
+        Its tables are still loaded; its caches are warmed from them. After a restart, the previous version is the one below the
+        serving one; its tables are reused if they still exist. The pin is kept beside the persistent database: polling and
+        restarts take no newer version until `unpin`, or a `deploy` without a version.
 
         Returns:
             The serving version. The version it replaces is kept.
@@ -578,6 +584,27 @@ class HPS:
         self._deployer.rollback(model_name)
         return self.model(model_name)
 
+    def unpin(self, model_name: str, *, progress: Progress | None = None) -> Deployment:
+        """End the pin of a model, and deploy what its `version_policy` selects. Changes nothing if the model has no pin.
+
+        If the deployment fails, the pin stays.
+
+        Returns:
+            The serving version.
+
+        Raises:
+            As `deploy`.
+        """
+        self._reopen()
+        if self._closed:
+            raise refusal(self, "the parameter server")
+        self._deployer.unpin(model_name, progress)
+        return self.model(model_name)
+
+    def pin(self, model_name: str) -> Pin | None:
+        """Return the version that a roll-back or a deployment pinned a model to, if any."""
+        return self.catalog.pins.shown(model_name)
+
     def undeploy(self, model_name: str, version: str | None = None) -> None:
         """Take a model out of service and free its caches and its tables in the hash map; Redis and RocksDB keep theirs.
 
@@ -586,7 +613,8 @@ class HPS:
         graphs are freed.
 
         Args:
-            version: take only this version out of service. If it serves, the highest of the others takes over.
+            version: take only this version out of service. If it serves, the highest of the others takes over; if the model is
+                pinned to it, the pin ends.
 
         Raises:
             UnknownModelError: no model of this name is deployed.
@@ -612,8 +640,8 @@ class HPS:
         """Check the files of all models once, and deploy every change.
 
         Deploys new or reconfigured models, new versions that the `version_policy` selects, and replaced files. Undeploys models
-        that are gone from the catalog. A model that was rolled back or undeployed is left alone until its files change. Files
-        that cannot be loaded are retried after a growing pause, or when they change.
+        that are gone from the catalog. A pinned model takes no newer version; one that was undeployed is left alone until its
+        files change. Files that cannot be loaded are retried after a growing pause, or when they change.
 
         Returns:
             By model: None for a changed one, the error for one that could not be changed.
@@ -716,7 +744,7 @@ class HPS:
                 deployments[name] = replace(deployment, sessions=sessions, chain=chain, stop_following=[])
             self._chain = chain
             self.live = LiveModels(deployments, self.metrics.models)
-            self.statistics = StatisticsCollector(self.live, self.metrics)
+            self.statistics = StatisticsCollector(self.live, self.metrics, self.catalog.pins)
             self._watch = CatalogWatch(self.catalog, self.live)
             self._deployer = self._make_deployer(targets)
             self._closed, self._reopenable = False, {}

@@ -57,6 +57,7 @@ for _name, _command in (
     ("deploy", live_models.deploy_command),
     ("undeploy", live_models.undeploy_command),
     ("rollback", live_models.rollback_command),
+    ("unpin", live_models.unpin_command),
     ("refresh", live_models.refresh_command),
 ):
     app.command(_name, epilog=live_models.EXAMPLES[_name])(_command)
@@ -80,7 +81,7 @@ def _hps(
     """Serve embedding vectors of recommender models from GPU memory, RAM, Redis and RocksDB.
 
     serve, load, lookup, plan, profile, publish and check-config take CONFIG: a ps.json, as HugeCTR's parameter server does.
-    top, models, deploy, undeploy, rollback and refresh ask a running server (--url or HPS_URL; the token is in
+    top, models, deploy, undeploy, rollback, unpin and refresh ask a running server (--url or HPS_URL; the token is in
     HPS_ADMIN_TOKEN).
     """
     if version:

@@ -1,4 +1,4 @@
-"""`hps models | deploy | undeploy | rollback | refresh | updates status`: list and change the models of a running server."""
+"""`hps models | deploy | undeploy | rollback | unpin | refresh | updates status`: models of a running server."""
 
 import json
 from pathlib import Path
@@ -16,6 +16,7 @@ EXAMPLES = {
     "deploy": "Example: `hps deploy ranker --version 2`",
     "undeploy": "Example: `hps undeploy ranker`",
     "rollback": "Example: `hps rollback ranker`",
+    "unpin": "Example: `hps unpin ranker`",
     "refresh": "Example: `hps refresh ranker`",
     "updates status": "Example: `hps updates status http://127.0.0.1:8000`",
 }
@@ -38,6 +39,12 @@ def models_command(
         typer.echo(json.dumps(answer))
         return
     _print_table(answer["models"])
+    for model in answer["models"]:
+        pin = model.get("pinned", {})
+        if pin and pin["version"] not in [one["version"] for one in model["versions"] if one["state"] == "serving"]:
+            typer.echo(f"{model['name']}: version {pin['version']}, which does not serve, is {pin['text']}")
+        if "problem" in pin:
+            typer.echo(f"{model['name']}: {pin['text']}; {pin['problem']}")
     for change in answer["changes"]:
         if "status" not in change:
             typer.echo(f"under way for {change['seconds']:.0f} s: {change['what']}, by {change['by']}")
@@ -61,7 +68,8 @@ def deploy_command(
     """Load a version of MODEL into a running server beside the serving version, then switch to it.
 
     Lookups go on meanwhile. If loading fails, the previous version continues to serve. Interrupting this command does not stop
-    the server.
+    the server. A version given by --version is pinned: neither polling nor a restart takes a newer one. Without --version, the
+    pin ends.
     """
     with console.reported():
         body: dict[str, Any] = {"force": force}
@@ -88,9 +96,17 @@ def undeploy_command(
 def rollback_command(
     model: Model, no_wait: NoWait = False, url: Url = LOCAL, token: Token = "", token_file: TokenFile = None
 ) -> None:
-    """Roll MODEL back to its previous version."""
+    """Roll MODEL back to its previous version, and pin it there: neither polling nor a restart takes a newer one."""
     with console.reported():
         _change(model, "rollback", {}, no_wait, url, token, token_file)
+
+
+def unpin_command(
+    model: Model, no_wait: NoWait = False, url: Url = LOCAL, token: Token = "", token_file: TokenFile = None
+) -> None:
+    """End the pin of MODEL to a version, and deploy what its version_policy chooses."""
+    with console.reported():
+        _change(model, "unpin", {}, no_wait, url, token, token_file)
 
 
 def refresh_command(
@@ -144,7 +160,11 @@ def _change(model: str, verb: str, body: dict[str, Any], no_wait: bool, url: str
         typer.echo(f"{model}: in progress; `hps models` shows its state")
         return
     state = f"version {change['version']} serves" if "version" in change else "out of service"
-    typer.echo(f"{model}: {state} ({verb}, {change['seconds']:.1f} s)")
+    pin = change.get("pinned")
+    pinned = f"; {pin['text']}, until `hps unpin {model}`" if pin else ""
+    typer.echo(f"{model}: {state} ({verb}, {change['seconds']:.1f} s){pinned}")
+    if pin and "problem" in pin:
+        typer.echo(f"{model}: {pin['problem']}")
 
 
 def _entry(path: Path, model: str) -> dict[str, Any]:
@@ -172,6 +192,9 @@ def _print_table(models: list[dict[str, Any]]) -> None:
                 continue
             sizes = [size_text(version["size_bytes"][tier]) if tier in version["size_bytes"] else "" for tier in _TIERS]
             shown = f"{rate:.1%}" if rate is not None and version["state"] == "serving" else ""
-            rows.append((model["name"], version["version"], version["state"], count_text(version["rows"]), *sizes, shown))
+            pin = model.get("pinned", {})
+            pinned = f", {pin['text']}" if (version["state"], version["version"]) == ("serving", pin.get("version")) else ""
+            state = version["state"] + pinned
+            rows.append((model["name"], version["version"], state, count_text(version["rows"]), *sizes, shown))
     figures = ("rows", *(tier.replace("_", " ") for tier in _TIERS), "hit rate")
     console.screen().print(console.table(("model", "version", "state"), figures, rows))

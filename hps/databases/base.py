@@ -492,6 +492,9 @@ class PersistentDatabase(Database):
 
     persistent = True
 
+    directory: Path | None = None
+    """Local directory that lasts as long as the tables, where files of callers may stand; None if there is none."""
+
     @classmethod
     def inspect(cls, path: Path) -> DatabaseReport:
         """Read a whole database that no process writes to, without changing it.

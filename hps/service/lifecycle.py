@@ -305,7 +305,7 @@ class Lifecycle:
             return None
         before = server.live.failure(name)
         try:
-            server.deploy(name, progress=self._progress, force=self._force)
+            server.deploy(name, progress=self._progress, force=self._force, pin=False)
         except Exception as error:  # noqa: BLE001 - reported as the state of the model; the others go on
             if self._stopping.is_set():
                 _log.info("loading model %s was stopped: %s", name, error)

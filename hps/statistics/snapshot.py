@@ -105,6 +105,7 @@ class ModelStatistics:
         stages: times of their stages, by name (`tracing.STAGES`).
         workspaces, busy_workspaces: over all devices.
         tables: in the order of their ids.
+        pinned: description of the pin of the model to a version; empty if there is none.
     """
 
     name: str
@@ -116,6 +117,7 @@ class ModelStatistics:
     workspaces: int
     busy_workspaces: int
     tables: tuple[TableStatistics, ...]
+    pinned: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from hps.models.deltas import HeldTable, TableSource, fingerprints_of
 from hps.models.manifest import within
 from hps.models.repository import VersionFiles, list_models, list_versions, log_starts_beside, table_sources, version_files
 from hps.models.sources import ModelSources
+from hps.versions.pins import Pins
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,12 @@ class ModelCatalog:
     """The models of a configuration and its repository, with their versions. *Thread-safe.*
 
     Attributes:
+        pins: the versions that people chose in place of the `version_policy`.
         problems: errors of the last scan, by model.
     """
 
-    def __init__(self, configuration: Configuration, sources: ModelSources) -> None:
+    def __init__(self, configuration: Configuration, sources: ModelSources, pins: Pins | None = None) -> None:
+        self.pins = pins or Pins()
         self._sources = sources
         self._repository = configuration.model_repository
         self._followed = configuration.update_source.type != "null"
@@ -142,13 +145,30 @@ class ModelCatalog:
         tables = zip(version.sources, version.config.embedding_vecsize_per_table, strict=True)
         return fingerprints_of(list(tables), self._sources)
 
-    def to_serve(self, name: str) -> list[str]:
-        """Return the versions that the model's `version_policy` selects, ascending.
+    def to_serve(self, name: str, *, pinned: bool = True) -> list[str]:
+        """Return the versions to serve, ascending; the last one answers requests that name none.
+
+        The model's `version_policy` selects them; for a pinned model, as if the pinned version were the newest. If the files of
+        that version are gone, a version below it serves.
+
+        Args:
+            pinned: whether a pin counts.
 
         Raises:
-            UnknownVersionError: the policy selects no existing version.
+            UnknownVersionError: the policy selects no existing version, or nothing is left up to the pinned one.
+            DatabaseError: the pin cannot be read.
         """
         versions, policy = self.versions(name), self.model(name).version_policy
+        pin = self.pins.of(name) if pinned else None
+        if pin is not None:
+            up_to = [version for version in versions if int(version) <= int(pin.version)]
+            if not (chosen := policy.chosen(up_to, also=pin.version)):
+                raise UnknownVersionError(
+                    f"deploying model {name!r}: version {pin.version} is {pin}, and its files are gone; got versions "
+                    f"{', '.join(versions) or 'none'}, expected it, or one below it that the version_policy allows. Put its "
+                    f"files back, deploy another version, or `hps unpin {name}` to serve what the version_policy chooses"
+                )
+            return chosen
         chosen = policy.chosen(versions)
         if not chosen:
             expected = f"versions {', '.join(policy.specific)} (version_policy)" if policy.specific else "at least one"

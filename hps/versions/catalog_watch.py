@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from hps.errors import HPSError
+from hps.errors import HPSError, UnknownVersionError
 from hps.models.files import joint_fingerprint
 from hps.versions.catalog import ModelCatalog
 from hps.versions.live_models import LiveModels, VersionState
@@ -41,7 +41,7 @@ class CatalogWatch:
     """Compares the served versions with the catalog. *Thread-safe*, with one `differing` pass at a time.
 
     A model differs if its entry, the versions its policy selects, or their files have changed since it was last deployed.
-    A roll-back or an undeployment alone makes no difference.
+    A pinned model differs only if the pinned version does; an undeployment alone makes no difference.
     """
 
     def __init__(self, catalog: ModelCatalog, live: LiveModels) -> None:
@@ -64,7 +64,10 @@ class CatalogWatch:
         self._live.forget_others(names)
         for name in names:
             try:
-                chosen = [self._catalog.version(name, version) for version in self._catalog.to_serve(name)]
+                numbers = self._catalog.to_serve(name)
+                if (pin := self._catalog.pins.of(name)) and pin.version not in numbers and self._serves(name, pin.version):
+                    raise UnknownVersionError(f"version {pin.version}, which serves, is {pin}, and its files are gone")
+                chosen = [self._catalog.version(name, version) for version in numbers]
                 versions = tuple((one.config.version, joint_fingerprint(self._catalog.fingerprints(one))) for one in chosen)
                 wanted = self._catalog.model(name), versions
             except HPSError as error:
@@ -88,6 +91,10 @@ class CatalogWatch:
         wrong = [IndexEntry(name, "", "unavailable", str(problem)) for name, problem in sorted(problems.items())]
         return [entry for name in names for entry in self._entries(name)] + wrong
 
+    def _serves(self, name: str, version: str) -> bool:
+        serving = self._live.serving.get(name)
+        return serving is not None and serving.version == version
+
     def _entries(self, name: str) -> list[IndexEntry]:
         found: dict[str, tuple[IndexState, str]] = {}
         for one, state in self._live.versions(name):
@@ -97,7 +104,7 @@ class CatalogWatch:
         error = "" if failure is None else failure.cause
         try:
             known = self._catalog.versions(name)
-            chosen = self._catalog.model(name).version_policy.chosen(known)
+            chosen = self._catalog.to_serve(name)
         except HPSError as problem:
             if not found:
                 return [IndexEntry(name, "", "unavailable", str(problem))]

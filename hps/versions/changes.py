@@ -9,6 +9,7 @@ from typing import Literal
 from hps.errors import HPSError
 from hps.ground.progress import FailureProgress, NoProgress, Progress, TableProgress
 from hps.types import split_tag
+from hps.versions.pins import Pin
 
 LoadState = Literal["waiting", "loading", "done", "failed"]
 
@@ -39,6 +40,7 @@ class Change:
         version: serving version after the change; empty if none.
         error: reason of the failure; empty otherwise.
         status: HTTP status of the response to its request, once finished.
+        pin: the pin that it made, if any.
         since: start, in seconds since the epoch.
         thread: thread that makes the change, if another one began it.
     """
@@ -53,6 +55,7 @@ class Change:
     version: str = ""
     error: str = ""
     status: int | None = None
+    pin: Pin | None = None
     since: float = field(default_factory=time.time)
     thread: threading.Thread | None = None
     listener: Progress = field(default_factory=NoProgress)

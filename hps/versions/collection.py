@@ -26,6 +26,7 @@ from hps.statistics.snapshot import DeviceStatistics, ModelStatistics, ServerSta
 from hps.version import __version__
 from hps.versions.deployment import Deployment
 from hps.versions.live_models import LiveModels
+from hps.versions.pins import Pins, pinned_text
 
 _log = logging.getLogger(__name__)
 _MEASURED_EVERY_S = 15.0
@@ -54,8 +55,11 @@ class StatisticsCollector:
         clock: monotonic time in seconds.
     """
 
-    def __init__(self, live: LiveModels, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, live: LiveModels, metrics: Metrics, pins: Pins | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._live = live
+        self._pins = pins or Pins()
         self._metrics = metrics
         self._clock = clock
         self._started = time.time()
@@ -178,6 +182,7 @@ class StatisticsCollector:
             workspaces=sum(size for size, _ in workspaces),
             busy_workspaces=sum(busy for _, busy in workspaces),
             tables=tuple(self._table(deployment, index, one) for index, one in enumerate(in_turns(counted, _TABLES))),
+            pinned=pinned_text(self._pins.shown(name), deployment.version),
         )
 
     def _table(self, deployment: Deployment, index: int, counters: TableCounters) -> TableStatistics:

@@ -7,7 +7,7 @@ from functools import partial
 
 from hps.cache.base import EmbeddingCache
 from hps.configuration.load import ModelConfig
-from hps.errors import CapacityError, ConflictError
+from hps.errors import CapacityError, ConflictError, DatabaseError
 from hps.ground.progress import Progress
 from hps.lookup.chain import DatabaseChain
 from hps.models.deltas import HeldTable
@@ -60,6 +60,7 @@ class Deployer:
         progress: Progress | None,
         force: bool,
         remember: bool,
+        pin: bool,
     ) -> None:
         """Deploy a model; see `HPS.deploy`.
 
@@ -72,8 +73,9 @@ class Deployer:
             before = None if entry is None else self._catalog.add(entry)
             served = False
             try:
-                chosen = self._catalog.to_serve(name) if version is None else [version]
-                fingerprints = [self._deploy(name, number, change, force) for number in chosen]
+                chosen = self._catalog.to_serve(name, pinned=not pin) if version is None else [version]
+                others = chosen if version is None else []
+                fingerprints = [self._deploy(name, number, change, force, others) for number in chosen]
                 served = True
             except Exception as error:
                 self._live.failed(name, error, known=known)
@@ -81,9 +83,15 @@ class Deployer:
             finally:
                 if entry is not None and not (served and (remember or not known)):
                     self._catalog.restore(name, before)
-            if version is None:
+            if version is None or pin:
                 versions = tuple(zip(chosen, fingerprints, strict=True))
                 self._live.deployed_by_policy(name, (self._catalog.model(name), versions))
+            if not pin:
+                self._tell_pin(name, chosen[-1])
+            elif version is None:
+                self._catalog.pins.end(name)
+            else:
+                change.pin = self._catalog.pins.pin(name, version, "deploy")
 
     def rollback(self, name: str) -> None:
         """Roll back to the previous version; see `HPS.rollback`."""
@@ -97,7 +105,8 @@ class Deployer:
                         f"rolling back model {name!r}: there is no version to go back to; version {serving.version} "
                         "serves, none was replaced, and there is none below it"
                     )
-                self._deploy(name, below[-1], change, False)
+                fingerprint = self._deploy(name, below[-1], change, False)
+                self._rolled_back(name, below[-1], fingerprint, change)
                 return
 
             def stay(versions: list[str]) -> list[str]:
@@ -110,6 +119,16 @@ class Deployer:
             except BaseException:
                 deployed.close("keep")
                 raise
+            self._rolled_back(name, deployed.version, deployed.fingerprint, change)
+
+    def unpin(self, name: str, progress: Progress | None) -> None:
+        """End the pin of a model, if it has one; see `HPS.unpin`."""
+        try:
+            pinned = self._catalog.pins.of(self._catalog.model(name).model) is not None
+        except DatabaseError:
+            pinned = True
+        if pinned:
+            self.deploy(name, None, None, progress, False, True, True)
 
     def undeploy(self, name: str, version: str | None) -> None:
         """Undeploy a model or one version; see `HPS.undeploy`."""
@@ -117,6 +136,8 @@ class Deployer:
         with self._live.changing(name, "undeploying"), counted:
             for deployment in self._live.withdraw(name, version):
                 self._live.retire(name, deployment, "release")
+            if version is not None and (pin := self._catalog.pins.shown(name)) is not None and pin.version == version:
+                self._catalog.pins.end(name)
             if version is None:
                 self._live.drop_kept(name, self._live.kept(name), "release")
 
@@ -128,7 +149,7 @@ class Deployer:
                 if gone:
                     self.undeploy(name, None)
                 else:
-                    self.deploy(name, None, None, progress, False, True)
+                    self.deploy(name, None, None, progress, False, True, False)
                 outcome[name] = None
             except ConflictError as error:
                 _log.debug("polling model %r: it is left for the next time: %s", name, error)
@@ -136,8 +157,29 @@ class Deployer:
                 outcome[name] = error
         return outcome
 
-    def _deploy(self, name: str, version: str, change: Change, force: bool) -> str:
-        """Put a version into service, and return the fingerprint of its files."""
+    def _rolled_back(self, name: str, version: str, fingerprint: str, change: Change) -> None:
+        """Pin a model to the version that was rolled back to, so that neither polling nor a restart takes a newer one."""
+        self._live.deployed_by_policy(name, (self._catalog.model(name), ((version, fingerprint),)))
+        change.pin = self._catalog.pins.pin(name, version, "rollback")
+
+    def _tell_pin(self, name: str, served: str) -> None:
+        """Log that a pin, and not the model's policy, chose what serves."""
+        pin = self._catalog.pins.of(name)
+        if pin is None:
+            return
+        if pin.version == served:
+            _log.info("model %r: version %s is %s; `hps unpin %s` ends that", name, served, pin, name)
+        else:
+            _log.error("model %r: version %s is %s, but its files are gone: version %s serves", name, pin.version, pin, served)
+
+    def _deploy(self, name: str, version: str, change: Change, force: bool, chosen: Sequence[str] = ()) -> str:
+        """Put a version into service, and return the fingerprint of its files.
+
+        Args:
+            chosen: all versions that the policy chose; the serving one goes on until the last of them serves. By default, the
+                versions to keep are chosen from those in service.
+        """
+        beside = bool(chosen) and version != chosen[-1]
         wanted = self._catalog.version(name, version, partial(self._held_tables, name))
         config = wanted.config
         if (there := self._live.deployed(name, config.version)) and (other := _other_tables(there.config, config)):
@@ -152,7 +194,7 @@ class Deployer:
             if same or there.chain.databases:
                 deployed = there if same else self._renewed(there, config)
                 try:
-                    self._live.serve(deployed, lambda versions: versions, "hand over")
+                    self._live.serve(deployed, lambda versions: versions, "hand over", beside=beside)
                 except BaseException:
                     if deployed is not there:
                         deployed.close("hand over")
@@ -183,7 +225,10 @@ class Deployer:
             except CapacityError:  # no load happened, so tables due for removal afterwards can go now
                 self._drop_rest(name, kept, config, tables)
                 deployed, kept = load(), self._live.kept(name)
-        stay = partial(self._catalog.model(name).version_policy.chosen, also=config.version)
+        policy = self._catalog.model(name).version_policy
+
+        def stay(versions: list[str]) -> list[str]:
+            return [one for one in versions if one in chosen] or policy.chosen(versions, also=version)
 
         def give_up() -> bool:
             change.advance(deployed.tables[0].tag, 0)  # which may abort the deployment, as during the load
@@ -191,7 +236,7 @@ class Deployer:
 
         try:
             self._updates.start_and_wait(deployed, give_up)
-            self._live.serve(deployed, stay, "keep" if config.keep_versions else "drop", old)
+            self._live.serve(deployed, stay, "keep" if config.keep_versions else "drop", old, beside=beside)
         except BaseException:
             if self._live.serving.get(name) is not deployed:
                 deployed.close("keep" if old else "release")

@@ -421,6 +421,8 @@ class LiveModels:
         stay: Callable[[list[str]], list[str]],
         tables: Fate,
         kept: Deployment | None = None,
+        *,
+        beside: bool = False,
     ) -> None:
         """Let a deployment serve its model. Called within a change of the model.
 
@@ -428,6 +430,7 @@ class LiveModels:
             stay: selects the versions to keep available; the others are retired.
             tables: fate of the retired versions' tables, and of those of an earlier deployment of the same version.
             kept: the same version kept for a roll-back, if any; its tables are in service again.
+            beside: leave the serving version serving, if there is one of another number; this one is available beside it.
 
         Raises:
             NotReadyError: the parameter server was closed meanwhile.
@@ -438,11 +441,15 @@ class LiveModels:
             model = self._models[name]
             before = model.of("serving", "available")
             stays = set(stay([*(one.deployment.version for one in before), deployment.version])) - {deployment.version}
+            current = self.serving.get(name)
+            stands = current if beside and current and current.version != deployment.version else None
             for one in before:
-                one.state = "available" if one.deployment.version in stays else "retiring"
+                if one.deployment is not stands:
+                    one.state = "available" if one.deployment.version in stays else "retiring"
             model.versions = [one for one in model.versions if one.deployment not in (deployment, kept)]
-            model.versions.append(_Version(deployment, "serving"))
-            self.serving = {**self.serving, name: deployment}
+            model.versions.append(_Version(deployment, "available" if stands else "serving"))
+            if not stands:
+                self.serving = {**self.serving, name: deployment}
             for one in before:
                 if one.state == "retiring" and one.deployment is not deployment:
                     self._retire_later(name, one.deployment, tables)

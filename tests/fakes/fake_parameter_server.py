@@ -10,6 +10,7 @@ from hps.statistics.metrics import Metrics
 from hps.tensors.segments import Segment
 from hps.types import TableSpec
 from hps.versions.live_models import LiveModels, VersionInfo
+from hps.versions.pins import Pin
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ class FakeParameterServer:
 
     def versions(self, name: str) -> list[VersionInfo]:
         return [VersionInfo(name, self.model(name).version, "serving", 0.0, 0, {})]
+
+    def pin(self, name: str) -> Pin | None:
+        return None
 
     def lookup_segments(self, deployment: FakeDeployment, segments: Sequence[Segment], device_id: int | None = None) -> int:
         self.lookups += 1

@@ -190,7 +190,7 @@ def test_a_service_that_others_reach_allows_no_change_without_an_admin_token(con
         assert application.authorization.loopback
 
 
-CHANGES = [("POST", f"/v1/models/shop/{verb}") for verb in ("deploy", "undeploy", "rollback", "refresh")]
+CHANGES = [("POST", f"/v1/models/shop/{verb}") for verb in ("deploy", "undeploy", "rollback", "unpin", "refresh")]
 CHANGES += [("POST", "/v1/models/shop/tables/item/rows"), ("DELETE", "/v1/models/shop/tables/item/rows/7")]
 
 
@@ -270,12 +270,12 @@ def test_commands_change_a_running_server(content: dict[str, Any], tmp_path: Pat
     environment = {"HPS_URL": url, "HPS_ADMIN_TOKEN": "t-change"}
     assert url
     done = run("deploy", "shop", "--version", "2", **environment)
-    assert (done.exit_code, re.fullmatch(r"shop: version 2 serves \(deploy, \d+\.\d s\)\n", done.stdout) is not None) == (
+    assert (done.exit_code, re.match(r"shop: version 2 serves \(deploy, \d+\.\d s\); pinned", done.stdout) is not None) == (
         0,
         True,
     )
     table = run("models", **environment).stdout
-    assert re.search(r"shop +2 +serving +200 +\S+ k?B +3\.2 kB +\S+ k?B", table), table
+    assert re.search(r"shop +2 +serving, pinned by deploy, \S+ +200 +\S+ k?B +3\.2 kB +\S+ k?B", table), table
     assert run("rollback", "shop", **environment).stdout.startswith("shop: version 1 serves (rollback")
     assert run("refresh", "shop", **environment).stdout.startswith("shop: version 1 serves (refresh")
     assert run("undeploy", "shop", **environment).stdout.startswith("shop: out of service (undeploy")

@@ -97,6 +97,17 @@ def test_rates_follow_the_lookups(tab, service):
     expect(hits).to_have_text(re.compile(r"^(50\.0|100) %$"))
 
 
+def test_a_pin_is_shown_until_it_ends(tab, service):
+    server = service.app.lifecycle.server
+    tab.goto(service.url)
+    expect(tab.locator("[data-model=ranker] .badge").first).to_have_text("ready")
+    expect(tab.locator(".pinned")).to_have_count(0)
+    server.deploy("ranker", "1")
+    expect(tab.locator("[data-model=ranker] .pinned")).to_have_text(re.compile(r"^pinned by deploy, \d{4}-\d\d-\d\d$"))
+    server.unpin("ranker")
+    expect(tab.locator(".pinned")).to_have_count(0)
+
+
 def test_a_key_is_found_by_typing_it(tab, service):
     server = service.app.lifecycle.server
     tab.goto(service.url)

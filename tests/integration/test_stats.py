@@ -97,7 +97,7 @@ def test_a_database_that_does_not_answer_holds_nobody_up(server):
 
 def test_it_asks_every_15_seconds_while_somebody_asks_it_and_keeps_what_it_knew(server):
     clock, database, asked = Clock(), server.model("m").chain.databases[1], []
-    collector = StatisticsCollector(server.live, server.metrics, clock)
+    collector = StatisticsCollector(server.live, server.metrics, clock=clock)
 
     def persistent():
         return collector.statistics().models[0].tables[0].tiers[2]
@@ -126,7 +126,7 @@ def test_it_asks_every_15_seconds_while_somebody_asks_it_and_keeps_what_it_knew(
 
 def test_a_database_with_a_defect_is_logged_and_asked_again(server, caplog):
     clock, database = Clock(), server.model("m").chain.databases[1]
-    collector, stats = StatisticsCollector(server.live, server.metrics, clock), database.stats
+    collector, stats = StatisticsCollector(server.live, server.metrics, clock=clock), database.stats
     database.stats = lambda tag: [][0]
     collector.statistics()
     wait_until(lambda: "asking databases" in caplog.text, "it is logged", 30)

@@ -389,7 +389,8 @@ def test_polling_does_not_undo_what_somebody_did(versions: Callable[..., Any], t
         assert server.poll() == {}
         assert content(server) == 1
         write(tmp_path, "simple", 3, 2)
-        assert server.poll() == {"simple": None}, "the files are others"
+        assert server.poll() == {}, "it is pinned"
+        assert server.unpin("simple").version == "2"
         assert content(server) == 3
         server.undeploy("simple")
         assert server.poll() == {}

@@ -223,7 +223,7 @@ def test_a_process_that_died_during_a_swap_leaves_nothing_that_stays(
 ) -> None:
     configuration = document(keep_versions=keep_versions)
     with hps.HPS(configuration, deploy_models=False) as server:
-        server.deploy("ranker", "1")
+        server.deploy("ranker", "1", pin=False)
         for database in server._chain.databases:
             database.open_table("hps_et.ranker@2.deadbeef.user", 4)  # as a load does that is killed
             database.open_table("hps_et.ranker@9.user", 4)

@@ -58,6 +58,7 @@ class VersionsMachine(RuleBasedStateMachine):
         self.files: dict[str, tuple[int, Rows]] = {}
         self.serving: Version | None = None
         self.kept: Version | None = None
+        self.pinned = ""
         self.left: dict[tuple[str, int], list[Rows]] = {}
 
     @initialize(kind=st.sampled_from([{}, {"gpucache": False}, {"embedding_cache_type": "static"}]))
@@ -98,6 +99,29 @@ class VersionsMachine(RuleBasedStateMachine):
     def deploy(self, number: str) -> None:
         assert self.server.deploy("m", number).version == number
         self.deployed(number)
+        self.pinned = number
+
+    @rule(by=st.sampled_from(["unpin", "deploy", "poll", "stay"]))
+    def go_on_by_policy(self, by: str) -> None:
+        """A start, and polling, serve the pinned version; `deploy` and `unpin` end that."""
+        if by == "stay":
+            number = self.server.deploy("m", pin=False).version
+            assert number == (self.pinned or "3")
+        elif by == "poll":
+            assert self.server.poll() in ({}, {"m": None})
+            if self.serving is None:  # an undeployment is left alone, until files change
+                number = self.server.models and self.server.model("m").version
+                assert number in ((), self.pinned or "3")
+            else:
+                number = self.server.model("m").version
+        elif by == "unpin" and not self.pinned:
+            return
+        else:
+            number = getattr(self.server, by)("m").version
+            assert number == "3"
+            self.pinned = ""
+        if number:
+            self.deployed(number)
 
     def deployed(self, number: str) -> None:
         stamp = self.files[number][0]
@@ -117,6 +141,7 @@ class VersionsMachine(RuleBasedStateMachine):
         except InterruptedError:
             return
         self.deployed(number)
+        self.pinned = number
 
     @precondition(lambda self: self.serving)
     @rule()
@@ -130,6 +155,7 @@ class VersionsMachine(RuleBasedStateMachine):
             self.serving, self.kept = self.kept, self.serving
         else:
             self.deployed(str(int(self.serving.number) - 1))
+        self.pinned = self.serving.number
 
     @precondition(lambda self: self.serving)
     @rule()
@@ -157,7 +183,15 @@ class VersionsMachine(RuleBasedStateMachine):
         self.server.close()
         self.leave(self.serving, self.kept)
         self.server = hps.HPS(self.document)
-        self.serving, self.kept = self.loaded("3"), None
+        if not self.persistent:
+            self.pinned = ""
+        self.serving, self.kept = self.loaded(self.pinned or "3"), None
+
+    @invariant()
+    def is_pinned_to_what_was_chosen_last(self) -> None:
+        if hasattr(self, "server"):
+            pin = self.server.pin("m")
+            assert ("" if pin is None else pin.version) == self.pinned
 
     @invariant()
     def serves_the_rows_of_one_version(self) -> None:

@@ -115,7 +115,7 @@ class RocksDatabase(PersistentDatabase):
         write_timeout_s: float = 30.0,
         close_timeout_s: float = 30.0,
     ) -> None:
-        self.path = Path(path).absolute()  # RocksDB would follow the process to another directory
+        self.path = self.directory = Path(path).absolute()  # RocksDB would follow the process to another directory
         self.read_only = read_only
         self._max_batch_size = max_batch_size
         self._write_timeout_s = write_timeout_s

@@ -150,6 +150,7 @@ function models(answer, before, seconds) {
     if (one) {
       head.append(h("span.soft", {}, `version ${one.version}, for ${time(Date.now() / 1000 - one.since)}`));
       const others = one.versions.filter(([version]) => version !== one.version);
+      if (one.pinned) head.append(h("span.badge.fair.pinned", {}, one.pinned));
       if (others.length) head.append(h("span.soft", {}, others.map(([version, is]) => `${version} ${is}`).join(", ")));
       head.append(h("span.soft", {}, `workspaces ${one.busy_workspaces} of ${one.workspaces} busy`));
     }

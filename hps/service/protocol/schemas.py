@@ -306,6 +306,16 @@ class UndeployRequest(BaseModel):
     version: Version | None = Field(default=None, description="By default all versions of the model.")
 
 
+class PinStatus(BaseModel):
+    """The version that somebody chose for a model in place of its `version_policy`."""
+
+    version: str
+    by: Literal["rollback", "deploy"] = Field(description="The change that chose it.")
+    since: str = Field(description="Time of that change (ISO 8601, UTC).")
+    text: str = Field(description="Description for people, such as `pinned by rollback, 2026-11-23`.")
+    problem: str | None = Field(default=None, description="Why a restart ends the pin; absent if it outlasts one.")
+
+
 class ChangeAnswer(BaseModel):
     """A change of a model, under way or ended."""
 
@@ -319,6 +329,9 @@ class ChangeAnswer(BaseModel):
     version: str | None = Field(default=None, description="Serving version after a successful change.")
     error: str | None = Field(default=None, description="Why it failed.")
     table: TableStatus | None = Field(default=None, description="The table that is being loaded.")
+    pinned: PinStatus | None = Field(
+        default=None, description="The pin that it made, until it is ended by `deploy` or `unpin`."
+    )
 
 
 class VersionStatus(BaseModel):
@@ -343,6 +356,7 @@ class ModelDetails(BaseModel):
     devices: list[int]
     hit_rates: dict[str, float] = Field(description="By tier: share of the requested keys that it had, over all versions.")
     versions: list[VersionStatus]
+    pinned: PinStatus | None = Field(default=None, description="The pin to a version, if there is one.")
 
 
 class ModelList(BaseModel):

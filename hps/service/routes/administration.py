@@ -20,6 +20,7 @@ from hps.service.readiness import table_status
 from hps.service.request_body import described_object, read_object
 from hps.versions.changes import Change
 from hps.versions.live_models import REFRESHING
+from hps.versions.pins import Pin
 
 _Wait = Annotated[bool, Query(description="`false` answers 202 at once; poll GET /v1/models for the outcome.")]
 
@@ -65,7 +66,10 @@ def admin_routes(lifecycle: Lifecycle, threads: LookupThreads, responses: dict[i
 
     @router.post("/models/{model}/deploy", **changing, openapi_extra=described_object(schemas.DeployRequest))
     async def deploy(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
-        """Load a version of a model beside the serving one, and switch over to it."""
+        """Load a version of a model beside the serving one, and switch over to it.
+
+        Pins the model to `version`; without it, ends the pin.
+        """
         body = await read_object(request, schemas.DeployRequest)
         wanted = model if body.config is None else _configured(model, body.config)
         detail = (
@@ -91,8 +95,17 @@ def admin_routes(lifecycle: Lifecycle, threads: LookupThreads, responses: dict[i
 
     @router.post("/models/{model}/rollback", **changing)
     async def rollback(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
-        """Roll back to the previous version."""
+        """Roll back to the previous version, and pin the model to it: polling and restarts take no newer one."""
         return await run(model, "rolling back", request, response, wait, lambda server: server.rollback(model).version)
+
+    @router.post("/models/{model}/unpin", **changing)
+    async def unpin(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
+        """End the pin of a model to a version, and deploy what its `version_policy` selects."""
+
+        def call(server: HPS) -> str:
+            return server.unpin(model, progress=lifecycle.progress()).version
+
+        return await run(model, "deploying", request, response, wait, call)
 
     @router.post("/models/{model}/refresh", **changing)
     async def refresh(model: str, request: Request, response: Response, wait: _Wait = True) -> schemas.ChangeAnswer:
@@ -137,7 +150,14 @@ def _answer(change: Change) -> schemas.ChangeAnswer:
         version=change.version or None,
         error=change.error or None,
         table=table_status(loading) if under_way and loading else None,
+        pinned=_pin(change.pin),
     )
+
+
+def _pin(pin: Pin | None) -> schemas.PinStatus | None:
+    if pin is None:
+        return None
+    return schemas.PinStatus(version=pin.version, by=pin.by, since=_time(pin.since), text=str(pin), problem=pin.problem or None)
 
 
 def _models(lifecycle: Lifecycle) -> list[schemas.ModelDetails]:
@@ -161,6 +181,7 @@ def _models(lifecycle: Lifecycle) -> list[schemas.ModelDetails]:
                     )
                     for it in versions
                 ],
+                pinned=_pin(server.pin(one.name)),
             )
         )
     return found

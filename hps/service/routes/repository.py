@@ -95,10 +95,11 @@ def _load(lifecycle: Lifecycle, name: str, config: str | None) -> str:
     server = lifecycle.server
     server.catalog.scan()
     if config is None:
-        return server.deploy(name, progress=lifecycle.progress()).version
+        return server.deploy(name, progress=lifecycle.progress(), pin=False).version
     changes = entry_changes(name, parse_object(config.encode()))
     known = server.catalog.model(name) if name in server.catalog.names else None
-    return server.deploy(override_model(name, known, changes), progress=lifecycle.progress(), remember=False).version
+    entry = override_model(name, known, changes)
+    return server.deploy(entry, progress=lifecycle.progress(), remember=False, pin=False).version
 
 
 def _unload(lifecycle: Lifecycle, name: str) -> str:

@@ -34,7 +34,7 @@ from tests.servers.child_processes import ChildProcesses
 from tests.servers.running_service import document_of, model_of
 from tests.tables.sparse_models import chunks_of
 
-CHANGES = ["models", "deploy", "undeploy", "rollback", "refresh"]
+CHANGES = ["models", "deploy", "undeploy", "rollback", "unpin", "refresh"]
 COMMANDS = ["init", "serve", "load", "import", "lookup", "profile", "check-config", "check-database", "create-model", "publish"]
 COMMANDS += ["plan", *CHANGES]
 TABLES = {"user": (300, 4, 1), "item": (500, 8, 2)}  # rows, dim, seed
